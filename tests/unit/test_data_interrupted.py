@@ -1,0 +1,232 @@
+"""SIGKILL at every step, a full disk, two at once: the result is whole and the same, or it is not there."""
+
+import errno
+import gc
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.data import files, parts
+from tp_invariant_recipes.data.prepare import ensure_prepared, prepare
+from tp_invariant_recipes.data.prepared import is_prepared, load
+from tp_invariant_recipes.errors import DataError
+
+FORK = multiprocessing.get_context("fork")  # a fresh process would spend seconds on importing Megatron
+SUFFIXES = (".bin", ".json", ".idx")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron_imported_before_fork():
+    import megatron.core.datasets.indexed_dataset  # noqa: F401
+
+    gc.freeze()  # its builder collects garbage for each part, 0.1 s over all that is imported here
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(5):
+        (folder / f"{i}.txt").write_text(f"document {i} " * (i + 1))
+    return folder
+
+
+def files_of(prefix: Path) -> dict[str, bytes]:
+    return {suffix: prefix.with_name(prefix.name + suffix).read_bytes() for suffix in SUFFIXES}
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_child(function, *args) -> int:
+    """Exit code of the function in a process of its own; -9 when it was killed."""
+    child = FORK.Process(target=function, args=args)
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+def prepare_and_die_at_byte(folder, prefix, byte):
+    prepare(folder, prefix, part_bytes=1, progress=lambda done, total: die() if done >= byte else None)
+
+
+def test_killed_and_continued_without_redoing_finished_parts(tmp_path, folder, monkeypatch):
+    whole = prepare(folder, tmp_path / "whole")
+    prefix = tmp_path / "out"
+    assert in_child(prepare_and_die_at_byte, folder, prefix, 60) == -signal.SIGKILL
+    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "out.partial").glob("*.idx")}
+    assert len(finished) == 3 and not list(tmp_path.glob("out.[bij]*")) and not is_prepared(prefix)
+    written = []
+    real = parts._write_part
+    monkeypatch.setattr(parts, "_write_part", lambda path, *rest: written.append(path) or real(path, *rest))
+    prepare(folder, prefix, part_bytes=1)
+    assert len(written) == 2
+    assert files_of(prefix) == files_of(whole.prefix)
+    assert sorted(p.name for p in tmp_path.glob("out*")) == ["out.bin", "out.idx", "out.json"]
+
+
+def prepare_and_die_at_step(folder, prefix, step):
+    """Each wait for the disk and each rename is a step; die right before number `step`."""
+    steps = iter(range(10**6))
+
+    def counted(real):
+        return lambda *args: die() if next(steps) == step else real(*args)
+
+    os.replace, os.fsync = counted(os.replace), counted(os.fsync)
+    prepare(folder, prefix, part_bytes=40)
+
+
+def test_killed_at_every_step(tmp_path, folder):
+    want = files_of(prepare(folder, tmp_path / "whole").prefix)
+    for step in range(1000):
+        prefix = tmp_path / f"out{step}"
+        exit_code = in_child(prepare_and_die_at_step, folder, prefix, step)
+        if prefix.with_name(f"{prefix.name}.idx").exists():
+            load(prefix, verify=True)
+            assert files_of(prefix) == want
+        prepare(folder, prefix, part_bytes=40)
+        assert files_of(prefix) == want
+        assert sorted(p.name for p in tmp_path.glob(f"out{step}.*")) == [f"out{step}{s}" for s in sorted(SUFFIXES)]
+        if exit_code == 0:
+            break
+        assert exit_code == -signal.SIGKILL
+    assert step > 20  # it did die on the way
+
+
+def test_parts_of_other_input_are_discarded(tmp_path, folder):
+    prefix = tmp_path / "out"
+    in_child(prepare_and_die_at_byte, folder, prefix, 60)
+    for path in folder.iterdir():
+        path.write_text(path.read_text().upper())
+    (folder / "3.txt").unlink()
+    made = prepare(folder, prefix, part_bytes=1)
+    assert files_of(prefix) == files_of(prepare(folder, tmp_path / "whole").prefix)
+    assert made.documents == 4
+
+
+def test_mending_the_input_order_reuses_parts_in_the_new_order(tmp_path, folder):
+    """Parts are known by content, so a renamed file is not tokenized again, and still lands where it belongs."""
+    prefix = tmp_path / "out"
+    in_child(prepare_and_die_at_byte, folder, prefix, 60)
+    (folder / "0.txt").rename(folder / "9.txt")
+    prepare(folder, prefix, part_bytes=1)
+    assert files_of(prefix) == files_of(prepare(folder, tmp_path / "whole").prefix)
+
+
+# A disk of 64 KiB: the first size does not fit at all, the second as parts but not merged.
+@pytest.mark.parametrize("document_bytes", [20_000, 3_000])
+def test_full_disk(tmp_path, folder, document_bytes):
+    for path in folder.iterdir():
+        path.write_text(path.name[0] * document_bytes)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        with pytest.raises(DataError, match=r"the disk is full: .*out.bin.*\d MiB are free in .*disk.*out.partial"):
+            prepare(folder, disk / "out", part_bytes=1)
+        assert not list(disk.glob("out.[bij]*")) and not list(disk.glob("**/building*"))
+        kept = len(list(disk.glob("out.partial/*.idx")))
+        assert kept == (5 if document_bytes == 3_000 else 1)
+        subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+        prepare(folder, disk / "out", part_bytes=1)
+        assert files_of(disk / "out") == files_of(prepare(folder, tmp_path / "whole").prefix)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("step", range(10))
+def test_full_disk_at_every_wait_for_it(tmp_path, folder, monkeypatch, code, step):
+    """As some file systems report it: only when the bytes go out."""
+    calls = iter(range(10**6))
+    real = files._sync
+
+    def sync(path):
+        if next(calls) == step:
+            raise OSError(code, os.strerror(code))
+        real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "_sync", sync)
+        with pytest.raises(DataError, match="the disk is full"):
+            prepare(folder, tmp_path / "out")
+    assert not (tmp_path / "out.idx").exists() or load(tmp_path / "out", verify=True)
+    prepare(folder, tmp_path / "out")
+    assert files_of(tmp_path / "out") == files_of(prepare(folder, tmp_path / "whole").prefix)
+
+
+def test_other_write_errors_name_the_place(tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot write .*file/out: .*File exists.*file"):
+        prepare(folder, tmp_path / "file" / "out")
+
+
+def ensure_and_tell(folder, cache, log, start):
+    def progress(done, total):
+        time.sleep(0.05)
+        with log.open("a") as stream:
+            stream.write(f"{os.getpid()}\n")
+
+    start.wait()
+    made = ensure_prepared(folder, cache, progress=progress)
+    with log.open("a") as stream:
+        stream.write(f"made {made.digest}\n")
+
+
+def test_two_at_once(tmp_path, folder, monkeypatch):
+    log, start = tmp_path / "log", FORK.Barrier(2)
+    children = [FORK.Process(target=ensure_and_tell, args=(folder, tmp_path / "cache", log, start)) for _ in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0, 0]
+    told = log.read_text().splitlines()
+    made = [line for line in told if line.startswith("made")]
+    assert len(made) == 2 and len(set(made)) == 1
+    assert len({line for line in told if not line.startswith("made")}) == 1  # one worked, the other waited
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+
+
+def hold(path, inside, log):
+    with files.locked(path):
+        assert not inside.exists()
+        inside.touch()
+        time.sleep(0.002)
+        inside.unlink()
+        log.open("a").write("x")
+
+
+def test_lock_lets_one_in_although_its_file_is_removed(tmp_path):
+    """Removing a lock file is where such locks usually leak: a waiter gets the removed one, a newcomer a new one."""
+    children = [FORK.Process(target=_hold_often, args=(tmp_path,)) for _ in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+    assert [child.exitcode for child in children] == [0] * 4
+    assert len((tmp_path / "log").read_text()) == 4 * 30 and not (tmp_path / "lock").exists()
+
+
+def _hold_often(folder):
+    for _ in range(30):
+        hold(folder / "lock", folder / "inside", folder / "log")
+
+
+def test_lock_of_a_killed_process_holds_nobody_up(tmp_path):
+    def take_and_die():
+        with files.locked(tmp_path / "lock"):
+            die()
+
+    assert in_child(take_and_die) == -signal.SIGKILL
+    with files.locked(tmp_path / "lock"):
+        pass

@@ -1,0 +1,280 @@
+"""Comparing ledgers: the first differing bit is found and named, and nothing else passes for identical."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tp_invariant_recipes.cli.compare import compare as compare_command
+from tp_invariant_recipes.ledger.compare import FIELDS, Verdict, compare
+from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.ledger.report import verdict_line
+
+HEADER = Header(identity={"model.num_layers": 36, "rng.seed": 1234}, layout={"tp": 1}, versions={"torch": "2.11.0"})
+FLOATS = {"loss": "loss (forward)", "grad_norm": "gradient norm (norm)", "learning_rate": "learning rate (update)"}
+
+
+def record(step: int, **changes) -> StepRecord:
+    """A plausible step, with a width of each kind among its floats."""
+    values = dict(samples=4 * step, tokens=256, loss="f32:40c80000", grad_norm="f64:3ff4000000000000")
+    return StepRecord(**{"step": step, "learning_rate": "f64:3f33a92a30553261", **values, **changes})
+
+
+def ledger(steps: int = 5, name: str = "a", header: Header = HEADER, torn: bool = False, **changes) -> Ledger:
+    """A ledger in memory; `changes` are those of step 3."""
+    records = tuple(record(step, **(changes if step == 3 else {})) for step in range(1, steps + 1))
+    return Ledger(header, records, Path(name) / "ledger.jsonl", torn)
+
+
+def flipped(text: str, bit: int) -> str:
+    width, digits = text.split(":")
+    return f"{width}:{int(digits, 16) ^ 1 << bit:0{len(digits)}x}"
+
+
+def test_equal_runs_are_identical():
+    result = compare(ledger(), ledger(name="b"))
+    assert (result.verdict, result.exit_status, result.steps_compared, result.first) == (Verdict.IDENTICAL, 0, 5, None)
+    assert verdict_line(result) == "identical: 5 steps, loss, gradient norm and learning rate equal bit for bit"
+
+
+@given(st.sampled_from(sorted(FLOATS)), st.data())
+def test_one_flipped_bit_is_found_and_named(name, data):
+    value = getattr(record(3), name)
+    other = flipped(value, data.draw(st.integers(0, int(value[1:3]) - 1)))
+    result = compare(ledger(), ledger(name="b", **{name: other}))
+    assert (result.verdict, result.exit_status, result.steps_differing) == (Verdict.DIFFERENT, 1, 1)
+    assert (result.first.step, result.first.field.name) == (3, name)
+    assert (result.first.a, result.first.b) == (value, other)
+    line = verdict_line(result)
+    assert line.startswith(f"different at step 3: {FLOATS[name]} {value} ")
+    assert f" vs {other} " in line and line.endswith("; 1 of 5 steps differ")
+
+
+@pytest.mark.parametrize("name, other", (("samples", 13), ("tokens", 255), ("skipped", True)))
+def test_counts_are_compared_too(name, other):
+    result = compare(ledger(), ledger(**{name: other}))
+    assert (result.verdict, result.first.field.name, result.first.ulp) == (Verdict.DIFFERENT, name, None)
+
+
+@given(st.sets(st.sampled_from([field.name for field in FIELDS]), min_size=1))
+def test_the_first_field_in_execution_order_is_named(names):
+    others = dict(samples=13, tokens=255, loss="f32:40c80001", grad_norm="f32:3fa00000", skipped=True)
+    others["learning_rate"] = "f64:3f33a92a30553262"
+    result = compare(ledger(), ledger(**{name: others[name] for name in names}))
+    order = ["samples", "tokens", "loss", "grad_norm", "skipped", "learning_rate"]
+    assert result.first.field.name == min(names, key=order.index)
+
+
+@pytest.mark.parametrize(
+    "a, b, ulp, same",
+    (
+        ("f32:7fc00001", "f32:7fc00001", None, True),
+        ("f32:7fc00001", "f32:7fc00002", None, False),
+        ("f32:7fc00001", "f32:7f800001", None, False),
+        ("f32:00000000", "f32:80000000", 1, False),
+        ("f32:3f800000", "f32:3f800003", 3, False),
+        ("f32:3f800000", "f64:3ff0000000000000", None, False),
+    ),
+)
+def test_bits_decide(a, b, ulp, same):
+    result = compare(ledger(loss=a), ledger(loss=b))
+    assert (result.verdict is Verdict.IDENTICAL) == same
+    if not same:
+        assert result.first.ulp == ulp
+        assert (f", {ulp} ULP;" in verdict_line(result)) == (ulp is not None)
+
+
+def test_a_skipped_step():
+    gone = dict(loss=None, grad_norm=None, skipped=True)
+    both = compare(ledger(**gone), ledger(**gone))
+    assert both.verdict is Verdict.IDENTICAL and "; 1 of them skipped by both" in verdict_line(both)
+    one = compare(ledger(), ledger(**gone))
+    assert "loss (forward) f32:40c80000 6.25 vs none; 1 of 5 steps differ" in verdict_line(one)
+    assert (both.steps_skipped, one.steps_skipped) == (1, 0)
+
+
+@pytest.mark.parametrize("lengths", ((5, 3), (3, 5)))
+def test_a_shorter_run_is_identical_over_the_common_steps_and_says_so(lengths):
+    result = compare(ledger(lengths[0], "a"), ledger(lengths[1], "b"))
+    assert result.exit_status == 0
+    shorter = "ab"[lengths.index(3)]
+    assert verdict_line(result).startswith("identical: 3 of 5 steps, ")
+    assert verdict_line(result).endswith(f"; {shorter} ends at step 3")
+
+
+def test_steps_after_the_common_ones_do_not_count():
+    assert compare(ledger(2), ledger(5, loss="f32:00000000")).verdict is Verdict.IDENTICAL
+    assert compare(ledger(3), ledger(5, loss="f32:00000000")).verdict is Verdict.DIFFERENT
+
+
+@pytest.mark.parametrize("lengths, who", (((0, 5), "a"), ((5, 0), "b"), ((0, 0), "a and b")))
+def test_no_common_step_is_not_comparable(lengths, who):
+    result = compare(ledger(lengths[0], "a"), ledger(lengths[1], "b"))
+    assert (result.verdict, result.exit_status) == (Verdict.NOT_COMPARABLE, 2)
+    assert verdict_line(result) == f"not comparable: no common step, none recorded in {who}"
+
+
+@pytest.mark.parametrize(
+    "identity, words",
+    (
+        ({"rng.seed": 1235}, "rng.seed is 1234 and 1235"),
+        ({"rng.seed": 1234.0}, "rng.seed is 1234 and 1234.0"),
+        ({"rng.seed": "1234"}, 'rng.seed is 1234 and "1234"'),
+        ({"data.digest": None}, "data.digest is not set and null"),
+        ({"model.num_layers": 1, "rng.seed": 1}, "model.num_layers is 36 and 1, rng.seed is 1234 and 1"),
+        (dict.fromkeys("abcde", 0), "c is not set and 0 and 2 more"),
+    ),
+)
+def test_another_identity_is_refused_and_named(identity, words):
+    other = replace(HEADER, identity=HEADER.identity | identity)
+    result = compare(ledger(), ledger(header=other))
+    assert (result.verdict, result.exit_status, result.steps_compared) == (Verdict.NOT_COMPARABLE, 2, 0)
+    assert verdict_line(result).startswith("not comparable: ") and verdict_line(result).endswith(words)
+    assert {difference.field for difference in result.refused} == identity.keys()
+    assert other.identity_hash != HEADER.identity_hash
+
+
+@pytest.mark.parametrize("part", ("numerics", "layout", "versions", "device", "environment", "notes"))
+def test_the_rest_of_the_header_only_informs(part):
+    result = compare(ledger(), ledger(header=replace(HEADER, **{part: {"k": "x"}})))
+    assert result.verdict is Verdict.IDENTICAL
+    assert f"{part}.k" in {difference.field for difference in result.informed}
+
+
+# The command.
+
+
+def tpi(*arguments: object):
+    app = typer.Typer()
+    app.command()(compare_command)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], terminal_width=200)
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Five run directories: a and b agree, c differs at step 2, d has another seed, e is not a ledger."""
+    monkeypatch.chdir(tmp_path)
+    seed = replace(HEADER, identity=HEADER.identity | {"rng.seed": 1235})
+    layout = replace(HEADER, layout={"tp": 4}, versions={"torch": "[red]2.12[/red]"})
+    table = {"a": (HEADER, {}), "b": (layout, {}), "c": (layout, {"loss": "f32:40c80003"}), "d": (seed, {})}
+    for name, (header, changes) in table.items():
+        Path(name).mkdir()
+        with LedgerWriter(name).create(header) as writer:
+            for step in (1, 2, 3):
+                writer.append(record(step, **(changes if step > 1 else {})))
+    Path("e").mkdir()
+    Path("e/ledger.jsonl").write_text("no ledger\n")
+    return tmp_path
+
+
+STATUSES = (
+    ("a b", 0),
+    ("a/ledger.jsonl b", 0),
+    ("a b b", 0),
+    ("a c", 1),
+    ("a b c", 1),
+    ("a c b", 1),
+    ("a d", 2),
+    ("a c d", 2),
+    ("a d c", 2),
+    ("a e", 2),
+    ("e a", 2),
+    ("a none", 2),
+    ("a", 2),
+    ("", 2),
+)
+
+
+@pytest.mark.parametrize("arguments, status", STATUSES)
+@pytest.mark.parametrize("option", ((), ("--json",)), ids=("text", "json"))
+def test_exit_status(runs, arguments, status, option):
+    result = tpi(*arguments.split(), *option)
+    assert result.exit_code == status, result.output
+    if option and arguments:
+        assert json.loads(result.stdout)["exit_status"] == status
+
+
+def test_text(runs):
+    lines = tpi("a", "b").stdout.splitlines()
+    assert lines[0] == "identical: 3 steps, loss, gradient norm and learning rate equal bit for bit"
+    assert any("layout.tp" in line and "1" in line and "4" in line for line in lines)
+    assert any('"[red]2.12[/red]"' in line for line in lines)
+    assert lines[-1].startswith("Weights and gradients themselves are not compared")
+    several = tpi("a", "b", "c").stdout
+    assert several.startswith("b: identical: ")
+    assert "\nc: different at step 2: loss (forward) f32:40c80000 6.25 vs f32:40c80003 " in several
+    assert ", 3 ULP; 2 of 3 steps differ\n" in several
+    assert "not compared" not in tpi("a", "c").stdout
+
+
+def test_a_long_verdict_stays_on_one_line(runs):
+    name = "long-" * 40
+    Path("b").rename(name)
+    with open(f"{name}/ledger.jsonl", "rb+") as stream:
+        stream.truncate(stream.seek(0, 2) - 10)
+    first, *rest = tpi("a", name).stdout.splitlines()
+    assert first.startswith("identical: 2 of 3 steps, ") and first.endswith("ends at step 2")
+    assert f"{name}: the last line is torn; the run was killed, or is writing it now." in rest
+
+
+def test_comparing_a_run_with_itself_says_so(runs):
+    Path("link").symlink_to("a")
+    assert "proves nothing" in tpi("a", "link").stdout
+    assert "proves nothing" not in tpi("a", "b").stdout
+
+
+def test_an_unreadable_ledger_is_named(runs):
+    result = tpi("a", "e")
+    assert result.stderr == "not comparable: e/ledger.jsonl line 1: not a ledger\n" and result.stdout == ""
+
+
+def test_json(runs):
+    output = json.loads(tpi("--json", "a", "b", "c", "d").stdout)
+    assert output.keys() == {"schema", "exit_status", "error", "compared_fields", "comparisons"}
+    assert (output["schema"], output["error"]) == (1, None)
+    same, different, refused = output["comparisons"]
+    keys = {"a", "b", "verdict", "text", "remarks", "steps_compared", "steps_differing", "steps_skipped"}
+    keys |= {"first_difference", "refused", "informed"}
+    assert all(comparison.keys() == keys for comparison in output["comparisons"])
+    assert same["b"] == {"path": "b/ledger.jsonl", "steps": 3, "torn": False, "identity_hash": HEADER.identity_hash}
+    verdicts = [comparison["verdict"] for comparison in output["comparisons"]]
+    assert verdicts == ["identical", "different", "not comparable"]
+    assert same["first_difference"] is None
+    assert {"field": "layout.tp", "a": 1, "b": 4} in same["informed"]
+    assert different["first_difference"] == {
+        "step": 2,
+        "field": "loss",
+        "phase": "forward",
+        "a": {"bits": "f32:40c80000", "value": 6.25},
+        "b": {"bits": "f32:40c80003", "value": 6.2500014},
+        "ulp": 3,
+    }
+    assert (different["steps_compared"], different["steps_differing"]) == (3, 2)
+    assert refused["refused"] == [{"field": "rng.seed", "a": 1234, "b": 1235}]
+
+
+def test_json_tells_a_field_that_is_not_set_from_null(runs):
+    LedgerWriter("f.jsonl").create(replace(HEADER, layout={}, notes={"n": None})).close()
+    (comparison,) = json.loads(tpi("--json", "a", "f.jsonl").stdout)["comparisons"]
+    assert comparison["informed"] == [{"field": "layout.tp", "a": 1}, {"field": "notes.n", "b": None}]
+
+
+def test_json_of_an_unreadable_ledger(runs):
+    output = json.loads(tpi("--json", "a", "none").stdout)
+    assert output["error"] == "none does not exist"
+    assert (output["comparisons"], output["exit_status"]) == ([], 2)
+
+
+def test_a_ledger_is_compared_without_torch_or_megatron():
+    script = "import sys, tp_invariant_recipes.cli.compare; print({'torch', 'megatron', 'numpy'} & sys.modules.keys())"
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
+    assert result.stdout == "set()\n", result.stderr

@@ -1,0 +1,363 @@
+"""The ledger file: what is written is read back, damage is refused by line, and a resumed run leaves no trace."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.errors import LedgerError, RunError
+from tp_invariant_recipes.ledger.compare import Verdict, compare
+from tp_invariant_recipes.ledger.lines import encode_header, encode_step
+from tp_invariant_recipes.ledger.reader import parse
+from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, read, resume
+
+FILE = Path("run/ledger.jsonl")
+HEADER = Header(
+    identity={"model.num_layers": 36, "rng.seed": 1234, "data.digest": "ab12", "data.split": (9, 1)},
+    numerics={"mode": "tree", "V": 8},
+    layout={"tp": 2, "pp": 1},
+    versions={"torch": "2.11.0"},
+    device={"names": ["cpu"], "capability": None},
+    environment={"NCCL_ALGO": "Ring"},
+    notes={"tokenizer": "eod counted in"},
+)
+F32_TEXTS = st.integers(0, 2**32 - 1).map("f32:{:08x}".format)
+F64_TEXTS = st.integers(0, 2**64 - 1).map("f64:{:016x}".format)
+TEXTS = F32_TEXTS | F64_TEXTS
+
+
+def record(step: int, **changes) -> StepRecord:
+    """A plausible step; the loss of every step is another."""
+    values = dict(samples=4 * step, tokens=256, loss=f"f32:{0x40C80000 + step:08x}", grad_norm="f32:3fa00000")
+    return StepRecord(**{"step": step, "learning_rate": "f64:3f33a92a30553261", **values, **changes})
+
+
+def lines(steps: int = 5, header: Header = HEADER) -> list[bytes]:
+    return [encode_header(header), *(encode_step(record(step)) for step in range(1, steps + 1))]
+
+
+def write(path: Path, steps: int) -> bytes:
+    with LedgerWriter(path).create(HEADER) as writer:
+        for step in range(1, steps + 1):
+            writer.append(record(step))
+    return path.read_bytes()
+
+
+ZERO = encode_step(record(1, loss="f32:00000000"))
+
+
+@st.composite
+def records(draw) -> list[StepRecord]:
+    result = []
+    for step in range(1, draw(st.integers(0, 4)) + 1):
+        skipped = draw(st.booleans())
+        maybe = st.none() | TEXTS if skipped else TEXTS
+        counts = dict(samples=draw(st.integers(0, 2**70)), tokens=draw(st.integers(0, 2**40)))
+        floats = dict(loss=draw(maybe), grad_norm=draw(maybe), learning_rate=draw(TEXTS))
+        result.append(StepRecord(step=step, skipped=skipped, **counts, **floats))
+    return result
+
+
+@given(records())
+def test_what_is_written_is_read_back(steps):
+    ledger = parse(FILE, b"".join([encode_header(HEADER), *map(encode_step, steps)]))
+    assert (ledger.header, list(ledger.steps), ledger.torn) == (HEADER, steps, False)
+
+
+def test_read_takes_the_run_directory_or_the_file(tmp_path):
+    assert write(tmp_path / "ledger.jsonl", 3) == b"".join(lines(3))
+    assert read(tmp_path) == read(tmp_path / "ledger.jsonl")
+    assert read(str(tmp_path)).steps == tuple(record(step) for step in (1, 2, 3))
+
+
+def test_a_line_shows_bits_beside_a_number():
+    line = json.loads(encode_step(record(1, loss="f32:40c80000", grad_norm=None, skipped=True)))
+    assert list(line) == ["step", "samples", "tokens", "loss", "grad_norm", "learning_rate", "skipped"]
+    assert line["loss"] == {"bits": "f32:40c80000", "value": 6.25}
+    assert line["grad_norm"] is None
+    assert json.loads(encode_step(record(1, loss="f32:7fc00001")))["loss"]["value"] == "nan"
+
+
+def test_header_text_does_not_depend_on_the_order_of_keys():
+    reordered = replace(HEADER, identity=dict(reversed(HEADER.identity.items())))
+    assert encode_header(reordered) == encode_header(HEADER)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {"step": 0},
+        {"step": True},
+        {"step": 1.0},
+        {"samples": -1},
+        {"tokens": None},
+        {"loss": None},
+        {"grad_norm": None},
+        {"learning_rate": None, "skipped": True},
+        {"loss": 6.25},
+        {"loss": "f32:40C80000"},
+        {"skipped": 0},
+    ),
+    ids=str,
+)
+def test_a_record_refuses_what_is_not_exact(changes):
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        replace(record(1), **changes)
+
+
+@pytest.mark.parametrize("identity", ({}, {"model": {"layers": 1}}, {"a": float("nan")}, [], None), ids=str)
+def test_an_identity_is_flat_json_and_not_empty(identity):
+    with pytest.raises(ValueError):
+        Header(identity=identity)
+
+
+@pytest.mark.parametrize(
+    "damage, line, words",
+    (
+        (lambda x: [x[0], x[1], x[3]], 3, "step 3 where step 2 belongs"),
+        (lambda x: [x[0], x[2]], 2, "step 2 where step 1 belongs"),
+        (lambda x: [x[0], x[1], x[1], x[2]], 3, "step 1 where step 2 belongs"),
+        (lambda x: [x[0], x[2], x[1]], 2, "out of order"),
+        (lambda x: [*x, x[5]], 7, "step 5 where step 6 belongs"),
+        (lambda x: [x[0], x[1][:40] + b"\n", x[2]], 2, ""),
+        (lambda x: [x[0], x[1][:40], x[2], x[3]], 2, ""),
+        (lambda x: [x[0], b"\n", x[1]], 2, ""),
+        (lambda x: [x[0], x[1], x[2][:40] + b"\n", x[3][:40]], 3, ""),
+        (lambda x: [x[1], x[0]], 1, "not a ledger"),
+        (lambda x: x[1:], 1, "not a ledger"),
+        (lambda x: [x[0], *x], 2, "step"),
+        (lambda x: [x[0], x[1].replace(b'"tokens"', b'"token"'), x[2]], 2, "tokens is missing"),
+        (lambda x: [x[0], x[1].replace(b"6.25", b"6.26"), x[2]], 2, "does not belong to bits"),
+        (lambda x: [x[0], ZERO.replace(b": 0.0}", b": -0.0}"), x[2]], 2, "does not belong to bits"),
+        (lambda x: [x[0], x[1].replace(b'"step": 1,', b'"step": 1, "step": 1,'), x[2]], 2, "twice"),
+        (lambda x: [x[0], b"[" * 100_000 + b"\n", x[2]], 2, ""),
+        (lambda x: [x[0].replace(b'"schema": 1', b'"schema": 2'), x[1]], 1, "schema 2"),
+        (lambda x: [x[0].replace(b"1234", b"1235"), x[1]], 1, "identity_hash"),
+        (lambda x: [x[0].replace(b'"layout"', b'"layouts"'), x[1]], 1, "layout is missing"),
+        (lambda x: [b'{"some": "json"}\n'], 1, "not a ledger"),
+        (lambda x: [b"\x7fELF\x02\x01\n\xff"], 1, "not a ledger"),
+        (lambda x: [x[0][:-1]], 1, "not a ledger"),
+        (lambda x: [], 1, "empty"),
+    ),
+)
+def test_damage_is_refused_and_named_by_line(damage, line, words):
+    with pytest.raises(LedgerError) as caught:
+        parse(FILE, b"".join(damage(lines())))
+    assert str(caught.value).startswith(f"run/ledger.jsonl line {line}: ")
+    assert words in str(caught.value)
+
+
+@given(st.permutations(range(5)))
+def test_only_the_right_order_is_read(order):
+    header, *steps = lines()
+    data = b"".join([header, *(steps[index] for index in order)])
+    if list(order) == sorted(order):
+        assert len(parse(FILE, data).steps) == 5
+    else:
+        with pytest.raises(LedgerError, match="out of order"):
+            parse(FILE, data)
+
+
+@given(st.integers(0, len(b"".join(lines()))))
+def test_every_prefix_is_an_error_or_a_valid_prefix(size):
+    """A run may be killed after any byte."""
+    whole = lines()
+    data = b"".join(whole)[:size]
+    if size < len(whole[0]):
+        with pytest.raises(LedgerError, match="line 1"):
+            parse(FILE, data)
+        return
+    ledger = parse(FILE, data)
+    complete = data.count(b"\n") - 1
+    assert ledger.steps == tuple(record(step) for step in range(1, complete + 1))
+    assert ledger.torn == (not data.endswith(b"\n"))
+
+
+@pytest.mark.parametrize("tail", (b'{"step": 6, "samp\n', b"\x00\x00\x00\n", b"\xff\xfe", b"{", b"\n"))
+def test_a_torn_last_line_is_reported(tail):
+    ledger = parse(FILE, b"".join(lines()) + tail)
+    assert ledger.torn and len(ledger.steps) == 5
+
+
+@given(st.integers(0, 8 * len(b"".join(lines(3))) - 1))
+@example(8 * len(b"".join(lines(3))) - 8)
+def test_a_flipped_bit_anywhere_in_the_file_is_noticed(position):
+    """Refused, or reported as a difference; unless JSON itself gives the flip no meaning, as e and E in a number."""
+    data = bytearray(b"".join(lines(3)))
+    data[position // 8] ^= 1 << position % 8
+    whole = parse(FILE, b"".join(lines(3)))
+    try:
+        flipped = parse(FILE, bytes(data))
+    except LedgerError:
+        return
+    comparison = compare(whole, flipped)
+    unnoticed = comparison.verdict is Verdict.IDENTICAL and not comparison.informed
+    if unnoticed and not flipped.torn and comparison.steps_compared == 3:
+        assert [json.loads(line) for line in data.splitlines()] == [json.loads(line) for line in lines(3)]
+
+
+@pytest.mark.parametrize("make", (lambda path: None, lambda path: path.mkdir(), lambda path: path.touch()))
+def test_a_missing_or_empty_ledger_is_named(tmp_path, make):
+    make(tmp_path / "run")
+    with pytest.raises(LedgerError, match=str(tmp_path / "run")):
+        read(tmp_path / "run")
+
+
+def test_create_refuses_an_existing_file(tmp_path):
+    before = write(tmp_path / "ledger.jsonl", 2)
+    with pytest.raises(LedgerError, match="exists already"):
+        LedgerWriter(tmp_path).create(HEADER)
+    assert (tmp_path / "ledger.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("step", (1, 2, 4))
+def test_append_refuses_a_step_out_of_order(tmp_path, step):
+    writer = LedgerWriter(tmp_path).create(HEADER)
+    writer.append(record(1))
+    writer.append(record(2))
+    with pytest.raises(ValueError, match=f"step {step} cannot follow step 2"):
+        writer.append(record(step))
+    writer.append(record(3))
+    assert len(read(tmp_path).steps) == 3
+
+
+def test_every_line_is_in_the_file_at_once(tmp_path):
+    """Nothing is buffered: a process that is killed has written what it appended."""
+    script = (
+        "import os, sys; sys.path.insert(0, sys.argv[2]); from test_ledger_record import *;"
+        "w = LedgerWriter(sys.argv[1]).create(HEADER); w.append(record(1)); w.append(record(2)); os._exit(9)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "ledger.jsonl"), str(Path(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run(command, env=environment).returncode == 9
+    assert len(read(tmp_path).steps) == 2
+
+
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
+    if not os.access("/dev/full", os.W_OK):
+        pytest.skip("no /dev/full")
+    writer = LedgerWriter(tmp_path).create(HEADER)
+    writer._descriptor = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(RunError, match=f"{tmp_path}/ledger.jsonl.*No space"):
+        writer.append(record(1))
+    assert writer.last_step == 0
+    with pytest.raises(RunError, match="not open"):
+        writer.append(record(1))
+
+
+def test_half_a_line_ends_the_writing(tmp_path, monkeypatch):
+    real = os.write
+    writer = LedgerWriter(tmp_path).create(HEADER)
+    writer.append(record(1))
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:20]))
+    with pytest.raises(RunError, match="only part"):
+        writer.append(record(2))
+    monkeypatch.undo()
+    with pytest.raises(RunError, match="not open"):
+        writer.append(record(2))
+    assert read(tmp_path).torn and len(read(tmp_path).steps) == 1
+
+
+def test_a_header_that_does_not_fit_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "write", lambda descriptor, data: 0)
+    with pytest.raises(RunError):
+        LedgerWriter(tmp_path).create(HEADER)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_directory_is_a_run_error(tmp_path):
+    with pytest.raises(RunError, match="none/ledger.jsonl"):
+        LedgerWriter(tmp_path / "none" / "ledger.jsonl").create(HEADER)
+
+
+@pytest.mark.parametrize("tail", (b"", b'{"step": 6', b'{"step": 6\n'), ids=("whole", "torn", "torn-newline"))
+@pytest.mark.parametrize("step", range(6))
+def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path, step, tail):
+    file = tmp_path / "ledger.jsonl"
+    uninterrupted = write(tmp_path / "other.jsonl", 8)
+    interrupted = write(file, 5) + tail
+    file.write_bytes(interrupted)
+    with resume(tmp_path, HEADER, step) as writer:
+        for next_step in range(step + 1, 9):
+            writer.append(record(next_step))
+    assert file.read_bytes() == uninterrupted
+    kept = tmp_path / "ledger.replaced-1.jsonl"
+    assert kept.exists() == (interrupted != b"".join(lines(step)))
+    assert not kept.exists() or kept.read_bytes() == interrupted
+    assert {path.name for path in tmp_path.iterdir()} <= {"ledger.jsonl", "other.jsonl", kept.name}
+
+
+def test_every_replaced_file_is_kept(tmp_path):
+    file = tmp_path / "ledger.jsonl"
+    first = write(file, 5)
+    with resume(file, HEADER, 3) as writer:
+        writer.append(record(4))
+    second = file.read_bytes()
+    resume(file, HEADER, 2).close()
+    assert (tmp_path / "ledger.replaced-1.jsonl").read_bytes() == first
+    assert (tmp_path / "ledger.replaced-2.jsonl").read_bytes() == second
+    assert len(read(tmp_path).steps) == 2
+    assert len(read(tmp_path / "ledger.replaced-1.jsonl").steps) == 5
+
+
+def test_the_old_file_survives_a_disk_that_fills_up_on_resume(tmp_path, monkeypatch):
+    before = write(tmp_path / "ledger.jsonl", 5)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(RunError, match="No space"):
+        resume(tmp_path, HEADER, 3)
+    assert (tmp_path / "ledger.jsonl").read_bytes() == before
+
+
+def test_the_old_file_is_put_aside_before_it_is_replaced(tmp_path, monkeypatch):
+    before = write(tmp_path / "ledger.jsonl", 5)
+    monkeypatch.setattr(os, "replace", lambda source, target: (_ for _ in ()).throw(OSError(5, "crash")))
+    with pytest.raises(RunError, match="crash"):
+        resume(tmp_path, HEADER, 3)
+    assert (tmp_path / "ledger.jsonl").read_bytes() == before
+    assert (tmp_path / "ledger.replaced-1.jsonl").read_bytes() == before
+    monkeypatch.undo()
+    resume(tmp_path, HEADER, 3).close()
+    assert read(tmp_path).steps == tuple(record(step) for step in (1, 2, 3))
+
+
+def test_resume_refuses_another_identity_and_names_it(tmp_path):
+    before = write(tmp_path / "ledger.jsonl", 5)
+    identity = {**HEADER.identity, "rng.seed": 1235, "model.new": True}
+    del identity["data.digest"]
+    with pytest.raises(LedgerError) as caught:
+        resume(tmp_path, replace(HEADER, identity=identity), 3)
+    for words in ("rng.seed is 1234 there and 1235 now", "model.new is not set there", 'data.digest is "ab12" there'):
+        assert words in str(caught.value)
+    assert "num_layers" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["ledger.jsonl"]
+    assert (tmp_path / "ledger.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("step", (-1, 6))
+def test_resume_refuses_a_step_the_ledger_does_not_have(tmp_path, step):
+    write(tmp_path / "ledger.jsonl", 5)
+    with pytest.raises(LedgerError, match=f"ends at step 5 and cannot go on after step {step}"):
+        resume(tmp_path, HEADER, step)
+
+
+def test_resume_on_another_layout_is_noted(tmp_path):
+    write(tmp_path / "ledger.jsonl", 5)
+    wider = replace(HEADER, layout={"tp": 4})
+    with resume(tmp_path, wider, 5) as writer:
+        writer.append(record(6))
+    note = {"after_step": 5, "changed": {"layout.pp": None, "layout.tp": 4}}
+    assert read(tmp_path).header == replace(HEADER, notes=HEADER.notes | {"resumed": [note]})
+    resume(tmp_path, wider, 6).close()
+    assert read(tmp_path).header.notes["resumed"] == [note]
+    resume(tmp_path, HEADER, 6).close()
+    assert read(tmp_path).header.notes["resumed"] == [note, {"after_step": 6, "changed": {}}]
+    resume(tmp_path, HEADER, 4).close()
+    assert read(tmp_path).header == HEADER
+    resume(tmp_path, wider, 0).close()
+    assert read(tmp_path).header == wider

@@ -1,0 +1,1 @@
+"""The command line: each command parses, calls one function of the package, prints, and sets the exit status."""

@@ -1,0 +1,66 @@
+"""`tpi data`: make the datasets that `tpi train data=text` reads."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+data_app = typer.Typer(help="Turn text into the indexed datasets that Megatron trains on.", no_args_is_help=True)
+
+
+@data_app.callback()
+def data() -> None:
+    """Turn text into the indexed datasets that Megatron trains on."""  # keeps `prepare` a command of its own
+
+
+@data_app.command()
+def prepare(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A file or folder, text (a document a file) or JSONL (a document a line), also .gz."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="PREFIX", help="Write PREFIX.bin, .idx and .json. Default: data/ and the source's name."),
+    ] = None,
+    tokenizer: Annotated[
+        str,
+        typer.Option(help="'byte': ids are UTF-8 bytes, eod 256. Or a local folder with a Hugging Face tokenizer."),
+    ] = "byte",
+    json_key: Annotated[str, typer.Option(help="The key that holds the text in a JSONL line.")] = "text",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Turn SOURCE into a dataset. Run it again after an interruption: it goes on where it was."""
+    # Imported here so that `tpi --help` does not wait for numpy.
+    from tp_invariant_recipes.data.prepare import prepare as prepare_data
+    from tp_invariant_recipes.data.source import source_name
+
+    prefix = output or Path("data", source_name(source))
+    with _progress_bar(f"preparing {prefix}") as progress:
+        prepared = prepare_data(source, prefix, tokenizer=tokenizer, json_key=json_key, progress=progress)
+    if as_json:
+        typer.echo(json.dumps(asdict(prepared) | {"prefix": str(prepared.prefix)}))
+        return
+    typer.echo(f"{prepared.prefix}: {prepared.documents} documents, {prepared.tokens} tokens")
+    typer.echo(f"tokenizer {prepared.tokenizer}, vocabulary {prepared.vocab_size} with eod {prepared.eod}")
+    typer.echo(f"digest {prepared.digest}")
+
+
+@contextmanager
+def _progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on standard error while it is a terminal, else None. Pulses until the number of bytes is known."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,84 @@
+"""`tpi train`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
+from tp_invariant_recipes.errors import ConfigError
+
+
+def train(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model of `tpi models`; not needed with --resume.", metavar="MODEL", autocompletion=_models
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with this run, from its newest finished checkpoint.", metavar="RUN")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Megatron and the libraries say.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model and record every step's exact bits.
+
+    The run directory (runs/MODEL-…, or run.dir=PATH) gets the configuration, the command, the environment, one log
+    per rank, checkpoints and the ledger. SIGTERM or Ctrl-C saves a checkpoint and stops; --resume goes on.
+
+    \b
+    tpi train qwen3_8b tp=4
+    tpi train qwen3_toy tp=2 iters=50 data=text data.path=~/books
+    tpi train qwen3_toy save=10 run.dir=runs/a ; tpi train --resume runs/a iters=200
+    tpi train qwen3_8b tp=4 model.attention_backend=unfused optimizer.clip_grad=0.5
+    """
+    from tp_invariant_recipes.launch import plan, progress
+    from tp_invariant_recipes.launch import train as launch
+    from tp_invariant_recipes.launch.quiet import quiet
+
+    console = Console(stderr=True, highlight=False)
+    arguments = list(overrides or [])
+    if model is not None and "=" in model and resume is not None:
+        model, arguments = None, [model, *arguments]
+    if resume is None and model is None:
+        raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
+    with progress.preparing(console) as report:
+        if resume is None:
+            planned = plan.new(model, arguments, progress=report)
+        else:
+            with quiet(not verbose):
+                planned = plan.again(resume, model, arguments, progress=report)
+    with console.status("importing Megatron-Bridge and checking the configuration"), quiet(not verbose):
+        launch.check(planned)
+    console.print(_opening(planned), soft_wrap=True)
+    with progress.watcher(planned, console, verbose=verbose) as watch:
+        outcome = launch.execute(planned, watch)
+    summary = launch.summary(planned, outcome)
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        console.print(_closing(summary), soft_wrap=True)
+
+
+def _opening(planned) -> str:
+    ranks = planned.layout.world
+    save = planned.tree["checkpoint"]["save_interval"]
+    kept = f"every {save} steps and on SIGTERM" if save else "on SIGTERM only (save=N: every N steps)"
+    resumed = f", from step {planned.start}" if planned.start else ""
+    return (
+        f"[bold]{planned.composed.model}[/] on {ranks} {planned.device} rank{'s' if ranks > 1 else ''}, "
+        f"{planned.steps} steps{resumed}, numerics={planned.tree['numerics']['mode']}\n"
+        f"run directory {planned.run_dir.path}; checkpoints {kept}"
+    )
+
+
+def _closing(summary: dict) -> str:
+    figures = "" if summary["loss"] is None else f": loss {summary['loss']:.4f}, gradient norm {summary['grad_norm']:.4f}"
+    lines = [f"{summary['outcome']} at step {summary['steps']} of {summary['of']}{figures}"]
+    if summary["outcome"] == "stopped":
+        lines.append(f"go on with: tpi train --resume {summary['run']}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""From `conf/` and the command line to a validated run: compose, check, describe. Nothing here starts a process."""

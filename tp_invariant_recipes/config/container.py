@@ -1,0 +1,80 @@
+"""From a composed tree to Megatron-Bridge's ConfigContainer. Importing Bridge takes 10 to 20 s, so it happens here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tp_invariant_recipes.config import schema
+from tp_invariant_recipes.config.compose import listed
+from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
+from tp_invariant_recipes.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+# A layer specification for each provider when `model.transformer_impl=local`: Megatron-Core's own layers.
+LOCAL_SPECS = {"GPTModelProvider": "megatron.bridge.models.gpt_provider.local_layer_spec"}
+
+
+def build(tree: dict[str, Any]) -> ConfigContainer:
+    """The ConfigContainer a tree describes, every field checked against Bridge's types.
+
+    Raises ConfigError listing all fields that do not exist or do not fit.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
+    for name in tree:
+        if name in schema.SECTIONS and isinstance(tree[name], dict):
+            sections[name], wrong = schema.convert_section(name, tree)
+            problems += wrong.values()
+    problems += _no_local_layers(tree)
+    if problems:
+        raise ConfigError(listed(problems))
+    from megatron.bridge.training.config import ConfigContainer
+
+    _null_tokenizer(sections["tokenizer"])
+    _local_layers(tree, sections["model"])
+    parts = {
+        name: schema.section_class(name, tree)(**values)
+        for name, values in sections.items()
+        if name in schema.BRIDGE_SECTIONS or name == "mixed_precision"
+    }
+    parts.setdefault("mixed_precision", tree["mixed_precision"])
+    return ConfigContainer(**parts)
+
+
+def validate(container: ConfigContainer, world_size: int) -> None:
+    """Run Bridge's own validation as a rank would, for `world_size` ranks.
+
+    It finalizes the container in place, so give it one that is not used afterwards. Raises ConfigError.
+    """
+    import os
+    from unittest.mock import patch
+
+    from megatron.bridge.training.config import runtime_config_update
+
+    with patch.dict(os.environ, {"WORLD_SIZE": str(world_size), "RANK": "0"}):
+        try:
+            runtime_config_update(container)
+        except (AssertionError, ValueError, NotImplementedError) as error:
+            raise ConfigError(f"Megatron-Bridge refuses this configuration: {str(error).strip() or error!r}") from error
+
+
+def _no_local_layers(tree: dict[str, Any]) -> list[str]:
+    provider = tree["model"]["_target_"].rpartition(".")[2]
+    if tree["model"]["transformer_impl"] != "local" or provider in LOCAL_SPECS:
+        return []
+    return ["this model's Mamba layers need a GPU: run it with device=gpu on a machine that has one"]
+
+
+def _local_layers(tree: dict[str, Any], model: dict[str, Any]) -> None:
+    from hydra.utils import get_method
+
+    if model["transformer_impl"] == "local" and "transformer_layer_spec" not in model:
+        model["transformer_layer_spec"] = get_method(LOCAL_SPECS[tree["model"]["_target_"].rpartition(".")[2]])
+
+
+def _null_tokenizer(tokenizer: dict[str, Any]) -> None:
+    includes_eod = tokenizer.pop("vocab_includes_eod")
+    if tokenizer["tokenizer_type"] == "NullTokenizer":
+        tokenizer["vocab_size"] = megatron_vocab_size(tokenizer["vocab_size"], includes_eod=includes_eod)

@@ -1,0 +1,52 @@
+"""Say what a configuration or a model is, for people and machines."""
+
+import json
+from typing import Any
+
+from tp_invariant_recipes.config import layout, source
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.container import LOCAL_SPECS
+from tp_invariant_recipes.config.schema import BRIDGE_SECTIONS
+from tp_invariant_recipes.config.settings import OWN_KEYS
+from tp_invariant_recipes.config.size import parameters
+
+TP_DEGREES = (1, 2, 4, 8)
+
+
+def bridge_overrides(tree: dict[str, Any]) -> list[str]:
+    """`section.field=value` for every field of Bridge's that the tree sets, as Bridge's own command line takes them."""
+    lines = [
+        f"{section}.{field}={_text(value)}"
+        for section in BRIDGE_SECTIONS
+        for field, value in (tree.get(section) or {}).items()
+        if field != "_target_" and f"{section}.{field}" not in OWN_KEYS
+    ]
+    return [*lines, f"mixed_precision={_text(tree['mixed_precision'])}"]
+
+
+def models() -> list[dict[str, Any]]:
+    """One row a model: name, parameters (about), layers, hidden size, TP degrees that divide it, whether a CPU can."""
+    return [_model(name) for name in source.groups()["model"]]
+
+
+def _model(name: str) -> dict[str, Any]:
+    tree = compose(name, device="gpu").tree
+    model = tree["model"]
+    return {
+        "model": name,
+        "summary": source.summary("model", name),
+        "parameters": parameters(model),
+        "layers": model.get("num_layers") or len(model["hybrid_layer_pattern"]),
+        "hidden_size": model["hidden_size"],
+        "tp": [tp for tp in TP_DEGREES if not _refused(tree, tp)],
+        "cpu": model["_target_"].rpartition(".")[2] in LOCAL_SPECS,
+    }
+
+
+def _refused(tree: dict[str, Any], tp: int) -> bool:
+    changed = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
+    return bool(layout.problems(tree | {"model": tree["model"] | changed}))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,77 @@
+"""What makes two runs comparable: the model, the data, the optimizer and the seed, whatever the layout or machine."""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+# Sections whose fields are part of the identity.
+SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "rng", "mixed_precision")
+
+# Fields of those sections that are not, and why.
+EXCLUDED = {
+    "how the model is cut": (
+        "model.*_parallel_size",
+        "model.sequence_parallel",
+        "model.pipeline_model_parallel_layout",
+        "model.num_layers_in_*_pipeline_stage",
+        "model.account_for_*_in_pipeline_split",
+        "model.pipeline_dtype",
+    ),
+    "which code computes it": (
+        "model._target_",
+        "model.transformer_impl",
+        "model.transformer_layer_spec",
+        "model.attention_backend",
+        "model.*fusion*",
+        "model.use_fused_*",
+        "model.*grouped_gemm*",
+        "model.*token_dispatcher*",
+        "model.*persist_layer_norm",
+        "model.cuda_graph_*",
+        "model.deterministic_mode",
+        "model.batch_invariant_mode",
+    ),
+    "when it is computed": (
+        "model.recompute_*",
+        "model.*overlap*",
+        "model.*offload*",
+        "optimizer.*overlap*",
+        "ddp.*overlap*",
+    ),
+    "how state is spread over ranks": (
+        "optimizer.use_distributed_optimizer",
+        "ddp.use_distributed_optimizer",
+        "ddp.average_in_collective",
+        "ddp.data_parallel_sharding_strategy",
+        "ddp.bucket_size",
+        "ddp.check_for_*",
+    ),
+    "how long it runs": ("train.train_iters", "train.manual_gc*", "train.exit_*"),
+    "where the data lies; its digest says what it is": (
+        "dataset.blend*",
+        "dataset.path_to_cache",
+        "dataset.num_workers",
+    ),
+}
+
+
+def identity(tree: dict[str, Any], data_digest: str | None) -> dict[str, Any]:
+    """Dotted key -> value of everything that two comparable runs have in common.
+
+    data_digest: of the prepared text (`PreparedData.digest`); None for generated data.
+    """
+    flat = {k: v for section in SECTIONS for k, v in _flat(section, tree.get(section)).items() if not _excluded(k)}
+    if flat.get("scheduler.lr_decay_iters") is None:
+        flat["scheduler.lr_decay_iters"] = tree["train"]["train_iters"]
+    flat["data.kind"] = tree["data"]["kind"]
+    flat["data.digest"] = data_digest
+    return dict(sorted(flat.items()))
+
+
+def _excluded(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for patterns in EXCLUDED.values() for pattern in patterns)
+
+
+def _flat(prefix: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {k: v for name, inner in value.items() for k, v in _flat(f"{prefix}.{name}", inner).items()}

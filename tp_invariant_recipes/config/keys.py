@@ -1,0 +1,34 @@
+"""Short keys: what people type for the fields they change most."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ShortKey:
+    """`name=VALUE` on the command line stands for `path=VALUE`."""
+
+    name: str
+    path: str
+    type: type
+    help: str
+
+
+SHORT_KEYS = {
+    key.name: key
+    for key in (
+        ShortKey("tp", "model.tensor_model_parallel_size", int, "tensor-parallel degree"),
+        ShortKey("pp", "model.pipeline_model_parallel_size", int, "pipeline-parallel degree"),
+        ShortKey("dp", "parallel.data_parallel_size", int, "data-parallel degree"),
+        ShortKey("cp", "model.context_parallel_size", int, "context-parallel degree"),
+        ShortKey("ep", "model.expert_model_parallel_size", int, "expert-parallel degree"),
+        ShortKey("etp", "model.expert_tensor_parallel_size", int, "tensor-parallel degree of the experts"),
+        ShortKey("sp", "model.sequence_parallel", bool, "sequence parallelism (default: on when tp > 1)"),
+        ShortKey("seq", "model.seq_length", int, "sequence length, tokens"),
+        ShortKey("mbs", "train.micro_batch_size", int, "micro-batch size, sequences"),
+        ShortKey("gbs", "train.global_batch_size", int, "global batch size, sequences"),
+        ShortKey("iters", "train.train_iters", int, "training steps"),
+        ShortKey("lr", "optimizer.lr", float, "peak learning rate"),
+        ShortKey("seed", "rng.seed", int, "seed of weights and data order"),
+        ShortKey("save", "checkpoint.save_interval", int, "steps between checkpoints; 0: only on SIGTERM"),
+    )
+}

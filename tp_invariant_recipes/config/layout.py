@@ -1,0 +1,172 @@
+"""The rules a parallel layout must obey: the ranks, the model and the batch must divide evenly.
+
+One row a rule. A rule looks at the composed tree and returns what is wrong, or None.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism. `world` is the number of ranks they need."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    sp: bool
+
+    @property
+    def world(self) -> int:
+        """Ranks: tp * pp * cp * dp."""
+        return self.tp * self.pp * self.cp * self.dp
+
+    def as_dict(self) -> dict[str, int | bool]:
+        """Short keys and their values, for a ledger's header."""
+        return {name: getattr(self, name) for name in ("tp", "pp", "cp", "dp", "ep", "etp", "sp")}
+
+
+def of(tree: Tree) -> Layout:
+    """The layout a tree asks for."""
+    model = tree["model"]
+    return Layout(
+        tp=model["tensor_model_parallel_size"],
+        pp=model["pipeline_model_parallel_size"],
+        cp=model["context_parallel_size"],
+        dp=tree["parallel"]["data_parallel_size"],
+        ep=model["expert_model_parallel_size"],
+        etp=model["expert_tensor_parallel_size"],
+        sp=bool(model["sequence_parallel"]),
+    )
+
+
+def problems(tree: Tree) -> list[str]:
+    """Everything wrong with the layout, in the order of the rules."""
+    layout = of(tree)
+    degrees = {name: value for name, value in layout.as_dict().items() if name != "sp"}
+    if any(value < 1 for value in degrees.values()):
+        return [f"{name}={value}: must be at least 1" for name, value in degrees.items() if value < 1]
+    found = (rule(tree, layout) for rule in RULES)
+    return [problem for problem in found if problem]
+
+
+def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Callable[[Tree, Layout], str | None]:
+    """The rule that a degree divides each of these numbers of the model, where the model has them."""
+
+    def rule(tree: Tree, layout: Layout) -> str | None:
+        totals = {f"model.{n}": tree["model"][n] for n in numbers if tree["model"].get(n) is not None}
+        d = degree(layout)
+        wrong = [f"{field}={total}" for field, total in totals.items() if total % d]
+        if not wrong:
+            return None
+        common = math.gcd(*totals.values())
+        fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        return f"{name}={d} does not divide {', '.join(wrong)}; {name} can be {fits}"
+
+    return rule
+
+
+def _layers(tree: Tree, layout: Layout) -> str | None:
+    model = tree["model"]
+    if model.get("pipeline_model_parallel_layout") or model.get("num_layers_in_first_pipeline_stage"):
+        return None  # an uneven split the user wrote; Bridge checks it
+    return _divides("pp", lambda at: at.pp, "num_layers")(tree, layout)
+
+
+def _sequence(tree: Tree, layout: Layout) -> str | None:
+    seq = tree["model"]["seq_length"]
+    per = layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
+    if seq % per == 0:
+        return None
+    why = " * ".join(
+        words for words, on in ((f"2 * cp={layout.cp}", layout.cp > 1), (f"tp={layout.tp} (sp=true)", layout.sp)) if on
+    )
+    return f"seq={seq} is not a multiple of {why}; the next that is: seq={-(-seq // per) * per}"
+
+
+def _sequence_parallel(tree: Tree, layout: Layout) -> str | None:
+    return "sp=true needs tp > 1; leave sp out or set tp" if layout.sp and layout.tp == 1 else None
+
+
+def _batch(tree: Tree, layout: Layout) -> str | None:
+    mbs, gbs = tree["train"]["micro_batch_size"], tree["train"]["global_batch_size"]
+    if mbs < 1 or gbs < 1:
+        return f"mbs={mbs}, gbs={gbs}: must be at least 1"
+    if gbs % (mbs * layout.dp) == 0:
+        return None
+    return (
+        f"gbs={gbs} is not a multiple of mbs * dp = {mbs} * {layout.dp}; "
+        f"the next that is: gbs={-(-gbs // (mbs * layout.dp)) * mbs * layout.dp}"
+    )
+
+
+def _experts(tree: Tree, layout: Layout) -> str | None:
+    experts = tree["model"].get("num_moe_experts")
+    if experts is None:
+        wrong = [f"{n}={v}" for n, v in (("ep", layout.ep), ("etp", layout.etp)) if v > 1]
+        return f"{', '.join(wrong)}: this model has no experts" if wrong else None
+    if experts % layout.ep:
+        return f"ep={layout.ep} does not divide model.num_moe_experts={experts}"
+    group = layout.etp * layout.ep * layout.pp
+    if layout.world % group:
+        return (
+            f"etp * ep * pp = {group} does not divide the {layout.world} ranks (tp * pp * cp * dp); "
+            f"raise dp or tp, or lower ep={layout.ep}"
+        )
+    return None
+
+
+def _pattern(tree: Tree, layout: Layout) -> str | None:
+    pattern = tree["model"].get("hybrid_layer_pattern")
+    if pattern is None or layout.pp == 1 or "|" in pattern:
+        return None
+    length = len(pattern.partition("/")[0])
+    return None if length % layout.pp == 0 else f"pp={layout.pp} does not divide the {length} layers of this model"
+
+
+def _data(tree: Tree, layout: Layout) -> str | None:
+    kind, path = tree["data"]["kind"], tree["data"]["path"]
+    if kind == "mock" and path:
+        return "data.path is set but data=mock ignores it; add data=text"
+    return "data=text needs data.path=FILE_OR_FOLDER" if kind == "text" and not path else None
+
+
+def _iters(tree: Tree, layout: Layout) -> str | None:
+    iters = tree["train"]["train_iters"]
+    return f"iters={iters}: must be at least 1" if iters is None or iters < 1 else None
+
+
+def _lr(tree: Tree, layout: Layout) -> str | None:
+    lr, low = tree["optimizer"]["lr"], tree["optimizer"]["min_lr"]
+    return None if lr >= low >= 0 else f"lr={lr} is below optimizer.min_lr={low}; set optimizer.min_lr too"
+
+
+RULES: tuple[Callable[[Tree, Layout], str | None], ...] = (
+    _divides(
+        "tp",
+        lambda at: at.tp,
+        "num_attention_heads",
+        "num_query_groups",
+        "ffn_hidden_size",
+        "vocab_size",
+        "mamba_num_groups",
+        "mamba_num_heads",
+    ),
+    _divides("etp", lambda at: at.etp, "moe_ffn_hidden_size"),
+    _sequence_parallel,
+    _sequence,
+    _layers,
+    _pattern,
+    _experts,
+    _batch,
+    _iters,
+    _lr,
+    _data,
+)

@@ -1,0 +1,81 @@
+"""Our own sections of the configuration, typed. Everything else in the tree is a field of Bridge's."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Where the run is written."""
+
+    dir: str | None = None
+
+
+@dataclass(frozen=True)
+class NumericsSettings:
+    """Which sums are fixed, and how (numerics modes)."""
+
+    mode: Literal["stock"] = "stock"
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """The one degree of parallelism that Bridge derives instead of holding: data parallel."""
+
+    data_parallel_size: int = 1
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What is trained on."""
+
+    kind: Literal["mock", "text"] = "mock"
+    path: str | None = None
+    tokenizer: str | None = None
+    json_key: str = "text"
+    cache: str | None = None
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """What computes: decides layers, collectives and how ranks are started."""
+
+    kind: Literal["cpu", "gpu"] = "cpu"
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """The nodes the run is for."""
+
+    name: str = "local"
+    gpus_per_node: int | None = None
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class LauncherSettings:
+    """Who starts the ranks."""
+
+    kind: Literal["local"] = "local"
+
+
+@dataclass(frozen=True)
+class LoggingSettings:
+    """Where curves are drawn, beside the ledger and the logs."""
+
+    kind: Literal["none", "tensorboard", "wandb"] = "none"
+
+
+OWN_SECTIONS: dict[str, type] = {
+    "run": RunSettings,
+    "numerics": NumericsSettings,
+    "parallel": ParallelSettings,
+    "data": DataSettings,
+    "device": DeviceSettings,
+    "cluster": ClusterSettings,
+    "launcher": LauncherSettings,
+    "logging": LoggingSettings,
+}
+
+# Keys of ours inside a section of Bridge's: path -> type.
+OWN_KEYS: dict[str, type] = {"tokenizer.vocab_includes_eod": bool}

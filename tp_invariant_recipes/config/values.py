@@ -1,0 +1,91 @@
+"""Check and convert one value against the type hint of the field it is for."""
+
+import re
+import types
+import typing
+from enum import Enum
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
+
+class WrongType(ValueError):
+    """The value does not fit; the message says what is expected."""
+
+
+def convert(value: Any, hint: Any) -> Any:
+    """`value` as `hint` wants it.
+
+    Names become what they name: an Enum member, a torch.dtype, a function by its dotted path.
+    Raises WrongType.
+    """
+    if isinstance(value, str):
+        value = _named(value, hint)
+    if isinstance(value, bool) and not _mentions(hint, bool) and _mentions(hint, int, float):
+        raise WrongType(f"expected {describe(hint)}")
+    try:
+        return _adapter(hint).validate_python(value)
+    except ValidationError:
+        raise WrongType(f"expected {describe(hint)}") from None
+    except (PydanticSchemaGenerationError, PydanticUserError):
+        return value  # a hint that says nothing checkable; Bridge's own validation has the last word
+
+
+def describe(hint: Any) -> str:
+    """A type hint in words: "int", "bool or null", "one of 'a', 'b'"."""
+    if isinstance(hint, str):
+        return hint
+    args = [a for a in typing.get_args(hint) if a is not type(None)]
+    origin = typing.get_origin(hint)
+    if origin is typing.Literal:
+        return f"one of {', '.join(repr(a) for a in typing.get_args(hint))}"
+    if origin in (typing.Union, types.UnionType):
+        words = [describe(a) for a in args]
+        return " or ".join([*words, "null"] if len(args) < len(typing.get_args(hint)) else words)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"one of {', '.join(hint.__members__)}"
+    return re.sub(r"\b(typing|collections\.abc)\.", "", getattr(hint, "__name__", None) or str(hint))
+
+
+def _named(text: str, hint: Any) -> Any:
+    import torch
+    from hydra.utils import get_method
+
+    for enum in _leaves(hint):
+        if isinstance(enum, type) and issubclass(enum, Enum) and text in enum.__members__:
+            return enum[text]
+    if _mentions(hint, torch.dtype):
+        return getattr(torch, text, text)
+    if _mentions_callable(hint) and "." in text:
+        try:
+            return get_method(text)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise WrongType(f"expected the dotted path of a function: {error}") from None
+    return text
+
+
+def _leaves(hint: Any) -> list[Any]:
+    args = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else ()
+    return [leaf for a in args for leaf in _leaves(a)] or [hint]
+
+
+def _mentions(hint: Any, *wanted: type) -> bool:
+    return any(leaf in wanted for leaf in _leaves(hint))
+
+
+def _mentions_callable(hint: Any) -> bool:
+    import collections.abc
+
+    return any(
+        leaf is typing.Callable or typing.get_origin(leaf) is collections.abc.Callable for leaf in _leaves(hint)
+    )
+
+
+def _adapter(hint: Any) -> TypeAdapter:
+    try:
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError as error:
+        if error.code != "type-adapter-config-unused":
+            raise
+        return TypeAdapter(hint)

@@ -1,0 +1,133 @@
+"""A finished dataset: PREFIX.bin and PREFIX.idx as Megatron reads them, and PREFIX.json that says what they are."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.data.files import beside, sha256_of_file
+from tp_invariant_recipes.data.source import Corpus
+from tp_invariant_recipes.data.tokenizer import Identity, Tokenizer
+from tp_invariant_recipes.errors import DataError
+
+SCHEMA_VERSION = 1
+INDEX_SUFFIXES = (".bin", ".idx")
+SUFFIXES = (*INDEX_SUFFIXES, ".json")
+
+_AGAIN = "remove its .bin, .idx and .json and run tpi data prepare again"
+
+# Key of PREFIX.json -> its type.
+METADATA = {
+    "schema_version": int,
+    "tokenizer": str,
+    "tokenizer_sha256": str,
+    "vocab_size": int,
+    "eod": int,
+    "documents": int,
+    "tokens": int,
+    "bin_bytes": int,
+    "bin_sha256": str,
+    "idx_bytes": int,
+    "idx_sha256": str,
+    "source": dict,
+}
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """A dataset that is whole.
+
+    prefix: path without .bin or .idx; vocab_size: counts eod in; tokens: with one eod a document;
+    digest: sha256 hex over the digests of both files.
+    """
+
+    prefix: Path
+    tokenizer: str
+    vocab_size: int
+    eod: int
+    documents: int
+    tokens: int
+    digest: str
+
+
+def as_prefix(path: Path) -> Path:
+    """PREFIX of PREFIX.bin and PREFIX.idx, which people name as often. Raises DataError for a path without a name."""
+    if path.name in ("", ".."):
+        raise DataError(f"{path}: an output needs a name, as in --output data/corpus")
+    return path.with_name(path.stem) if path.suffix in INDEX_SUFFIXES else path
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether all three files are there. Their content is looked at by `load`."""
+    return path.name not in ("", "..") and all(beside(as_prefix(path), suffix).is_file() for suffix in SUFFIXES)
+
+
+def load(prefix: Path, *, verify: bool = False) -> PreparedData:
+    """Read what PREFIX.json says and check that .bin and .idx have the sizes it names; with `verify` their digests too.
+
+    Raises DataError, listing what is wrong, when a file is missing, damaged or from another version.
+    """
+    prefix = as_prefix(prefix)
+    metadata = read_metadata(prefix)
+    problems = []
+    for name in ("bin", "idx"):
+        path = beside(prefix, f".{name}")
+        if path.stat().st_size != metadata[f"{name}_bytes"]:
+            problems.append(f"{path} has {path.stat().st_size} bytes instead of {metadata[f'{name}_bytes']}")
+        elif verify and sha256_of_file(path) != metadata[f"{name}_sha256"]:
+            problems.append(f"{path} has other content than was prepared (sha256 differs)")
+    if problems:
+        raise DataError("\n".join([f"{prefix} is damaged; {_AGAIN}:", *problems]))
+    digest = hashlib.sha256(f"{metadata['bin_sha256']} {metadata['idx_sha256']}".encode()).hexdigest()
+    fields = ("tokenizer", "vocab_size", "eod", "documents", "tokens")
+    return PreparedData(prefix=prefix, digest=digest, **{field: metadata[field] for field in fields})
+
+
+def read_metadata(prefix: Path) -> dict[str, Any]:
+    """PREFIX.json of a dataset whose three files are there. Raises DataError when they are not, or it is not ours."""
+    missing = [str(beside(prefix, suffix)) for suffix in SUFFIXES if not beside(prefix, suffix).is_file()]
+    if missing:
+        raise DataError(f"no prepared data at {prefix}: {', '.join(missing)} missing; make it with tpi data prepare")
+    path = beside(prefix, ".json")
+    try:
+        metadata = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path} ({error}); {_AGAIN}") from error
+    version = metadata.get("schema_version") if isinstance(metadata, dict) else None
+    if version != SCHEMA_VERSION:
+        raise DataError(f"{path} has schema version {version}, this tpi reads {SCHEMA_VERSION}; {_AGAIN}")
+    wrong = [key for key, kind in METADATA.items() if not isinstance(metadata.get(key), kind)]
+    if wrong:
+        raise DataError(f"{path} lacks a proper {', '.join(wrong)}; {_AGAIN}")
+    return metadata
+
+
+def describe(corpus: Corpus, json_key: str) -> dict[str, Any]:
+    """What a dataset is made from. Two descriptions with the same "sha256" and "json_key" are the same input."""
+    listed = [{"name": name, "bytes": size, "sha256": sha256} for name, size, sha256 in corpus.files]
+    return {"name": corpus.name, "json_key": json_key, "sha256": corpus.sha256, "files": listed}
+
+
+def metadata_text(
+    built: Path, identity: Identity, tokenizer: Tokenizer, documents: int, tokens: int, source: dict[str, Any]
+) -> str:
+    """The text of PREFIX.json for the pair at `built`: the same bytes for the same input, whenever and wherever."""
+    files = {
+        f"{name}_{what}": value
+        for name in ("bin", "idx")
+        for path in (beside(built, f".{name}"),)
+        for what, value in (("bytes", path.stat().st_size), ("sha256", sha256_of_file(path)))
+    }
+    metadata = {
+        "schema_version": SCHEMA_VERSION,
+        "tokenizer": identity.name,
+        "tokenizer_sha256": identity.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+        "documents": documents,
+        "tokens": tokens,
+        **files,
+        "source": source,
+    }
+    return json.dumps(metadata, indent=2) + "\n"

@@ -1,0 +1,1 @@
+"""Run CUDA-minded Megatron code on a CPU with Gloo. `cpu.py` holds the table of what is replaced."""

@@ -1,0 +1,214 @@
+"""The CPU host: what Megatron asks of CUDA, answered by the CPU for the length of a `with` block.
+
+Three parts: a function mode that sends "cuda" tensors to the CPU, a table of replaced attributes, and a
+placeholder for Transformer Engine where it is not installed (`transformer_engine.py`).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tp_invariant_recipes.host import transformer_engine
+from tp_invariant_recipes.replacement import Replacement, applied
+
+CPU = torch.device("cpu")
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Every tensor asked for on a CUDA device is made on the CPU."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Rewrite the device of `func`'s arguments, then call it."""
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs:
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return _REWRITES.get(getattr(func, "__name__", ""), _call)(func, args, kwargs)
+
+
+def _call(func, args, kwargs):
+    return func(*args, **kwargs)
+
+
+def _stay(func, args, kwargs):
+    return args[0]
+
+
+def _move(func, args, kwargs):
+    return func(args[0], *(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args[1:]), **kwargs)
+
+
+def _type_name(func, args, kwargs):
+    # Megatron's optimizers accept only parameters whose type() says torch.cuda.…Tensor.
+    named = func(*args, **kwargs)
+    return named.replace("torch.", "torch.cuda.", 1) if isinstance(named, str) else named
+
+
+_REWRITES: dict[str, Callable] = {"cuda": _stay, "pin_memory": _stay, "to": _move, "type": _type_name}
+
+
+def _on_cpu(device: Any) -> Any:
+    """`device` as given, unless it is a CUDA device in any of torch's spellings (int, "cuda:1", torch.device)."""
+    if isinstance(device, bool) or device is None:
+        return device
+    if isinstance(device, int) or str(device).startswith("cuda"):
+        return CPU
+    return device
+
+
+class _Inert:
+    """Stands for a CUDA stream or event: every method does nothing."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return False
+
+
+def _always(value: Any) -> Callable[[Any], Callable]:
+    return lambda original: lambda *args, **kwargs: value
+
+
+def _instead(value: Any) -> Callable[[Any], Any]:
+    return lambda original: value
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _get_rng_state(*args, **kwargs) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *args, **kwargs) -> None:
+    torch.set_rng_state(state)
+
+
+def _torch_norm(original: Any) -> staticmethod:
+    """Megatron-Core's local norm refuses sequence parallelism; mark the weight instead, as its TE norm does."""
+
+    def build(cls, config, hidden_size, eps=1e-5, *args, **kwargs):
+        kind = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
+        norm = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return staticmethod(build)
+
+
+def _local(name: str) -> Callable[[Any], Any]:
+    """The pure-PyTorch twin that Megatron-Core keeps in `megatron.core.utils`."""
+
+    def make(original):
+        import megatron.core.utils
+
+        return getattr(megatron.core.utils, name)
+
+    return make
+
+
+def _cuda(name: str, make: Callable[[Any], Any], why: str) -> Replacement:
+    return Replacement(f"torch.cuda:{name}", make, why)
+
+
+_NO_DEVICE = "there is no CUDA driver to ask"
+_NO_STREAM = "the CPU runs in program order: streams, events and synchronisation have nothing to do"
+_RNG = "Megatron's RNG tracker forks the CUDA generator; here it forks the CPU's"
+_NO_TE = "the fused CUDA kernels of Transformer Engine or Apex may be installed but cannot run"
+
+TORCH = (
+    _cuda("current_device", _always(CPU), _NO_DEVICE),
+    _cuda("is_available", _always(False), _NO_DEVICE),
+    _cuda("device_count", _always(1), "Bridge seeds the RNG tracker only where it counts a device"),
+    _cuda("set_device", _always(None), _NO_DEVICE),
+    _cuda("get_device_capability", _always((0, 0)), _NO_DEVICE),
+    _cuda(
+        "get_device_properties",
+        _always(SimpleNamespace(name="cpu", major=0, minor=0, multi_processor_count=1, total_memory=0)),
+        _NO_DEVICE,
+    ),
+    _cuda("synchronize", _always(None), _NO_STREAM),
+    _cuda("empty_cache", _always(None), _NO_STREAM),
+    _cuda("Stream", _instead(_Inert), _NO_STREAM),
+    _cuda("Event", _instead(_Inert), _NO_STREAM),
+    _cuda("stream", _always(nullcontext()), _NO_STREAM),
+    _cuda("set_stream", _always(None), _NO_STREAM),
+    _cuda("current_stream", _always(_Inert()), _NO_STREAM),
+    _cuda("default_stream", _always(_Inert()), _NO_STREAM),
+    _cuda("memory_stats", _always(defaultdict(int)), _NO_DEVICE),
+    _cuda("memory_allocated", _always(0), _NO_DEVICE),
+    _cuda("max_memory_allocated", _always(0), _NO_DEVICE),
+    _cuda("memory_reserved", _always(0), _NO_DEVICE),
+    _cuda("max_memory_reserved", _always(0), _NO_DEVICE),
+    _cuda("reset_peak_memory_stats", _always(None), _NO_DEVICE),
+    _cuda("manual_seed", _instead(_manual_seed), _RNG),
+    _cuda("get_rng_state", _instead(_get_rng_state), _RNG),
+    _cuda("set_rng_state", _instead(_set_rng_state), _RNG),
+    Replacement("torch.cuda.random:get_rng_state", _instead(_get_rng_state), _RNG),
+    Replacement("torch.nn:Module.cuda", lambda original: lambda self, *a, **k: self, _NO_DEVICE),
+)
+
+MEGATRON = (
+    Replacement("megatron.core.tensor_parallel.random:_set_cuda_rng_state", _instead(_set_rng_state), _RNG),
+    Replacement(
+        "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        _torch_norm,
+        "the local norm refuses sequence parallelism and persist_layer_norm",
+    ),
+    Replacement(
+        "megatron.core.transformer.transformer_block:LayerNormImpl",
+        lambda original: __import__(
+            "megatron.core.transformer.torch_norm", fromlist=["WrappedTorchNorm"]
+        ).WrappedTorchNorm,
+        "the final norm is otherwise Apex's or Transformer Engine's",
+    ),
+    Replacement("megatron.core.optimizer:Adam", _instead(torch.optim.AdamW), _NO_TE),
+    Replacement("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", _instead(True), _NO_TE),
+    *(
+        Replacement(f"megatron.{module}:{name}", _local(twin), _NO_TE)
+        for module, name, twin in (
+            ("core.optimizer.clip_grads", "multi_tensor_applier", "local_multi_tensor_applier"),
+            ("core.optimizer.clip_grads", "l2_norm_impl", "local_multi_tensor_l2_norm"),
+            ("core.optimizer.clip_grads", "multi_tensor_scale_impl", "local_multi_tensor_scale"),
+            ("core.optimizer.clip_grads", "multi_tensor_scale_tensor_impl", "local_multi_tensor_scale"),
+            ("core.optimizer.optimizer", "multi_tensor_applier", "local_multi_tensor_applier"),
+            ("core.optimizer.optimizer", "multi_tensor_scale_impl", "local_multi_tensor_scale"),
+            ("bridge.training.utils.train_utils", "multi_tensor_applier", "local_multi_tensor_applier"),
+            ("bridge.training.utils.train_utils", "multi_tensor_l2norm", "local_multi_tensor_l2_norm"),
+        )
+    ),
+    Replacement(
+        "megatron.bridge.training.setup:initialize_megatron",
+        lambda original: partial(original, allow_no_cuda=True),
+        "Bridge asserts CUDA unless told that none is needed",
+    ),
+    Replacement(
+        "megatron.bridge.training.setup:set_jit_fusion_options",
+        _always(None),
+        "it only warms up fused CUDA kernels, by compiling them for a CPU that will not use them",
+    ),
+)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Run the block's Megatron code on the CPU. Re-importing Bridge inside is not needed."""
+    with ExitStack() as stack:
+        transformer_engine.prepare_import()
+        stack.enter_context(applied((*TORCH, *MEGATRON)))
+        stack.enter_context(CudaMeansCpu())
+        yield

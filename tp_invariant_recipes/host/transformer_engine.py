@@ -1,0 +1,70 @@
+"""A placeholder for Transformer Engine on machines without it.
+
+Bridge's `peft/lora_layers.py` imports Transformer Engine unconditionally, while Megatron-Core takes its absence as
+the sign to fall back to local layers. So Megatron-Core is imported first, without it, and the placeholder is put in
+place only for Bridge.
+"""
+
+import importlib.util
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# Every module of Megatron-Core that decides, when imported, whether Transformer Engine is there.
+DECIDERS = (
+    "megatron.core",
+    "megatron.core.transformer.transformer_block",
+    "megatron.core.models.gpt",
+    "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.optimizer",
+    "megatron.core.distributed",
+)
+
+# What Bridge names at import time, by module.
+NAMES = {
+    "transformer_engine.pytorch": (
+        "Linear", "LayerNormLinear", "RMSNorm", "LayerNorm", "GroupedLinear", "DotProductAttention",
+        "TransformerLayer",
+    ),
+    "transformer_engine.pytorch.ops": ("Sequential", "FusibleOperation", "BasicOperation"),
+}  # fmt: skip
+
+
+def prepare_import() -> None:
+    """Make `import megatron.bridge` work here, whether Transformer Engine is installed or not. Idempotent."""
+    if "transformer_engine" in sys.modules or importlib.util.find_spec("transformer_engine") is not None:
+        return
+    for name in DECIDERS:
+        import_module(name)
+    parent = _module("transformer_engine")
+    parent.__version__ = "0.0.0"
+    for name, classes in NAMES.items():
+        module = _module(name)
+        for cls in classes:
+            setattr(module, cls, _missing(cls))
+        holder, _, leaf = name.rpartition(".")
+        setattr(sys.modules[holder], leaf, module)
+
+
+def is_placeholder() -> bool:
+    """Whether the Transformer Engine in `sys.modules` is this placeholder."""
+    module = sys.modules.get("transformer_engine")
+    return module is not None and getattr(module, "__version__", None) == "0.0.0"
+
+
+def _module(name: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__path__ = []
+    module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
+    sys.modules[name] = module
+    return module
+
+
+def _missing(name: str) -> type:
+    import torch
+
+    def refuse(self, *args, **kwargs):
+        raise RuntimeError(f"transformer_engine.pytorch.{name}: Transformer Engine is not installed (tpi doctor)")
+
+    return type(name, (torch.nn.Module,), {"__init__": refuse})

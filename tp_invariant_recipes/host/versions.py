@@ -1,0 +1,63 @@
+"""Versions of what computes, read from package metadata without importing anything heavy."""
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import tp_invariant_recipes
+
+# Label -> distribution.
+PACKAGES = {
+    "torch": "torch",
+    "triton": "triton",
+    "transformer_engine": "transformer-engine",
+    "megatron_core": "megatron-core",
+    "megatron_bridge": "megatron-bridge",
+    "cuda_runtime": "nvidia-cuda-runtime",
+    "cublas": "nvidia-cublas",
+    "cudnn": "nvidia-cudnn-cu13",
+    "nccl": "nvidia-nccl-cu13",
+    "numpy": "numpy",
+    "transformers": "transformers",
+    "hydra": "hydra-core",
+    "causal_conv1d": "causal-conv1d",
+    "mamba_ssm": "mamba-ssm",
+    "wandb": "wandb",
+}
+
+
+def installed(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Label -> version; None for what is not installed."""
+    found = {label: installed(distribution) for label, distribution in PACKAGES.items()}
+    return {
+        "python": sys.version.split()[0],
+        "tp_invariant_recipes": tp_invariant_recipes.__version__,
+        "git_commit": _git_commit(),
+        **found,
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit of this package's own checkout, "+dirty" with local changes; None outside a checkout."""
+    checkout = Path(tp_invariant_recipes.__file__).parents[1]
+    if not (checkout / ".git").exists():
+        return None
+    try:
+        head = _git(checkout, "rev-parse", "HEAD")
+        return head + ("+dirty" if _git(checkout, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(checkout: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(checkout), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -1,0 +1,1 @@
+"""Start runs and watch them: run directory, preflight, local ranks, progress, resume."""

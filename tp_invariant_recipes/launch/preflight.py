@@ -1,0 +1,61 @@
+"""What this machine must have for a run, checked before anything is written."""
+
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.config.compose import listed
+from tp_invariant_recipes.config.layout import Layout
+from tp_invariant_recipes.config.size import parameters
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.training.rundir import RunDir, free_bytes
+
+# What a run writes besides checkpoints: configuration, logs, ledger, sample indices.
+SMALL_FILES = 4 * 2**20
+
+# A checkpoint holds each parameter in the training dtype and three fp32 copies: master weight, both moments.
+CHECKPOINT_BYTES_PER_PARAMETER = 2 + 3 * 4
+
+
+def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir) -> None:
+    """Raises ConfigError listing everything this machine lacks."""
+    problems = [*_gpus(tree, layout), *_disk(tree, run_dir)]
+    if problems:
+        raise ConfigError(listed(problems))
+
+
+def _gpus(tree: dict[str, Any], layout: Layout) -> list[str]:
+    cluster = tree["cluster"]
+    if tree["device"]["kind"] == "cpu":
+        return [f"cluster={cluster['name']} is of GPU nodes and device=cpu"] if cluster["gpus_per_node"] else []
+    found = gpus.visible()
+    degrees = f"tp={layout.tp} * pp={layout.pp} * cp={layout.cp} * dp={layout.dp} = {layout.world} ranks"
+    problems = []
+    if not found:
+        problems.append("device=gpu, but this machine shows no GPU; device=cpu runs the toy models (tpi doctor)")
+    elif layout.world > len(found):
+        problems.append(f"{degrees}, but this machine has {len(found)} GPUs; lower one of them")
+    if installed("transformer-engine") is None:
+        problems.append("device=gpu needs Transformer Engine, which is not installed: make gpu (tpi doctor)")
+    if tree["model"].get("hybrid_layer_pattern") and installed("mamba-ssm") is None:
+        problems.append("this model's Mamba layers need mamba-ssm, which is not installed: make gpu (tpi doctor)")
+    wanted = cluster["compute_capability"]
+    wrong = {g.name for g in found if wanted and list(g.capability) != list(wanted)}
+    if wrong:
+        problems.append(f"cluster={cluster['name']} is of other GPUs than this machine's {', '.join(sorted(wrong))}")
+    return problems
+
+
+def _disk(tree: dict[str, Any], run_dir: RunDir) -> list[str]:
+    free = free_bytes(run_dir.path)
+    need = SMALL_FILES
+    if tree["checkpoint"]["save_interval"]:
+        need += CHECKPOINT_BYTES_PER_PARAMETER * parameters(tree["model"])
+    if free >= need:
+        return []
+    where = Path(run_dir.path).absolute()
+    return [
+        f"{where} has {free / 2**20:.1f} MiB free and this run writes at least {need / 2**20:.0f} MiB; "
+        f"free some, set run.dir=PATH on another disk{', or save=0' if tree['checkpoint']['save_interval'] else ''}"
+    ]

@@ -1,0 +1,157 @@
+"""What a person sees while a run trains: a live bar on a terminal, plain lines elsewhere."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tp_invariant_recipes.launch.plan import Plan
+
+WINDOW = 20  # steps over which tokens/s and the time left are averaged
+LINE_EVERY = 10.0  # seconds between plain lines, after the first steps
+
+
+@dataclass
+class Tail:
+    """Reads the progress file as it grows. `position` is where the next look starts."""
+
+    plan: Plan
+    position: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        file = self.plan.run_dir.progress
+        self.position = file.stat().st_size if file.exists() else 0  # an earlier attempt's steps are not news
+
+    def new(self) -> list[dict[str, Any]]:
+        """The steps recorded since the last call; half a line waits for its end."""
+        try:
+            with self.plan.run_dir.progress.open("rb") as stream:
+                stream.seek(self.position)
+                data = stream.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self.position += len(whole)
+        fresh = [json.loads(line) for line in whole.splitlines()]
+        self.events = [*self.events, *fresh][-WINDOW:]
+        return fresh
+
+    def tokens_per_second(self) -> float:
+        """Over the last steps, without the first, which compiles and warms up."""
+        timed = self.events[1:] or self.events
+        seconds = sum(e["seconds"] for e in timed)
+        return sum(e["tokens"] for e in timed) / seconds if seconds else 0.0
+
+    def seconds_left(self) -> float:
+        """Until the last step, at the pace of the last ones."""
+        timed = self.events[1:] or self.events
+        return (self.plan.steps - self.events[-1]["step"]) * sum(e["seconds"] for e in timed) / len(timed)
+
+
+class Bar:
+    """A live progress bar. Use as a context manager; call it to refresh."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self.tail = Tail(plan)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:>5.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=4,
+        )
+        self.task = self.progress.add_task("starting", total=plan.steps, completed=plan.start, figures="")
+
+    def __enter__(self) -> "Bar":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def __call__(self) -> None:
+        """Show the steps that have been recorded since."""
+        for event in self.tail.new():
+            self.progress.update(
+                self.task, description="training", completed=event["step"], figures=_figures(event, self.tail)
+            )
+
+
+class Lines:
+    """Plain lines: the first steps, then one every few seconds, and the last."""
+
+    def __init__(self, plan: Plan, console: Console) -> None:
+        self.plan, self.console, self.tail = plan, console, Tail(plan)
+        self.said = 0.0
+
+    def __enter__(self) -> "Lines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __call__(self) -> None:
+        """Print the steps that are due."""
+        for event in self.tail.new():
+            first = event["step"] - self.plan.start <= 3
+            if first or event["step"] == self.plan.steps or time.monotonic() - self.said > LINE_EVERY:
+                self.said = time.monotonic()
+                left = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_left()))
+                step = f"step {event['step']:>5}/{self.plan.steps}"
+                self.console.print(f"{step}  {_figures(event, self.tail)}  {left} left", highlight=False)
+
+
+class Echo(Lines):
+    """Plain lines between everything that Bridge prints."""
+
+    position = 0
+
+    def __call__(self) -> None:
+        """Print what is new in Bridge's log, then the steps that are due."""
+        log = self.plan.run_dir.bridge_log
+        if log.exists():
+            with log.open("rb") as stream:
+                stream.seek(self.position)
+                text = stream.read()
+            self.position += len(text)
+            self.console.out(text.decode(errors="replace"), end="", highlight=False)
+        super().__call__()
+
+
+def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Bar | Lines:
+    """The bar on a terminal, lines elsewhere; with `verbose` Bridge's own words too."""
+    if verbose:
+        return Echo(plan, console)
+    return Bar(plan, console) if console.is_terminal else Lines(plan, console)
+
+
+@contextmanager
+def preparing(console: Console) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar for preparing text, shown from the first report on; yields the function to report to."""
+    progress = Progress(TextColumn("preparing text"), BarColumn(), DownloadColumn(), console=console, transient=True)
+    task = None
+
+    def report(done: int, total: int) -> None:
+        nonlocal task
+        if task is None:
+            task = progress.add_task("", total=total)
+            progress.start()
+        progress.update(task, completed=done)
+
+    try:
+        yield report
+    finally:
+        progress.stop()
+
+
+def _figures(event: dict[str, Any], tail: Tail) -> str:
+    loss = "skipped" if event["loss"] is None else f"loss {event['loss']:.4f}"
+    return f"{loss}  {tail.tokens_per_second():,.0f} tokens/s"

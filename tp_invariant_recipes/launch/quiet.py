@@ -1,0 +1,32 @@
+"""Keep what third-party packages print while they are imported off the terminal."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quiet(enabled: bool = True) -> Iterator[None]:
+    """Send this process's standard output and error away for a block, C++ libraries' included.
+
+    If the block raises, nothing of an error is lost: the exception passes on.
+    """
+    if not enabled:
+        yield
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as sink:
+        for descriptor in (1, 2):
+            os.dup2(sink.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, original in zip((1, 2), kept, strict=True):
+                os.dup2(original, descriptor)
+                os.close(original)

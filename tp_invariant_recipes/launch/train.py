@@ -1,0 +1,55 @@
+"""The story of `tpi train` once it is planned: check with Bridge, write the run directory, run the ranks."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tp_invariant_recipes.launch import local, plan
+from tp_invariant_recipes.launch.plan import Plan
+
+
+def check(planned: Plan) -> None:
+    """Build the run's ConfigContainer and let Bridge validate it. Imports Bridge, 10 to 20 s. Raises ConfigError."""
+    os.environ.update(planned.environment)
+    from tp_invariant_recipes.config import container
+
+    container.validate(container.build(planned.tree), planned.layout.world)
+
+
+def execute(planned: Plan, watch: Callable[[], None]) -> local.Outcome:
+    """Write the run directory and train. Raises RunError when a rank dies.
+
+    watch: called while the ranks live, to show progress.
+    """
+    if planned.run_dir.checkpoints.exists():
+        from tp_invariant_recipes.training import checkpoints
+
+        checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
+    plan.write(planned)
+    return local.run(planned, watch)
+
+
+def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
+    """What there is to say at the end: where the run is, how it ended, the last step's figures."""
+    from tp_invariant_recipes.ledger.bits import bits_float
+    from tp_invariant_recipes.ledger.record import read
+
+    run_dir = planned.run_dir
+    steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
+    last = steps[-1] if steps else None
+    return {
+        "run": str(run_dir.path),
+        "outcome": outcome.value,
+        "steps": last.step if last else 0,
+        "of": planned.steps,
+        "loss": bits_float(last.loss) if last and last.loss else None,
+        "grad_norm": bits_float(last.grad_norm) if last and last.grad_norm else None,
+        "checkpoint": _newest_checkpoint(planned),
+    }
+
+
+def _newest_checkpoint(planned: Plan) -> str | None:
+    from tp_invariant_recipes.training import checkpoints
+
+    found = checkpoints.finished(planned.run_dir.checkpoints)
+    return str(found[-1].path) if found else None

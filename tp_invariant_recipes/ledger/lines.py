@@ -1,0 +1,201 @@
+"""The two kinds of line of a ledger, header and step record, and their text."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields
+
+from tp_invariant_recipes.ledger.bits import bits_float, readable
+
+SCHEMA = 1
+KIND = "tpi-ledger"  # tells a ledger from any other file of JSON lines
+
+IDENTITY = "identity"
+# The parts of a header that may differ between comparable runs; a comparison only mentions them.
+INFORMATIVE = ("numerics", "layout", "versions", "device", "environment", "notes")
+# The values of a step that are recorded as exact bits.
+FLOATS = ("loss", "grad_norm", "learning_rate")
+_COUNTS = {"step": 1, "samples": 0, "tokens": 0}  # each with its smallest value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a run is. Runs are comparable when `identity` is equal; the rest informs.
+
+    Every part is JSON and is kept as JSON gives it back (tuples become lists, keys are sorted), so a header equals
+    itself read from disk. ValueError or TypeError: a part is not JSON, `identity` is empty or not
+    flat, or the schema is unknown.
+    """
+
+    schema: int = SCHEMA
+    identity: dict  # dotted key → scalar or list, as "model.num_layers": 36, "rng.seed": 1234
+    numerics: dict = field(default_factory=dict)  # mode, virtual TP …
+    layout: dict = field(default_factory=dict)  # tp, pp, dp …
+    versions: dict = field(default_factory=dict)
+    device: dict = field(default_factory=dict)  # names, compute capability
+    environment: dict = field(default_factory=dict)  # the variables that numerics depend on
+    notes: dict = field(default_factory=dict)  # facts worth saying, such as the tokenizer's convention
+
+    def __post_init__(self) -> None:
+        if type(self.schema) is not int or self.schema != SCHEMA:
+            raise ValueError(f"schema {self.schema!r} is not known to this version, which reads schema {SCHEMA}")
+        for name in (IDENTITY, *INFORMATIVE):
+            part = json.loads(canonical(getattr(self, name)))
+            if not isinstance(part, dict):
+                raise ValueError(f"{name} is not an object of keys and values")
+            object.__setattr__(self, name, part)
+        if not self.identity:
+            raise ValueError("identity is empty: any two runs would pass for comparable")
+        nested = [key for key, value in self.identity.items() if isinstance(value, dict)]
+        if nested:
+            raise ValueError(f"identity must be flat, with dotted keys; nested: {', '.join(nested)}")
+
+    @property
+    def identity_hash(self) -> str:
+        """sha256, in hexadecimal, of the canonical JSON of `identity`."""
+        return hashlib.sha256(canonical(self.identity).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step computed. Nothing here may vary between identical runs: no time, host or process.
+
+    ValueError: a count is negative or not an integer, a float is not bits as text, or a step that was not skipped
+    has no loss or gradient norm.
+    """
+
+    step: int  # completed steps, this one included
+    samples: int  # consumed since the start of training, this step included
+    tokens: int  # in this step
+    loss: str | None  # bits, as all three floats; None: a skipped step has none
+    grad_norm: str | None
+    learning_rate: str
+    skipped: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in _COUNTS.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} is {value!r}, not an integer of at least {least}")
+        if type(self.skipped) is not bool:
+            raise ValueError(f"skipped is {self.skipped!r}, not true or false")
+        for name in FLOATS:
+            value = getattr(self, name)
+            if value is not None:
+                _check_bits(name, value)
+            elif not self.skipped or name == "learning_rate":
+                raise ValueError(f"{name} is missing, and only a skipped step may lack its loss or gradient norm")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A header field of two runs: its dotted name, and both values as JSON text (None: not set)."""
+
+    field: str
+    a: str | None
+    b: str | None
+
+
+def identity_differences(a: Header, b: Header) -> tuple[Difference, ...]:
+    """The fields that make two runs incomparable; empty if and only if the identity hashes are equal."""
+    return _differences(a.identity, b.identity, prefix="")
+
+
+def informative_differences(a: Header, b: Header) -> tuple[Difference, ...]:
+    """The fields that may differ between comparable runs, named "layout.tp" and so on, in header order."""
+    parts = (_differences(getattr(a, name), getattr(b, name), prefix=f"{name}.") for name in INFORMATIVE)
+    return tuple(difference for part in parts for difference in part)
+
+
+def _differences(a: dict, b: dict, prefix: str) -> tuple[Difference, ...]:
+    # Compared as text, as the hash is: to Python 1, 1.0 and True are equal.
+    pairs = ((key, *(canonical(part[key]) if key in part else None for part in (a, b))) for key in sorted(a | b))
+    return tuple(Difference(prefix + key, left, right) for key, left, right in pairs if left != right)
+
+
+def canonical(value: object) -> str:
+    """The one JSON text of a value: sorted keys, no spaces, ASCII. ValueError or TypeError: it is not JSON."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def encode_header(header: Header) -> bytes:
+    """The first line of a ledger, newline included."""
+    parts = {name: getattr(header, name) for name in (IDENTITY, *INFORMATIVE)}
+    start = {"kind": KIND, "schema": header.schema, "identity_hash": header.identity_hash}
+    return (json.dumps(start | parts, allow_nan=False) + "\n").encode()
+
+
+def decode_header(line: bytes) -> Header:
+    """Read a first line. ValueError: it is not a ledger's, has an unknown schema, or was altered."""
+    try:
+        raw = load(line)
+    except ValueError:
+        raw = {}
+    if raw.get("kind") != KIND:
+        raise ValueError("not a ledger")
+    header = Header(**{name.name: _required(raw, name.name) for name in fields(Header)})
+    if _required(raw, "identity_hash") != header.identity_hash:
+        raise ValueError("identity_hash does not belong to this identity: the header was altered")
+    return header
+
+
+def encode_step(record: StepRecord) -> bytes:
+    """The line of a step, newline included; equal records give equal bytes."""
+    raw = asdict(record)
+    for name in FLOATS:
+        if raw[name] is not None:
+            raw[name] = {"bits": raw[name], "value": readable(raw[name])}
+    return (json.dumps(raw, allow_nan=False) + "\n").encode()
+
+
+def decode_step(line: bytes) -> StepRecord:
+    """Read the line of a step; keys this version does not know are ignored. ValueError: it is not a valid one."""
+    raw = load(line)
+    record = {name.name: _required(raw, name.name) for name in fields(StepRecord)}
+    for name in FLOATS:
+        if record[name] is not None:
+            record[name] = _decode_float(name, record[name])
+    return StepRecord(**record)
+
+
+def load(line: bytes) -> dict:
+    """Read one line as a JSON object. ValueError: it is not one, or has a key twice, or a bare NaN or Infinity."""
+    try:
+        raw = json.loads(line.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(raw, dict):
+        raise ValueError("not a JSON object")
+    return raw
+
+
+def _check_bits(name: str, text: object) -> None:
+    try:
+        bits_float(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _decode_float(name: str, raw: object) -> str:
+    if not isinstance(raw, dict) or not {"bits", "value"} <= raw.keys():
+        raise ValueError(f"{name} is not an object of bits and value")
+    _check_bits(name, raw["bits"])
+    # repr, because to == the two zeros are equal
+    if repr(raw["value"]) != repr(readable(raw["bits"])):
+        raise ValueError(f"{name}: value {raw['value']!r} does not belong to bits {raw['bits']}: the line was altered")
+    return raw["bits"]
+
+
+def _required(raw: dict, name: str) -> object:
+    if name not in raw:
+        raise ValueError(f"{name} is missing")
+    return raw[name]
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    if len({key for key, _ in pairs}) != len(pairs):
+        raise ValueError("a key appears twice")
+    return dict(pairs)
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,82 @@
+"""Reading and checking the file `ledger.jsonl` of a run directory."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger.lines import Header, StepRecord, decode_header, decode_step, load
+
+FILE_NAME = "ledger.jsonl"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """A ledger read from disk; `steps[i]` is step i + 1."""
+
+    header: Header
+    steps: tuple[StepRecord, ...]
+    path: Path
+    torn: bool  # the last line was cut short by the end of the run, and is not among `steps`
+
+
+def ledger_file(path: str | os.PathLike) -> Path:
+    """The ledger of a run directory; a path that is not a directory is the ledger itself."""
+    path = Path(path)
+    return path / FILE_NAME if path.is_dir() else path
+
+
+def read(path: str | os.PathLike) -> Ledger:
+    """Read and check the ledger of a run directory, or a ledger file.
+
+    LedgerError, naming the file and the line: it is missing or unreadable, not a ledger, was altered, or a step is
+    missing, repeated or out of order. Only a last line cut short is no error: it is what a killed run leaves.
+    """
+    file = ledger_file(path)
+    return parse(file, contents(file))
+
+
+def contents(file: Path) -> bytes:
+    """The bytes of a ledger. LedgerError: it does not exist or cannot be read."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise LedgerError(f"{file} does not exist") from None
+    except OSError as error:
+        raise LedgerError(f"cannot read {file}: {error.strerror}") from error
+
+
+def parse(file: Path, data: bytes) -> Ledger:
+    """Check the bytes of a ledger; `file` names it in errors. LedgerError: as `read`."""
+    *lines, rest = data.split(b"\n")  # `rest` is what follows the last newline: nothing, or a torn line
+    if not lines:
+        raise LedgerError(f"{file} line 1: " + ("not a ledger, or only part of its header" if rest else "empty file"))
+    torn = rest != b""
+    if not torn and len(lines) > 1 and not _is_whole(lines[-1]):
+        torn = True
+        lines.pop()
+    steps = []
+    number = 1
+    try:
+        header = decode_header(lines[0])
+        for number, line in enumerate(lines[1:], start=2):
+            steps.append(_next_step(line, expected=number - 1))
+    except ValueError as error:
+        raise LedgerError(f"{file} line {number}: {error}") from error
+    return Ledger(header, tuple(steps), file, torn)
+
+
+def _is_whole(line: bytes) -> bool:
+    try:
+        load(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _next_step(line: bytes, expected: int) -> StepRecord:
+    record = decode_step(line)
+    if record.step != expected:
+        where = "repeated or out of order" if record.step < expected else "missing or out of order"
+        raise ValueError(f"step {record.step} where step {expected} belongs: a line is {where}")
+    return record

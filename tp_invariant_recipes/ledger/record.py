@@ -1,0 +1,169 @@
+"""Writing the file `ledger.jsonl` of a run directory as the run trains: the header, then one line per step."""
+
+import itertools
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from tp_invariant_recipes.errors import LedgerError, RunError
+from tp_invariant_recipes.ledger.lines import (
+    Header,
+    StepRecord,
+    encode_header,
+    encode_step,
+    identity_differences,
+    informative_differences,
+)
+from tp_invariant_recipes.ledger.reader import Ledger, contents, ledger_file, parse, read
+
+# All that a caller needs to record a run and read it back.
+__all__ = ["Header", "Ledger", "LedgerWriter", "StepRecord", "ledger_file", "read", "resume"]
+
+_RESUMED = "resumed"  # the note of a header that says which steps ran elsewhere
+
+
+class LedgerWriter:
+    """Appends to one ledger: `LedgerWriter(path).create(header)` starts it, `resume` goes on with it."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = ledger_file(path)
+        self.last_step = 0
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> "LedgerWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def create(self, header: Header) -> "LedgerWriter":
+        """Start the ledger. LedgerError: there is one already. RunError: it cannot be written."""
+        try:
+            self._open(os.O_CREAT | os.O_EXCL)
+        except FileExistsError:
+            message = f"{self.path} exists already; resume that run or choose another run directory"
+            raise LedgerError(message) from None
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+        try:
+            self._write(encode_header(header))
+        except RunError:
+            self.path.unlink(missing_ok=True)  # part of a header can neither be resumed nor created again
+            raise
+        return self
+
+    def append(self, record: StepRecord) -> None:
+        """Add the line of the next step, in one write, so that a killed run leaves whole lines.
+
+        ValueError: the record is not of the step after the last. RunError: the line could not be written (a full
+        disk); nothing can be appended after that, since half of the line may be in the file.
+        """
+        if record.step != self.last_step + 1:
+            raise ValueError(f"{self.path}: step {record.step} cannot follow step {self.last_step}")
+        self._write(encode_step(record))
+        self.last_step = record.step
+
+    def close(self) -> None:
+        """Close the file; doing it twice is harmless."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self, flags: int = 0) -> None:
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | flags, 0o644)
+
+    def _write(self, line: bytes) -> None:
+        if self._descriptor is None:
+            raise RunError(f"{self.path} is not open for writing")
+        try:
+            written = os.write(self._descriptor, line)
+        except OSError as error:
+            self.close()
+            raise _not_written(self.path, error) from error
+        if written != len(line):
+            self.close()
+            raise RunError(f"cannot write {self.path}: only part of a line fitted; is the disk full?")
+
+
+def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
+    """Open an existing ledger to go on after `step` completed steps (0: from the start), and return its writer.
+
+    Where that drops lines (steps that will be repeated, a torn line) the whole old file is first copied to
+    `ledger.replaced-K.jsonl`. The old header stays; if the run goes on with another layout, other versions and so
+    on, its note "resumed" says after which step. If nothing changed, the file ends up byte for byte like that of a
+    run that was never interrupted.
+    LedgerError: the ledger is invalid, of another identity (names the fields), or ends before `step`.
+    RunError: it cannot be written.
+    """
+    file = ledger_file(path)
+    before = contents(file)
+    ledger = parse(file, before)
+    differences = identity_differences(ledger.header, header)
+    if differences:
+        fields = "; ".join(f"{d.field} is {d.a or 'not set'} there and {d.b or 'not set'} now" for d in differences)
+        raise LedgerError(f"{file} belongs to another run: {fields}. Change these back or choose another run directory")
+    if not 0 <= step <= len(ledger.steps):
+        raise LedgerError(f"{file} ends at step {len(ledger.steps)} and cannot go on after step {step}")
+    first, *steps = before.split(b"\n")[: step + 1]
+    continued = _continued(ledger.header, header, step)
+    if continued != ledger.header:
+        first = encode_header(continued).rstrip(b"\n")
+    after = b"".join(line + b"\n" for line in (first, *steps))
+    writer = LedgerWriter(file)
+    try:
+        if after != before:
+            _put_aside(file, before)
+            _replace(file, after)
+        writer._open()
+    except OSError as error:
+        raise _not_written(file, error) from error
+    writer.last_step = step
+    return writer
+
+
+def _continued(old: Header, new: Header, step: int) -> Header:
+    """The header of a ledger whose steps up to `step` are of `old` and the others of `new`, which says so in a note."""
+    if step == 0:
+        return new
+    notes = dict(old.notes)
+    resumed = [entry for entry in notes.pop(_RESUMED, []) if entry["after_step"] < step]
+    differences = informative_differences(replace(old, notes=notes), new)
+    changed = {d.field: None if d.b is None else json.loads(d.b) for d in differences}
+    # Compared with the latest note, since going back to how the run began is a change too.
+    if changed != (resumed[-1]["changed"] if resumed else {}):
+        resumed.append({"after_step": step, "changed": changed})
+    return replace(old, notes=notes | ({_RESUMED: resumed} if resumed else {}))
+
+
+def _put_aside(file: Path, data: bytes) -> None:
+    """Keep `data` as `<stem>.replaced-K<suffix>` beside the file, K the first number that is free."""
+    for k in itertools.count(1):
+        try:
+            _write_durably(file.with_name(f"{file.stem}.replaced-{k}{file.suffix}"), data, "xb")
+        except FileExistsError:
+            continue
+        return
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """Give the file new contents at once: a crash leaves either the old ones or the new ones."""
+    temporary = file.with_name(f".{file.name}.new")
+    _write_durably(temporary, data, "wb")
+    os.replace(temporary, file)
+    directory = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _write_durably(file: Path, data: bytes, mode: str) -> None:
+    with open(file, mode) as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _not_written(file: Path, error: OSError) -> RunError:
+    return RunError(f"cannot write {file}: {error.strerror or error}")

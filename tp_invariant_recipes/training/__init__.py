@@ -1,0 +1,1 @@
+"""What one rank does: Bridge's pretrain() with our callbacks and patches."""

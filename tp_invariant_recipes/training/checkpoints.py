@@ -1,0 +1,149 @@
+"""Which checkpoints of a run are whole, whose they are, and whether their bytes are what was written.
+
+Bridge writes a checkpoint's files and then moves its own markers; a run killed in between leaves a folder that looks
+usable. So a manifest is written last: a checkpoint without one is unfinished, one that disagrees with it is damaged.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from megatron.bridge.training.callbacks import Callback
+
+from tp_invariant_recipes.errors import CheckpointError
+
+MANIFEST = "tpi-manifest.json"
+ASIDE = "unfinished"
+_ITERATION = re.compile(r"iter_(\d{7})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint with a manifest. step: completed steps when it was saved."""
+
+    path: Path
+    step: int
+
+    def read_manifest(self) -> dict[str, Any]:
+        """What was written. Raises CheckpointError when the manifest cannot be read."""
+        try:
+            return json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: its manifest cannot be read: {error}") from error
+
+    def verify(self) -> None:
+        """Re-read every file. Raises CheckpointError naming each that is missing, short or altered."""
+        wrong = []
+        for name, expected in self.read_manifest()["files"].items():
+            file = self.path / name
+            if not file.is_file():
+                wrong.append(f"{name} is missing")
+            elif file.stat().st_size != expected["bytes"]:
+                wrong.append(f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}")
+            elif _digest(file) != expected["xxh3_128"]:
+                wrong.append(f"{name} has changed since it was written")
+        if wrong:
+            raise CheckpointError(
+                "\n".join(
+                    [f"checkpoint {self.path} is damaged:", *(f"  - {w}" for w in wrong)]
+                    + ["resume from an earlier one with checkpoint.ckpt_step=STEP"]
+                )
+            )
+
+
+def iteration_dir(checkpoints: Path, step: int) -> Path:
+    """Megatron's folder for a step."""
+    return checkpoints / f"iter_{step:07d}"
+
+
+def finished(checkpoints: Path) -> list[Checkpoint]:
+    """The checkpoints that were written to the end, oldest first."""
+    return [Checkpoint(p, step) for p, step in _iterations(checkpoints) if (p / MANIFEST).is_file()]
+
+
+def select(checkpoints: Path, step: int | None = None) -> Checkpoint | None:
+    """The newest finished checkpoint, or that of `step`, verified. None when there is none at all.
+
+    Raises CheckpointError when it is damaged or when `step` was never saved.
+    """
+    found = finished(checkpoints)
+    if step is not None:
+        chosen = next((c for c in found if c.step == step), None)
+        if chosen is None:
+            steps = ", ".join(str(c.step) for c in found) or "none"
+            raise CheckpointError(f"{checkpoints} holds no checkpoint of checkpoint.ckpt_step={step}; finished: {steps}")
+    else:
+        chosen = found[-1] if found else None
+    if chosen is not None:
+        chosen.verify()
+    return chosen
+
+
+def set_aside(checkpoints: Path, after: int) -> list[Path]:
+    """Move what lies beyond step `after` out of the way of the saves to come, and return where it is now.
+
+    Megatron writes into an existing folder without emptying it, so an unfinished save would mix with the next.
+    """
+    moved = []
+    for path, step in _iterations(checkpoints):
+        if step > after:
+            target = checkpoints / ASIDE / path.name
+            n = 1
+            while target.exists():
+                n += 1
+                target = checkpoints / ASIDE / f"{path.name}-{n}"
+            target.parent.mkdir(exist_ok=True)
+            path.rename(target)
+            moved.append(target)
+    return moved
+
+
+def write_manifest(path: Path, step: int, identity_hash: str, layout: dict[str, Any]) -> None:
+    """Describe every file of a checkpoint that has just been written, and mark it finished."""
+    files = sorted(f for f in path.rglob("*") if f.is_file() and f.name != MANIFEST)
+    manifest = {
+        "schema": 1,
+        "step": step,
+        "identity_hash": identity_hash,
+        "layout": layout,
+        "files": {str(f.relative_to(path)): {"bytes": f.stat().st_size, "xxh3_128": _digest(f)} for f in files},
+    }
+    temporary = path / f".{MANIFEST}.new"
+    with temporary.open("w", encoding="utf-8") as stream:
+        json.dump(manifest, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.rename(path / MANIFEST)
+
+
+class ManifestWriter(Callback):
+    """Writes the manifest of each checkpoint as it is finished. For the first rank."""
+
+    def __init__(self, identity_hash: str, layout: dict[str, Any]) -> None:
+        self.identity_hash = identity_hash
+        self.layout = layout
+
+    def on_checkpoint_save(self, context) -> None:
+        """Bridge calls this on every rank once all have written."""
+        step = context.state.train_state.step
+        path = iteration_dir(Path(context.state.cfg.checkpoint.save), step)
+        write_manifest(path, step, self.identity_hash, self.layout)
+
+
+def _iterations(checkpoints: Path) -> list[tuple[Path, int]]:
+    if not checkpoints.is_dir():
+        return []
+    matches = ((p, _ITERATION.fullmatch(p.name)) for p in sorted(checkpoints.iterdir()))
+    return [(p, int(m[1])) for p, m in matches if m and p.is_dir()]
+
+
+def _digest(file: Path) -> str:
+    state = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 24):
+            state.update(block)
+    return state.hexdigest()

@@ -1,0 +1,155 @@
+"""The story of one rank: log, environment, configuration, Bridge's pretrain() with our callbacks."""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from tp_invariant_recipes.errors import TpiError
+from tp_invariant_recipes.training.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank's place: who it is, and where all ranks meet (host:port of a c10d TCP store)."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    address: str
+    port: int
+
+    def environment(self) -> dict[str, str]:
+        """The variables torchrun would set. The store is the launcher's, so no port can be lost to another process."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+
+
+def main(rank: int, run: str, seats: list[Seat]) -> None:
+    """Run one rank of the run in directory `run` and end the process: status 0 when done or stopped by a signal.
+
+    On failure the reason is left in `RunDir.failure(rank)` for the launcher, and the status is 1.
+    """
+    run_dir = RunDir(Path(run))
+    seat = seats[rank]
+    _leave_with_the_launcher()
+    os.environ.update(seat.environment())
+    try:
+        with _logged(run_dir, seat):
+            train(run_dir, seat)
+        status = 0
+    except SystemExit as stop:  # Bridge leaves this way after saving on SIGTERM
+        status = int(stop.code or 0)
+    except BaseException as error:
+        _explain(run_dir, seat.rank, error)
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads that NCCL or a data loader left behind could keep a finished rank alive.
+    os._exit(status)
+
+
+def train(run_dir: RunDir, seat: Seat) -> None:
+    """Build the configuration that the run directory holds and train it."""
+    tree, run = run_dir.read_config(), run_dir.read_run()
+    with ExitStack() as stack:
+        from tp_invariant_recipes.host import transformer_engine
+
+        transformer_engine.prepare_import()
+        from tp_invariant_recipes.config import container
+        from tp_invariant_recipes.host import cpu
+        from tp_invariant_recipes.patches import registry
+
+        if tree["device"]["kind"] == "cpu":
+            stack.enter_context(cpu.installed())
+        stack.enter_context(registry.applied())
+        from megatron.bridge.training.gpt_step import forward_step
+        from megatron.bridge.training.pretrain import pretrain
+
+        pretrain(container.build(tree), forward_step, callbacks=_callbacks(run_dir, seat, run))
+
+
+def _callbacks(run_dir: RunDir, seat: Seat, run: dict[str, Any]) -> list:
+    from tp_invariant_recipes.training.checkpoints import ManifestWriter
+    from tp_invariant_recipes.training.recorder import Recorder
+
+    callbacks: list = []
+    if seat.rank == 0:
+        callbacks.append(ManifestWriter(run["identity_hash"], run["layout"]))
+    if seat.rank == seat.world_size - 1:
+        parts = {name: run[name] for name in ("numerics", "layout", "notes")}
+        callbacks.append(Recorder(run_dir, run["identity"], parts))
+    return callbacks
+
+
+def _leave_with_the_launcher() -> None:
+    """Die when the launcher dies, even by SIGKILL; leave Ctrl-C to it, since a terminal sends it to every process."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until Bridge takes it over to save first
+
+
+class _Tee:
+    """A text stream that writes to two."""
+
+    def __init__(self, first: TextIO, second: TextIO) -> None:
+        self._first, self._second = first, second
+
+    def write(self, text: str) -> int:
+        self._second.write(text)
+        return self._first.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._first, name)
+
+
+@contextmanager
+def _logged(run_dir: RunDir, seat: Seat) -> Iterator[None]:
+    """Send this process's output to the rank's log; what Bridge prints on the first and last rank also to its own."""
+    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    log = os.open(run_dir.rank_log(seat.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115 -- for the whole process
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+    if seat.rank in (0, seat.world_size - 1):
+        with run_dir.bridge_log.open("a", buffering=1, encoding="utf-8") as bridge:
+            sys.stdout = _Tee(sys.stdout, bridge)
+            yield
+            sys.stdout = sys.stdout._first
+    else:
+        yield
+
+
+def _explain(run_dir: RunDir, rank: int, error: BaseException) -> None:
+    traceback.print_exception(error)
+    reason = {
+        "rank": rank,
+        "time": time.time(),
+        "kind": type(error).__name__,
+        "message": str(error) or repr(error),
+        "ours": isinstance(error, TpiError),
+        "errno": getattr(error, "errno", None),
+    }
+    try:
+        run_dir.failure(rank).write_text(json.dumps(reason), encoding="utf-8")
+    except OSError:
+        traceback.print_exc()  # a full disk: the launcher looks at the disk itself

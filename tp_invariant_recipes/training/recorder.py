@@ -1,0 +1,88 @@
+"""The callback that writes a run's ledger, and beside it the progress that a person watches."""
+
+import json
+import os
+import time
+from typing import Any
+
+import torch
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+
+from tp_invariant_recipes.config.environment import recorded
+from tp_invariant_recipes.host.versions import versions
+from tp_invariant_recipes.ledger.bits import float_bits
+from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
+from tp_invariant_recipes.training.rundir import RunDir, cannot_write
+
+LOSS = "lm loss"  # Bridge's name for the language-model loss
+
+
+class Recorder(Callback):
+    """Records every step. For the last rank: it is on the last pipeline stage, the only one that has the loss."""
+
+    def __init__(self, run_dir: RunDir, identity: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
+        self.run_dir = run_dir
+        self.identity = identity
+        self.parts = parts
+        self.writer: LedgerWriter | None = None
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Open the ledger: new, or continued after the step the checkpoint holds."""
+        header = Header(
+            identity=self.identity,
+            versions=versions(),
+            device=_device(),
+            environment=recorded(os.environ),
+            **self.parts,
+        )
+        if self.run_dir.ledger.exists():
+            self.writer = resume(self.run_dir.ledger, header, context.state.train_state.step)
+        else:
+            self.writer = LedgerWriter(self.run_dir.ledger).create(header)
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Note the learning rate that this step will use; afterwards it is already the next step's."""
+        groups = [g for g in context.optimizer.param_groups if g and not g.get("is_decoupled_lr")]
+        self.learning_rate = float(groups[0]["lr"])
+        self.started = time.monotonic()
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Append the step to the ledger, then tell the progress file."""
+        config, state = context.state.cfg, context.state.train_state
+        samples = config.train.global_batch_size
+        loss = (context.loss_dict or {}).get(LOSS)
+        # Bridge rounds the norm to fp32 when it synchronises it over the model-parallel ranks.
+        width = 64 if config.train.skip_sync_grad_norm_across_mp else 32
+        norm = context.grad_norm
+        record = StepRecord(
+            step=state.step + 1,
+            samples=state.consumed_train_samples + samples,
+            tokens=samples * config.model.seq_length,
+            loss=None if loss is None else float_bits(loss.item(), 32),
+            grad_norm=None if norm is None else float_bits(float(norm), width),
+            learning_rate=float_bits(self.learning_rate, 64),
+            skipped=bool(context.skipped_iter),
+        )
+        self.writer.append(record)
+        self._tell(
+            step=record.step,
+            loss=None if loss is None else loss.item(),
+            grad_norm=None if norm is None else float(norm),
+            learning_rate=self.learning_rate,
+            tokens=record.tokens,
+            seconds=time.monotonic() - self.started,
+            peak_memory=torch.cuda.max_memory_allocated(),
+            time=time.time(),
+        )
+
+    def _tell(self, **event: Any) -> None:
+        try:
+            with self.run_dir.progress.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(event) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, cannot_write(self.run_dir.progress, error)) from error
+
+
+def _device() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}

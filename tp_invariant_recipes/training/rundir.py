@@ -1,0 +1,146 @@
+"""The files of a run directory: one name for each, and how they are written."""
+
+import errno
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tp_invariant_recipes.errors import RunError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """A run directory. Nothing is touched by making this object."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The composed configuration, as the ranks read it."""
+        return self.path / "config.yaml"
+
+    @property
+    def run(self) -> Path:
+        """Model, overrides, command and every attempt at this run."""
+        return self.path / "run.json"
+
+    @property
+    def environment(self) -> Path:
+        """Environment variables that numerics depend on."""
+        return self.path / "environment.json"
+
+    @property
+    def versions(self) -> Path:
+        """Versions of everything that computes."""
+        return self.path / "versions.json"
+
+    @property
+    def ledger(self) -> Path:
+        """Exact bits, step by step."""
+        return self.path / "ledger.jsonl"
+
+    @property
+    def progress(self) -> Path:
+        """Step, loss and seconds as they come: what a progress bar reads, and nothing that is compared."""
+        return self.path / "progress.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """One log a rank, and Bridge's."""
+        return self.path / "logs"
+
+    @property
+    def bridge_log(self) -> Path:
+        """What Bridge prints, of all ranks that print."""
+        return self.logs / "bridge.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Megatron's distributed checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def index_cache(self) -> Path:
+        """Sample indices that Megatron builds for a dataset."""
+        return self.path / "index-cache"
+
+    def rank_log(self, rank: int) -> Path:
+        """Standard output and error of one rank."""
+        return self.logs / f"rank-{rank}.log"
+
+    def failure(self, rank: int) -> Path:
+        """Why a rank stopped, in its own words."""
+        return self.logs / f"rank-{rank}.error.json"
+
+    def read_config(self) -> dict[str, Any]:
+        """The composed tree. Raises RunError when this is not a run directory."""
+        return self._read(self.config, yaml.safe_load)
+
+    def read_run(self) -> dict[str, Any]:
+        """What `run.json` holds. Raises RunError when this is not a run directory."""
+        return self._read(self.run, json.load)
+
+    def write(self, file: Path, data: Any) -> None:
+        """Write one of the files above, whole or not at all. Raises RunError when it cannot be written."""
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_name(f".{file.name}.new")
+            with temporary.open("w", encoding="utf-8") as stream:
+                if file.suffix == ".json":
+                    json.dump(data, stream, indent=2)
+                    stream.write("\n")
+                else:
+                    yaml.safe_dump(data, stream, sort_keys=False)
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(file)
+        except OSError as error:
+            raise RunError(cannot_write(file, error)) from error
+
+    def _read(self, file: Path, parse) -> Any:
+        try:
+            with file.open(encoding="utf-8") as stream:
+                return parse(stream)
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise RunError(f"{self.path} is not a run directory: {file.name}: {error}") from error
+
+
+def cannot_write(file: Path, error: OSError) -> str:
+    """Why a file could not be written; for a full disk, how much is free and what to change."""
+    if error.errno != errno.ENOSPC:
+        return f"cannot write {file}: {error.strerror or error}"
+    return f"cannot write {file}: the disk is full ({free_bytes(file.parent) / 2**20:.1f} MiB free); set run.dir=PATH"
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes free on the disk that holds `path` or would hold it."""
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    return shutil.disk_usage(existing).free
+
+
+def choose(requested: str | None, name: str) -> RunDir:
+    """The directory of a new run: as requested, or `runs/NAME-DATE-TIME`.
+
+    Raises RunError when the requested one already holds something: a run is never overwritten.
+    """
+    if requested is not None:
+        path = Path(requested)
+        if path.exists() and not path.is_dir():
+            raise RunError(f"run.dir={path} is a file")
+        if path.is_dir() and any(path.iterdir()):
+            raise RunError(f"run.dir={path} is not empty: go on with it (--resume {path}) or choose another run.dir")
+        return RunDir(path)
+    stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = (stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(2, 1000)))
+    return RunDir(next(p for p in candidates if not p.exists()))
