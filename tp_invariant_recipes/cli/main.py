@@ -2,6 +2,7 @@
 
 import errno
 import sys
+import traceback
 
 import typer
 from rich.console import Console
@@ -41,12 +42,14 @@ def main() -> None:
         app()
     except TpiError as error:
         _fail(str(error))
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
-            raise
-        _fail(f"the disk is full: {error.filename or error}")
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _fail(f"the disk is full: {error.filename or error}")
+        # Python would exit with 1, which here means that two runs differ.
+        traceback.print_exc()
+        _fail(f"this is a defect of tpi {__version__}, not a mistake of yours; the lines above say where")
 
 
 def _fail(message: str) -> None:

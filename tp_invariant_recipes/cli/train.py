@@ -50,8 +50,7 @@ def train(
         if resume is None:
             planned = plan.new(model, arguments, progress=report)
         else:
-            with quiet(not verbose):
-                planned = plan.again(resume, model, arguments, progress=report)
+            planned = plan.again(resume, model, arguments, progress=report)
     with console.status("importing Megatron-Bridge and checking the configuration"), quiet(not verbose):
         launch.check(planned)
     console.print(_opening(planned), soft_wrap=True)

@@ -49,13 +49,14 @@ def describe(hint: Any) -> str:
 
 
 def _named(text: str, hint: Any) -> Any:
-    import torch
     from hydra.utils import get_method
 
     for enum in _leaves(hint):
         if isinstance(enum, type) and issubclass(enum, Enum) and text in enum.__members__:
             return enum[text]
-    if _mentions(hint, torch.dtype):
+    if "torch.dtype" in map(_qualified, _leaves(hint)):
+        import torch  # only here: a command that needs no tensor should not wait seconds for it
+
         return getattr(torch, text, text)
     if _mentions_callable(hint) and "." in text:
         try:
@@ -68,6 +69,10 @@ def _named(text: str, hint: Any) -> Any:
 def _leaves(hint: Any) -> list[Any]:
     args = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else ()
     return [leaf for a in args for leaf in _leaves(a)] or [hint]
+
+
+def _qualified(leaf: Any) -> str:
+    return f"{getattr(leaf, '__module__', '')}.{getattr(leaf, '__name__', '')}"
 
 
 def _mentions(hint: Any, *wanted: type) -> bool:

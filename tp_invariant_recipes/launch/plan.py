@@ -20,6 +20,7 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import preflight
 from tp_invariant_recipes.ledger.lines import Header
+from tp_invariant_recipes.training import checkpoints
 from tp_invariant_recipes.training.rundir import RunDir, choose
 
 
@@ -76,9 +77,6 @@ def again(
     model, overrides: None and what to change. Layout and length may change; what makes runs comparable may not.
     Raises a TpiError that names the fields, or the damaged files.
     """
-    # Not at module level: it imports Bridge.
-    from tp_invariant_recipes.training import checkpoints
-
     run_dir = RunDir(run)
     before = run_dir.read_run()
     if model not in (None, before["model"]):

@@ -6,6 +6,9 @@ from typing import Any
 
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.ledger.bits import bits_float
+from tp_invariant_recipes.ledger.record import read
+from tp_invariant_recipes.training import checkpoints
 
 
 def check(planned: Plan) -> None:
@@ -22,8 +25,6 @@ def execute(planned: Plan, watch: Callable[[], None]) -> local.Outcome:
     watch: called while the ranks live, to show progress.
     """
     if planned.run_dir.checkpoints.exists():
-        from tp_invariant_recipes.training import checkpoints
-
         checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
     plan.write(planned)
     return local.run(planned, watch)
@@ -31,9 +32,6 @@ def execute(planned: Plan, watch: Callable[[], None]) -> local.Outcome:
 
 def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
     """What there is to say at the end: where the run is, how it ended, the last step's figures."""
-    from tp_invariant_recipes.ledger.bits import bits_float
-    from tp_invariant_recipes.ledger.record import read
-
     run_dir = planned.run_dir
     steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
     last = steps[-1] if steps else None
@@ -49,7 +47,5 @@ def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
 
 
 def _newest_checkpoint(planned: Plan) -> str | None:
-    from tp_invariant_recipes.training import checkpoints
-
     found = checkpoints.finished(planned.run_dir.checkpoints)
     return str(found[-1].path) if found else None

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from megatron.bridge.training.callbacks import Callback
 
 from tp_invariant_recipes.errors import CheckpointError
 
@@ -118,20 +117,6 @@ def write_manifest(path: Path, step: int, identity_hash: str, layout: dict[str, 
         stream.flush()
         os.fsync(stream.fileno())
     temporary.rename(path / MANIFEST)
-
-
-class ManifestWriter(Callback):
-    """Writes the manifest of each checkpoint as it is finished. For the first rank."""
-
-    def __init__(self, identity_hash: str, layout: dict[str, Any]) -> None:
-        self.identity_hash = identity_hash
-        self.layout = layout
-
-    def on_checkpoint_save(self, context) -> None:
-        """Bridge calls this on every rank once all have written."""
-        step = context.state.train_state.step
-        path = iteration_dir(Path(context.state.cfg.checkpoint.save), step)
-        write_manifest(path, step, self.identity_hash, self.layout)
 
 
 def _iterations(checkpoints: Path) -> list[tuple[Path, int]]:

@@ -87,7 +87,7 @@ def train(run_dir: RunDir, seat: Seat) -> None:
 
 
 def _callbacks(run_dir: RunDir, seat: Seat, run: dict[str, Any]) -> list:
-    from tp_invariant_recipes.training.checkpoints import ManifestWriter
+    from tp_invariant_recipes.training.manifest_writer import ManifestWriter
     from tp_invariant_recipes.training.recorder import Recorder
 
     callbacks: list = []

@@ -1,0 +1,328 @@
+"""scripts/bootstrap, with interpreters and installers that only write down how they are called."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ("tools", "base", "dev", "torch", "megatron", "gpu", "kernels")
+
+# What the script calls. Nothing else is on its PATH: the machine's own Python and uv stay out of these tests.
+TOOLS = (
+    "bash cat cut dirname env flock grep ln mkdir mktemp paste realpath rm sed sha256sum sort uname".split()
+)
+
+PYTHON = """#!/bin/bash
+case "$*" in
+*version_info*) echo {version} ;;
+*"-m venv"*) venv=${{@: -1}}; mkdir -p "$venv/bin"; cp "$0" "$venv/bin/python"; cp "${{0%/*}}/installer" "$venv/bin/uv" ;;
+*--modules*) exit 1 ;;
+*_base_executable*) exit 1 ;;
+esac
+echo "python $*" >>{log}
+"""
+INSTALLER = """#!/bin/bash
+echo "uv $*" >>{log}
+[ "$2" != sync ] || exec cat {log}.fault 2>/dev/null || true
+"""
+
+
+class Machine:
+    """A checkout in an empty world, to which a test adds Pythons."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.checkout = folder / "checkout"
+        self.venv = self.checkout / ".venv"
+        self.log = folder / "log"
+        self.path = [folder / "tools"]
+        shutil.copytree(ROOT / "scripts", self.checkout / "scripts")
+        shutil.copy(ROOT / "pyproject.toml", self.checkout)
+        (folder / "tools").mkdir()
+        for tool in TOOLS:
+            (folder / "tools" / tool).symlink_to(shutil.which(tool))
+
+    def script(self, path: str, text: str) -> Path:
+        file = self.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+        return file
+
+    def python(self, path: str, version: str = "3.12") -> Path:
+        file = self.script(path, PYTHON.format(version=version, log=self.log))
+        self.script(f"{Path(path).parent}/installer", INSTALLER.format(log=self.log))
+        return file
+
+    def bootstrap(self, *options: str, **variables: str) -> subprocess.CompletedProcess:
+        env = {"PATH": ":".join(map(str, self.path)), "HOME": str(self.folder / "home"), **variables}
+        command = [self.checkout / "scripts/bootstrap", *options]
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    def calls(self) -> list[str]:
+        """What was called since the last time we asked."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return lines
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def chosen(result: subprocess.CompletedProcess) -> Path:
+    assert result.returncode == 0, result.stderr
+    return Path(result.stdout.splitlines()[0].removeprefix("python: "))
+
+
+# --- which Python ---------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_python_312_is_told_three_ways_to_get_it(machine):
+    result = machine.bootstrap("--plan")
+    assert result.returncode == 2
+    assert re.search(r"apt install.*pyenv install.*uv python install", result.stderr, re.DOTALL)
+    assert not machine.venv.exists()
+
+
+def test_python_on_path_is_used(machine):
+    python = machine.python("bin/python3.12")
+    machine.path.insert(0, python.parent)
+    assert chosen(machine.bootstrap("--plan")) == python
+
+
+def test_a_shim_that_fails_and_an_older_python3_are_passed_over(machine):
+    shim = machine.script("shims/python3.12", "#!/bin/bash\necho 'command not found' >&2; exit 127\n")
+    older = machine.python("old/python3", version="3.11")
+    real = machine.python("home/.pyenv/versions/3.12.7/bin/python3.12")
+    machine.path[:0] = [shim.parent, older.parent]
+    assert chosen(machine.bootstrap("--plan")) == real
+
+
+def test_the_newest_of_pyenv_is_used(machine):
+    machine.python("elsewhere/versions/3.12.9/bin/python3.12")
+    newest = machine.python("elsewhere/versions/3.12.10/bin/python3.12")
+    assert chosen(machine.bootstrap("--plan", PYENV_ROOT=str(machine.folder / "elsewhere"))) == newest
+
+
+def test_uv_is_asked_even_where_it_is_not_on_path(machine):
+    python = machine.python("managed/python3.12")
+    machine.script("home/.local/bin/uv", f"#!/bin/bash\necho {python}\n")
+    assert chosen(machine.bootstrap("--plan")) == python
+
+
+def test_the_python_that_the_user_names_wins_or_is_refused(machine):
+    machine.path.insert(0, machine.python("bin/python3.12").parent)
+    named = machine.python("mine/python")
+    assert chosen(machine.bootstrap("--plan", PYTHON=str(named))) == named
+
+    older = machine.python("old/python", version="3.11")
+    result = machine.bootstrap("--plan", PYTHON=str(older))
+    assert result.returncode == 2
+    assert f"PYTHON={older}" in result.stderr
+
+
+# --- install and stamp ----------------------------------------------------------------------------------------------
+
+
+def sync(calls: list[str]) -> list[str]:
+    return [call for call in calls if call.startswith("uv pip sync")]
+
+
+@pytest.fixture
+def installed(machine):
+    machine.path.insert(0, machine.python("bin/python3.12").parent)
+    assert machine.bootstrap().returncode == 0
+    return machine
+
+
+def test_first_call_installs_with_hashes_and_compiles(installed):
+    calls = installed.calls()
+    assert any("-m venv" in call for call in calls)
+    assert any(
+        "-m pip install" in call and "--require-hashes" in call and "tools.txt" in call for call in calls
+    )
+    (install,) = sync(calls)
+    assert {"--require-hashes", "--compile-bytecode", "--no-build-isolation"} <= set(install.split())
+    assert re.findall(r"lock/(\w+)\.txt", install) == ["tools", "base", "dev", "torch", "megatron"]
+    assert f"--editable {installed.checkout}" in calls[-1]
+
+
+def test_second_call_does_nothing(installed):
+    installed.calls()
+    assert installed.bootstrap().returncode == 0
+    assert installed.calls() == []
+
+
+@pytest.mark.parametrize("file", ("scripts/lock/base.txt", "pyproject.toml"))
+def test_a_change_is_installed_into_the_same_venv(installed, file):
+    installed.calls()
+    with (installed.checkout / file).open("a") as stream:
+        stream.write("# changed\n")
+    assert installed.bootstrap().returncode == 0
+    calls = installed.calls()
+    assert len(sync(calls)) == 1
+    assert not any("-m venv" in call for call in calls)
+
+
+def test_an_interrupted_install_begins_anew(machine):
+    machine.path.insert(0, machine.python("bin/python3.12").parent)
+    machine.script("bin/installer", "#!/bin/bash\nkill -INT $PPID; exit 1\n")
+    assert machine.bootstrap().returncode != 0
+    left_over = machine.venv / "half-a-package"
+    left_over.touch()
+
+    machine.python("bin/python3.12")
+    machine.calls()
+    assert machine.bootstrap().returncode == 0
+    assert any("-m venv" in call for call in machine.calls())
+    assert not left_over.exists()
+
+
+def test_a_moved_checkout_is_installed_again(installed):
+    installed.calls()
+    installed.checkout = installed.checkout.rename(installed.folder / "moved")
+    assert installed.bootstrap().returncode == 0
+    assert len(sync(installed.calls())) == 1
+
+
+def test_a_venv_of_someone_else_is_left_alone(installed):
+    theirs = installed.folder / "theirs"
+    (theirs / "bin").mkdir(parents=True)
+    result = installed.bootstrap(VENV=str(theirs))
+    assert result.returncode == 2
+    assert "not made by this script" in result.stderr
+    assert list(theirs.iterdir()) == [theirs / "bin"]
+
+
+def test_without_ensurepip_uv_installs_uv(machine):
+    python = machine.python("bin/python3.12")
+    text = python.read_text().replace('case "$*" in', 'case "$*" in\n*"import ensurepip"*) exit 1 ;;', 1)
+    machine.script("bin/python3.12", text)
+    machine.path.insert(0, python.parent)
+    result = machine.bootstrap()
+    assert result.returncode == 2
+    assert "python3.12-venv" in result.stderr
+    assert not machine.venv.exists()
+
+    machine.script("home/.local/bin/uv", f'#!/bin/bash\necho "own uv $*" >>{machine.log}\n')
+    machine.calls()
+    assert machine.bootstrap().returncode == 0
+    calls = machine.calls()
+    assert any("-m venv --without-pip" in call for call in calls)
+    assert any(call.startswith("own uv pip install") and "--require-hashes" in call for call in calls)
+
+
+def test_other_processors_are_told_that_the_locks_do_not_fit(machine):
+    machine.path.insert(0, machine.python("bin/python3.12").parent)
+    machine.script("bin/uname", "#!/bin/bash\necho Linux aarch64\n")
+    result = machine.bootstrap()
+    assert result.returncode == 2
+    assert "Linux aarch64" in result.stderr
+
+
+# --- containers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def container(machine):
+    """A Python whose only packages are those that the test adds; otherwise it is real."""
+    python = machine.script("bin/python3.12", f'#!/bin/bash\nexec {sys._base_executable} -S "$@"\n')
+    machine.path.insert(0, python.parent)
+    machine.site = machine.folder / "site-packages"
+
+    def add(*packages: str) -> None:
+        for package in packages:
+            name, version = package.split("==")
+            module = machine.site / name.replace("-", "_").replace("megatron_", "megatron/")
+            module.mkdir(parents=True)
+            (module / "__init__.py").touch()
+            (machine.site / f"{name.replace('-', '_')}-{version}.dist-info").mkdir()
+
+    machine.add = add
+    return machine
+
+
+def lacking(machine: Machine, **variables: str) -> set[str]:
+    result = machine.bootstrap("--plan", PYTHONPATH=str(machine.site), **variables)
+    assert result.returncode == 0, result.stderr
+    return set(re.findall(r"^lacking: (.*)==", result.stdout, re.MULTILINE))
+
+
+def test_in_nemo_only_the_light_packages_that_are_lacking_come_along(container):
+    container.add("torch==2.9", "numpy==1.26", "megatron-core==0.15", "megatron-bridge==0.4")
+    container.add("transformer-engine==2.8", "rich==13.7", "pydantic==2.7")
+    names = lacking(container)
+    assert {"hydra-core", "omegaconf", "typer", "xxhash", "pytest", "ruff"} <= names
+    assert not names & {"torch", "numpy", "megatron-core", "megatron-bridge", "transformer-engine"}
+    assert not names & {"rich", "pydantic", "transformers"}
+
+
+def test_a_pytorch_container_also_lacks_megatron(container):
+    container.add("torch==2.9", "transformer-engine==2.8")
+    names = lacking(container, NVIDIA_PYTORCH_VERSION="26.09")
+    assert {"megatron-core", "megatron-bridge", "transformers", "hydra-core"} <= names
+    assert not names & {"torch", "torchvision", "triton", "numpy", "nvidia-cublas", "transformer-engine"}
+
+
+def test_a_cuda_image_without_pytorch_is_no_such_container(container):
+    result = container.bootstrap("--plan", NVIDIA_PRODUCT_NAME="CUDA")
+    assert result.stdout.splitlines()[1].endswith("torch.txt scripts/lock/megatron.txt")
+    assert "lacking" not in result.stdout
+
+
+def test_a_venv_sees_the_packages_of_the_container(container):
+    container.add("torch==2.9")
+    command = [container.folder / "bin/python3.12", ROOT / "scripts/lacking.py", "--site"]
+    env = os.environ | {"PYTHONPATH": str(container.site)}
+    line = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
+    code = f"{line}\nimport torch; print(torch.__file__)"
+    seen = subprocess.run(
+        [sys._base_executable, "-S", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert seen.stdout.strip() == str(container.site / "torch/__init__.py")
+
+
+# --- locks and kernels ----------------------------------------------------------------------------------------------
+
+
+def pins(lock: str) -> dict[str, str]:
+    lines = (ROOT / f"scripts/lock/{lock}.txt").read_text().splitlines()
+    return dict(line.removesuffix(" \\").split("==") for line in lines if re.match(r"[a-z]", line))
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_holds_versions_and_hashes_and_nothing_else(lock):
+    text = (ROOT / f"scripts/lock/{lock}.txt").read_text()
+    entry = r"[a-z0-9-]+==[a-z0-9.]+( \\\n    --hash=sha256:[0-9a-f]{64})+\n"
+    assert re.fullmatch(rf"(# .*\n)+({entry})+", text)
+
+
+def test_no_package_is_in_two_locks():
+    names = [name for lock in LOCKS for name in pins(lock)]
+    assert len(names) == len(set(names))
+
+
+def test_the_locks_satisfy_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked = {name: version for lock in LOCKS for name, version in pins(lock).items()}
+    extras = [line for extra in project["optional-dependencies"].values() for line in extra]
+    for requirement in map(Requirement, project["dependencies"] + extras):
+        assert requirement.specifier.contains(locked[requirement.name]), requirement
+
+
+def test_nvcc_compiles_for_the_named_architectures_only(machine):
+    machine.script("cuda/bin/nvcc", '#!/bin/bash\necho "$*"\n')
+    env = os.environ | {"CUDA_HOME": str(machine.folder / "cuda"), "TORCH_CUDA_ARCH_LIST": "9.0 10.3"}
+    command = [ROOT / "scripts/nvcc", "-c", "a.cu", "-gencode", "arch=compute_75,code=sm_75", "-o", "a.o"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    wanted = "-gencode arch=compute_90,code=sm_90 -gencode arch=compute_103,code=sm_103"
+    assert result.stdout == f"-c a.cu -o a.o {wanted}\n"

@@ -1,0 +1,22 @@
+"""The callback that marks a checkpoint finished."""
+
+from pathlib import Path
+from typing import Any
+
+from megatron.bridge.training.callbacks import Callback
+
+from tp_invariant_recipes.training.checkpoints import iteration_dir, write_manifest
+
+
+class ManifestWriter(Callback):
+    """Writes the manifest of each checkpoint as it is finished. For the first rank."""
+
+    def __init__(self, identity_hash: str, layout: dict[str, Any]) -> None:
+        self.identity_hash = identity_hash
+        self.layout = layout
+
+    def on_checkpoint_save(self, context) -> None:
+        """Bridge calls this on every rank once all have written."""
+        step = context.state.train_state.step
+        path = iteration_dir(Path(context.state.cfg.checkpoint.save), step)
+        write_manifest(path, step, self.identity_hash, self.layout)
