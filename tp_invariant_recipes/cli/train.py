@@ -1,6 +1,7 @@
 """`tpi train`."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host.quiet import VERBOSE
 
 
 def train(
@@ -38,8 +40,9 @@ def train(
     """
     from tp_invariant_recipes.launch import plan, progress
     from tp_invariant_recipes.launch import train as launch
-    from tp_invariant_recipes.launch.quiet import quiet
 
+    if verbose:
+        os.environ[VERBOSE] = "1"
     console = Console(stderr=True, highlight=False)
     arguments = list(overrides or [])
     if model is not None and "=" in model and resume is not None:
@@ -51,7 +54,7 @@ def train(
             planned = plan.new(model, arguments, progress=report)
         else:
             planned = plan.again(resume, model, arguments, progress=report)
-    with console.status("importing Megatron-Bridge and checking the configuration"), quiet(not verbose):
+    with console.status("importing Megatron-Bridge and checking the configuration"):
         launch.check(planned)
     console.print(_opening(planned), soft_wrap=True)
     with progress.watcher(planned, console, verbose=verbose) as watch:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from tp_invariant_recipes.config import schema
+from tp_invariant_recipes.config import environment, schema
 from tp_invariant_recipes.config.compose import listed
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
 from tp_invariant_recipes.errors import ConfigError
@@ -40,7 +41,8 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
         if name in schema.BRIDGE_SECTIONS or name == "mixed_precision"
     }
     parts.setdefault("mixed_precision", tree["mixed_precision"])
-    return ConfigContainer(**parts)
+    # Bridge sets these too, so that code which does not go through our launcher computes the same bits.
+    return ConfigContainer(**parts, env_vars=environment.settings(tree["device"]["kind"], os.environ))
 
 
 def validate(container: ConfigContainer, world_size: int) -> None:
@@ -48,7 +50,6 @@ def validate(container: ConfigContainer, world_size: int) -> None:
 
     It finalizes the container in place, so give it one that is not used afterwards. Raises ConfigError.
     """
-    import os
     from unittest.mock import patch
 
     from megatron.bridge.training.config import runtime_config_update

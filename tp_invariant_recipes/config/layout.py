@@ -138,6 +138,12 @@ def _data(tree: Tree, layout: Layout) -> str | None:
     return "data=text needs data.path=FILE_OR_FOLDER" if kind == "text" and not path else None
 
 
+def _context(tree: Tree, layout: Layout) -> str | None:
+    if layout.cp == 1 or tree["device"]["kind"] == "gpu":
+        return None
+    return f"cp={layout.cp}: context parallelism needs Transformer Engine's attention, so device=gpu"
+
+
 def _iters(tree: Tree, layout: Layout) -> str | None:
     iters = tree["train"]["train_iters"]
     return f"iters={iters}: must be at least 1" if iters is None or iters < 1 else None
@@ -162,6 +168,7 @@ RULES: tuple[Callable[[Tree, Layout], str | None], ...] = (
     _divides("etp", lambda at: at.etp, "moe_ffn_hidden_size"),
     _sequence_parallel,
     _sequence,
+    _context,
     _layers,
     _pattern,
     _experts,

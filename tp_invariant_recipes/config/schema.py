@@ -13,7 +13,7 @@ from hydra.utils import get_class
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.settings import OWN_KEYS, OWN_SECTIONS
 from tp_invariant_recipes.config.values import WrongType, convert
-from tp_invariant_recipes.host import transformer_engine
+from tp_invariant_recipes.host import bridge
 
 # The sections of Bridge's ConfigContainer that a run may set, and the class behind each; `model` is the provider
 # that the model's file names in `_target_`.
@@ -58,7 +58,7 @@ def section_class(section: str, tree: dict[str, Any]) -> type:
 
 @functools.cache
 def _bridge_class(path: str) -> type:
-    transformer_engine.prepare_import()
+    bridge.load()
     return get_class(path)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tp_invariant_recipes.host import transformer_engine
+from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.replacement import Replacement, applied
 
 CPU = torch.device("cpu")
@@ -62,13 +62,13 @@ def _on_cpu(device: Any) -> Any:
 
 
 class _Inert:
-    """Stands for a CUDA stream or event: every method does nothing."""
+    """Stands for a CUDA stream or event: every method does nothing and gives another such."""
 
     def __init__(self, *args, **kwargs):
         pass
 
     def __getattr__(self, name):
-        return lambda *args, **kwargs: None
+        return lambda *args, **kwargs: _Inert()
 
     def __enter__(self):
         return self
@@ -207,8 +207,8 @@ MEGATRON = (
 @contextmanager
 def installed() -> Iterator[None]:
     """Run the block's Megatron code on the CPU. Re-importing Bridge inside is not needed."""
+    bridge.load()
     with ExitStack() as stack:
-        transformer_engine.prepare_import()
         stack.enter_context(applied((*TORCH, *MEGATRON)))
         stack.enter_context(CudaMeansCpu())
         yield

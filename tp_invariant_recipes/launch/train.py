@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from tp_invariant_recipes.config import container
+from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.bits import bits_float
@@ -14,9 +16,8 @@ from tp_invariant_recipes.training import checkpoints
 def check(planned: Plan) -> None:
     """Build the run's ConfigContainer and let Bridge validate it. Imports Bridge, 10 to 20 s. Raises ConfigError."""
     os.environ.update(planned.environment)
-    from tp_invariant_recipes.config import container
-
-    container.validate(container.build(planned.tree), planned.layout.world)
+    with quiet():
+        container.validate(container.build(planned.tree), planned.layout.world)
 
 
 def execute(planned: Plan, watch: Callable[[], None]) -> local.Outcome:

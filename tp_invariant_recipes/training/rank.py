@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tp_invariant_recipes.errors import TpiError
+from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.training.rundir import RunDir
 
 
@@ -70,9 +71,7 @@ def train(run_dir: RunDir, seat: Seat) -> None:
     """Build the configuration that the run directory holds and train it."""
     tree, run = run_dir.read_config(), run_dir.read_run()
     with ExitStack() as stack:
-        from tp_invariant_recipes.host import transformer_engine
-
-        transformer_engine.prepare_import()
+        bridge.load()
         from tp_invariant_recipes.config import container
         from tp_invariant_recipes.host import cpu
         from tp_invariant_recipes.patches import registry

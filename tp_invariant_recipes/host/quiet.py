@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+VERBOSE = "TPI_VERBOSE"  # environment variable: set to 1 by -v, and inherited by ranks
+
+
 @contextmanager
-def quiet(enabled: bool = True) -> Iterator[None]:
-    """Send this process's standard output and error away for a block, C++ libraries' included.
+def quiet() -> Iterator[None]:
+    """Send this process's standard output and error away for a block, C++ libraries' included, unless -v was given.
 
     If the block raises, nothing of an error is lost: the exception passes on.
     """
-    if not enabled:
+    if os.environ.get(VERBOSE) == "1":
         yield
         return
     sys.stdout.flush()
