@@ -1,8 +1,9 @@
-"""Text becomes an indexed dataset whose documents are the text's bytes and eod, however it was cut or interrupted."""
+"""Text becomes an indexed dataset whose documents are the text's bytes and eod, however it was cut."""
 
 import gc
 import gzip
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -88,8 +89,13 @@ def test_any_cut_gives_the_same_documents_and_files(lines_a, lines_b, text, part
     want = ids(*(t.encode() for t in (*lines_a, text, *lines_b) if t))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "in")
-        as_lines = ["".join(json.dumps({"text": t}, ensure_ascii=ascii_only) + "\n" if t is not None else " \r\n" for t in x)
-                    for x in (lines_a, lines_b)]
+        as_lines = [
+            "".join(
+                json.dumps({"text": t}, ensure_ascii=ascii_only) + "\n" if t is not None else " \r\n"
+                for t in x
+            )
+            for x in (lines_a, lines_b)
+        ]
         write(folder, a__jsonl=as_lines[0], b__txt=text, c__jsonl=as_lines[1])
         if not want:
             with pytest.raises(DataError, match="every document is empty"):
@@ -144,15 +150,29 @@ def test_hugging_face_folder(tmp_path, hf_folder):
     assert read_back(prepare(text, tmp_path / "bytes").prefix)[0][-1] == EOD
 
 
+def test_only_the_files_that_make_tokens_tell_tokenizers_apart(tmp_path, hf_folder):
+    same, other = tmp_path / "same", tmp_path / "other"
+    for folder in (same, other):
+        shutil.copytree(hf_folder, folder)
+    (same / "model.safetensors").write_bytes(b"weights")
+    _edit(other / "tokenizer.json", lambda c: c["model"]["vocab"].update(ein=2, haus=1))
+    text = write(tmp_path / "in", a__txt="ein haus")
+    made = prepare(text, tmp_path / "out", tokenizer=str(hf_folder))
+    assert prepare(text, tmp_path / "out", tokenizer=str(same)) == made
+    with pytest.raises(DataError, match="made from another tokenizer"):
+        prepare(text, tmp_path / "out", tokenizer=str(other))
+
+
 @pytest.mark.parametrize(
-    ("mend", "message"),
-    [
+    "mend, message",
+    (
         (lambda folder: [p.unlink() for p in folder.iterdir()], "no tokenizer files"),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot load it"),
         (lambda folder: [_edit(folder / "tokenizer_config.json", lambda c: c.pop("eos_token")),
                          (folder / "special_tokens_map.json").unlink(missing_ok=True)], "no eos token"),
-        (lambda folder: _edit(folder / "tokenizer.json", lambda c: c["model"]["vocab"].update(haus=70000)), "vocabulary"),
-    ],
+        (lambda folder: _edit(folder / "tokenizer.json", lambda c: c["model"]["vocab"].update(haus=70000)),
+         "vocabulary"),
+    ),
 )  # fmt: skip
 def test_bad_hugging_face_folder(tmp_path, hf_folder, mend, message):
     text = write(tmp_path / "in", a__txt="ein haus")
@@ -174,12 +194,18 @@ BAD = {
     "empty": ({"a__txt": "", "b__jsonl": '\n{"text": ""}\n'}, "every document is empty"),
     "not UTF-8": ({"a__txt": b"ab\xffc"}, "a.txt: not UTF-8 at byte 2"),
     "cut-off UTF-8": ({"a__txt": "é".encode()[:1]}, "a.txt: not UTF-8 at byte 0"),
-    "not UTF-8 in a line": ({"a__jsonl": b'{"text": "a"}\n{"text": "\xff"}'}, "line 2: not UTF-8 at byte 24 of the file"),
+    "not UTF-8 in a line": (
+        {"a__jsonl": b'{"text": "a"}\n{"text": "\xff"}'},
+        "line 2: not UTF-8 at byte 24 of the file",
+    ),
     "not JSON": ({"a__jsonl": '{"text": "a"}\n\n{"text'}, "a.jsonl, line 3: not JSON"),
     "too deep": ({"a__jsonl": "[" * 100000}, "line 1: not JSON"),
     "huge number": ({"a__jsonl": '{"text": ' + "1" * 5000 + "}"}, "line 1: not JSON"),
     "no object": ({"a__jsonl": "[1]"}, "line 1: an array instead of an object"),
-    "no key": ({"a__jsonl": '{"body": "a"}'}, "line 1: no key 'text'; this line has 'body'"),
+    "no key": (
+        {"a__jsonl": '{"body": "a"}'},
+        "line 1: no key 'text' (--json-key, data.json_key); this line has 'body'",
+    ),
     "no string": ({"a__jsonl": '{"text": null}'}, "'text' holds null instead of a string"),
     "half a character": ({"a__jsonl": '{"text": "a\\ud800"}'}, "unpaired surrogate"),
     "no gzip": ({"a__txt__gz": "plain"}, "a.txt.gz: Not a gzipped file"),
@@ -209,7 +235,8 @@ def test_too_long_documents(tmp_path, monkeypatch):
     with pytest.raises(DataError) as caught:
         prepare(folder, tmp_path / "out", part_bytes=8)
     assert "a.txt: a document of more than 30" in str(caught.value)
-    assert "b.jsonl: a document of more than 30" in str(caught.value) and "c.txt" not in str(caught.value)
+    assert "b.jsonl: a document of more than 30" in str(caught.value)
+    assert "c.txt" not in str(caught.value)
 
 
 def test_all_problems_at_once_and_good_parts_are_kept(tmp_path, monkeypatch):
@@ -217,7 +244,11 @@ def test_all_problems_at_once_and_good_parts_are_kept(tmp_path, monkeypatch):
     with pytest.raises(DataError) as caught:
         prepare(folder, tmp_path / "out", part_bytes=1)
     listed = str(caught.value).splitlines()[1:]
-    assert [line.split(":")[0].rpartition("/")[2] for line in listed] == ["b.txt", "c.jsonl, line 1", "c.jsonl, line 2"]
+    assert [line.split(":")[0].rpartition("/")[2] for line in listed] == [
+        "b.txt",
+        "c.jsonl, line 1",
+        "c.jsonl, line 2",
+    ]
     write(folder, b__txt="mended", c__jsonl='{"text": "c"}')
     written = count_parts(monkeypatch)
     made = prepare(folder, tmp_path / "out", part_bytes=1)
@@ -238,13 +269,16 @@ def test_unreadable_paths_are_listed_together(tmp_path):
         (folder / name).symlink_to(tmp_path / "gone")
     with pytest.raises(DataError) as caught:
         prepare(folder, tmp_path / "out")
-    assert "b.txt: No such file" in str(caught.value) and "c.md: No such file" in str(caught.value)
+    assert "b.txt: No such file" in str(caught.value)
+    assert "c.md: No such file" in str(caught.value)
 
 
 def test_input_that_changes_meanwhile(tmp_path):
     folder = write(tmp_path / "in", a__txt="one", b__txt="two")
-    with pytest.raises(DataError, match="b.txt changed while"):
-        prepare(folder, tmp_path / "out", part_bytes=1, progress=lambda done, total: write(folder, b__txt="2!!"))
+    with pytest.raises(DataError, match=r"b.txt changed while"):
+        prepare(
+            folder, tmp_path / "out", part_bytes=1, progress=lambda done, total: write(folder, b__txt="2!!")
+        )
     assert not (tmp_path / "out.idx").exists()
 
 
@@ -253,11 +287,12 @@ def test_finished_data_is_returned_and_other_data_never_overwritten(tmp_path, mo
     made = prepare(folder, tmp_path / "out")
     before = files_of(made.prefix)
     written = count_parts(monkeypatch)
-    assert prepare(folder, tmp_path / "out") == made and not written
+    assert prepare(folder, tmp_path / "out") == made
+    assert not written
     with pytest.raises(DataError, match="made from another --json-key"):
         prepare(folder, tmp_path / "out", json_key="b")
     write(folder, a__jsonl='{"text": "other"}')
-    with pytest.raises(DataError, match="made from other text.*--output"):
+    with pytest.raises(DataError, match=r"made from other text.*--output"):
         prepare(folder, tmp_path / "out")
     assert files_of(made.prefix) == before
 
@@ -293,23 +328,25 @@ def test_load_finds_damage(tmp_path):
             load(prefix)
     assert is_prepared(prefix)
     (tmp_path / "out.json").unlink()
-    with pytest.raises(DataError, match="out.json missing"):
+    with pytest.raises(DataError, match=r"out.json missing"):
         load(prefix)
     assert not is_prepared(prefix)
 
 
-@pytest.mark.parametrize("name", ["out", "out.idx", "out.bin"])
+@pytest.mark.parametrize("name", ("out", "out.idx", "out.bin"))
 def test_ensure_prepared_takes_a_prefix(tmp_path, name):
     made = prepare(write(tmp_path / "in", a__txt="abc"), tmp_path / "out")
     assert ensure_prepared(tmp_path / name, tmp_path / "cache") == made
-    assert is_prepared(tmp_path / name) and not (tmp_path / "cache").exists()
+    assert is_prepared(tmp_path / name)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_ensure_prepared_caches_text_by_content_and_tokenizer(tmp_path, hf_folder):
     folder = write(tmp_path / "in", a__txt="ein haus")
     cache = tmp_path / "cache"
     first = ensure_prepared(folder, cache)
-    assert first.prefix.parent == cache and first.prefix.name.startswith("in-")
+    assert first.prefix.parent == cache
+    assert first.prefix.name.startswith("in-")
     assert ensure_prepared(folder, cache) == first
     words = ensure_prepared(folder, cache, tokenizer=str(hf_folder))
     write(folder, a__txt="other")
@@ -322,7 +359,7 @@ def test_ensure_prepared_with_dataset_beside_its_folder(tmp_path):
     made = prepare(folder, folder)
     assert ensure_prepared(folder, tmp_path / "cache") == made
     write(folder, a__txt="newer text")
-    with pytest.raises(DataError, match="made from other text.*in.idx to use it"):
+    with pytest.raises(DataError, match=r"made from other text.*in.idx to use it"):
         ensure_prepared(folder, tmp_path / "cache")
     assert ensure_prepared(tmp_path / "in.idx", tmp_path / "cache") == made
 
@@ -349,8 +386,8 @@ def test_command_prints_and_lets_errors_through(tmp_path, monkeypatch):
     shown = run(data_app, ["prepare", "corpus.jsonl", "--json-key", "body", "--json"])
     assert shown.exit_code == 0, shown.output
     assert json.loads(shown.stdout) == {
-        "prefix": "data/corpus", "tokenizer": "byte", "vocab_size": 257, "eod": 256, "documents": 1, "tokens": 4,
-        "digest": load(Path("data/corpus")).digest,
+        "prefix": "data/corpus", "tokenizer": "byte", "vocab_size": 257, "eod": 256,
+        "documents": 1, "tokens": 4, "digest": load(Path("data/corpus")).digest,
     }  # fmt: skip
     again = run(data_app, ["prepare", "corpus.jsonl", "--json-key", "body"])
     assert "data/corpus: 1 documents, 4 tokens" in again.stdout

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from typing import BinaryIO
+from io import BufferedIOBase
 
 from tp_invariant_recipes.data.source import READ_ERRORS, Part, Segment, SourceFile, reason
 from tp_invariant_recipes.errors import DataError
@@ -14,7 +14,7 @@ class SegmentReader:
 
     def __init__(self) -> None:
         self._file: SourceFile | None = None
-        self._stream: BinaryIO | None = None
+        self._stream: BufferedIOBase | None = None
 
     def read(self, segment: Segment) -> bytes:
         """The segment's bytes. Raises DataError when the file is not what was scanned any more."""
@@ -27,7 +27,9 @@ class SegmentReader:
         except READ_ERRORS as error:
             raise DataError(f"cannot read {segment.file.path}: {reason(error)}") from error
         if hashlib.sha256(data).hexdigest() != segment.sha256:
-            raise DataError(f"{segment.file.path} changed while it was being prepared; run again when it is complete")
+            raise DataError(
+                f"{segment.file.path} changed while it was being prepared; run again when it is complete"
+            )
         return data
 
     def close(self) -> None:
@@ -76,7 +78,7 @@ def _jsonl(segment: Segment, data: bytes, json_key: str, problems: list[str]) ->
 
 
 def _text_of(line: bytes, json_key: str) -> bytes:
-    """The text of one JSONL line, empty for a blank line. Raises UnicodeDecodeError, or DataError without the place."""
+    """The text of a JSONL line, empty for a blank one. Raises UnicodeDecodeError or, placeless, DataError."""
     string = line.decode()
     if not string.strip():
         return b""
@@ -87,14 +89,17 @@ def _text_of(line: bytes, json_key: str) -> bytes:
     if not isinstance(record, dict):
         raise DataError(f"{_json_type(record)} instead of an object")
     if json_key not in record:
-        raise DataError(f"no key {json_key!r}; this line has {', '.join(map(repr, record)) or 'none'} (--json-key)")
+        keys = ", ".join(map(repr, record)) or "none"
+        raise DataError(f"no key {json_key!r} (--json-key, data.json_key); this line has {keys}")
     if not isinstance(record[json_key], str):
         raise DataError(f"{json_key!r} holds {_json_type(record[json_key])} instead of a string")
     try:
         return record[json_key].encode()
     except UnicodeEncodeError as error:
         # "\ud800" is valid JSON for half a character.
-        raise DataError(f"{json_key!r} holds half a character (an unpaired surrogate) at {error.start}") from error
+        raise DataError(
+            f"{json_key!r} holds half a character (an unpaired surrogate) at {error.start}"
+        ) from error
 
 
 def _json_type(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: after SIGKILL, after a power cut, on a full disk, with two writers."""
+"""Files that are either whole or absent: after SIGKILL or a power cut, on a full disk, with two writers."""
 
 import errno
 import fcntl
@@ -7,11 +7,15 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tp_invariant_recipes.errors import DataError
+from tp_invariant_recipes.host.quiet import quiet
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -32,36 +36,33 @@ def sha256_of_file(path: Path) -> str:
 
 @contextmanager
 def indexed(prefix: Path, vocab_size: int) -> Iterator["IndexedDatasetBuilder"]:
-    """A builder of PREFIX.bin; on leaving, PREFIX.idx is written too and both are on the disk. On error neither stays.
+    """A builder of PREFIX.bin; on leaving, PREFIX.idx is written too and both are on the disk.
 
-    The index's type is the smallest that Megatron uses for `vocab_size` ids.
+    On error neither stays. The index's type is the smallest that Megatron uses for `vocab_size` ids.
     """
-    with warnings.catch_warnings(action="ignore"):  # about Apex and Transformer Engine, which nobody needs here
-        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
+    megatron = _indexed_dataset()
     data, index = beside(prefix, ".bin"), beside(prefix, ".idx")
-    builder = IndexedDatasetBuilder(str(data), dtype=DType.optimal_dtype(vocab_size))
+    builder = megatron.IndexedDatasetBuilder(str(data), dtype=megatron.DType.optimal_dtype(vocab_size))
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Could not determine rank")  # its reader asks in order to log
+            # Megatron's reader asks for the rank before it logs, and warns that there is none.
+            warnings.filterwarnings("ignore", message="Could not determine rank")
             yield builder
         builder.finalize(str(index))
         _sync(data)
         _sync(index)
     except BaseException:
-        try:
+        with suppress(OSError):  # what is still buffered does not fit either, and the file goes anyway
             builder.data_file.close()
-        except OSError:
-            pass  # what is still buffered does not fit either, and the file goes anyway
         data.unlink(missing_ok=True)
         index.unlink(missing_ok=True)
         raise
 
 
 def publish_index(built: Path, prefix: Path, metadata: str | None = None) -> None:
-    """Rename a finished pair into place: .bin, then (if given) PREFIX.json, and .idx last, which makes it valid.
+    """Rename a finished pair into place: .bin, then .json if given, and last .idx, which makes it valid.
 
-    Each step is on the disk before the next, so that a power cut leaves a beginning of this sequence, nothing else.
+    Each step is on the disk before the next: a power cut leaves a beginning of this sequence, nothing else.
     """
     if metadata is not None:
         text = beside(built, ".json")
@@ -79,11 +80,14 @@ def publish_index(built: Path, prefix: Path, metadata: str | None = None) -> Non
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, waiting for it. The file goes afterwards; a lock of a killed process holds nobody up."""
+    """Wait for an exclusive lock and hold it; its file goes afterwards.
+
+    What a killed process leaves is a file without a lock, which holds nobody up.
+    """
     while True:
         with path.open("a") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
-            # Who held it before has removed the file: a lock on a removed file keeps nobody out, so start over.
+            # Its last holder may have removed the file. A lock on that keeps nobody out: start over.
             if not path.exists() or path.stat().st_ino != os.fstat(stream.fileno()).st_ino:
                 continue
             try:
@@ -95,7 +99,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def write_errors(prefix: Path, kept: Path) -> Iterator[None]:
-    """Turn OSError into DataError: a full disk says where and how much is free; `kept` holds the finished parts."""
+    """Turn OSError into DataError; of a full disk, say how much is free. `kept`: where finished parts are."""
     try:
         yield
     except OSError as error:
@@ -104,10 +108,17 @@ def write_errors(prefix: Path, kept: Path) -> Iterator[None]:
         folder = next(folder for folder in prefix.absolute().parents if folder.exists())
         free = shutil.disk_usage(folder).free
         raise DataError(
-            f"the disk is full: could not write {prefix}.bin and .idx; {free / 2**20:.1f} MiB are free in {folder} "
-            f"without the unfinished files. Finished parts are kept in {kept}: make room and run again to continue, "
-            "or remove that folder and choose another --output"
+            f"the disk is full: could not write {prefix}.bin and .idx; {free / 2**20:.1f} MiB are free in "
+            f"{folder}, now that the unfinished files are removed. Finished parts are kept in {kept}: "
+            "make room and run again to continue, or remove that folder and choose another --output"
         ) from error
+
+
+@cache
+def _indexed_dataset() -> ModuleType:
+    """Megatron's module, imported on first use: it takes seconds, and what comes along is talkative."""
+    with quiet():
+        return import_module("megatron.core.datasets.indexed_dataset")
 
 
 def _sync(path: Path) -> None:

@@ -41,8 +41,8 @@ class Input:
 def write_parts(text: Input, folder: Path, tokenizer: Tokenizer, progress: Progress | None) -> None:
     """Write the parts that are not in `folder` yet and remove those of other input.
 
-    After the first bad document the rest is only checked, so that all problems are seen soon. Raises DataError with
-    the list; parts without problems stay, so that mending a few lines does not cost the work on the others.
+    After the first bad document the rest is only checked, so that all problems are seen soon.
+    Raises DataError with the list. Parts written before stay: mending a line does not cost the work on them.
     """
     parts = text.parts(folder)
     wanted = {beside(path, suffix) for path, _ in parts for suffix in (".bin", ".idx")}
@@ -96,7 +96,9 @@ def merge(text: Input, folder: Path, prefix: Path, tokenizer: Tokenizer) -> None
     lengths = list(map(int, builder.sequence_lengths))
     if not lengths:
         shutil.rmtree(folder)
-        raise DataError(f"no text in {text.corpus.name}: {len(text.corpus.files)} file(s), every document is empty")
+        raise DataError(
+            f"no text in {text.corpus.name}: {len(text.corpus.files)} file(s), every document is empty"
+        )
     described = describe(text.corpus, text.json_key)
     metadata = metadata_text(building, text.identity, tokenizer, len(lengths), sum(lengths), described)
     publish_index(building, prefix, metadata)

@@ -1,10 +1,10 @@
 """Text in, indexed dataset out: scan, write the parts that are missing, merge them, publish.
 
-    PREFIX.partial/KEY.bin .idx   finished parts; KEY is the digest of the text in it and of how it is read,
-                                  so a part is never mistaken for another, and unchanged text is not tokenized again
-    PREFIX.partial/building.*     what is being written; removed by the next run when this one is killed
-    PREFIX.lock                   held while writing
-    PREFIX.bin .json .idx         the result, published in this order
+PREFIX.partial/KEY.bin .idx   finished parts; KEY is the digest of the text in it and of how it is read,
+                              so none is mistaken for another, and unchanged text is not tokenized again
+PREFIX.partial/building.*     what is being written; removed by the next run when this one is killed
+PREFIX.lock                   held while writing
+PREFIX.bin .json .idx         the result, published in this order
 """
 
 import shutil
@@ -26,8 +26,8 @@ from tp_invariant_recipes.data.source import scan, source_name
 from tp_invariant_recipes.data.tokenizer import BYTE, identify, open_tokenizer
 from tp_invariant_recipes.errors import DataError
 
-# Text in one part: some seconds of work for a Hugging Face tokenizer, which is what a kill costs, while merging costs
-# Megatron's builder one garbage collection a part.
+# Text in one part: some seconds of work for a Hugging Face tokenizer, which is what a kill costs, while
+# merging costs Megatron's builder one garbage collection a part.
 PART_BYTES = 32 * 2**20
 
 
@@ -40,11 +40,11 @@ def prepare(
     progress: Progress | None = None,
     part_bytes: int = PART_BYTES,
 ) -> PreparedData:
-    """Turn a file or folder of text into PREFIX.bin, .idx and .json; return at once when that is done already.
+    """Turn a file or folder of text into PREFIX.bin, .idx and .json; return at once when that is done.
 
-    A run that was killed is continued. The result has the same bytes as without the kill, also for other `part_bytes`.
+    A run that was killed is continued; the result has the same bytes, whatever the kill or `part_bytes`.
     tokenizer: "byte" or a local Hugging Face folder; json_key: where a JSONL line has its text;
-    progress: called with (bytes done, bytes of text in all) once the source has been read, and after each part.
+    progress: called with (bytes done, bytes of text in all), when the source is read and after each part.
     Raises DataError when the source cannot be used, the disk is full, or PREFIX holds something else.
     """
     return _prepare(_read(source, tokenizer, json_key, part_bytes), as_prefix(prefix), progress)
@@ -58,11 +58,12 @@ def ensure_prepared(
     json_key: str = "text",
     progress: Progress | None = None,
 ) -> PreparedData:
-    """The dataset at prefix `path` (or its .bin or .idx), or else the text at `path`, prepared in folder `cache`.
+    """The dataset at prefix `path` (or its .bin or .idx), or else the text at `path`, prepared in `cache`.
 
-    A prepared dataset keeps the tokenizer it was made with. Text goes to cache/NAME-FINGERPRINT, so that other text or
-    another tokenizer never meets an old result. Processes that want the same thing at once wait for the first.
-    Raises DataError as `prepare` does; also when `path` names both a dataset and text that it was not made from.
+    A prepared dataset keeps the tokenizer it was made with. Text goes to cache/NAME-FINGERPRINT, so that
+    other text or another tokenizer never meets an old result; of processes that want the same one at once,
+    one makes it and the others wait. Raises DataError as `prepare` does, and when `path` names both a dataset
+    and text that it was not made from.
     """
     if not path.exists() and not any(beside(as_prefix(path), suffix).exists() for suffix in SUFFIXES):
         raise DataError(f"{path}: no such file or folder of text, and no prepared dataset of this name")
@@ -114,7 +115,9 @@ def _finished(text: Input, prefix: Path, folder: Path) -> PreparedData | None:
     if not there or (folder.is_dir() and not beside(prefix, ".idx").exists()):
         return None
     if not is_prepared(prefix):
-        raise DataError(f"{', '.join(there)}: in the way, and not a whole dataset; move it or choose another --output")
+        raise DataError(
+            f"{', '.join(there)}: in the way, and not a whole dataset; move it or choose another --output"
+        )
     metadata = read_metadata(prefix)
     source = metadata["source"]
     differences = {
@@ -125,6 +128,7 @@ def _finished(text: Input, prefix: Path, folder: Path) -> PreparedData | None:
     if any(differences.values()):
         made_from = " and ".join(what for what, differs in differences.items() if differs)
         raise DataError(
-            f"{prefix} is there already, made from {made_from}; choose another --output, or name {prefix}.idx to use it"
+            f"{prefix} is there already, made from {made_from}; "
+            f"choose another --output, or name {prefix}.idx to use it"
         )
     return load(prefix)

@@ -1,4 +1,4 @@
-"""A finished dataset: PREFIX.bin and PREFIX.idx as Megatron reads them, and PREFIX.json that says what they are."""
+"""A finished dataset: PREFIX.bin and .idx as Megatron reads them, and PREFIX.json that says what they are."""
 
 import hashlib
 import json
@@ -52,7 +52,7 @@ class PreparedData:
 
 
 def as_prefix(path: Path) -> Path:
-    """PREFIX of PREFIX.bin and PREFIX.idx, which people name as often. Raises DataError for a path without a name."""
+    """PREFIX of PREFIX.bin or .idx, which people name as often. Raises DataError for a nameless path."""
     if path.name in ("", ".."):
         raise DataError(f"{path}: an output needs a name, as in --output data/corpus")
     return path.with_name(path.stem) if path.suffix in INDEX_SUFFIXES else path
@@ -60,11 +60,13 @@ def as_prefix(path: Path) -> Path:
 
 def is_prepared(path: Path) -> bool:
     """Whether all three files are there. Their content is looked at by `load`."""
-    return path.name not in ("", "..") and all(beside(as_prefix(path), suffix).is_file() for suffix in SUFFIXES)
+    return path.name not in ("", "..") and all(
+        beside(as_prefix(path), suffix).is_file() for suffix in SUFFIXES
+    )
 
 
 def load(prefix: Path, *, verify: bool = False) -> PreparedData:
-    """Read what PREFIX.json says and check that .bin and .idx have the sizes it names; with `verify` their digests too.
+    """Read PREFIX.json and check that .bin and .idx have the sizes in it; with `verify` also the digests.
 
     Raises DataError, listing what is wrong, when a file is missing, damaged or from another version.
     """
@@ -85,10 +87,12 @@ def load(prefix: Path, *, verify: bool = False) -> PreparedData:
 
 
 def read_metadata(prefix: Path) -> dict[str, Any]:
-    """PREFIX.json of a dataset whose three files are there. Raises DataError when they are not, or it is not ours."""
+    """PREFIX.json of a dataset with all its files. Raises DataError if one is missing, or it is not ours."""
     missing = [str(beside(prefix, suffix)) for suffix in SUFFIXES if not beside(prefix, suffix).is_file()]
     if missing:
-        raise DataError(f"no prepared data at {prefix}: {', '.join(missing)} missing; make it with tpi data prepare")
+        raise DataError(
+            f"no prepared data at {prefix}: {', '.join(missing)} missing; make it with tpi data prepare"
+        )
     path = beside(prefix, ".json")
     try:
         metadata = json.loads(path.read_bytes())
@@ -104,7 +108,7 @@ def read_metadata(prefix: Path) -> dict[str, Any]:
 
 
 def describe(corpus: Corpus, json_key: str) -> dict[str, Any]:
-    """What a dataset is made from. Two descriptions with the same "sha256" and "json_key" are the same input."""
+    """What a dataset is made from: where "sha256" and "json_key" agree, so do the documents."""
     listed = [{"name": name, "bytes": size, "sha256": sha256} for name, size, sha256 in corpus.files]
     return {"name": corpus.name, "json_key": json_key, "sha256": corpus.sha256, "files": listed}
 
@@ -112,7 +116,7 @@ def describe(corpus: Corpus, json_key: str) -> dict[str, Any]:
 def metadata_text(
     built: Path, identity: Identity, tokenizer: Tokenizer, documents: int, tokens: int, source: dict[str, Any]
 ) -> str:
-    """The text of PREFIX.json for the pair at `built`: the same bytes for the same input, whenever and wherever."""
+    """The text of PREFIX.json for the pair at `built`: the same for the same input, whenever and wherever."""
     files = {
         f"{name}_{what}": value
         for name in ("bin", "idx")

@@ -1,4 +1,4 @@
-"""What to read: files, their digests, how they are cut in parts, and the documents of a part."""
+"""What to read: which files count, their digests, and how they are cut in parts."""
 
 import gzip
 import hashlib
@@ -8,23 +8,23 @@ import stat
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO
 
 from tp_invariant_recipes.errors import DataError
 
-# Suffix -> how a file is read: "text" is one document a file, "jsonl" one document a line. The same with .gz behind it.
+# Suffix -> how a file is read: "text" is a document a file, "jsonl" a document a line. Also with .gz.
 KINDS = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst", ".tex", ".org"), "text"),
     **dict.fromkeys((".html", ".htm", ".xml", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".sql"), "text"),
-    **dict.fromkeys((".py", ".pyi", ".sh", ".js", ".ts", ".java", ".go", ".rs", ".rb", ".jl", ".lua"), "text"),
+    **dict.fromkeys((".py", ".pyi", ".sh", ".js", ".ts", ".java", ".go", ".rs", ".rb", ".lua"), "text"),
     **dict.fromkeys((".c", ".h", ".cc", ".hh", ".cpp", ".hpp", ".cxx", ".cu", ".cuh", ".f90", ".s"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
 }
 COMPRESSED = ".gz"
 
-# The index stores lengths as int32, and a document has at most one token a byte, and eod.
-MAX_DOCUMENT_BYTES = 2**31 - 2
+# The index stores lengths as int32. Half of that: of a long line, only what exceeds a part is measured.
+MAX_DOCUMENT_BYTES = 2**30
 
 # What reading a file can raise: the system's errors, and those of a damaged .gz (BadGzipFile is an OSError).
 READ_ERRORS = (OSError, EOFError, zlib.error)
@@ -39,7 +39,7 @@ class SourceFile:
     kind: str
     compressed: bool
 
-    def open(self) -> BinaryIO:
+    def open(self) -> BufferedIOBase:
         """The content as bytes, decompressed."""
         return gzip.open(self.path) if self.compressed else self.path.open("rb")
 
@@ -48,7 +48,8 @@ class SourceFile:
 class Segment:
     """A run of whole documents in one file: all of a text file, or some lines of a JSONL file.
 
-    offset, size: bytes of decompressed content; line: number of the first line, from 1; sha256: hex, of these bytes.
+    offset, size: bytes of decompressed content; line: number of the first line, from 1;
+    sha256: hex, of these bytes.
     """
 
     file: SourceFile
@@ -76,7 +77,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A scanned source. files: (relative name, bytes, sha256 hex) of the decompressed content, in reading order."""
+    """A scanned source.
+
+    files: (relative name, bytes, sha256 hex) of the decompressed content, in reading order.
+    """
 
     name: str
     files: tuple[tuple[str, int, str], ...]
@@ -149,8 +153,12 @@ def _find(source: Path, problems: list[str]) -> list[SourceFile]:
         if file is None:
             problems.append(f"{source}: do not know how to read it; known suffixes are {_suffixes()}")
         return [file] if file else []
+
+    def unreadable(error: OSError) -> None:
+        problems.append(f"{error.filename}: {reason(error)}")
+
     files = []
-    for folder, folders, names in os.walk(source, onerror=lambda e: problems.append(f"{e.filename}: {reason(e)}")):
+    for folder, folders, names in os.walk(source, onerror=unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             path = Path(folder, name)
@@ -169,7 +177,7 @@ def _source_file(path: Path, name: str) -> SourceFile | None:
 
 
 def _segments(file: SourceFile, part_bytes: int, whole: "hashlib._Hash") -> Iterator[Segment]:
-    """Cut a file where documents end, so that a segment of a JSONL file has `part_bytes` or up to one line more.
+    """Cut a file where documents end: a segment of a JSONL file has `part_bytes`, and the rest of that line.
 
     Feeds the content to `whole`. Raises READ_ERRORS, or DataError for a document that is too long.
     """
@@ -177,7 +185,7 @@ def _segments(file: SourceFile, part_bytes: int, whole: "hashlib._Hash") -> Iter
     with file.open() as stream:
         while data := stream.read(MAX_DOCUMENT_BYTES + 1 if file.kind == "text" else part_bytes):
             rest = b"" if file.kind == "text" else stream.readline(MAX_DOCUMENT_BYTES + 1)
-            if max(len(rest), len(data) if file.kind == "text" else 0) > MAX_DOCUMENT_BYTES:
+            if len(data if file.kind == "text" else rest) > MAX_DOCUMENT_BYTES:
                 raise DataError(f"a document of more than {MAX_DOCUMENT_BYTES} bytes; cut it in several")
             data += rest
             whole.update(data)

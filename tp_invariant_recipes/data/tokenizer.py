@@ -16,8 +16,8 @@ BYTE_EOD = 256
 
 # The files of a Hugging Face folder that decide how text becomes ids; model weights beside them do not count.
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("config.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
 )
 
 # Documents handed to a Hugging Face tokenizer at once; it works on them in parallel.
@@ -28,7 +28,8 @@ BATCH = 256
 class Identity:
     """What tells tokenizers apart, known without loading one.
 
-    name: "byte", or "hf:" and the folder's name; sha256: hex, over the tokenizer's files; folder: None for byte.
+    name: "byte", or "hf:" and the folder's name; sha256: hex, over the tokenizer's files;
+    folder: None for byte.
     """
 
     name: str
@@ -52,18 +53,21 @@ def identify(tokenizer: str) -> Identity:
     folder = Path(tokenizer)
     if not folder.is_dir():
         raise DataError(
-            f"--tokenizer {tokenizer}: no such folder. Give {BYTE!r} or a local folder with a Hugging Face tokenizer; "
-            "nothing is downloaded (save one with AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER))"
+            f"tokenizer {tokenizer}: no such folder. Give {BYTE!r} or a local folder with a Hugging Face "
+            "tokenizer; nothing is downloaded "
+            "(save one with AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER))"
         )
     files = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
     if not any(path.name != "config.json" for path in files):
-        raise DataError(f"--tokenizer {tokenizer}: no tokenizer files in this folder (tokenizer.json or the like)")
+        raise DataError(
+            f"tokenizer {tokenizer}: no tokenizer files in this folder (tokenizer.json or the like)"
+        )
     digest = hashlib.sha256()
     for path in files:
         try:
             digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
         except OSError as error:
-            raise DataError(f"--tokenizer {tokenizer}: cannot read {path}: {error.strerror}") from error
+            raise DataError(f"tokenizer {tokenizer}: cannot read {path}: {error.strerror}") from error
     return Identity(f"hf:{folder.resolve().name}", digest.hexdigest(), folder)
 
 
@@ -76,9 +80,11 @@ def open_tokenizer(identity: Identity) -> Tokenizer:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(identity.folder), local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for damaged files
-        raise DataError(f"--tokenizer {identity.folder}: cannot load it: {error}") from error
+        raise DataError(f"tokenizer {identity.folder}: cannot load it: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise DataError(f"--tokenizer {identity.folder}: it has no eos token to end documents with; set eos_token")
+        raise DataError(
+            f"tokenizer {identity.folder}: it has no eos token to end documents with; set eos_token"
+        )
     vocab_size, eod = len(tokenizer), tokenizer.eos_token_id
     return Tokenizer(vocab_size, eod, lambda documents: _encode_hf(tokenizer, vocab_size, eod, documents))
 
@@ -92,12 +98,14 @@ def _encode_bytes(documents: Iterable[bytes]) -> Iterator[np.ndarray]:
 
 
 def _encode_hf(tokenizer: Any, vocab_size: int, eod: int, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-    """Raises DataError for an id outside the vocabulary: cast to the index's type it would become another token."""
+    """Raises DataError for an id outside the vocabulary: in the index's type it would be another token."""
     for batch in batched(documents, BATCH):
         texts = [document.decode() for document in batch]
         # verbose=False: documents longer than the model's context are expected here.
         for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
             array = np.array([*ids, eod], dtype=np.int64)
             if array.max() >= vocab_size:
-                raise DataError(f"the tokenizer made token {array.max()}, but its vocabulary has {vocab_size}")
+                raise DataError(
+                    f"the tokenizer made token {array.max()}, but its vocabulary has {vocab_size}"
+                )
             yield array

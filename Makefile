@@ -1,0 +1,41 @@
+# `make` lists what there is. Every target first makes sure of .venv, which takes no time when nothing changed.
+
+VENV ?= .venv
+export VENV
+BIN := $(VENV)/bin
+JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bootstrap lint types unit gpu lock clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+
+demo: bootstrap ## Train a toy model on this machine with two layouts and compare them bit by bit
+	@PATH="$(abspath $(BIN)):$$PATH" scripts/demo
+
+test: lint types unit ## Everything that CI runs: lint, types, unit
+
+bootstrap: ## Make .venv from the locks
+	@scripts/bootstrap
+
+lint: bootstrap ## ruff, rules and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: bootstrap ## mypy
+	$(BIN)/mypy
+
+unit: bootstrap ## pytest on JOBS processes, two unless told otherwise
+	$(BIN)/pytest -n $(JOBS)
+
+gpu: ## Build the GPU kernels into .venv, then run the GPU tests
+	@scripts/bootstrap --gpu
+	$(BIN)/pytest tests/gpu
+
+lock: bootstrap ## Look up the hashes of the versions in scripts/lock
+	$(BIN)/python scripts/relock
+
+clean: ## Remove .venv and all that tools leave behind
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
