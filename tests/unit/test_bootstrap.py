@@ -148,9 +148,7 @@ def installed(machine):
 def test_first_call_installs_with_hashes_and_compiles(installed):
     calls = installed.calls()
     assert any("-m venv" in call for call in calls)
-    assert any(
-        "-m pip install" in call and "--require-hashes" in call and "tools.txt" in call for call in calls
-    )
+    assert any("-m pip install" in call and "--require-hashes" in call and "tools.txt" in call for call in calls)
     (install,) = sync(calls)
     assert {"--require-hashes", "--compile-bytecode", "--no-build-isolation"} <= set(install.split())
     assert re.findall(r"lock/(\w+)\.txt", install) == ["tools", "base", "dev", "torch", "megatron"]
@@ -309,9 +307,7 @@ def test_a_venv_sees_the_packages_of_the_container(container):
     env = os.environ | {"PYTHONPATH": str(container.site)}
     line = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
     code = f"{line}\nimport torch; print(torch.__file__)"
-    seen = subprocess.run(
-        [sys._base_executable, "-S", "-c", code], capture_output=True, text=True, check=True
-    )
+    seen = subprocess.run([sys._base_executable, "-S", "-c", code], capture_output=True, text=True, check=True)
     assert seen.stdout.strip() == str(container.site / "torch/__init__.py")
 
 

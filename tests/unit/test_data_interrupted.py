@@ -101,9 +101,7 @@ def test_killed_at_every_step(tmp_path, folder):
             assert files_of(prefix) == want
         prepare(folder, prefix, part_bytes=40)
         assert files_of(prefix) == want
-        assert sorted(p.name for p in tmp_path.glob(f"out{step}.*")) == [
-            f"out{step}{s}" for s in sorted(SUFFIXES)
-        ]
+        assert sorted(p.name for p in tmp_path.glob(f"out{step}.*")) == [f"out{step}{s}" for s in sorted(SUFFIXES)]
         if exit_code == 0:
             break
         assert exit_code == -signal.SIGKILL
@@ -163,14 +161,10 @@ def test_full_disk(tmp_path, folder, document_bytes):
         path.write_text(path.name[0] * document_bytes)
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True
-    ).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], capture_output=True).returncode:
         pytest.skip("needs the right to mount a tmpfs")
     try:
-        with pytest.raises(
-            DataError, match=r"the disk is full: .*out.bin.*\d MiB are free in .*disk.*out.partial"
-        ):
+        with pytest.raises(DataError, match=r"the disk is full: .*out.bin.*\d MiB are free in .*disk.*out.partial"):
             prepare(folder, disk / "out", part_bytes=1)
         assert not list(disk.glob("out.[bij]*"))
         assert not list(disk.glob("**/building*"))
@@ -226,9 +220,7 @@ def ensure_and_tell(folder, cache, log, start):
 
 def test_two_at_once(tmp_path, folder, monkeypatch):
     log, start = tmp_path / "log", FORK.Barrier(2)
-    children = [
-        FORK.Process(target=ensure_and_tell, args=(folder, tmp_path / "cache", log, start)) for _ in range(2)
-    ]
+    children = [FORK.Process(target=ensure_and_tell, args=(folder, tmp_path / "cache", log, start)) for _ in range(2)]
     for child in children:
         child.start()
     for child in children:

@@ -90,10 +90,7 @@ def test_any_cut_gives_the_same_documents_and_files(lines_a, lines_b, text, part
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "in")
         as_lines = [
-            "".join(
-                json.dumps({"text": t}, ensure_ascii=ascii_only) + "\n" if t is not None else " \r\n"
-                for t in x
-            )
+            "".join(json.dumps({"text": t}, ensure_ascii=ascii_only) + "\n" if t is not None else " \r\n" for t in x)
             for x in (lines_a, lines_b)
         ]
         write(folder, a__jsonl=as_lines[0], b__txt=text, c__jsonl=as_lines[1])
@@ -276,9 +273,7 @@ def test_unreadable_paths_are_listed_together(tmp_path):
 def test_input_that_changes_meanwhile(tmp_path):
     folder = write(tmp_path / "in", a__txt="one", b__txt="two")
     with pytest.raises(DataError, match=r"b.txt changed while"):
-        prepare(
-            folder, tmp_path / "out", part_bytes=1, progress=lambda done, total: write(folder, b__txt="2!!")
-        )
+        prepare(folder, tmp_path / "out", part_bytes=1, progress=lambda done, total: write(folder, b__txt="2!!"))
     assert not (tmp_path / "out.idx").exists()
 
 

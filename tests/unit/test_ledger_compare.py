@@ -55,7 +55,8 @@ def test_one_flipped_bit_is_found_and_named(name, data):
     assert (result.first.a, result.first.b) == (value, other)
     line = verdict_line(result)
     assert line.startswith(f"different at step 3: {FLOATS[name]} {value} ")
-    assert f" vs {other} " in line and line.endswith("; 1 of 5 steps differ")
+    assert f" vs {other} " in line
+    assert line.endswith("; 1 of 5 steps differ")
 
 
 @pytest.mark.parametrize("name, other", (("samples", 13), ("tokens", 255), ("skipped", True)))
@@ -95,7 +96,8 @@ def test_bits_decide(a, b, ulp, same):
 def test_a_skipped_step():
     gone = dict(loss=None, grad_norm=None, skipped=True)
     both = compare(ledger(**gone), ledger(**gone))
-    assert both.verdict is Verdict.IDENTICAL and "; 1 of them skipped by both" in verdict_line(both)
+    assert both.verdict is Verdict.IDENTICAL
+    assert "; 1 of them skipped by both" in verdict_line(both)
     one = compare(ledger(), ledger(**gone))
     assert "loss (forward) f32:40c80000 6.25 vs none; 1 of 5 steps differ" in verdict_line(one)
     assert (both.steps_skipped, one.steps_skipped) == (1, 0)
@@ -137,7 +139,8 @@ def test_another_identity_is_refused_and_named(identity, words):
     other = replace(HEADER, identity=HEADER.identity | identity)
     result = compare(ledger(), ledger(header=other))
     assert (result.verdict, result.exit_status, result.steps_compared) == (Verdict.NOT_COMPARABLE, 2, 0)
-    assert verdict_line(result).startswith("not comparable: ") and verdict_line(result).endswith(words)
+    assert verdict_line(result).startswith("not comparable: ")
+    assert verdict_line(result).endswith(words)
     assert {difference.field for difference in result.refused} == identity.keys()
     assert other.identity_hash != HEADER.identity_hash
 
@@ -221,7 +224,8 @@ def test_a_long_verdict_stays_on_one_line(runs):
     with open(f"{name}/ledger.jsonl", "rb+") as stream:
         stream.truncate(stream.seek(0, 2) - 10)
     first, *rest = tpi("a", name).stdout.splitlines()
-    assert first.startswith("identical: 2 of 3 steps, ") and first.endswith("ends at step 2")
+    assert first.startswith("identical: 2 of 3 steps, ")
+    assert first.endswith("ends at step 2")
     assert f"{name}: the last line is torn; the run was killed, or is writing it now." in rest
 
 
@@ -233,7 +237,8 @@ def test_comparing_a_run_with_itself_says_so(runs):
 
 def test_an_unreadable_ledger_is_named(runs):
     result = tpi("a", "e")
-    assert result.stderr == "not comparable: e/ledger.jsonl line 1: not a ledger\n" and result.stdout == ""
+    assert result.stderr == "not comparable: e/ledger.jsonl line 1: not a ledger\n"
+    assert result.stdout == ""
 
 
 def test_json(runs):

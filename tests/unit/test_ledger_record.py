@@ -182,7 +182,8 @@ def test_every_prefix_is_an_error_or_a_valid_prefix(size):
 @pytest.mark.parametrize("tail", (b'{"step": 6, "samp\n', b"\x00\x00\x00\n", b"\xff\xfe", b"{", b"\n"))
 def test_a_torn_last_line_is_reported(tail):
     ledger = parse(FILE, b"".join(lines()) + tail)
-    assert ledger.torn and len(ledger.steps) == 5
+    assert ledger.torn
+    assert len(ledger.steps) == 5
 
 
 @given(st.integers(0, 8 * len(b"".join(lines(3))) - 1))
@@ -261,7 +262,8 @@ def test_half_a_line_ends_the_writing(tmp_path, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(RunError, match="not open"):
         writer.append(record(2))
-    assert read(tmp_path).torn and len(read(tmp_path).steps) == 1
+    assert read(tmp_path).torn
+    assert len(read(tmp_path).steps) == 1
 
 
 def test_a_header_that_does_not_fit_leaves_no_file(tmp_path, monkeypatch):
@@ -272,7 +274,7 @@ def test_a_header_that_does_not_fit_leaves_no_file(tmp_path, monkeypatch):
 
 
 def test_a_missing_directory_is_a_run_error(tmp_path):
-    with pytest.raises(RunError, match="none/ledger.jsonl"):
+    with pytest.raises(RunError, match=r"none/ledger\.jsonl"):
         LedgerWriter(tmp_path / "none" / "ledger.jsonl").create(HEADER)
 
 

@@ -9,9 +9,7 @@ from typing import Annotated
 
 import typer
 
-data_app = typer.Typer(
-    help="Turn text into the indexed datasets that Megatron trains on.", no_args_is_help=True
-)
+data_app = typer.Typer(help="Turn text into the indexed datasets that Megatron trains on.", no_args_is_help=True)
 
 
 @data_app.callback()
@@ -23,21 +21,15 @@ def data() -> None:
 def prepare(
     source: Annotated[
         Path,
-        typer.Argument(
-            help="A file or folder, text (a document a file) or JSONL (a document a line), also .gz."
-        ),
+        typer.Argument(help="A file or folder, text (a document a file) or JSONL (a document a line), also .gz."),
     ],
     output: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PREFIX", help="Write PREFIX.bin, .idx and .json. Default: data/ and the source's name."
-        ),
+        typer.Option(metavar="PREFIX", help="Write PREFIX.bin, .idx and .json. Default: data/ and the source's name."),
     ] = None,
     tokenizer: Annotated[
         str,
-        typer.Option(
-            help="'byte': ids are UTF-8 bytes, eod 256. Or a local folder with a Hugging Face tokenizer."
-        ),
+        typer.Option(help="'byte': ids are UTF-8 bytes, eod 256. Or a local folder with a Hugging Face tokenizer."),
     ] = "byte",
     json_key: Annotated[str, typer.Option(help="The key that holds the text in a JSONL line.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

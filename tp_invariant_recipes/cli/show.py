@@ -40,7 +40,9 @@ def models(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(*(Column(name, no_wrap=True) for name in ("model", "parameters", "layers", "tp", "device")), "what it is")
+    table = Table(
+        *(Column(name, no_wrap=True) for name in ("model", "parameters", "layers", "tp", "device")), "what it is"
+    )
     for row in rows:
         table.add_row(
             row["model"],

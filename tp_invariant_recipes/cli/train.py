@@ -45,15 +45,16 @@ def train(
         os.environ[VERBOSE] = "1"
     console = Console(stderr=True, highlight=False)
     arguments = list(overrides or [])
-    if model is not None and "=" in model and resume is not None:
-        model, arguments = None, [model, *arguments]
-    if resume is None and model is None:
-        raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
+    if resume is not None and model is not None and "=" in model:  # typer gives the first word to MODEL
+        arguments.insert(0, model)
+        model = None
     with progress.preparing(console) as report:
-        if resume is None:
+        if resume is not None:
+            planned = plan.again(resume, model, arguments, progress=report)
+        elif model is not None:
             planned = plan.new(model, arguments, progress=report)
         else:
-            planned = plan.again(resume, model, arguments, progress=report)
+            raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
     with console.status("importing Megatron-Bridge and checking the configuration"):
         launch.check(planned)
     console.print(_opening(planned), soft_wrap=True)
@@ -79,7 +80,9 @@ def _opening(planned) -> str:
 
 
 def _closing(summary: dict) -> str:
-    figures = "" if summary["loss"] is None else f": loss {summary['loss']:.4f}, gradient norm {summary['grad_norm']:.4f}"
+    figures = (
+        "" if summary["loss"] is None else f": loss {summary['loss']:.4f}, gradient norm {summary['grad_norm']:.4f}"
+    )
     lines = [f"{summary['outcome']} at step {summary['steps']} of {summary['of']}{figures}"]
     if summary["outcome"] == "stopped":
         lines.append(f"go on with: tpi train --resume {summary['run']}")

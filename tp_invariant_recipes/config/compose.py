@@ -71,9 +71,7 @@ def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = N
     return Composed(model, tuple(overrides), tree)
 
 
-def _understand(
-    overrides: Iterable[str], groups: dict[str, tuple[str, ...]], problems: list[str]
-) -> list[_Assignment]:
+def _understand(overrides: Iterable[str], groups: dict[str, tuple[str, ...]], problems: list[str]) -> list[_Assignment]:
     parser = OverridesParser.create()
     assignments = []
     for text in overrides:
@@ -134,7 +132,8 @@ def _hydra(model: str, assignments: Iterable[_Assignment], problems: list[str]) 
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(source.conf_dir()), version_base="1.3"):
-            return OmegaConf.to_container(hydra_compose("config", overrides=arguments), resolve=True)
+            tree: Any = OmegaConf.to_container(hydra_compose("config", overrides=arguments), resolve=True)
+            return tree
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(listed([*problems, str(error).splitlines()[0]])) from error
 

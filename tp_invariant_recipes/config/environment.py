@@ -27,7 +27,7 @@ _GPU = ("gpu",)
 _BOTH = ("cpu", "gpu")
 
 VARIABLES = (
-    Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", _GPU, "cuBLAS repeats its sums only with a fixed workspace", (":16:8",)),
+    Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", _GPU, "cuBLAS repeats sums only in a fixed workspace", (":16:8",)),
     Variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", _GPU, "Transformer Engine's attention backward adds atomically"),
     Variable(
         "NCCL_ALGO",
@@ -38,13 +38,24 @@ VARIABLES = (
     ),
     Variable("NCCL_NVLS_ENABLE", "0", _GPU, "in-switch reduction (NVLS) adds in an order of its own"),
     Variable("NVIDIA_TF32_OVERRIDE", "0", _GPU, "fp32 products must not round their inputs to TF32"),
-    Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", _GPU, "Megatron orders collectives before products by launch order", ("8", "32")),
+    Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", _GPU, "Megatron orders collectives by launch order", ("8", "32")),
     Variable("OMP_NUM_THREADS", "1", ("cpu",), "the number of threads decides how a CPU splits its sums"),
     Variable("MKL_NUM_THREADS", "1", ("cpu",), "the number of threads decides how a CPU splits its sums"),
 )  # fmt: skip
 
 # Recorded where set, beside the table's own.
-RECORDED_PREFIXES = ("NCCL_", "NVTE_", "CUBLAS_", "CUDA_", "CUDNN_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "NVIDIA_TF32")
+RECORDED_PREFIXES = (
+    "NCCL_",
+    "NVTE_",
+    "CUBLAS_",
+    "CUDA_",
+    "CUDNN_",
+    "TORCH_",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "NVIDIA_TF32",
+)
 
 
 def settings(device: str, environment: Mapping[str, str]) -> dict[str, str]:

@@ -17,16 +17,16 @@ def eod_id(vocab_size: int, *, includes_eod: bool) -> int:
     return vocab_size - 1 if includes_eod else vocab_size
 
 
-def megatron_vocab_size(
-    vocab_size: int, *, includes_eod: bool, tokenizer: Callable[[int], Any] | None = None
-) -> int:
+def megatron_vocab_size(vocab_size: int, *, includes_eod: bool, tokenizer: Callable[[int], Any] | None = None) -> int:
     """The number to hand to Megatron's NullTokenizer so that its eod is `eod_id(vocab_size, …)`.
 
     tokenizer: the class to ask; the installed one where not given.
     Raises ConfigError when the class follows neither known convention.
     """
     if tokenizer is None:
-        from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer as tokenizer
+        from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+        tokenizer = NullTokenizer
     eod = eod_id(vocab_size, includes_eod=includes_eod)
     for given in (eod, eod + 1):
         probe = tokenizer(given)

@@ -82,9 +82,7 @@ def _mentions(hint: Any, *wanted: type) -> bool:
 def _mentions_callable(hint: Any) -> bool:
     import collections.abc
 
-    return any(
-        leaf is typing.Callable or typing.get_origin(leaf) is collections.abc.Callable for leaf in _leaves(hint)
-    )
+    return any(leaf is typing.Callable or typing.get_origin(leaf) is collections.abc.Callable for leaf in _leaves(hint))
 
 
 def _adapter(hint: Any) -> TypeAdapter:

@@ -27,9 +27,7 @@ class SegmentReader:
         except READ_ERRORS as error:
             raise DataError(f"cannot read {segment.file.path}: {reason(error)}") from error
         if hashlib.sha256(data).hexdigest() != segment.sha256:
-            raise DataError(
-                f"{segment.file.path} changed while it was being prepared; run again when it is complete"
-            )
+            raise DataError(f"{segment.file.path} changed while it was being prepared; run again when it is complete")
         return data
 
     def close(self) -> None:
@@ -97,9 +95,7 @@ def _text_of(line: bytes, json_key: str) -> bytes:
         return record[json_key].encode()
     except UnicodeEncodeError as error:
         # "\ud800" is valid JSON for half a character.
-        raise DataError(
-            f"{json_key!r} holds half a character (an unpaired surrogate) at {error.start}"
-        ) from error
+        raise DataError(f"{json_key!r} holds half a character (an unpaired surrogate) at {error.start}") from error
 
 
 def _json_type(value: object) -> str:

@@ -115,9 +115,7 @@ def _finished(text: Input, prefix: Path, folder: Path) -> PreparedData | None:
     if not there or (folder.is_dir() and not beside(prefix, ".idx").exists()):
         return None
     if not is_prepared(prefix):
-        raise DataError(
-            f"{', '.join(there)}: in the way, and not a whole dataset; move it or choose another --output"
-        )
+        raise DataError(f"{', '.join(there)}: in the way, and not a whole dataset; move it or choose another --output")
     metadata = read_metadata(prefix)
     source = metadata["source"]
     differences = {
@@ -128,7 +126,6 @@ def _finished(text: Input, prefix: Path, folder: Path) -> PreparedData | None:
     if any(differences.values()):
         made_from = " and ".join(what for what, differs in differences.items() if differs)
         raise DataError(
-            f"{prefix} is there already, made from {made_from}; "
-            f"choose another --output, or name {prefix}.idx to use it"
+            f"{prefix} is there already, made from {made_from}; choose another --output, or name {prefix}.idx to use it"
         )
     return load(prefix)

@@ -60,9 +60,7 @@ def as_prefix(path: Path) -> Path:
 
 def is_prepared(path: Path) -> bool:
     """Whether all three files are there. Their content is looked at by `load`."""
-    return path.name not in ("", "..") and all(
-        beside(as_prefix(path), suffix).is_file() for suffix in SUFFIXES
-    )
+    return path.name not in ("", "..") and all(beside(as_prefix(path), suffix).is_file() for suffix in SUFFIXES)
 
 
 def load(prefix: Path, *, verify: bool = False) -> PreparedData:
@@ -90,9 +88,7 @@ def read_metadata(prefix: Path) -> dict[str, Any]:
     """PREFIX.json of a dataset with all its files. Raises DataError if one is missing, or it is not ours."""
     missing = [str(beside(prefix, suffix)) for suffix in SUFFIXES if not beside(prefix, suffix).is_file()]
     if missing:
-        raise DataError(
-            f"no prepared data at {prefix}: {', '.join(missing)} missing; make it with tpi data prepare"
-        )
+        raise DataError(f"no prepared data at {prefix}: {', '.join(missing)} missing; make it with tpi data prepare")
     path = beside(prefix, ".json")
     try:
         metadata = json.loads(path.read_bytes())

@@ -59,9 +59,7 @@ def identify(tokenizer: str) -> Identity:
         )
     files = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
     if not any(path.name != "config.json" for path in files):
-        raise DataError(
-            f"tokenizer {tokenizer}: no tokenizer files in this folder (tokenizer.json or the like)"
-        )
+        raise DataError(f"tokenizer {tokenizer}: no tokenizer files in this folder (tokenizer.json or the like)")
     digest = hashlib.sha256()
     for path in files:
         try:
@@ -82,9 +80,7 @@ def open_tokenizer(identity: Identity) -> Tokenizer:
     except Exception as error:  # the tokenizers library raises bare Exception for damaged files
         raise DataError(f"tokenizer {identity.folder}: cannot load it: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"tokenizer {identity.folder}: it has no eos token to end documents with; set eos_token"
-        )
+        raise DataError(f"tokenizer {identity.folder}: it has no eos token to end documents with; set eos_token")
     vocab_size, eod = len(tokenizer), tokenizer.eos_token_id
     return Tokenizer(vocab_size, eod, lambda documents: _encode_hf(tokenizer, vocab_size, eod, documents))
 
@@ -105,7 +101,5 @@ def _encode_hf(tokenizer: Any, vocab_size: int, eod: int, documents: Iterable[by
         for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
             array = np.array([*ids, eod], dtype=np.int64)
             if array.max() >= vocab_size:
-                raise DataError(
-                    f"the tokenizer made token {array.max()}, but its vocabulary has {vocab_size}"
-                )
+                raise DataError(f"the tokenizer made token {array.max()}, but its vocabulary has {vocab_size}")
             yield array

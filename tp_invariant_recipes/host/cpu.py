@@ -171,9 +171,9 @@ MEGATRON = (
     ),
     Replacement(
         "megatron.core.transformer.transformer_block:LayerNormImpl",
-        lambda original: __import__(
-            "megatron.core.transformer.torch_norm", fromlist=["WrappedTorchNorm"]
-        ).WrappedTorchNorm,
+        lambda original: (
+            __import__("megatron.core.transformer.torch_norm", fromlist=["WrappedTorchNorm"]).WrappedTorchNorm
+        ),
         "the final norm is otherwise Apex's or Transformer Engine's",
     ),
     Replacement("megatron.core.optimizer:Adam", _instead(torch.optim.AdamW), _NO_TE),

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 VERBOSE = "TPI_VERBOSE"  # environment variable: set to 1 by -v, and inherited by ranks
 
 

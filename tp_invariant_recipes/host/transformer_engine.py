@@ -21,6 +21,8 @@ DECIDERS = (
     "megatron.core.distributed",
 )
 
+PLACEHOLDER_VERSION = "0.0.0"
+
 # What Bridge names at import time, by module.
 NAMES = {
     "transformer_engine.pytorch": (
@@ -38,7 +40,7 @@ def prepare_import() -> None:
     for name in DECIDERS:
         import_module(name)
     parent = _module("transformer_engine")
-    parent.__version__ = "0.0.0"
+    parent.__dict__["__version__"] = PLACEHOLDER_VERSION
     for name, classes in NAMES.items():
         module = _module(name)
         for cls in classes:
@@ -50,7 +52,7 @@ def prepare_import() -> None:
 def is_placeholder() -> bool:
     """Whether the Transformer Engine in `sys.modules` is this placeholder."""
     module = sys.modules.get("transformer_engine")
-    return module is not None and getattr(module, "__version__", None) == "0.0.0"
+    return module is not None and getattr(module, "__version__", None) == PLACEHOLDER_VERSION
 
 
 def _module(name: str) -> ModuleType:

@@ -54,7 +54,9 @@ def examine() -> list[Finding]:
         *(_package(r, has_gpu=bool(found)) for r in REQUIREMENTS),
         *_gpus(found),
         _compiler(),
-        Finding("free disk here", f"{free_bytes(Path.cwd()) / 2**30:.1f} GiB", "ok", "runs go to ./runs (run.dir=PATH)"),
+        Finding(
+            "free disk here", f"{free_bytes(Path.cwd()) / 2**30:.1f} GiB", "ok", "runs go to ./runs (run.dir=PATH)"
+        ),
         *_patches(),
     ]
 
@@ -71,7 +73,14 @@ def _package(requirement: Requirement, *, has_gpu: bool) -> Finding:
 
 def _gpus(found: list[gpus.Gpu]) -> list[Finding]:
     if not found:
-        return [Finding("GPUs", None, "optional", "the toy Qwen3 models train on the CPU; nvidia-smi shows why if there are GPUs")]
+        return [
+            Finding(
+                "GPUs",
+                None,
+                "optional",
+                "the toy Qwen3 models train on the CPU; nvidia-smi shows why if there are GPUs",
+            )
+        ]
     names = sorted({f"{g.name} (sm_{g.capability[0]}{g.capability[1]}, {g.memory / 2**30:.0f} GiB)" for g in found})
     return [Finding("GPUs", f"{len(found)} × {', '.join(names)}", "ok", "")]
 

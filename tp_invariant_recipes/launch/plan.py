@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def device(self) -> str:
-        """"cpu" or "gpu"."""
+        """ "cpu" or "gpu"."""
         return self.tree["device"]["kind"]
 
 
@@ -57,9 +57,7 @@ def detect_device() -> str:
     return "gpu" if gpus.visible() else "cpu"
 
 
-def new(
-    model: str, overrides: Sequence[str], *, progress: Callable[[int, int], None] | None = None
-) -> Plan:
+def new(model: str, overrides: Sequence[str], *, progress: Callable[[int, int], None] | None = None) -> Plan:
     """Plan a new run. Raises a TpiError that lists what is wrong; nothing but the data cache is written.
 
     progress: told (bytes done, bytes in all) while text is prepared.
@@ -89,7 +87,10 @@ def again(
     if found and found.read_manifest()["identity_hash"] != identity_hash(plan.identity):
         raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run}")
     start = found.step if found else 0
-    checkpoint = plan.tree["checkpoint"] | {"ckpt_step": start or None, "load": str(run_dir.checkpoints) if start else None}
+    checkpoint = plan.tree["checkpoint"] | {
+        "ckpt_step": start or None,
+        "load": str(run_dir.checkpoints) if start else None,
+    }
     return replace(plan, tree=plan.tree | {"checkpoint": checkpoint}, start=start)
 
 
@@ -154,7 +155,11 @@ def _prepare(tree: dict[str, Any], progress: Callable[[int, int], None] | None) 
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     cache = Path(data["cache"] or Path(home) / "tpi" / "data")
     return ensure_prepared(
-        Path(data["path"]).expanduser(), cache, tokenizer=data["tokenizer"], json_key=data["json_key"], progress=progress
+        Path(data["path"]).expanduser(),
+        cache,
+        tokenizer=data["tokenizer"],
+        json_key=data["json_key"],
+        progress=progress,
     )
 
 

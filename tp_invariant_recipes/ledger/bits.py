@@ -7,6 +7,7 @@ import math
 import re
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _rounds_to_f32(value: float) -> float:
         return math.copysign(math.inf, value)
 
 
-def _reinterpret(source: str, target: str, value: float) -> float:
+def _reinterpret(source: str, target: str, value: float) -> Any:
     """Read the bytes of one struct code as another; for an integer code the value is an int."""
     return struct.unpack(target, struct.pack(source, value))[0]
 

@@ -65,7 +65,7 @@ class FirstDifference:
         """The distance in ULP. None: not two numbers of one width."""
         if not self.field.is_float or self.a is None or self.b is None:
             return None
-        return ulp_distance(self.a, self.b)
+        return ulp_distance(str(self.a), str(self.b))
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def compare(a: Ledger, b: Ledger) -> Comparison:
     refused = identity_differences(a.header, b.header)
     # Readers check that steps count from 1 without a gap, so common steps are a common prefix.
     pairs = [] if refused else list(zip(a.steps, b.steps, strict=False))
-    differing = [pair for pair in pairs if _first_field(*pair) is not None]
+    differing = [pair for pair in pairs if _differing_fields(*pair)]
     return Comparison(
         verdict=Verdict.NOT_COMPARABLE if not pairs else Verdict.DIFFERENT if differing else Verdict.IDENTICAL,
         a=a,
@@ -115,11 +115,11 @@ def compare(a: Ledger, b: Ledger) -> Comparison:
     )
 
 
-def _first_field(a: StepRecord, b: StepRecord) -> Field | None:
+def _differing_fields(a: StepRecord, b: StepRecord) -> list[Field]:
     # Floats are compared as text: a NaN equals itself, and the two zeros differ.
-    return next((field for field in FIELDS if getattr(a, field.name) != getattr(b, field.name)), None)
+    return [field for field in FIELDS if getattr(a, field.name) != getattr(b, field.name)]
 
 
 def _first_difference(a: StepRecord, b: StepRecord) -> FirstDifference:
-    field = _first_field(a, b)
+    field = _differing_fields(a, b)[0]
     return FirstDifference(a.step, field, getattr(a, field.name), getattr(b, field.name))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from tp_invariant_recipes.ledger.bits import bits_float, readable
 
@@ -132,7 +133,8 @@ def decode_header(line: bytes) -> Header:
         raw = {}
     if raw.get("kind") != KIND:
         raise ValueError("not a ledger")
-    header = Header(**{name.name: _required(raw, name.name) for name in fields(Header)})
+    parts: dict[str, Any] = {name.name: _required(raw, name.name) for name in fields(Header)}
+    header = Header(**parts)
     if _required(raw, "identity_hash") != header.identity_hash:
         raise ValueError("identity_hash does not belong to this identity: the header was altered")
     return header
@@ -150,7 +152,7 @@ def encode_step(record: StepRecord) -> bytes:
 def decode_step(line: bytes) -> StepRecord:
     """Read the line of a step; keys this version does not know are ignored. ValueError: it is not a valid one."""
     raw = load(line)
-    record = {name.name: _required(raw, name.name) for name in fields(StepRecord)}
+    record: dict[str, Any] = {name.name: _required(raw, name.name) for name in fields(StepRecord)}
     for name in FLOATS:
         if record[name] is not None:
             record[name] = _decode_float(name, record[name])
@@ -168,7 +170,7 @@ def load(line: bytes) -> dict:
     return raw
 
 
-def _check_bits(name: str, text: object) -> None:
+def _check_bits(name: str, text: Any) -> None:
     try:
         bits_float(text)
     except ValueError as error:

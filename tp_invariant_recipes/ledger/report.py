@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.compare import FIELDS, UNREADABLE, Comparison, FirstDifference, Verdict
@@ -98,7 +99,7 @@ def _first(first: FirstDifference) -> dict:
     return {"step": first.step, "field": first.field.name, "phase": first.field.phase, **values, "ulp": first.ulp}
 
 
-def _value(first: FirstDifference, value: object) -> object:
+def _value(first: FirstDifference, value: Any) -> Any:
     if first.field.is_float and value is not None:
         return {"bits": value, "value": readable(value)}
     return value
@@ -123,6 +124,7 @@ def _identical(comparison: Comparison) -> str:
 
 def _different(comparison: Comparison) -> str:
     first = comparison.first
+    assert first is not None  # a verdict of different comes from a first difference
     values = " vs ".join(_shown(first, value) for value in (first.a, first.b))
     return (
         f" at step {first.step}: {first.field.label} ({first.field.phase}) {values}{_distance(first)}; "
@@ -153,7 +155,7 @@ def _ending(comparison: Comparison) -> str:
     return f"; {run_name(shorter)} ends at step {len(shorter.steps)}"
 
 
-def _shown(first: FirstDifference, value: object) -> str:
+def _shown(first: FirstDifference, value: Any) -> str:
     if value is None:
         return "none"
     return f"{value} {readable(value)}" if first.field.is_float else str(value).lower()

@@ -16,7 +16,7 @@ from tp_invariant_recipes.recipes import RECIPES
 
 
 def publish() -> None:
-    """Make every recipe an attribute of `megatron.bridge.recipes`. Raises ConfigError rather than shadow one of Bridge's."""
+    """Make every recipe an attribute of `megatron.bridge.recipes`. Raises ConfigError if Bridge has one so named."""
     bridge.load()
     import megatron.bridge.recipes
 

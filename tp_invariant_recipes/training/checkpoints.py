@@ -46,12 +46,9 @@ class Checkpoint:
             elif _digest(file) != expected["xxh3_128"]:
                 wrong.append(f"{name} has changed since it was written")
         if wrong:
-            raise CheckpointError(
-                "\n".join(
-                    [f"checkpoint {self.path} is damaged:", *(f"  - {w}" for w in wrong)]
-                    + ["resume from an earlier one with checkpoint.ckpt_step=STEP"]
-                )
-            )
+            listed = "\n".join(f"  - {w}" for w in wrong)
+            hint = "resume from an earlier one with checkpoint.ckpt_step=STEP"
+            raise CheckpointError(f"checkpoint {self.path} is damaged:\n{listed}\n{hint}")
 
 
 def iteration_dir(checkpoints: Path, step: int) -> Path:
@@ -74,7 +71,9 @@ def select(checkpoints: Path, step: int | None = None) -> Checkpoint | None:
         chosen = next((c for c in found if c.step == step), None)
         if chosen is None:
             steps = ", ".join(str(c.step) for c in found) or "none"
-            raise CheckpointError(f"{checkpoints} holds no checkpoint of checkpoint.ckpt_step={step}; finished: {steps}")
+            raise CheckpointError(
+                f"{checkpoints} holds no checkpoint of checkpoint.ckpt_step={step}; finished: {steps}"
+            )
     else:
         chosen = found[-1] if found else None
     if chosen is not None:

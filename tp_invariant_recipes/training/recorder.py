@@ -20,11 +20,11 @@ LOSS = "lm loss"  # Bridge's name for the language-model loss
 class Recorder(Callback):
     """Records every step. For the last rank: it is on the last pipeline stage, the only one that has the loss."""
 
-    def __init__(self, run_dir: RunDir, identity: dict[str, Any], parts: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, run_dir: RunDir, identity: dict[str, Any], parts: dict[str, Any]) -> None:
         self.run_dir = run_dir
         self.identity = identity
         self.parts = parts
-        self.writer: LedgerWriter | None = None
+        self.writer: LedgerWriter  # opened when training starts
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Open the ledger: new, or continued after the step the checkpoint holds."""
