@@ -36,15 +36,20 @@ def applied(replacements: Iterable[Replacement]) -> Iterator[None]:
 
     Raises AttributeError when a target does not exist: a replacement that no longer fits must not pass unseen.
     """
-    undo: list[tuple[Any, str, Any]] = []
+    undo: list[tuple[Any, str, Any, bool]] = []
     try:
         for replacement in replacements:
             holder, name = replacement.owner()
-            # A staticmethod or property must go back as it was, so look in __dict__ before getattr.
-            stored = vars(holder).get(name, getattr(holder, name))
-            setattr(holder, name, replacement.make(getattr(holder, name)))
-            undo.append((holder, name, stored))
+            original = getattr(holder, name)
+            # A staticmethod or property must go back as it was, and what a base class holds must stay there.
+            inherited = name not in vars(holder)
+            stored = vars(holder).get(name)
+            setattr(holder, name, replacement.make(original))
+            undo.append((holder, name, stored, inherited))
         yield
     finally:
-        for holder, name, stored in reversed(undo):
-            setattr(holder, name, stored)
+        for holder, name, stored, inherited in reversed(undo):
+            if inherited:
+                delattr(holder, name)
+            else:
+                setattr(holder, name, stored)

@@ -45,6 +45,7 @@ EXCLUDED = {
         "ddp.bucket_size",
         "ddp.check_for_*",
     ),
+    "where a resumed run takes its schedule from": ("scheduler.*_opt_param_scheduler",),
     "how long it runs": ("train.train_iters", "train.manual_gc*", "train.exit_*"),
     "where the data lies; its digest says what it is": (
         "dataset.blend*",

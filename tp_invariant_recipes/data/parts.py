@@ -96,7 +96,7 @@ def merge(text: Input, folder: Path, prefix: Path, tokenizer: Tokenizer) -> None
     lengths = list(map(int, builder.sequence_lengths))
     if not lengths:
         shutil.rmtree(folder)
-        raise DataError(f"no text in {text.corpus.name}: {len(text.corpus.files)} file(s), every document is empty")
+        raise DataError(f"no text in {text.corpus.name!r}: {len(text.corpus.files)} file(s), every document is empty")
     described = describe(text.corpus, text.json_key)
     metadata = metadata_text(building, text.identity, tokenizer, len(lengths), sum(lengths), described)
     publish_index(building, prefix, metadata)

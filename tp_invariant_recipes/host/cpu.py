@@ -110,6 +110,11 @@ def _torch_norm(original: Any) -> staticmethod:
     return staticmethod(build)
 
 
+def _splits_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron turns the all-to-all's split sizes into arrays only while it copies them off a GPU."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 def _local(name: str) -> Callable[[Any], Any]:
     """The pure-PyTorch twin that Megatron-Core keeps in `megatron.core.utils`."""
 
@@ -175,6 +180,11 @@ MEGATRON = (
             __import__("megatron.core.transformer.torch_norm", fromlist=["WrappedTorchNorm"]).WrappedTorchNorm
         ),
         "the final norm is otherwise Apex's or Transformer Engine's",
+    ),
+    Replacement(
+        "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+        _instead(_splits_as_numpy),
+        "Gloo's all-to-all takes split sizes as numbers, and here they are on the CPU from the start",
     ),
     Replacement("megatron.core.optimizer:Adam", _instead(torch.optim.AdamW), _NO_TE),
     Replacement("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", _instead(True), _NO_TE),

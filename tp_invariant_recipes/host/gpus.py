@@ -30,9 +30,9 @@ def visible() -> list[Gpu]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return found
-    names = [c.strip() for c in chosen.split(",") if c.strip()]
-    by_index = [found[int(c)] for c in names if c.isdigit() and int(c) < len(found)]
-    return by_index if all(c.isdigit() for c in names) else found[: len(names)]  # UUIDs: as many as are named
+    # As CUDA reads it: what follows the first entry that is no device, such as -1, is not looked at.
+    names = takewhile(lambda c: c.startswith(("GPU-", "MIG-")) or (c.isdigit() and int(c) < len(found)), _words(chosen))
+    return [found[int(c) if c.isdigit() else min(n, len(found) - 1)] for n, c in enumerate(names)]
 
 
 def _describe(pynvml, handle) -> Gpu:

@@ -79,19 +79,21 @@ def again(
     before = run_dir.read_run()
     if model not in (None, before["model"]):
         raise ConfigError(f"--resume {run} is a run of {before['model']}, not of {model}")
-    composed = compose(before["model"], [*before["overrides"], *overrides], device=before["device"])
+    asked = [o for o in before["overrides"] if not o.startswith("checkpoint.ckpt_step=")]  # of an earlier resume
+    composed = compose(before["model"], [*asked, *overrides], device=before["device"])
     plan = _completed(composed, run_dir, progress)
     _same_identity(run, before["identity"], plan.identity)
     step = plan.tree["checkpoint"]["ckpt_step"]
     found = checkpoints.select(run_dir.checkpoints, step)
     if found and found.read_manifest()["identity_hash"] != identity_hash(plan.identity):
         raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run}")
-    start = found.step if found else 0
-    checkpoint = plan.tree["checkpoint"] | {
-        "ckpt_step": start or None,
-        "load": str(run_dir.checkpoints) if start else None,
-    }
-    return replace(plan, tree=plan.tree | {"checkpoint": checkpoint}, start=start)
+    if found is None:
+        return plan
+    # The identity is the same, so the checkpoint's schedule is this run's: Megatron would refuse a longer run over the
+    # number of steps alone.
+    scheduler = plan.tree["scheduler"] | {"use_checkpoint_opt_param_scheduler": True}
+    checkpoint = plan.tree["checkpoint"] | {"ckpt_step": found.step, "load": str(run_dir.checkpoints)}
+    return replace(plan, tree=plan.tree | {"scheduler": scheduler, "checkpoint": checkpoint}, start=found.step)
 
 
 def write(plan: Plan) -> None:

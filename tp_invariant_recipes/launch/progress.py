@@ -149,7 +149,8 @@ def preparing(console: Console) -> Iterator[Callable[[int, int], None] | None]:
     try:
         yield report
     finally:
-        progress.stop()
+        if task is not None:
+            progress.stop()
 
 
 def _figures(event: dict[str, Any], tail: Tail) -> str:

@@ -16,7 +16,7 @@ import xxhash
 from tp_invariant_recipes.errors import CheckpointError
 
 MANIFEST = "tpi-manifest.json"
-ASIDE = "unfinished"
+ASIDE = "set-aside"
 _ITERATION = re.compile(r"iter_(\d{7})")
 
 

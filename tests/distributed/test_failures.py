@@ -1,0 +1,103 @@
+"""What a user sees when a run cannot go on: one screen, exit status 2, and the name of what to look at."""
+
+import os
+import signal
+import subprocess
+
+import pytest
+
+RUN = ("train", "qwen3_toy", "tp=2", "iters=400", "seq=64", "run.dir=run")
+
+
+def _ranks(launcher: int) -> list[int]:
+    children = subprocess.run(["ps", "--ppid", str(launcher), "-o", "pid="], capture_output=True, text=True)
+    return sorted(map(int, children.stdout.split()))
+
+
+def test_a_killed_rank_is_named_with_its_log_and_takes_the_others_along(tpi):
+    process = tpi.start(*RUN)
+    ledger = tpi.folder / "run" / "ledger.jsonl"
+    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
+    ranks = _ranks(process.pid)
+    os.kill(ranks[1], signal.SIGKILL)
+    assert process.wait() == 2
+    assert "rank 1 was killed by SIGKILL" in process.stderr
+    assert "run/logs/rank-1.log" in process.stderr
+    assert "Traceback" not in process.stderr
+    for pid in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def _fail_on_rank_0() -> None:
+    from tp_invariant_recipes.training import manifest_writer
+
+    def fail(*_args):
+        raise RuntimeError("planted")
+
+    manifest_writer.write_manifest = fail
+
+
+def test_the_rank_that_failed_first_is_named_with_its_reason(tpi):
+    failed = tpi(*RUN, "save=2", before=_fail_on_rank_0)
+    assert failed.status == 2
+    assert "rank 0 failed: RuntimeError: planted" in failed.stderr
+    assert "run/logs/rank-0.log" in failed.stderr
+    assert "planted" in (tpi.folder / "run" / "logs" / "rank-0.log").read_text()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of a few MiB, in memory."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_said_before_the_start(tpi, small_disk):
+    (small_disk / "ballast").write_bytes(bytes(4 * 2**20))
+    failed = tpi("train", "qwen3_toy", f"run.dir={small_disk}/run")
+    assert failed.status == 2
+    assert "MiB free and this run writes at least" in failed.stderr
+    assert not (small_disk / "run").exists()
+
+
+def test_a_disk_that_fills_up_is_said_at_the_end(tpi, small_disk):
+    process = tpi.start("train", "qwen3_toy", "iters=4000", "seq=64", f"run.dir={small_disk}/run")
+    ledger = small_disk / "run" / "ledger.jsonl"
+    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
+    with (small_disk / "ballast").open("wb", buffering=0) as ballast:
+        for size in (2**16, 512, 1):
+            try:
+                while ballast.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                continue
+    assert process.wait() == 2
+    assert "is full" in process.stderr
+    assert "run.dir=PATH" in process.stderr
+
+
+def test_a_second_sigterm_does_not_wait(tpi):
+    process = tpi.start(*RUN)
+    ledger = tpi.folder / "run" / "ledger.jsonl"
+    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
+    for pid in _ranks(process.pid):
+        os.kill(pid, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGTERM)
+    process.until(lambda: process.poll() is None and _pending_term(process.pid))
+    os.kill(process.pid, signal.SIGTERM)
+    process.wait()
+    assert _ranks(process.pid) == []
+
+
+def _pending_term(launcher: int) -> bool:
+    """Whether the stopped ranks have been sent SIGTERM, which waits until they run again."""
+    for pid in _ranks(launcher):
+        status = dict(line.split(":\t") for line in open(f"/proc/{pid}/status").read().splitlines() if ":\t" in line)
+        if not int(status["SigPnd"], 16) | int(status["ShdPnd"], 16):
+            return False
+    return True

@@ -1,0 +1,177 @@
+"""A run that was killed or stopped and goes on has the ledger of the run that was not."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+
+from tp_invariant_recipes.training import checkpoints
+
+RUN = ("train", "qwen3_toy", "tp=2", "iters=12", "save=4", "seq=64")
+
+
+@pytest.fixture(scope="module")
+def whole(shared):
+    """The uninterrupted run."""
+    done = shared(*RUN, "run.dir=whole")
+    assert done.status == 0, done.stderr
+    return shared
+
+
+def steps(folder) -> list[bytes]:
+    return (folder / "ledger.jsonl").read_bytes().split(b"\n")[1:]
+
+
+def _kill_everything(*_args, **_kwargs) -> None:
+    """SIGKILL for the launcher; its ranks, this one included, must follow by themselves."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
+def _when_saving_step(step: int, module: str, name: str):
+    """Have a rank kill the run where `module.name` is called while the checkpoint of `step` is written."""
+
+    def plant() -> None:
+        import importlib
+
+        holder = importlib.import_module(module)
+        original = getattr(holder, name)
+
+        def killing(*args, **kwargs):
+            if f"iter_{step:07d}" in repr((args, kwargs)):
+                _kill_everything()
+            return original(*args, **kwargs)
+
+        setattr(holder, name, killing)
+
+    return plant
+
+
+# Where the run is killed, and the step it can go on from.
+KILLS = {
+    "before anything of the checkpoint is written": (
+        _when_saving_step(8, "megatron.bridge.training.checkpointing", "ensure_directory_exists"),
+        4,
+    ),
+    "after the shards, before Bridge's marker": (
+        _when_saving_step(8, "megatron.bridge.training.checkpointing", "get_checkpoint_run_config_filename"),
+        4,
+    ),
+    "after Bridge's marker, before the manifest": (
+        _when_saving_step(8, "tp_invariant_recipes.training.manifest_writer", "write_manifest"),
+        4,
+    ),
+    "during the first save of all": (
+        _when_saving_step(4, "tp_invariant_recipes.training.manifest_writer", "write_manifest"),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("where", KILLS)
+def test_killed_while_saving(whole, tpi, where):
+    plant, start = KILLS[where]
+    killed = tpi(*RUN, "run.dir=run", before=plant)
+    assert killed.status == -signal.SIGKILL
+    assert len(tpi.ledger("run")) < 12
+    resumed = tpi("train", "--resume", "run")
+    assert resumed.status == 0, resumed.stderr
+    assert json.loads((tpi.folder / "run" / "run.json").read_text())["attempts"][1]["from_step"] == start
+    assert steps(tpi.folder / "run") == steps(whole.folder / "whole")
+
+
+def test_killed_between_saves(whole, tpi):
+    process = tpi.start(*RUN, "run.dir=run")
+    ledger = tpi.folder / "run" / "ledger.jsonl"
+    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 6)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    resumed = tpi("train", "--resume", "run")
+    assert resumed.status == 0, resumed.stderr
+    assert steps(tpi.folder / "run") == steps(whole.folder / "whole")
+    assert (tpi.folder / "run" / "ledger.replaced-1.jsonl").exists()
+    compared = tpi("compare", "run", whole.folder / "whole")
+    assert compared.status == 0, compared.stdout
+
+
+def test_sigterm_saves_and_the_run_goes_on(whole, tpi):
+    process = tpi.start(*RUN, "save=0", "run.dir=run")
+    ledger = tpi.folder / "run" / "ledger.jsonl"
+    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 3)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 0, process.stderr
+    assert "tpi train --resume run" in process.stderr
+    saved = checkpoints.finished(tpi.folder / "run" / "checkpoints")
+    assert [c.step for c in saved] == [len(tpi.ledger("run"))]
+    resumed = tpi("train", "--resume", "run")
+    assert resumed.status == 0, resumed.stderr
+    assert steps(tpi.folder / "run") == steps(whole.folder / "whole")
+
+
+def test_a_resumed_run_may_be_longer_but_not_another(whole, tpi):
+    shutil.copytree(whole.folder / "whole", tpi.folder / "run")
+    longer = tpi("train", "--resume", "run", "iters=14")
+    assert longer.status == 2
+    assert "scheduler.lr_decay_iters was 12 and is 14 now" in longer.stderr
+    other = tpi("train", "--resume", "run", "lr=1e-3", "seed=3")
+    assert other.status == 2
+    assert "optimizer.lr was 0.003" in other.stderr
+    assert "rng.seed was 1234" in other.stderr
+    kept = tpi("train", "--resume", "run", "iters=14", "scheduler.lr_decay_iters=12")
+    assert kept.status == 0, kept.stderr
+    assert steps(tpi.folder / "run")[:12] == steps(whole.folder / "whole")[:12]
+    assert len(tpi.ledger("run")) == 14
+
+
+@pytest.fixture
+def copied(whole, tpi):
+    """A copy of the whole run, to be damaged."""
+    shutil.copytree(whole.folder / "whole", tpi.folder / "run")
+    return tpi
+
+
+def _flip(file) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "has changed since it was written": _flip,
+    "is missing": lambda file: file.unlink(),
+    "bytes instead of": lambda file: os.truncate(file, file.stat().st_size - 1),
+}
+
+
+@pytest.mark.parametrize("words", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_by_name(copied, words):
+    newest = checkpoints.finished(copied.folder / "run" / "checkpoints")[-1].path
+    DAMAGE[words](newest / "__1_0.distcp")
+    refused = copied("train", "--resume", "run")
+    assert refused.status == 2
+    assert f"{newest.name} is damaged" in refused.stderr
+    assert f"__1_0.distcp {words}" in refused.stderr or f"{words}" in refused.stderr
+    earlier = copied("train", "--resume", "run", "checkpoint.ckpt_step=8")
+    assert earlier.status == 0, earlier.stderr
+
+
+def test_a_foreign_checkpoint_is_refused(copied, tmp_path):
+    other = copied("train", "qwen3_toy", "tp=2", "iters=12", "save=12", "seq=64", "seed=9", "run.dir=other")
+    assert other.status == 0, other.stderr
+    newest = copied.folder / "run" / "checkpoints" / "iter_0000012"
+    shutil.rmtree(newest)
+    shutil.copytree(copied.folder / "other" / "checkpoints" / "iter_0000012", newest)
+    refused = copied("train", "--resume", "run")
+    assert refused.status == 2
+    assert "iter_0000012 belongs to another run" in refused.stderr
+
+
+def test_another_layout_can_go_on(copied):
+    """The checkpoint is resharded; the steps before stay as they were, and the ledger says that the layout changed."""
+    resumed = copied("train", "--resume", "run", "tp=1", "checkpoint.ckpt_step=8")
+    assert resumed.status == 0, resumed.stderr
+    header = json.loads((copied.folder / "run" / "ledger.jsonl").read_text().splitlines()[0])
+    assert header["notes"]["resumed"][0]["after_step"] == 8
+    assert header["notes"]["resumed"][0]["changed"]["layout.tp"] == 1

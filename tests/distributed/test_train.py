@@ -1,0 +1,151 @@
+"""`tpi train` and `tpi compare`, end to end."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tp_invariant_recipes.ledger.bits import bits_float
+
+# What trains on a CPU besides one rank: each row a layout, as typed.
+LAYOUTS = (
+    "tp=2 sp=false",
+    "tp=8",
+    "pp=2",
+    "tp=2 dp=2 mbs=2",
+    "tp=2 precision=fp32",
+    "dp=2 optimizer.use_distributed_optimizer=true",
+)
+
+SMALL_MOE = (
+    "qwen3_moe_toy seq=32 model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.num_query_groups=4 "
+    "model.kv_channels=16 model.ffn_hidden_size=64 model.moe_ffn_hidden_size=32 model.vocab_size=256"
+)
+
+
+@pytest.fixture(scope="module")
+def runs(shared, text):
+    """One training at each of two tensor-parallel degrees, and each again."""
+    for name, tp in (("tp1", 1), ("tp2", 2), ("tp2-again", 2)):
+        done = shared(
+            "train", "qwen3_toy", f"tp={tp}", "iters=30", "seq=64", "data=text", f"data.path={text}", f"run.dir={name}"
+        )
+        assert done.status == 0, done.stderr
+    return shared
+
+
+def test_the_loss_falls_from_about_ln_vocabulary(runs):
+    losses = [bits_float(step.loss) for step in runs.ledger("tp2")]
+    assert len(losses) == 30
+    assert abs(losses[0] - math.log(512)) < 0.6
+    assert losses[-1] < losses[0] - 2
+
+
+def test_a_repeated_run_has_the_same_bits(runs):
+    compared = runs("compare", "tp2", "tp2-again")
+    assert compared.status == 0, compared.stdout
+    lines = [(runs.folder / name / "ledger.jsonl").read_bytes().split(b"\n")[1:] for name in ("tp2", "tp2-again")]
+    assert lines[0] == lines[1]
+
+
+def test_stock_numerics_differ_between_tensor_parallel_degrees(runs):
+    compared = runs("compare", "tp1", "tp2", "--json")
+    assert compared.status == 1
+    assert runs.ledger("tp1")[0].loss != runs.ledger("tp2")[0].loss
+
+
+def test_another_seed_or_model_or_text_is_not_comparable(runs, text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text().replace("best", "bест"))
+    for name, change in (("seed", "seed=7"), ("lr", "lr=1e-3"), ("text", f"data.path={other}")):
+        arguments = [
+            "tp=2",
+            "iters=1",
+            "scheduler.lr_decay_iters=30",
+            "seq=64",
+            "data=text",
+            f"data.path={text}",
+            change,
+        ]
+        assert runs("train", "qwen3_toy", *arguments, f"run.dir={name}").status == 0
+        compared = runs("compare", "tp2", name)
+        assert compared.status == 2
+        assert "not comparable" in compared.stdout
+
+
+def test_a_shorter_run_of_the_same_schedule_is_a_prefix(runs, text):
+    arguments = ["tp=2", "iters=3", "scheduler.lr_decay_iters=30", "seq=64", "data=text", f"data.path={text}"]
+    assert runs("train", "qwen3_toy", *arguments, "run.dir=short").status == 0
+    compared = runs("compare", "tp2", "short")
+    assert compared.status == 0
+    assert "3 of 30 steps" in compared.stdout
+
+
+def test_a_run_directory_says_what_was_run(runs):
+    folder = runs.folder / "tp2"
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    run = json.loads((folder / "run.json").read_text())
+    header = json.loads((folder / "ledger.jsonl").read_text().splitlines()[0])
+    assert config["model"]["tensor_model_parallel_size"] == 2
+    assert run["overrides"][0] == "tp=2"
+    assert run["attempts"][0]["command"].startswith("tpi train qwen3_toy tp=2")
+    assert header["layout"] == {"tp": 2, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1, "sp": True}
+    assert header["identity"]["data.digest"]
+    assert header["identity_hash"] == run["identity_hash"]
+    assert header["notes"]["tokenizer.vocab_includes_eod"] is True
+    assert header["notes"]["tokenizer.eod"] == 256
+    assert header["numerics"] == {"mode": "stock"}
+    assert header["versions"]["megatron_bridge"]
+    assert json.loads((folder / "environment.json").read_text())["OMP_NUM_THREADS"] == "1"
+    assert "iteration       30/      30" in (folder / "logs" / "bridge.log").read_text()
+    assert {f.name for f in (folder / "logs").iterdir()} == {"bridge.log", "rank-0.log", "rank-1.log"}
+
+
+def test_a_run_is_never_overwritten(runs, text):
+    before = (runs.folder / "tp1" / "ledger.jsonl").read_bytes()
+    again = runs("train", "qwen3_toy", "run.dir=tp1")
+    assert again.status == 2
+    assert "tp1 is not empty" in again.stderr
+    assert (runs.folder / "tp1" / "ledger.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains(tpi, layout):
+    done = tpi("train", "qwen3_toy", "iters=2", "seq=64", *layout.split(), "run.dir=run", "--json")
+    assert done.status == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["outcome"] == "completed"
+    assert summary["steps"] == 2
+    assert math.isfinite(summary["loss"])
+
+
+@pytest.mark.parametrize("layout", ("tp=2", "dp=2 ep=2 gbs=2"))
+def test_mixture_of_experts_trains(tpi, layout):
+    done = tpi("train", *SMALL_MOE.split(), "iters=2", *layout.split(), "run.dir=run", "--json")
+    assert done.status == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 2
+
+
+def test_tensorboard_gets_bridges_curves(tpi):
+    assert tpi("train", "qwen3_toy", "iters=2", "seq=64", "logging=tensorboard", "run.dir=run").status == 0
+    assert any((tpi.folder / "run" / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_wandb_stays_offline_without_a_key(tpi, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    done = tpi("train", "qwen3_toy", "iters=2", "seq=64", "logging=wandb", "run.dir=run")
+    assert done.status == 0, done.stderr
+    assert any((tpi.folder / "run" / "wandb").glob("offline-run-*"))
+
+
+def test_the_installed_command_trains(tmp_path):
+    """Nothing shared with this process: the way a user starts it."""
+    command = [sys.executable, "-m", "tp_invariant_recipes", "train", "qwen3_toy", "tp=2", "iters=2", "run.dir=run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "completed at step 2 of 2" in done.stderr
+    assert "Warning" not in done.stderr
