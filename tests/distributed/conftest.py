@@ -102,7 +102,8 @@ def _become(folder: Path, arguments: list[str], out: Path, err: Path, before: Ca
         os.chdir(folder)
         for descriptor, file in ((1, out), (2, err)):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
-        sys.stdout, sys.stderr = (open(d, "w", buffering=1, closefd=False) for d in (1, 2))
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 -- for the whole process
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         os.environ["XDG_CACHE_HOME"] = str(folder / ".cache")

@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -51,14 +52,14 @@ def small_disk(tmp_path):
     """A file system of a few MiB, in memory."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", folder], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", folder], capture_output=True).returncode:
         pytest.skip("mounting a file system needs root")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
 
 def test_a_full_disk_is_said_before_the_start(tpi, small_disk):
-    (small_disk / "ballast").write_bytes(bytes(4 * 2**20))
+    (small_disk / "ballast").write_bytes(bytes(90 * 2**20))
     failed = tpi("train", "qwen3_toy", f"run.dir={small_disk}/run")
     assert failed.status == 2
     assert "MiB free and this run writes at least" in failed.stderr
@@ -97,7 +98,8 @@ def test_a_second_sigterm_does_not_wait(tpi):
 def _pending_term(launcher: int) -> bool:
     """Whether the stopped ranks have been sent SIGTERM, which waits until they run again."""
     for pid in _ranks(launcher):
-        status = dict(line.split(":\t") for line in open(f"/proc/{pid}/status").read().splitlines() if ":\t" in line)
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        status = dict(line.split(":\t") for line in lines if ":\t" in line)
         if not int(status["SigPnd"], 16) | int(status["ShdPnd"], 16):
             return False
     return True

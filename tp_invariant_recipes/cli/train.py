@@ -35,7 +35,7 @@ def train(
     \b
     tpi train qwen3_8b tp=4
     tpi train qwen3_toy tp=2 iters=50 data=text data.path=~/books
-    tpi train qwen3_toy save=10 run.dir=runs/a ; tpi train --resume runs/a iters=200
+    tpi train qwen3_toy save=10 run.dir=runs/a ; tpi train --resume runs/a
     tpi train qwen3_8b tp=4 model.attention_backend=unfused optimizer.clip_grad=0.5
     """
     from tp_invariant_recipes.launch import plan, progress

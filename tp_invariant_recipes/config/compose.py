@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tp_invariant_recipes.config import layout, schema, source
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.nearest import nearest
+from tp_invariant_recipes.config.settings import PATHS
 from tp_invariant_recipes.config.values import WrongType, convert
 from tp_invariant_recipes.errors import ConfigError
 
@@ -61,10 +62,12 @@ def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = N
         sound.append(_Assignment(f"device={device}", "device", device, group=True))
     if known:
         tree = _hydra(model, sound, problems)
-        wrong = _wrong_bridge_fields(tree, sound)
+        wrong = _check_bridge_fields(tree, sound) | _lost_precision(model, sound, problems)
         if wrong:
             problems += wrong.values()
-            tree = _hydra(model, [a for a in sound if a.path not in wrong], problems)
+            sound = [a for a in sound if a.path not in wrong]
+            tree = _hydra(model, sound, problems)
+            _check_bridge_fields(tree, sound)
         problems += layout.problems(tree)
     if problems:
         raise ConfigError(listed(problems))
@@ -76,7 +79,7 @@ def _understand(overrides: Iterable[str], groups: dict[str, tuple[str, ...]], pr
     assignments = []
     for text in overrides:
         try:
-            parsed = parser.parse_override(text)
+            parsed = parser.parse_override(_as_typed(text))
         except HydraException as error:
             problems.append(f"'{text}' is not KEY=VALUE: {str(error).splitlines()[0]}")
             continue
@@ -90,13 +93,27 @@ def _understand(overrides: Iterable[str], groups: dict[str, tuple[str, ...]], pr
                 problems.append(problem)
             else:
                 assignments.append(_Assignment(text, key, parsed.get_value_string(), group=True))
-        else:
-            if problem := _key_problem(key, parsed.value(), groups):
-                problems.append(f"{text}: {problem}")
+        elif short := SHORT_KEYS.get(key) or next((k for k in SHORT_KEYS.values() if k.path == key), None):
+            try:
+                # Converted before Hydra sees it, because interpolations and rules build on it: sp=off is no string.
+                value = convert(parsed.value(), short.type)
+            except WrongType as error:
+                problems.append(f"{text}: {short.help}: {error}")
             else:
-                path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
-                assignments.append(_Assignment(text, path, parsed.get_value_string(), group=False))
+                assignments.append(_Assignment(text, short.path, str(value), group=False))
+        elif problem := _key_problem(key, groups):
+            problems.append(f"{text}: {problem}")
+        else:
+            assignments.append(_Assignment(text, key, parsed.get_value_string(), group=False))
     return assignments
+
+
+def _as_typed(text: str) -> str:
+    """Quote the value of a key that holds a path, so that Hydra does not read it as its grammar."""
+    key, _, value = text.partition("=")
+    if key.lstrip("+") not in PATHS or value in ("", "null") or value[0] in "'\"":
+        return text
+    return f'{key}="{value.replace(chr(34), chr(92) + chr(34))}"'
 
 
 def _group_problem(key: str, option: str, groups: dict[str, tuple[str, ...]]) -> str | None:
@@ -107,15 +124,8 @@ def _group_problem(key: str, option: str, groups: dict[str, tuple[str, ...]]) ->
     return f"{key}={option}: unknown {key} '{option}'{nearest(option, groups[key])}"
 
 
-def _key_problem(key: str, value: Any, groups: dict[str, tuple[str, ...]]) -> str | None:
-    """What is wrong with a key or its value, as far as it can be told without importing Bridge."""
-    short = SHORT_KEYS.get(key) or next((k for k in SHORT_KEYS.values() if k.path == key), None)
-    if short:
-        try:
-            convert(value, short.type)
-        except WrongType as error:
-            return f"{short.help}: {error}"
-        return None
+def _key_problem(key: str, groups: dict[str, tuple[str, ...]]) -> str | None:
+    """What is wrong with a key that is not a short one, as far as it can be told without importing Bridge."""
     section = key.partition(".")[0]
     if section not in schema.SECTIONS:
         known = (*SHORT_KEYS, *groups) if section == key else (f"{s}.{key.partition('.')[2]}" for s in schema.SECTIONS)
@@ -138,8 +148,8 @@ def _hydra(model: str, assignments: Iterable[_Assignment], problems: list[str]) 
         raise ConfigError(listed([*problems, str(error).splitlines()[0]])) from error
 
 
-def _wrong_bridge_fields(tree: dict[str, Any], assignments: Iterable[_Assignment]) -> dict[str, str]:
-    """Path -> problem, in the sections where the user set a field directly.
+def _check_bridge_fields(tree: dict[str, Any], assignments: Iterable[_Assignment]) -> dict[str, str]:
+    """Path -> problem, in the sections where the user set a field directly; plain values there get their type.
 
     The other sections are as `conf/` has them; they are checked when the container is built.
     """
@@ -148,8 +158,20 @@ def _wrong_bridge_fields(tree: dict[str, Any], assignments: Iterable[_Assignment
     wrong: dict[str, str] = {}
     for section in sorted(touched):
         if isinstance(tree[section], dict):
-            wrong |= schema.convert_section(section, tree)[1]
+            values, problems = schema.convert_section(section, tree)
+            tree[section] |= {name: value for name, value in values.items() if type(value) in (bool, int, float)}
+            wrong |= problems
     return wrong
+
+
+def _lost_precision(model: str, assignments: Sequence[_Assignment], problems: list[str]) -> dict[str, str]:
+    """Path -> problem, where one field would replace the named recipe and all that its name stands for."""
+    fields = [a for a in assignments if a.path.startswith("mixed_precision.")]
+    name = _hydra(model, [a for a in assignments if a not in fields], problems)["mixed_precision"] if fields else None
+    if not isinstance(name, str):
+        return {}
+    hint = "name another recipe, or set mixed_precision=null and then every field that counts"
+    return {a.path: f"{a.text}: mixed_precision={name} is a whole that one field would replace; {hint}" for a in fields}
 
 
 def listed(problems: Sequence[str]) -> str:

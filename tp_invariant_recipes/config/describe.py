@@ -1,6 +1,7 @@
 """Say what a configuration or a model is, for people and machines."""
 
 import json
+import re
 from typing import Any
 
 from tp_invariant_recipes.config import layout, source
@@ -16,7 +17,7 @@ TP_DEGREES = (1, 2, 4, 8)
 def bridge_overrides(tree: dict[str, Any]) -> list[str]:
     """`section.field=value` for every field of Bridge's that the tree sets, as Bridge's own command line takes them."""
     lines = [
-        f"{section}.{field}={_text(value)}"
+        f"{section}.{field}={_text(_activation(value) if field == 'activation_func' else value)}"
         for section in BRIDGE_SECTIONS
         for field, value in (tree.get(section) or {}).items()
         if field != "_target_" and f"{section}.{field}" not in OWN_KEYS
@@ -48,5 +49,11 @@ def _refused(tree: dict[str, Any], tp: int) -> bool:
     return bool(layout.problems(tree | {"model": tree["model"] | changed}))
 
 
+def _activation(path: str) -> str:
+    """Bridge's command line knows activation functions by their last name."""
+    return path.rpartition(".")[2]
+
+
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """A value in Hydra's grammar, in which "1,0,0" without quotes would be a sweep."""
+    return value if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w./-]*", value) else json.dumps(value)

@@ -57,6 +57,9 @@ RECORDED_PREFIXES = (
     "NVIDIA_TF32",
 )
 
+# A name with one of these words is never recorded, whatever its prefix.
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+
 
 def settings(device: str, environment: Mapping[str, str]) -> dict[str, str]:
     """The variables to set for `device` ("cpu" or "gpu"), given what is set already.
@@ -78,4 +81,4 @@ def recorded(environment: Mapping[str, str]) -> dict[str, str]:
     """What a run directory and a ledger keep of the environment. Never a secret: only names listed here."""
     names = {v.name for v in VARIABLES}
     kept = {k: v for k, v in environment.items() if k in names or k.startswith(RECORDED_PREFIXES)}
-    return dict(sorted((k, v) for k, v in kept.items() if "KEY" not in k and "TOKEN" not in k))
+    return dict(sorted((k, v) for k, v in kept.items() if not any(word in k for word in SECRET_WORDS)))

@@ -149,8 +149,13 @@ def _iters(tree: Tree, layout: Layout) -> str | None:
     return f"iters={iters}: must be at least 1" if iters is None or iters < 1 else None
 
 
+def _save(tree: Tree, layout: Layout) -> str | None:
+    save = tree["checkpoint"]["save_interval"]
+    return f"save={save}: must be 0 (only on SIGTERM) or more" if save < 0 else None
+
+
 def _lr(tree: Tree, layout: Layout) -> str | None:
-    lr, low = tree["optimizer"]["lr"], tree["optimizer"]["min_lr"]
+    lr, low = tree["optimizer"]["lr"], tree["optimizer"]["min_lr"] or 0.0
     return None if lr >= low >= 0 else f"lr={lr} is below optimizer.min_lr={low}; set optimizer.min_lr too"
 
 
@@ -174,6 +179,7 @@ RULES: tuple[Callable[[Tree, Layout], str | None], ...] = (
     _experts,
     _batch,
     _iters,
+    _save,
     _lr,
     _data,
 )

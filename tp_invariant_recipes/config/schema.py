@@ -8,11 +8,10 @@ import functools
 import typing
 from typing import Any
 
-from hydra.utils import get_class
-
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.settings import OWN_KEYS, OWN_SECTIONS
-from tp_invariant_recipes.config.values import WrongType, convert
+from tp_invariant_recipes.config.values import WrongType, convert, named
+from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
 
 # The sections of Bridge's ConfigContainer that a run may set, and the class behind each; `model` is the provider
@@ -59,7 +58,10 @@ def section_class(section: str, tree: dict[str, Any]) -> type:
 @functools.cache
 def _bridge_class(path: str) -> type:
     bridge.load()
-    return get_class(path)
+    cls = named(path)
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+        raise ConfigError(f"{path} is not one of Megatron-Bridge's classes of settings (tpi doctor shows the versions)")
+    return cls
 
 
 @functools.cache

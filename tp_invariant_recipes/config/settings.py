@@ -77,5 +77,8 @@ OWN_SECTIONS: dict[str, type] = {
     "logging": LoggingSettings,
 }
 
+# Keys that hold a path. It is taken as typed: to Hydra's grammar ~ = , and brackets would mean something.
+PATHS = ("run.dir", "data.path", "data.cache", "data.tokenizer")
+
 # Keys of ours inside a section of Bridge's: path -> type.
 OWN_KEYS: dict[str, type] = {"tokenizer.vocab_includes_eod": bool}

@@ -5,8 +5,11 @@ from typing import Any
 
 def parameters(model: dict[str, Any]) -> int:
     """Roughly how many parameters a model section describes: embeddings, attention, feed-forward, experts."""
-    hidden, ffn = model["hidden_size"], model["ffn_hidden_size"]
-    heads, groups, width = model["num_attention_heads"], model["num_query_groups"], model["kv_channels"]
+    hidden, heads = model["hidden_size"], model["num_attention_heads"]
+    # Where these are null, Megatron-Core derives them so.
+    ffn = model.get("ffn_hidden_size") or 4 * hidden
+    groups = model.get("num_query_groups") or heads
+    width = model.get("kv_channels") or hidden // heads
     gates = 3 if model["gated_linear_unit"] else 2
     attention = hidden * width * (2 * heads + 2 * groups)
     feed = gates * hidden * ffn

@@ -32,6 +32,16 @@ def convert(value: Any, hint: Any) -> Any:
         return value  # a hint that says nothing checkable; Bridge's own validation has the last word
 
 
+def named(path: str) -> Any:
+    """What a dotted path names; None when it names nothing that can be imported."""
+    import pydoc
+
+    try:
+        return pydoc.locate(path)
+    except pydoc.ErrorDuringImport:
+        return None
+
+
 def describe(hint: Any) -> str:
     """A type hint in words: "int", "bool or null", "one of 'a', 'b'"."""
     if isinstance(hint, str):
@@ -49,8 +59,6 @@ def describe(hint: Any) -> str:
 
 
 def _named(text: str, hint: Any) -> Any:
-    from hydra.utils import get_method
-
     for enum in _leaves(hint):
         if isinstance(enum, type) and issubclass(enum, Enum) and text in enum.__members__:
             return enum[text]
@@ -59,10 +67,10 @@ def _named(text: str, hint: Any) -> Any:
 
         return getattr(torch, text, text)
     if _mentions_callable(hint) and "." in text:
-        try:
-            return get_method(text)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise WrongType(f"expected the dotted path of a function: {error}") from None
+        function = named(text)
+        if not callable(function):
+            raise WrongType("expected the dotted path of a function")
+        return function
     return text
 
 

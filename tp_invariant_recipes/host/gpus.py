@@ -28,11 +28,20 @@ def visible() -> list[Gpu]:
     finally:
         pynvml.nvmlShutdown()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return found
-    # As CUDA reads it: what follows the first entry that is no device, such as -1, is not looked at.
-    names = takewhile(lambda c: c.startswith(("GPU-", "MIG-")) or (c.isdigit() and int(c) < len(found)), _words(chosen))
-    return [found[int(c) if c.isdigit() else min(n, len(found) - 1)] for n, c in enumerate(names)]
+    return found if chosen is None else _chosen(found, chosen)
+
+
+def _chosen(found: list[Gpu], names: str) -> list[Gpu]:
+    """Read CUDA_VISIBLE_DEVICES as CUDA does: the first entry that is no device, such as -1, ends the list."""
+    chosen: list[Gpu] = []
+    for name in names.split(","):
+        if name.strip().isdigit() and int(name) < len(found):
+            chosen.append(found[int(name)])
+        elif name.strip().startswith(("GPU-", "MIG-")) and len(chosen) < len(found):
+            chosen.append(found[len(chosen)])  # which one it is does not matter, only how many there are
+        else:
+            break
+    return chosen
 
 
 def _describe(pynvml, handle) -> Gpu:

@@ -129,6 +129,7 @@ def _store(world: int) -> Any:
 def _seats(world: int, port: int) -> list[Any]:
     from tp_invariant_recipes.training.rank import Seat
 
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the processor
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo would look this host's name up, which may not resolve
     return [Seat(r, r, world, world, "127.0.0.1", port) for r in range(world)]
 

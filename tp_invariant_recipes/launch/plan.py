@@ -155,11 +155,11 @@ def _prepare(tree: dict[str, Any], progress: Callable[[int, int], None] | None) 
     if data["kind"] != "text":
         return None
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(data["cache"] or Path(home) / "tpi" / "data")
+    cache = Path(data["cache"] or Path(home) / "tpi" / "data").expanduser()
     return ensure_prepared(
         Path(data["path"]).expanduser(),
         cache,
-        tokenizer=data["tokenizer"],
+        tokenizer=str(Path(data["tokenizer"]).expanduser()),
         json_key=data["json_key"],
         progress=progress,
     )

@@ -11,8 +11,12 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.training.rundir import RunDir, free_bytes
 
-# What a run writes besides checkpoints: configuration, logs, ledger, sample indices.
-SMALL_FILES = 4 * 2**20
+# What a run writes besides checkpoints and sample indices: configuration, logs, ledger.
+SMALL_FILES = 8 * 2**20
+
+# Megatron's mock dataset indexes all its tokens, 100,000 documents of up to 4096, two 4-byte numbers a sample.
+MOCK_TOKENS = 100_000 * 4096 // 2
+INDEX_BYTES_PER_SAMPLE = 8
 
 # A checkpoint holds each parameter in the training dtype and three fp32 copies: master weight, both moments.
 CHECKPOINT_BYTES_PER_PARAMETER = 2 + 3 * 4
@@ -47,9 +51,16 @@ def _gpus(tree: dict[str, Any], layout: Layout) -> list[str]:
     return problems
 
 
+def _samples(tree: dict[str, Any]) -> int:
+    """Samples that Megatron will index for the run."""
+    if tree["data"]["kind"] == "mock":
+        return MOCK_TOKENS // tree["model"]["seq_length"]
+    return tree["train"]["train_iters"] * tree["train"]["global_batch_size"]
+
+
 def _disk(tree: dict[str, Any], run_dir: RunDir) -> list[str]:
     free = free_bytes(run_dir.path)
-    need = SMALL_FILES
+    need = SMALL_FILES + INDEX_BYTES_PER_SAMPLE * _samples(tree)
     if tree["checkpoint"]["save_interval"]:
         need += CHECKPOINT_BYTES_PER_PARAMETER * parameters(tree["model"])
     if free >= need:

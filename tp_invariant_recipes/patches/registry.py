@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ class Patch:
 
 
 def _helpers_without_makefile() -> bool:
-    import megatron.core.datasets
-
-    folder = Path(next(iter(megatron.core.datasets.__path__)))
+    # Found, not imported: `tpi doctor` asks too, and should not wait for torch.
+    spec = find_spec("megatron.core")
+    if spec is None or not spec.submodule_search_locations:
+        return False
+    folder = Path(spec.submodule_search_locations[0]) / "datasets"
     return not (folder / "Makefile").exists() and any(folder.glob("helpers_cpp*.so"))
 
 

@@ -30,9 +30,12 @@ class Checkpoint:
     def read_manifest(self) -> dict[str, Any]:
         """What was written. Raises CheckpointError when the manifest cannot be read."""
         try:
-            return json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}: its manifest cannot be read: {error}") from error
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+            raise CheckpointError(f"{self.path}: its manifest lists no files")
+        return manifest
 
     def verify(self) -> None:
         """Re-read every file. Raises CheckpointError naming each that is missing, short or altered."""

@@ -44,9 +44,9 @@ class Seat:
 
 
 def main(rank: int, run: str, seats: list[Seat]) -> None:
-    """Run one rank of the run in directory `run` and end the process: status 0 when done or stopped by a signal.
+    """Run one rank of the run in directory `run`; returns when it is done, or stopped by a signal after saving.
 
-    On failure the reason is left in `RunDir.failure(rank)` for the launcher, and the status is 1.
+    On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
     """
     run_dir = RunDir(Path(run))
     seat = seats[rank]
@@ -55,16 +55,15 @@ def main(rank: int, run: str, seats: list[Seat]) -> None:
     try:
         with _logged(run_dir, seat):
             train(run_dir, seat)
-        status = 0
     except SystemExit as stop:  # Bridge leaves this way after saving on SIGTERM
-        status = int(stop.code or 0)
+        if stop.code:
+            raise
     except BaseException as error:
         _explain(run_dir, seat.rank, error)
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: threads that NCCL or a data loader left behind could keep a finished rank alive.
-    os._exit(status)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: threads that wait for other ranks could keep a failed one alive.
+        os._exit(1)
 
 
 def train(run_dir: RunDir, seat: Seat) -> None:

@@ -135,7 +135,7 @@ def choose(requested: str | None, name: str) -> RunDir:
     Raises RunError when the requested one already holds something: a run is never overwritten.
     """
     if requested is not None:
-        path = Path(requested)
+        path = Path(requested).expanduser()
         if path.exists() and not path.is_dir():
             raise RunError(f"run.dir={path} is a file")
         if path.is_dir() and any(path.iterdir()):
