@@ -1,0 +1,62 @@
+"""What all tests share: an environment of their own, the command line in this process, and no GPU tests without a GPU."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tp_invariant_recipes.config.environment import VARIABLES
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host.quiet import VERBOSE
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+FOREIGN = {*(v.name for v in VARIABLES), VERBOSE, "WANDB_API_KEY", "WANDB_MODE"}
+
+
+@pytest.fixture(autouse=True)
+def _environment(tmp_path: Path):
+    """Nothing of the machine's that decides what a run does, a cache of one's own, and no traces."""
+    own = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+    with mock.patch.dict(os.environ, own | {"XDG_CACHE_HOME": str(tmp_path / "cache")}, clear=True):
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needy = [item for item in items if item.get_closest_marker("gpu") or GPU_TESTS in item.path.parents]
+    if needy and not gpus.visible():
+        for item in needy:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended: exit status, standard output, standard error."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """`tpi` in this process, from `main()` on: `cli("show", "qwen3_toy", "tp=2")`."""
+    from tp_invariant_recipes.cli.main import main
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["tpi", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        return Ended(int(stop.value.code or 0), said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose driver shows no GPU."""
+    monkeypatch.setattr(gpus, "visible", lambda: [])

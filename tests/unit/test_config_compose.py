@@ -1,0 +1,323 @@
+"""Composing a run: what ends up in the tree, which layer wins, and every mistake in one message."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.config import source
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.keys import SHORT_KEYS
+from tp_invariant_recipes.config.settings import OWN_SECTIONS, PATHS
+from tp_invariant_recipes.errors import ConfigError
+
+MODELS = source.groups()["model"]
+MISSING = object()
+
+
+def at(tree: dict, path: str):
+    for name in path.split("."):
+        tree = tree.get(name, MISSING)
+    return tree
+
+
+def problems(*overrides: str, model: str = "qwen3_toy", device: str = "cpu") -> list[str]:
+    """What is wrong, one entry a problem."""
+    with pytest.raises(ConfigError) as error:
+        compose(model, overrides, device=device)
+    first, *rest = str(error.value).splitlines()
+    if not rest:
+        return [first]
+    assert first == f"{len(rest)} problems in this configuration:"
+    assert all(line.startswith("  - ") for line in rest)
+    return [line.removeprefix("  - ") for line in rest]
+
+
+# Short key, what is typed, the path it stands for and the value there. `with_` is what the value needs beside it.
+TYPED = (
+    ("tp", "2", "model.tensor_model_parallel_size", 2, ()),
+    ("pp", "2", "model.pipeline_model_parallel_size", 2, ()),
+    ("dp", "4", "parallel.data_parallel_size", 4, ("gbs=4",)),
+    ("cp", "2", "model.context_parallel_size", 2, ("device=gpu",)),
+    ("ep", "2", "model.expert_model_parallel_size", 2, ("dp=2", "gbs=4")),
+    ("etp", "2", "model.expert_tensor_parallel_size", 2, ("tp=2",)),
+    ("sp", "false", "model.sequence_parallel", False, ("tp=2",)),
+    ("seq", "64", "model.seq_length", 64, ()),
+    ("mbs", "2", "train.micro_batch_size", 2, ("gbs=4",)),
+    ("gbs", "8", "train.global_batch_size", 8, ()),
+    ("iters", "7", "train.train_iters", 7, ()),
+    ("lr", "0.5", "optimizer.lr", 0.5, ()),
+    ("seed", "4321", "rng.seed", 4321, ()),
+    ("save", "5", "checkpoint.save_interval", 5, ()),
+)
+
+
+def test_every_short_key_is_tried():
+    assert [key for key, *_ in TYPED] == list(SHORT_KEYS)
+
+
+@pytest.mark.parametrize(("key", "typed", "path", "value", "with_"), TYPED, ids=[key for key, *_ in TYPED])
+def test_a_short_key_sets_the_field_it_stands_for(key, typed, path, value, with_):
+    assert at(compose("qwen3_moe_toy").tree, path) not in (MISSING, value)
+    for name in (key, path, f"+{key}", f"++{path}"):
+        assert at(compose("qwen3_moe_toy", [f"{name}={typed}", *with_]).tree, path) == value
+
+
+# As typed, as meant: rules, interpolations and the identity build on the tree, so it must hold the field's own type.
+SPELLINGS = (
+    ("tp=2.0", "model.tensor_model_parallel_size", 2),
+    ('tp="2"', "model.tensor_model_parallel_size", 2),
+    ("iters=1e3", "train.train_iters", 1000),
+    ("lr=1", "optimizer.lr", 1.0),
+    ("lr=3e-3", "optimizer.lr", 0.003),
+    ("sp=off", "model.sequence_parallel", False),
+    ("sp=0", "model.sequence_parallel", False),
+    ("sp=True", "model.sequence_parallel", True),
+    ('parallel.data_parallel_size="1"', "parallel.data_parallel_size", 1),
+    ("tokenizer.vocab_includes_eod=no", "tokenizer.vocab_includes_eod", False),
+)
+
+
+@pytest.mark.parametrize(("override", "path", "value"), SPELLINGS[:-1], ids=[row[0] for row in SPELLINGS[:-1]])
+def test_a_value_has_the_type_of_its_field_however_it_is_spelt(override, path, value):
+    found = at(compose("qwen3_toy", ["tp=2", override]).tree, path)
+    assert (type(found), found) == (type(value), value)
+
+
+def test_spelling_does_not_tell_runs_apart():
+    a, b = (identity(compose("qwen3_toy", [o]).tree, None) for o in ("optimizer.lr=1", "lr=1.0"))
+    assert a == b
+    assert repr(a) == repr(b)
+
+
+def test_of_repeated_keys_the_last_counts():
+    tree = compose("qwen3_toy", ["tp=3", "model.tensor_model_parallel_size=4", "tp=2"]).tree
+    assert tree["model"]["tensor_model_parallel_size"] == 2
+
+
+def test_the_overrides_are_kept_as_typed():
+    typed = ["tp=2", "numerics=stock", "lr=1"]
+    composed = compose("qwen3_toy", typed, device="cpu")
+    assert composed.overrides == tuple(typed)
+    assert composed.model == "qwen3_toy"
+
+
+def test_compositions_do_not_touch_each_other():
+    changed = compose("qwen3_toy").tree
+    changed["model"]["num_layers"] = 99
+    assert compose("qwen3_toy").tree["model"]["num_layers"] == 2
+
+
+GROUPS = [
+    (group, option) for group, options in source.groups().items() for option in options if group not in ("model",)
+]
+
+
+@pytest.mark.parametrize(("group", "option"), GROUPS, ids="=".join)
+def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
+    needs = ["data.path=x"] if (group, option) == ("data", "text") else []
+    tree = compose("qwen3_toy", [f"{group}={option}", *needs]).tree
+    says = {"precision": lambda: {"bf16": "bf16_mixed", "fp32": None}[option] == tree["mixed_precision"]}
+    name = {"numerics": "mode", "cluster": "name"}.get(group, "kind")
+    assert says.get(group, lambda: tree[group][name] == option)()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_composes_for_both_devices(model):
+    for device in ("cpu", "gpu"):
+        tree = compose(model, device=device).tree
+        assert tree["device"]["kind"] == device
+        assert set(OWN_SECTIONS) <= set(tree)
+
+
+def test_the_device_is_the_one_asked_for_else_the_one_found():
+    assert compose("qwen3_toy", device="gpu").tree["dist"]["distributed_backend"] == "nccl"
+    assert compose("qwen3_toy", device="cpu").tree["dist"]["distributed_backend"] == "gloo"
+    assert compose("qwen3_toy", ["device=cpu"], device="gpu").tree["device"]["kind"] == "cpu"
+    assert compose("qwen3_toy", ["device=gpu"], device="cpu").tree["model"]["transformer_impl"] == "transformer_engine"
+
+
+# Later rows win over earlier ones: config.yaml, the model's file, numerics, precision, device, the command line.
+def test_the_model_wins_over_config_yaml_and_the_command_line_over_both():
+    assert compose("qwen3_8b").tree["optimizer"]["lr"] == 3e-4
+    assert compose("qwen3_toy").tree["optimizer"]["lr"] == 3e-3
+    assert compose("qwen3_toy", ["lr=0.1"]).tree["optimizer"]["lr"] == 0.1
+
+
+def test_the_device_wins_over_the_model_and_the_command_line_over_it():
+    assert compose("qwen3_8b", device="gpu").tree["model"]["bias_activation_fusion"] is True
+    assert compose("qwen3_8b", device="cpu").tree["model"]["bias_activation_fusion"] is False
+    tree = compose("qwen3_moe_toy", device="gpu").tree
+    assert tree["model"]["moe_grouped_gemm"] is True
+    assert compose("qwen3_moe_toy", device="cpu").tree["model"]["moe_grouped_gemm"] is False
+
+
+@pytest.fixture
+def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of conf/ that a test may change."""
+    folder = tmp_path / "conf"
+    shutil.copytree(source.conf_dir(), folder)
+    monkeypatch.setattr(source, "conf_dir", lambda: folder)
+    return folder
+
+
+def test_a_model_is_a_file_and_numerics_precision_and_device_win_over_it(own_conf):
+    (own_conf / "model" / "mine.yaml").write_text(
+        "# @package _global_\n"
+        "defaults:\n  - qwen3_toy\n"
+        "model:\n  num_layers: 3\n  deterministic_mode: false\n  transformer_impl: mine\n"
+        "mixed_precision: mine\n"
+    )
+    assert "mine" in source.groups()["model"]
+    tree = compose("mine", device="cpu").tree
+    assert tree["model"]["num_layers"] == 3
+    assert tree["model"]["hidden_size"] == 128
+    assert tree["model"]["deterministic_mode"] is True
+    assert tree["model"]["transformer_impl"] == "local"
+    assert tree["mixed_precision"] == "bf16_mixed"
+
+
+def test_a_broken_file_is_a_message_beside_the_others(own_conf):
+    (own_conf / "model" / "broken.yaml").write_text("# @package _global_\ndefaults:\n  - no_such_model\n")
+    wrong, broken = problems("tpp=2", model="broken")
+    assert "did you mean 'tp'?" in wrong
+    assert "no_such_model" in broken
+
+
+# What follows what: (override, path, value).
+FOLLOWS = (
+    ("tp=1", "model.sequence_parallel", False),
+    ("tp=2", "model.sequence_parallel", True),
+    ("seq=64", "dataset.seq_length", 64),
+    ("seed=7", "dataset.random_seed", 7),
+    ("device=cpu", "ddp.use_distributed_optimizer", False),
+    ("device=gpu", "ddp.use_distributed_optimizer", True),
+)
+
+
+@pytest.mark.parametrize(("override", "path", "value"), FOLLOWS)
+def test_fields_that_follow_others(override, path, value):
+    assert at(compose("qwen3_toy", [override]).tree, path) is value or at(
+        compose("qwen3_toy", [override]).tree, path
+    ) == (value)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_tokenizer_has_the_models_vocabulary_and_the_decay_its_weight(model):
+    tree = compose(model).tree
+    assert tree["tokenizer"]["vocab_size"] == tree["model"]["vocab_size"]
+    weight = tree["optimizer"]["weight_decay"]
+    assert tree["scheduler"]["start_weight_decay"] == tree["scheduler"]["end_weight_decay"] == weight
+
+
+AS_TYPED = ("~/books", "/a=b/c", "/a (b)/c", "/a,b", "a b", "/x/[1]{2}", "it's", 'say "hi"', "C:\\x", "#1", "ünï/文")
+
+
+@pytest.mark.parametrize("path", AS_TYPED)
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_is_taken_as_typed(key, path):
+    tree = compose("qwen3_toy", ["data=text", "data.path=x", f"{key}={path}"]).tree
+    assert at(tree, key) == path
+
+
+def test_a_path_may_be_quoted_or_null():
+    assert compose("qwen3_toy", ["run.dir='a b'"]).tree["run"]["dir"] == "a b"
+    assert compose("qwen3_toy", ["run.dir=null"]).tree["run"]["dir"] is None
+
+
+# One mistake each: overrides, and what the one line about it must say. The first word is the key to change.
+MISTAKES = (
+    (["tp=x"], "tp=x: tensor-parallel degree: expected int"),
+    (["tp=true"], "tp=true: tensor-parallel degree: expected int"),
+    (["tp=null"], "tp=null: tensor-parallel degree: expected int"),
+    (["tp="], "tp=: tensor-parallel degree: expected int"),
+    (["tp=[1,2]"], "tp=[1,2]: tensor-parallel degree: expected int"),
+    (["tp=1,2"], "tp=1,2: one run takes one value for tp"),
+    (["tp=range(1,3)"], "tp=range(1,3): one run takes one value for tp"),
+    (["model.seq_length=x"], "model.seq_length=x: sequence length, tokens: expected int"),
+    (["seed=2.5"], "seed=2.5: seed of weights and data order: expected int"),
+    (["lr=fast"], "lr=fast: peak learning rate: expected float"),
+    (["sp=maybe"], "sp=maybe: sequence parallelism (default: on when tp > 1): expected bool"),
+    (["tpp=2"], "tpp=2: unknown key 'tpp'; did you mean 'tp'?"),
+    (["devise=gpu"], "devise=gpu: unknown key 'devise'; did you mean 'device'?"),
+    (["numeric=stock"], "numeric=stock: unknown key 'numeric'; did you mean 'numerics'?"),
+    (["optimiser.lr=1"], "optimiser.lr=1: unknown key 'optimiser.lr'; did you mean 'optimizer.lr'?"),
+    (["hydra.run.dir=x"], "hydra.run.dir=x: unknown key 'hydra.run.dir'"),
+    (["data=texxt"], "data=texxt: unknown data 'texxt'; did you mean 'text'?"),
+    (["numerics=magic"], "numerics=magic: unknown numerics 'magic'; there are: "),
+    (["cluster=null"], "cluster=null: unknown cluster 'null'; there are: b300, h100, h200, local"),
+    (["model=qwen3_8b"], "model=qwen3_8b: the model is the first argument: tpi train qwen3_8b …"),
+    (["train=3"], "train=3: 'train' is a section; set one of its fields, as in train.FIELD=VALUE"),
+    (["tp"], "'tp' is not KEY=VALUE"),
+    (["--tp=2"], "'--tp=2' is not KEY=VALUE"),
+    (["~tp"], "~tp: fields cannot be deleted"),
+    (["run.dri=x"], "run.dri: no such field of RunSettings; did you mean 'run.dir'?"),
+    (["numerics.mode=magic"], "numerics.mode=magic: expected one of 'stock'"),
+    (["data.json_key=null"], "data.json_key=None: expected str"),
+    (["mixed_precision.fp16=true"], "mixed_precision.fp16=true: mixed_precision=bf16_mixed is a whole"),
+    (["data=text"], "data=text needs data.path=FILE_OR_FOLDER"),
+    (["data.path=x"], "data.path is set but data=mock ignores it; add data=text"),
+    (["tp=3", "seq=126"], "tp=3 does not divide model.num_attention_heads=8"),
+    (["tp=16"], "tp=16 does not divide model.num_attention_heads=8"),
+    (["ep=2"], "ep=2: this model has no experts"),
+    (["gbs=3", "mbs=2"], "gbs=3 is not a multiple of mbs * dp = 2 * 1; the next that is: gbs=4"),
+    (["cp=2"], "cp=2: context parallelism needs Transformer Engine's attention, so device=gpu"),
+    (["sp=true"], "sp=true needs tp > 1; leave sp out or set tp"),
+)
+
+
+@pytest.mark.parametrize(("overrides", "says"), MISTAKES, ids=[" ".join(o) for o, _ in MISTAKES])
+def test_a_mistake_is_one_line_that_names_the_key(overrides, says):
+    (problem,) = problems(*overrides)
+    assert problem.startswith(says)
+
+
+def test_an_unknown_model_is_named_with_the_nearest():
+    assert problems(model="qwen3_8") == ["unknown model 'qwen3_8'; did you mean 'qwen3_8b'?"]
+    (problem,) = problems(model="gpt")
+    assert problem.startswith("unknown model 'gpt'; there are: ")
+    assert all(model in problem for model in MODELS)
+
+
+def test_all_mistakes_are_said_at_once():
+    overrides = ["tpp=2", "lr=fast", "numerics=magic", "tp=1,2", "run.dri=x", "pp=3", "gbs=3", "mbs=2", "data=text", "~sp"]
+    found = problems(*overrides)
+    for beginning in (
+        "tpp=2: unknown key",
+        "lr=fast: peak learning rate",
+        "numerics=magic: unknown numerics",
+        "tp=1,2: one run takes one value",
+        "~sp: fields cannot be deleted",
+        "run.dri: no such field",
+        "pp=3 does not divide model.num_layers=2",
+        "gbs=3 is not a multiple",
+        "data=text needs data.path",
+    ):
+        assert sum(problem.startswith(beginning) for problem in found) == 1, beginning
+    assert len(found) == 9
+
+
+def test_with_an_unknown_model_the_keys_are_checked_all_the_same():
+    assert [p.split(":")[0] for p in problems("tp=x", "devise=cpu", model="gpt2")[1:]] == ["tp=x", "devise=cpu"]
+
+
+def test_the_message_does_not_say_a_mistake_twice():
+    assert len(problems("lr=fast", "optimizer.lr=fast")) == 2
+    assert len(problems("tp=0")) == 1
+
+
+@given(st.one_of(st.text(), st.builds("{}={}".format, st.sampled_from([*SHORT_KEYS, *PATHS, "data", "model"]), st.text())))
+def test_whatever_is_typed_is_at_worst_a_configuration_error(text):
+    with pytest.raises(ConfigError, match="unknown model 'none'"):
+        compose("none", [text])
+
+
+def test_a_right_answer_needs_no_torch(run_python):
+    run_python(
+        "from tp_invariant_recipes.config.compose import compose\n"
+        "compose('qwen3_8b', ['tp=4', 'data=text', 'data.path=x', 'run.dir=y', 'tokenizer.vocab_includes_eod=true'][:4])\n"
+        "import sys; assert 'torch' not in sys.modules and 'megatron' not in sys.modules"
+    )
