@@ -1,4 +1,4 @@
-"""What all tests share: an environment of their own, the command line in this process, and no GPU tests without a GPU."""
+"""What all tests share: an environment of their own, the command line in this process, GPU tests only with a GPU."""
 
 import os
 import sys

@@ -59,11 +59,16 @@ def test_every_short_key_is_tried():
     assert [key for key, *_ in TYPED] == list(SHORT_KEYS)
 
 
-@pytest.mark.parametrize(("key", "typed", "path", "value", "with_"), TYPED, ids=[key for key, *_ in TYPED])
+@pytest.mark.parametrize("key, typed, path, value, with_", TYPED, ids=[key for key, *_ in TYPED])
 def test_a_short_key_sets_the_field_it_stands_for(key, typed, path, value, with_):
-    assert at(compose("qwen3_moe_toy").tree, path) not in (MISSING, value)
-    for name in (key, path, f"+{key}", f"++{path}"):
+    assert at(compose("qwen3_moe_toy", with_).tree, path) not in (MISSING, value)
+    for name in (key, path):
         assert at(compose("qwen3_moe_toy", [f"{name}={typed}", *with_]).tree, path) == value
+
+
+@pytest.mark.parametrize("override", ("+tp=2", "++tp=2", "++model.tensor_model_parallel_size=2"))
+def test_hydras_plus_signs_change_nothing(override):
+    assert compose("qwen3_toy", [override]).tree == compose("qwen3_toy", ["tp=2"]).tree
 
 
 # As typed, as meant: rules, interpolations and the identity build on the tree, so it must hold the field's own type.
@@ -77,11 +82,10 @@ SPELLINGS = (
     ("sp=0", "model.sequence_parallel", False),
     ("sp=True", "model.sequence_parallel", True),
     ('parallel.data_parallel_size="1"', "parallel.data_parallel_size", 1),
-    ("tokenizer.vocab_includes_eod=no", "tokenizer.vocab_includes_eod", False),
 )
 
 
-@pytest.mark.parametrize(("override", "path", "value"), SPELLINGS[:-1], ids=[row[0] for row in SPELLINGS[:-1]])
+@pytest.mark.parametrize("override, path, value", SPELLINGS, ids=[row[0] for row in SPELLINGS])
 def test_a_value_has_the_type_of_its_field_however_it_is_spelt(override, path, value):
     found = at(compose("qwen3_toy", ["tp=2", override]).tree, path)
     assert (type(found), found) == (type(value), value)
@@ -111,18 +115,17 @@ def test_compositions_do_not_touch_each_other():
     assert compose("qwen3_toy").tree["model"]["num_layers"] == 2
 
 
-GROUPS = [
-    (group, option) for group, options in source.groups().items() for option in options if group not in ("model",)
-]
+GROUPS = [(group, option) for group, options in source.groups().items() for option in options if group != "model"]
 
 
-@pytest.mark.parametrize(("group", "option"), GROUPS, ids="=".join)
+@pytest.mark.parametrize("group, option", GROUPS, ids="=".join)
 def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
     needs = ["data.path=x"] if (group, option) == ("data", "text") else []
     tree = compose("qwen3_toy", [f"{group}={option}", *needs]).tree
-    says = {"precision": lambda: {"bf16": "bf16_mixed", "fp32": None}[option] == tree["mixed_precision"]}
-    name = {"numerics": "mode", "cluster": "name"}.get(group, "kind")
-    assert says.get(group, lambda: tree[group][name] == option)()
+    if group == "precision":
+        assert tree["mixed_precision"] == {"bf16": "bf16_mixed", "fp32": None}[option]
+    else:
+        assert tree[group][{"numerics": "mode", "cluster": "name"}.get(group, "kind")] == option
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -198,11 +201,9 @@ FOLLOWS = (
 )
 
 
-@pytest.mark.parametrize(("override", "path", "value"), FOLLOWS)
+@pytest.mark.parametrize("override, path, value", FOLLOWS)
 def test_fields_that_follow_others(override, path, value):
-    assert at(compose("qwen3_toy", [override]).tree, path) is value or at(
-        compose("qwen3_toy", [override]).tree, path
-    ) == (value)
+    assert at(compose("qwen3_toy", [override]).tree, path) == value
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -217,10 +218,9 @@ AS_TYPED = ("~/books", "/a=b/c", "/a (b)/c", "/a,b", "a b", "/x/[1]{2}", "it's",
 
 
 @pytest.mark.parametrize("path", AS_TYPED)
-@pytest.mark.parametrize("key", PATHS)
-def test_a_path_is_taken_as_typed(key, path):
-    tree = compose("qwen3_toy", ["data=text", "data.path=x", f"{key}={path}"]).tree
-    assert at(tree, key) == path
+def test_a_path_is_taken_as_typed(path):
+    tree = compose("qwen3_toy", ["data=text", *(f"{key}={path}" for key in PATHS)]).tree
+    assert [at(tree, key) for key in PATHS] == [path] * len(PATHS)
 
 
 def test_a_path_may_be_quoted_or_null():
@@ -257,7 +257,6 @@ MISTAKES = (
     (["run.dri=x"], "run.dri: no such field of RunSettings; did you mean 'run.dir'?"),
     (["numerics.mode=magic"], "numerics.mode=magic: expected one of 'stock'"),
     (["data.json_key=null"], "data.json_key=None: expected str"),
-    (["mixed_precision.fp16=true"], "mixed_precision.fp16=true: mixed_precision=bf16_mixed is a whole"),
     (["data=text"], "data=text needs data.path=FILE_OR_FOLDER"),
     (["data.path=x"], "data.path is set but data=mock ignores it; add data=text"),
     (["tp=3", "seq=126"], "tp=3 does not divide model.num_attention_heads=8"),
@@ -269,7 +268,7 @@ MISTAKES = (
 )
 
 
-@pytest.mark.parametrize(("overrides", "says"), MISTAKES, ids=[" ".join(o) for o, _ in MISTAKES])
+@pytest.mark.parametrize("overrides, says", MISTAKES, ids=[" ".join(o) for o, _ in MISTAKES])
 def test_a_mistake_is_one_line_that_names_the_key(overrides, says):
     (problem,) = problems(*overrides)
     assert problem.startswith(says)
@@ -283,7 +282,18 @@ def test_an_unknown_model_is_named_with_the_nearest():
 
 
 def test_all_mistakes_are_said_at_once():
-    overrides = ["tpp=2", "lr=fast", "numerics=magic", "tp=1,2", "run.dri=x", "pp=3", "gbs=3", "mbs=2", "data=text", "~sp"]
+    overrides = [
+        "tpp=2",
+        "lr=fast",
+        "numerics=magic",
+        "tp=1,2",
+        "run.dri=x",
+        "pp=3",
+        "gbs=3",
+        "mbs=2",
+        "data=text",
+        "~sp",
+    ]
     found = problems(*overrides)
     for beginning in (
         "tpp=2: unknown key",
@@ -309,15 +319,9 @@ def test_the_message_does_not_say_a_mistake_twice():
     assert len(problems("tp=0")) == 1
 
 
-@given(st.one_of(st.text(), st.builds("{}={}".format, st.sampled_from([*SHORT_KEYS, *PATHS, "data", "model"]), st.text())))
+@given(
+    st.one_of(st.text(), st.builds("{}={}".format, st.sampled_from([*SHORT_KEYS, *PATHS, "data", "model"]), st.text()))
+)
 def test_whatever_is_typed_is_at_worst_a_configuration_error(text):
     with pytest.raises(ConfigError, match="unknown model 'none'"):
         compose("none", [text])
-
-
-def test_a_right_answer_needs_no_torch(run_python):
-    run_python(
-        "from tp_invariant_recipes.config.compose import compose\n"
-        "compose('qwen3_8b', ['tp=4', 'data=text', 'data.path=x', 'run.dir=y', 'tokenizer.vocab_includes_eod=true'][:4])\n"
-        "import sys; assert 'torch' not in sys.modules and 'megatron' not in sys.modules"
-    )

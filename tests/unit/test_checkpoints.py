@@ -1,0 +1,196 @@
+"""Which checkpoints can be trusted: finished, whole, unaltered; and the rest is out of the way."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.errors import CheckpointError
+from tp_invariant_recipes.training.checkpoints import (
+    ASIDE,
+    MANIFEST,
+    Checkpoint,
+    finished,
+    iteration_dir,
+    select,
+    set_aside,
+    write_manifest,
+)
+
+FILES = {"__0_0.distcp": b"weights of rank 0", "__1_0.distcp": b"weights of rank 1", "run_config/run.yaml": b"a: 1\n"}
+LAYOUT = {"tp": 2, "sp": True}
+
+
+def save(folder: Path, step: int, files: dict[str, bytes] = FILES, *, manifest: bool = True) -> Path:
+    path = iteration_dir(folder, step)
+    for name, content in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    if manifest:
+        write_manifest(path, step, "hash", LAYOUT)
+    return path
+
+
+def problems(folder: Path) -> list[str]:
+    """What `select` says is wrong with the newest checkpoint, one entry a file."""
+    with pytest.raises(CheckpointError) as error:
+        select(folder)
+    first, *wrong, last = str(error.value).splitlines()
+    assert first.startswith("checkpoint ")
+    assert first.endswith(" is damaged:")
+    assert last == "resume from an earlier one with checkpoint.ckpt_step=STEP"
+    return [line.removeprefix("  - ") for line in wrong]
+
+
+def test_a_manifest_says_what_was_written(tmp_path):
+    path = save(tmp_path, 7)
+    manifest = Checkpoint(path, 7).read_manifest()
+    assert {key: manifest[key] for key in ("schema", "step", "identity_hash", "layout")} == {
+        "schema": 1,
+        "step": 7,
+        "identity_hash": "hash",
+        "layout": LAYOUT,
+    }
+    assert {name: entry["bytes"] for name, entry in manifest["files"].items()} == {n: len(c) for n, c in FILES.items()}
+    assert sorted(p.name for p in path.iterdir() if p.is_file()) == sorted([MANIFEST, "__0_0.distcp", "__1_0.distcp"])
+    assert select(tmp_path) == Checkpoint(path, 7)
+
+
+def test_a_manifest_written_again_is_the_same(tmp_path):
+    path = save(tmp_path, 7)
+    before = (path / MANIFEST).read_bytes()
+    write_manifest(path, 7, "hash", LAYOUT)
+    assert (path / MANIFEST).read_bytes() == before
+
+
+def test_names_are_megatrons(tmp_path):
+    assert iteration_dir(tmp_path, 12).name == "iter_0000012"
+
+
+def test_the_newest_finished_one_is_chosen_or_the_one_asked_for(tmp_path):
+    paths = {step: save(tmp_path, step) for step in (100, 20, 3)}
+    save(tmp_path, 200, manifest=False)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("200")
+    (tmp_path / "iter_0000300").write_text("a file")
+    (tmp_path / "iter_400").mkdir()
+    assert [c.step for c in finished(tmp_path)] == [3, 20, 100]
+    assert select(tmp_path) == Checkpoint(paths[100], 100)
+    assert select(tmp_path, 20) == Checkpoint(paths[20], 20)
+
+
+def test_where_nothing_was_saved_there_is_none(tmp_path):
+    assert select(tmp_path / "nowhere") is None
+    assert select(tmp_path) is None
+    save(tmp_path, 5, manifest=False)
+    assert select(tmp_path) is None
+
+
+def test_a_step_that_was_never_finished_is_refused_with_those_that_were(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of checkpoint\.ckpt_step=5; finished: none"):
+        select(tmp_path, 5)
+    for step in (10, 20):
+        save(tmp_path, step)
+    save(tmp_path, 5, manifest=False)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of checkpoint\.ckpt_step=5; finished: 10, 20"):
+        select(tmp_path, 5)
+
+
+def test_each_damaged_file_is_named(tmp_path):
+    path = save(tmp_path, 5, FILES | {"whole": b"whole"})
+    (path / "__0_0.distcp").unlink()
+    (path / "__1_0.distcp").write_bytes(b"weights of rank")
+    (path / "run_config/run.yaml").write_bytes(b"a: 2\n")
+    assert problems(tmp_path) == [
+        "__0_0.distcp is missing",
+        "__1_0.distcp has 15 bytes instead of 17",
+        "run_config/run.yaml has changed since it was written",
+    ]
+
+
+def test_only_the_one_to_be_used_has_to_be_whole(tmp_path):
+    save(tmp_path, 5)
+    (save(tmp_path, 10) / "__0_0.distcp").unlink()
+    assert problems(tmp_path) == ["__0_0.distcp is missing"]
+    assert select(tmp_path, 5).step == 5
+
+
+DAMAGE = {
+    "is missing": lambda content, at: None,
+    "bytes instead of": lambda content, at: content[:at],
+    "has changed since": lambda content, at: content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :],
+}
+CONTENTS = st.dictionaries(st.text("abc", min_size=1, max_size=3), st.binary(min_size=1, max_size=64), min_size=1)
+
+
+@settings(max_examples=50)
+@given(files=CONTENTS, data=st.data())
+def test_any_damage_to_any_file_is_found(files, data):
+    damaged = data.draw(st.dictionaries(st.sampled_from(sorted(files)), st.sampled_from(sorted(DAMAGE))))
+    with tempfile.TemporaryDirectory() as folder:
+        path = save(Path(folder), 1, files)
+        for name, kind in damaged.items():
+            content = DAMAGE[kind](files[name], data.draw(st.integers(0, len(files[name]) - 1)))
+            (path / name).unlink() if content is None else (path / name).write_bytes(content)
+        if not damaged:
+            assert select(Path(folder)).step == 1
+            return
+        found = problems(Path(folder))
+        assert [line.split()[0] for line in found] == sorted(damaged)
+        assert all(damaged[line.split()[0]] in line for line in found)
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    (("", "cannot be read"), ('{"files": {', "cannot be read"), ("[]", "lists no files"), ("{}", "lists no files")),
+)
+def test_a_damaged_manifest_is_refused(tmp_path, text, says):
+    path = save(tmp_path, 5)
+    (path / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{path}: its manifest {says}"):
+        select(tmp_path)
+
+
+def test_a_half_written_manifest_does_not_finish_a_checkpoint(tmp_path, monkeypatch):
+    path = save(tmp_path, 5, manifest=False)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("killed here")))
+    with pytest.raises(OSError, match="killed here"):
+        write_manifest(path, 5, "hash", LAYOUT)
+    assert finished(tmp_path) == []
+
+
+def test_what_lies_beyond_the_start_is_set_aside(tmp_path):
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+    save(tmp_path, 30, manifest=False)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("30")
+    aside = tmp_path / ASIDE
+    assert set_aside(tmp_path, after=10) == [aside / "iter_0000020", aside / "iter_0000030"]
+    assert [c.step for c in finished(tmp_path)] == [10]
+    assert (aside / "iter_0000020" / "__0_0.distcp").read_bytes() == FILES["__0_0.distcp"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").exists()
+    assert set_aside(tmp_path, after=10) == []
+
+
+def test_what_is_set_aside_again_does_not_replace_the_first(tmp_path):
+    for content in (b"first", b"second", b"third"):
+        save(tmp_path, 20, {"file": content})
+        set_aside(tmp_path, after=0)
+    kept = {path.parent.name: path.read_bytes() for path in (tmp_path / ASIDE).rglob("file")}
+    assert kept == {"iter_0000020": b"first", "iter_0000020-2": b"second", "iter_0000020-3": b"third"}
+
+
+def test_there_may_be_nothing_to_set_aside(tmp_path):
+    assert set_aside(tmp_path / "nowhere", after=0) == []
+    save(tmp_path, 10)
+    assert set_aside(tmp_path, after=10) == []
+    assert not (tmp_path / ASIDE).exists()
+
+
+def test_a_manifest_is_json_that_people_can_read(tmp_path):
+    text = (save(tmp_path, 5) / MANIFEST).read_text()
+    assert json.loads(text)["step"] == 5
+    assert text.count("\n") > 5

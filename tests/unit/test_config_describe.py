@@ -1,0 +1,93 @@
+"""What is said about models and configurations, for people and for Bridge's own command line."""
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.config import describe, source
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.nearest import nearest
+from tp_invariant_recipes.config.size import parameters
+
+ROWS = {row["model"]: row for row in describe.models()}
+
+# Model, parameters as published (the toys': counted by hand), the tensor-parallel degrees that divide it, on a CPU too.
+PUBLISHED = (
+    ("qwen3_0p6b", 0.596e9, [1, 2, 4, 8], True),
+    ("qwen3_8b", 8.19e9, [1, 2, 4, 8], True),
+    ("qwen3_30b_a3b", 30.5e9, [1, 2, 4], True),
+    ("nemotron3_nano", 31.6e9, [1, 2], False),
+    ("qwen3_toy", 512 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256), [1, 2, 4, 8], True),
+    ("qwen3_moe_toy", 2 * 151936 * 2048 + 4 * (2048 * 128 * 72 + 3 * 2048 * 768 * 8), [1, 2, 4], True),
+    ("nemotron3_nano_toy", 0.127e9, [1, 2], False),
+)
+
+
+def test_every_model_is_in_the_table():
+    assert sorted(ROWS) == sorted(source.groups()["model"]) == sorted(model for model, *_ in PUBLISHED)
+
+
+@pytest.mark.parametrize("model, count, degrees, cpu", PUBLISHED, ids=[model for model, *_ in PUBLISHED])
+def test_a_model_is_as_large_as_published(model, count, degrees, cpu):
+    row = ROWS[model]
+    assert row["parameters"] == pytest.approx(count, rel=0.005)
+    assert row["tp"] == degrees
+    assert row["cpu"] is cpu
+
+
+def test_a_row_says_what_the_file_says():
+    assert ROWS["qwen3_8b"]["summary"] == "Qwen3-8B: 36 layers, untied embeddings."
+    assert (ROWS["qwen3_8b"]["layers"], ROWS["qwen3_8b"]["hidden_size"]) == (36, 4096)
+    assert ROWS["nemotron3_nano"]["layers"] == 52
+    assert all(row["summary"] for row in ROWS.values())
+
+
+def test_dimensions_left_to_megatron_are_counted_as_it_derives_them():
+    model = compose("qwen3_8b").tree["model"]
+    unset = model | {"num_query_groups": None, "ffn_hidden_size": None, "kv_channels": None}
+    spelt = model | {"num_query_groups": 32, "ffn_hidden_size": 4 * 4096, "kv_channels": 128}
+    assert parameters(unset) == parameters(spelt)
+
+
+@pytest.mark.parametrize("model", ROWS)
+def test_bridge_overrides_are_overrides_with_the_trees_values(model):
+    tree = compose(model, ["tp=2"], device="gpu").tree
+    tree["dataset"]["blend"] = [["/data/a b"], None]
+    lines = describe.bridge_overrides(tree)
+    found = {}
+    for override in OverridesParser.create().parse_overrides(lines):
+        assert not override.is_sweep_override(), override.input_line
+        found[override.key_or_group] = override.value()
+    sections = describe.BRIDGE_SECTIONS.keys() & tree.keys()
+    expected = {f"{s}.{field}": value for s in sections for field, value in tree[s].items()}
+    expected["mixed_precision"] = tree["mixed_precision"]
+    expected["model.activation_func"] = {"qwen3": "silu", "nemotron3": "squared_relu"}[model.split("_")[0]]
+    del expected["model._target_"], expected["tokenizer.vocab_includes_eod"]
+    assert found == expected
+
+
+@given(
+    st.none() | st.booleans() | st.integers() | st.text("ab1,=:'[]{} .*$~", max_size=6).filter(lambda t: "$" not in t)
+)
+def test_any_value_is_an_override_of_itself(value):
+    (line,) = describe.bridge_overrides({"logger": {"wandb_project": value}, "mixed_precision": None})[:1]
+    parsed = OverridesParser.create().parse_override(line)
+    assert not parsed.is_sweep_override()
+    assert parsed.value() == value
+
+
+@pytest.mark.parametrize(
+    "name, names, hint",
+    (
+        ("tpp", ("tp", "pp", "lr"), "; did you mean 'tp'?"),
+        ("qwen3_8", ("qwen3_8b", "qwen3_toy"), "; did you mean 'qwen3_8b'?"),
+        ("zzz", ("tp", "lr"), "; there are: lr, tp"),
+        ("zzz", (), ""),
+        ("zzz", tuple(f"key{n}" for n in range(13)), ""),
+        ("optim.weight_decay", ("optimizer.weight_decay", "scheduler.x"), "; did you mean 'optimizer.weight_decay'?"),
+        ("x.weight_decay", ("optimizer.weight_decay", "scheduler.end"), "; did you mean 'optimizer.weight_decay'?"),
+    ),
+)
+def test_the_nearest_name(name, names, hint):
+    assert nearest(name, names) == hint

@@ -1,0 +1,193 @@
+"""What two comparable runs have in common: not the layout nor the code that computes, but all that decides a result."""
+
+import copy
+import string
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.config import identity as table
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.identity import identity
+
+MODELS = ("qwen3_8b", "qwen3_moe_toy", "nemotron3_nano_toy")
+
+
+def of(model: str, *overrides: str, device: str = "gpu") -> dict:
+    return identity(compose(model, overrides, device=device).tree, None)
+
+
+# Overrides that leave the identity as it is: layout, machine, kernels, files, length of an unchanged schedule.
+SAME = (
+    ("qwen3_8b", ("tp=2",)),
+    ("qwen3_8b", ("tp=8", "sp=false")),
+    ("qwen3_8b", ("pp=4", "dp=4", "gbs=4", "cp=2")),
+    ("qwen3_8b", ("device=cpu",)),
+    ("qwen3_8b", ("cluster=h100", "logging=wandb", "save=10", "run.dir=x")),
+    ("qwen3_moe_toy", ("tp=2", "ep=2", "dp=2", "gbs=4")),
+    ("qwen3_moe_toy", ("tp=4", "etp=4")),
+    ("nemotron3_nano_toy", ("tp=2", "pp=7")),
+)
+
+
+@pytest.mark.parametrize("model, overrides", SAME, ids=[" ".join((m, *o)) for m, o in SAME])
+def test_a_run_of_another_layout_is_the_same_run(model, overrides):
+    batch = [o for o in overrides if o.startswith("gbs=")]  # is part of the identity, and here for both
+    assert of(model, *overrides) == of(model, *batch)
+
+
+# Override, and the keys that it changes.
+OTHER = (
+    ("seed=1", {"rng.seed", "dataset.random_seed"}),
+    ("lr=1e-3", {"optimizer.lr"}),
+    ("seq=1024", {"model.seq_length", "dataset.seq_length"}),
+    ("gbs=2", {"train.global_batch_size"}),
+    ("iters=7", {"scheduler.lr_decay_iters"}),
+    (
+        "precision=fp32",
+        {"mixed_precision", *(f"model.{f}" for f in ("bf16", "fp16", "params_dtype", "autocast_dtype"))},
+    ),
+)
+
+
+@pytest.mark.parametrize("override, keys", OTHER, ids=[o for o, _ in OTHER])
+def test_a_run_with_another_result_is_another_run(override, keys):
+    before, after = of("qwen3_8b"), of("qwen3_8b", override)
+    changed = {key for key in before | after if before.get(key) != after.get(key)}
+    assert keys <= changed
+    assert changed - keys <= {"optimizer.bf16", "optimizer.fp16"}
+
+
+def test_models_differ():
+    assert len({repr(of(model)) for model in MODELS}) == len(MODELS)
+
+
+def test_data_is_known_by_its_content_and_not_by_its_place():
+    def text(path: str, digest: str) -> dict:
+        tree = compose("qwen3_toy", ["data=text", f"data.path={path}"]).tree
+        tree["dataset"]["blend"] = [[path], None]
+        tree["dataset"]["path_to_cache"] = f"{path}/cache"
+        return identity(tree, digest)
+
+    assert text("a", "1") == text("b", "1") != text("a", "2")
+    assert text("a", "1")["data.digest"] == "1"
+    assert text("a", "1")["data.kind"] == "text"
+    assert identity(compose("qwen3_toy").tree, None)["data.kind"] == "mock"
+
+
+def test_an_unset_decay_is_as_long_as_the_run():
+    assert of("qwen3_8b", "iters=7")["scheduler.lr_decay_iters"] == 7
+    tree = compose("qwen3_8b", ["iters=7"]).tree
+    tree["scheduler"]["lr_decay_iters"] = 50
+    assert identity(tree, None)["scheduler.lr_decay_iters"] == 50
+
+
+# All that conf/ sets in the sections of the identity and that is left out of it.
+LEFT_OUT = {
+    *(f"model.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")),
+    *(f"model.{name}_parallel_size" for name in ("expert_model", "expert_tensor")),
+    "model._target_",
+    "model.apply_rope_fusion",
+    "model.attention_backend",
+    "model.bias_activation_fusion",
+    "model.bias_dropout_fusion",
+    "model.cross_entropy_loss_fusion",
+    "model.cuda_graph_impl",
+    "model.deterministic_mode",
+    "model.gradient_accumulation_fusion",
+    "model.masked_softmax_fusion",
+    "model.moe_grouped_gemm",
+    "model.moe_permute_fusion",
+    "model.moe_shared_expert_overlap",
+    "model.moe_token_dispatcher_type",
+    "model.persist_layer_norm",
+    "model.recompute_granularity",
+    "model.sequence_parallel",
+    "model.transformer_impl",
+    "model.use_fused_weighted_squared_relu",
+    "dataset.num_workers",
+    "ddp.average_in_collective",
+    "ddp.check_for_nan_in_grad",
+    "ddp.data_parallel_sharding_strategy",
+    "ddp.overlap_grad_reduce",
+    "ddp.overlap_param_gather",
+    "ddp.use_distributed_optimizer",
+    "optimizer.overlap_param_gather",
+    "optimizer.use_distributed_optimizer",
+    "scheduler.override_opt_param_scheduler",
+    "train.exit_signal_handler",
+    "train.manual_gc",
+    "train.manual_gc_interval",
+    "train.train_iters",
+}
+
+
+def fields(tree: dict) -> dict:
+    """Every `section.field` of the sections that count, and its value."""
+    sections = {name: tree[name] for name in table.SECTIONS if isinstance(tree[name], dict)}
+    return {f"{name}.{field}": value for name, section in sections.items() for field, value in section.items()}
+
+
+def test_what_is_left_out_is_what_this_list_says():
+    trees = [compose(model, device=device).tree for model in MODELS for device in ("cpu", "gpu")]
+    assert {key for tree in trees for key in fields(tree).keys() - identity(tree, None).keys()} == LEFT_OUT
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_other_field_counts(model):
+    tree = compose(model, device="gpu").tree
+    before = identity(tree, None)
+    for key in fields(tree).keys() - LEFT_OUT:
+        section, field = key.split(".")
+        changed = tree | {section: tree[section] | {field: "another"}}
+        after = identity(changed, None)
+        assert {k for k in before if before[k] != after[k]} == {key}
+
+
+TREE = {name: {"kept": 1} for name in table.SECTIONS} | {
+    "mixed_precision": "bf16_mixed",
+    "train": {"train_iters": 10},
+    "scheduler": {"lr_decay_iters": 10},
+    "data": {"kind": "mock"},
+}
+PATTERNS = [pattern for patterns in table.EXCLUDED.values() for pattern in patterns]
+FILL = st.text(string.ascii_lowercase + "_", max_size=12)
+
+
+@st.composite
+def left_out(draw) -> str:
+    """A key that a pattern of the table describes."""
+    parts = draw(st.sampled_from(PATTERNS)).split("*")
+    return "".join(part + (draw(FILL) if n < len(parts) - 1 else "") for n, part in enumerate(parts))
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=3)
+
+
+@settings(max_examples=300)
+@given(key=left_out(), value=VALUES)
+def test_no_key_of_the_table_changes_the_identity(key, value):
+    section, field = key.split(".")
+    tree = copy.deepcopy(TREE)
+    tree[section][field] = value
+    assert identity(tree, None) == identity(TREE, None)
+
+
+@given(key=left_out(), value=VALUES)
+def test_the_same_name_in_a_section_the_table_does_not_speak_of_does(key, value):
+    field = key.split(".")[1]
+    tree = copy.deepcopy(TREE)
+    tree["rng"][field] = value
+    assert identity(tree, None) == identity(TREE, None) | {f"rng.{field}": value}
+
+
+@given(st.permutations(list(TREE)))
+def test_the_order_of_sections_does_not_matter(order):
+    assert list(identity({name: TREE[name] for name in order}, None).items()) == list(identity(TREE, None).items())
+
+
+def test_a_mixed_precision_of_fields_counts_field_by_field():
+    tree = TREE | {"mixed_precision": {"bf16": True, "grad_reduce_in_fp32": False}}
+    assert identity(tree, None)["mixed_precision.grad_reduce_in_fp32"] is False
+    assert "mixed_precision" not in identity(tree, None)

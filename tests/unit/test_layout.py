@@ -1,0 +1,188 @@
+"""The rules of a parallel layout: exactly what divides is accepted, and every message says what would be."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.config import layout
+
+DEGREES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "sp": "sequence_parallel",
+    "seq": "seq_length",
+}
+TRAIN = {"mbs": "micro_batch_size", "gbs": "global_batch_size", "iters": "train_iters"}
+DENSE = {"num_layers": 8, "num_attention_heads": 16, "num_query_groups": 8, "ffn_hidden_size": 96, "vocab_size": 512}
+MOE = {"num_moe_experts": 8, "moe_ffn_hidden_size": 32}
+HYBRID = {"hybrid_layer_pattern": "MEM*EMEM", "mamba_num_heads": 8, "mamba_num_groups": 4}
+
+
+def tree(**changes) -> dict:
+    """A tree with just what the rules look at, on a GPU. Keys as typed; whatever else is named is a model's field."""
+    model = {field: 1 for field in DEGREES.values()} | {"sequence_parallel": False, "seq_length": 64} | DENSE
+    train = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 10}
+    made = {
+        "model": model,
+        "train": train,
+        "parallel": {"data_parallel_size": changes.pop("dp", 1)},
+        "optimizer": {"lr": changes.pop("lr", 1e-3), "min_lr": changes.pop("min_lr", 1e-4)},
+        "checkpoint": {"save_interval": changes.pop("save", 0)},
+        "data": {"kind": changes.pop("data", "mock"), "path": changes.pop("path", None)},
+        "device": {"kind": changes.pop("device", "gpu")},
+    }
+    for key, value in changes.items():
+        if key in TRAIN:
+            train[TRAIN[key]] = value
+        else:
+            model[DEGREES.get(key, key)] = value
+    return made
+
+
+GOOD = (
+    {},
+    {"tp": 8, "sp": True},
+    {"pp": 8, "dp": 4, "gbs": 16, "mbs": 2},
+    {"cp": 4, "tp": 2, "sp": True},
+    {"ep": 8, "dp": 8, **MOE},
+    {"ep": 4, "etp": 2, "tp": 8, "sp": True, **MOE},
+    {"pp": 4, **HYBRID, "num_layers": None},
+    {"pp": 3, **HYBRID, "num_layers": None, "hybrid_layer_pattern": "MEM|*E|M"},
+    {"pp": 2, **HYBRID, "num_layers": None, "hybrid_layer_pattern": "ME/M"},
+    {"pp": 3, "pipeline_model_parallel_layout": "Et*3|t*3|t*2L"},
+    {"pp": 3, "num_layers_in_first_pipeline_stage": 2},
+    {"num_query_groups": None, "tp": 16},
+    {"lr": 1e-4, "min_lr": 1e-4},
+    {"lr": 0.0, "min_lr": None},
+    {"data": "text", "path": "books"},
+    {"save": 5},
+)
+
+
+@pytest.mark.parametrize("changes", GOOD, ids=str)
+def test_accepted(changes):
+    assert layout.problems(tree(**changes)) == []
+
+
+REFUSED = (
+    ({"tp": 0}, "tp=0: must be at least 1"),
+    ({"dp": -1}, "dp=-1: must be at least 1"),
+    ({"tp": 16}, "tp=16 does not divide model.num_query_groups=8; tp can be 1, 2, 4, 8"),
+    ({"tp": 3}, "tp=3 does not divide model.num_attention_heads=16, model.num_query_groups=8, model.vocab_size=512"),
+    ({"tp": 2, "vocab_size": 511}, "tp=2 does not divide model.vocab_size=511; tp can be 1"),
+    ({"tp": 2, "ffn_hidden_size": 95}, "tp=2 does not divide model.ffn_hidden_size=95"),
+    ({"tp": 8, **HYBRID, "num_layers": None}, "tp=8 does not divide model.mamba_num_groups=4; tp can be 1, 2, 4"),
+    ({"tp": 4, **HYBRID, "num_layers": None, "mamba_num_heads": 6}, "tp=4 does not divide model.mamba_num_heads=6"),
+    ({"etp": 3, "dp": 3, "gbs": 3, **MOE}, "etp=3 does not divide model.moe_ffn_hidden_size=32; etp can be 1, 2, 4"),
+    ({"sp": True}, "sp=true needs tp > 1; leave sp out or set tp"),
+    ({"tp": 2, "sp": True, "seq": 63}, "seq=63 is not a multiple of tp=2 (sp=true); the next that is: seq=64"),
+    ({"cp": 2, "seq": 66}, "seq=66 is not a multiple of 2 * cp=2; the next that is: seq=68"),
+    ({"cp": 2, "tp": 2, "sp": True, "seq": 68}, "seq=68 is not a multiple of 2 * cp=2 * tp=2 (sp=true); the next"),
+    ({"cp": 2, "device": "cpu"}, "cp=2: context parallelism needs Transformer Engine's attention, so device=gpu"),
+    ({"pp": 3}, "pp=3 does not divide model.num_layers=8; pp can be 1, 2, 4, 8"),
+    ({"pp": 3, **HYBRID, "num_layers": None}, "pp=3 does not divide the 8 layers of this model"),
+    ({"ep": 2}, "ep=2: this model has no experts"),
+    ({"ep": 2, "etp": 4}, "ep=2, etp=4: this model has no experts"),
+    ({"ep": 3, "dp": 3, "gbs": 3, **MOE}, "ep=3 does not divide model.num_moe_experts=8"),
+    (
+        {"ep": 4, "dp": 2, **MOE},
+        "etp * ep * pp = 4 does not divide the 2 ranks (tp * pp * cp * dp); raise dp or tp, or",
+    ),
+    ({"mbs": 0}, "mbs=0, gbs=8: must be at least 1"),
+    ({"gbs": 6, "dp": 4}, "gbs=6 is not a multiple of mbs * dp = 1 * 4; the next that is: gbs=8"),
+    ({"iters": 0}, "iters=0: must be at least 1"),
+    ({"save": -1}, "save=-1: must be 0 (only on SIGTERM) or more"),
+    ({"lr": 1e-5}, "lr=1e-05 is below optimizer.min_lr=0.0001; set optimizer.min_lr too"),
+    ({"lr": -1.0, "min_lr": None}, "lr=-1.0 is below optimizer.min_lr=0.0"),
+    ({"data": "text"}, "data=text needs data.path=FILE_OR_FOLDER"),
+    ({"path": "books"}, "data.path is set but data=mock ignores it; add data=text"),
+)
+
+
+@pytest.mark.parametrize("changes, says", REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+def test_refused_with_one_line(changes, says):
+    (problem,) = layout.problems(tree(**changes))
+    assert problem.startswith(says)
+
+
+def test_every_rule_has_its_say():
+    everything = {"tp": 5, "sp": True, "pp": 7, "cp": 3, "dp": 3, "ep": 5, "etp": 9, "device": "cpu", "data": "text"}
+    found = layout.problems(tree(**everything, **MOE, iters=0, save=-1, lr=1e-9))
+    keys = [re.match(r"data=text|\w+", problem)[0] for problem in found]
+    assert keys == ["tp", "etp", "seq", "cp", "pp", "ep", "gbs", "iters", "save", "lr", "data=text"]
+
+
+def test_a_layout_counts_its_ranks():
+    at = layout.of(tree(tp=2, pp=3, cp=5, dp=7, ep=2, etp=2, sp=True))
+    assert at.world == 2 * 3 * 5 * 7
+    assert at.as_dict() == {"tp": 2, "pp": 3, "cp": 5, "dp": 7, "ep": 2, "etp": 2, "sp": True}
+
+
+SMALL = st.integers(1, 6)
+
+
+@st.composite
+def asked(draw) -> dict:
+    """A model, a batch and a layout that divide about as often as not."""
+    multiple = st.sampled_from((1, 2, 3, 4, 6, 8, 12, 24))
+    return {
+        **{name: draw(SMALL) for name in ("tp", "pp", "cp", "dp", "ep", "etp")},
+        **{name: draw(multiple) for name in DENSE},
+        "num_moe_experts": draw(st.none() | multiple),
+        "moe_ffn_hidden_size": draw(multiple),
+        "sp": draw(st.booleans()),
+        "seq": draw(multiple) * draw(multiple),
+        "mbs": draw(SMALL),
+        "gbs": draw(multiple) * draw(SMALL),
+        "device": draw(st.sampled_from(("cpu", "gpu"))),
+    }
+
+
+def divides(want: dict) -> dict[str, bool]:
+    """What each key has to divide or be a multiple of, worked out once more: key -> whether it does."""
+    tp, pp, cp, dp, ep, etp = (want[name] for name in ("tp", "pp", "cp", "dp", "ep", "etp"))
+    local = want["seq"] / (2 * cp if cp > 1 else 1) / (tp if want["sp"] else 1)
+    experts = want["num_moe_experts"]
+    shards = (want[name] / tp for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size"))
+    spread = tp * pp * cp * dp / (etp * ep * pp)
+    return {
+        "tp": all(shard.is_integer() for shard in shards),
+        "sp": not want["sp"] or tp > 1,
+        "seq": local.is_integer(),
+        "cp": cp == 1 or want["device"] == "gpu",
+        "pp": (want["num_layers"] / pp).is_integer(),
+        "etp": (want["moe_ffn_hidden_size"] / etp).is_integer(),
+        "experts": ep == etp == 1 if experts is None else (experts / ep).is_integer() and spread.is_integer(),
+        "gbs": (want["gbs"] / want["mbs"] / dp).is_integer(),
+    }
+
+
+@settings(max_examples=500)
+@given(asked())
+def test_exactly_what_divides_is_accepted(want):
+    expected = divides(want)
+    found = layout.problems(tree(**want))
+    assert len(found) == list(expected.values()).count(False)
+    for key, fits in expected.items():
+        starts = ("ep=", "etp=", "etp * ep * pp") if key == "experts" else (f"{key}=",)
+        named = [p for p in found if p.startswith(starts) and (key != "etp" or "moe_ffn_hidden_size" in p)]
+        assert fits or named, key
+
+
+@settings(max_examples=500)
+@given(asked())
+def test_what_a_message_suggests_is_accepted(want):
+    for problem in layout.problems(tree(**want)):
+        if match := re.search(r"; (\w+) can be ([\d, ]+)$", problem):
+            key, values = match[1], match[2].split(", ")
+            rest = [layout.problems(tree(**want | {key: int(value)})) for value in values]
+            assert not any(line.startswith(f"{key}=") and " divide " in line for lines in rest for line in lines)
+        elif match := re.search(r"the next that is: (\w+)=(\d+)$", problem):
+            key, value = match[1], int(match[2])
+            assert value > want[key]
+            assert not any(line.startswith(f"{key}=") for line in layout.problems(tree(**want | {key: value})))

@@ -1,0 +1,131 @@
+"""What this machine must have for a run: everything it lacks in one message, before anything is written."""
+
+import pytest
+
+from tp_invariant_recipes.config import layout
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.size import parameters
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host.gpus import Gpu
+from tp_invariant_recipes.launch import preflight
+from tp_invariant_recipes.training.rundir import RunDir
+
+H200 = Gpu("NVIDIA H200", (9, 0), 139 * 2**30)
+B300 = Gpu("NVIDIA B300", (10, 3), 268 * 2**30)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Make this machine one with these GPUs, packages and bytes free."""
+
+    def make(found=(), installed=("transformer-engine", "mamba-ssm"), free=2**60):
+        monkeypatch.setattr(gpus, "visible", lambda: list(found))
+        monkeypatch.setattr(preflight, "installed", lambda name: "1.0" if name in installed else None)
+        monkeypatch.setattr(preflight, "free_bytes", lambda path: free)
+
+    return make
+
+
+def check(folder, model, *overrides, device="gpu"):
+    tree = compose(model, overrides, device=device).tree
+    preflight.check(tree, layout.of(tree), RunDir(folder / "run"))
+
+
+def problems(folder, model, *overrides, device="gpu") -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        check(folder, model, *overrides, device=device)
+    lines = str(error.value).splitlines()
+    return lines if len(lines) == 1 else [line.removeprefix("  - ") for line in lines[1:]]
+
+
+def test_a_machine_that_has_all(machine, tmp_path):
+    machine([H200] * 8)
+    check(tmp_path, "qwen3_8b", "tp=4", "dp=2", "gbs=2", "save=10")
+    check(tmp_path, "nemotron3_nano", "cluster=h200")
+    machine([H200] * 4, installed=("transformer-engine",))
+    check(tmp_path, "qwen3_8b", "tp=4")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cpu_needs_neither_gpus_nor_their_packages(machine, tmp_path):
+    machine(installed=())
+    check(tmp_path, "qwen3_toy", "tp=8", "dp=2", device="cpu")
+
+
+def test_too_few_gpus(machine, tmp_path):
+    machine([H200] * 4)
+    assert problems(tmp_path, "qwen3_8b", "tp=4", "dp=2", "gbs=2") == [
+        "tp=4 * pp=1 * cp=1 * dp=2 = 8 ranks, but this machine has 4 GPUs; lower one of them"
+    ]
+    assert problems(tmp_path, "qwen3_8b", "tp=2", "cp=2", "pp=2") == [
+        "tp=2 * pp=2 * cp=2 * dp=1 = 8 ranks, but this machine has 4 GPUs; lower one of them"
+    ]
+
+
+def test_no_gpu_at_all(machine, tmp_path):
+    machine()
+    assert problems(tmp_path, "qwen3_8b", "tp=4") == [
+        "device=gpu, but this machine shows no GPU; device=cpu runs the toy models (tpi doctor)"
+    ]
+
+
+@pytest.mark.parametrize(
+    "model, installed, missing",
+    (
+        ("qwen3_8b", (), ["Transformer Engine"]),
+        ("nemotron3_nano", ("transformer-engine",), ["mamba-ssm"]),
+        ("nemotron3_nano", (), ["Transformer Engine", "mamba-ssm"]),
+    ),
+)
+def test_missing_packages(machine, tmp_path, model, installed, missing):
+    machine([H200], installed=installed)
+    found = problems(tmp_path, model)
+    assert len(found) == len(missing)
+    for problem, name in zip(found, missing, strict=True):
+        assert f"{name}, which is not installed: make gpu" in problem
+
+
+def test_a_cluster_of_other_gpus(machine, tmp_path):
+    machine([B300, H200])
+    assert problems(tmp_path, "qwen3_8b", "cluster=h200") == [
+        "cluster=h200 is of other GPUs than this machine's NVIDIA B300"
+    ]
+    assert problems(tmp_path, "qwen3_8b", "cluster=b300") == [
+        "cluster=b300 is of other GPUs than this machine's NVIDIA H200"
+    ]
+    check(tmp_path, "qwen3_8b", "cluster=local")
+
+
+def test_a_cluster_has_gpus(machine, tmp_path):
+    machine()
+    assert problems(tmp_path, "qwen3_toy", "cluster=h100", device="cpu") == [
+        "cluster=h100 is of GPU nodes and device=cpu"
+    ]
+
+
+def test_a_disk_that_is_too_small(machine, tmp_path):
+    machine(free=preflight.SMALL_FILES)
+    check(tmp_path, "qwen3_toy", device="cpu")
+    machine(free=preflight.SMALL_FILES - 1)
+    (problem,) = problems(tmp_path, "qwen3_toy", device="cpu")
+    need = preflight.SMALL_FILES // 2**20
+    assert problem.startswith(f"{tmp_path}/run has {need:.1f} MiB free and this run writes at least {need} MiB; free")
+    assert problem.endswith("set run.dir=PATH on another disk")
+
+
+def test_a_disk_too_small_for_a_checkpoint(machine, tmp_path):
+    count = parameters(compose("qwen3_8b").tree["model"])
+    need = preflight.SMALL_FILES + count * (2 + 4 + 4 + 4)  # bf16 weight; fp32 weight, first and second moment
+    machine([H200], free=need)
+    check(tmp_path, "qwen3_8b", "save=10")
+    machine([H200], free=need - 1)
+    check(tmp_path, "qwen3_8b", "save=0")
+    (problem,) = problems(tmp_path, "qwen3_8b", "save=10")
+    assert problem.endswith("set run.dir=PATH on another disk, or save=0")
+
+
+def test_everything_lacking_is_said_at_once(machine, tmp_path):
+    machine([B300], installed=(), free=0)
+    found = problems(tmp_path, "nemotron3_nano", "tp=2", "cluster=h100", "save=1")
+    assert [line.split()[0] for line in found] == ["tp=2", "device=gpu", "this", "cluster=h100", f"{tmp_path}/run"]

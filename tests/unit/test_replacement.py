@@ -1,0 +1,161 @@
+"""Attributes are replaced for a block and are back afterwards, however the block ends."""
+
+import os
+import sys
+from types import ModuleType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.replacement import Replacement, applied
+
+
+class Base:
+    inherited = "base"
+
+    def method(self):
+        return "base method"
+
+
+class Thing(Base):
+    value = "value"
+
+    def own(self):
+        return "own"
+
+    @staticmethod
+    def static():
+        return "static"
+
+    @classmethod
+    def klass(cls):
+        return cls.__name__
+
+    @property
+    def computed(self):
+        return "computed"
+
+
+@pytest.fixture
+def module(monkeypatch) -> ModuleType:
+    """A module `victim` with a Thing and a function."""
+    made = ModuleType("victim")
+    made.Thing = type("Thing", (Base,), dict(vars(Thing)))
+    made.function = lambda: "function"
+    made.log = []
+    monkeypatch.setitem(sys.modules, "victim", made)
+    return made
+
+
+def instead(target: str, value: object = "replaced") -> Replacement:
+    return Replacement(f"victim:{target}", lambda original: value, "for the test")
+
+
+def state(module: ModuleType) -> dict:
+    """Everything that a replacement could leave changed, by identity."""
+    return dict(vars(module)) | {f"Thing.{k}": v for k, v in vars(module.Thing).items()} | {"base": dict(vars(Base))}
+
+
+TARGETS = ("function", "Thing", "Thing.value", "Thing.own", "Thing.static", "Thing.klass", "Thing.computed")
+INHERITED = ("Thing.inherited", "Thing.method")
+
+
+@pytest.mark.parametrize("target", TARGETS + INHERITED)
+def test_replaced_inside_and_back_outside(module, target):
+    before = state(module)
+    with applied([instead(target)]):
+        holder = module
+        for name in target.split("."):
+            holder = getattr(holder, name)
+        assert holder == "replaced"
+    assert state(module) == before
+
+
+@pytest.mark.parametrize("error", (ValueError, KeyboardInterrupt, SystemExit))
+def test_back_when_the_block_raises(module, error):
+    before = state(module)
+    with pytest.raises(error), applied(map(instead, TARGETS[2:] + INHERITED)):
+        raise error
+    assert state(module) == before
+
+
+def test_static_methods_are_still_static_afterwards(module):
+    with applied([instead("Thing.static"), instead("Thing.klass"), instead("Thing.computed")]):
+        pass
+    assert module.Thing().static() == "static"
+    assert module.Thing().klass() == "Thing"
+    assert module.Thing().computed == "computed"
+
+
+def test_what_is_made_gets_the_original(module):
+    wrapped = Replacement("victim:function", lambda original: lambda: f"[{original()}]", "for the test")
+    with applied([wrapped, wrapped]):
+        assert module.function() == "[[function]]"
+    assert module.function() == "function"
+
+
+def test_later_changes_of_a_base_class_are_seen_after_a_block(module, monkeypatch):
+    with applied([instead("Thing.inherited")]):
+        pass
+    monkeypatch.setattr(Base, "inherited", "changed")
+    assert module.Thing.inherited == "changed"
+
+
+def test_restored_in_reverse(module):
+    first, second = object(), object()
+    original = module.function
+    with applied([instead("function", first)]):
+        with applied([instead("function", second)]):
+            assert module.function is second
+        assert module.function is first
+    assert module.function is original
+    with applied([instead("function", first), instead("function", second)]):
+        assert module.function is second
+    assert module.function is original
+
+
+@pytest.mark.parametrize(
+    "target, error",
+    (
+        ("victim:no_such_name", AttributeError),
+        ("victim:Thing.no_such_name", AttributeError),
+        ("victim:NoSuchThing.own", AttributeError),
+        ("no_such_module_at_all:name", ModuleNotFoundError),
+    ),
+)
+def test_an_unknown_target_raises_and_undoes_those_before_it(module, target, error):
+    before = state(module)
+    with pytest.raises(error), applied([instead("function"), Replacement(target, str, ""), instead("Thing.own")]):
+        pytest.fail("the block must not run")
+    assert state(module) == before
+
+
+def test_a_replacement_that_cannot_be_made_undoes_those_before_it(module):
+    before = state(module)
+    broken = Replacement("victim:Thing.own", lambda original: 1 / 0, "")
+    with pytest.raises(ZeroDivisionError), applied([instead("function"), broken]):
+        pytest.fail("the block must not run")
+    assert state(module) == before
+
+
+def test_a_real_package():
+    with applied([Replacement("os.path:join", lambda original: lambda *parts: "+".join(parts), "")]):
+        assert os.path.join("a", "b") == "a+b"
+    assert os.path.join("a", "b") == "a/b"
+
+
+@given(st.lists(st.sampled_from(TARGETS[2:] + INHERITED)), st.booleans())
+def test_any_sequence_is_undone(targets, fail):
+    made = ModuleType("victim")
+    made.Thing = type("Thing", (Base,), dict(vars(Thing)))
+    sys.modules["victim"] = made
+    before = state(made)
+    try:
+        with applied(instead(target, n) for n, target in enumerate(targets)):
+            if fail:
+                raise ValueError
+    except ValueError:
+        assert fail
+    assert state(made) == before
+    del sys.modules["victim"]

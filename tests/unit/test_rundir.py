@@ -1,0 +1,184 @@
+"""A run directory is never overwritten, and each of its files is whole or not there."""
+
+import errno
+import json
+import os
+from collections import namedtuple
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.training import rundir
+from tp_invariant_recipes.training.rundir import RunDir, choose, free_bytes
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The current directory, empty."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def everything(folder) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_new_run_gets_a_name_of_its_own(here, monkeypatch):
+    monkeypatch.setattr(rundir.time, "strftime", lambda form: "20260102-030405")
+    chosen = []
+    for _ in range(3):
+        chosen.append(choose(None, "qwen3_toy-tp2").path)
+        chosen[-1].mkdir(parents=True)
+    assert [str(path) for path in chosen] == [
+        "runs/qwen3_toy-tp2-20260102-030405",
+        "runs/qwen3_toy-tp2-20260102-030405-2",
+        "runs/qwen3_toy-tp2-20260102-030405-3",
+    ]
+
+
+def test_choosing_touches_nothing(here):
+    choose(None, "name")
+    choose("somewhere/else", "name")
+    assert everything(here) == []
+
+
+def test_the_directory_asked_for_is_taken_if_it_holds_nothing(here):
+    (here / "empty").mkdir()
+    assert choose("empty", "name").path == choose("empty/", "name").path
+    assert str(choose("new/one", "name").path) == "new/one"
+
+
+@pytest.mark.parametrize("content", ("file", ".hidden", "folder/"))
+def test_a_directory_that_holds_something_is_refused(here, content):
+    target = here / "run" / content
+    target.parent.mkdir()
+    target.mkdir() if content.endswith("/") else target.touch()
+    with pytest.raises(RunError, match=r"run\.dir=run is not empty: go on with it \(--resume run\) or choose another"):
+        choose("run", "name")
+
+
+def test_a_file_is_refused(here):
+    (here / "run").touch()
+    with pytest.raises(RunError, match=r"run\.dir=run is a file"):
+        choose("run", "name")
+
+
+def test_the_home_folder_may_be_a_tilde(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here))
+    assert choose("~/run", "name").path == here / "run"
+    (here / "run").touch()
+    with pytest.raises(RunError, match="is a file"):
+        choose("~/run", "name")
+
+
+def test_every_file_has_a_place_of_its_own(here):
+    run = RunDir(here)
+    places = [getattr(run, name) for name, value in vars(RunDir).items() if isinstance(value, property)]
+    places += [run.rank_log(0), run.rank_log(1), run.failure(0), run.failure(1)]
+    assert len({str(place) for place in places}) == len(places)
+    assert all(here in place.parents for place in places)
+
+
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("aé文'\"\n: #{}[]", max_size=8)
+)
+TREES = st.dictionaries(st.text("ab.", min_size=1), SCALARS | st.lists(SCALARS, max_size=3), max_size=4)
+
+
+@given(TREES)
+def test_what_is_written_is_read_back(tree):
+    run = RunDir(rundir.Path("written"))
+    run.write(run.config, tree)
+    run.write(run.run, tree)
+    assert run.read_config() == tree
+    assert run.read_run() == tree
+
+
+def test_a_config_keeps_the_order_and_a_json_ends_its_line(here):
+    run = RunDir(here / "run")
+    run.write(run.config, {"b": 1, "a": {"z": None, "c": "x"}})
+    run.write(run.versions, {"torch": None})
+    assert run.config.read_text() == "b: 1\na:\n  z: null\n  c: x\n"
+    assert run.versions.read_text() == '{\n  "torch": null\n}\n'
+    assert everything(here / "run") == ["config.yaml", "versions.json"]
+
+
+@pytest.mark.parametrize("file", ("config", "run"))
+def test_a_file_is_whole_or_not_there(here, monkeypatch, file):
+    """Whoever looks while a file is written sees the old one, and what fails leaves it."""
+    run = RunDir(here)
+    path = getattr(run, file)
+    run.write(path, {"old": True})
+    before = path.read_text()
+    seen = []
+
+    def full(descriptor):
+        seen.append(path.read_text())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rundir.os, "fsync", full)
+    with pytest.raises(RunError):
+        run.write(path, {"new": True})
+    assert seen == [before]
+    assert path.read_text() == before
+
+
+def test_it_is_on_the_disk_before_it_takes_the_place_of_the_old(here, monkeypatch):
+    steps = []
+    sync, replace = os.fsync, rundir.Path.replace
+    monkeypatch.setattr(rundir.os, "fsync", lambda d: (steps.append("sync"), sync(d)))
+    monkeypatch.setattr(rundir.Path, "replace", lambda *a: (steps.append("replace"), replace(*a)))
+    RunDir(here).write(RunDir(here).config, {"a": 1})
+    assert steps == ["sync", "replace"]
+
+
+def test_a_full_disk_is_said_with_what_is_free_and_what_to_change(here, monkeypatch):
+    usage = namedtuple("usage", "total used free")(10 * 2**20, 9 * 2**20, 2**20)
+    monkeypatch.setattr(rundir.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(rundir.os, "fsync", lambda d: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+    with pytest.raises(RunError) as error:
+        RunDir(here).write(RunDir(here).run, {})
+    assert str(error.value) == f"cannot write {here}/run.json: the disk is full (1.0 MiB free); set run.dir=PATH"
+
+
+def test_a_place_that_cannot_be_written_is_named(here):
+    (here / "file").touch()
+    run = RunDir(here / "file" / "run")
+    with pytest.raises(RunError, match=f"cannot write {run.config}: Not a directory"):
+        run.write(run.config, {})
+
+
+def test_free_space_is_that_of_the_disk_where_a_directory_would_be(here, monkeypatch):
+    asked = []
+
+    def disk_usage(path):
+        asked.append(path)
+        return namedtuple("usage", "free")(123)
+
+    monkeypatch.setattr(rundir.shutil, "disk_usage", disk_usage)
+    assert free_bytes(here / "not" / "yet") == 123
+    assert free_bytes(rundir.Path("not/yet")) == 123
+    assert asked == [here, here]
+
+
+@pytest.mark.parametrize("content", (None, "{", "[1", "\x00"), ids=("missing", "cut", "cut list", "garbage"))
+def test_what_is_no_run_directory_is_said_so(here, content):
+    run = RunDir(here)
+    for path, read in ((run.config, run.read_config), (run.run, run.read_run)):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(RunError, match=rf"is not a run directory: {path.name}: "):
+            read()
+
+
+def test_the_files_are_what_other_programs_read(here):
+    run = RunDir(here)
+    run.write(run.config, {"a": [1, {"b": None}]})
+    run.write(run.environment, {"NCCL_ALGO": "Ring"})
+    assert yaml.safe_load(run.config.read_text()) == {"a": [1, {"b": None}]}
+    assert json.loads(run.environment.read_text()) == {"NCCL_ALGO": "Ring"}
