@@ -48,6 +48,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def run(*arguments: object) -> Ended:
         monkeypatch.setattr(sys, "argv", ["tpi", *map(str, arguments)])
+        monkeypatch.setattr(sys.modules["__main__"], "__package__", None, raising=False)  # else typer calls us pytest
         with pytest.raises(SystemExit) as stop:
             main()
         said = capsys.readouterr()

@@ -1,10 +1,11 @@
 """What this machine must have for a run: everything it lacks in one message, before anything is written."""
 
+import re
+
 import pytest
 
 from tp_invariant_recipes.config import layout
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.size import parameters
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
@@ -104,25 +105,28 @@ def test_a_cluster_has_gpus(machine, tmp_path):
     ]
 
 
+def needed(folder, machine, *command, device="gpu") -> int:
+    """MiB that a run says it needs, after checking that just as many are enough and fewer are not."""
+    machine([H200], free=0)
+    (problem,) = problems(folder, *command, device=device)
+    mib = int(re.search(r"at least (\d+) MiB", problem)[1])
+    machine([H200], free=(mib + 1) * 2**20)
+    check(folder, *command, device=device)
+    machine([H200], free=(mib - 1) * 2**20)
+    (problem,) = problems(folder, *command, device=device)
+    assert problem.startswith(f"{folder}/run has {mib - 1:.1f} MiB free and this run writes at least {mib} MiB; free")
+    assert problem.endswith(", set run.dir=PATH on another disk" + (", or save=0" if "save=10" in command else ""))
+    return mib
+
+
 def test_a_disk_that_is_too_small(machine, tmp_path):
-    machine(free=preflight.SMALL_FILES)
-    check(tmp_path, "qwen3_toy", device="cpu")
-    machine(free=preflight.SMALL_FILES - 1)
-    (problem,) = problems(tmp_path, "qwen3_toy", device="cpu")
-    need = preflight.SMALL_FILES // 2**20
-    assert problem.startswith(f"{tmp_path}/run has {need:.1f} MiB free and this run writes at least {need} MiB; free")
-    assert problem.endswith("set run.dir=PATH on another disk")
+    assert 1 < needed(tmp_path, machine, "qwen3_toy", device="cpu") < 100
 
 
 def test_a_disk_too_small_for_a_checkpoint(machine, tmp_path):
-    count = parameters(compose("qwen3_8b").tree["model"])
-    need = preflight.SMALL_FILES + count * (2 + 4 + 4 + 4)  # bf16 weight; fp32 weight, first and second moment
-    machine([H200], free=need)
-    check(tmp_path, "qwen3_8b", "save=10")
-    machine([H200], free=need - 1)
-    check(tmp_path, "qwen3_8b", "save=0")
-    (problem,) = problems(tmp_path, "qwen3_8b", "save=10")
-    assert problem.endswith("set run.dir=PATH on another disk, or save=0")
+    without, with_ = (needed(tmp_path, machine, "qwen3_8b", *save) for save in ((), ("save=10",)))
+    weights = 8_190_427_136  # of Qwen3-8B; each in bf16, and in fp32 itself and its first and second moment
+    assert with_ - without == pytest.approx(weights * (2 + 4 + 4 + 4) / 2**20, abs=1)
 
 
 def test_everything_lacking_is_said_at_once(machine, tmp_path):

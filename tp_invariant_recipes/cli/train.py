@@ -43,7 +43,9 @@ def train(
 
     if verbose:
         os.environ[VERBOSE] = "1"
-    console = Console(stderr=True, highlight=False)
+    # A copy of standard error: the spinner must turn while what third parties print there is sent away.
+    terminal = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8")
+    console = Console(file=terminal, highlight=False)
     arguments = list(overrides or [])
     if resume is not None and model is not None and "=" in model:  # typer gives the first word to MODEL
         arguments.insert(0, model)
@@ -55,7 +57,7 @@ def train(
             planned = plan.new(model, arguments, progress=report)
         else:
             raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
-    with console.status("importing Megatron-Bridge and checking the configuration"):
+    with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
         launch.check(planned)
     console.print(_opening(planned), soft_wrap=True)
     with progress.watcher(planned, console, verbose=verbose) as watch:

@@ -13,6 +13,9 @@ from tp_invariant_recipes.config.size import parameters
 
 TP_DEGREES = (1, 2, 4, 8)
 
+# A string that Hydra's grammar reads as itself.
+_WORD = re.compile(r"(?!(true|false|null|nan|inf)$)[a-z_][\w./-]*", re.IGNORECASE)
+
 
 def bridge_overrides(tree: dict[str, Any]) -> list[str]:
     """`section.field=value` for every field of Bridge's that the tree sets, as Bridge's own command line takes them."""
@@ -56,4 +59,4 @@ def _activation(path: str) -> str:
 
 def _text(value: Any) -> str:
     """A value in Hydra's grammar, in which "1,0,0" without quotes would be a sweep."""
-    return value if isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w./-]*", value) else json.dumps(value)
+    return value if isinstance(value, str) and _WORD.fullmatch(value) else json.dumps(value, ensure_ascii=False)

@@ -31,7 +31,7 @@ class Requirement:
     advice: str
 
 
-CPU_LOCK = "make install (the versions in scripts/lock work together; a plain pip install backtracks)"
+CPU_LOCK = "make bootstrap (the versions in scripts/lock work together; a plain pip install backtracks)"
 GPU_LOCK = "make gpu on a machine with the CUDA 13 toolkit, or an NGC container"
 
 REQUIREMENTS = (

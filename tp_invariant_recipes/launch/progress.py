@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from tp_invariant_recipes.launch.plan import Plan
 
 WINDOW = 20  # steps over which tokens/s and the time left are averaged
+# rich would otherwise take over standard output and error, and ranks forked meanwhile would write to the terminal.
+_PLAIN: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
 LINE_EVERY = 10.0  # seconds between plain lines, after the first steps
 
 
@@ -67,6 +69,7 @@ class Bar:
             TimeRemainingColumn(),
             console=console,
             refresh_per_second=4,
+            **_PLAIN,
         )
         self.task = self.progress.add_task("starting", total=plan.steps, completed=plan.start, figures="")
 
@@ -134,9 +137,19 @@ def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Bar | Lin
 
 
 @contextmanager
+def busy(console: Console, words: str) -> Iterator[None]:
+    """A spinner beside `words`, on a terminal."""
+    with Progress(SpinnerColumn(), TextColumn(words), console=console, transient=True, **_PLAIN) as progress:
+        progress.add_task("")
+        yield
+
+
+@contextmanager
 def preparing(console: Console) -> Iterator[Callable[[int, int], None] | None]:
     """A bar for preparing text, shown from the first report on; yields the function to report to."""
-    progress = Progress(TextColumn("preparing text"), BarColumn(), DownloadColumn(), console=console, transient=True)
+    progress = Progress(
+        TextColumn("preparing text"), BarColumn(), DownloadColumn(), console=console, transient=True, **_PLAIN
+    )
     task = None
 
     def report(done: int, total: int) -> None:

@@ -1,0 +1,125 @@
+"""The command as a whole: exit statuses, what an error looks like, and that nobody waits for torch in vain."""
+
+import errno
+import subprocess
+import sys
+
+import pytest
+
+from tp_invariant_recipes import __version__, errors
+from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TpiError)]
+
+
+@pytest.fixture
+def failing(cli, monkeypatch):
+    """`tpi train` where planning raises an error."""
+
+    def run(error: BaseException):
+        def raise_(*args, **kwargs):
+            raise error
+
+        monkeypatch.setattr(plan, "new", raise_)
+        return cli("train", "qwen3_toy")
+
+    return run
+
+
+def test_help_names_every_command(cli):
+    ended = cli("--help")
+    assert ended.status == 0
+    assert ended.err == ""
+    for command in ("train", "compare", "show", "models", "doctor", "data"):
+        assert f" {command} " in ended.out
+
+
+def test_version(cli):
+    ended = cli("--version")
+    assert (ended.status, ended.out) == (0, f"tpi {__version__}\n")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
+def test_a_mistake_is_a_message_and_status_2(failing, kind):
+    ended = failing(kind("first line\nsecond line"))
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err == "error: first line\nsecond line\n"
+
+
+def test_a_message_is_not_taken_for_markup_nor_cut(failing):
+    message = f"tp=[1,2] [red]dataset.blend=[/x][/red] {'long ' * 60}"
+    assert failing(errors.ConfigError(message)).err == f"error: {message}\n"
+
+
+def test_a_defect_is_a_traceback_and_status_2_because_1_means_different(failing):
+    ended = failing(ZeroDivisionError("no such luck"))
+    assert ended.status == 2
+    assert "Traceback (most recent call last):" in ended.err
+    assert "ZeroDivisionError: no such luck" in ended.err
+    assert ended.err.splitlines()[-1].startswith(
+        f"error: this is a defect of tpi {__version__}, not a mistake of yours"
+    )
+
+
+def test_a_full_disk_is_no_defect(failing):
+    ended = failing(OSError(errno.ENOSPC, "No space left on device", "runs/a/run.json"))
+    assert (ended.status, ended.err) == (2, "error: the disk is full: runs/a/run.json\n")
+
+
+def test_another_oserror_is(failing):
+    ended = failing(OSError(errno.EIO, "Input/output error"))
+    assert ended.status == 2
+    assert "Traceback" in ended.err
+
+
+def test_ctrl_c(failing):
+    ended = failing(KeyboardInterrupt())
+    assert ended.status == 130
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize(
+    "arguments", (("trian",), ("train", "--no-such-option"), ("compare",), ("show",)), ids=" ".join
+)
+def test_a_command_line_that_is_none_is_status_2(cli, arguments):
+    ended = cli(*arguments)
+    assert (ended.status, ended.out) == (2, "")
+    assert "Traceback" not in ended.err
+    assert "Usage: tpi" in ended.err
+
+
+COMMANDS = ("--help", "train --help", "compare a b", "compare a missing", "models", "models --json")
+COMMANDS += ("show qwen3_8b tp=4 numerics.mode=stock", "train qwen3_toi tpp=2", "doctor --json")
+
+PROGRAM = """
+import sys
+from tp_invariant_recipes.cli.main import main
+for command in sys.argv[1:]:
+    sys.argv = ["tpi", *command.split()]
+    try:
+        main()
+    except SystemExit as stop:
+        heavy = sorted({"torch", "transformers", "megatron.core", "megatron.bridge"} & set(sys.modules))
+        print(f"## {command}: {stop.code}, {heavy}")
+"""
+
+
+def test_only_what_needs_torch_imports_it(tmp_path):
+    for name in "ab":
+        with LedgerWriter(tmp_path / name).create(Header(identity={"rng.seed": 1})) as ledger:
+            step = dict(step=1, samples=1, tokens=1, loss="f32:40c80000", grad_norm="f32:3fa00000")
+            ledger.append(StepRecord(**step, learning_rate="f64:3f33a92a30553261"))
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *COMMANDS], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    said = [line for line in ended.stdout.splitlines() if line.startswith("## ")]
+    statuses = (0, 0, 0, 2, 0, 0, 0, 2, None)  # what `tpi doctor` finds is not the point here
+    for line, command, status in zip(said, COMMANDS, statuses, strict=True):
+        assert line.endswith(", []"), line
+        assert status is None or line == f"## {command}: {status}, []"
+
+
+def test_the_module_is_the_command():
+    ended = subprocess.run([sys.executable, "-m", "tp_invariant_recipes", "--version"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, f"tpi {__version__}\n")

@@ -1,0 +1,145 @@
+"""`tpi show`, `tpi models`, `tpi doctor`: for people on a terminal and, with --json, for machines."""
+
+import json
+
+import pytest
+import yaml
+
+from tp_invariant_recipes.cli.doctor import MARKS
+from tp_invariant_recipes.config import source
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host.gpus import Gpu
+from tp_invariant_recipes.launch import diagnosis
+from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.replacement import Replacement
+
+H200 = Gpu("NVIDIA H200", (9, 0), 139 * 2**30)
+
+
+def test_show_is_the_tree_and_the_same_as_overrides(cli, no_gpus):
+    ended = cli("show", "qwen3_8b", "tp=4", "seq=4096")
+    assert (ended.status, ended.err) == (0, "")
+    tree, overrides = ended.out.split("\n# Megatron-Bridge overrides\n")
+    assert yaml.safe_load(tree) == compose("qwen3_8b", ["tp=4", "seq=4096"], device="cpu").tree
+    assert "model.tensor_model_parallel_size=4" in overrides.splitlines()
+    assert 'dataset.split="1,0,0"' in overrides.splitlines()
+
+
+def test_show_as_json(cli, no_gpus):
+    ended = cli("show", "qwen3_8b", "tp=4", "--json")
+    assert (ended.status, ended.err) == (0, "")
+    shown = json.loads(ended.out)
+    assert shown.keys() == {"configuration", "bridge_overrides"}
+    assert shown["configuration"] == compose("qwen3_8b", ["tp=4"], device="cpu").tree
+    assert "optimizer.lr=0.0003" in shown["bridge_overrides"]
+    assert "mixed_precision=bf16_mixed" in shown["bridge_overrides"]
+
+
+def test_show_is_for_the_device_that_is_there(cli, monkeypatch):
+    monkeypatch.setattr(gpus, "visible", lambda: [H200])
+    assert json.loads(cli("show", "qwen3_8b", "--json").out)["configuration"]["device"]["kind"] == "gpu"
+    on_cpu = json.loads(cli("show", "qwen3_8b", "device=cpu", "--json").out)
+    assert on_cpu["configuration"]["device"]["kind"] == "cpu"
+
+
+def test_show_of_a_mistake(cli, no_gpus):
+    ended = cli("show", "qwen3_8b", "tp=3", "sepp=1")
+    assert (ended.status, ended.out) == (2, "")
+    assert "unknown key 'sepp'" in ended.err
+
+
+def test_models(cli):
+    ended = cli("models")
+    assert ended.status == 0
+    for model in source.groups()["model"]:
+        assert f" {model} " in ended.out
+    assert "8.19 B" in ended.out
+    assert "0.4 M" in ended.out
+
+
+def test_models_as_json(cli):
+    ended = cli("models", "--json")
+    assert (ended.status, ended.err) == (0, "")
+    rows = json.loads(ended.out)
+    assert [row["model"] for row in rows] == list(source.groups()["model"])
+    types = dict(model=str, summary=str, parameters=int, layers=int, hidden_size=int, tp=list, cpu=bool)
+    for row in rows:
+        assert {key: type(value) for key, value in row.items()} == types
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Make this machine one with these GPUs and versions; with one patch that applies and one that does not."""
+    here = Replacement("os.path:join", str, "joins")
+    patches = tuple(registry.Patch(f"of-{needed}", here, lambda needed=needed: needed) for needed in (True, False))
+
+    def make(found=(), versions=None):
+        proven = {r.distribution: r.proven for r in diagnosis.REQUIREMENTS}
+        monkeypatch.setattr(registry, "PATCHES", patches)
+        monkeypatch.setattr(gpus, "visible", lambda: list(found))
+        monkeypatch.setattr(diagnosis, "installed", (proven | (versions or {})).get)
+
+    return make
+
+
+def states(ended) -> dict[str, str]:
+    return {row["what"]: row["state"] for row in json.loads(ended.out)}
+
+
+def test_doctor_as_json(cli, machine):
+    machine([H200, H200])
+    ended = cli("doctor", "--json")
+    assert (ended.status, ended.err) == (0, "")
+    rows = json.loads(ended.out)
+    for row in rows:
+        assert row.keys() == {"what", "found", "state", "advice"}
+        assert row["state"] in MARKS
+        assert isinstance(row["what"], str)
+        assert isinstance(row["advice"], str)
+        assert isinstance(row["found"], str | None)
+    found = {row["what"]: row["found"] for row in rows}
+    assert found["GPUs"] == "2 × NVIDIA H200 (sm_90, 139 GiB)"
+    assert found["patch of-True"] == "applies"
+    assert found["patch of-False"] == "not needed"
+    assert {"Python", "C compiler", "free disk here"} < found.keys()
+    assert {r.distribution for r in diagnosis.REQUIREMENTS} < found.keys()
+    assert set(states(ended).values()) == {"ok"}
+
+
+def test_doctor_of_a_machine_without_gpus_misses_nothing_that_needs_one(cli, machine):
+    machine(versions={"transformer-engine": None, "mamba-ssm": None, "causal-conv1d": None})
+    ended = cli("doctor", "--json")
+    assert ended.status == 0
+    optional = {what for what, state in states(ended).items() if state == "optional"}
+    assert optional == {"GPUs", "transformer-engine", "mamba-ssm", "causal-conv1d"}
+
+
+def test_doctor_of_a_machine_with_gpus_does(cli, machine):
+    machine([H200], versions={"transformer-engine": None})
+    ended = cli("doctor", "--json")
+    assert ended.status == 1
+    assert states(ended)["transformer-engine"] == "missing"
+
+
+def test_doctor_names_what_is_missing_and_how_to_get_it(cli, machine):
+    machine(versions={"torch": None})
+    ended = cli("doctor")
+    assert ended.status == 1
+    assert "missing" in ended.out
+    assert "scripts/lock" in ended.out
+
+
+def test_a_version_nobody_has_tried_is_said_so_and_no_reason_to_fail(cli, machine):
+    machine(versions={"megatron-core": "0.20.0", "torch": "2.11.0+cu130"})
+    ended = cli("doctor", "--json")
+    assert ended.status == 0
+    assert states(ended)["megatron-core"] == "other"
+    assert states(ended)["torch"] == "ok"
+
+
+def test_doctor_without_megatron_says_nothing_of_patches(cli, machine):
+    machine(versions={"megatron-core": None})
+    ended = cli("doctor", "--json")
+    assert ended.status == 1
+    assert not any(what.startswith("patch") for what in states(ended))

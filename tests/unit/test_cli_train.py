@@ -1,0 +1,86 @@
+"""`tpi train` up to the point where Bridge would be imported: mistakes cost nothing and leave nothing."""
+
+import pytest
+
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.launch import plan
+
+pytestmark = pytest.mark.usefixtures("no_gpus")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The current directory, empty, as is the cache."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    yield folder
+    assert not (tmp_path / "cache").exists()
+
+
+# Arguments of `tpi train`, and what must stand in the message.
+MISTAKES = (
+    (["qwen3_toi"], ["unknown model 'qwen3_toi'; did you mean 'qwen3_toy'?"]),
+    (["qwen3_toy", "tpp=2"], ["tpp=2: unknown key 'tpp'; did you mean 'tp'?"]),
+    (["qwen3_toy", "tp=3", "gbs=3", "mbs=2", "lr=x"], ["4 problems", "tp=3 does", "seq=128 is", "gbs=3 is", "lr=x: "]),
+    (["qwen3_toy", "device=gpu"], ["device=gpu, but this machine shows no GPU", "Transformer Engine"]),
+    (["qwen3_toy", "data=text"], ["data=text needs data.path=FILE_OR_FOLDER"]),
+    (["qwen3_toy", "data=text", "data.path=no/such"], ["error: no/such: "]),
+    (["qwen3_toy", "run.dir=taken"], ["run.dir=taken is not empty: go on with it (--resume taken)"]),
+    ([], ["name a model to train (tpi models lists them), or a run to go on with: --resume RUN"]),
+    (["--resume", "nowhere"], ["nowhere is not a run directory: run.json"]),
+    (["--resume", "nowhere", "iters=3"], ["nowhere is not a run directory: run.json"]),
+)
+
+
+@pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
+def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, arguments, says):
+    (here / "taken").mkdir()
+    (here / "taken" / "file").touch()
+    ended = cli("train", *arguments)
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("error: ")
+    assert "Traceback" not in ended.err
+    assert len(ended.err.splitlines()) < 24
+    for part in says:
+        assert part in ended.err
+    assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
+
+
+def test_an_environment_that_would_change_the_bits_is_refused(cli, here, monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    ended = cli("train", "qwen3_toy")
+    assert ended.status == 2
+    assert [line.split("=")[0].removeprefix("error: ") for line in ended.err.splitlines()] == [
+        "NCCL_ALGO",
+        "OMP_NUM_THREADS",
+    ]
+    assert list(here.iterdir()) == []
+
+
+def test_a_full_disk_is_said_before_anything_is_written(cli, here, monkeypatch):
+    monkeypatch.setattr("tp_invariant_recipes.launch.preflight.free_bytes", lambda path: 1000)
+    ended = cli("train", "qwen3_toy")
+    assert ended.status == 2
+    assert "MiB free and this run writes at least" in ended.err
+    assert list(here.iterdir()) == []
+
+
+def test_a_run_of_another_model_is_not_resumed(cli, here):
+    plan.write(plan.new("qwen3_toy", ["run.dir=run"]))
+    before = sorted((p.name, p.read_bytes()) for p in here.rglob("*") if p.is_file())
+    ended = cli("train", "qwen3_8b", "--resume", "run")
+    assert ended.status == 2
+    assert "--resume run is a run of qwen3_toy, not of qwen3_8b" in ended.err
+    ended = cli("train", "--resume", "run", "seed=1", "lr=0.1")
+    assert ended.status == 2
+    assert "rng.seed was 1234 and is 1 now" in ended.err
+    assert "optimizer.lr was 0.003 and is 0.1 now" in ended.err
+    assert sorted((p.name, p.read_bytes()) for p in here.rglob("*") if p.is_file()) == before
+
+
+def test_the_device_is_what_the_driver_shows(monkeypatch):
+    assert plan.detect_device() == "cpu"
+    monkeypatch.setattr(gpus, "visible", lambda: [gpus.Gpu("NVIDIA H200", (9, 0), 1)])
+    assert plan.detect_device() == "gpu"
