@@ -138,7 +138,10 @@ def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Bar | Lin
 
 @contextmanager
 def busy(console: Console, words: str) -> Iterator[None]:
-    """A spinner beside `words`, on a terminal."""
+    """A spinner beside `words`, on a terminal; nothing elsewhere."""
+    if not console.is_terminal:
+        yield
+        return
     with Progress(SpinnerColumn(), TextColumn(words), console=console, transient=True, **_PLAIN) as progress:
         progress.add_task("")
         yield

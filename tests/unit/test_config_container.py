@@ -1,0 +1,471 @@
+"""What Megatron-Bridge makes of a configuration. The one slow import of the unit tests, shared with test_recipes.py."""
+
+import dataclasses
+import inspect
+import os
+import shlex
+
+import pytest
+
+from tp_invariant_recipes.cli import show, train
+from tp_invariant_recipes.config import container, describe, environment, layout, schema, source
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.container import LOCAL_SPECS
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import bridge
+
+pytestmark = pytest.mark.xdist_group("bridge")
+
+MODELS = source.groups()["model"]
+ON_CPU = [m for m in MODELS if compose(m).tree["model"]["_target_"].rpartition(".")[2] in LOCAL_SPECS]
+QWEN3 = ("qwen3_0p6b", "qwen3_8b", "qwen3_30b_a3b")
+
+# What Megatron-Core refuses on a machine without Transformer Engine; the rest of a GPU configuration it checks here too.
+WITHOUT_TE = ("model.apply_rope_fusion=false", "model.moe_permute_fusion=false")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bridge():
+    bridge.load()
+
+
+def build(model: str, *overrides: str, device: str = "gpu"):
+    return container.build(compose(model, overrides, device=device).tree)
+
+
+def validated(model: str, *overrides: str, device: str = "gpu"):
+    """As a rank sees it."""
+    tree = compose(model, (*(WITHOUT_TE if device == "gpu" else ()), *overrides), device=device).tree
+    made = container.build(tree)
+    container.validate(made, layout.of(tree).world)
+    return made
+
+
+def problems(model: str, *overrides: str, device: str = "cpu") -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        build(model, *overrides, device=device)
+    lines = str(error.value).splitlines()
+    return lines if len(lines) == 1 else [line.removeprefix("  - ") for line in lines[1:]]
+
+
+def differing(a: object, b: object) -> dict[str, tuple]:
+    """Field -> both values, of every field of `a` that has another value in `b`."""
+    pairs = {f.name: (getattr(a, f.name, None), getattr(b, f.name, None)) for f in dataclasses.fields(a)}
+    return {name: (x, y) for name, (x, y) in pairs.items() if x != y}
+
+
+# --- every model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ON_CPU)
+def test_bridge_accepts_every_model_that_a_cpu_can(model):
+    made = validated(model, device="cpu")
+    assert made.model.transformer_impl == "local"
+    assert made.dist.distributed_backend == "gloo"
+    assert made.model.transformer_layer_spec.__name__ == "local_layer_spec"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bridge_accepts_every_model_on_gpus(model):
+    made = validated(model, "tp=2", "dp=2", "gbs=2")
+    assert made.model.sequence_parallel is True
+    assert made.dist.distributed_backend == "nccl"
+    assert made.data_parallel_size == 2
+    assert made.model.bf16 is True
+    assert made.optimizer.bf16 is True
+
+
+@pytest.mark.parametrize("model", [m for m in MODELS if m not in ON_CPU])
+def test_a_model_with_mamba_layers_is_refused_on_a_cpu(model):
+    assert problems(model) == ["this model's Mamba layers need a GPU: run it with device=gpu on a machine that has one"]
+
+
+# The published validation settings: section, field, value.
+PUBLISHED = (
+    ("model", "seq_length", 2048),
+    ("dataset", "seq_length", 2048),
+    ("dataset", "random_seed", 1234),
+    ("model", "vocab_size", 151936),
+    ("tokenizer", "tokenizer_type", "NullTokenizer"),
+    ("train", "micro_batch_size", 1),
+    ("train", "global_batch_size", 1),
+    ("optimizer", "optimizer", "adam"),
+    ("optimizer", "lr", 3e-4),
+    ("optimizer", "min_lr", 3e-5),
+    ("optimizer", "weight_decay", 0.033),
+    ("optimizer", "adam_beta1", 0.9),
+    ("optimizer", "adam_beta2", 0.95),
+    ("optimizer", "adam_eps", 1e-5),
+    ("optimizer", "clip_grad", 1.0),
+    ("scheduler", "lr_decay_style", "cosine"),
+    ("scheduler", "lr_decay_iters", 100),
+    ("scheduler", "lr_warmup_iters", 0),
+    ("scheduler", "start_weight_decay", 0.033),
+    ("scheduler", "end_weight_decay", 0.033),
+    ("rng", "seed", 1234),
+    ("model", "bf16", True),
+    ("optimizer", "bf16", True),
+    ("ddp", "grad_reduce_in_fp32", True),
+)
+
+
+@pytest.mark.parametrize("model", QWEN3)
+def test_the_published_settings_reach_bridge(model):
+    made = validated(model)
+    for section, field, value in PUBLISHED:
+        assert getattr(getattr(made, section), field) == value, f"{section}.{field}"
+
+
+# --- the same architecture as Bridge derives itself -------------------------------------------------------------------
+
+DENSE = dict(vocab_size=151936, head_dim=128, max_position_embeddings=40960, rope_theta=1e6, rms_norm_eps=1e-6)
+HUGGING_FACE = {
+    "qwen3_0p6b": dict(
+        **DENSE,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_8b": dict(
+        **DENSE,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    ),
+    "qwen3_30b_a3b": dict(
+        **DENSE,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
+}
+
+NOT_ARCHITECTURE = {
+    "bf16": "set from mixed_precision when validated",
+    "params_dtype": "set from mixed_precision when validated",
+    "autocast_dtype": "set from mixed_precision when validated",
+    "pipeline_dtype": "set from mixed_precision when validated",
+    "seq_length": "what is trained, not what the model can serve",
+    "deterministic_mode": "numerics=stock",
+    "cross_entropy_loss_fusion": "numerics=stock: not deterministic",
+    "gradient_accumulation_fusion": "needs Apex",
+    "bias_activation_fusion": "a fused kernel of the same function",
+    "bias_dropout_fusion": "a fused kernel of the same function",
+    "apply_rope_fusion": "a fused kernel of the same function",
+    "expert_tensor_parallel_size": "layout: 1 is spelt out, null would follow tp",
+}
+
+
+@pytest.mark.parametrize("model", QWEN3)
+def test_the_provider_is_the_one_bridge_derives_from_hugging_face(model):
+    from megatron.bridge import AutoBridge
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    kind = Qwen3MoeConfig if "num_experts" in HUGGING_FACE[model] else Qwen3Config
+    config = kind(architectures=[kind.__name__.replace("Config", "ForCausalLM")], **HUGGING_FACE[model])
+    theirs = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
+    ours = build(model).model
+    assert type(ours) is type(theirs)
+    different = differing(theirs, ours)
+    assert {name: pair for name, pair in different.items() if name not in NOT_ARCHITECTURE} == {}
+    assert ours.vocab_size == theirs.vocab_size == 151936
+
+
+NEMOTRON_MAY_DIFFER = NOT_ARCHITECTURE | {
+    "num_layers": "counted from hybrid_layer_pattern",
+    "vocab_size": "theirs comes from the tokenizer when training starts",
+    "expert_model_parallel_size": "layout",
+    "use_te_rng_tracker": "for CUDA graphs",
+    "cuda_graph_impl": "for CUDA graphs",
+    "cuda_graph_modules": "for CUDA graphs",
+    "attention_backend": "which kernel",
+    "masked_softmax_fusion": "a fused kernel of the same function",
+    "persist_layer_norm": "a fused kernel of the same function",
+    "recompute_granularity": "what is kept in memory",
+    "recompute_modules": "what is kept in memory",
+    "offload_modules": "what is kept in memory",
+    "moe_token_dispatcher_type": "how tokens travel",
+    "moe_flex_dispatcher_backend": "how tokens travel",
+    "moe_hybridep_num_sms": "how tokens travel",
+}
+
+
+def test_nemotron_is_the_model_of_bridges_recipe():
+    from megatron.bridge.recipes.nemotronh.h100 import nemotron_3_nano
+
+    theirs = nemotron_3_nano.nemotron_3_nano_pretrain_8gpu_h100_bf16_config()
+    ours = build("nemotron3_nano")
+    assert type(ours.model) is type(theirs.model)
+    different = differing(theirs.model, ours.model)
+    assert {name: pair for name, pair in different.items() if name not in NEMOTRON_MAY_DIFFER} == {}
+    assert len(ours.model.hybrid_layer_pattern) == theirs.model.num_layers == 52
+    for field in ("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "clip_grad"):
+        assert getattr(ours.optimizer, field) == getattr(theirs.optimizer, field), field
+
+
+@pytest.mark.parametrize("toy, real", (("qwen3_moe_toy", "qwen3_30b_a3b"), ("nemotron3_nano_toy", "nemotron3_nano")))
+def test_a_toy_is_the_real_model_made_small(toy, real):
+    sizes = {"num_layers", "num_moe_experts", "moe_router_topk", "hybrid_layer_pattern", "hidden_size", "seq_length"}
+    sizes |= {"ffn_hidden_size", "num_attention_heads", "num_query_groups", "mamba_num_heads", "vocab_size"}
+    sizes |= {"moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"}
+    assert differing(build(toy).model, build(real).model).keys() <= sizes
+
+
+# --- fields of Bridge's on the command line ---------------------------------------------------------------------------
+
+
+def test_every_section_is_one_of_bridges_and_of_bridges_none_is_forgotten():
+    from megatron.bridge.training.config import ConfigContainer
+
+    hints = {f.name for f in dataclasses.fields(ConfigContainer)}
+    ours = schema.BRIDGE_SECTIONS.keys() | {"mixed_precision"}
+    assert ours <= hints
+    assert hints - ours == {"env_vars", "peft", "optimizer_config_override_provider", "_checkpoint_load_required"}
+    tree = compose("qwen3_toy").tree
+    for section in ours:
+        assert schema.fields(schema.section_class(section, tree)), section
+
+
+def test_any_field_can_be_set_also_one_that_conf_does_not_name():
+    made = build(
+        "qwen3_8b",
+        "optimizer.decoupled_lr=1",
+        "logger.log_throughput=true",
+        "profiling.use_pytorch_profiler=true",
+        "model.attention_backend=unfused",
+        "model.params_dtype=float16",
+        "model.activation_func=torch.nn.functional.gelu",
+        "model.recompute_modules=[core_attn,mlp]",
+        "checkpoint.ckpt_step=null",
+    )
+    import torch
+    from megatron.core.transformer.enums import AttnBackend
+
+    assert (made.optimizer.decoupled_lr, type(made.optimizer.decoupled_lr)) == (1.0, float)
+    assert made.logger.log_throughput is True
+    assert made.profiling.use_pytorch_profiler is True
+    assert made.model.attention_backend is AttnBackend.unfused
+    assert made.model.params_dtype is torch.float16
+    assert made.model.activation_func is torch.nn.functional.gelu
+    assert made.model.recompute_modules == ["core_attn", "mlp"]
+    assert made.checkpoint.ckpt_step is None
+
+
+# As typed, and the value in the tree, which rules, interpolations and the identity read.
+SPELLINGS = (
+    ("optimizer.clip_grad=1", "optimizer", "clip_grad", 1.0),
+    ('model.num_layers="4"', "model", "num_layers", 4),
+    ("model.add_bias_linear=on", "model", "add_bias_linear", True),
+    ("tokenizer.vocab_includes_eod=no", "tokenizer", "vocab_includes_eod", False),
+    ("model.attention_backend=fused", "model", "attention_backend", "fused"),
+    ("model.params_dtype=float16", "model", "params_dtype", "float16"),
+    ("optimizer.min_lr=null", "optimizer", "min_lr", None),
+)
+
+
+@pytest.mark.parametrize("override, section, field, value", SPELLINGS, ids=[row[0] for row in SPELLINGS])
+def test_a_value_has_the_type_of_its_field_however_it_is_spelt(override, section, field, value):
+    found = compose("qwen3_toy", [override], device="cpu").tree[section][field]
+    assert (type(found), found) == (type(value), value)
+
+
+def test_what_follows_a_field_of_bridges_follows():
+    tree = compose("qwen3_toy", ["model.vocab_size=1024", "optimizer.weight_decay=0.5"]).tree
+    assert tree["tokenizer"]["vocab_size"] == 1024
+    assert tree["scheduler"]["start_weight_decay"] == tree["scheduler"]["end_weight_decay"] == 0.5
+
+
+# One mistake each, and the line about it.
+MISTAKES = (
+    ("model.num_layer=3", "model.num_layer: no such field of GPTModelProvider; did you mean 'model.num_layers'?"),
+    (
+        "optimizer.clipgrad=1",
+        "optimizer.clipgrad: no such field of OptimizerConfig; did you mean 'optimizer.clip_grad'?",
+    ),
+    ("optimizer.clip_grad=abc", "optimizer.clip_grad=abc: expected float"),
+    ("optimizer.clip_grad=true", "optimizer.clip_grad=True: expected float"),
+    (
+        "model.attention_backend=quick",
+        "model.attention_backend=quick: expected one of flash, fused, unfused, local, auto",
+    ),
+    ("model.params_dtype=float65", "model.params_dtype=float65: expected dtype"),
+    ("model.params_dtype=nn", "model.params_dtype=nn: expected dtype"),
+    (
+        "model.activation_func=torch.nn.silu",
+        "model.activation_func=torch.nn.silu: expected the dotted path of a function",
+    ),
+    ("model.recompute_granularity=all", "model.recompute_granularity=all: expected one of 'full', 'selective' or null"),
+    ("model._target_=no.such.Class", "no.such.Class is not one of Megatron-Bridge's classes of settings"),
+    ("model._target_=os.path.join", "os.path.join is not one of Megatron-Bridge's classes of settings"),
+    (
+        "mixed_precision.fp16=true",
+        "mixed_precision.fp16=true: mixed_precision=bf16_mixed is a whole that one field would",
+    ),
+    ("model.num_attention_heads=3", "tp=2 does not divide model.num_attention_heads=3"),
+    ("ft.enable_ft_packages=1", "ft.enable_ft_packages: no such field of FaultToleranceConfig"),
+)
+
+
+@pytest.mark.parametrize("override, says", MISTAKES, ids=[override for override, _ in MISTAKES])
+def test_a_mistake_is_one_line_that_names_the_field(override, says, capfd):
+    (problem,) = problems("qwen3_toy", "tp=2", override)
+    assert problem.startswith(says)
+    assert "Error" not in capfd.readouterr().err
+
+
+def test_all_mistakes_are_said_at_once():
+    found = problems("qwen3_toy", "tpp=2", "model.num_layer=3", "optimizer.clip_grad=x", "lr=y", "data=texxt", "pp=3")
+    for beginning in ("tpp=2:", "lr=y:", "data=texxt:", "model.num_layer:", "optimizer.clip_grad=x:", "pp=3 does not"):
+        assert sum(problem.startswith(beginning) for problem in found) == 1, beginning
+    assert len(found) == 6
+
+
+def test_mistakes_in_conf_are_found_when_the_container_is_built():
+    tree = compose("qwen3_toy").tree
+    tree["optimizer"]["lrr"] = 1
+    tree["ddp"]["overlap_grad_reduce"] = "sometimes"
+    tree["numerics"]["mode"] = "magic"
+    with pytest.raises(ConfigError) as error:
+        container.build(tree)
+    message = str(error.value)
+    assert "3 problems" in message
+    assert "optimizer.lrr: no such field of OptimizerConfig; did you mean 'optimizer.lr'?" in message
+    assert "ddp.overlap_grad_reduce=sometimes: expected bool" in message
+    assert "numerics.mode=magic" in message
+
+
+def test_mixed_precision_is_a_name_or_all_its_fields():
+    import torch
+
+    fields = (
+        "mixed_precision.bf16=true",
+        "mixed_precision.params_dtype=bfloat16",
+        "mixed_precision.pipeline_dtype=bfloat16",
+    )
+    made = validated("qwen3_toy", "mixed_precision=null", *fields, "mixed_precision.grad_reduce_in_fp32=false")
+    assert made.model.bf16 is True
+    assert made.model.params_dtype is torch.bfloat16
+    assert made.ddp.grad_reduce_in_fp32 is False
+    made = validated("qwen3_toy", "precision=fp32")
+    assert made.mixed_precision is None
+    assert made.model.bf16 is False
+    assert made.model.params_dtype is torch.float32
+    with pytest.raises(ConfigError, match="Unknown mixed-precision recipe 'bf17_mixed'"):
+        validated("qwen3_toy", "mixed_precision=bf17_mixed")
+
+
+# --- building and validating ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "overrides, says",
+    (
+        (("model.recompute_granularity=full",), "recompute_method must be"),
+        (("train.train_samples=100",), "Cannot specify more than one of train_iters, train_samples"),
+        (("dataset.seq_length=64",), "Sequence length in model config: 128, Sequence length in dataset config: 64"),
+    ),
+)
+def test_what_bridge_refuses_is_a_configuration_error_in_its_words(overrides, says):
+    with pytest.raises(ConfigError, match="Megatron-Bridge refuses this configuration: ") as error:
+        validated("qwen3_toy", *overrides, device="cpu")
+    assert says in str(error.value)
+
+
+def test_validation_is_for_the_ranks_asked_for_and_leaves_the_environment(monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    before = dict(os.environ)
+    container.validate(build("qwen3_toy", "tp=2", device="cpu"), 4)
+    with pytest.raises(ConfigError, match=r"world size \(3\) is not divisible"):
+        container.validate(build("qwen3_toy", "tp=2", device="cpu"), 3)
+    assert os.environ == before
+
+
+def test_the_decay_is_as_long_as_the_run():
+    assert validated("qwen3_toy", "iters=7", device="cpu").scheduler.lr_decay_iters == 7
+    made = validated("qwen3_toy", "iters=7", "scheduler.lr_decay_iters=50", device="cpu")
+    assert (made.train.train_iters, made.scheduler.lr_decay_iters) == (7, 50)
+
+
+@pytest.mark.parametrize("device", ("cpu", "gpu"))
+def test_bridge_sets_the_variables_that_we_set(device, monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    assert build("qwen3_toy", device=device).env_vars == environment.settings(device, {"NCCL_ALGO": "Ring"})
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    assert problems("qwen3_toy", device=device)[0].startswith("NCCL_ALGO=NVLS in the environment")
+
+
+@pytest.mark.parametrize("includes_eod, eod", ((True, 511), (False, 512)))
+def test_the_installed_null_tokenizer_has_the_eod_that_was_meant(includes_eod, eod):
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+    made = build("qwen3_toy", f"tokenizer.vocab_includes_eod={includes_eod}", device="cpu")
+    tokenizer = NullTokenizer(made.tokenizer.vocab_size)
+    assert (tokenizer.eod, tokenizer.vocab_size) == (eod, eod + 1)
+    assert not hasattr(made.tokenizer, "vocab_includes_eod")
+
+
+def test_another_tokenizers_size_is_not_touched():
+    made = build("qwen3_toy", "tokenizer.tokenizer_type=HuggingFaceTokenizer", device="cpu")
+    assert made.tokenizer.vocab_size == 512
+
+
+def test_a_layer_specification_of_ones_own_is_kept():
+    own = "megatron.bridge.models.gpt_provider.transformer_engine_layer_spec"
+    made = build("qwen3_toy", f"model.transformer_layer_spec={own}", device="cpu")
+    assert made.model.transformer_layer_spec.__name__ == "transformer_engine_layer_spec"
+
+
+def test_a_tree_can_be_built_twice():
+    tree = compose("qwen3_toy").tree
+    first, second = container.build(tree), container.build(tree)
+    assert first.model is not second.model
+    assert differing(first.model, second.model) == {}
+    assert tree == compose("qwen3_toy").tree
+
+
+@pytest.mark.parametrize("model", ("qwen3_8b", "nemotron3_nano"))
+def test_bridges_own_command_line_takes_the_overrides_that_are_shown(model):
+    """Each container is changed to what the other's overrides say, by Bridge's code."""
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    shown = compose(model, [*WITHOUT_TE, "tp=2", "lr=1e-3", "seed=7", "dp=2", "gbs=8"], device="gpu").tree
+    lines = [line for line in describe.bridge_overrides(shown) if not line.startswith("mixed_precision=")]
+    theirs = process_config_with_overrides(build(model), cli_overrides=lines)
+    ours = container.build(shown)
+    for section in describe.BRIDGE_SECTIONS.keys() & shown.keys():
+        different = differing(getattr(theirs, section), getattr(ours, section))
+        # Bridge leaves an enum's name and an empty tuple's list to be converted later.
+        different = {n: p for n, p in different.items() if str(p[1]).split(".")[-1] != p[0] and any(p)}
+        assert different.keys() <= {"vocab_size"}, section  # the NullTokenizer's convention, which only we know
+
+
+def examples() -> list[tuple[str, ...]]:
+    """The commands in the help of `tpi train` and `tpi show`."""
+    texts = [inspect.getdoc(train.train), inspect.getdoc(show.show)]
+    commands = [part.strip() for text in texts for line in text.splitlines() for part in line.split(";")]
+    words = [tuple(shlex.split(command)[2:]) for command in commands if command.startswith(("tpi train", "tpi show"))]
+    return [w for w in words if "--resume" not in w]
+
+
+def test_there_are_examples():
+    assert len(examples()) >= 5
+
+
+@pytest.mark.parametrize("words", examples(), ids=" ".join)
+def test_the_examples_in_the_help_are_right(words):
+    model, *overrides = [word for word in words if not word.startswith("--")]
+    assert compose(model, overrides, device="gpu").model == model

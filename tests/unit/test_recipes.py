@@ -1,0 +1,140 @@
+"""Our models as functions for users of Megatron-Bridge, and known by name to its own recipe runner."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tp_invariant_recipes import recipes
+from tp_invariant_recipes.config import source
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.recipes import RECIPES, recipe
+
+pytestmark = pytest.mark.xdist_group("bridge")
+
+MODELS = source.groups()["model"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bridge():
+    bridge.load()
+
+
+def test_every_model_has_a_function_and_every_function_a_model():
+    assert sorted(RECIPES) == sorted(f"tpi_{model}_pretrain_config" for model in MODELS)
+    for name, function in RECIPES.items():
+        assert getattr(recipes, name) is function
+        assert function.__name__ == name
+        assert function.__doc__
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_function_gives_its_own_model_with_the_overrides(model):
+    from megatron.bridge.training.config import ConfigContainer
+
+    made = RECIPES[f"tpi_{model}_pretrain_config"]("tp=2", "optimizer.adam_eps=1e-7", "iters=7")
+    tree = compose(model, device="gpu").tree["model"]
+    assert isinstance(made, ConfigContainer)
+    assert made.model.hidden_size == tree["hidden_size"]
+    assert made.model.num_layers == tree.get("num_layers")
+    assert made.model.num_moe_experts == tree.get("num_moe_experts")
+    assert made.model.tensor_model_parallel_size == 2
+    assert made.optimizer.adam_eps == 1e-7
+    assert made.train.train_iters == 7
+    assert made.model.transformer_impl == "transformer_engine"
+    assert made.checkpoint.save is None
+
+
+def test_a_recipe_can_be_for_a_cpu():
+    assert recipe("qwen3_toy", device="cpu").dist.distributed_backend == "gloo"
+    assert recipe("qwen3_toy", "device=cpu").model.transformer_impl == "local"
+
+
+def test_two_calls_share_nothing():
+    first, second = (recipes.tpi_qwen3_toy_pretrain_config() for _ in range(2))
+    first.model.num_layers = 99
+    assert second.model.num_layers == 2
+
+
+def test_mistakes_are_said_at_once():
+    with pytest.raises(ConfigError) as error:
+        recipes.tpi_qwen3_8b_pretrain_config("tp=3", "itres=5", "optimizer.lrr=1")
+    for part in ("tp=3 does not divide", "did you mean 'iters'?", "did you mean 'optimizer.lr'?"):
+        assert part in str(error.value)
+
+
+def test_publishing_makes_them_attributes_of_bridges_recipes(monkeypatch):
+    import megatron.bridge.recipes
+
+    from tp_invariant_recipes.recipes.__main__ import publish
+
+    for name in RECIPES:
+        monkeypatch.delattr(megatron.bridge.recipes, name, raising=False)
+        monkeypatch.setattr(megatron.bridge.recipes, name, None, raising=False)
+        monkeypatch.delattr(megatron.bridge.recipes, name)
+    publish()
+    publish()
+    for name, function in RECIPES.items():
+        assert getattr(megatron.bridge.recipes, name) is function
+
+
+def test_publishing_shadows_nothing_of_bridges(monkeypatch):
+    import megatron.bridge.recipes
+
+    from tp_invariant_recipes.recipes.__main__ import publish
+
+    theirs = {name: object() for name in ("tpi_qwen3_8b_pretrain_config", "tpi_qwen3_toy_pretrain_config")}
+    for name, value in theirs.items():
+        monkeypatch.setattr(megatron.bridge.recipes, name, value, raising=False)
+    monkeypatch.delattr(megatron.bridge.recipes, "tpi_qwen3_0p6b_pretrain_config", raising=False)
+    with pytest.raises(ConfigError) as error:
+        publish()
+    assert str(error.value).startswith("megatron.bridge.recipes already has ")
+    assert set(str(error.value).removeprefix("megatron.bridge.recipes already has ").split(", ")) == theirs.keys()
+    assert not hasattr(megatron.bridge.recipes, "tpi_qwen3_0p6b_pretrain_config")
+
+
+def test_our_names_are_not_bridges():
+    import megatron.bridge.recipes
+
+    assert not [name for name in vars(megatron.bridge.recipes) if name.startswith("tpi_") and name not in RECIPES]
+
+
+# As Bridge's scripts/training/run_recipe.py looks recipes up.
+RUNNER = """
+import sys
+import megatron.bridge.recipes
+from megatron.bridge.training import initialize
+
+config = getattr(megatron.bridge.recipes, sys.argv[2])()
+print("##", __name__, sys.argv[1:], config.model.num_layers, initialize.compile_helpers.__module__)
+"""
+
+
+def test_bridges_runner_finds_them(tmp_path):
+    from tp_invariant_recipes.patches import registry
+
+    (tmp_path / "runner.py").write_text(RUNNER)
+    name = "tpi_qwen3_8b_pretrain_config"
+    ended = subprocess.run(
+        [sys.executable, "-m", "tp_invariant_recipes.recipes", "runner.py", "--recipe", name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    patched = any(patch.needed() for patch in registry.PATCHES if patch.name == "bridge-compile-helpers")
+    owner = registry.__name__ if patched else "megatron.bridge.training.initialize"
+    (said,) = [line for line in ended.stdout.splitlines() if line.startswith("##")]
+    assert said.startswith(f"## __main__ ['--recipe', '{name}'] 36 ")
+    assert not patched or said.endswith(owner)
+
+
+def test_without_a_runner_the_usage_is_said(monkeypatch):
+    from tp_invariant_recipes.recipes.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["recipes"])
+    with pytest.raises(SystemExit, match=r"usage: python -m tp_invariant_recipes\.recipes RUNNER\.py"):
+        main()
