@@ -1,0 +1,56 @@
+"""Run a function on t Gloo ranks, each a fork of this process, and collect what each returns."""
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+
+
+def on_ranks(size: int, shards: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`function(mesh, *arguments)` on `size` ranks with V = `shards`; what the ranks returned, in rank order.
+
+    Results are pickled, so they may hold tensors. An exception on any rank is raised here.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        pids = []
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                _rank(Path(folder), rank, size, shards, function, arguments)
+            pids.append(pid)
+        for pid in pids:
+            os.waitpid(pid, 0)
+        results = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(size)]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def _rank(folder: Path, rank: int, size: int, shards: int, function: Callable[..., Any], arguments: tuple) -> None:
+    try:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+        group = dist.group.WORLD if size > 1 else None
+        result = function(VirtualMesh(shards, size, rank, group), *arguments)
+        dist.barrier()
+    except BaseException as error:
+        result = RuntimeError(f"rank {rank}: {error!r}")
+    (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
+    os._exit(0)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits: a NaN equals the same NaN only, and -0.0 is not 0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))

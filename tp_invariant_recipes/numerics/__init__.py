@@ -1,0 +1,1 @@
+"""The invariant engine: sums that cross the tensor-parallel dimension, in one order for every degree."""

@@ -1,0 +1,31 @@
+"""The virtual mesh: V shards in a fixed order, spread over t ranks that own consecutive ones."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class VirtualMesh:
+    """V virtual shards on t ranks; rank r owns the V/t shards from r * V/t on.
+
+    shards: V, a power of two. size: t, a divisor of V. rank: this rank's place in 0..t-1.
+    group:  the ranks' torch.distributed process group; None when t is 1.
+    """
+
+    shards: int
+    size: int
+    rank: int
+    group: Any = None
+
+    def __post_init__(self) -> None:
+        if self.shards < 1 or self.shards & (self.shards - 1):
+            raise ValueError(f"the number of virtual shards must be a power of two, not {self.shards}")
+        if self.size < 1 or self.shards % self.size:
+            raise ValueError(f"{self.size} ranks do not divide {self.shards} virtual shards")
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} is not one of {self.size}")
+
+    @property
+    def local(self) -> int:
+        """Shards of one rank: V/t."""
+        return self.shards // self.size
