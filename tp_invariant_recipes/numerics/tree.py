@@ -30,9 +30,9 @@ def tree_all_reduce(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> 
     """
     node = tree_sum(partials)
     if mesh.size > 1:
-        nodes = node.new_empty(mesh.size, *node.shape)
-        dist.all_gather_into_tensor(nodes, node.contiguous(), group=mesh.group)
-        node = tree_sum(nodes)
+        nodes = node.new_empty(mesh.size * node.numel())
+        dist.all_gather_into_tensor(nodes, node.reshape(-1), group=mesh.group)
+        node = tree_sum(nodes.view(mesh.size, *node.shape))
     return node.to(dtype)
 
 
@@ -44,9 +44,9 @@ def tree_reduce_scatter(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype)
     """
     node = tree_sum(partials)
     if mesh.size > 1:
-        slices = torch.empty_like(node).view(mesh.size, -1, *node.shape[1:])
-        dist.all_to_all_single(slices, node.contiguous().view(slices.shape), group=mesh.group)
-        node = tree_sum(slices)
+        slices = torch.empty_like(node)
+        dist.all_to_all_single(slices, node.contiguous(), group=mesh.group)
+        node = tree_sum(slices.view(mesh.size, -1, *node.shape[1:]))
     return node.to(dtype)
 
 

@@ -1,0 +1,140 @@
+"""Column- and row-parallel products: one result for every tensor-parallel degree."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ranks import on_ranks, same_bits
+from tp_invariant_recipes.numerics.linear import column_parallel, row_parallel
+
+SHARDS = 8
+DEGREES = (1, 2, 4, 8)
+S, B, K, N = 16, 2, 64, 96
+
+
+def _tensors(dtype, segments=1):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(S, B, K, generator=generator).to(dtype)
+    column = torch.randn(segments * N, K, generator=generator).to(dtype)
+    return x, column, torch.randn(S, B, column.shape[0], generator=generator).to(dtype)
+
+
+def _rows(mesh, whole, segments):
+    """This rank's rows of a weight of `segments` segments: its slice of each, one after the other."""
+    return torch.cat([s.chunk(mesh.size)[mesh.rank] for s in whole.chunk(segments)]).contiguous()
+
+
+def _column(mesh, dtype, segments, sequence_parallel, accumulate):
+    x, weight, dy = _tensors(dtype, segments)
+    local = _rows(mesh, weight, segments).requires_grad_()
+    if accumulate:
+        local.main_grad = torch.zeros(local.shape)
+    inputs = (x.chunk(mesh.size)[mesh.rank] if sequence_parallel else x).clone().requires_grad_()
+    for _ in range(2 if accumulate else 1):
+        y = column_parallel(inputs, local, mesh, segments, sequence_parallel)
+        y.backward(_rows(mesh, dy.permute(2, 0, 1), segments).permute(1, 2, 0))
+    return y.detach(), inputs.grad, local.main_grad if accumulate else local.grad
+
+
+def _row(mesh, dtype, sequence_parallel, accumulate):
+    dy, weight, x = _tensors(dtype)
+    weight = weight.t().contiguous()
+    local = weight.chunk(mesh.size, 1)[mesh.rank].contiguous().requires_grad_()
+    if accumulate:
+        local.main_grad = torch.zeros(local.shape)
+    inputs = x.chunk(mesh.size, 2)[mesh.rank].contiguous().requires_grad_()
+    for _ in range(2 if accumulate else 1):
+        y = row_parallel(inputs, local, mesh, sequence_parallel)
+        y.backward(dy.chunk(mesh.size)[mesh.rank] if sequence_parallel else dy)
+    return y.detach(), inputs.grad, local.main_grad if accumulate else local.grad
+
+
+def _stock_row(mesh, dtype):
+    _, weight, x = _tensors(dtype)
+    local = weight.chunk(mesh.size)[mesh.rank]
+    y = x.chunk(mesh.size, 2)[mesh.rank].contiguous() @ local
+    if mesh.group is not None:
+        dist.all_reduce(y, group=mesh.group)
+    return y
+
+
+def _segments(parts, segments, dim):
+    """Put the ranks' slices of each segment together."""
+    split = [part.chunk(segments, dim) for part in parts]
+    return torch.cat([torch.cat([s[n] for s in split], dim) for n in range(segments)], dim)
+
+
+# Every case on one set of ranks: a fork costs more than what it computes.
+DTYPES = (torch.float32, torch.bfloat16)
+COLUMNS = [(d, n, sp, acc) for d in DTYPES for n in (1, 2, 3) for sp in (False, True) for acc in (False, True)]
+ROWS = [(d, sp, acc) for d in DTYPES for sp in (False, True) for acc in (False, True)]
+
+
+def _everything(mesh):
+    return (
+        {case: _column(mesh, *case) for case in COLUMNS},
+        {case: _row(mesh, *case) for case in ROWS},
+        {dtype: _stock_row(mesh, dtype) for dtype in DTYPES},
+    )
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Degree -> what each of its ranks computed."""
+    return {t: on_ranks(t, SHARDS, _everything) for t in DEGREES}
+
+
+def _column_whole(ranks, case):
+    dtype, segments, sequence_parallel, accumulate = case
+    ys, dxs, dws = zip(*(rank[0][case] for rank in ranks), strict=True)
+    dx = torch.cat(dxs) if sequence_parallel else dxs[0]
+    assert sequence_parallel or all(same_bits(dx, other) for other in dxs)
+    return _segments(ys, segments, 2), dx, _segments(dws, segments, 0)
+
+
+def _row_whole(ranks, case):
+    dtype, sequence_parallel, accumulate = case
+    ys, dxs, dws = zip(*(rank[1][case] for rank in ranks), strict=True)
+    y = torch.cat(ys) if sequence_parallel else ys[0]
+    assert sequence_parallel or all(same_bits(y, other) for other in ys)
+    return y, torch.cat(dxs, 2), torch.cat(dws, 1)
+
+
+def _same(a, b):
+    return all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("degree", DEGREES[1:])
+@pytest.mark.parametrize("case", COLUMNS, ids=str)
+def test_column_parallel_has_one_result_for_all_degrees(results, case, degree):
+    assert _same(_column_whole(results[1], case), _column_whole(results[degree], case))
+
+
+@pytest.mark.parametrize("degree", DEGREES[1:])
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_row_parallel_has_one_result_for_all_degrees(results, case, degree):
+    assert _same(_row_whole(results[1], case), _row_whole(results[degree], case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sequence_parallelism_changes_no_bit(results, dtype):
+    assert _same(_row_whole(results[4], (dtype, True, True)), _row_whole(results[4], (dtype, False, True)))
+    assert _same(_column_whole(results[4], (dtype, 2, True, True)), _column_whole(results[4], (dtype, 2, False, True)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_both_agree_with_an_fp64_reference(results, dtype):
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    x, weight, dy = (v.double() for v in _tensors(dtype))
+    column = (x @ weight.t(), dy @ weight, dy.flatten(0, 1).t() @ x.flatten(0, 1))
+    row = (dy @ weight, x @ weight.t(), x.flatten(0, 1).t() @ dy.flatten(0, 1))
+    for got, expected in (
+        *zip(_column_whole(results[2], (dtype, 1, True, False)), column, strict=True),
+        *zip(_row_whole(results[2], (dtype, True, False)), row, strict=True),
+    ):
+        assert (got.double() - expected).norm() < tolerance * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_stock_row_parallel_does_not(results, dtype):
+    assert not same_bits(results[1][0][2][dtype], results[4][0][2][dtype])

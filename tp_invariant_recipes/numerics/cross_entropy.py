@@ -1,0 +1,91 @@
+"""Cross entropy of logits whose vocabulary is divided among the ranks; its one inexact sum is a tree sum of V partials.
+
+Every launch on logits has the shape of one vocabulary shard, [s, b, vocab/V], so only one shard is ever held in fp32:
+backward computes the exponentials again from the logits.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.norm import folding_sum
+from tp_invariant_recipes.numerics.tree import tree_all_reduce
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, mesh: VirtualMesh) -> Tensor:
+    """`log(sum(exp(logits))) - logits[target]`, in fp32.
+
+    logits:  [s, b, vocab/t], this rank's slice of the vocabulary; target: [s, b] int64, of the whole vocabulary.
+    returns: [s, b] fp32, the same bits on every rank and for every t dividing V; so is the gradient, in logits' dtype.
+
+    A target outside the vocabulary picks nothing, as in Megatron: mask its loss. A row that holds a NaN or +inf has
+    loss and gradient NaN throughout.
+    """
+    vocabulary = logits.shape[-1] * mesh.size
+    if vocabulary % mesh.shards:
+        raise ValueError(f"{mesh.shards} virtual shards do not divide a vocabulary of {vocabulary}")
+    return _CrossEntropy.apply(logits, target, mesh)
+
+
+def _highest(logits: Tensor, mesh: VirtualMesh) -> Tensor:
+    """[s, b] fp32, the maximum over the vocabulary; +inf in place of NaN, which a MAX of ranks may lose."""
+    highest = logits.amax(-1).float()
+    highest = highest.masked_fill(highest.isnan(), math.inf) + 0.0  # of 0.0 and -0.0 either is the maximum
+    if mesh.size > 1:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=mesh.group)
+    return highest
+
+
+def _picked(logits: Tensor, target: Tensor, highest: Tensor, mesh: VirtualMesh) -> Tensor:
+    """[s, b] fp32, logits[target] - highest: one rank has the value, the others add zeros."""
+    size = logits.shape[-1]
+    index = target - mesh.rank * size
+    value = logits.gather(-1, index.clamp(0, size - 1).unsqueeze(-1)).squeeze(-1) - highest
+    picked = value.masked_fill((index < 0) | (index >= size), 0.0) + 0.0  # -0.0 plus zeros is 0.0, at t = 1 too
+    if mesh.size > 1:
+        dist.all_reduce(picked, group=mesh.group)
+    return picked
+
+
+def _exponentials(logits: Tensor, highest: Tensor, mesh: VirtualMesh) -> Iterator[Tensor]:
+    """exp(logits - highest) of this rank's V/t shards in order, each [s, b, vocab/V] fp32, contiguous, yours."""
+    for shard in logits.chunk(mesh.local, -1):
+        yield (shard - highest.unsqueeze(-1)).contiguous().exp_()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, mesh: VirtualMesh) -> Tensor:
+        highest = _highest(logits, mesh)
+        picked = _picked(logits, target, highest, mesh)
+        # torch.stack would hold every shard until the last: folding_sum returns views.
+        partials = highest.new_empty(mesh.local, *highest.shape)
+        for partial, exponentials in zip(partials, _exponentials(logits, highest, mesh), strict=True):
+            partial.copy_(folding_sum(exponentials, -1))
+        total = tree_all_reduce(partials, mesh, torch.float32)
+        ctx.save_for_backward(logits, target, highest, total)
+        ctx.mesh = mesh
+        return total.log() - picked
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        logits, target, highest, total = ctx.saved_tensors
+        mesh, gradient = ctx.mesh, gradients[0].float().unsqueeze(-1)
+        dlogits = torch.empty_like(logits)
+        rows = torch.arange(target.numel(), device=target.device)
+        index = target.flatten() - mesh.rank * logits.shape[-1]
+        for dshard, softmax in zip(
+            dlogits.chunk(mesh.local, -1), _exponentials(logits, highest, mesh), strict=True
+        ):
+            size = softmax.shape[-1]
+            softmax /= total.unsqueeze(-1)
+            mine = (index >= 0) & (index < size)
+            softmax.view(-1, size)[rows, index.clamp(0, size - 1)] -= mine.float()
+            dshard.copy_(softmax.mul_(gradient).to(logits.dtype))
+            index = index - size
+        return dlogits, None, None
