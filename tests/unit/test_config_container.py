@@ -14,13 +14,11 @@ from tp_invariant_recipes.config.container import LOCAL_SPECS
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
 
-pytestmark = pytest.mark.xdist_group("bridge")
-
 MODELS = source.groups()["model"]
 ON_CPU = [m for m in MODELS if compose(m).tree["model"]["_target_"].rpartition(".")[2] in LOCAL_SPECS]
 QWEN3 = ("qwen3_0p6b", "qwen3_8b", "qwen3_30b_a3b")
 
-# What Megatron-Core refuses on a machine without Transformer Engine; the rest of a GPU configuration it checks here too.
+# What Megatron-Core refuses without Transformer Engine; the rest of a GPU configuration can be checked anywhere.
 WITHOUT_TE = ("model.apply_rope_fusion=false", "model.moe_permute_fusion=false")
 
 

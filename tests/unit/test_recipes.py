@@ -1,6 +1,6 @@
 """Our models as functions for users of Megatron-Bridge, and known by name to its own recipe runner."""
 
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -10,9 +10,9 @@ from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.recipes import RECIPES, recipe
-
-pytestmark = pytest.mark.xdist_group("bridge")
+from tp_invariant_recipes.recipes.__main__ import main, publish
 
 MODELS = source.groups()["model"]
 
@@ -65,41 +65,32 @@ def test_mistakes_are_said_at_once():
         assert part in str(error.value)
 
 
-def test_publishing_makes_them_attributes_of_bridges_recipes(monkeypatch):
-    import megatron.bridge.recipes
+@pytest.fixture
+def bridges():
+    """`megatron.bridge.recipes`, which is afterwards what it was."""
+    import megatron.bridge.recipes as module
 
-    from tp_invariant_recipes.recipes.__main__ import publish
-
-    for name in RECIPES:
-        monkeypatch.delattr(megatron.bridge.recipes, name, raising=False)
-        monkeypatch.setattr(megatron.bridge.recipes, name, None, raising=False)
-        monkeypatch.delattr(megatron.bridge.recipes, name)
-    publish()
-    publish()
-    for name, function in RECIPES.items():
-        assert getattr(megatron.bridge.recipes, name) is function
+    before = dict(vars(module))
+    yield module
+    for name in vars(module).keys() - before.keys():
+        delattr(module, name)
+    vars(module).update(before)
 
 
-def test_publishing_shadows_nothing_of_bridges(monkeypatch):
-    import megatron.bridge.recipes
-
-    from tp_invariant_recipes.recipes.__main__ import publish
-
-    theirs = {name: object() for name in ("tpi_qwen3_8b_pretrain_config", "tpi_qwen3_toy_pretrain_config")}
-    for name, value in theirs.items():
-        monkeypatch.setattr(megatron.bridge.recipes, name, value, raising=False)
-    monkeypatch.delattr(megatron.bridge.recipes, "tpi_qwen3_0p6b_pretrain_config", raising=False)
-    with pytest.raises(ConfigError) as error:
+def test_publishing_makes_them_attributes_of_bridges_recipes(bridges):
+    assert not any(hasattr(bridges, name) for name in RECIPES)
+    for _ in range(2):
         publish()
-    assert str(error.value).startswith("megatron.bridge.recipes already has ")
-    assert set(str(error.value).removeprefix("megatron.bridge.recipes already has ").split(", ")) == theirs.keys()
-    assert not hasattr(megatron.bridge.recipes, "tpi_qwen3_0p6b_pretrain_config")
+        assert {name: getattr(bridges, name) for name in RECIPES} == RECIPES
 
 
-def test_our_names_are_not_bridges():
-    import megatron.bridge.recipes
-
-    assert not [name for name in vars(megatron.bridge.recipes) if name.startswith("tpi_") and name not in RECIPES]
+def test_publishing_shadows_nothing_of_bridges(bridges):
+    taken = ("tpi_qwen3_toy_pretrain_config", "tpi_qwen3_8b_pretrain_config")
+    for name in taken:
+        setattr(bridges, name, object())
+    with pytest.raises(ConfigError, match=f"^megatron.bridge.recipes already has {', '.join(taken)}$"):
+        publish()
+    assert not hasattr(bridges, "tpi_qwen3_0p6b_pretrain_config")
 
 
 # As Bridge's scripts/training/run_recipe.py looks recipes up.
@@ -113,28 +104,21 @@ print("##", __name__, sys.argv[1:], config.model.num_layers, initialize.compile_
 """
 
 
-def test_bridges_runner_finds_them(tmp_path):
-    from tp_invariant_recipes.patches import registry
-
-    (tmp_path / "runner.py").write_text(RUNNER)
+def test_bridges_runner_finds_them(bridges, tmp_path, monkeypatch, capsys):
+    """As `python -m tp_invariant_recipes.recipes runner.py --recipe NAME`, without waiting for Bridge once more."""
     name = "tpi_qwen3_8b_pretrain_config"
-    ended = subprocess.run(
-        [sys.executable, "-m", "tp_invariant_recipes.recipes", "runner.py", "--recipe", name],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr
-    patched = any(patch.needed() for patch in registry.PATCHES if patch.name == "bridge-compile-helpers")
-    owner = registry.__name__ if patched else "megatron.bridge.training.initialize"
-    (said,) = [line for line in ended.stdout.splitlines() if line.startswith("##")]
+    runner = tmp_path / "runner.py"
+    runner.write_text(RUNNER)
+    monkeypatch.setattr(sys, "argv", ["recipes", str(runner), "--recipe", name])
+    monkeypatch.delitem(sys.modules, recipes.__main__.__name__)
+    runpy.run_module(recipes.__name__, run_name="__main__")
+    said = capsys.readouterr().out
     assert said.startswith(f"## __main__ ['--recipe', '{name}'] 36 ")
-    assert not patched or said.endswith(owner)
+    if any(patch.name == "bridge-compile-helpers" and patch.needed() for patch in registry.PATCHES):
+        assert said.endswith(f" {registry.__name__}\n")
 
 
 def test_without_a_runner_the_usage_is_said(monkeypatch):
-    from tp_invariant_recipes.recipes.__main__ import main
-
     monkeypatch.setattr(sys, "argv", ["recipes"])
     with pytest.raises(SystemExit, match=r"usage: python -m tp_invariant_recipes\.recipes RUNNER\.py"):
         main()

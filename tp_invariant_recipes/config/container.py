@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.config import environment, schema
@@ -41,6 +42,8 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
         if name in schema.BRIDGE_SECTIONS or name == "mixed_precision"
     }
     parts.setdefault("mixed_precision", tree["mixed_precision"])
+    if tree["numerics"]["mode"] == "tree":
+        _invariant(parts["model"], tree)
     # Bridge sets these too, so that code which does not go through our launcher computes the same bits.
     return ConfigContainer(**parts, env_vars=environment.settings(tree["device"]["kind"], os.environ))
 
@@ -73,6 +76,14 @@ def _local_layers(tree: dict[str, Any], model: dict[str, Any]) -> None:
 
     if model["transformer_impl"] == "local" and "transformer_layer_spec" not in model:
         model["transformer_layer_spec"] = get_method(LOCAL_SPECS[tree["model"]["_target_"].rpartition(".")[2]])
+
+
+def _invariant(provider: Any, tree: dict[str, Any]) -> None:
+    """What the invariant layers read from their configuration, and weights that no layout changes."""
+    from tp_invariant_recipes.numerics import init
+
+    provider.virtual_shards = tree["numerics"]["shards"]
+    provider.register_pre_wrap_hook(partial(init.initialise, seed=tree["rng"]["seed"]))
 
 
 def _null_tokenizer(tokenizer: dict[str, Any]) -> None:

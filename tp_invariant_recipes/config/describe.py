@@ -14,7 +14,7 @@ from tp_invariant_recipes.config.size import parameters
 TP_DEGREES = (1, 2, 4, 8)
 
 # A string that Hydra's grammar reads as itself.
-_WORD = re.compile(r"(?!(true|false|null|nan|inf)$)[a-z_][\w./-]*", re.IGNORECASE)
+_WORD = re.compile(r"(?!(true|false|null|nan|inf)$)[a-z_][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
 def bridge_overrides(tree: dict[str, Any]) -> list[str]:

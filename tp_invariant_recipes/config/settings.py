@@ -13,9 +13,10 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class NumericsSettings:
-    """Which sums are fixed, and how (numerics modes)."""
+    """Which sums are fixed, and how (numerics modes). shards: V, virtual shards of the invariant modes."""
 
-    mode: Literal["stock"] = "stock"
+    mode: Literal["stock", "tree"] = "stock"
+    shards: int | None = None
 
 
 @dataclass(frozen=True)

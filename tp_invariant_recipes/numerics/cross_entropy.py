@@ -35,7 +35,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, mesh: VirtualMe
 def _highest(logits: Tensor, mesh: VirtualMesh) -> Tensor:
     """[s, b] fp32, the maximum over the vocabulary; +inf in place of NaN, which a MAX of ranks may lose."""
     highest = logits.amax(-1).float()
-    highest = highest.masked_fill(highest.isnan(), math.inf) + 0.0  # of 0.0 and -0.0 either is the maximum
+    highest = highest.masked_fill(highest.isnan(), math.inf).contiguous() + 0.0  # of 0.0 and -0.0 either is a maximum
     if mesh.size > 1:
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=mesh.group)
     return highest
@@ -46,7 +46,7 @@ def _picked(logits: Tensor, target: Tensor, highest: Tensor, mesh: VirtualMesh) 
     size = logits.shape[-1]
     index = target - mesh.rank * size
     value = logits.gather(-1, index.clamp(0, size - 1).unsqueeze(-1)).squeeze(-1) - highest
-    picked = value.masked_fill((index < 0) | (index >= size), 0.0) + 0.0  # -0.0 plus zeros is 0.0, at t = 1 too
+    picked = value.masked_fill((index < 0) | (index >= size), 0.0).contiguous() + 0.0  # a zero added, at t = 1 too
     if mesh.size > 1:
         dist.all_reduce(picked, group=mesh.group)
     return picked
@@ -79,9 +79,7 @@ class _CrossEntropy(torch.autograd.Function):
         dlogits = torch.empty_like(logits)
         rows = torch.arange(target.numel(), device=target.device)
         index = target.flatten() - mesh.rank * logits.shape[-1]
-        for dshard, softmax in zip(
-            dlogits.chunk(mesh.local, -1), _exponentials(logits, highest, mesh), strict=True
-        ):
+        for dshard, softmax in zip(dlogits.chunk(mesh.local, -1), _exponentials(logits, highest, mesh), strict=True):
             size = softmax.shape[-1]
             softmax /= total.unsqueeze(-1)
             mine = (index >= 0) & (index < size)

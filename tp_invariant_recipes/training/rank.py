@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.replacement import applied
 from tp_invariant_recipes.training.rundir import RunDir
 
 
@@ -73,11 +74,14 @@ def train(run_dir: RunDir, seat: Seat) -> None:
         bridge.load()
         from tp_invariant_recipes.config import container
         from tp_invariant_recipes.host import cpu
+        from tp_invariant_recipes.numerics import spec
         from tp_invariant_recipes.patches import registry
 
         if tree["device"]["kind"] == "cpu":
             stack.enter_context(cpu.installed())
         stack.enter_context(registry.applied())
+        if tree["numerics"]["mode"] == "tree":
+            stack.enter_context(applied(spec.replacements(tree["numerics"]["shards"])))
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain
 

@@ -1,0 +1,214 @@
+"""Cross entropy: the same bits for every degree, right, and Megatron's beside it, which is not the same."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.distributed.ranks import on_ranks, same_bits
+from tp_invariant_recipes.numerics.cross_entropy import vocab_parallel_cross_entropy
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+
+SIZES = (1, 2, 4, 8)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def degrees(shards: int) -> list[int]:
+    return [t for t in SIZES if t <= shards]
+
+
+def inputs(dtype: torch.dtype, shape: tuple[int, int, int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, targets, and the loss's gradient."""
+    torch.manual_seed(seed)
+    return (torch.randn(shape) * 4).to(dtype), torch.randint(shape[2], shape[:2]), torch.randn(shape[:2])
+
+
+def step(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
+    """Loss and dlogits of one rank."""
+    logits = logits.chunk(mesh.size, -1)[mesh.rank].clone(memory_format=torch.contiguous_format).requires_grad_()
+    before = logits.detach().clone()
+    loss = vocab_parallel_cross_entropy(logits, target, mesh)
+    loss.backward(gradient)
+    assert same_bits(before, logits.detach()), "logits were overwritten"
+    return loss.detach(), logits.grad
+
+
+def plain_step(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
+    """The same as Megatron does it: exponentials of the whole local vocabulary, then an all-reduce."""
+    logits = logits.chunk(mesh.size, -1)[mesh.rank].float()
+    highest = logits.amax(-1)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    logits = logits - highest.unsqueeze(-1)
+    hot = torch.arange(logits.shape[-1]) + mesh.rank * logits.shape[-1] == target.unsqueeze(-1)
+    picked, total = (logits * hot).sum(-1), logits.exp().sum(-1)
+    dist.all_reduce(picked)
+    dist.all_reduce(total)
+    return total.log() - picked, (logits.exp() / total.unsqueeze(-1) - hot.float()) * gradient.unsqueeze(-1)
+
+
+def everywhere(size, shards, tensors, function=step) -> tuple[Tensor, Tensor]:
+    """Loss, the same on all ranks, and dlogits put together."""
+    loss, dlogits = zip(*on_ranks(size, shards, function, *tensors), strict=True)
+    assert all(same_bits(loss[0], other) for other in loss)
+    return loss[0], torch.cat(dlogits, -1)
+
+
+def assert_same(results) -> None:
+    first, *others = results
+    for other in others:
+        for name, a, b in zip(("loss", "dlogits"), first, other, strict=True):
+            assert same_bits(a, b), name
+
+
+@pytest.mark.parametrize("shards", (4, 8))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_result_for_all_degrees(dtype, shards):
+    tensors = inputs(dtype, (8, 2, 1016))
+    assert_same(everywhere(t, shards, tensors) for t in degrees(shards))
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 40)),
+    shards=st.sampled_from((4, 8)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1000),
+)
+def test_one_result_for_all_shapes(shape, shards, dtype, seed):
+    tensors = inputs(dtype, (*shape[:2], shards * shape[2]), seed)
+    assert_same(everywhere(t, shards, tensors) for t in degrees(shards))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_megatrons_way_depends_on_the_degree(dtype):
+    tensors = inputs(dtype, (8, 2, 1016))
+    (loss1, dlogits1), (loss4, dlogits4) = (everywhere(t, 8, tensors, plain_step) for t in (1, 4))
+    assert not same_bits(loss1, loss4)
+    assert not same_bits(dlogits1, dlogits4)
+    torch.testing.assert_close(loss1, loss4)
+    torch.testing.assert_close(dlogits1, dlogits4)
+
+
+def rows_alone(mesh, dtype, vocabulary) -> list[int]:
+    """The n in 1..17 whose n rows differ from the same rows among 40."""
+    logits, target, gradient = inputs(dtype, (40, 1, vocabulary))
+    loss, dlogits = step(mesh, logits, target, gradient)
+    wrong = []
+    for n in range(1, 18):
+        rows = slice(3, 3 + n)
+        loss_alone, dlogits_alone = step(mesh, logits[rows], target[rows], gradient[rows])
+        if not (same_bits(loss_alone, loss[rows]) and same_bits(dlogits_alone, dlogits[rows])):
+            wrong.append(n)
+    return wrong
+
+
+@pytest.mark.parametrize("width", (1, 31, 64, 97, 1000, 1025))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_others(dtype, width):
+    assert on_ranks(1, 4, rows_alone, dtype, 4 * width) == [[]]
+
+
+def reference(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
+    logits = logits.double().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    loss.backward(gradient.double().flatten())
+    return loss.detach().view(target.shape), logits.grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accuracy(dtype):
+    tensors = inputs(dtype, (8, 2, 1016))
+    (exact_loss, exact_dlogits), (loss, dlogits) = on_ranks(1, 1, reference, *tensors)[0], everywhere(4, 8, tensors)
+    assert (loss.dtype, dlogits.dtype) == (torch.float32, dtype)
+    torch.testing.assert_close(loss.double(), exact_loss, rtol=1e-6, atol=1e-6)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3}[dtype]
+    torch.testing.assert_close(dlogits.double(), exact_dlogits, rtol=tolerance, atol=1e-7)
+
+
+@pytest.mark.parametrize("shards", (4, 8))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_infinity_are_the_same_everywhere(dtype, shards):
+    logits, target, gradient = inputs(dtype, (16, 1, 72))
+    for row, (value, place) in enumerate((v, p) for v in (math.nan, math.inf, -math.inf) for p in (0, 40, 71)):
+        logits[row, 0, place] = value
+        target[row] = place if row % 2 else 5
+    logits[9] = -math.inf
+    logits[10, 0, 3], logits[10, 0, 60] = math.nan, -math.nan
+    gradient[11], gradient[12] = math.nan, math.inf
+    results = [everywhere(t, shards, (logits, target, gradient)) for t in degrees(shards)]
+    assert_same(results)
+    loss, dlogits = results[0]
+    ours, rows = loss[:, 0], torch.arange(16)
+    assert rows[ours.isnan()].tolist() == [0, 1, 2, 3, 4, 5, 9, 10]
+    assert rows[ours.isposinf()].tolist() == [7]  # the target's logit is -inf
+    assert rows[dlogits[:, 0].isnan().all(-1)].tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 11]
+    assert dlogits[13:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_zeros_of_both_signs_are_the_same_everywhere(dtype):
+    logits = torch.zeros(4, 2, 16, dtype=dtype)
+    logits[0, :, ::2] = -0.0
+    logits[1] = -0.0
+    logits[2, :, 1:] = -math.inf  # all of the probability on the target: loss 0
+    logits[3, :, :15] = -math.inf
+    logits[3] = logits[3] * 1.0
+    target = torch.tensor([[0, 1], [14, 15], [0, 0], [15, 15]])
+    results = [everywhere(t, 8, (logits, target, -torch.ones(4, 2))) for t in SIZES]
+    assert_same(results)
+    assert results[0][0][2:].tolist() == [[0.0, 0.0]] * 2
+
+
+def test_a_target_outside_the_vocabulary_picks_nothing():
+    logits, target, gradient = inputs(torch.float32, (4, 1, 32))
+    target[0], target[1] = -100, 32
+    results = [everywhere(t, 8, (logits, target, gradient)) for t in SIZES]
+    assert_same(results)
+    softmax = logits.softmax(-1) * gradient.unsqueeze(-1)
+    torch.testing.assert_close(results[0][1][:2], softmax[:2])
+
+
+def transposed(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
+    """`step` on logits that lie in memory as [b, s, vocab]."""
+    logits = logits.transpose(0, 1).contiguous().transpose(0, 1)
+    mine = logits.chunk(mesh.size, -1)[mesh.rank].detach().requires_grad_()
+    loss = vocab_parallel_cross_entropy(mine, target.t().contiguous().t(), mesh)
+    loss.backward(gradient)
+    return loss.detach().contiguous(), mine.grad.contiguous()
+
+
+def test_the_order_in_memory_changes_nothing():
+    tensors = inputs(torch.bfloat16, (3, 5, 80))
+    assert_same([everywhere(1, 8, tensors), *(everywhere(t, 8, tensors, transposed) for t in (1, 4))])
+
+
+def largest(mesh, logits, target, gradient) -> int:
+    """The most elements of any fp32 tensor made on the way."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Sizes(TorchDispatchMode):
+        most = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.dtype == torch.float32:
+                self.most = max(self.most, result.numel())
+            return result
+
+    with Sizes() as sizes:
+        step(mesh, logits, target, gradient)
+    return sizes.most
+
+
+def test_only_one_shard_is_held_in_fp32():
+    tensors = inputs(torch.bfloat16, (4, 2, 512))
+    assert on_ranks(1, 8, largest, *tensors) == [4 * 2 * 512 // 8]
+
+
+def test_a_vocabulary_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="8 virtual shards do not divide a vocabulary of 100"):
+        vocab_parallel_cross_entropy(torch.zeros(1, 1, 50), torch.zeros(1, 1).long(), VirtualMesh(8, 2, 0))

@@ -1,0 +1,226 @@
+"""RMSNorm: the same bits for every degree, right, and the plain weight gradient beside it, which is not the same."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.distributed.ranks import on_ranks, same_bits
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.norm import NormShards, folding_sum, rms_norm
+
+EPS = 1e-6
+WHOLE, SLICE, HEADS = NormShards
+SIZES = (1, 2, 4, 8)
+DTYPES = (torch.float32, torch.bfloat16)
+REFERENCE_ALONE = VirtualMesh(1, 1, 0)
+
+
+def degrees(shards: int) -> list[int]:
+    return [t for t in SIZES if t <= shards]
+
+
+def mine(tensor: Tensor, mesh: VirtualMesh, shards_of: NormShards) -> Tensor:
+    """This rank's slice, in memory of its own."""
+    if shards_of is WHOLE:
+        return tensor.clone()
+    return tensor.chunk(mesh.size, 2 if shards_of is HEADS else 0)[mesh.rank].contiguous()
+
+
+def inputs(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """x, weight, dy."""
+    torch.manual_seed(seed)
+    return torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype), torch.randn(shape).to(dtype)
+
+
+def step(mesh, shards_of, x, weight, dy) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, dx and weight gradient of one rank."""
+    x, weight = mine(x, mesh, shards_of).requires_grad_(), weight.clone().requires_grad_()
+    y = rms_norm(x, weight, EPS, mesh, shards_of)
+    y.backward(mine(dy, mesh, shards_of))
+    return y.detach(), x.grad, weight.grad
+
+
+def plain_step(mesh, shards_of, x, weight, dy) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, the weight gradient as in Megatron: all rows of the rank, then an all-reduce."""
+    x, weight = mine(x, mesh, shards_of).requires_grad_(), weight.clone().requires_grad_()
+    y = rms_norm(x, weight, EPS, REFERENCE_ALONE, WHOLE)
+    y.backward(mine(dy, mesh, shards_of))
+    dist.all_reduce(weight.grad)
+    return y.detach(), x.grad, weight.grad if mesh.rank == 0 else torch.zeros_like(weight.grad)
+
+
+def everywhere(size, shards, shards_of, tensors, function=step) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, dx and weight gradient of all ranks put together."""
+    ranks = on_ranks(size, shards, function, shards_of, *tensors)
+    if shards_of is WHOLE:
+        assert all(same_bits(a, b) for rank in ranks for a, b in zip(rank, ranks[0], strict=True))
+        return ranks[0]
+    y, dx, dw = zip(*ranks, strict=True)
+    assert not any(other.count_nonzero() for other in dw[1:])
+    dim = 2 if shards_of is HEADS else 0
+    return torch.cat(y, dim), torch.cat(dx, dim), torch.stack(dw).sum(0)
+
+
+def assert_same(results) -> None:
+    first, *others = results
+    for other in others:
+        for name, a, b in zip(("output", "dx", "weight gradient"), first, other, strict=True):
+            assert same_bits(a, b), name
+
+
+@pytest.mark.parametrize("shards_of", NormShards, ids=lambda s: s.name)
+@pytest.mark.parametrize("shards", (4, 8))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_result_for_all_degrees(dtype, shards, shards_of):
+    tensors = inputs(dtype, (32, 2, 8, 33) if shards_of is HEADS else (32, 2, 96))
+    assert_same(everywhere(t, shards, shards_of, tensors) for t in degrees(shards))
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(
+    chunk=st.integers(1, 5),
+    batch=st.integers(1, 3),
+    width=st.integers(1, 70),
+    shards=st.sampled_from((4, 8)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 1000),
+)
+def test_one_result_for_all_shapes(chunk, batch, width, shards, dtype, seed):
+    tensors = inputs(dtype, (shards * chunk, batch, width), seed)
+    assert_same(everywhere(t, shards, kind, tensors) for kind in (WHOLE, SLICE) for t in degrees(shards))
+    tensors = inputs(dtype, (batch, 2, shards * chunk, width), seed)
+    assert_same(everywhere(t, shards, HEADS, tensors) for t in degrees(shards))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sequence_parallel_changes_nothing(dtype):
+    tensors = inputs(dtype, (32, 2, 96))
+    assert_same([everywhere(1, 8, WHOLE, tensors), everywhere(4, 8, WHOLE, tensors), everywhere(4, 8, SLICE, tensors)])
+
+
+@pytest.mark.parametrize("shards_of", (SLICE, HEADS), ids=lambda s: s.name)
+def test_the_plain_weight_gradient_depends_on_the_degree(shards_of):
+    tensors = inputs(torch.float32, (32, 2, 8, 33) if shards_of is HEADS else (32, 2, 96))
+    one, four = (everywhere(t, 8, shards_of, tensors, plain_step) for t in (1, 4))
+    assert same_bits(one[0], four[0])
+    assert same_bits(one[1], four[1])
+    assert not same_bits(one[2], four[2])
+    torch.testing.assert_close(one[2], four[2])
+
+
+def rows_alone(mesh, dtype, width) -> list[str]:
+    """Which of the first n rows, n in 1..17, differ from the same rows among 40."""
+    x, weight, dy = inputs(dtype, (40, 1, width))
+    y, dx, _ = step(REFERENCE_ALONE, WHOLE, x, weight, dy)
+    wrong = []
+    for n in range(1, 18):
+        for start in (0, 3):
+            rows = slice(start, start + n)
+            y_alone, dx_alone, _ = step(REFERENCE_ALONE, WHOLE, x[rows], weight, dy[rows])
+            if not (same_bits(y_alone, y[rows]) and same_bits(dx_alone, dx[rows])):
+                wrong.append(f"{n} from {start}")
+    return wrong
+
+
+@pytest.mark.parametrize("width", (1, 31, 64, 97, 128, 1000, 1025))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_the_others(dtype, width):
+    assert on_ranks(1, 1, rows_alone, dtype, width) == [[]]
+
+
+def reference(mesh, x, weight, dy) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, EPS)
+    y.backward(dy.double())
+    return y.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("shards_of", NormShards, ids=lambda s: s.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_accuracy(dtype, shards_of):
+    tensors = inputs(dtype, (32, 2, 8, 64) if shards_of is HEADS else (32, 2, 96))
+    (right,) = on_ranks(1, 1, reference, *tensors)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 8e-3}[dtype]
+    for ours, exact in zip(everywhere(4, 8, shards_of, tensors), right, strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shards_of", NormShards, ids=lambda s: s.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_nan_and_infinity_are_the_same_everywhere(dtype, shards_of):
+    x, weight, dy = inputs(dtype, (16, 2, 8, 33) if shards_of is HEADS else (16, 2, 97))
+    for tensor, place, value in (
+        (x, 0, math.nan),
+        (x, 1, math.inf),
+        (x, 2, -math.inf),
+        (x, 3, 1e30),
+        (dy, 4, math.nan),
+    ):
+        tensor[place, 0].view(-1)[7 * place] = value
+    weight[5], dy[6, 0].view(-1)[0] = math.inf, math.inf
+    results = [everywhere(t, 8, shards_of, (x, weight, dy)) for t in SIZES]
+    assert_same(results)
+    for result in results[0]:
+        assert result.isnan().any()
+        assert not result.isnan().all()
+
+
+def test_negative_zero_weight_gradient_is_the_same_everywhere():
+    for shards_of, shape in ((WHOLE, (8, 1, 4)), (SLICE, (8, 1, 4)), (HEADS, (2, 1, 8, 4))):
+        tensors = torch.ones(shape), torch.ones(4), torch.full(shape, -0.0)
+        results = [everywhere(t, 8, shards_of, tensors) for t in SIZES]
+        assert_same(results)
+        assert not results[0][2].signbit().any()
+
+
+def micro_batches(mesh, shards_of, x, weight, dy, batches) -> tuple[Tensor, Tensor, bool, Tensor]:
+    """main_grad after some micro-batches, what autograd got, the flag, and the sum of the fp32 gradients."""
+    weight = weight.clone().requires_grad_()
+    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    weight.grad_added_to_main_grad = False
+    added = torch.zeros_like(weight.main_grad)
+    fired = []
+    weight.register_hook(lambda gradient: fired.append(gradient.count_nonzero().item()))
+    for x_batch, dy_batch in zip(x.chunk(batches, 1), dy.chunk(batches, 1), strict=True):
+        rms_norm(mine(x_batch, mesh, shards_of), weight, EPS, mesh, shards_of).backward(mine(dy_batch, mesh, shards_of))
+        added += step(mesh, shards_of, x_batch, weight.detach().float(), dy_batch)[2]
+    assert fired == [0] * batches
+    return weight.main_grad, weight.grad, weight.grad_added_to_main_grad, added
+
+
+@pytest.mark.parametrize("shards_of", NormShards, ids=lambda s: s.name)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_micro_batches_are_added_in_main_grad(dtype, shards_of):
+    tensors = inputs(dtype, (16, 3, 8, 33) if shards_of is HEADS else (16, 3, 97))
+    sums = []
+    for t in SIZES:
+        ranks = on_ranks(t, 8, micro_batches, shards_of, *tensors, 3)
+        for main_grad, grad, flag, added in ranks:
+            assert same_bits(main_grad, added)
+            assert flag
+            assert grad.dtype == dtype
+            assert not grad.count_nonzero()
+        sums.append(ranks[0][0] if shards_of is WHOLE else torch.stack([r[0] for r in ranks]).sum(0))
+    assert all(same_bits(s, sums[0]) for s in sums)
+
+
+@pytest.mark.parametrize("shards_of", NormShards, ids=lambda s: s.name)
+def test_shards_that_do_not_fit_are_named(shards_of):
+    x, weight, _ = inputs(torch.float32, (1, 1, 12, 4) if shards_of is HEADS else (12, 1, 4))
+    what = "heads" if shards_of is HEADS else "positions"
+    with pytest.raises(ValueError, match=f"8 virtual shards do not divide the norm's 12 {what}"):
+        rms_norm(x, weight.requires_grad_(), EPS, VirtualMesh(8, 1, 0), shards_of)
+    with torch.no_grad():  # no weight gradient, no shards
+        rms_norm(x, weight, EPS, VirtualMesh(8, 1, 0), shards_of)
+
+
+@given(n=st.integers(1, 50))
+def test_folding_adds_each_value_once(n):
+    values = torch.tensor([[float(i), 100.0 * i] for i in range(n)])
+    assert folding_sum(values, 0).tolist() == [n * (n - 1) / 2, 100.0 * n * (n - 1) / 2]

@@ -1,0 +1,306 @@
+"""Initial weights that depend on the seed, the parameter's name and the element's place in the whole tensor alone.
+
+    (seed, name, row, column) --Philox4x32-10--> 52 bits --> uniform in (0, 1) --AS241--> normal
+
+Neither the tensor-parallel degree nor pipeline, data parallelism or device comes in. All of it is computed on the CPU
+with integers and with fp64 + - * / sqrt, which IEEE 754 defines to the last bit; no log or ndtri of a library, whose
+last bit differs between kinds of CPU.
+
+Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+AS241:  Wichura, "The percentage points of the normal distribution", Applied Statistics 37 (1988), PPND16.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.errors import ConfigError
+
+CHUNK = 1 << 18  # elements at a time, so that the temporaries stay in the CPU's cache
+WORD = 0xFFFFFFFF
+
+Segments = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How parameters of one kind start.
+
+    name:   matches the canonical name: as in Megatron, with the layer's number in the whole model.
+    value:  "normal", "ones" or "zeros".
+    dim:    for "normal": the dimension that tensor parallelism splits.
+    method: for "normal": which of Megatron's three configured methods gives the standard deviation.
+    gated:  the rows are gate and up, each split on its own, if config.gated_linear_unit.
+    """
+
+    name: str
+    value: str
+    dim: int = 0
+    method: str = ""
+    gated: bool = False
+
+
+_LAYER = r"decoder\.layers\.\d+\."
+_NORM = rf"({_LAYER}(input_layernorm|pre_mlp_layernorm|self_attention\.[qk]_layernorm)|decoder\.final_layernorm)\."
+_FUSED = rf"{_LAYER}(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_"  # Transformer Engine's norm + linear
+_LINEAR = rf"{_LAYER}(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\."
+
+RULES = (
+    Rule(r"embedding\.word_embeddings\.weight", "normal", 0, "embedding_init_method"),
+    Rule(r"output_layer\.weight", "normal", 0, "init_method"),
+    # Rows go by query group (q heads, k, v), so a rank's rows are consecutive in the whole, too.
+    Rule(_LAYER + r"self_attention\.linear_qkv\.weight", "normal", 0, "init_method"),
+    Rule(_LAYER + r"self_attention\.linear_proj\.weight", "normal", 1, "output_layer_init_method"),
+    Rule(_LAYER + r"mlp\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
+    Rule(_LAYER + r"mlp\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
+    Rule(_NORM + "weight", "ones"),
+    Rule(_FUSED + "weight", "ones"),
+    Rule(_NORM + "bias", "zeros"),
+    Rule(_FUSED + "bias", "zeros"),
+    Rule(_LINEAR + "bias", "zeros"),
+)
+
+
+def megatron_std(rule: Rule, config: Any) -> float:
+    """The standard deviation of the normal distribution that Megatron itself would draw from.
+
+    init_method_std, and init_method_std / sqrt(2 · num_layers) for linear_proj and linear_fc2; read from the methods
+    that TransformerConfig made of it, so that its other settings (muP, embedding_init_method_std) count as well.
+    """
+    key = rule.method
+    if rule.name.startswith("output_layer") and getattr(config, "use_mup", False):
+        key = "embedding_init_method"
+    method = getattr(config, key)
+    if not isinstance(method, partial) or method.func is not torch.nn.init.normal_ or method.args:
+        raise ConfigError(f"model.{key} is {method}; only Megatron's normal distribution is invariant, leave it unset")
+    if method.keywords.get("mean", 0.0) != 0.0:
+        raise ConfigError(f"model.{key} has mean {method.keywords['mean']}; only 0 is known, leave it unset")
+    return method.keywords["std"]
+
+
+@torch.no_grad()
+def initialise(
+    model_chunks: list[Any], *, seed: int, std_of: Callable[[Rule, Any], float] = megatron_std
+) -> list[Any]:
+    """Set every parameter of this rank's GPTModel chunks; a Megatron-Bridge pre-wrap hook.
+
+    std_of: the standard deviation for a rule and the model's config.
+    returns: the same chunks. Raises ConfigError listing every parameter it has no rule for; then none is changed.
+    """
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    plan, problems = [], []
+    for chunk in model_chunks:
+        for name, parameter in canonical_parameters(chunk):
+            rule = next((rule for rule in RULES if re.fullmatch(rule.name, name)), None)
+            if rule is None:
+                problems.append(f"{name}: no rule says how it starts (numerics/init.py); use numerics=stock")
+            elif rule.value == "normal" and size > 1 and not _is_split(parameter, rule.dim):
+                problems.append(f"{name}: not split over tensor-parallel ranks along dimension {rule.dim}")
+            else:
+                plan.append((name, parameter, rule, chunk.config))
+    if problems:
+        raise ConfigError("initial weights would depend on the layout:\n  " + "\n  ".join(problems))
+    stds = [std_of(rule, config) if rule.value == "normal" else 0.0 for _, _, rule, config in plan]
+
+    for (name, parameter, rule, config), std in zip(plan, stds, strict=True):
+        if rule.value == "normal":
+            gated = rule.gated and config.gated_linear_unit
+            shape, ranges = place(parameter.shape, rule.dim, rank, size, segments=2 if gated else 1)
+            parameter.copy_(normal(shape, ranges, seed=seed, name=name, std=std, dtype=parameter.dtype))
+        else:
+            centred = rule.value == "ones" and getattr(config, "layernorm_zero_centered_gamma", False)
+            parameter.fill_(1.0 if rule.value == "ones" and not centred else 0.0)
+    return model_chunks
+
+
+def canonical_parameters(chunk: Any) -> Iterator[tuple[str, Tensor]]:
+    """The chunk's parameters under their names in a model that is not split into pipeline stages.
+
+    Layers get their number in the whole model. The last stage's own copy of a tied embedding is the embedding.
+    """
+    for name, parameter in chunk.named_parameters():
+        found = re.match(r"decoder\.layers\.(\d+)\.", name)
+        if found:
+            number = chunk.decoder.layers[int(found[1])].layer_number - 1
+            name = f"decoder.layers.{number}.{name[found.end() :]}"
+        elif name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+            name = "embedding.word_embeddings.weight"
+        yield name, parameter
+
+
+def _is_split(parameter: Tensor, dim: int) -> bool:
+    return getattr(parameter, "tensor_model_parallel", False) and getattr(parameter, "partition_dim", -1) == dim
+
+
+def place(
+    local: Sequence[int], dim: int, rank: int, size: int, segments: int = 1
+) -> tuple[list[int], list[list[tuple[int, int]]]]:
+    """The whole shape, and where rank `rank` of `size`'s tensor of shape `local` lies in it.
+
+    segments: how many equal parts the split dimension has, each split on its own. With two, gate and up, and size 2:
+
+        whole  [ gate 0 | gate 1 | up 0 | up 1 ]        rank 1  [ gate 1 | up 1 ]
+    """
+    shape = [n * size if d == dim else n for d, n in enumerate(local)]
+    ranges = [[(0, n)] for n in shape]
+    step, segment = local[dim] // segments, shape[dim] // segments
+    if step * segments != local[dim]:
+        raise ValueError(f"{local[dim]} rows are not {segments} equal segments")
+    ranges[dim] = [(s * segment + rank * step, s * segment + (rank + 1) * step) for s in range(segments)]
+    return shape, ranges
+
+
+def normal(
+    shape_global: Sequence[int],
+    index_ranges: Sequence[Segments],
+    *,
+    seed: int,
+    name: str,
+    std: float,
+    mean: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """A part of the normally distributed tensor `name`, on the CPU; the same bits as in the whole tensor.
+
+    shape_global: of the whole. The sizes of the first dimension and of the last do not change the values.
+    index_ranges: per dimension the (start, stop) that the part holds, in the order in which it holds them.
+    returns: rounded to fp32, then to `dtype`.
+    """
+    if len(shape_global) != len(index_ranges) or not shape_global:
+        raise ValueError(f"{len(index_ranges)} lists of ranges for the {len(shape_global)} dimensions of {name}")
+    for size, segments in zip(shape_global, index_ranges, strict=True):
+        if any(not 0 <= start <= stop <= size for start, stop in segments):
+            raise ValueError(f"{name}: ranges {list(segments)} are not within 0..{size}")
+    if math.prod(shape_global[:-1]) > WORD or shape_global[-1] > WORD:
+        raise ValueError(f"{name}: {tuple(shape_global)} is too large to number")
+    sizes = [sum(stop - start for start, stop in segments) for segments in index_ranges]
+    rows = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for size, segments in zip(shape_global[:-1], index_ranges[:-1], strict=True):
+        rows = (rows[:, None] * size + _indices(segments)).reshape(-1)
+    out = torch.empty(len(rows), sizes[-1], dtype=dtype, device="cpu")
+    at = 0
+    for start, stop in index_ranges[-1]:
+        for first in range(start, stop, CHUNK):
+            last = min(first + CHUNK, stop)
+            step = max(1, CHUNK // (last - first))
+            for row in range(0, len(rows), step):
+                bits = _bits(rows[row : row + step], first, last, seed=seed, name=name)
+                out[row : row + step, at : at + last - first] = (_ppnd16(bits) * std + mean).to(torch.float32).to(dtype)
+            at += last - first
+    return out.view(sizes)
+
+
+def _indices(segments: Segments) -> Tensor:
+    return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in segments])
+
+
+def _bits(rows: Tensor, first: int, last: int, *, seed: int, name: str) -> Tensor:
+    """52 random bits for every element of `rows` and columns first..last-1.
+
+    The key is 64 bits of the name's SHA-256. The counter is (column // 2, row, seed): one call makes the 128 bits of
+    two neighbours, the even one first.
+    """
+    key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    pairs = torch.arange(first // 2, (last + 1) // 2, device="cpu")
+    counter = (pairs[None, :], rows[:, None], _word(seed), _word(seed >> 32))
+    words = philox4x32(counter, (key & WORD, key >> 32))
+    bits = torch.stack((words[0] << 20 | words[1] >> 12, words[2] << 20 | words[3] >> 12), dim=-1)
+    return bits.flatten(1)[:, first % 2 : first % 2 + last - first]
+
+
+def _word(number: int) -> Tensor:
+    return torch.tensor([[number & WORD]], dtype=torch.int64, device="cpu")
+
+
+def philox4x32(counter: Iterable[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10. Words of 32 bits, kept in int64."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        # A product of two words wraps into the sign bit, hence the masks on both halves.
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (b >> 32 & WORD) ^ c1 ^ k0, b & WORD, (a >> 32 & WORD) ^ c3 ^ k1, a & WORD
+        k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+    return c0, c1, c2, c3
+
+
+def _ppnd16(bits: Tensor) -> Tensor:
+    """The normal quantile of u = (2 · bits + 1) / 2^53, in fp64: never 0, never 1, and symmetric."""
+    odd = 2 * bits + 1
+    q = (odd - (1 << 52)).to(torch.float64) * 2.0**-53  # u - 1/2, exactly
+    tail = (torch.minimum(odd, (1 << 53) - odd)).to(torch.float64) * 2.0**-53  # of u and 1 - u the smaller
+    central = _ratio(0.180625 - q * q, *_CENTRAL) * q
+    outer = (q.abs() > 0.425).flatten().nonzero().squeeze(1)
+    r = torch.sqrt(-_log(tail.flatten()[outer]))
+    far = torch.where(r <= 5.0, _ratio(r - 1.6, *_NEAR), _ratio(r - 5.0, *_FAR))
+    return central.flatten().index_copy_(0, outer, torch.copysign(far, q.flatten()[outer])).view(bits.shape)
+
+
+def _log(x: Tensor) -> Tensor:
+    """The natural logarithm of normal fp64 numbers, to an ulp or two, from IEEE operations alone.
+
+    x = m · 2^e with m in [1/√2, √2):  log x = e · log 2 + 2 · artanh(s),  s = (m - 1) / (m + 1).
+    """
+    m, e = torch.frexp(x)
+    small = m < math.sqrt(0.5)
+    m = torch.where(small, m * 2, m)
+    s = (m - 1.0) / (m + 1.0)
+    series = _horner(s * s, [1.0 / k for k in range(1, 25, 2)])
+    return (e.to(torch.float64) - small.to(torch.float64)) * math.log(2.0) + s * series * 2.0
+
+
+def _ratio(x: Tensor, above: Sequence[float], below: Sequence[float]) -> Tensor:
+    return _horner(x, above) / _horner(x, below)
+
+
+def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
+    """The polynomial, lowest coefficient first; product and sum are two operations, so that none is fused."""
+    value = torch.full_like(x, coefficients[-1])
+    for coefficient in reversed(coefficients[:-1]):
+        value = value.mul_(x).add_(coefficient)
+    return value
+
+
+# |u - 1/2| <= 0.425, in 0.180625 - (u - 1/2)²
+_CENTRAL = (
+    (
+        3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3, 1.3731693765509461125e4,
+        4.5921953931549871457e4, 6.7265770927008700853e4, 3.3430575583588128105e4, 2.5090809287301226727e3,
+    ),
+    (
+        1.0, 4.2313330701600911252e1, 6.8718700749205790830e2, 5.3941960214247511077e3,
+        2.1213794301586595867e4, 3.9307895800092710610e4, 2.8729085735721942674e4, 5.2264952788528545610e3,
+    ),
+)  # fmt: skip
+# further out, in r - 1.6, r = sqrt(-log(tail)) <= 5
+_NEAR = (
+    (
+        1.42343711074968357734e0, 4.63033784615654529590e0, 5.76949722146069140550e0, 3.64784832476320460504e0,
+        1.27045825245236838258e0, 2.41780725177450611770e-1, 2.27238449892691845833e-2, 7.74545014278341407640e-4,
+    ),
+    (
+        1.0, 2.05319162663775882187e0, 1.67638483018380384940e0, 6.89767334985100004550e-1,
+        1.48103976427480074590e-1, 1.51986665636164571966e-2, 5.47593808499534494600e-4, 1.05075007164441684324e-9,
+    ),
+)  # fmt: skip
+# beyond, in r - 5
+_FAR = (
+    (
+        6.65790464350110377720e0, 5.46378491116411436990e0, 1.78482653991729133580e0, 2.96560571828504891230e-1,
+        2.65321895265761230930e-2, 1.24266094738807843860e-3, 2.71155556874348757815e-5, 2.01033439929228813265e-7,
+    ),
+    (
+        1.0, 5.99832206555887937690e-1, 1.36929880922735805310e-1, 1.48753612908506148525e-2,
+        7.86869131145613259100e-4, 1.84631831751005468180e-5, 1.42151175831644588870e-7, 2.04426310338993978564e-15,
+    ),
+)  # fmt: skip
