@@ -8,10 +8,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tp_invariant_recipes.config.environment import VARIABLES
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.quiet import VERBOSE
+
+# How long an example takes says how busy the machine is, and nothing else.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 FOREIGN = {*(v.name for v in VARIABLES), VERBOSE, "WANDB_API_KEY", "WANDB_MODE"}

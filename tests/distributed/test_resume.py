@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +96,32 @@ def test_killed_between_saves(whole, tpi):
     assert (tpi.folder / "run" / "ledger.replaced-1.jsonl").exists()
     compared = tpi("compare", "run", whole.folder / "whole")
     assert compared.status == 0, compared.stdout
+
+
+def test_a_killed_run_leaves_no_process(tpi):
+    """Saving must not start helpers that outlive the ranks."""
+    mark = f"TPI_TEST_MARK={tpi.folder}"
+
+    def plant() -> None:
+        os.environ.update([mark.split("=", 1)])
+        _when_saving_step(8, "tp_invariant_recipes.training.manifest_writer", "write_manifest")()
+
+    assert tpi(*RUN, "run.dir=run", before=plant).status == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while (left := _processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+def _processes_with(mark: str) -> list[str]:
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in environ.read_bytes():
+                found.append(environ.parent.name)
+        except OSError:
+            continue
+    return found
 
 
 def test_sigterm_saves_and_the_run_goes_on(whole, tpi):

@@ -53,7 +53,7 @@ GOOD = (
     {"ep": 4, "etp": 2, "tp": 8, "sp": True, **MOE},
     {"pp": 4, **HYBRID, "num_layers": None},
     {"pp": 3, **HYBRID, "num_layers": None, "hybrid_layer_pattern": "MEM|*E|M"},
-    {"pp": 2, **HYBRID, "num_layers": None, "hybrid_layer_pattern": "ME/M"},
+    {"pp": 3, **HYBRID, "num_layers": None, "hybrid_layer_pattern": "MEM/E"},
     {"pp": 3, "pipeline_model_parallel_layout": "Et*3|t*3|t*2L"},
     {"pp": 3, "num_layers_in_first_pipeline_stage": 2},
     {"num_query_groups": None, "tp": 16},

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
 
-CHUNK = 1 << 18  # elements at a time, so that the temporaries stay in the CPU's cache
+CHUNK = 1 << 17  # elements at a time, so that the temporaries stay in the CPU's cache
 WORD = 0xFFFFFFFF
 
 Segments = Sequence[tuple[int, int]]
@@ -86,9 +86,7 @@ def megatron_std(rule: Rule, config: Any) -> float:
 
 
 @torch.no_grad()
-def initialise(
-    model_chunks: list[Any], *, seed: int, std_of: Callable[[Rule, Any], float] = megatron_std
-) -> list[Any]:
+def initialise(model_chunks: list[Any], *, seed: int, std_of: Callable[[Rule, Any], float] = megatron_std) -> list[Any]:
     """Set every parameter of this rank's GPTModel chunks; a Megatron-Bridge pre-wrap hook.
 
     std_of: the standard deviation for a rule and the model's config.
@@ -104,6 +102,8 @@ def initialise(
             rule = next((rule for rule in RULES if re.fullmatch(rule.name, name)), None)
             if rule is None:
                 problems.append(f"{name}: no rule says how it starts (numerics/init.py); use numerics=stock")
+            elif parameter.is_meta:
+                problems.append(f"{name}: has no memory yet; set model.init_model_with_meta_device=false")
             elif rule.value == "normal" and size > 1 and not _is_split(parameter, rule.dim):
                 problems.append(f"{name}: not split over tensor-parallel ranks along dimension {rule.dim}")
             else:
@@ -176,6 +176,8 @@ def normal(
     index_ranges: per dimension the (start, stop) that the part holds, in the order in which it holds them.
     returns: rounded to fp32, then to `dtype`.
     """
+    if not 0 <= seed < 1 << 64:
+        raise ValueError(f"the seed must fit 64 bits without a sign, not {seed}")
     if len(shape_global) != len(index_ranges) or not shape_global:
         raise ValueError(f"{len(index_ranges)} lists of ranges for the {len(shape_global)} dimensions of {name}")
     for size, segments in zip(shape_global, index_ranges, strict=True):
@@ -229,7 +231,9 @@ def philox4x32(counter: Iterable[Tensor], key: tuple[int, int]) -> tuple[Tensor,
     for _ in range(10):
         # A product of two words wraps into the sign bit, hence the masks on both halves.
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (b >> 32 & WORD) ^ c1 ^ k0, b & WORD, (a >> 32 & WORD) ^ c3 ^ k1, a & WORD
+        c1 = (b >> 32).bitwise_and_(WORD) ^ c1 ^ k0
+        c3 = (a >> 32).bitwise_and_(WORD) ^ c3 ^ k1
+        c0, c1, c2, c3 = c1, b.bitwise_and_(WORD), c3, a.bitwise_and_(WORD)
         k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
     return c0, c1, c2, c3
 
@@ -242,8 +246,10 @@ def _ppnd16(bits: Tensor) -> Tensor:
     central = _ratio(0.180625 - q * q, *_CENTRAL) * q
     outer = (q.abs() > 0.425).flatten().nonzero().squeeze(1)
     r = torch.sqrt(-_log(tail.flatten()[outer]))
-    far = torch.where(r <= 5.0, _ratio(r - 1.6, *_NEAR), _ratio(r - 5.0, *_FAR))
-    return central.flatten().index_copy_(0, outer, torch.copysign(far, q.flatten()[outer])).view(bits.shape)
+    distance = _ratio(r - 1.6, *_NEAR)
+    far = (r > 5.0).nonzero().squeeze(1)  # one in 10^10 or so
+    distance[far] = _ratio(r[far] - 5.0, *_FAR)
+    return central.flatten().index_copy_(0, outer, torch.copysign(distance, q.flatten()[outer])).view(bits.shape)
 
 
 def _log(x: Tensor) -> Tensor:

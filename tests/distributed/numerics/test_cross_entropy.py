@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # what backward(gradient) imports, here once and not in every rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -71,7 +72,7 @@ def test_one_result_for_all_degrees(dtype, shards):
     assert_same(everywhere(t, shards, tensors) for t in degrees(shards))
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 40)),
     shards=st.sampled_from((4, 8)),
@@ -85,7 +86,8 @@ def test_one_result_for_all_shapes(shape, shards, dtype, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_megatrons_way_depends_on_the_degree(dtype):
-    tensors = inputs(dtype, (8, 2, 1016))
+    logits, _, gradient = inputs(dtype, (8, 2, 1016))
+    tensors = logits, logits.argmax(-1), gradient  # small losses, which show the last bits of the sum
     (loss1, dlogits1), (loss4, dlogits4) = (everywhere(t, 8, tensors, plain_step) for t in (1, 4))
     assert not same_bits(loss1, loss4)
     assert not same_bits(dlogits1, dlogits4)
@@ -156,7 +158,6 @@ def test_zeros_of_both_signs_are_the_same_everywhere(dtype):
     logits[1] = -0.0
     logits[2, :, 1:] = -math.inf  # all of the probability on the target: loss 0
     logits[3, :, :15] = -math.inf
-    logits[3] = logits[3] * 1.0
     target = torch.tensor([[0, 1], [14, 15], [0, 0], [15, 15]])
     results = [everywhere(t, 8, (logits, target, -torch.ones(4, 2))) for t in SIZES]
     assert_same(results)

@@ -85,7 +85,7 @@ def results():
 
 
 def _column_whole(ranks, case):
-    dtype, segments, sequence_parallel, accumulate = case
+    _, segments, sequence_parallel, _ = case
     ys, dxs, dws = zip(*(rank[0][case] for rank in ranks), strict=True)
     dx = torch.cat(dxs) if sequence_parallel else dxs[0]
     assert sequence_parallel or all(same_bits(dx, other) for other in dxs)
@@ -93,7 +93,7 @@ def _column_whole(ranks, case):
 
 
 def _row_whole(ranks, case):
-    dtype, sequence_parallel, accumulate = case
+    _, sequence_parallel, _ = case
     ys, dxs, dws = zip(*(rank[1][case] for rank in ranks), strict=True)
     y = torch.cat(ys) if sequence_parallel else ys[0]
     assert sequence_parallel or all(same_bits(y, other) for other in ys)

@@ -1,0 +1,108 @@
+"""The gradient norm over ranks: one value for every number of ranks that hold the gradients."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+from tests.distributed.ranks import on_ranks
+from tp_invariant_recipes.numerics.grad_norm import exact_grad_norm, get_grad_norm_fp32
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+
+SIZES = (1, 2, 4)
+
+
+def gradients() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    weights = torch.randn(256, 48, generator=generator)
+    return [weights, torch.randn(128, generator=generator) * torch.logspace(-30, 1, 128)]
+
+
+def shards(mesh: VirtualMesh, dim: int) -> list[Tensor]:
+    return [grad.chunk(mesh.size, min(dim, grad.dim() - 1))[mesh.rank] for grad in gradients()]
+
+
+def exact(mesh: VirtualMesh, dim: int) -> float:
+    return exact_grad_norm(shards(mesh, dim), [mesh.group] if mesh.group else [])
+
+
+def megatron(mesh: VirtualMesh) -> float:
+    return get_grad_norm_fp32(shards(mesh, 0), grad_stats_parallel_group=dist.group.WORLD)
+
+
+def megatron_world(mesh: VirtualMesh) -> float:
+    return get_grad_norm_fp32(shards(mesh, 0))
+
+
+def floats(mesh: VirtualMesh) -> float:
+    total = sum((g * g).sum() for g in shards(mesh, 0))
+    dist.all_reduce(total)
+    return total.sqrt().item()
+
+
+def first_rank_only(mesh: VirtualMesh, value: float) -> float:
+    grads = [*gradients(), torch.tensor([value])] if mesh.rank == 0 else []
+    return exact_grad_norm(grads, [dist.group.WORLD])
+
+
+def grid(mesh: VirtualMesh, width: int) -> float:
+    """Ranks as a grid: data-parallel groups of consecutive ranks, then the other direction."""
+    groups = []
+    for members in (
+        [list(range(n, n + width)) for n in range(0, mesh.size, width)],
+        [list(range(n, mesh.size, width)) for n in range(width)],
+    ):
+        made = [(ranks, dist.new_group(ranks)) for ranks in members]
+        groups += [group for ranks, group in made if mesh.rank in ranks]
+    return exact_grad_norm(shards(mesh, 0), groups)
+
+
+def dtensors(mesh: VirtualMesh) -> float:
+    """Two groups of two ranks, each with its half of the gradients as DTensors over the group."""
+    device_mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("model", "data"))
+    halves = [g.chunk(2)[mesh.rank // 2] for g in gradients()]
+    grads = [distribute_tensor(g, device_mesh["data"], [Shard(0)]) for g in halves]
+    return get_grad_norm_fp32(grads, grad_stats_parallel_group=device_mesh["model"].get_group())
+
+
+def some_dtensors(mesh: VirtualMesh) -> float:
+    device_mesh = DeviceMesh("cpu", [0, 1])
+    return get_grad_norm_fp32([distribute_tensor(torch.ones(4), device_mesh, [Shard(0)]), torch.ones(2)])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dim", (0, 1))
+def test_all_ranks_of_all_sizes_have_one_norm(size, dim):
+    assert on_ranks(size, 4, exact, dim) == [exact_grad_norm(gradients())] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("function", (megatron, megatron_world))
+def test_in_place_of_megatrons_function(size, function):
+    assert on_ranks(size, 4, function) == [exact_grad_norm(gradients())] * size
+
+
+def test_a_sum_of_floats_has_several():
+    assert len({norm for size in SIZES for norm in on_ranks(size, 4, floats)}) > 1
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf, 0.0, 1e30))
+def test_ranks_without_gradients_know_too(value):
+    whole = exact_grad_norm([*gradients(), torch.tensor([value])])
+    assert [str(norm) for norm in on_ranks(4, 4, first_rank_only, value)] == [str(whole)] * 4
+
+
+def test_groups_one_after_the_other():
+    assert on_ranks(4, 4, grid, 2) == [exact_grad_norm(gradients())] * 4
+
+
+def test_dtensors_are_summed_over_their_group_first():
+    assert on_ranks(4, 4, dtensors) == [exact_grad_norm(gradients())] * 4
+
+
+def test_dtensors_among_plain_tensors_are_refused():
+    with pytest.raises(RuntimeError, match="cannot be summed"):
+        on_ranks(2, 2, some_dtensors)

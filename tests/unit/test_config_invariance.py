@@ -1,0 +1,90 @@
+"""What `numerics=tree` covers, and that everything else is refused before it starts, with the key to change."""
+
+import copy
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.config import invariance
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
+
+TREE = compose("qwen3_toy", ["numerics=tree"], device="cpu").tree
+
+
+def changed(**fields) -> dict:
+    """The toy under numerics=tree with other fields, named section__field."""
+    tree = copy.deepcopy(TREE)
+    for name, value in fields.items():
+        section, field = name.split("__")
+        tree[section][field] = value
+    return tree
+
+
+def test_the_toy_is_covered_in_every_layout():
+    for overrides in (["tp=8"], ["tp=4", "sp=false"], ["tp=2", "pp=2", "dp=2", "gbs=4"]):
+        assert compose("qwen3_toy", ["numerics=tree", *overrides], device="cpu").tree["numerics"]["mode"] == "tree"
+
+
+# What is changed, and what the line about it says after "numerics=tree: ".
+BEYOND = (
+    ({"model__num_moe_experts": 8}, "experts"),
+    ({"model__hybrid_layer_pattern": "ME"}, "Mamba layers"),
+    ({"model__normalization": "LayerNorm"}, "only model.normalization=RMSNorm"),
+    ({"model__add_bias_linear": True}, "biases"),
+    ({"model__add_qkv_bias": True}, "biases"),
+    ({"model__hidden_dropout": 0.1}, "dropout"),
+    ({"model__attention_dropout": 0.1}, "dropout"),
+    ({"model__context_parallel_size": 2}, "cp"),
+    ({"parallel__data_parallel_size": 4}, "an all-reduce over more than two data-parallel ranks"),
+    ({"model__recompute_granularity": "full"}, "recomputation"),
+    ({"model__mtp_num_layers": 1}, "multi-token prediction"),
+    ({"optimizer__use_distributed_optimizer": True}, "the distributed optimizer"),
+)
+
+
+@pytest.mark.parametrize("fields, says", BEYOND, ids=[str(fields) for fields, _ in BEYOND])
+def test_what_has_no_invariant_version_is_refused_under_tree_only(fields, says):
+    (problem,) = invariance.problems(changed(**fields))
+    assert problem.startswith(f"numerics=tree: {says}")
+    assert invariance.problems(changed(**fields, numerics__mode="stock")) == []
+
+
+def test_all_that_is_beyond_is_said_at_once():
+    everything = {name: value for fields, _ in BEYOND for name, value in fields.items()}
+    found = invariance.problems(changed(**everything))
+    said = {line.removeprefix("numerics=tree: ") for line in found}
+    assert all(any(line.startswith(says) for line in said) for _, says in BEYOND)
+
+
+def test_composing_says_it_beside_the_rest():
+    with pytest.raises(ConfigError) as error:
+        compose("qwen3_toy", ["numerics=tree", "numerics.shards=3", "pp=3"], device="cpu")
+    assert "pp=3 does not divide" in str(error.value)
+    assert "numerics.shards=3: must be a power of two" in str(error.value)
+
+
+@pytest.mark.parametrize("shards", (None, 0, -2, 3, 6, 12, "8"))
+def test_the_number_of_shards_is_a_power_of_two(shards):
+    assert invariance.problems(changed(numerics__shards=shards)) == [
+        f"numerics.shards={shards}: must be a power of two"
+    ]
+
+
+NUMBERS = st.sampled_from((4, 6, 8, 12, 16, 24, 48))
+DIMENSIONS = st.fixed_dictionaries({f"model__{name}": NUMBERS for name in invariance.SHARDED})
+
+
+@given(DIMENSIONS, st.sampled_from((1, 2, 4, 8, 16)), st.sampled_from((1, 2, 3, 4, 8, 16)))
+def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp):
+    fields = dimensions | {"model__tensor_model_parallel_size": tp}
+    found = invariance.problems(changed(**fields, numerics__shards=shards))
+    fits = all((number / shards).is_integer() for number in dimensions.values())
+    assert bool(found) == (not fits or not (shards / tp).is_integer())
+    if match := re.search(r"the largest that fits is numerics\.shards=(\d+)$", "\n".join(found)):
+        again = invariance.problems(changed(**fields, numerics__shards=int(match[1])))
+        assert not any(" does not divide model." in line for line in again)
+    elif found:
+        assert found == [f"tp={tp} does not divide numerics.shards={shards}; raise numerics.shards or change tp"]

@@ -1,0 +1,335 @@
+"""Initial weights: normal, and a function of seed, name and place in the whole tensor alone."""
+
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics import init
+from tp_invariant_recipes.numerics.init import initialise, normal
+
+SIZES = (1, 2, 4)
+HIDDEN, HEADS, GROUPS, HEAD, FFN, VOCAB, LAYERS = 16, 8, 4, 4, 24, 32, 4
+STD = 0.02
+
+
+def whole(shape, **options) -> Tensor:
+    return normal(shape, [[(0, n)] for n in shape], **{"seed": 1, "name": "w", "std": 1.0} | options)
+
+
+@st.composite
+def parts(draw):
+    """A shape, and segments of each dimension."""
+    shape = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    ranges = []
+    for size in shape:
+        cuts = st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda c: (min(c), max(c)))
+        ranges.append(draw(st.lists(cuts, min_size=1, max_size=3)))
+    return shape, ranges
+
+
+@given(part=parts(), chunk=st.sampled_from((1, 5, 64, 1 << 17)))
+@settings(max_examples=50, deadline=None)
+def test_a_shard_is_a_slice_of_the_whole(part, chunk):
+    shape, ranges = part
+    expected = whole(shape)
+    for dim, segments in enumerate(ranges):
+        expected = torch.cat([expected.narrow(dim, start, stop - start) for start, stop in segments], dim)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(init, "CHUNK", chunk)
+        assert same_bits(normal(shape, ranges, seed=1, name="w", std=1.0), expected)
+
+
+def test_gate_and_up_are_two_segments():
+    full = whole((24, 8))
+    for rank in range(2):
+        shape, ranges = init.place((12, 8), 0, rank, 2, segments=2)
+        assert shape == [24, 8]
+        local = normal(shape, ranges, seed=1, name="w", std=1.0)
+        assert same_bits(local, torch.cat((full[:12].chunk(2)[rank], full[12:].chunk(2)[rank])))
+
+
+def test_more_rows_change_none():
+    assert same_bits(whole((100, 6))[:37], whole((37, 6)))  # a vocabulary padded differently
+
+
+def test_a_shard_per_stock_generator_is_not_a_slice():
+    def stock(size: int) -> Tensor:
+        shards = []
+        for rank in range(size):
+            generator = torch.Generator().manual_seed(2718 + rank)  # as Megatron seeds its ranks
+            shards.append(torch.empty(64 // size, 8).normal_(generator=generator))
+        return torch.cat(shards)
+
+    assert not same_bits(stock(1), stock(2))
+    assert not same_bits(stock(2), stock(4))
+
+
+def test_the_bits_are_these_for_ever():
+    values = normal((5, 7), [[(3, 4)], [(2, 6)]], seed=1234, name="decoder.layers.0.mlp.linear_fc1.weight", std=0.02)
+    assert [value.hex() for value in values.flatten().tolist()] == [
+        "-0x1.f4ccd00000000p-11",
+        "-0x1.112c100000000p-8",
+        "-0x1.f5fde80000000p-7",
+        "-0x1.f794e20000000p-6",
+    ]
+
+
+def test_names_and_seeds_differ():
+    tensors = [whole((64, 64))]
+    tensors += [whole((64, 64), seed=s) for s in (0, 2, 1 << 32, (1 << 64) - 1)]
+    tensors += [whole((64, 64), name=n) for n in ("v", "")]
+    stacked = torch.stack([t.flatten() for t in tensors])
+    assert (torch.corrcoef(stacked) - torch.eye(len(tensors))).abs().max() < 5 / 64
+
+
+def test_seeds_and_ranges_out_of_bounds_are_refused():
+    for seed in (-1, 1 << 64):
+        with pytest.raises(ValueError, match="seed"):
+            whole((2,), seed=seed)
+    for ranges in ([[(0, 3)]], [[(-1, 1)]], [[(1, 0)]], []):
+        with pytest.raises(ValueError, match="range"):
+            normal((2,), ranges, seed=1, name="w", std=1.0)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
+def test_types_are_rounded_from_fp32(dtype):
+    assert same_bits(whole((33, 5), dtype=dtype), whole((33, 5)).to(dtype))
+
+
+def test_mean_and_std():
+    assert torch.allclose(whole((100, 10), mean=3.0, std=0.5), whole((100, 10)) * 0.5 + 3, atol=1e-6)
+
+
+def test_the_numbers_are_normal():
+    x = whole((512, 512)).double()
+    n = x.numel()
+    assert abs(x.mean()) < 4 / math.sqrt(n)
+    assert abs(x.var() - 1) < 4 * math.sqrt(2 / n)
+    assert abs((x**3).mean()) < 4 * math.sqrt(15 / n)
+    assert abs((x**4).mean() - 3) < 4 * math.sqrt(96 / n)
+    for left, right in ((x[:, 1:], x[:, :-1]), (x[1:], x[:-1]), (x[:, 2:], x[:, :-2]), (x[:, ::2], x[:, 1::2])):
+        assert abs((left * right).mean()) < 4 / math.sqrt(left.numel())
+        assert abs((left**2 * right**2).mean() - 1) < 4 * math.sqrt(8 / left.numel())
+    # Kolmogorov-Smirnov, the 1 % limit
+    probability = torch.special.ndtr(x.flatten().sort()[0])
+    steps = torch.arange(n + 1, dtype=torch.float64) / n
+    assert max((probability - steps[:-1]).max(), (steps[1:] - probability).max()) < 1.628 / math.sqrt(n)
+
+
+@pytest.mark.parametrize(
+    "counter, key, words",
+    (  # kat_vectors of Random123
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((init.WORD,) * 4, (init.WORD,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ),
+)
+def test_philox_gives_the_published_words(counter, key, words):
+    result = init.philox4x32([torch.tensor([word]) for word in counter], key)
+    assert tuple(word.item() for word in result) == words
+
+
+def test_the_quantile_is_accurate_from_end_to_end():
+    generator = torch.Generator().manual_seed(0)
+    last = (1 << 52) - 1
+    low = torch.arange(4096)
+    bits = torch.cat((low, last - low, torch.randint(0, last, (1 << 16,), generator=generator)))
+    bits = torch.cat((bits, torch.randint(0, 1 << 30, (4096,), generator=generator)))[None]
+    ours, u = init._ppnd16(bits), (2 * bits + 1).double() * 2.0**-53
+    assert torch.allclose(ours, torch.special.ndtri(u), rtol=4e-15, atol=1e-15)
+    assert same_bits(init._ppnd16(last - bits), -ours)
+
+
+# --- a model ---
+
+
+def parameter(rows: int, *columns: int, dim: int | None = None, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    made = nn.Parameter(torch.full((rows, *columns), math.nan, dtype=dtype))
+    made.tensor_model_parallel, made.partition_dim = dim is not None, -1 if dim is None else dim
+    return made
+
+
+class Holder(nn.Module):
+    """A module with these parameters and modules."""
+
+    def __init__(self, **members) -> None:
+        super().__init__()
+        for name, member in members.items():
+            setattr(self, name, member)
+
+
+def layer(number: int, t: int, gated: bool) -> Holder:
+    qkv, fc1 = (HEADS + 2 * GROUPS) * HEAD, FFN * (2 if gated else 1)
+    made = Holder(
+        input_layernorm=Holder(weight=parameter(HIDDEN), bias=parameter(HIDDEN)),
+        self_attention=Holder(
+            linear_qkv=Holder(weight=parameter(qkv // t, HIDDEN, dim=0), bias=parameter(qkv // t, dim=0)),
+            linear_proj=Holder(weight=parameter(HIDDEN, HEADS * HEAD // t, dim=1), bias=parameter(HIDDEN)),
+            q_layernorm=Holder(weight=parameter(HEAD)),
+            k_layernorm=Holder(weight=parameter(HEAD)),
+        ),
+        mlp=Holder(
+            linear_fc1=Holder(weight=parameter(fc1 // t, HIDDEN, dim=0), layer_norm_weight=parameter(HIDDEN)),
+            linear_fc2=Holder(weight=parameter(HIDDEN, FFN // t, dim=1)),
+        ),
+    )
+    made.layer_number = number + 1
+    return made
+
+
+def model(t: int, layers: range = range(LAYERS), *, gated: bool = True, tied: bool = False, **settings) -> Holder:
+    """A pipeline stage of a GPTModel as one of t ranks sees it: the same names, shapes and attributes."""
+    made = Holder(decoder=Holder(layers=nn.ModuleList([layer(n, t, gated) for n in layers])))
+    first, last = 0 in layers, LAYERS - 1 in layers
+    if first:
+        made.embedding = Holder(word_embeddings=Holder(weight=parameter(VOCAB // t, HIDDEN, dim=0)))
+    if last:
+        made.decoder.final_layernorm = Holder(weight=parameter(HIDDEN))
+        made.output_layer = Holder(weight=None if tied and first else parameter(VOCAB // t, HIDDEN, dim=0))
+    made.share_embeddings_and_output_weights = tied
+    made.config = SimpleNamespace(
+        **{
+            "gated_linear_unit": gated,
+            "init_method": partial(nn.init.normal_, mean=0.0, std=STD),
+            "embedding_init_method": partial(nn.init.normal_, mean=0.0, std=STD),
+            "output_layer_init_method": partial(nn.init.normal_, mean=0.0, std=STD / math.sqrt(2 * LAYERS)),
+        }
+        | settings
+    )
+    return made
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    from megatron.core import parallel_state
+
+    def become(rank: int, size: int) -> None:
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: size)
+
+    become(0, 1)
+    return become
+
+
+def initialised(chunks: list[Holder], seed: int = 5) -> dict[str, Tensor]:
+    assert initialise(chunks, seed=seed) is chunks
+    return {name: p.detach() for chunk in chunks for name, p in init.canonical_parameters(chunk)}
+
+
+def together(name: str, shards: list[Tensor], gated: bool) -> Tensor:
+    """The whole parameter from all ranks' shards."""
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return torch.cat(shards, dim=1)
+    if name.endswith("linear_fc1.weight") and gated:
+        return torch.cat([shard.chunk(2)[half] for half in (0, 1) for shard in shards])
+    if name.endswith(
+        ("linear_qkv.weight", "linear_qkv.bias", "fc1.weight", "embeddings.weight", "output_layer.weight")
+    ):
+        return torch.cat(shards)
+    assert all(same_bits(shard, shards[0]) for shard in shards)
+    return shards[0]
+
+
+@pytest.mark.parametrize("t", SIZES)
+@pytest.mark.parametrize("gated", (True, False))
+@pytest.mark.parametrize("tied", (True, False))
+def test_all_degrees_start_with_one_model(as_rank, t, gated, tied):
+    expected = initialised([model(1, gated=gated, tied=tied)])
+    ranks = []
+    for rank in range(t):
+        as_rank(rank, t)
+        ranks.append(initialised([model(t, gated=gated, tied=tied)]))
+    assert not any(value.isnan().any() for value in expected.values())
+    for name, value in expected.items():
+        assert same_bits(together(name, [r[name] for r in ranks], gated), value), name
+
+
+@pytest.mark.parametrize("stages", ([range(4)], [range(1), range(1, 4)], [range(2), range(2, 3), range(3, 4)]))
+@pytest.mark.parametrize("tied", (True, False))
+def test_all_pipelines_start_with_one_model(as_rank, stages, tied):
+    expected = initialised([model(1, tied=tied)])
+    as_one_rank = initialised([model(1, layers, tied=tied) for layers in stages])  # interleaved, or one after another
+    assert as_one_rank.keys() == expected.keys()
+    assert all(same_bits(as_one_rank[name], value) for name, value in expected.items())
+
+
+def test_the_last_stages_tied_copy_is_the_embedding(as_rank):
+    first, last = model(1, range(2), tied=True), model(1, range(2, 4), tied=True)
+    initialise([first], seed=5)
+    initialise([last], seed=5)
+    assert same_bits(first.embedding.word_embeddings.weight.detach(), last.output_layer.weight.detach())
+
+
+def test_values(as_rank):
+    values = initialised([model(1)])
+    for name, value in values.items():
+        if name.endswith("norm.weight") or name.endswith("layer_norm_weight"):
+            assert (value == 1).all(), name
+        elif name.endswith("bias"):
+            assert (value == 0).all(), name
+        else:
+            std = STD / math.sqrt(8) if "linear_proj" in name or "linear_fc2" in name else STD
+            assert 0.8 * std < value.std() < 1.2 * std, name
+    weights = [v for n, v in values.items() if v.dim() == 2]
+    assert len({tuple(w.flatten()[:4].tolist()) for w in weights}) == len(weights)
+
+
+def test_zero_centred_norms_start_at_zero(as_rank):
+    values = initialised([model(1, layernorm_zero_centered_gamma=True)])
+    assert (values["decoder.final_layernorm.weight"] == 0).all()
+
+
+def test_mup_starts_the_output_layer_like_the_embedding(as_rank):
+    values = initialised([model(1, use_mup=True, embedding_init_method=partial(nn.init.normal_, std=1.0))])
+    assert values["output_layer.weight"].std() > 0.8
+    assert values["decoder.layers.0.mlp.linear_fc1.weight"].std() < 0.1
+
+
+def test_std_of_can_be_given(as_rank):
+    made = model(1)
+    initialise([made], seed=5, std_of=lambda rule, config: 7.0 if "word_embeddings" in rule.name else 0.0)
+    assert made.embedding.word_embeddings.weight.std() > 5
+    assert (made.output_layer.weight == 0).all()
+
+
+def test_parameters_without_a_rule_are_named_and_nothing_is_changed(as_rank):
+    made = model(1)
+    made.decoder.layers[2].mlp.router = Holder(weight=parameter(4, HIDDEN))
+    made.embedding.position_embeddings = Holder(weight=parameter(8, HIDDEN))
+    with pytest.raises(ConfigError) as refused:
+        initialise([made], seed=5)
+    for name in ("decoder.layers.2.mlp.router.weight", "embedding.position_embeddings.weight"):
+        assert name in str(refused.value)
+    assert all(p.isnan().all() for p in made.parameters())
+
+
+def test_a_weight_that_is_not_split_as_expected_is_refused(as_rank):
+    as_rank(1, 2)
+    made = model(2)
+    made.decoder.layers[1].mlp.linear_fc2.weight.partition_dim = 0
+    made.decoder.layers[3].self_attention.linear_qkv.weight.tensor_model_parallel = False
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.linear_fc2.*\n.*layers\.3\.self_attention\.linear_qkv"):
+        initialise([made], seed=5)
+
+
+def test_a_weight_without_memory_is_refused(as_rank):
+    with pytest.raises(ConfigError, match=r"embeddings\.weight: has no memory"):
+        initialise([model(1).to("meta")], seed=5)
+
+
+@pytest.mark.parametrize("method", (nn.init.xavier_uniform_, partial(nn.init.normal_, mean=1.0, std=1.0)))
+def test_other_distributions_are_refused(as_rank, method):
+    with pytest.raises(ConfigError, match=r"model\.init_method"):
+        initialise([model(1, init_method=method)], seed=5)
