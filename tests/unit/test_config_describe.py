@@ -90,6 +90,7 @@ def test_any_value_is_an_override_of_itself(value):
         ("zzz", tuple(f"key{n}" for n in range(13)), ""),
         ("optim.weight_decay", ("optimizer.weight_decay", "scheduler.x"), "; did you mean 'optimizer.weight_decay'?"),
         ("x.weight_decay", ("optimizer.weight_decay", "scheduler.end"), "; did you mean 'optimizer.weight_decay'?"),
+        ("zzzzzzzzzzzz.lr", ("optimizer.lr", "scheduler.end"), "; did you mean 'optimizer.lr'?"),
     ),
 )
 def test_the_nearest_name(name, names, hint):

@@ -183,9 +183,13 @@ def test_the_same_name_in_a_section_the_table_does_not_speak_of_does(key, value)
     assert identity(tree, None) == identity(TREE, None) | {f"rng.{field}": value}
 
 
-@given(st.permutations(list(TREE)))
-def test_the_order_of_sections_does_not_matter(order):
-    assert list(identity({name: TREE[name] for name in order}, None).items()) == list(identity(TREE, None).items())
+@given(st.permutations(list(TREE)), st.permutations("abc"))
+def test_the_order_of_sections_and_fields_does_not_matter(sections, names):
+    tree = {name: TREE[name] for name in sections}
+    tree["model"] = {name: 1 for name in names}
+    found = identity(tree, None)
+    assert list(found) == sorted(found)
+    assert found == identity(TREE | {"model": dict.fromkeys("abc", 1)}, None)
 
 
 def test_a_mixed_precision_of_fields_counts_field_by_field():

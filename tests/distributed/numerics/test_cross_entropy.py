@@ -72,7 +72,7 @@ def test_one_result_for_all_degrees(dtype, shards):
     assert_same(everywhere(t, shards, tensors) for t in degrees(shards))
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 40)),
     shards=st.sampled_from((4, 8)),

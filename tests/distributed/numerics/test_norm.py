@@ -94,7 +94,7 @@ def test_one_result_for_all_degrees(dtype, shards):
         assert_same([whole], [sliced])
 
 
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     chunk=st.integers(1, 5),
     batch=st.integers(1, 3),
