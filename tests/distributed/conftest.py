@@ -18,6 +18,9 @@ import pytest
 from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.ledger.record import read
 
+# One thread a rank, before any test module imports torch: eight ranks on two cores would wait for each other's threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 400
 
 

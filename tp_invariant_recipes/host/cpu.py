@@ -216,9 +216,13 @@ MEGATRON = (
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Run the block's Megatron code on the CPU. Re-importing Bridge inside is not needed."""
+    """Run the block's Megatron code on the CPU, one thread a process: their number decides how sums are split."""
     bridge.load()
+    threads = torch.get_num_threads()
     with ExitStack() as stack:
+        # OMP_NUM_THREADS says so too, but only to a torch that is imported afterwards.
+        torch.set_num_threads(1)
+        stack.callback(torch.set_num_threads, threads)
         stack.enter_context(applied((*TORCH, *MEGATRON)))
         stack.enter_context(CudaMeansCpu())
         yield
