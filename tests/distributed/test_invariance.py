@@ -6,11 +6,11 @@ SMALL = ("qwen3_toy", "seq=64")
 
 # What is held fixed -> the layouts that must agree. Sequence parallelism is on where tp > 1 unless said otherwise.
 GROUPS = {
-    "iters=12": ("tp=1", "tp=2", "tp=4", "tp=8", "tp=2 sp=false", "tp=8 sp=false"),
+    "iters=12": ("tp=1", "tp=2", "tp=4 sp=false", "tp=8"),
     "iters=4 mbs=4": ("tp=1", "tp=4"),
-    "iters=4 dp=2": ("tp=1", "tp=2", "tp=4 sp=false"),
-    "iters=4 pp=2": ("tp=1", "tp=2", "tp=4"),
-    "iters=4 precision=fp32": ("tp=1", "tp=4", "tp=8 sp=false"),
+    "iters=4 dp=2": ("tp=1", "tp=2"),
+    "iters=4 pp=2": ("tp=1", "tp=2"),
+    "iters=4 precision=fp32": ("tp=1", "tp=4 sp=false"),
     "iters=4 model.share_embeddings_and_output_weights=false": ("tp=1", "tp=4"),
     "iters=4 numerics.shards=4": ("tp=1", "tp=4"),
 }
@@ -34,9 +34,9 @@ def test_one_ledger_for_all_layouts(tpi, fixed):
     assert compared.status == 0, compared.stdout
 
 
-@pytest.mark.parametrize("fixed", [f for f in GROUPS if "shards" not in f])
+@pytest.mark.parametrize("fixed", ("iters=4", "iters=4 pp=2", "iters=4 precision=fp32"))
 def test_stock_does_not(tpi, fixed):
-    first, last = _steps(tpi, "stock", fixed, (GROUPS[fixed][0], GROUPS[fixed][-1]))
+    first, last = _steps(tpi, "stock", fixed, ("tp=1", "tp=2"))
     assert first[0].loss != last[0].loss
     assert tpi("compare", "stock-0", "stock-1").status == 1
 
@@ -92,19 +92,21 @@ def _adding_in_rank_order() -> None:
     linear.tree_all_reduce = all_reduce
 
 
+# Each with the degree that shows it: two ranks add in one order only.
 INGREDIENTS = {
-    "cross entropy": _without("vocab_parallel_cross_entropy"),
-    "output layer": _without("ColumnParallelLinear"),
-    "gradient norm": _without("get_grad_norm_fp32"),
-    "initial weights": _stock_weights,
-    "tree order across ranks": _adding_in_rank_order,
+    "cross entropy": (_without("vocab_parallel_cross_entropy"), 2),
+    "output layer": (_without("ColumnParallelLinear"), 2),
+    "gradient norm": (_without("get_grad_norm_fp32"), 2),
+    "initial weights": (_stock_weights, 2),
+    "tree order across ranks": (_adding_in_rank_order, 4),
 }
 
 
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(tpi, ingredient):
-    for tp in (1, 4):
+    plant, degree = INGREDIENTS[ingredient]
+    for tp in (1, degree):
         arguments = ("numerics=tree", "iters=8", f"tp={tp}", "sp=false", f"run.dir=tp{tp}")
-        done = tpi("train", *SMALL, *arguments, before=INGREDIENTS[ingredient])
+        done = tpi("train", *SMALL, *arguments, before=plant)
         assert done.status == 0, done.stderr
-    assert tpi("compare", "tp1", "tp4").status == 1
+    assert tpi("compare", "tp1", f"tp{degree}").status == 1

@@ -11,3 +11,5 @@ def load() -> None:
     with quiet():
         transformer_engine.prepare_import()
         import_module("megatron.bridge.training.pretrain")
+        # Autograd imports this at the first backward; forked ranks would each do it again.
+        import_module("torch.fx.experimental.symbolic_shapes")

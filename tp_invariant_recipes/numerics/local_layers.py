@@ -60,7 +60,7 @@ class TreeRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.__dict__["sequence_parallel"] = config.sequence_parallel  # read by Megatron's gradient reduction
 
     def shards_of(self) -> NormShards:
         """How the rows of this rank make up the V shards."""
