@@ -1,6 +1,5 @@
 """The patches, one row each: what, which code needs it, why. Those that are needed here are applied for a block."""
 
-import inspect
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,12 +24,15 @@ class Patch:
     needed: Callable[[], bool]
 
 
-def _helpers_without_makefile() -> bool:
-    # Found, not imported: `tpi doctor` asks too, and should not wait for torch.
+def _core(part: str) -> Path:
+    """A file or folder of Megatron-Core. Found, not imported: `tpi doctor` asks too, and should not wait for torch."""
     spec = find_spec("megatron.core")
-    if spec is None or not spec.submodule_search_locations:
-        return False
-    folder = Path(spec.submodule_search_locations[0]) / "datasets"
+    folders = spec.submodule_search_locations if spec else None
+    return Path(folders[0] if folders else "/nonexistent", part)
+
+
+def _helpers_without_makefile() -> bool:
+    folder = _core("datasets")
     return not (folder / "Makefile").exists() and any(folder.glob("helpers_cpp*.so"))
 
 
@@ -52,9 +54,9 @@ def _queue_in_this_process(original: Any) -> Callable[..., Any]:
 
 
 def _manager_for_every_save() -> bool:
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    return "Manager()" in inspect.getsource(filesystem_async.get_write_results_queue)
+    file = _core("dist_checkpointing/strategies/filesystem_async.py")
+    source = file.read_text(encoding="utf-8") if file.is_file() else ""
+    return "Manager()" in source.partition("def get_write_results_queue")[2].partition("\ndef ")[0]
 
 
 PATCHES = (
