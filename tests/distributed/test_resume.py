@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -180,7 +181,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(copied, words):
     refused = copied("train", "--resume", "run")
     assert refused.status == 2
     assert f"{newest.name} is damaged" in refused.stderr
-    assert f"__1_0.distcp {words}" in refused.stderr or f"{words}" in refused.stderr
+    assert re.search(rf"__1_0\.distcp .*{words}", refused.stderr)
     earlier = copied("train", "--resume", "run", "checkpoint.ckpt_step=8")
     assert earlier.status == 0, earlier.stderr
 
