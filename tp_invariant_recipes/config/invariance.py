@@ -20,13 +20,20 @@ class Limit:
 
 
 LIMITS = (
-    Limit(lambda t: t["device"]["kind"] != "cpu", "GPU layers have no invariant version yet; device=cpu"),
     Limit(lambda t: bool(t["model"].get("num_moe_experts")), "experts have no invariant version yet"),
     Limit(lambda t: "hybrid_layer_pattern" in t["model"], "Mamba layers have no invariant version yet"),
     Limit(lambda t: t["model"].get("normalization") != "RMSNorm", "only model.normalization=RMSNorm is covered"),
     Limit(
-        lambda t: bool(t["model"].get("add_bias_linear") or t["model"].get("add_qkv_bias")),
-        "biases have no invariant version yet; model.add_bias_linear=false, model.add_qkv_bias=false",
+        lambda t: bool(t["model"].get("layernorm_zero_centered_gamma")),
+        "zero-centred norm weights have no invariant version; model.layernorm_zero_centered_gamma=false",
+    ),
+    Limit(
+        lambda t: bool(
+            t["model"].get("add_bias_linear")
+            and t["model"].get("bias_activation_fusion")
+            and not t["model"].get("gated_linear_unit")
+        ),
+        "a bias fused into an ungated activation has no invariant version; model.bias_activation_fusion=false",
     ),
     Limit(
         lambda t: bool(t["model"].get("hidden_dropout") or t["model"].get("attention_dropout")),
@@ -39,8 +46,34 @@ LIMITS = (
     ),
     Limit(lambda t: bool(t["model"].get("recompute_granularity")), "recomputation is not covered yet"),
     Limit(lambda t: bool(t["model"].get("mtp_num_layers")), "multi-token prediction is not covered yet"),
-    Limit(lambda t: bool(t["optimizer"].get("clip_grad", 1.0) and t["optimizer"]["use_distributed_optimizer"]),
-          "the distributed optimizer is not covered yet; optimizer.use_distributed_optimizer=false"),
+    Limit(
+        lambda t: t["parallel"]["data_parallel_size"] > 1 and bool(t["ddp"].get("overlap_grad_reduce")),
+        "norm weight gradients are complete only when a backward pass ends; ddp.overlap_grad_reduce=false",
+    ),
+    Limit(
+        lambda t: not t["ddp"].get("grad_reduce_in_fp32", True),
+        "gradients are accumulated in fp32; ddp.grad_reduce_in_fp32=true",
+    ),
+    Limit(
+        lambda t: t["model"].get("cuda_graph_impl", "none") != "none",
+        "CUDA graphs are not covered yet; model.cuda_graph_impl=none",
+    ),
+    Limit(
+        lambda t: bool(t["model"].get("fp8") or t["model"].get("fp4")),
+        "FP8 and FP4 scales depend on how a tensor is cut; model.fp8=null, model.fp4=null",
+    ),
+    Limit(
+        lambda t: bool(t["model"].get("tp_comm_overlap")),
+        "overlapped collectives add in an order of their own; model.tp_comm_overlap=false",
+    ),
+    Limit(
+        lambda t: bool(t["model"].get("delay_wgrad_compute")),
+        "delayed weight gradients are not covered; model.delay_wgrad_compute=false",
+    ),
+    Limit(
+        lambda t: bool(t["model"].get("cross_entropy_loss_fusion")),
+        "the fused cross entropy would stand in front of the invariant one; model.cross_entropy_loss_fusion=false",
+    ),
 )  # fmt: skip
 
 

@@ -1,19 +1,17 @@
 """Cross entropy of logits whose vocabulary is divided among the ranks; its one inexact sum is a tree sum of V partials.
 
-Every launch on logits has the shape of one vocabulary shard, [s, b, vocab/V], so only one shard is ever held in fp32:
-backward computes the exponentials again from the logits.
+No more than the logits and their gradient is kept: backward computes the exponentials again.
 """
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.cross_entropy import softmax_gradient, sum_of_exponentials
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.norm import folding_sum
 from tp_invariant_recipes.numerics.tree import tree_all_reduce
 
 
@@ -52,22 +50,13 @@ def _picked(logits: Tensor, target: Tensor, highest: Tensor, mesh: VirtualMesh) 
     return picked
 
 
-def _exponentials(logits: Tensor, highest: Tensor, mesh: VirtualMesh) -> Iterator[Tensor]:
-    """exp(logits - highest) of this rank's V/t shards in order, each [s, b, vocab/V] fp32, contiguous, yours."""
-    for shard in logits.chunk(mesh.local, -1):
-        yield (shard - highest.unsqueeze(-1)).contiguous().exp_()
-
-
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, mesh: VirtualMesh) -> Tensor:
         highest = _highest(logits, mesh)
         picked = _picked(logits, target, highest, mesh)
-        # torch.stack would hold every shard until the last: folding_sum returns views.
-        partials = highest.new_empty(mesh.local, *highest.shape)
-        for partial, exponentials in zip(partials, _exponentials(logits, highest, mesh), strict=True):
-            partial.copy_(folding_sum(exponentials, -1))
-        total = tree_all_reduce(partials, mesh, torch.float32)
+        partials = sum_of_exponentials(_rows(logits), highest.flatten(), mesh.local)
+        total = tree_all_reduce(partials, mesh, torch.float32).view(highest.shape)
         ctx.save_for_backward(logits, target, highest, total)
         ctx.mesh = mesh
         return total.log() - picked
@@ -75,15 +64,13 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         logits, target, highest, total = ctx.saved_tensors
-        mesh, gradient = ctx.mesh, gradients[0].float().unsqueeze(-1)
-        dlogits = torch.empty_like(logits)
-        rows = torch.arange(target.numel(), device=target.device)
-        index = target.flatten() - mesh.rank * logits.shape[-1]
-        for dshard, softmax in zip(dlogits.chunk(mesh.local, -1), _exponentials(logits, highest, mesh), strict=True):
-            size = softmax.shape[-1]
-            softmax /= total.unsqueeze(-1)
-            mine = (index >= 0) & (index < size)
-            softmax.view(-1, size)[rows, index.clamp(0, size - 1)] -= mine.float()
-            dshard.copy_(softmax.mul_(gradient).to(logits.dtype))
-            index = index - size
-        return dlogits, None, None
+        index = target.flatten() - ctx.mesh.rank * logits.shape[-1]
+        gradient = gradients[0].float().flatten()
+        dlogits = softmax_gradient(
+            _rows(logits), index, highest.flatten(), total.flatten(), gradient, ctx.mesh.local
+        )
+        return dlogits.view(logits.shape), None, None
+
+
+def _rows(logits: Tensor) -> Tensor:
+    return logits.reshape(-1, logits.shape[-1]).contiguous()

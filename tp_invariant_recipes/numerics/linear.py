@@ -6,17 +6,20 @@ A rank's rows of a column-parallel weight are segments (gate, up), each split in
 
 so partial v of a sum over output features is the sum over segments, in order, of that segment's shard v. QKV is one
 segment: Megatron interleaves its rows by query group, so a shard is whole groups.
+
+The two lowest levels of the tree cost nothing: a segment's product, and the right neighbour's, are added to what is
+there by the product itself (`product(…, add=True)`), which rounds as a separate addition would.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.product import product
-from tp_invariant_recipes.numerics.tree import all_gather, tree_all_reduce, tree_reduce_scatter
-from tp_invariant_recipes.numerics.weight_gradient import deliver_weight_gradient
+from tp_invariant_recipes.numerics.tree import Reducing, all_gather, start_all_gather, start_reduce_scatter
+from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 
 def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: int, sequence_parallel: bool) -> Tensor:
@@ -45,30 +48,32 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.segments, ctx.sequence_parallel = mesh, segments, sequence_parallel
         whole = all_gather(x, mesh) if sequence_parallel else x
-        tokens = whole.reshape(-1, whole.shape[-1])
+        tokens = _tokens(whole)
         y = tokens.new_empty(tokens.shape[0], weight.shape[0])
-        for _, rows in _slices(weight.shape[0], segments * mesh.local):
-            y[:, rows] = product(tokens, weight[rows].t(), x.dtype)
+        for rows in _slices(weight.shape[0], segments * mesh.local):
+            product(tokens, weight[rows].t(), y[:, rows])
         return y.view(*whole.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        mesh = ctx.mesh
-        grad = dy.reshape(-1, dy.shape[-1])
-        partials = grad.new_zeros(mesh.local, grad.shape[0], weight.shape[1], dtype=torch.float32)
-        for n, rows in _slices(weight.shape[0], ctx.segments * mesh.local):
-            shard, segment = n % mesh.local, n // mesh.local
-            partial = product(grad[:, rows], weight[rows], torch.float32)
-            partials[shard] = partial if segment == 0 else partials[shard] + partial
-        reduce = tree_reduce_scatter if ctx.sequence_parallel else tree_all_reduce
-        dx = reduce(partials, mesh, x.dtype).view(x.shape)
-        whole = all_gather(x, mesh) if ctx.sequence_parallel else x
-        tokens = whole.reshape(-1, whole.shape[-1])
-        dw = grad.new_empty(weight.shape, dtype=torch.float32)
-        for _, rows in _slices(weight.shape[0], ctx.segments * mesh.local):
-            dw[rows] = product(grad[:, rows].t(), tokens, torch.float32)
-        return dx, deliver_weight_gradient(weight, dw), None, None, None
+        mesh, grad = ctx.mesh, _tokens(dy)
+        shards = list(_slices(weight.shape[0], ctx.segments * mesh.local))
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        gathering = start_all_gather(x, mesh) if wants_dw and ctx.sequence_parallel else None
+        reducing = dw = None
+        if wants_dx:
+
+            def partial(shard: int, node: Tensor, add: bool) -> None:
+                for rows in shards[shard :: mesh.local]:
+                    product(grad[:, rows], weight[rows], node, add=add)
+                    add = True
+
+            reducing = _reduce_scatter(partial, grad.shape[0], weight.shape[1], grad, mesh, ctx.segments)
+        if wants_dw:  # while the partials of dx are on their way
+            tokens = _tokens(gathering.arrived() if gathering else x)
+            dw = weight_gradient(weight, lambda out, add: _by_rows(shards, grad, tokens, out, add))
+        return _finished(reducing, x, mesh, ctx.sequence_parallel), dw, None, None, None
 
 
 class _RowParallel(torch.autograd.Function):
@@ -76,30 +81,73 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx, x, weight, mesh, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
-        tokens = x.reshape(-1, x.shape[-1])
-        partials = tokens.new_empty(mesh.local, tokens.shape[0], weight.shape[0], dtype=torch.float32)
-        for n, columns in _slices(weight.shape[1], mesh.local):
-            partials[n] = product(tokens[:, columns], weight[:, columns].t(), torch.float32)
-        reduce = tree_reduce_scatter if sequence_parallel else tree_all_reduce
-        return reduce(partials, mesh, x.dtype).view(-1, *x.shape[1:-1], weight.shape[0])
+        tokens = _tokens(x)
+        shards = list(_slices(weight.shape[1], mesh.local))
+
+        def partial(shard: int, node: Tensor, add: bool) -> None:
+            columns = shards[shard]
+            product(tokens[:, columns], weight[:, columns].t(), node, add=add)
+
+        reducing = _reduce_scatter(partial, tokens.shape[0], weight.shape[0], x, mesh, segments=1)
+        y = reducing.finished(x.dtype)
+        return (y if sequence_parallel else all_gather(y, mesh)).view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         mesh = ctx.mesh
-        whole = all_gather(dy, mesh) if ctx.sequence_parallel else dy
-        grad = whole.reshape(-1, whole.shape[-1])
-        tokens = x.reshape(-1, x.shape[-1])
-        dx = torch.empty_like(tokens)
-        dw = grad.new_empty(weight.shape, dtype=torch.float32)
-        for _, columns in _slices(weight.shape[1], mesh.local):
-            dx[:, columns] = product(grad, weight[:, columns], x.dtype)
-            dw[:, columns] = product(grad.t(), tokens[:, columns], torch.float32)
-        return dx.view(x.shape), deliver_weight_gradient(weight, dw), None, None
+        grad = _tokens(all_gather(dy, mesh) if ctx.sequence_parallel else dy)
+        tokens = _tokens(x)
+        shards = list(_slices(weight.shape[1], mesh.local))
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        dx = dw = None
+        if wants_dx:
+            dx = torch.empty_like(tokens, memory_format=torch.contiguous_format)
+            for columns in shards:
+                product(grad, weight[:, columns], dx[:, columns])
+            dx = dx.view(x.shape)
+        if wants_dw:
+            dw = weight_gradient(weight, lambda out, add: _by_columns(shards, grad, tokens, out, add))
+        return dx, dw, None, None
 
 
-def _slices(total: int, parts: int) -> Iterator[tuple[int, slice]]:
-    """The `parts` equal slices of 0..total-1, numbered."""
+def _reduce_scatter(
+    partial: Callable[[int, Tensor, bool], None], tokens: int, features: int, like: Tensor, mesh: VirtualMesh, segments: int
+) -> Reducing:
+    """Begin the sum of all shards' partials.
+
+    partial: writes partial `shard` of this rank to a node, or adds it to what is there. A partial of several segments
+             is a sum itself and needs a place of its own; of one segment, the right neighbour is added in place.
+    """
+    step = 1 if segments > 1 else 2
+    nodes = like.new_empty(max(1, mesh.local // step), tokens, features, dtype=torch.float32)
+    for shard in range(mesh.local):
+        partial(shard, nodes[shard // step], shard % step > 0)
+    return start_reduce_scatter(nodes, mesh)
+
+
+def _finished(reducing: Reducing | None, x: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor | None:
+    if reducing is None:
+        return None
+    dx = reducing.finished(x.dtype)
+    return (dx if sequence_parallel else all_gather(dx, mesh)).view(x.shape)
+
+
+def _by_rows(shards: list[slice], grad: Tensor, tokens: Tensor, out: Tensor, add: bool) -> None:
+    for rows in shards:
+        product(grad[:, rows].t(), tokens, out[rows], add=add)
+
+
+def _by_columns(shards: list[slice], grad: Tensor, tokens: Tensor, out: Tensor, add: bool) -> None:
+    for columns in shards:
+        product(grad.t(), tokens[:, columns], out[:, columns], add=add)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _slices(total: int, parts: int) -> Iterator[slice]:
+    """The `parts` equal slices of 0..total-1, in order."""
     size = total // parts
-    for n in range(parts):
-        yield n, slice(n * size, (n + 1) * size)
+    return (slice(n * size, (n + 1) * size) for n in range(parts))

@@ -1,35 +1,76 @@
 """Which invariant layer stands where: a block specification for Bridge's provider, and what has no seam."""
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
+from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.replacement import Replacement
+
+# The class a stock specification names -> the invariant class that stands for it, by module of this package.
+SUBSTITUTES = {
+    "ColumnParallelLinear": "local_layers:TreeColumnParallelLinear",
+    "RowParallelLinear": "local_layers:TreeRowParallelLinear",
+    "WrappedTorchNorm": "local_layers:TreeRMSNorm",
+    "TEColumnParallelLinear": "te_layers:TreeTEColumnParallelLinear",
+    "TELayerNormColumnParallelLinear": "te_layers:TreeTELayerNormColumnParallelLinear",
+    "TERowParallelLinear": "te_layers:TreeTERowParallelLinear",
+    "TENorm": "te_layers:TreeTERMSNorm",
+    "_TENormWithResidual": "te_layers:TreeTERMSNorm",
+}
+# The same for a norm of queries or keys, by the field of the specification that holds it.
+HEAD_NORMS = {"WrappedTorchNorm": "local_layers:TreeHeadNorm", "TENorm": "te_layers:TreeTEHeadNorm"}
+HEAD_NORM_FIELDS = ("q_layernorm", "k_layernorm")
+# Classes with no sum across ranks of their own.
+AS_THEY_ARE = (
+    "TransformerLayer",
+    "SelfAttention",
+    "MLP",
+    "DotProductAttention",
+    "TEDotProductAttention",
+    "IdentityOp",
+    "IdentityFuncOp",
+)
 
 
 def tree_layer_spec(config, vp_stage: int | None = None):
-    """Megatron-Core's local transformer block with invariant layers. For `model.transformer_layer_spec`."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    """Bridge's transformer block with invariant layers. For `model.transformer_layer_spec`."""
+    from megatron.bridge.models import gpt_provider
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-    from tp_invariant_recipes.numerics import local_layers as tree
-
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = tree.TreeRMSNorm
-    attention.linear_qkv, attention.linear_proj = tree.TreeColumnParallelLinear, tree.TreeRowParallelLinear
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = tree.TreeHeadNorm
-    layer.mlp = _with_linears(layer.mlp, tree.TreeColumnParallelLinear, tree.TreeRowParallelLinear)
+    local = config.transformer_impl == "local"
+    stock = gpt_provider.local_layer_spec if local else gpt_provider.transformer_engine_layer_spec
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=tree.TreeRMSNorm)
+    final_norm = _class(SUBSTITUTES["WrappedTorchNorm" if local else "TENorm"])
+    return TransformerBlockSubmodules(layer_specs=[invariant(stock(config))] * layers, layer_norm=final_norm)
 
 
-def _with_linears(mlp: partial, column: type, row: type) -> partial:
-    from dataclasses import replace
+def invariant(part: Any, field: str = "") -> Any:
+    """A part of a specification with every layer replaced by its invariant class.
 
-    return partial(mlp.func, *mlp.args, **mlp.keywords | {"submodules": replace(
-        mlp.keywords["submodules"], linear_fc1=column, linear_fc2=row)})  # fmt: skip
+    part:  a ModuleSpec, a dataclass of submodules, a partial that takes submodules, a class, a function or None.
+    field: the field of the specification it stands in.
+    Raises ConfigError for a class that is in none of the tables: whether it sums across ranks is not known.
+    """
+    if isinstance(part, type):
+        table = HEAD_NORMS if field in HEAD_NORM_FIELDS else SUBSTITUTES
+        if part.__name__ in table:
+            return _class(table[part.__name__])
+        if part.__name__ in AS_THEY_ARE:
+            return part
+        raise ConfigError(f"{field or 'model'}: {part.__name__} has no invariant version; use numerics=stock")
+    if isinstance(part, partial):
+        return partial(part.func, *part.args, **{k: invariant(v, k) for k, v in part.keywords.items()})
+    if is_dataclass(part):
+        return replace(part, **{f.name: invariant(getattr(part, f.name), f.name) for f in fields(part) if f.init})
+    return part
+
+
+def _class(path: str) -> type:
+    module, _, name = path.partition(":")
+    return getattr(import_module(f"tp_invariant_recipes.numerics.{module}"), name)
 
 
 def replacements(shards: int) -> tuple[Replacement, ...]:
@@ -50,21 +91,17 @@ def replacements(shards: int) -> tuple[Replacement, ...]:
             _grad_norm,
             "a sum of squares depends on how parameters are sharded",
         ),
+        Replacement(
+            "megatron.core.optimizer.layer_wise_optimizer:get_grad_norm_fp32",
+            _grad_norm,
+            "the same; Muon's optimizer imports it for itself",
+        ),
     )
 
 
-def _built_by_name(name: str, invariant: str) -> Replacement:
+def _built_by_name(name: str, substitute: str) -> Replacement:
     why = "GPTModel builds its embedding and output layer by name"
-    return Replacement(f"megatron.core.tensor_parallel:{name}", _local_layer(invariant), why)
-
-
-def _local_layer(name: str) -> Callable[[Any], Any]:
-    def make(original: Any) -> Any:
-        from tp_invariant_recipes.numerics import local_layers
-
-        return getattr(local_layers, name)
-
-    return make
+    return Replacement(f"megatron.core.tensor_parallel:{name}", lambda _: _class(f"local_layers:{substitute}"), why)
 
 
 def _grad_norm(original: Any) -> Any:

@@ -1,63 +1,102 @@
-"""Tree sums: V partials, neighbours added level by level in fp32, one rounding at the root.
+"""Tree sums across ranks: V partials, neighbours added level by level in fp32, one rounding at the root.
 
 A rank's shards are a subtree: it adds them, sends one node, and the receiver finishes the same tree. Collectives only
-move bytes; every addition is here.
+move bytes; every addition is in kernels/tree_add.py.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 
 
-def tree_sum(partials: Tensor) -> Tensor:
+@dataclass
+class Moving:
+    """Bytes on their way. `arrived` waits for them (on a GPU, the stream does) and finishes what is left to do.
+
+    buffer: where they arrive; work: the collective, None if nothing moves.
+    """
+
+    buffer: Tensor
+    work: Any = None
+
+    def arrived(self) -> Tensor:
+        """The buffer, complete."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.buffer
+
+
+@dataclass
+class Reducing:
+    """A reduce-scatter under way: the other ranks' nodes for this rank's slice are still arriving."""
+
+    nodes: Moving
+
+    def finished(self, dtype: torch.dtype) -> Tensor:
+        """[tokens/t, features] of `dtype`."""
+        return tree_sum(self.nodes.arrived(), dtype)
+
+
+def tree_sum(partials: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Add the leading dimension in tree order.
 
-    partials: [n, …] fp32, n a power of two.
-    returns:  […] fp32, (p0 + p1) + (p2 + p3) … with neighbours added at every level.
+    partials: [n, …] fp32, contiguous, n a power of two.
+    returns:  […] of `dtype`, (p0 + p1) + (p2 + p3) … with neighbours added at every level.
     """
-    while partials.shape[0] > 1:
-        partials = partials[0::2] + partials[1::2]
-    return partials[0]
+    if partials.shape[0] == 1 and dtype == partials.dtype:
+        return partials[0]
+    out = partials.new_empty(partials.shape[1:], dtype=dtype)
+    tree_add(partials.reshape(1, partials.shape[0], -1), out.view(1, -1))
+    return out
 
 
 def tree_all_reduce(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> Tensor:
-    """Sum the V partials of all ranks in tree order, on every rank.
+    """Sum the V partials of all ranks in tree order, on every rank. For small tensors: t nodes are gathered.
 
     partials: [V/t, …] fp32, this rank's shards in order.
     returns:  […] of `dtype`, the same bits on every rank and for every t dividing V.
     """
-    node = tree_sum(partials)
-    if mesh.size > 1:
-        nodes = node.new_empty(mesh.size * node.numel())
-        dist.all_gather_into_tensor(nodes, node.reshape(-1), group=mesh.group)
-        node = tree_sum(nodes.view(mesh.size, *node.shape))
-    return node.to(dtype)
+    node = tree_sum(partials, dtype if mesh.size == 1 else torch.float32)
+    if mesh.size == 1:
+        return node
+    return tree_sum(all_gather(node.unsqueeze(0), mesh), dtype)
 
 
-def tree_reduce_scatter(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> Tensor:
-    """Sum the V partials of all ranks in tree order, and keep this rank's slice of the next dimension.
+def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing:
+    """Begin to sum the V partials of all ranks in tree order; each rank keeps its slice of the tokens.
 
-    partials: [V/t, tokens, features] fp32, this rank's shards in order; t divides tokens.
-    returns:  [tokens/t, features] of `dtype`: slice `rank` of what `tree_all_reduce` gives.
+    partials: [n, tokens, features] fp32, contiguous: what this rank's V/t shards add up to, as n = 1 to V/t nodes of
+              the tree, n a power of two; t divides tokens.
+    returns:  what gives [tokens/t, features] when finished: slice `rank` of the whole sum.
     """
+    if mesh.size == 1:
+        return Reducing(Moving(partials))
     node = tree_sum(partials)
-    if mesh.size > 1:
-        slices = torch.empty_like(node)
-        dist.all_to_all_single(slices, node.contiguous(), group=mesh.group)
-        node = tree_sum(slices.view(mesh.size, -1, *node.shape[1:]))
-    return node.to(dtype)
+    if node.shape[0] % mesh.size:
+        raise ValueError(f"{mesh.size} ranks do not divide {node.shape[0]} tokens")
+    slices = torch.empty_like(node)
+    work = dist.all_to_all_single(slices, node, group=mesh.group, async_op=True)
+    return Reducing(Moving(slices.view(mesh.size, -1, *node.shape[1:]), work))
+
+
+def start_all_gather(slices: Tensor, mesh: VirtualMesh) -> Moving:
+    """Begin to put the ranks' slices of dimension 0 together, in rank order. Moves bytes only.
+
+    slices: [n/t, …]; arrives as [n, …].
+    """
+    if mesh.size == 1:
+        return Moving(slices)
+    whole = slices.new_empty(mesh.size * slices.shape[0], *slices.shape[1:])
+    return Moving(whole, dist.all_gather_into_tensor(whole, slices.contiguous(), group=mesh.group, async_op=True))
 
 
 def all_gather(slices: Tensor, mesh: VirtualMesh) -> Tensor:
-    """Put the ranks' slices of dimension 0 together, in rank order. Moves bytes only.
-
-    slices: [tokens/t, …].
-    returns: [tokens, …].
-    """
-    if mesh.size == 1:
-        return slices
-    whole = slices.new_empty(mesh.size * slices.shape[0], *slices.shape[1:])
-    dist.all_gather_into_tensor(whole, slices.contiguous(), group=mesh.group)
-    return whole
+    """[n/t, …] on every rank → [n, …]."""
+    return start_all_gather(slices, mesh).arrived()

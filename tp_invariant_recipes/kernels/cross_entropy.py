@@ -1,0 +1,92 @@
+"""Sums and gradients of exponentials over the shards of a vocabulary.
+
+A shard's sum is made by the same program whatever shards lie beside it. The torch functions add in another order and
+hold one shard in fp32 at a time; CPU and GPU agree to rounding, each with itself to the last bit.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from tp_invariant_recipes.kernels.folding_sum import folding_sum
+
+BLOCK = 4096
+
+
+def sum_of_exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
+    """sum(exp(logits - highest)) of each shard.
+
+    logits:  [rows, vocab/t], contiguous; highest: [rows] fp32; shards: n, which divides vocab/t.
+    returns: [n, rows] fp32.
+    """
+    rows, size = logits.shape
+    partials = torch.empty(shards, rows, dtype=torch.float32, device=logits.device)
+    if logits.is_cuda:
+        _sum[(rows, shards)](logits, highest, partials, rows, size, SHARD=size // shards, BLOCK=BLOCK, num_warps=8)
+    else:
+        # torch.stack would hold every shard until the last: folding_sum returns views.
+        for partial, exponentials in zip(partials, _exponentials(logits, highest, shards), strict=True):
+            partial.copy_(folding_sum(exponentials, -1))
+    return partials
+
+
+def softmax_gradient(
+    logits: Tensor, index: Tensor, highest: Tensor, total: Tensor, gradient: Tensor, shards: int
+) -> Tensor:
+    """(exp(logits - highest) / total - [column = index]) * gradient.
+
+    logits:  [rows, vocab/t], contiguous; index: [rows] int64, the target's column here, or one outside.
+    highest, total, gradient: [rows] fp32.
+    shards:  how many parts to hold in fp32 one after the other.
+    returns: logits' shape and dtype.
+    """
+    out = torch.empty_like(logits)
+    rows, size = logits.shape
+    if logits.is_cuda:
+        grid = (rows, triton.cdiv(size, BLOCK))
+        _gradient[grid](logits, index, highest, total, gradient, out, size, BLOCK=BLOCK, num_warps=8)
+        return out
+    every_row = torch.arange(rows, device=logits.device)
+    parts = zip(out.chunk(shards, -1), _exponentials(logits, highest, shards), strict=True)
+    for part, softmax in parts:
+        softmax /= total.unsqueeze(-1)
+        mine = (index >= 0) & (index < part.shape[1])
+        softmax[every_row, index.clamp(0, part.shape[1] - 1)] -= mine.float()
+        part.copy_(softmax.mul_(gradient.unsqueeze(-1)).to(logits.dtype))
+        index = index - part.shape[1]
+    return out
+
+
+def _exponentials(logits: Tensor, highest: Tensor, shards: int) -> Iterator[Tensor]:
+    """exp(logits - highest) of the shards in order, each [rows, vocab/V] fp32, contiguous, yours."""
+    for shard in logits.chunk(shards, -1):
+        yield (shard - highest.unsqueeze(-1)).contiguous().exp_()
+
+
+@triton.jit(do_not_specialize=["rows", "size"])
+def _sum(logits, highest, partials, rows, size, SHARD: tl.constexpr, BLOCK: tl.constexpr):
+    row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    top = tl.load(highest + row)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    start = logits + row * size + shard * SHARD
+    for first in range(0, SHARD, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(start + column, mask=column < SHARD, other=float("-inf")).to(tl.float32)
+        total += tl.where(column < SHARD, libdevice.exp(value - top), 0.0)
+    tl.store(partials + shard * rows + row, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["size"])
+def _gradient(logits, index, highest, total, gradient, out, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    value = tl.load(logits + row * size + column, mask=inside).to(tl.float32)
+    softmax = tl.div_rn(libdevice.exp(value - tl.load(highest + row)), tl.load(total + row))
+    softmax -= tl.where(column == tl.load(index + row), 1.0, 0.0)
+    result = softmax * tl.load(gradient + row)
+    tl.store(out + row * size + column, result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,179 @@
+"""RMSNorm: forward, and backward with the weight gradient in leaves of fixed shape.
+
+Rows are x[token, head]; without heads there is one a token. A row's output and gradient depend on that row alone. The
+weight gradient is a sum over rows, so the rows of each of this rank's n shards are cut into L equal leaves, each added
+up on its own; L and the rows of a leaf depend on the size of a shard, never on how many shards this rank has.
+
+    shards are chunks of tokens:      shard v holds tokens v·T/n …, all heads
+    shards are groups of heads:       shard v holds heads v·H/n …, all tokens
+
+A kernel is compiled for shapes that no t changes (width, heads of a shard, rows of a leaf); counts and strides that t
+does change are not specialised on, so one binary serves every t. The torch functions add in another order: CPU and
+GPU agree to rounding, each with itself to the last bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.folding_sum import folding_sum
+
+LEAVES = 128  # at most, of a shard: enough programs to fill a GPU when a rank has one shard
+TILE = 4096  # elements of x that a program holds at a time
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x²) + eps) * weight, in fp32, rounded once.
+
+    x:       [tokens, heads, d], the last dimension contiguous; weight: [d].
+    returns: y, x's shape and dtype, contiguous; scale, [tokens, heads, 1] fp32: 1 / sqrt(mean(x²) + eps).
+    """
+    if not x.is_cuda:
+        wide = x.float()
+        mean = folding_sum(wide * wide, -1) * (1.0 / x.shape[-1])
+        scale = (1.0 / torch.sqrt(mean + eps)).unsqueeze(-1)
+        return (wide * scale * weight.float()).to(x.dtype), scale
+    tokens, heads, width = x.shape
+    x = _aligned(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    scale = torch.empty(tokens, heads, 1, dtype=torch.float32, device=x.device)
+    rows = max(1, TILE // triton.next_power_of_2(width))
+    _forward[(triton.cdiv(tokens * heads, rows),)](
+        x, weight, y, scale, tokens * heads, heads, x.stride(0), x.stride(1), eps, **_shape(width, rows)
+    )
+    return y, scale
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, shards: int, by_heads: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and the weight's in leaves.
+
+    dy, x:   [tokens, heads, d]; weight: [d]; scale: [tokens, heads, 1], as forward returned it.
+    shards:  n, this rank's; by_heads: whether they divide the heads or the tokens.
+    returns: dx, x's shape and dtype, contiguous; leaves, [n, L, d] fp32, L a power of two.
+    """
+    if not x.is_cuda:
+        return _backward_torch(dy, x, weight, scale, shards, by_heads)
+    tokens, heads, width = x.shape
+    dy, x = _aligned(dy), _aligned(x)
+    if by_heads:
+        group, token_step, head_step, rows = heads // shards, 0, heads // shards, tokens * (heads // shards)
+    else:
+        group, token_step, head_step, rows = heads, tokens // shards, 0, tokens // shards * heads
+    tile = max(1, TILE // triton.next_power_of_2(width))
+    leaves = _leaves(rows, tile)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    gradient = torch.empty(shards, leaves, width, dtype=torch.float32, device=x.device)
+    _backward[(leaves, shards)](
+        dy, x, weight, scale, dx, gradient, heads, token_step, head_step,
+        dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
+        GROUP=group, ROWS_OF_LEAF=rows // leaves, LEAVES=leaves, **_shape(width, min(tile, rows // leaves)),
+    )  # fmt: skip
+    return dx, gradient
+
+
+def _backward_torch(
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, shards: int, by_heads: bool
+) -> tuple[Tensor, Tensor]:
+    wide = dy.float()
+    normal = x.float() * scale
+    dnormal = wide * weight.float()
+    along = folding_sum(dnormal * normal, -1).unsqueeze(-1) * (1.0 / x.shape[-1])
+    dx = ((dnormal - normal * along) * scale).to(x.dtype)
+    products = wide * normal
+    if by_heads:
+        tokens_added = folding_sum(products.reshape(x.shape[0], shards, -1, x.shape[-1]), 0)
+        return dx, folding_sum(tokens_added, 1).unsqueeze(1)
+    return dx, folding_sum(products.reshape(shards, -1, x.shape[-1]), 1).unsqueeze(1)
+
+
+def _leaves(rows: int, tile: int) -> int:
+    """The largest power of two that divides a shard's rows into leaves of at least one tile; at most LEAVES."""
+    leaves = 1
+    while leaves < LEAVES and rows % (2 * leaves) == 0 and rows // (2 * leaves) >= tile:
+        leaves *= 2
+    return leaves
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy where its strides are not the multiples that the kernels are told."""
+    width = x.shape[2]
+    aligned = x.stride(2) == 1 and all(x.stride(d) % _alignment(width) == 0 for d in (0, 1) if x.shape[d] > 1)
+    return x if aligned else x.contiguous()
+
+
+def _alignment(width: int) -> int:
+    return min(16, width & -width)
+
+
+def _shape(width: int, rows: int) -> dict[str, int]:
+    columns = triton.next_power_of_2(width)
+    rows = 1 << (rows.bit_length() - 1)
+    return {
+        "WIDTH": width,
+        "ALIGNMENT": _alignment(width),
+        "COLUMNS": columns,
+        "ROWS": rows,
+        "num_warps": 8 if rows * columns >= TILE else 4,
+    }
+
+
+_FREE = ["rows", "heads", "token_stride", "head_stride", "eps"]
+
+
+@triton.jit(do_not_specialize=_FREE)
+def _forward(
+    x, weight, y, scale, rows, heads, token_stride, head_stride, eps,
+    WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    at = tl.multiple_of((row // heads) * token_stride + (row % heads) * head_stride, ALIGNMENT)
+    wide = tl.load(x + at[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(wide * wide, 1) * (1.0 / WIDTH)
+    s = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    result = wide * s[:, None] * w[None, :]
+    tl.store(scale + row, s, mask=row < rows)
+    tl.store(y + (row * WIDTH)[:, None] + column[None, :], result.to(y.dtype.element_ty), mask=inside)
+
+
+_FREE_BACKWARD = [
+    "heads", "token_step", "head_step", "dy_token_stride", "dy_head_stride", "x_token_stride", "x_head_stride"
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_FREE_BACKWARD)
+def _backward(
+    dy, x, weight, scale, dx, gradient, heads, token_step, head_step,
+    dy_token_stride, dy_head_stride, x_token_stride, x_head_stride,
+    GROUP: tl.constexpr, ROWS_OF_LEAF: tl.constexpr, LEAVES: tl.constexpr,
+    WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    leaf, shard = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, ROWS_OF_LEAF, ROWS):
+        i = start + tl.arange(0, ROWS)
+        known = i < ROWS_OF_LEAF
+        i = leaf * ROWS_OF_LEAF + i
+        token = shard * token_step + i // GROUP
+        head = shard * head_step + i % GROUP
+        inside = known[:, None] & (column < WIDTH)[None, :]
+        at_x = tl.multiple_of(token * x_token_stride + head * x_head_stride, ALIGNMENT)
+        at_dy = tl.multiple_of(token * dy_token_stride + head * dy_head_stride, ALIGNMENT)
+        row = token * heads + head
+        s = tl.load(scale + row, mask=known, other=0.0)[:, None]
+        normal = tl.load(x + at_x[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32) * s
+        wide = tl.load(dy + at_dy[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        dnormal = wide * w[None, :]
+        along = tl.sum(dnormal * normal, 1)[:, None] * (1.0 / WIDTH)
+        result = (dnormal - normal * along) * s
+        tl.store(dx + (row * WIDTH)[:, None] + column[None, :], result.to(dx.dtype.element_ty), mask=inside)
+        total += wide * normal
+    out = gradient + (shard * LEAVES + leaf) * WIDTH + column
+    tl.store(out, tl.sum(total, 0), mask=column < WIDTH)

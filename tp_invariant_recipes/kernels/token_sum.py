@@ -1,0 +1,46 @@
+"""Sums over tokens, feature by feature, in an order that the number of features does not change.
+
+The tokens of each of n shards are cut into L equal leaves; a leaf is added token by token. CPU and GPU agree to
+rounding, each with itself to the last bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.folding_sum import folding_sum
+
+LEAVES = 64
+BLOCK = 256
+
+
+def token_sum(values: Tensor, shards: int) -> Tensor:
+    """The sum of each leaf of each shard.
+
+    values:  [tokens, features]; shards: n, which divides tokens.
+    returns: [n, L, features] fp32; L is a power of two and depends on tokens/n alone.
+    """
+    tokens, features = values.shape
+    if not values.is_cuda:
+        wide = torch.empty(values.shape, dtype=torch.float32).copy_(values)  # ours to overwrite, whatever the dtype
+        return folding_sum(wide.view(shards, -1, features), 1).unsqueeze(1)
+    values = values.contiguous()
+    leaves = 1
+    while leaves < LEAVES and tokens // shards % (2 * leaves) == 0:
+        leaves *= 2
+    out = torch.empty(shards, leaves, features, dtype=torch.float32, device=values.device)
+    grid = (triton.cdiv(features, BLOCK), shards * leaves)
+    _token_sum[grid](values, out, features, TOKENS=tokens // shards // leaves, BLOCK=BLOCK)
+    return out
+
+
+@triton.jit(do_not_specialize=["features"])
+def _token_sum(values, out, features, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    leaf = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < features
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for token in range(TOKENS):
+        total += tl.load(values + (leaf * TOKENS + token) * features + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + leaf * features + column, total, mask=inside)

@@ -1,0 +1,64 @@
+"""Biases of invariant linear layers. The layer adds its bias itself: whoever added it later would sum its gradient."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.partial_gradient import deliver
+from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
+
+
+def column_bias(y: Tensor, bias: Tensor) -> Tensor:
+    """y + bias for a bias split like the features; every rank has all tokens.
+
+    y: [s, b, n/t]; bias: [n/t]. returns: y's shape and dtype.
+    """
+    return _ColumnBias.apply(y, bias)
+
+
+def row_bias(y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
+    """y + bias for a bias that every rank has whole; its gradient is a tree sum over V sequence chunks.
+
+    y: [s/t, b, n] with sequence parallelism, [s, b, n] without; bias: [n]. returns: y's shape and dtype.
+    """
+    return _RowBias.apply(y, bias, mesh, sequence_parallel)
+
+
+class _ColumnBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(bias)
+        return y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+        (bias,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return gradients[0], None
+        leaves = token_sum(gradients[0].reshape(-1, bias.shape[0]), 1)
+
+        def compute(out: Tensor, add: bool) -> None:
+            tree_add(leaves, out.view(1, -1), accumulate=add)
+
+        return gradients[0], weight_gradient(bias, compute)
+
+
+class _RowBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
+        ctx.save_for_backward(bias)
+        ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
+        return y + bias
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        (bias,) = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return gradients[0], None, None, None
+        mesh, everywhere = ctx.mesh, not ctx.sequence_parallel
+        leaves = token_sum(gradients[0].reshape(-1, bias.shape[0]), mesh.shards if everywhere else mesh.local)
+        return gradients[0], deliver(bias, leaves, mesh, everywhere), None, None

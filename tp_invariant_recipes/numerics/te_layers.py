@@ -1,0 +1,64 @@
+"""Megatron-Core's Transformer Engine wrappers with invariant sums. Importing this needs Transformer Engine."""
+
+import transformer_engine.pytorch as te
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+    _get_extra_te_kwargs,
+)
+from torch import Tensor
+
+from tp_invariant_recipes.numerics.layers import ColumnForward, HeadNormForward, NormForward, RowForward, segments_of
+from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
+
+
+class TreeTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnParallelLinear):
+    """RMSNorm, then column-parallel linear."""
+
+    def __init__(self, *args, tp_comm_buffer_name: str | None = None, **kwargs) -> None:
+        super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
+        self.segments = segments_of(self.config, tp_comm_buffer_name)
+
+    def forward(self, x: Tensor):
+        """[s/t or s, b, k] → [s, b, n/t], and no bias left to add."""
+        shards = NormShards.SEQUENCE_SLICE if self.config.sequence_parallel else NormShards.SEQUENCE_WHOLE
+        normal = rms_norm(x, self.layer_norm_weight, self.eps, self.mesh, shards)
+        return self.column(normal, self.weight, self.bias if self.use_bias else None), None
+
+
+class TreeTEColumnParallelLinear(ColumnForward, TEColumnParallelLinear):
+    """Column-parallel linear."""
+
+    def __init__(self, *args, tp_comm_buffer_name: str | None = None, **kwargs) -> None:
+        super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
+        self.segments = segments_of(self.config, tp_comm_buffer_name)
+
+    def forward(self, x: Tensor):
+        """[s/t or s, b, k] → [s, b, n/t], and no bias left to add."""
+        return self.column(x, self.weight, self.bias if self.use_bias else None), None
+
+
+class TreeTERowParallelLinear(RowForward, TERowParallelLinear):
+    """Row-parallel linear."""
+
+    def forward(self, x: Tensor):
+        """[s, b, k/t] → [s/t or s, b, n], and no bias left to add."""
+        return self.row(x, self.weight, self.bias if self.use_bias else None), None
+
+
+class TreeTERMSNorm(NormForward, te.RMSNorm):
+    """RMSNorm over the hidden size. Megatron-Core's own wrapper, TENorm, is a function in the shape of a class."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> None:
+        super().__init__(
+            normalized_shape=hidden_size,
+            eps=eps,
+            sequence_parallel=config.sequence_parallel,
+            **_get_extra_te_kwargs(config),
+        )
+        self.config, self.eps = config, eps
+
+
+class TreeTEHeadNorm(HeadNormForward, TreeTERMSNorm):
+    """RMSNorm of queries or keys."""
