@@ -1,4 +1,4 @@
-"""`numerics=tree`: one ledger for every tensor-parallel degree, end to end. `numerics=stock` is the control."""
+"""`numerics=tree` and `gather`: one ledger for every tensor-parallel degree, end to end. `stock` is the control."""
 
 import pytest
 
@@ -34,6 +34,13 @@ def test_one_ledger_for_all_layouts(tpi, fixed):
     assert compared.status == 0, compared.stdout
 
 
+def test_gather_has_one_ledger_for_all_layouts(tpi):
+    layouts = ("tp=1", "tp=2", "tp=2 sp=false", "tp=4", "tp=4 sp=false")
+    first, *others = _steps(tpi, "gather", "iters=4", layouts)
+    for layout, other in zip(layouts[1:], others, strict=True):
+        assert other == first, layout
+
+
 @pytest.mark.parametrize("fixed", ("iters=4", "iters=4 pp=2", "iters=4 precision=fp32"))
 def test_stock_does_not(tpi, fixed):
     first, last = _steps(tpi, "stock", fixed, ("tp=1", "tp=2"))
@@ -67,7 +74,7 @@ def _without(target: str):
         from tp_invariant_recipes.numerics import spec
 
         original = spec.replacements
-        spec.replacements = lambda shards: tuple(r for r in original(shards) if not r.target.endswith(target))
+        spec.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(target))
 
     return plant
 

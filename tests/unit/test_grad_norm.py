@@ -2,8 +2,12 @@
 
 import inspect
 import math
+import os
 import struct
+import subprocess
+import sys
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.kernels import grad_norm as kernels
 from tp_invariant_recipes.numerics import grad_norm
-from tp_invariant_recipes.numerics.grad_norm import exact_grad_norm, get_grad_norm_fp32
+from tp_invariant_recipes.numerics.grad_norm import (
+    clip_by_powers_of_two,
+    exact_grad_norm,
+    fp64_grad_norm,
+    get_grad_norm_fp32,
+    rounded_down_to_power_of_two,
+)
 
 MAX = torch.finfo(torch.float32).max
 TINY = 2.0**-149
@@ -44,12 +55,22 @@ def spread(seed: int, count: int, width: float) -> tuple[Tensor, torch.Generator
     return torch.randn(count, generator=generator) * torch.exp2(scale.round()), generator
 
 
-def nearest(result: float, values: list[float]) -> bool:
-    """Whether no fp32 number is closer to the root of the sum of squares than `result`; no root is taken."""
-    square = sum(Fraction(v) ** 2 for v in values)
+def place(value: float) -> int:
+    """x of value = m · 2^x, from its bits."""
+    return max(bits(value) >> 23 & 255, 1) - 150
+
+
+def counted(values: list[float]) -> Fraction:
+    """The sum of squares that the norm is the root of, straight from the definition."""
+    unit = 2 * max(map(place, values)) - 14
+    return sum(math.floor(Fraction(v) ** 2 / Fraction(2) ** unit) for v in values) * Fraction(2) ** unit
+
+
+def nearest(result: float, square: Fraction) -> bool:
+    """Whether no fp32 number is closer to the root of `square` than `result`; no root is taken."""
     here = bits(result)
     below = (Fraction(fp32(here)) + Fraction(fp32(here - 1))) / 2 if here else Fraction(0)
-    above = (Fraction(fp32(here)) + Fraction(fp32(here + 1))) / 2
+    above = (Fraction(fp32(here)) + Fraction(fp32(here + 1) if here < bits(MAX) else 2**128)) / 2
     return below**2 <= square <= above**2
 
 
@@ -74,7 +95,7 @@ def test_chunks_do_not_show(monkeypatch):
     flat, _ = spread(1, 5000, 30)
     whole = exact_grad_norm([flat])
     for size in (1, 7, 4096):
-        monkeypatch.setattr(grad_norm, "CHUNK", size)
+        monkeypatch.setattr(kernels, "CHUNK", size)
         assert exact_grad_norm([flat]) == whole
 
 
@@ -82,7 +103,33 @@ def test_chunks_do_not_show(monkeypatch):
 @settings(max_examples=200, deadline=None)
 def test_the_norm_is_the_nearest_fp32_to_the_exact_one(values, exponent):
     floats = torch.tensor([math.ldexp(v, exponent) for v in values], dtype=torch.float64).float()
-    assert nearest(exact_grad_norm([floats]), floats.tolist())
+    assert nearest(exact_grad_norm([floats]), sum(Fraction(v) ** 2 for v in floats.tolist()))
+
+
+@given(values=st.lists(finite, min_size=1, max_size=50))
+@settings(max_examples=300, deadline=None)
+def test_the_norm_is_the_nearest_fp32_to_its_definition(values):
+    values = torch.tensor(values).tolist()
+    square = counted(values)
+    assume(square <= Fraction(MAX) ** 2)
+    assert nearest(exact_grad_norm([torch.tensor(values)]), square)
+
+
+@given(seed=seeds, width=st.sampled_from((3, 8, 16, 40)))
+@settings(max_examples=30, deadline=None)
+def test_what_is_cut_off_is_within_the_bound(seed, width):
+    values = spread(seed, 500, width)[0].tolist()
+    whole, kept = sum(Fraction(v) ** 2 for v in values), counted(values)
+    assert kept <= whole <= kept * (1 + Fraction(len(values), 2**60))
+
+
+@given(seed=seeds, count=st.integers(1, 2000), width=st.sampled_from((0, 5, 20)))
+@settings(max_examples=40, deadline=None)
+def test_the_norm_agrees_with_fsum_to_the_rounding_of_fp32(seed, count, width):
+    values = spread(seed, count, width)[0]
+    reference = math.sqrt(math.fsum(v * v for v in values.tolist()))
+    result = exact_grad_norm([values])
+    assert abs(result - reference) <= (0.5 + 1e-6) * math.ulp(reference) * 2.0**29
 
 
 @given(values=st.lists(finite, min_size=1, max_size=50))
@@ -146,6 +193,26 @@ def test_elements_too_small_for_the_scale_are_cut_alike_everywhere():
     assert {exact_grad_norm(pieces(flat, generator)) for _ in range(10)} == {exact_grad_norm([flat])} == {1.0}
 
 
+@given(seed=seeds, down=st.integers(0, 40))
+@settings(max_examples=60, deadline=None)
+def test_small_elements_beside_a_large_one_are_cut_as_defined(seed, down):
+    small = spread(seed, 300, 0)[0] * 2.0**-down
+    values = torch.cat((torch.tensor([1.9999999]), small)).tolist()
+    largest = kernels.largest([torch.tensor(values)])
+    limbs = kernels.square_limbs([torch.tensor(values)], largest).tolist()
+    assert sum(limb << 32 * n for n, limb in enumerate(limbs)) == counted(values) / Fraction(4) ** (
+        max(map(place, values)) - 7
+    )
+
+
+def test_limbs_have_room():
+    # The worst piece there can be: each limb keeps to 32 bits, so that 2^31 pieces can be summed.
+    worst = torch.full((kernels.CHUNK,), MAX)
+    limbs = kernels.square_limbs([worst], kernels.largest([worst])).tolist()
+    assert all(0 <= limb < 1 << 32 for limb in limbs)
+    assert sum(limb << 32 * n for n, limb in enumerate(limbs)) == kernels.CHUNK * ((2**24 - 1) << 7) ** 2
+
+
 def test_limbs_carry():
     # All bits of a 24-bit mantissa set, so that every limb is near its limit.
     value, count = 2.0 - 2.0**-23, 1 << 20
@@ -157,15 +224,149 @@ def test_other_types_are_refused():
         exact_grad_norm([torch.ones(2, dtype=torch.float64)])
 
 
-@pytest.mark.parametrize("norm_type", (1, 3.0, math.inf))
-def test_other_norms_are_refused(norm_type):
-    with pytest.raises(ConfigError, match=f"norm_type={norm_type}"):
-        get_grad_norm_fp32([torch.ones(2)], norm_type)
+INTERPRETED = """
+import torch
+from tests.unit.test_grad_norm import kernel_cases
+from tp_invariant_recipes.kernels import grad_norm as kernels
+
+for grads in kernel_cases():
+    table = kernels._table(kernels._spans(grads), torch.device("cpu"))
+    largest, limbs = torch.zeros((), dtype=torch.int64), torch.zeros(kernels.LIMBS, dtype=torch.int64)
+    kernels.launch_largest(table, largest)
+    kernels.launch_square_limbs(table, largest, limbs)
+    assert torch.equal(largest, kernels.largest(grads)), grads
+    assert torch.equal(limbs, kernels.square_limbs(grads, largest)), grads
+print("the same")
+"""
 
 
-def test_the_signature_is_that_of_megatron():
-    stock = pytest.importorskip("megatron.core.optimizer.clip_grads").get_grad_norm_fp32
-    ours = inspect.signature(get_grad_norm_fp32).parameters.values()
-    assert [(p.name, p.kind, p.default) for p in ours] == [
-        (p.name, p.kind, p.default) for p in inspect.signature(stock).parameters.values()
+def kernel_cases() -> list[list[Tensor]]:
+    """Lists of fp32 gradients that kernel and plain torch must agree on; also for tests/gpu."""
+    special = (0.0, -0.0, TINY, -TINY, 2.0**-126, MAX, -MAX, math.inf, -math.inf, math.nan)
+    wide, narrow = spread(0, 3 * kernels.CHUNK + 5, 40)[0], spread(1, 70001, 0)[0]
+    return [
+        [wide],
+        [narrow, wide],
+        [narrow[1:], narrow[2:3], narrow[5:18], wide[3:].view(-1, 2), torch.empty(0), torch.tensor(2.5)],
+        [narrow[: kernels.CHUNK - 1], narrow[: kernels.CHUNK], narrow[: kernels.CHUNK + 1]],
+        [narrow * 2.0**-149],
+        [torch.full((kernels.CHUNK + 1,), MAX)],
+        *([torch.tensor([value]), narrow[7:100]] for value in special),
+        *([torch.full((n,), 0.1)] for n in (1, 2, 31, 2047, 2048, 2049)),
     ]
+
+
+def test_the_kernels_interpreted_give_the_bits_of_plain_torch():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.stdout == "the same\n", done.stderr
+
+
+def test_gradients_on_two_devices_are_not_one_list():
+    with pytest.raises(ValueError, match="several devices"):
+        kernels.largest([torch.ones(1), torch.ones(1, device="meta")])
+
+
+@pytest.mark.parametrize("function", (get_grad_norm_fp32, fp64_grad_norm))
+@pytest.mark.parametrize("norm_type", (1, 3.0, math.inf))
+def test_other_norms_are_refused(function, norm_type):
+    with pytest.raises(ConfigError, match=f"norm_type={norm_type}"):
+        function([torch.ones(2)], norm_type)
+
+
+def parameters_of(function) -> list[tuple]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def test_the_signatures_are_those_of_megatron():
+    stock = pytest.importorskip("megatron.core.optimizer.clip_grads")
+    for function in (get_grad_norm_fp32, fp64_grad_norm):
+        assert parameters_of(function) == parameters_of(stock.get_grad_norm_fp32)
+    clip = stock.clip_grad_by_total_norm_fp32
+    assert parameters_of(clip_by_powers_of_two(clip)) == parameters_of(clip)
+
+
+def test_every_module_that_imported_megatrons_function_gets_ours():
+    pytest.importorskip("megatron.core")
+    from tp_invariant_recipes.numerics.spec import replacements
+    from tp_invariant_recipes.replacement import applied
+
+    targets = [r for r in replacements(8) if r.target.endswith(":get_grad_norm_fp32")]
+    with applied(targets):
+        from megatron.core.optimizer import layer_wise_optimizer, optimizer
+
+        assert optimizer.get_grad_norm_fp32 is layer_wise_optimizer.get_grad_norm_fp32 is get_grad_norm_fp32
+
+
+# --- the published schemes ---
+
+
+@given(seed=seeds, count=st.integers(1, 2000), width=st.sampled_from((0, 5, 20)))
+@settings(max_examples=20, deadline=None)
+def test_the_fp64_norm_is_within_an_ulp_of_the_exact_one(seed, count, width):
+    flat, generator = spread(seed, count, width)
+    norm = grad_norm._fp64_grad_norm(pieces(flat, generator), [])
+    assert abs(bits(norm) - bits(exact_grad_norm([flat]))) <= 1
+
+
+def test_the_fp64_sum_depends_on_its_order():
+    flat = torch.tensor([2.0**27] + [1.0] * 6)  # one unit in 2^54 is lost, six together are not
+    assert sum(v * v for v in flat.double()) != sum(v * v for v in flat.double().flip(0))
+    assert exact_grad_norm([flat]) == exact_grad_norm([flat.flip(0)])
+
+
+@pytest.mark.parametrize("value", (math.inf, math.nan))
+def test_the_fp64_norm_of_what_is_not_finite(value):
+    assert str(grad_norm._fp64_grad_norm([torch.tensor([1.0, value])], [])) == str(value)
+    assert grad_norm._fp64_grad_norm([torch.tensor([MAX, MAX])], []) == math.inf
+
+
+@given(st.floats(min_value=0, exclude_min=True, allow_infinity=False))
+def test_powers_of_two_are_rounded_down_to(coefficient):
+    power = rounded_down_to_power_of_two(coefficient)
+    assert math.frexp(power)[0] == 0.5
+    assert Fraction(power) <= Fraction(coefficient) < 2 * Fraction(power)
+
+
+@pytest.mark.parametrize("value", (0.0, math.inf, math.nan))
+def test_what_has_no_power_of_two_below_stays(value):
+    assert str(rounded_down_to_power_of_two(value)) == str(value)
+
+
+norms = st.floats(min_value=1e-30, max_value=MAX)
+
+
+@given(max_norm=st.one_of(norms, st.integers(1, 100)), total_norm=norms)
+@settings(max_examples=300, deadline=None)
+def test_megatron_gets_a_coefficient_that_is_a_power_of_two(max_norm, total_norm):
+    calls = []
+    clip = clip_by_powers_of_two(lambda *arguments: calls.append(arguments))
+    clip(["p"], max_norm=max_norm, total_norm=total_norm, use_decoupled_grad=True)
+    ((parameters, limit, norm, decoupled),) = calls
+    assert (parameters, decoupled) == (["p"], True)
+    stock = max_norm / (total_norm + 1.0e-6)
+    if stock < 1:
+        assert limit / (norm + 1.0e-6) == rounded_down_to_power_of_two(stock)
+    else:
+        assert (limit, norm) == (max_norm, total_norm)
+
+
+@pytest.mark.parametrize("max_norm, factor", ((1.0, 0.125), (2.0, 0.25), (100.0, 1.0)))
+@pytest.mark.parametrize("tensor", (False, True))
+def test_megatrons_function_clips_by_it(max_norm, factor, tensor):
+    stock = pytest.importorskip("megatron.core.optimizer.clip_grads")
+    from tp_invariant_recipes.host import cpu
+
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([3.0, -4.0, 0.1])
+    grad = parameter.grad.clone()
+    with cpu.installed():
+        clip = clip_by_powers_of_two(stock.clip_grad_by_total_norm_fp32)
+        clip([parameter], max_norm, torch.tensor([5.0]) if tensor else 5.0)
+    assert torch.equal(parameter.grad, grad * factor)

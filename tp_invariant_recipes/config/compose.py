@@ -70,7 +70,7 @@ def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = N
             _check_bridge_fields(tree, sound)
         problems += [*layout.problems(tree), *invariance.problems(tree)]
     if problems:
-        raise ConfigError(listed(problems))
+        raise ConfigError(listed(problems), problems)
     return Composed(model, tuple(overrides), tree)
 
 
@@ -145,7 +145,8 @@ def _hydra(model: str, assignments: Iterable[_Assignment], problems: list[str]) 
             tree: Any = OmegaConf.to_container(hydra_compose("config", overrides=arguments), resolve=True)
             return tree
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(listed([*problems, str(error).splitlines()[0]])) from error
+        found = [*problems, str(error).splitlines()[0]]
+        raise ConfigError(listed(found), found) from error
 
 
 def _check_bridge_fields(tree: dict[str, Any], assignments: Iterable[_Assignment]) -> dict[str, str]:

@@ -42,8 +42,7 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
         if name in schema.BRIDGE_SECTIONS or name == "mixed_precision"
     }
     parts.setdefault("mixed_precision", tree["mixed_precision"])
-    if tree["numerics"]["mode"] == "tree":
-        _invariant(parts["model"], tree)
+    _numerics(parts["model"], tree)
     # Bridge sets these too, so that code which does not go through our launcher computes the same bits.
     return ConfigContainer(**parts, env_vars=environment.settings(tree["device"]["kind"], os.environ))
 
@@ -78,12 +77,15 @@ def _local_layers(tree: dict[str, Any], model: dict[str, Any]) -> None:
         model["transformer_layer_spec"] = get_method(LOCAL_SPECS[tree["model"]["_target_"].rpartition(".")[2]])
 
 
-def _invariant(provider: Any, tree: dict[str, Any]) -> None:
+def _numerics(provider: Any, tree: dict[str, Any]) -> None:
     """What the invariant layers read from their configuration, and weights that no layout changes."""
-    from tp_invariant_recipes.numerics import init
+    numerics = tree["numerics"]
+    if numerics["mode"] != "stock":
+        provider.invariant_mode, provider.virtual_shards = numerics["mode"], numerics["shards"]
+    if numerics["initial_weights"] == "invariant":
+        from tp_invariant_recipes.numerics import init
 
-    provider.virtual_shards = tree["numerics"]["shards"]
-    provider.register_pre_wrap_hook(partial(init.initialise, seed=tree["rng"]["seed"]))
+        provider.register_pre_wrap_hook(partial(init.initialise, seed=tree["rng"]["seed"]))
 
 
 def _null_tokenizer(tokenizer: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What `numerics=tree` can cover: one row a rule, so that a run it cannot is refused before it starts."""
+"""What the invariant numerics can cover: one row a rule, so that a run it cannot is refused before it starts."""
 
 import math
 from collections.abc import Callable
@@ -20,6 +20,14 @@ class Limit:
 
 
 LIMITS = (
+    Limit(
+        lambda t: t["numerics"]["initial_weights"] != "invariant",
+        "Megatron draws other weights for every tp; numerics.initial_weights=invariant",
+    ),
+    Limit(
+        lambda t: t["numerics"]["mode"] == "tree" and t["numerics"]["grad_norm"] != "exact",
+        "an fp64 sum still depends on its order; numerics.grad_norm=exact",
+    ),
     Limit(lambda t: bool(t["model"].get("num_moe_experts")), "experts have no invariant version yet"),
     Limit(lambda t: "hybrid_layer_pattern" in t["model"], "Mamba layers have no invariant version yet"),
     Limit(lambda t: t["model"].get("normalization") != "RMSNorm", "only model.normalization=RMSNorm is covered"),

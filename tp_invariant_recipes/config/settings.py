@@ -13,10 +13,20 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class NumericsSettings:
-    """Which sums are fixed, and how (numerics modes). shards: V, virtual shards of the invariant modes."""
+    """Which sums are fixed, and how (docs/numerics.md).
 
-    mode: Literal["stock", "tree"] = "stock"
+    mode:            what adds across ranks.
+    shards:          V, virtual shards of the invariant modes.
+    grad_norm:       the invariant modes' gradient norm: exact, or a plain fp64 sum as in the published scheme.
+    clip_rounding:   pow2 rounds the clipping coefficient down to a power of two, as in the published scheme.
+    initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
+    """
+
+    mode: Literal["stock", "tree", "gather"] = "stock"
     shards: int | None = None
+    grad_norm: Literal["exact", "fp64"] = "exact"
+    clip_rounding: Literal["none", "pow2"] = "none"
+    initial_weights: Literal["invariant", "megatron"] = "invariant"
 
 
 @dataclass(frozen=True)

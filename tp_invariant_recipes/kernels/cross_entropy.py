@@ -26,7 +26,18 @@ def sum_of_exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
     rows, size = logits.shape
     partials = torch.empty(shards, rows, dtype=torch.float32, device=logits.device)
     if logits.is_cuda:
-        _sum[(rows, shards)](logits, highest, partials, rows, size, SHARD=size // shards, BLOCK=BLOCK, num_warps=8)
+        grid, shard = (rows, shards), size // shards
+        _sum[grid](
+            logits,
+            highest,
+            partials,
+            rows,
+            size,
+            num_warps=8,
+            SHARD=shard,
+            ALIGNMENT=_alignment(shard),
+            BLOCK=BLOCK,
+        )
     else:
         # torch.stack would hold every shard until the last: folding_sum returns views.
         for partial, exponentials in zip(partials, _exponentials(logits, highest, shards), strict=True):
@@ -48,7 +59,18 @@ def softmax_gradient(
     rows, size = logits.shape
     if logits.is_cuda:
         grid = (rows, triton.cdiv(size, BLOCK))
-        _gradient[grid](logits, index, highest, total, gradient, out, size, BLOCK=BLOCK, num_warps=8)
+        _gradient[grid](
+            logits,
+            index,
+            highest,
+            total,
+            gradient,
+            out,
+            size,
+            num_warps=8,
+            ALIGNMENT=_alignment(size),
+            BLOCK=BLOCK,
+        )
         return out
     every_row = torch.arange(rows, device=logits.device)
     parts = zip(out.chunk(shards, -1), _exponentials(logits, highest, shards), strict=True)
@@ -67,12 +89,17 @@ def _exponentials(logits: Tensor, highest: Tensor, shards: int) -> Iterator[Tens
         yield (shard - highest.unsqueeze(-1)).contiguous().exp_()
 
 
+def _alignment(size: int) -> int:
+    return min(16, size & -size)
+
+
 @triton.jit(do_not_specialize=["rows", "size"])
-def _sum(logits, highest, partials, rows, size, SHARD: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(logits, highest, partials, rows, size, SHARD: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     top = tl.load(highest + row)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
-    start = logits + row * size + shard * SHARD
+    # A hint that is the same for every t: how loads are spread over threads decides the order of additions.
+    start = logits + tl.multiple_of(row * size + shard * SHARD, ALIGNMENT)
     for first in range(0, SHARD, BLOCK):
         column = first + tl.arange(0, BLOCK)
         value = tl.load(start + column, mask=column < SHARD, other=float("-inf")).to(tl.float32)
@@ -81,7 +108,8 @@ def _sum(logits, highest, partials, rows, size, SHARD: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit(do_not_specialize=["size"])
-def _gradient(logits, index, highest, total, gradient, out, size, BLOCK: tl.constexpr):
+def _gradient(logits, index, highest, total, gradient, out, size, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+    size = tl.multiple_of(size, ALIGNMENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

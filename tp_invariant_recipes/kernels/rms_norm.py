@@ -40,8 +40,9 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     scale = torch.empty(tokens, heads, 1, dtype=torch.float32, device=x.device)
     rows = max(1, TILE // triton.next_power_of_2(width))
     _forward[(triton.cdiv(tokens * heads, rows),)](
-        x, weight, y, scale, tokens * heads, heads, x.stride(0), x.stride(1), eps, **_shape(width, rows)
-    )
+        x, weight, y, scale, tokens * heads, heads, x.stride(0), x.stride(1), eps,
+        **_shape(width, rows),
+    )  # fmt: skip
     return y, scale
 
 

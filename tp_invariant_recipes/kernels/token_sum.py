@@ -31,12 +31,21 @@ def token_sum(values: Tensor, shards: int) -> Tensor:
         leaves *= 2
     out = torch.empty(shards, leaves, features, dtype=torch.float32, device=values.device)
     grid = (triton.cdiv(features, BLOCK), shards * leaves)
-    _token_sum[grid](values, out, features, TOKENS=tokens // shards // leaves, BLOCK=BLOCK)
+    _token_sum[grid](
+        values,
+        out,
+        features,
+        TOKENS=tokens // shards // leaves,
+        ALIGNED=features % 16 == 0,
+        BLOCK=BLOCK,
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["features"])
-def _token_sum(values, out, features, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+def _token_sum(values, out, features, TOKENS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    if ALIGNED:
+        features = tl.multiple_of(features, 16)
     leaf = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < features

@@ -9,7 +9,6 @@ The Triton kernel and the plain torch beside it do the same additions in the sam
 the last bit.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -35,16 +34,15 @@ def tree_add(partials: Tensor, out: Tensor, *, accumulate: bool = False) -> Tens
         nodes = partials.new_empty(n, width // WIDEST, size)
         tree_add(partials.view(-1, WIDEST, size), nodes.view(-1, size))
         partials, width = nodes, width // WIDEST
-    launch(partials, out, accumulate)
+    _tree_add_triton(partials, out, accumulate)
     return out
 
 
-def launch(partials: Tensor, out: Tensor, accumulate: bool) -> None:
-    """The Triton kernel alone; also what its interpreter runs on a CPU."""
+def _tree_add_triton(partials: Tensor, out: Tensor, accumulate: bool) -> None:
     n, width, size = partials.shape
     block = BLOCK if width <= 8 else BLOCK // 8
     grid = (triton.cdiv(size, block), n)
-    _tree_add[grid](partials, out, size, R=width, ACCUMULATE=accumulate, BLOCK=block)
+    _tree_add[grid](partials, out, size, R=width, ACCUMULATE=accumulate, ALIGNED=size % 16 == 0, BLOCK=block)
 
 
 def _tree_add_torch(partials: Tensor, out: Tensor, accumulate: bool) -> Tensor:
@@ -83,10 +81,14 @@ def _sixty_four(p, stride, mask):
     return _thirty_two(p, stride, mask) + _thirty_two(p + 32 * stride, stride, mask)
 
 
-@triton.jit
-def _tree_add(partials, out, size, R: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["size"])
+def _tree_add(
+    partials, out, size, R: tl.constexpr, ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(1).to(tl.int64)
-    stride = size.to(tl.int64)
+    stride = tl.cast(size, tl.int64)
+    if ALIGNED:
+        stride = tl.multiple_of(stride, 16)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < stride
     p = partials + row * R * stride + at

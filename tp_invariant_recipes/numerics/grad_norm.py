@@ -1,24 +1,24 @@
 """The 2-norm of all gradients, exact and order-free: the same bits for any sharding, bucketing, order or DP layout.
 
-A fp32 number is m · 2^x with an integer m of 24 bits. With X the largest x of all gradients on all ranks,
+A fp32 number is m · 2^x with an integer m, |m| < 2^24. With X the largest x of all gradients on all ranks,
 
-    a = floor(m · 2^38 · 2^(x - X))        62 bits; exact down to 2^-38 of the largest gradient, cut below
-    norm = sqrt(sum of a²) · 2^(X - 38)
+    q = floor(m² · 2^14 · 2^(-2 · (X - x)))
+    norm = sqrt(sum of q) · 2^(X - 7)
 
-and the sum is one of integers. a² is kept in limbs of 31 bits, from the halves a = h · 2^31 + l:
+    X - x          0        1             7        8              30        31 and more
+    m² lies at     61..14   59..12  ...   47..0    45..-2   ...   1..-46    below bit 0
+    q is           exact    exact         exact    cut at bit 0             0
 
-    bit        124        93         62         31          0
-                |  limb 3  |  limb 2  |  limb 1  |  limb 0  |
-    l · l                             |  high    |  low     |
-    2 · h · l              |  high    |  low     |
-    h · h       |  high    |  low     |
+and the sum is one of integers (kernels/grad_norm.py does it, in limbs that cannot overflow): exact, in any order.
 
-What is cut off an element depends on that element and X alone. Over n elements it changes the norm by less than
-2^-61 · sqrt(n) of it, 2^-41 for n = 2^40. The one rounding is that of the square root to fp32.
+What is cut off an element depends on that element and X alone, and is less than one unit. The sum has at least 2^60
+units, from its largest element (where that one is subnormal, X - x = 0 for all and nothing is cut). So the norm of n
+elements is too small by less than n · 2^-61 of it, for n < 2^36 less than half an ulp of fp32. The one rounding is
+that of the square root to fp32.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.kernels import grad_norm as kernels
 
-CHUNK = 1 << 24  # elements at a time: about ten temporaries of 8 bytes each; a limb would overflow from 2^30 on
-LIMB = 31
-LIMBS = 5  # four of a chunk's sum, one for its carry
 INFINITE = 0x7F800000  # the bits of inf; those of any NaN, without the sign, are larger
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -45,11 +43,57 @@ def get_grad_norm_fp32(
     grads_for_norm: what this rank counts; the caller has left out replicas.
     grad_stats_parallel_group: reduced over, after the data-parallel group of DTensors; None is the whole world.
     """
+    return exact_grad_norm(*_as_megatron_means(grads_for_norm, norm_type, grad_stats_parallel_group))
+
+
+def fp64_grad_norm(
+    grads_for_norm: list[Tensor] | Tensor,
+    norm_type: int | float = 2,
+    grad_stats_parallel_group: Any = None,
+) -> float:
+    """Stand in for the same function with the published scheme: a sum of squares in fp64, rounded once to fp32.
+
+    Not invariant: like any sum of floats it depends on its order, in bits so far below those of fp32 that this seldom
+    shows. Kept for comparison.
+    """
+    return _fp64_grad_norm(*_as_megatron_means(grads_for_norm, norm_type, grad_stats_parallel_group))
+
+
+def rounded_down_to_power_of_two(coefficient: float) -> float:
+    """The largest power of two that is not larger; 0, inf and nan stay as they are."""
+    if not 0 < coefficient < math.inf:
+        return coefficient
+    return math.ldexp(0.5, math.frexp(coefficient)[1])
+
+
+def clip_by_powers_of_two(original: Callable[..., None]) -> Callable[..., None]:
+    """Make a stand-in for megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32 from that function.
+
+    The coefficient, when below 1, is rounded down to a power of two: that many times a gradient is exact, unless it is
+    subnormal. The norm becomes max_norm or down to half of it, so this is not the same training.
+    """
+
+    def clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm, use_decoupled_grad=False) -> None:
+        coefficient = float(max_norm / (total_norm + 1.0e-6))  # as the original has it
+        if coefficient < 1.0:
+            max_norm, total_norm = rounded_down_to_power_of_two(coefficient), _ONE
+        original(parameters, max_norm, total_norm, use_decoupled_grad)
+
+    return clip_grad_by_total_norm_fp32
+
+
+_ONE = 1.0 - 1.0e-6  # what the original adds 1e-6 to, and gets 1.0 exactly
+
+
+def _as_megatron_means(
+    grads_for_norm: list[Tensor] | Tensor, norm_type: int | float, group: Any
+) -> tuple[list[Tensor], list[Any]]:
+    """This rank's gradients and the groups to sum over, from the arguments of Megatron's function."""
     if float(norm_type) != 2.0:
         raise ConfigError(f"norm_type={norm_type}: only the 2-norm of the gradients is invariant; set norm_type=2")
     grads = [grads_for_norm] if isinstance(grads_for_norm, Tensor) else list(grads_for_norm)
-    group = dist.group.WORLD if grad_stats_parallel_group is None else grad_stats_parallel_group
-    return exact_grad_norm([_local(grad) for grad in grads], [*_groups_of_dtensors(grads), group])
+    group = dist.group.WORLD if group is None else group
+    return [_local(grad) for grad in grads], [*_groups_of_dtensors(grads), group]
 
 
 @torch.no_grad()
@@ -65,60 +109,36 @@ def exact_grad_norm(grads: Sequence[Tensor], groups: Iterable[Any] = ()) -> floa
         if grad.dtype not in DTYPES:
             raise TypeError(f"a gradient of {grad.dtype}; the exact norm is for fp32, bf16 and fp16")
     device = _device(grads, groups)
-    chunks = [chunk for grad in grads if grad.numel() for chunk in grad.detach().reshape(-1).split(CHUNK)]
+    together = [[grad for grad in grads if grad.device == place] for place in {grad.device for grad in grads}]
 
     largest = torch.zeros((), dtype=torch.int64, device=device)
-    for chunk in chunks:
-        largest = torch.maximum(largest, _magnitude(chunk).max().to(device))
+    for some in together:
+        largest = torch.maximum(largest, kernels.largest(some).to(device))
     for group in groups:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
 
-    limbs = torch.zeros(LIMBS, dtype=torch.int64, device=device)
-    for chunk in chunks:
-        limbs += _limbs(chunk, _exponent(largest.to(chunk.device))).to(device)
+    limbs = torch.zeros(kernels.LIMBS, dtype=torch.int64, device=device)
+    for some in together:
+        limbs += kernels.square_limbs(some, largest.to(some[0].device)).to(device)
     for group in groups:
         dist.all_reduce(limbs, op=dist.ReduceOp.SUM, group=group)
 
     bits, *parts = torch.cat((largest.view(1), limbs)).tolist()
     if bits >= INFINITE:
         return math.nan if bits > INFINITE else math.inf
-    total = sum(part << (LIMB * place) for place, part in enumerate(parts))
-    return _rounded_root(total, max(bits >> 23, 1) - 150 - 38)
+    total = sum(part << (kernels.LIMB * place) for place, part in enumerate(parts))
+    return _rounded_root(total, max(bits >> 23, 1) - 150 - 7)
 
 
-def _magnitude(chunk: Tensor) -> Tensor:
-    """The bits of |g| in fp32 as int32: ordered as the numbers are, and no flushing of subnormals can touch them."""
-    return chunk.float().view(torch.int32) & 0x7FFFFFFF
-
-
-def _exponent(bits: Tensor) -> Tensor:
-    """The exponent field; subnormals have the same exponent as the smallest normal numbers."""
-    return (bits >> 23).clamp_(min=1)
-
-
-def _limbs(chunk: Tensor, top: Tensor) -> Tensor:
-    """The sum of a² over a chunk, in LIMBS limbs of LIMB bits, lowest first."""
-    bits = _magnitude(chunk)
-    down = (top - _exponent(bits)).clamp_(max=62)
-    mantissa = (bits & 0x7FFFFF) | ((bits >> 23) > 0).to(torch.int32).bitwise_left_shift_(23)
-    a = mantissa.to(torch.int64).bitwise_left_shift_(38).bitwise_right_shift_(down.to(torch.int64))
-    h, l = a >> LIMB, a & _MASK  # noqa: E741
-    ll_low, ll_high = _halves(l * l)
-    hl_low, hl_high = _halves(l.mul_(h))
-    hh_low, hh_high = _halves(h.mul_(h))
-    sums = torch.stack((ll_low, ll_high + 2 * hl_low, hh_low + 2 * hl_high, hh_high))
-    limbs = sums.new_zeros(LIMBS)
-    limbs[:-1] += sums & _MASK
-    limbs[1:] += sums >> LIMB
-    return limbs
-
-
-_MASK = (1 << LIMB) - 1
-
-
-def _halves(product: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the low LIMB bits and the sum of the others."""
-    return (product & _MASK).sum(), (product >> LIMB).sum()
+@torch.no_grad()
+def _fp64_grad_norm(grads: Sequence[Tensor], groups: Sequence[Any]) -> float:
+    total = torch.zeros((), dtype=torch.float64, device=_device(grads, groups))
+    for grad in grads:
+        for piece in grad.detach().reshape(-1).split(kernels.PIECE):
+            total += piece.double().square_().sum().to(total.device)
+    for group in groups:
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+    return total.sqrt_().float().item()
 
 
 def _rounded_root(square: int, exponent: int) -> float:

@@ -2,9 +2,10 @@
 
     (seed, name, row, column) --Philox4x32-10--> 52 bits --> uniform in (0, 1) --AS241--> normal
 
-Neither the tensor-parallel degree nor pipeline, data parallelism or device comes in. All of it is computed on the CPU
-with integers and with fp64 + - * / sqrt, which IEEE 754 defines to the last bit; no log or ndtri of a library, whose
-last bit differs between kinds of CPU.
+Neither the tensor-parallel degree nor pipeline, data parallelism or device comes in. All of it is computed on the
+parameter's device, with integers and with fp64 + - * / sqrt, which IEEE 754 defines to the last bit, each a torch
+operation of its own, so that no compiler can fuse two roundings into one; no log or ndtri of a library, whose last bit
+differs between kinds of CPU.
 
 Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 AS241:  Wichura, "The percentage points of the normal distribution", Applied Statistics 37 (1988), PPND16.
@@ -18,12 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
 
-CHUNK = 1 << 17  # elements at a time, so that the temporaries stay in the CPU's cache
+CHUNK = 1 << 17  # elements at a time on a CPU, so that the temporaries stay in its cache
+CUDA_CHUNK = 1 << 24  # on a GPU, so that launches and the one wait a chunk cost nothing: up to 2 GiB of temporaries
 WORD = 0xFFFFFFFF
 
 Segments = Sequence[tuple[int, int]]
@@ -116,7 +119,9 @@ def initialise(model_chunks: list[Any], *, seed: int, std_of: Callable[[Rule, An
         if rule.value == "normal":
             gated = rule.gated and config.gated_linear_unit
             shape, ranges = place(parameter.shape, rule.dim, rank, size, segments=2 if gated else 1)
-            parameter.copy_(normal(shape, ranges, seed=seed, name=name, std=std, dtype=parameter.dtype))
+            parameter.copy_(
+                normal(shape, ranges, seed=seed, name=name, std=std, dtype=parameter.dtype, device=parameter.device)
+            )
         else:
             centred = rule.value == "ones" and getattr(config, "layernorm_zero_centered_gamma", False)
             parameter.fill_(1.0 if rule.value == "ones" and not centred else 0.0)
@@ -169,8 +174,9 @@ def normal(
     std: float,
     mean: float = 0.0,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A part of the normally distributed tensor `name`, on the CPU; the same bits as in the whole tensor.
+    """A part of the normally distributed tensor `name`; the same bits as in the whole tensor and on any device.
 
     shape_global: of the whole. The sizes of the first dimension and of the last do not change the values.
     index_ranges: per dimension the (start, stop) that the part holds, in the order in which it holds them.
@@ -186,15 +192,17 @@ def normal(
     if math.prod(shape_global[:-1]) > WORD or shape_global[-1] > WORD:
         raise ValueError(f"{name}: {tuple(shape_global)} is too large to number")
     sizes = [sum(stop - start for start, stop in segments) for segments in index_ranges]
-    rows = torch.zeros(1, dtype=torch.int64, device="cpu")
+    device = torch.device(device)
+    chunk = CUDA_CHUNK if device.type == "cuda" else CHUNK
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, segments in zip(shape_global[:-1], index_ranges[:-1], strict=True):
-        rows = (rows[:, None] * size + _indices(segments)).reshape(-1)
-    out = torch.empty(len(rows), sizes[-1], dtype=dtype, device="cpu")
+        rows = (rows[:, None] * size + _indices(segments, device)).reshape(-1)
+    out = torch.empty(len(rows), sizes[-1], dtype=dtype, device=device)
     at = 0
     for start, stop in index_ranges[-1]:
-        for first in range(start, stop, CHUNK):
-            last = min(first + CHUNK, stop)
-            step = max(1, CHUNK // (last - first))
+        for first in range(start, stop, chunk):
+            last = min(first + chunk, stop)
+            step = max(1, chunk // (last - first))
             for row in range(0, len(rows), step):
                 bits = _bits(rows[row : row + step], first, last, seed=seed, name=name)
                 out[row : row + step, at : at + last - first] = (_ppnd16(bits) * std + mean).to(torch.float32).to(dtype)
@@ -202,8 +210,8 @@ def normal(
     return out.view(sizes)
 
 
-def _indices(segments: Segments) -> Tensor:
-    return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in segments])
+def _indices(segments: Segments, device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in segments])
 
 
 def _bits(rows: Tensor, first: int, last: int, *, seed: int, name: str) -> Tensor:
@@ -213,15 +221,15 @@ def _bits(rows: Tensor, first: int, last: int, *, seed: int, name: str) -> Tenso
     two neighbours, the even one first.
     """
     key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
-    pairs = torch.arange(first // 2, (last + 1) // 2, device="cpu")
-    counter = (pairs[None, :], rows[:, None], _word(seed), _word(seed >> 32))
+    pairs = torch.arange(first // 2, (last + 1) // 2, device=rows.device)
+    counter = (pairs[None, :], rows[:, None], _word(seed, rows.device), _word(seed >> 32, rows.device))
     words = philox4x32(counter, (key & WORD, key >> 32))
     bits = torch.stack((words[0] << 20 | words[1] >> 12, words[2] << 20 | words[3] >> 12), dim=-1)
     return bits.flatten(1)[:, first % 2 : first % 2 + last - first]
 
 
-def _word(number: int) -> Tensor:
-    return torch.tensor([[number & WORD]], dtype=torch.int64, device="cpu")
+def _word(number: int, device: torch.device) -> Tensor:
+    return torch.full((1, 1), number & WORD, dtype=torch.int64, device=device)  # filled there, with no copy to wait for
 
 
 def philox4x32(counter: Iterable[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -245,11 +253,16 @@ def _ppnd16(bits: Tensor) -> Tensor:
     tail = (torch.minimum(odd, (1 << 53) - odd)).to(torch.float64) * 2.0**-53  # of u and 1 - u the smaller
     central = _ratio(0.180625 - q * q, *_CENTRAL) * q
     outer = (q.abs() > 0.425).flatten().nonzero().squeeze(1)
-    r = torch.sqrt(-_log(tail.flatten()[outer]))
+    r = _sqrt(-_log(tail.flatten()[outer]))
     distance = _ratio(r - 1.6, *_NEAR)
     far = (r > 5.0).nonzero().squeeze(1)  # one in 10^10 or so
     distance[far] = _ratio(r[far] - 5.0, *_FAR)
     return central.flatten().index_copy_(0, outer, torch.copysign(distance, q.flatten()[outer])).view(bits.shape)
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Correctly rounded. On a CPU torch takes Intel's vector library, whose last bit is wrong for one number in 70."""
+    return torch.sqrt(x) if x.is_cuda else torch.from_numpy(np.sqrt(x.numpy()))
 
 
 def _log(x: Tensor) -> Tensor:

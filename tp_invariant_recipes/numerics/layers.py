@@ -1,7 +1,7 @@
 """What the invariant layers on Megatron-Core's local layers and on its Transformer Engine wrappers have in common.
 
 A layer's parameters, names and checkpoints are those of the class it stands for; only `forward` is ours. V is
-`config.virtual_shards`.
+`config.virtual_shards`, how its products are summed across ranks `config.invariant_mode`.
 """
 
 from functools import cached_property
@@ -9,10 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
+from tp_invariant_recipes.numerics import gather, linear
 from tp_invariant_recipes.numerics.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.linear import column_parallel, row_parallel
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
+
+# config.invariant_mode -> the module whose column_parallel and row_parallel the layers call.
+STRATEGIES: dict[str, Any] = {"tree": linear, "gather": gather}
 
 
 def mesh_of(config: Any, group: Any) -> VirtualMesh:
@@ -39,7 +42,8 @@ class ColumnForward:
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s/t or s, b, k] → [s, b, n/t]."""
-        y = column_parallel(x, weight, self.mesh, self.segments, self.config.sequence_parallel)
+        strategy = STRATEGIES[self.config.invariant_mode]
+        y = strategy.column_parallel(x, weight, self.mesh, self.segments, self.config.sequence_parallel)
         return y if bias is None else column_bias(y, bias)
 
 
@@ -55,7 +59,8 @@ class RowForward:
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s, b, k/t] → [s/t or s, b, n]."""
-        y = row_parallel(x, weight, self.mesh, self.config.sequence_parallel)
+        strategy = STRATEGIES[self.config.invariant_mode]
+        y = strategy.row_parallel(x, weight, self.mesh, self.config.sequence_parallel)
         return y if bias is None else row_bias(y, bias, self.mesh, self.config.sequence_parallel)
 
 

@@ -50,8 +50,7 @@ class _ColumnParallel(torch.autograd.Function):
         whole = all_gather(x, mesh) if sequence_parallel else x
         tokens = _tokens(whole)
         y = tokens.new_empty(tokens.shape[0], weight.shape[0])
-        for rows in _slices(weight.shape[0], segments * mesh.local):
-            product(tokens, weight[rows].t(), y[:, rows])
+        product(tokens, weight.t(), y, columns=segments * mesh.local)
         return y.view(*whole.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -72,7 +71,7 @@ class _ColumnParallel(torch.autograd.Function):
             reducing = _reduce_scatter(partial, grad.shape[0], weight.shape[1], grad, mesh, ctx.segments)
         if wants_dw:  # while the partials of dx are on their way
             tokens = _tokens(gathering.arrived() if gathering else x)
-            dw = weight_gradient(weight, lambda out, add: _by_rows(shards, grad, tokens, out, add))
+            dw = weight_gradient(weight, lambda out, add: product(grad.t(), tokens, out, rows=len(shards), add=add))
         return _finished(reducing, x, mesh, ctx.sequence_parallel), dw, None, None, None
 
 
@@ -98,21 +97,23 @@ class _RowParallel(torch.autograd.Function):
         mesh = ctx.mesh
         grad = _tokens(all_gather(dy, mesh) if ctx.sequence_parallel else dy)
         tokens = _tokens(x)
-        shards = list(_slices(weight.shape[1], mesh.local))
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         dx = dw = None
         if wants_dx:
             dx = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-            for columns in shards:
-                product(grad, weight[:, columns], dx[:, columns])
-            dx = dx.view(x.shape)
+            dx = product(grad, weight, dx, columns=mesh.local).view(x.shape)
         if wants_dw:
-            dw = weight_gradient(weight, lambda out, add: _by_columns(shards, grad, tokens, out, add))
+            dw = weight_gradient(weight, lambda out, add: product(grad.t(), tokens, out, columns=mesh.local, add=add))
         return dx, dw, None, None
 
 
 def _reduce_scatter(
-    partial: Callable[[int, Tensor, bool], None], tokens: int, features: int, like: Tensor, mesh: VirtualMesh, segments: int
+    partial: Callable[[int, Tensor, bool], None],
+    tokens: int,
+    features: int,
+    like: Tensor,
+    mesh: VirtualMesh,
+    segments: int,
 ) -> Reducing:
     """Begin the sum of all shards' partials.
 
@@ -131,16 +132,6 @@ def _finished(reducing: Reducing | None, x: Tensor, mesh: VirtualMesh, sequence_
         return None
     dx = reducing.finished(x.dtype)
     return (dx if sequence_parallel else all_gather(dx, mesh)).view(x.shape)
-
-
-def _by_rows(shards: list[slice], grad: Tensor, tokens: Tensor, out: Tensor, add: bool) -> None:
-    for rows in shards:
-        product(grad[:, rows].t(), tokens, out[rows], add=add)
-
-
-def _by_columns(shards: list[slice], grad: Tensor, tokens: Tensor, out: Tensor, add: bool) -> None:
-    for columns in shards:
-        product(grad.t(), tokens[:, columns], out[:, columns], add=add)
 
 
 def _tokens(x: Tensor) -> Tensor:

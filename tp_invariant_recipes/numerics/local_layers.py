@@ -7,7 +7,7 @@ from torch import Tensor
 from tp_invariant_recipes.numerics.layers import ColumnForward, HeadNormForward, NormForward, RowForward, segments_of
 
 
-class TreeColumnParallelLinear(ColumnForward, ColumnParallelLinear):
+class InvariantColumnParallelLinear(ColumnForward, ColumnParallelLinear):
     """Column-parallel linear, also Megatron's output layer on every device."""
 
     def __init__(self, *args, tp_comm_buffer_name: str | None = None, **kwargs) -> None:
@@ -21,7 +21,7 @@ class TreeColumnParallelLinear(ColumnForward, ColumnParallelLinear):
         return self.column(input_, self.weight if weight is None else weight, self.bias), None
 
 
-class TreeRowParallelLinear(RowForward, RowParallelLinear):
+class InvariantRowParallelLinear(RowForward, RowParallelLinear):
     """Row-parallel linear."""
 
     def forward(self, input_: Tensor):
@@ -29,7 +29,7 @@ class TreeRowParallelLinear(RowForward, RowParallelLinear):
         return self.row(input_, self.weight, self.bias), None
 
 
-class TreeVocabParallelEmbedding(VocabParallelEmbedding):
+class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
     """Embedding: the ranks' sum is one value and zeros, so it is exact but for the sign of zero."""
 
     def forward(self, input_: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class TreeVocabParallelEmbedding(VocabParallelEmbedding):
         return super().forward(input_) + 0.0
 
 
-class TreeRMSNorm(NormForward, torch.nn.Module):
+class InvariantRMSNorm(NormForward, torch.nn.Module):
     """RMSNorm over the hidden size."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_) -> None:
@@ -49,5 +49,5 @@ class TreeRMSNorm(NormForward, torch.nn.Module):
         self.weight.__dict__["sequence_parallel"] = config.sequence_parallel  # read by Megatron's gradient reduction
 
 
-class TreeHeadNorm(HeadNormForward, TreeRMSNorm):
+class InvariantHeadNorm(HeadNormForward, InvariantRMSNorm):
     """RMSNorm of queries or keys."""

@@ -1,35 +1,40 @@
 """Matrix products on the shape of one virtual shard.
 
-A product is *defined* on operands laid out without gaps and into memory of its own: shapes, transposition and dtypes,
-which are the same for every t, and nothing else, decide its bits. A library may choose another algorithm for the
-strides of a slice, or when it adds to what the output holds. So the faster form, which reads slices where they are
-and writes or adds in place, is taken only for shapes and strides for which it was seen, on this machine and in this
-process, to give the bits of the definition.
+A product is *defined* shard by shard, on operands laid out without gaps and into memory of its own: shapes,
+transposition and dtypes, which are the same for every t, and nothing else, decide its bits. A library may choose
+another algorithm for the strides of a slice, for several shards at once, or when it adds to what the output holds.
+So the faster form, one launch that reads slices where they are and writes or adds in place, is taken only for shapes
+and strides for which it was seen, on this machine and in this process, to give the bits of the definition.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# (shapes, strides, dtypes, alignment, add) -> whether the product in place has the bits of the definition.
+# (shapes, strides, dtypes, alignment, shards, add) -> whether the product in one launch has the bits of the definition.
 _in_place_is_right: dict[tuple[Any, ...], bool] = {}
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+def product(a: Tensor, b: Tensor, out: Tensor, *, rows: int = 1, columns: int = 1, add: bool = False) -> Tensor:
     """out = a @ b, or out += a @ b: fp32 accumulation, rounded once to out's dtype, then added.
 
-    a:       [m, k]; b: [k, n], of a's dtype; either may be a slice or transposed.
-    out:     [m, n] of a's dtype or fp32; may be a slice of rows or columns.
-    returns: out.
+    a:             [m, k]; b: [k, n], of a's dtype; either may be a slice or transposed.
+    out:           [m, n] of a's dtype or fp32; may be a slice of rows or columns.
+    rows, columns: shards that m or n consists of, each a product of its own by definition; not both.
+    returns:       out.
     """
     if not a.is_cuda:
-        return _defined(a, b, out, add)
-    key = (a.shape, b.shape[1], a.stride(), b.stride(), out.stride(), a.dtype, out.dtype, add, _alignment(a, b, out))
+        return _defined(a, b, out, rows, columns, add)
+    key = (
+        a.shape, b.shape[1], a.stride(), b.stride(), out.stride(), a.dtype, out.dtype, rows, columns, add,
+        a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16,
+    )  # fmt: skip
     right = _in_place_is_right.get(key)
     if right is None:
-        right = _in_place_is_right[key] = _seen_to_be_right(a, b, out, add)
-    return _in_place(a, b, out, add) if right else _defined(a, b, out, add)
+        right = _in_place_is_right[key] = _seen_to_be_right(a, b, out, rows, columns, add)
+    return _in_place(a, b, out, add) if right else _defined(a, b, out, rows, columns, add)
 
 
 def shown() -> dict[tuple[Any, ...], bool]:
@@ -37,9 +42,20 @@ def shown() -> dict[tuple[Any, ...], bool]:
     return dict(_in_place_is_right)
 
 
-def _defined(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
-    result = _multiplied(_without_gaps(a), _without_gaps(b), out.dtype)
-    return out.add_(result) if add else out.copy_(result)
+def _defined(a: Tensor, b: Tensor, out: Tensor, rows: int, columns: int, add: bool) -> Tensor:
+    for part, x, y in _shards(a, b, out, rows, columns):
+        result = _multiplied(_without_gaps(x), _without_gaps(y), out.dtype)
+        part.add_(result) if add else part.copy_(result)
+    return out
+
+
+def _shards(a: Tensor, b: Tensor, out: Tensor, rows: int, columns: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    if rows > 1:
+        for part, x in zip(out.chunk(rows), a.chunk(rows), strict=True):
+            yield part, x, b
+    else:
+        for part, y in zip(out.chunk(columns, 1), b.chunk(columns, 1), strict=True):
+            yield part, a, y
 
 
 def _multiplied(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,10 +67,9 @@ def _multiplied(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _in_place(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
-    mixed = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
-    if add:
-        return torch.addmm(out, a, b, out=out, **mixed)
-    return torch.mm(a, b, out=out, **mixed)
+    if out.dtype == a.dtype:
+        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    return torch.addmm(out, a, b, out.dtype, out=out) if add else torch.mm(a, b, out.dtype, out=out)
 
 
 def _without_gaps(matrix: Tensor) -> Tensor:
@@ -64,11 +79,7 @@ def _without_gaps(matrix: Tensor) -> Tensor:
     return matrix.contiguous()
 
 
-def _alignment(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.data_ptr() % 16 for tensor in tensors)
-
-
-def _seen_to_be_right(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
+def _seen_to_be_right(a: Tensor, b: Tensor, out: Tensor, rows: int, columns: int, add: bool) -> bool:
     """Try both forms on random numbers that lie in memory as these operands do, without touching `out`."""
     with torch.random.fork_rng(devices=[a.device]):
         torch.manual_seed(0)
@@ -78,7 +89,7 @@ def _seen_to_be_right(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
         _in_place(a, b, first, add)
     except RuntimeError:  # a layout that the library does not take
         return False
-    _defined(a, b, second, add)
+    _defined(a, b, second, rows, columns, add)
     return torch.equal(first, second)
 
 

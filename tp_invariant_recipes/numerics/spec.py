@@ -11,17 +11,17 @@ from tp_invariant_recipes.replacement import Replacement
 
 # The class a stock specification names -> the invariant class that stands for it, by module of this package.
 SUBSTITUTES = {
-    "ColumnParallelLinear": "local_layers:TreeColumnParallelLinear",
-    "RowParallelLinear": "local_layers:TreeRowParallelLinear",
-    "WrappedTorchNorm": "local_layers:TreeRMSNorm",
-    "TEColumnParallelLinear": "te_layers:TreeTEColumnParallelLinear",
-    "TELayerNormColumnParallelLinear": "te_layers:TreeTELayerNormColumnParallelLinear",
-    "TERowParallelLinear": "te_layers:TreeTERowParallelLinear",
-    "TENorm": "te_layers:TreeTERMSNorm",
-    "_TENormWithResidual": "te_layers:TreeTERMSNorm",
+    "ColumnParallelLinear": "local_layers:InvariantColumnParallelLinear",
+    "RowParallelLinear": "local_layers:InvariantRowParallelLinear",
+    "WrappedTorchNorm": "local_layers:InvariantRMSNorm",
+    "TEColumnParallelLinear": "te_layers:InvariantTEColumnParallelLinear",
+    "TELayerNormColumnParallelLinear": "te_layers:InvariantTELayerNormColumnParallelLinear",
+    "TERowParallelLinear": "te_layers:InvariantTERowParallelLinear",
+    "TENorm": "te_layers:InvariantTERMSNorm",
+    "_TENormWithResidual": "te_layers:InvariantTERMSNorm",
 }
 # The same for a norm of queries or keys, by the field of the specification that holds it.
-HEAD_NORMS = {"WrappedTorchNorm": "local_layers:TreeHeadNorm", "TENorm": "te_layers:TreeTEHeadNorm"}
+HEAD_NORMS = {"WrappedTorchNorm": "local_layers:InvariantHeadNorm", "TENorm": "te_layers:InvariantTEHeadNorm"}
 HEAD_NORM_FIELDS = ("q_layernorm", "k_layernorm")
 # Classes with no sum across ranks of their own.
 AS_THEY_ARE = (
@@ -33,9 +33,12 @@ AS_THEY_ARE = (
     "IdentityOp",
     "IdentityFuncOp",
 )
+# numerics.grad_norm -> what stands for Megatron's get_grad_norm_fp32.
+NORMS = {"exact": "grad_norm:get_grad_norm_fp32", "fp64": "grad_norm:fp64_grad_norm"}
+_NORM_WHY = "a sum of squares depends on how parameters are sharded"
 
 
-def tree_layer_spec(config, vp_stage: int | None = None):
+def invariant_layer_spec(config, vp_stage: int | None = None):
     """Bridge's transformer block with invariant layers. For `model.transformer_layer_spec`."""
     from megatron.bridge.models import gpt_provider
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -43,71 +46,78 @@ def tree_layer_spec(config, vp_stage: int | None = None):
     local = config.transformer_impl == "local"
     stock = gpt_provider.local_layer_spec if local else gpt_provider.transformer_engine_layer_spec
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    final_norm = _class(SUBSTITUTES["WrappedTorchNorm" if local else "TENorm"])
+    final_norm = _named(SUBSTITUTES["WrappedTorchNorm" if local else "TENorm"])
     return TransformerBlockSubmodules(layer_specs=[invariant(stock(config))] * layers, layer_norm=final_norm)
 
 
 def invariant(part: Any, field: str = "") -> Any:
     """A part of a specification with every layer replaced by its invariant class.
 
-    part:  a ModuleSpec, a dataclass of submodules, a partial that takes submodules, a class, a function or None.
+    part:  a ModuleSpec, a dataclass of submodules, a partial that takes submodules, a list of these, a class, a
+           function or None.
     field: the field of the specification it stands in.
     Raises ConfigError for a class that is in none of the tables: whether it sums across ranks is not known.
     """
     if isinstance(part, type):
         table = HEAD_NORMS if field in HEAD_NORM_FIELDS else SUBSTITUTES
         if part.__name__ in table:
-            return _class(table[part.__name__])
+            return _named(table[part.__name__])
         if part.__name__ in AS_THEY_ARE:
             return part
         raise ConfigError(f"{field or 'model'}: {part.__name__} has no invariant version; use numerics=stock")
     if isinstance(part, partial):
         return partial(part.func, *part.args, **{k: invariant(v, k) for k, v in part.keywords.items()})
-    if is_dataclass(part):
+    if isinstance(part, list):
+        return [invariant(p, field) for p in part]
+    if is_dataclass(part) and not isinstance(part, type):
         return replace(part, **{f.name: invariant(getattr(part, f.name), f.name) for f in fields(part) if f.init})
     return part
 
 
-def _class(path: str) -> type:
+def _named(path: str) -> Any:
+    """Looked up late: these modules import torch and Megatron-Core."""
     module, _, name = path.partition(":")
     return getattr(import_module(f"tp_invariant_recipes.numerics.{module}"), name)
 
 
-def replacements(shards: int) -> tuple[Replacement, ...]:
-    """What Megatron builds or calls by name, where no specification reaches.
+def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
+    """What Megatron builds or calls by name, where no specification reaches. None for stock numerics.
 
-    shards: V.
+    numerics: mode, shards, grad_norm, clip_rounding, as in the configuration.
     """
-    return (
-        _built_by_name("ColumnParallelLinear", "TreeColumnParallelLinear"),
-        _built_by_name("VocabParallelEmbedding", "TreeVocabParallelEmbedding"),
+    if numerics["mode"] == "stock":
+        return ()
+    rows = [
+        _built_by_name("ColumnParallelLinear", "InvariantColumnParallelLinear"),
+        _built_by_name("VocabParallelEmbedding", "InvariantVocabParallelEmbedding"),
         Replacement(
             "megatron.core.tensor_parallel:vocab_parallel_cross_entropy",
-            _cross_entropy(shards),
+            _cross_entropy(numerics["shards"]),
             "sum(exp) over the vocabulary crosses ranks",
         ),
-        Replacement(
-            "megatron.core.optimizer.optimizer:get_grad_norm_fp32",
-            _grad_norm,
-            "a sum of squares depends on how parameters are sharded",
+        *(
+            Replacement(
+                f"megatron.core.optimizer.{module}:get_grad_norm_fp32",
+                lambda _: _named(NORMS[numerics["grad_norm"]]),
+                _NORM_WHY,
+            )
+            for module in ("optimizer", "layer_wise_optimizer")
         ),
-        Replacement(
-            "megatron.core.optimizer.layer_wise_optimizer:get_grad_norm_fp32",
-            _grad_norm,
-            "the same; Muon's optimizer imports it for itself",
-        ),
-    )
+    ]
+    if numerics["clip_rounding"] == "pow2":
+        rows.append(
+            Replacement(
+                "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
+                lambda original: _named("grad_norm:clip_by_powers_of_two")(original),
+                "numerics.clip_rounding=pow2: scaling by a power of two is exact",
+            )
+        )
+    return tuple(rows)
 
 
 def _built_by_name(name: str, substitute: str) -> Replacement:
     why = "GPTModel builds its embedding and output layer by name"
-    return Replacement(f"megatron.core.tensor_parallel:{name}", lambda _: _class(f"local_layers:{substitute}"), why)
-
-
-def _grad_norm(original: Any) -> Any:
-    from tp_invariant_recipes.numerics.grad_norm import get_grad_norm_fp32
-
-    return get_grad_norm_fp32
+    return Replacement(f"megatron.core.tensor_parallel:{name}", lambda _: _named(f"local_layers:{substitute}"), why)
 
 
 def _cross_entropy(shards: int) -> Callable[[Any], Any]:

@@ -13,7 +13,7 @@ from tp_invariant_recipes.numerics.layers import ColumnForward, HeadNormForward,
 from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
 
 
-class TreeTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnParallelLinear):
+class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnParallelLinear):
     """RMSNorm, then column-parallel linear."""
 
     def __init__(self, *args, tp_comm_buffer_name: str | None = None, **kwargs) -> None:
@@ -27,7 +27,7 @@ class TreeTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnParall
         return self.column(normal, self.weight, self.bias if self.use_bias else None), None
 
 
-class TreeTEColumnParallelLinear(ColumnForward, TEColumnParallelLinear):
+class InvariantTEColumnParallelLinear(ColumnForward, TEColumnParallelLinear):
     """Column-parallel linear."""
 
     def __init__(self, *args, tp_comm_buffer_name: str | None = None, **kwargs) -> None:
@@ -39,7 +39,7 @@ class TreeTEColumnParallelLinear(ColumnForward, TEColumnParallelLinear):
         return self.column(x, self.weight, self.bias if self.use_bias else None), None
 
 
-class TreeTERowParallelLinear(RowForward, TERowParallelLinear):
+class InvariantTERowParallelLinear(RowForward, TERowParallelLinear):
     """Row-parallel linear."""
 
     def forward(self, x: Tensor):
@@ -47,7 +47,7 @@ class TreeTERowParallelLinear(RowForward, TERowParallelLinear):
         return self.row(x, self.weight, self.bias if self.use_bias else None), None
 
 
-class TreeTERMSNorm(NormForward, te.RMSNorm):
+class InvariantTERMSNorm(NormForward, te.RMSNorm):
     """RMSNorm over the hidden size. Megatron-Core's own wrapper, TENorm, is a function in the shape of a class."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> None:
@@ -60,5 +60,5 @@ class TreeTERMSNorm(NormForward, te.RMSNorm):
         self.config, self.eps = config, eps
 
 
-class TreeTEHeadNorm(HeadNormForward, TreeTERMSNorm):
+class InvariantTEHeadNorm(HeadNormForward, InvariantTERMSNorm):
     """RMSNorm of queries or keys."""

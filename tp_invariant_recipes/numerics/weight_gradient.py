@@ -9,7 +9,7 @@ from torch import Tensor
 _stand_in: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
-def weight_gradient(weight: Tensor, compute: Callable[[Tensor, bool], None]) -> Tensor:
+def weight_gradient(weight: Tensor, compute: Callable[[Tensor, bool], object]) -> Tensor:
     """Compute a weight's gradient where it belongs; what a backward pass returns to autograd for the weight.
 
     Without `weight.main_grad` that is the gradient, rounded once to the weight's dtype. With it (Megatron's fp32

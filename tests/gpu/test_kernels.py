@@ -1,0 +1,139 @@
+"""Kernels on one GPU: what a rank with all shards computes is what ranks with some of them compute, bit for bit."""
+
+import pytest
+import torch
+
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.kernels import cross_entropy, rms_norm, token_sum, tree_add
+from tp_invariant_recipes.numerics import product as products
+from tp_invariant_recipes.numerics.product import product
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+DTYPES = (torch.float32, torch.bfloat16)
+SHARDS = 8
+DEGREES = (2, 4, 8)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def _random(*shape, dtype=torch.float32):
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", (1, 2, 4, 8, 16, 32, 64, 128))
+def test_tree_add_has_the_bits_of_its_twin(width, dtype):
+    partials = _random(3, width, 5001)
+    out, twin = (torch.randn(3, 5001).to(dtype) for _ in range(2))
+    for accumulate in (False, True) if dtype == torch.float32 else (False,):
+        twin.copy_(out)
+        on_gpu = tree_add.tree_add(partials, out.cuda(), accumulate=accumulate)
+        assert same_bits(on_gpu.cpu(), tree_add.tree_add(partials.cpu(), twin, accumulate=accumulate))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "width"), ((256, 1, 1024), (2048, 1, 4096), (512, 32, 128), (96, 8, 24)))
+@pytest.mark.parametrize("by_heads", (False, True))
+def test_norm_of_a_slice_is_the_slice_of_the_norm(dtype, tokens, heads, width, by_heads):
+    if by_heads and heads == 1:
+        pytest.skip("one head is not divided")
+    # As Megatron's keys are: heads with gaps between them.
+    x = _random(tokens, heads, 2 * width, dtype=dtype)[..., :width]
+    dy, weight = _random(tokens, heads, width, dtype=dtype), _random(width, dtype=dtype)
+    y, scale = rms_norm.rms_norm_forward(x, weight, 1e-6)
+    dx, leaves = rms_norm.rms_norm_backward(dy, x, weight, scale, SHARDS, by_heads)
+    dim = 1 if by_heads else 0
+    for degree in DEGREES:
+        parts = []
+        for rank in range(degree):
+            mine = [t.chunk(degree, dim)[rank] for t in (x, dy)]
+            if rank % 2:
+                mine = [t.contiguous() for t in mine]
+            part, s = rms_norm.rms_norm_forward(mine[0], weight, 1e-6)
+            parts.append((part, *rms_norm.rms_norm_backward(mine[1], mine[0], weight, s, SHARDS // degree, by_heads)))
+        for whole, pieces, along in zip((y, dx, leaves), zip(*parts, strict=True), (dim, dim, 0), strict=True):
+            assert same_bits(whole, torch.cat(pieces, along))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_is_right(dtype):
+    x, dy, weight = _random(256, 1, 1000, dtype=dtype), _random(256, 1, 1000, dtype=dtype), _random(1000, dtype=dtype)
+    y, scale = rms_norm.rms_norm_forward(x, weight, 1e-6)
+    dx, leaves = rms_norm.rms_norm_backward(dy, x, weight, scale, 4, False)
+    x64, w64 = (t.double().requires_grad_() for t in (x, weight))
+    y64 = torch.nn.functional.rms_norm(x64, (1000,), w64, 1e-6)
+    y64.backward(dy.double())
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(y.double(), y64, **near)
+    torch.testing.assert_close(dx.double(), x64.grad, **near)
+    torch.testing.assert_close(leaves.double().sum((0, 1)), w64.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cross_entropy_of_a_slice_is_the_slice_of_it(dtype):
+    rows, size = 64, 8 * 19000
+    logits, gradient = _random(rows, size, dtype=dtype), _random(rows)
+    target = torch.randint(size, (rows,), device="cuda")
+    highest = logits.amax(-1).float()
+    partials = cross_entropy.sum_of_exponentials(logits, highest, SHARDS)
+    total = partials.sum(0)
+    dlogits = cross_entropy.softmax_gradient(logits, target, highest, total, gradient, SHARDS)
+    reference = logits.double().requires_grad_()
+    torch.nn.functional.cross_entropy(reference, target, reduction="none").backward(gradient.double())
+    torch.testing.assert_close(dlogits.double(), reference.grad, rtol=1e-2, atol=1e-5)
+    for degree in DEGREES:
+        slices = [part.contiguous() for part in logits.chunk(degree, 1)]
+        sums = [cross_entropy.sum_of_exponentials(part, highest, SHARDS // degree) for part in slices]
+        assert same_bits(partials, torch.cat(sums))
+        gradients = [
+            cross_entropy.softmax_gradient(part, target - n * part.shape[1], highest, total, gradient, SHARDS // degree)
+            for n, part in enumerate(slices)
+        ]
+        assert same_bits(dlogits, torch.cat(gradients, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_token_sum_of_a_slice_is_the_slice_of_it(dtype):
+    values = _random(256, 1600, dtype=dtype)
+    whole = token_sum.token_sum(values, 1)
+    torch.testing.assert_close(whole.double().sum((0, 1)), values.double().sum(0), rtol=1e-4, atol=1e-4)
+    for degree in DEGREES:
+        assert same_bits(whole, torch.cat([token_sum.token_sum(v, 1) for v in values.chunk(degree, 1)], 2))
+    chunks = token_sum.token_sum(values, SHARDS)
+    for degree in DEGREES:
+        parts = [token_sum.token_sum(v, SHARDS // degree) for v in values.chunk(degree)]
+        assert same_bits(chunks, torch.cat(parts))
+
+
+# [tokens, k, n] of one shard of Qwen3-0.6B and 8B, V = 8 and 4.
+SHAPES = ((2048, 1024, 384), (2048, 4096, 1536), (2048, 1536, 4096), (2048, 512, 4096), (2048, 4096, 768), (8192, 4096, 3072))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("degree", (1, 2, 4))
+def test_product_of_slices_is_that_of_copies(shape, degree, dtype):
+    """Slices of operands and outputs that hold 4/degree shards; adding in place."""
+    tokens, k, n = shape
+    held = 4 // degree
+    x, w = _random(tokens, held * k, dtype=dtype), _random(n, held * k, dtype=dtype)
+    y = torch.zeros(tokens, held * n, dtype=dtype, device="cuda")
+    first, second = slice(0, k), slice((held - 1) * k, held * k)
+    plain = torch.mm(x[:, second].contiguous(), w[:, second].contiguous().t())
+    assert same_bits(product(x[:, second], w[:, second].t(), y[:, -n:]), plain)
+    node = torch.empty(tokens, n, device="cuda")
+    a, b = (torch.empty_like(node) for _ in range(2))
+    for columns, out in ((first, a), (second, b)):
+        product(x[:, columns].contiguous(), w[:, columns].contiguous().t(), out)
+    product(x[:, first], w[:, first].t(), node)
+    product(x[:, second], w[:, second].t(), node, add=True)
+    assert same_bits(node, a + b)
+    in_place = products.shown()
+    print(sum(in_place.values()), "of", len(in_place), "kinds of product in place")

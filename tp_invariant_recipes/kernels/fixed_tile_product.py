@@ -1,0 +1,86 @@
+"""Matrix products of one fixed tile: the bits of out[i, j] depend on a[i, :], b[:, j] and k, and on nothing else.
+
+The Triton program that makes a tile of `out` always runs the same instructions on the same shapes, over k in order;
+rows and columns beyond the edge are zeros that it does not write. So neither m and n nor a place in the tile decide
+bits. Strides and alignment, which Triton does compile other binaries for, say how bytes get to the tensor cores: by
+16-byte copies or single loads, through shared memory or registers. Shape, order and rounding of the additions are
+those of `tl.dot` on TILES, which these binaries share.
+
+On a CPU no library product promises this. There every element is k products, each rounded and added to the sum before
+it, in elementwise operations: slow, and right whatever the library or the processor. CPU and GPU agree to rounding.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Of the inputs' dtype: tile of `out` and step of k, warps, stages of the pipeline. Part of the bits' definition.
+TILES = {
+    torch.bfloat16: {"TILE_M": 128, "TILE_N": 128, "TILE_K": 64, "num_warps": 8, "num_stages": 3},
+    torch.float32: {"TILE_M": 64, "TILE_N": 64, "TILE_K": 32, "num_warps": 4, "num_stages": 2},
+}
+GROUP = 8  # rows of tiles that are made together, so that b's tiles are still in the cache
+
+
+def fixed_tile_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
+    """out = a @ b, or out += a @ b: summed in fp32 over k in order, rounded to out's dtype once.
+
+    a:       [m, k] bf16 or fp32; b: [k, n] of a's dtype; either with any strides.
+    out:     [m, n] bf16 or fp32, any strides.
+    add:     add the whole sum to what `out` holds, in fp32, before it is rounded.
+    returns: out.
+    """
+    if a.dtype not in TILES or a.dtype != b.dtype:
+        raise TypeError(f"a product of {a.dtype} and {b.dtype}; both must be bf16, or both fp32")
+    if a.shape[1] != b.shape[0] or out.shape != (a.shape[0], b.shape[1]):
+        raise ValueError(f"a product of {[*a.shape]} and {[*b.shape]} is not {[*out.shape]}")
+    if not a.is_cuda:
+        return _in_order(a, b, out, add)
+    launch(a, b, out, add)
+    return out
+
+
+def launch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
+    """The Triton kernel alone; also what its interpreter runs on a CPU."""
+    (m, k), n = a.shape, b.shape[1]
+    tile = TILES[a.dtype]
+    grid = (triton.cdiv(m, tile["TILE_M"]) * triton.cdiv(n, tile["TILE_N"]),)
+    _product[grid](a, b, out, m, n, k, *a.stride(), *b.stride(), *out.stride(), ADD=add, GROUP=GROUP, **tile)
+
+
+def _in_order(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
+    total, one = torch.zeros(2, *out.shape)
+    for x, y in zip(a.t().float().contiguous().unsqueeze(2), b.float(), strict=True):
+        total += torch.mul(x, y, out=one)
+    return out.copy_(total.add_(out) if add else total)
+
+
+@triton.jit
+def _product(
+    a, b, out, m, n, k, a_row, a_column, b_row, b_column, out_row, out_column,
+    ADD: tl.constexpr, GROUP: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    of_group = GROUP * tl.cdiv(n, TILE_N)
+    start = tl.program_id(0) // of_group * GROUP
+    height = tl.minimum(tl.cdiv(m, TILE_M) - start, GROUP)
+    place = tl.program_id(0) % of_group
+    row = ((start + place % height) * TILE_M + tl.arange(0, TILE_M)).to(tl.int64)[:, None]
+    column = (place // height * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)[None, :]
+    step = tl.full((), TILE_K, tl.int64)
+    i = tl.arange(0, TILE_K).to(tl.int64)
+    a_at = a + row * a_row + i[None, :] * a_column
+    b_at = b + i[:, None] * b_row + column * b_column
+    total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for done in range(0, k, TILE_K):
+        left = i < k - done
+        x = tl.load(a_at, mask=(row < m) & left[None, :], other=0.0)
+        y = tl.load(b_at, mask=left[:, None] & (column < n), other=0.0)
+        total = tl.dot(x, y, total, input_precision="ieee")
+        a_at += step * a_column
+        b_at += step * b_row
+    out_at = out + row * out_row + column * out_column
+    inside = (row < m) & (column < n)
+    if ADD:
+        total += tl.load(out_at, mask=inside).to(tl.float32)
+    tl.store(out_at, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,195 @@
+"""The two passes of the exact gradient norm over all gradients: the largest magnitude, and the sum of squares.
+
+    g = m · 2^x       x the exponent of the last bit, |m| < 2^24; subnormals have the x of the smallest normal numbers
+    q = floor((m · 2^7)² · 2^(-2 · (X - x)))       X the largest x there is; q < 2^62
+
+    bit   95            64 63            32 31             0
+    q                     |    30 bits    |    32 bits    |
+    sum    |   limb 2     |    limb 1     |    limb 0     |     each limb has 64 bits, so that limbs can be summed
+
+Integers alone: no rounding, and an order that cannot matter. Nothing overflows. A piece of the gradients has at most
+2^24 elements, so its low halves sum to less than 2^56 and its high halves to less than 2^54; it hands on only 32 bits
+of each and carries the rest into the next limb. The sum over up to 2^31 pieces, on all ranks together, is below 2^63.
+
+The Triton kernels are launched once for all tensors together, and do not wait for the GPU.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 1 << 16  # elements that one program of a kernel reads; also plain torch on a CPU, for its cache
+BLOCK = 2048  # of them at a time
+PIECE = 1 << 24  # elements at a time in plain torch on a GPU: about six temporaries of 8 bytes each
+TABLES = 4  # lists of chunks that are kept
+LIMBS = 3
+LIMB = 32
+
+_WORD = (1 << LIMB) - 1
+_MAGNITUDE = 0x7FFFFFFF
+
+
+def largest(grads: Sequence[Tensor]) -> Tensor:
+    """The bits of the largest |g| as fp32, ordered as the numbers are: every NaN is larger than inf.
+
+    grads:   on one device, of any shape; fp32, or what `.float()` holds exactly.
+    returns: int64 scalar on that device, 0 if there is no element; the host does not wait for it.
+    """
+    for_kernel, others = _split(grads)
+    result = torch.zeros((), dtype=torch.int64, device=_device(grads))
+    for piece in _pieces(others):
+        result = torch.maximum(result, _bits(piece).max())
+    if for_kernel:
+        launch_largest(_table(_spans(for_kernel), result.device), result)
+    return result
+
+
+def square_limbs(grads: Sequence[Tensor], largest: Tensor) -> Tensor:
+    """The sum of q in LIMBS limbs of LIMB bits, lowest first, each with room for sums of them.
+
+    grads:   as for the function `largest`.
+    largest: what that returned, on the same device, or more: the largest of all ranks.
+    returns: int64 [LIMBS] on that device; without meaning if `largest` is not finite.
+    """
+    for_kernel, others = _split(grads)
+    result = torch.zeros(LIMBS, dtype=torch.int64, device=_device(grads))
+    for piece in _pieces(others):
+        result += _square_limbs_torch(piece, largest)
+    if for_kernel:
+        launch_square_limbs(_table(_spans(for_kernel), result.device), largest, result)
+    return result
+
+
+def _split(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Flat gradients: those that the kernels read, and those left to plain torch."""
+    flat = [grad.detach().reshape(-1) for grad in grads if grad.numel()]
+    return [grad for grad in flat if _has_kernel(grad)], [grad for grad in flat if not _has_kernel(grad)]
+
+
+def _has_kernel(grad: Tensor) -> bool:
+    return grad.is_cuda and grad.dtype == torch.float32
+
+
+def _device(grads: Sequence[Tensor]) -> torch.device:
+    devices = {grad.device for grad in grads}
+    if len(devices) > 1:
+        raise ValueError(f"gradients on several devices: {sorted(map(str, devices))}")
+    return devices.pop() if devices else torch.device("cpu")
+
+
+# --- plain torch ---
+
+
+def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
+    return [piece for grad in grads for piece in grad.split(PIECE if grad.is_cuda else CHUNK)]
+
+
+def _bits(piece: Tensor) -> Tensor:
+    """The bits of |g| in fp32 as int32: no flushing of subnormals can touch them."""
+    return piece.float().view(torch.int32) & _MAGNITUDE
+
+
+def _place(bits: Tensor) -> Tensor:
+    """x + 149: the exponent field less one, and 0 for subnormals as for the smallest normal numbers."""
+    return ((bits >> 23) - 1).clamp_(min=0)
+
+
+def _square_limbs_torch(piece: Tensor, largest: Tensor) -> Tensor:
+    bits = _bits(piece)
+    x = _place(bits)
+    down = (_place(largest) - x).clamp_(max=31).mul_(2)
+    m = bits - (x << 23)  # leaves of the exponent what is the leading bit of normal numbers
+    q = m.to(torch.int64).bitwise_left_shift_(7)
+    q = q.mul_(q).bitwise_right_shift_(down.to(torch.int64))
+    low = (q & _WORD).sum()
+    high = q.bitwise_right_shift_(LIMB).sum() + (low >> LIMB)
+    return torch.stack((low & _WORD, high & _WORD, high >> LIMB))
+
+
+# --- Triton ---
+
+
+def _spans(grads: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    return tuple((grad.data_ptr(), grad.numel()) for grad in grads)
+
+
+@lru_cache(maxsize=TABLES)  # training has the same buffers at every step; a table depends on nothing but its key
+def _table(spans: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Address and number of elements of every chunk: int64 [chunks, 2] on the device."""
+    rows = [
+        (address + 4 * start, min(CHUNK, count - start)) for address, count in spans for start in range(0, count, CHUNK)
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
+
+
+def launch_largest(table: Tensor, result: Tensor) -> None:
+    """The kernel of `largest` alone; also what Triton's interpreter runs on a CPU. result: int64, zero before."""
+    _launch(_largest, table, result)
+
+
+def launch_square_limbs(table: Tensor, largest: Tensor, result: Tensor) -> None:
+    """The kernel of `square_limbs` alone, as above. result: int64 [LIMBS], added to."""
+    _launch(_square_limbs, table, largest, result)
+
+
+def _launch(kernel: Callable, table: Tensor, *arguments: Tensor) -> None:
+    with torch.cuda.device_of(table):  # of the tensors, which need not be the current one
+        kernel[(len(table),)](table, *arguments, BLOCK=BLOCK, num_warps=8)  # type: ignore[index]
+
+
+@triton.jit
+def _chunk(table):
+    row = table + 2 * tl.program_id(0).to(tl.int64)
+    return tl.load(row).to(tl.pointer_type(tl.int32)), tl.load(row + 1).to(tl.int32)
+
+
+@triton.jit
+def _magnitudes(p, start, count, MASKED: tl.constexpr, BLOCK: tl.constexpr):
+    at = start + tl.arange(0, BLOCK)
+    bits = tl.load(p + at, mask=at < count, other=0) if MASKED else tl.load(p + at)
+    return bits & 0x7FFFFFFF
+
+
+@triton.jit
+def _largest(table, result, BLOCK: tl.constexpr):
+    p, count = _chunk(table)
+    most = tl.zeros([BLOCK], tl.int32)
+    whole = count // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        most = tl.maximum(most, _magnitudes(p, start, count, False, BLOCK))
+    if whole < count:
+        most = tl.maximum(most, _magnitudes(p, whole, count, True, BLOCK))
+    tl.atomic_max(result, tl.max(most, 0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _q(bits, top):
+    x = tl.maximum((bits >> 23) - 1, 0)
+    a = ((bits << 7) - (x << 30)).to(tl.int64)
+    return (a * a) >> (2 * tl.minimum(top - x, 31)).to(tl.int64)
+
+
+@triton.jit
+def _square_limbs(table, largest, result, BLOCK: tl.constexpr):
+    p, count = _chunk(table)
+    top = tl.maximum((tl.load(largest) >> 23).to(tl.int32) - 1, 0)
+    lows = tl.zeros([BLOCK], tl.int64)
+    highs = tl.zeros([BLOCK], tl.int64)
+    whole = count // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        q = _q(_magnitudes(p, start, count, False, BLOCK), top)
+        lows += q & 0xFFFFFFFF
+        highs += q >> 32
+    if whole < count:
+        q = _q(_magnitudes(p, whole, count, True, BLOCK), top)
+        lows += q & 0xFFFFFFFF
+        highs += q >> 32
+    low = tl.sum(lows, 0)
+    high = tl.sum(highs, 0) + (low >> 32)
+    tl.atomic_add(result, low & 0xFFFFFFFF, sem="relaxed")
+    tl.atomic_add(result + 1, high & 0xFFFFFFFF, sem="relaxed")
+    tl.atomic_add(result + 2, high >> 32, sem="relaxed")
