@@ -3,7 +3,9 @@
 import os
 import pickle
 import tempfile
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,9 @@ def on_ranks(size: int, shards: int, function: Callable[..., Any], *arguments: A
         for pid in pids:
             os.waitpid(pid, 0)
         results = [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(size)]
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    failed = [result for result in results if isinstance(result, BaseException)]
+    if failed:
+        raise failed[0] if len(failed) == 1 else RuntimeError("\n".join(map(str, failed)))
     return results
 
 
@@ -43,7 +45,7 @@ def _rank(folder: Path, rank: int, size: int, shards: int, function: Callable[..
         result = function(VirtualMesh(shards, size, rank, group), *arguments)
         dist.barrier()
     except BaseException as error:
-        result = RuntimeError(f"rank {rank}: {error!r}")
+        result = RuntimeError(f"rank {rank}: {error!r}\n{traceback.format_exc()}")
     (folder / f"{rank}.pickle").write_bytes(pickle.dumps(result))
     os._exit(0)
 
@@ -54,3 +56,17 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
+
+
+@contextmanager
+def megatron(mesh: VirtualMesh) -> Iterator[None]:
+    """Megatron's process groups over the ranks of `mesh`, on the CPU. Ask for the fixture `bridge` as well."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from tp_invariant_recipes.host import cpu
+
+    with cpu.installed():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=mesh.size)
+        model_parallel_cuda_manual_seed(1)
+        yield

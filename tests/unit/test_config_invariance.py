@@ -63,6 +63,16 @@ def test_what_has_no_invariant_version_is_refused_under_tree_only(fields, says):
     assert invariance.problems(changed(**fields, numerics__mode="stock")) == []
 
 
+@pytest.mark.parametrize("fields, says", BEYOND, ids=[str(fields) for fields, _ in BEYOND])
+def test_gather_is_refused_the_same_but_takes_a_norm_in_fp64(fields, says):
+    problems = invariance.problems(changed(**fields, numerics__mode="gather"))
+    if "numerics__grad_norm" in fields:
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert problem.startswith(f"numerics=gather: {says}")
+
+
 def test_all_that_is_beyond_is_said_at_once():
     everything = {name: value for fields, _ in BEYOND for name, value in fields.items()}
     found = invariance.problems(changed(**everything | {"parallel__data_parallel_size": 4}))

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from tp_invariant_recipes import __version__
-from tp_invariant_recipes.cli import compare, data, doctor, show, train
+from tp_invariant_recipes.cli import bench, compare, data, doctor, show, train
 from tp_invariant_recipes.errors import TpiError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("compare")(compare.compare)
+app.command("bench")(bench.bench)
 app.command("show")(show.show)
 app.command("models")(show.models)
 app.command("doctor")(doctor.doctor)

@@ -10,6 +10,9 @@ Tree = dict[str, Any]
 # Numbers of the model that are split into V shards.
 SHARDED = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size", "seq_length")
 
+# Numbers that torch's vector code on a CPU takes at a time, at most.
+VECTORS = 32
+
 
 @dataclass(frozen=True)
 class Limit:
@@ -42,6 +45,11 @@ LIMITS = (
             and not t["model"].get("gated_linear_unit")
         ),
         "a bias fused into an ungated activation has no invariant version; model.bias_activation_fusion=false",
+    ),
+    Limit(
+        lambda t: t["device"]["kind"] == "cpu" and t["model"]["ffn_hidden_size"] % (VECTORS * (t["numerics"]["shards"] or 1)) != 0,
+        "a CPU rounds the activations at the end of a row, beside its last whole vectors, in another way; "
+        f"model.ffn_hidden_size=N * {VECTORS} * numerics.shards",
     ),
     Limit(
         lambda t: bool(t["model"].get("hidden_dropout") or t["model"].get("attention_dropout")),

@@ -16,7 +16,7 @@ def deterministic_mode_without_its_extras() -> None:
     """
     import torch
 
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if os.environ.get(WORKSPACE) == DEFAULT and torch.cuda.get_device_capability()[0] >= 9:
         torch.mm(torch.zeros(16, 16, device="cuda"), torch.zeros(16, 16, device="cuda"))
         del os.environ[WORKSPACE]

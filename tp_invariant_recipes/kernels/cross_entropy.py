@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.launch import Kernel
 
 BLOCK = 4096
 
@@ -27,17 +28,7 @@ def sum_of_exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
     partials = torch.empty(shards, rows, dtype=torch.float32, device=logits.device)
     if logits.is_cuda:
         grid, shard = (rows, shards), size // shards
-        _sum[grid](
-            logits,
-            highest,
-            partials,
-            rows,
-            size,
-            num_warps=8,
-            SHARD=shard,
-            ALIGNMENT=_alignment(shard),
-            BLOCK=BLOCK,
-        )
+        SUM.launch(grid, (logits, highest, partials), (rows, size), (shard, _alignment(shard), BLOCK), num_warps=8)
     else:
         # torch.stack would hold every shard until the last: folding_sum returns views.
         for partial, exponentials in zip(partials, _exponentials(logits, highest, shards), strict=True):
@@ -59,18 +50,8 @@ def softmax_gradient(
     rows, size = logits.shape
     if logits.is_cuda:
         grid = (rows, triton.cdiv(size, BLOCK))
-        _gradient[grid](
-            logits,
-            index,
-            highest,
-            total,
-            gradient,
-            out,
-            size,
-            num_warps=8,
-            ALIGNMENT=_alignment(size),
-            BLOCK=BLOCK,
-        )
+        tensors = (logits, index, highest, total, gradient, out)
+        GRADIENT.launch(grid, tensors, (size,), (_alignment(size), BLOCK), num_warps=8)
         return out
     every_row = torch.arange(rows, device=logits.device)
     parts = zip(out.chunk(shards, -1), _exponentials(logits, highest, shards), strict=True)
@@ -118,3 +99,6 @@ def _gradient(logits, index, highest, total, gradient, out, size, ALIGNMENT: tl.
     softmax -= tl.where(column == tl.load(index + row), 1.0, 0.0)
     result = softmax * tl.load(gradient + row)
     tl.store(out + row * size + column, result.to(out.dtype.element_ty), mask=inside)
+
+
+SUM, GRADIENT = Kernel(_sum), Kernel(_gradient)

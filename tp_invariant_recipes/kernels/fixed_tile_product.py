@@ -2,9 +2,9 @@
 
 The Triton program that makes a tile of `out` always runs the same instructions on the same shapes, over k in order;
 rows and columns beyond the edge are zeros that it does not write. So neither m and n nor a place in the tile decide
-bits. Strides and alignment, which Triton does compile other binaries for, say how bytes get to the tensor cores: by
-16-byte copies or single loads, through shared memory or registers. Shape, order and rounding of the additions are
-those of `tl.dot` on TILES, which these binaries share.
+bits. Strides and alignment, which Triton does compile other binaries for, say how bytes get to the arithmetic: by
+16-byte copies or single loads. Its instructions follow from `tl.dot` on TILES and are the same in all these binaries
+(tests/unit/test_fixed_tile_product.py reads them).
 
 On a CPU no library product promises this. There every element is k products, each rounded and added to the sum before
 it, in elementwise operations: slow, and right whatever the library or the processor. CPU and GPU agree to rounding.

@@ -12,14 +12,17 @@ does change are not specialised on, so one binary serves every t. The torch func
 GPU agree to rounding, each with itself to the last bit.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.launch import Kernel
 
-LEAVES = 128  # at most, of a shard: enough programs to fill a GPU when a rank has one shard
+LEAVES = 64  # at most, of a shard: enough programs to fill a GPU when a rank has one or two shards
 TILE = 4096  # elements of x that a program holds at a time
 
 
@@ -34,15 +37,13 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
         mean = folding_sum(wide * wide, -1) * (1.0 / x.shape[-1])
         scale = (1.0 / torch.sqrt(mean + eps)).unsqueeze(-1)
         return (wide * scale * weight.float()).to(x.dtype), scale
-    tokens, heads, width = x.shape
-    x = _aligned(x)
+    if not _is_aligned(x.shape, x.stride()):
+        x = x.contiguous()
+    tokens, heads, _ = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    scale = torch.empty(tokens, heads, 1, dtype=torch.float32, device=x.device)
-    rows = max(1, TILE // triton.next_power_of_2(width))
-    _forward[(triton.cdiv(tokens * heads, rows),)](
-        x, weight, y, scale, tokens * heads, heads, x.stride(0), x.stride(1), eps,
-        **_shape(width, rows),
-    )  # fmt: skip
+    scale = torch.empty((tokens, heads, 1), dtype=torch.float32, device=x.device)
+    grid, numbers, constants, warps = _forward_plan(x.shape, x.stride())
+    FORWARD.launch(grid, (x, weight, y, scale), (*numbers, eps), constants, warps)
     return y, scale
 
 
@@ -57,22 +58,15 @@ def rms_norm_backward(
     """
     if not x.is_cuda:
         return _backward_torch(dy, x, weight, scale, shards, by_heads)
-    tokens, heads, width = x.shape
-    dy, x = _aligned(dy), _aligned(x)
-    if by_heads:
-        group, token_step, head_step, rows = heads // shards, 0, heads // shards, tokens * (heads // shards)
-    else:
-        group, token_step, head_step, rows = heads, tokens // shards, 0, tokens // shards * heads
-    tile = max(1, TILE // triton.next_power_of_2(width))
-    leaves = _leaves(rows, tile)
+    if not _is_aligned(x.shape, x.stride()):
+        x = x.contiguous()
+    if not _is_aligned(dy.shape, dy.stride()):
+        dy = dy.contiguous()
+    grid, numbers, constants, warps = _backward_plan(x.shape, dy.stride(), x.stride(), shards, by_heads)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    gradient = torch.empty(shards, leaves, width, dtype=torch.float32, device=x.device)
-    _backward[(leaves, shards)](
-        dy, x, weight, scale, dx, gradient, heads, token_step, head_step,
-        dy.stride(0), dy.stride(1), x.stride(0), x.stride(1),
-        GROUP=group, ROWS_OF_LEAF=rows // leaves, LEAVES=leaves, **_shape(width, min(tile, rows // leaves)),
-    )  # fmt: skip
-    return dx, gradient
+    leaves = torch.empty((shards, grid[0], x.shape[2]), dtype=torch.float32, device=x.device)
+    BACKWARD.launch(grid, (dy, x, weight, scale, dx, leaves), numbers, constants, warps)
+    return dx, leaves
 
 
 def _backward_torch(
@@ -90,41 +84,52 @@ def _backward_torch(
     return dx, folding_sum(products.reshape(shards, -1, x.shape[-1]), 1).unsqueeze(1)
 
 
-def _leaves(rows: int, tile: int) -> int:
-    """The largest power of two that divides a shard's rows into leaves of at least one tile; at most LEAVES."""
+_Plan = tuple[tuple[int, int], tuple[int, ...], tuple[int, ...], int]  # grid, numbers, constants, warps
+
+
+@cache
+def _forward_plan(shape: tuple[int, ...], strides: tuple[int, ...]) -> _Plan:
+    tokens, heads, width = shape
+    tile, constants, warps = _tile(width, TILE)
+    return (triton.cdiv(tokens * heads, tile), 1), (tokens * heads, heads, strides[0], strides[1]), constants, warps
+
+
+@cache
+def _backward_plan(
+    shape: tuple[int, ...], dy_strides: tuple[int, ...], x_strides: tuple[int, ...], shards: int, by_heads: bool
+) -> _Plan:
+    tokens, heads, width = shape
+    group = heads // shards if by_heads else heads  # heads of a token in a shard
+    token_step, head_step = (0, group) if by_heads else (tokens // shards, 0)  # from one shard to the next
+    rows = tokens * heads // shards
     leaves = 1
-    while leaves < LEAVES and rows % (2 * leaves) == 0 and rows // (2 * leaves) >= tile:
+    while leaves < LEAVES and rows % (2 * leaves) == 0 and rows // leaves * width >= 2 * TILE:
         leaves *= 2
-    return leaves
+    _, constants, warps = _tile(width, rows // leaves * triton.next_power_of_2(width))
+    numbers = (heads, token_step, head_step, dy_strides[0], dy_strides[1], x_strides[0], x_strides[1])
+    return (leaves, shards), numbers, (group, rows // leaves, leaves, *constants), warps
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy where its strides are not the multiples that the kernels are told."""
-    width = x.shape[2]
-    aligned = x.stride(2) == 1 and all(x.stride(d) % _alignment(width) == 0 for d in (0, 1) if x.shape[d] > 1)
-    return x if aligned else x.contiguous()
+def _tile(width: int, elements: int) -> tuple[int, tuple[int, ...], int]:
+    """Rows of a tile of at most TILE elements; the constants WIDTH, ALIGNMENT, COLUMNS, ROWS; warps."""
+    columns = triton.next_power_of_2(width)
+    rows = max(1, min(elements, TILE) // columns)
+    rows = 1 << (rows.bit_length() - 1)
+    return rows, (width, _alignment(width), columns, rows), 8 if rows * columns >= TILE else 4
+
+
+@cache
+def _is_aligned(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the strides are the multiples that the kernels are told; rows of one token or head have none."""
+    alignment = _alignment(shape[2])
+    return strides[2] == 1 and all(strides[d] % alignment == 0 for d in (0, 1) if shape[d] > 1)
 
 
 def _alignment(width: int) -> int:
     return min(16, width & -width)
 
 
-def _shape(width: int, rows: int) -> dict[str, int]:
-    columns = triton.next_power_of_2(width)
-    rows = 1 << (rows.bit_length() - 1)
-    return {
-        "WIDTH": width,
-        "ALIGNMENT": _alignment(width),
-        "COLUMNS": columns,
-        "ROWS": rows,
-        "num_warps": 8 if rows * columns >= TILE else 4,
-    }
-
-
-_FREE = ["rows", "heads", "token_stride", "head_stride", "eps"]
-
-
-@triton.jit(do_not_specialize=_FREE)
+@triton.jit(do_not_specialize=["rows", "heads", "token_stride", "head_stride", "eps"])
 def _forward(
     x, weight, y, scale, rows, heads, token_stride, head_stride, eps,
     WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
@@ -178,3 +183,6 @@ def _backward(
         total += wide * normal
     out = gradient + (shard * LEAVES + leaf) * WIDTH + column
     tl.store(out, tl.sum(total, 0), mask=column < WIDTH)
+
+
+FORWARD, BACKWARD = Kernel(_forward), Kernel(_backward)

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.launch import Kernel
 
 LEAVES = 64
 BLOCK = 256
@@ -31,14 +32,8 @@ def token_sum(values: Tensor, shards: int) -> Tensor:
         leaves *= 2
     out = torch.empty(shards, leaves, features, dtype=torch.float32, device=values.device)
     grid = (triton.cdiv(features, BLOCK), shards * leaves)
-    _token_sum[grid](
-        values,
-        out,
-        features,
-        TOKENS=tokens // shards // leaves,
-        ALIGNED=features % 16 == 0,
-        BLOCK=BLOCK,
-    )
+    constants = (tokens // shards // leaves, features % 16 == 0, BLOCK)
+    KERNEL.launch(grid, (values, out), (features,), constants)
     return out
 
 
@@ -53,3 +48,6 @@ def _token_sum(values, out, features, TOKENS: tl.constexpr, ALIGNED: tl.constexp
     for token in range(TOKENS):
         total += tl.load(values + (leaf * TOKENS + token) * features + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + leaf * features + column, total, mask=inside)
+
+
+KERNEL = Kernel(_token_sum)

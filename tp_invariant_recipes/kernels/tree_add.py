@@ -13,42 +13,46 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.launch import Kernel
+
 BLOCK = 1024
 WIDEST = 64  # partials that one launch adds; more take a launch for every factor of 64
 
 
-def tree_add(partials: Tensor, out: Tensor, *, accumulate: bool = False) -> Tensor:
-    """out[i, :] = (or +=) the sum over r, in tree order, of partials[i, r, :].
+def tree_add(partials: Tensor, out: Tensor, groups: int = 1) -> Tensor:
+    """out[i] = the sum over r, in tree order, of partials[i, r], for each of the groups i.
 
-    partials:   [n, R, size] fp32, R a power of two, the last two dimensions contiguous.
-    out:        [n, size] fp32 or bf16, contiguous; the root is rounded to its dtype once.
-    accumulate: add the root to what `out` holds, one more fp32 addition.
-    returns:    out.
+    partials: [groups, R, …] fp32, contiguous, R a power of two; without the first dimension for one group.
+    out:      [groups, …] fp32 or bf16, contiguous; the root is rounded to its dtype once.
+    returns:  out.
     """
-    n, width, size = partials.shape
-    if width & (width - 1) or not width:
-        raise ValueError(f"a tree adds a power of two of partials, not {width}")
+    if not (partials.is_contiguous() and out.is_contiguous()):
+        raise ValueError("a tree adds partials that lie one after the other")
+    width = partials.numel() // out.numel()
+    if width & (width - 1) or width * out.numel() != partials.numel():
+        raise ValueError(f"a tree adds a power of two of partials, not {partials.numel() / out.numel():g}")
     if not partials.is_cuda:
-        return _tree_add_torch(partials, out, accumulate)
+        return _tree_add_torch(partials, out, groups)
     while width > WIDEST:
-        nodes = partials.new_empty(n, width // WIDEST, size)
-        tree_add(partials.view(-1, WIDEST, size), nodes.view(-1, size))
+        nodes = partials.new_empty(partials.numel() // WIDEST)
+        groups_of_64 = groups * width // WIDEST
+        _tree_add_triton(partials, nodes, groups_of_64, WIDEST)
         partials, width = nodes, width // WIDEST
-    _tree_add_triton(partials, out, accumulate)
+    _tree_add_triton(partials, out, groups, width)
     return out
 
 
-def _tree_add_triton(partials: Tensor, out: Tensor, accumulate: bool) -> None:
-    n, width, size = partials.shape
+def _tree_add_triton(partials: Tensor, out: Tensor, groups: int, width: int) -> None:
+    size = out.numel() // groups
     block = BLOCK if width <= 8 else BLOCK // 8
-    grid = (triton.cdiv(size, block), n)
-    _tree_add[grid](partials, out, size, R=width, ACCUMULATE=accumulate, ALIGNED=size % 16 == 0, BLOCK=block)
+    KERNEL.launch((-(-size // block), groups), (partials, out), (size,), (width, size % 16 == 0, block))
 
 
-def _tree_add_torch(partials: Tensor, out: Tensor, accumulate: bool) -> Tensor:
+def _tree_add_torch(partials: Tensor, out: Tensor, groups: int) -> Tensor:
+    partials = partials.view(groups, -1, out.numel() // groups)
     while partials.shape[1] > 1:
         partials = partials[:, 0::2] + partials[:, 1::2]
-    return out.add_(partials[:, 0]) if accumulate else out.copy_(partials[:, 0])
+    return out.copy_(partials.view(out.shape))
 
 
 @triton.jit
@@ -82,9 +86,7 @@ def _sixty_four(p, stride, mask):
 
 
 @triton.jit(do_not_specialize=["size"])
-def _tree_add(
-    partials, out, size, R: tl.constexpr, ACCUMULATE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-):
+def _tree_add(partials, out, size, R: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     stride = tl.cast(size, tl.int64)
     if ALIGNED:
@@ -106,7 +108,7 @@ def _tree_add(
         root = _thirty_two(p, stride, mask)
     else:
         root = _sixty_four(p, stride, mask)
-    o = out + row * stride + at
-    if ACCUMULATE:
-        root += tl.load(o, mask=mask)
-    tl.store(o, root.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * stride + at, root.to(out.dtype.element_ty), mask=mask)
+
+
+KERNEL = Kernel(_tree_add)

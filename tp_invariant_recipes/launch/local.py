@@ -42,23 +42,31 @@ class _Stop:
     requests: int = 0
 
 
-def run(plan: Plan, tick: Callable[[], None]) -> Outcome:
+def run(
+    plan: Plan,
+    tick: Callable[[], None],
+    *,
+    story: Callable[[RunDir, Any], None] | None = None,
+    meetings: int = 1,
+) -> Outcome:
     """Run all ranks to their end. Raises RunError naming the rank that died, its log and its last words.
 
-    tick: called about ten times a second while ranks live.
+    tick:     called about ten times a second while ranks live.
+    story:    what each rank does, a function of a module: (run directory, seat). Default: train.
+    meetings: how often the ranks form a process group.
     """
     import torch.multiprocessing
 
     os.environ.update(plan.environment)
     _forget_failures(plan.run_dir)
-    store = _store(plan.layout.world)
-    seats = _seats(plan.layout.world, store.port)
+    stores = [_store() for _ in range(meetings)]
+    seats = _seats(plan.layout.world, tuple(store.port for store in stores))
     from tp_invariant_recipes.training import rank
 
     with _stopping() as stop:
         context = torch.multiprocessing.start_processes(
             rank.main,
-            args=(str(plan.run_dir.path), seats),
+            args=(str(plan.run_dir.path), seats, story or rank.train),
             nprocs=plan.layout.world,
             join=False,
             start_method=START_METHODS[plan.device],
@@ -119,19 +127,19 @@ def _stopping() -> Iterator[_Stop]:
             signal.signal(number, handler)
 
 
-def _store(world: int) -> Any:
+def _store() -> Any:
     """Where ranks meet. Held by this process, as torchrun's agent does, so that the port is ours from the start."""
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _seats(world: int, port: int) -> list[Any]:
+def _seats(world: int, ports: tuple[int, ...]) -> list[Any]:
     from tp_invariant_recipes.training.rank import Seat
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the processor
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo would look this host's name up, which may not resolve
-    return [Seat(r, r, world, world, "127.0.0.1", port) for r in range(world)]
+    return [Seat(r, r, world, world, "127.0.0.1", ports) for r in range(world)]
 
 
 def _forget_failures(run_dir: RunDir) -> None:

@@ -64,7 +64,7 @@ def new(model: str, overrides: Sequence[str], *, progress: Callable[[int, int], 
     """
     composed = compose(model, overrides, device=detect_device())
     run_dir = choose(composed.tree["run"]["dir"], f"{model}-tp{layout.of(composed.tree).tp}")
-    return _completed(composed, run_dir, progress)
+    return completed(composed, run_dir, progress)
 
 
 def again(
@@ -81,7 +81,7 @@ def again(
         raise ConfigError(f"--resume {run} is a run of {before['model']}, not of {model}")
     asked = [o for o in before["overrides"] if not o.startswith("checkpoint.ckpt_step=")]  # of an earlier resume
     composed = compose(before["model"], [*asked, *overrides], device=before["device"])
-    plan = _completed(composed, run_dir, progress)
+    plan = completed(composed, run_dir, progress)
     _same_identity(run, before["identity"], plan.identity)
     step = plan.tree["checkpoint"]["ckpt_step"]
     found = checkpoints.select(run_dir.checkpoints, step)
@@ -129,8 +129,8 @@ def identity_hash(identity: dict[str, Any]) -> str:
     return Header(identity=identity).identity_hash
 
 
-def _completed(composed: Composed, run_dir: RunDir, progress: Callable[[int, int], None] | None) -> Plan:
-    """Fill in what only this machine knows, and check that it can carry the run."""
+def completed(composed: Composed, run_dir: RunDir, progress: Callable[[int, int], None] | None = None) -> Plan:
+    """Fill in what only this machine knows, and check that it can carry the run. Raises a TpiError."""
     tree = {name: dict(part) if isinstance(part, dict) else part for name, part in composed.tree.items()}
     at = layout.of(tree)
     variables = environment.settings(tree["device"]["kind"], os.environ)

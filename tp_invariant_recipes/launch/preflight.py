@@ -26,7 +26,7 @@ def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir) -> None:
     """Raises ConfigError listing everything this machine lacks."""
     problems = [*_gpus(tree, layout), *_disk(tree, run_dir)]
     if problems:
-        raise ConfigError(listed(problems))
+        raise ConfigError(listed(problems), problems)
 
 
 def _gpus(tree: dict[str, Any], layout: Layout) -> list[str]:

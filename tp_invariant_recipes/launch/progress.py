@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,26 +15,26 @@ from tp_invariant_recipes.launch.plan import Plan
 
 WINDOW = 20  # steps over which tokens/s and the time left are averaged
 # rich would otherwise take over standard output and error, and ranks forked meanwhile would write to the terminal.
-_PLAIN: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
+PLAIN: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
 LINE_EVERY = 10.0  # seconds between plain lines, after the first steps
 
 
 @dataclass
 class Tail:
-    """Reads the progress file as it grows. `position` is where the next look starts."""
+    """Reads the progress file as it grows. `position` is where the next look starts, `steps` the last step's number."""
 
-    plan: Plan
+    file: Path
+    steps: int
     position: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        file = self.plan.run_dir.progress
-        self.position = file.stat().st_size if file.exists() else 0  # an earlier attempt's steps are not news
+        self.position = self.file.stat().st_size if self.file.exists() else 0  # an earlier attempt's steps are not news
 
     def new(self) -> list[dict[str, Any]]:
         """The steps recorded since the last call; half a line waits for its end."""
         try:
-            with self.plan.run_dir.progress.open("rb") as stream:
+            with self.file.open("rb") as stream:
                 stream.seek(self.position)
                 data = stream.read()
         except FileNotFoundError:
@@ -53,14 +54,14 @@ class Tail:
     def seconds_left(self) -> float:
         """Until the last step, at the pace of the last ones."""
         timed = self.events[1:] or self.events
-        return (self.plan.steps - self.events[-1]["step"]) * sum(e["seconds"] for e in timed) / len(timed)
+        return (self.steps - self.events[-1]["step"]) * sum(e["seconds"] for e in timed) / len(timed)
 
 
 class Bar:
     """A live progress bar. Use as a context manager; call it to refresh."""
 
     def __init__(self, plan: Plan, console: Console) -> None:
-        self.tail = Tail(plan)
+        self.tail = Tail(plan.run_dir.progress, plan.steps)
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -69,7 +70,7 @@ class Bar:
             TimeRemainingColumn(),
             console=console,
             refresh_per_second=4,
-            **_PLAIN,
+            **PLAIN,
         )
         self.task = self.progress.add_task("starting", total=plan.steps, completed=plan.start, figures="")
 
@@ -92,7 +93,8 @@ class Lines:
     """Plain lines: the first steps, then one every few seconds, and the last."""
 
     def __init__(self, plan: Plan, console: Console) -> None:
-        self.plan, self.console, self.tail = plan, console, Tail(plan)
+        self.plan, self.console = plan, console
+        self.tail = Tail(plan.run_dir.progress, plan.steps)
         self.said = 0.0
 
     def __enter__(self) -> "Lines":
@@ -142,7 +144,7 @@ def busy(console: Console, words: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    with Progress(SpinnerColumn(), TextColumn(words), console=console, transient=True, **_PLAIN) as progress:
+    with Progress(SpinnerColumn(), TextColumn(words), console=console, transient=True, **PLAIN) as progress:
         progress.add_task("")
         yield
 
@@ -151,7 +153,7 @@ def busy(console: Console, words: str) -> Iterator[None]:
 def preparing(console: Console) -> Iterator[Callable[[int, int], None] | None]:
     """A bar for preparing text, shown from the first report on; yields the function to report to."""
     progress = Progress(
-        TextColumn("preparing text"), BarColumn(), DownloadColumn(), console=console, transient=True, **_PLAIN
+        TextColumn("preparing text"), BarColumn(), DownloadColumn(), console=console, transient=True, **PLAIN
     )
     task = None
 

@@ -42,7 +42,8 @@ class _ColumnBias(torch.autograd.Function):
         leaves = token_sum(gradients[0].reshape(-1, bias.shape[0]), 1)
 
         def compute(out: Tensor, add: bool) -> None:
-            tree_add(leaves, out.view(1, -1), accumulate=add)
+            total = tree_add(leaves, torch.empty_like(out))
+            out.add_(total) if add else out.copy_(total)
 
         return gradients[0], weight_gradient(bias, compute)
 

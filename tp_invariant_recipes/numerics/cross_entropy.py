@@ -66,9 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, target, highest, total = ctx.saved_tensors
         index = target.flatten() - ctx.mesh.rank * logits.shape[-1]
         gradient = gradients[0].float().flatten()
-        dlogits = softmax_gradient(
-            _rows(logits), index, highest.flatten(), total.flatten(), gradient, ctx.mesh.local
-        )
+        dlogits = softmax_gradient(_rows(logits), index, highest.flatten(), total.flatten(), gradient, ctx.mesh.local)
         return dlogits.view(logits.shape), None, None
 
 

@@ -11,8 +11,6 @@ The two lowest levels of the tree cost nothing: a segment's product, and the rig
 there by the product itself (`product(…, add=True)`), which rounds as a separate addition would.
 """
 
-from collections.abc import Callable, Iterator
-
 import torch
 from torch import Tensor
 
@@ -56,23 +54,20 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        mesh, grad = ctx.mesh, _tokens(dy)
-        shards = list(_slices(weight.shape[0], ctx.segments * mesh.local))
+        mesh, segments, sequence_parallel = ctx.mesh, ctx.segments, ctx.sequence_parallel
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        gathering = start_all_gather(x, mesh) if wants_dw and ctx.sequence_parallel else None
-        reducing = dw = None
-        if wants_dx:
-
-            def partial(shard: int, node: Tensor, add: bool) -> None:
-                for rows in shards[shard :: mesh.local]:
-                    product(grad[:, rows], weight[rows], node, add=add)
-                    add = True
-
-            reducing = _reduce_scatter(partial, grad.shape[0], weight.shape[1], grad, mesh, ctx.segments)
-        if wants_dw:  # while the partials of dx are on their way
+        grad = _tokens(dy)
+        gathering = start_all_gather(x, mesh) if wants_dw and sequence_parallel else None
+        reducing = _start_contraction(grad, weight, mesh, segments) if wants_dx else None
+        dx = dw = None
+        if wants_dw:  # while the nodes of dx are on their way
             tokens = _tokens(gathering.arrived() if gathering else x)
-            dw = weight_gradient(weight, lambda out, add: product(grad.t(), tokens, out, rows=len(shards), add=add))
-        return _finished(reducing, x, mesh, ctx.sequence_parallel), dw, None, None, None
+            dw = weight_gradient(
+                weight, lambda out, add: product(grad.t(), tokens, out, rows=segments * mesh.local, add=add)
+            )
+        if reducing is not None:
+            dx = _finished(reducing, x.dtype, mesh, sequence_parallel).view(x.shape)
+        return dx, dw, None, None, None
 
 
 class _RowParallel(torch.autograd.Function):
@@ -80,16 +75,9 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx, x, weight, mesh, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
-        tokens = _tokens(x)
-        shards = list(_slices(weight.shape[1], mesh.local))
-
-        def partial(shard: int, node: Tensor, add: bool) -> None:
-            columns = shards[shard]
-            product(tokens[:, columns], weight[:, columns].t(), node, add=add)
-
-        reducing = _reduce_scatter(partial, tokens.shape[0], weight.shape[0], x, mesh, segments=1)
-        y = reducing.finished(x.dtype)
-        return (y if sequence_parallel else all_gather(y, mesh)).view(-1, *x.shape[1:-1], weight.shape[0])
+        reducing = _start_contraction(_tokens(x), weight.t(), mesh, 1)
+        y = _finished(reducing, x.dtype, mesh, sequence_parallel)
+        return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx, dy):
@@ -107,38 +95,29 @@ class _RowParallel(torch.autograd.Function):
         return dx, dw, None, None
 
 
-def _reduce_scatter(
-    partial: Callable[[int, Tensor, bool], None],
-    tokens: int,
-    features: int,
-    like: Tensor,
-    mesh: VirtualMesh,
-    segments: int,
-) -> Reducing:
-    """Begin the sum of all shards' partials.
+def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: int) -> Reducing:
+    """Begin a @ b where the summed dimension is divided among the ranks.
 
-    partial: writes partial `shard` of this rank to a node, or adds it to what is there. A partial of several segments
-             is a sum itself and needs a place of its own; of one segment, the right neighbour is added in place.
+    a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k.
     """
-    step = 1 if segments > 1 else 2
-    nodes = like.new_empty(max(1, mesh.local // step), tokens, features, dtype=torch.float32)
+    size = a.shape[1] // (segments * mesh.local)
+    # A partial of several segments is a sum itself and needs a place of its own.
+    width = 1 if segments > 1 else min(2, mesh.local)
+    nodes = torch.empty((mesh.local // width, a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
     for shard in range(mesh.local):
-        partial(shard, nodes[shard // step], shard % step > 0)
+        node, add = nodes[shard // width], shard % width > 0
+        for segment in range(segments):
+            start = (segment * mesh.local + shard) * size
+            product(a.narrow(1, start, size), b.narrow(0, start, size), node, add=add)
+            add = True
     return start_reduce_scatter(nodes, mesh)
 
 
-def _finished(reducing: Reducing | None, x: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor | None:
-    if reducing is None:
-        return None
-    dx = reducing.finished(x.dtype)
-    return (dx if sequence_parallel else all_gather(dx, mesh)).view(x.shape)
+def _finished(reducing: Reducing, dtype: torch.dtype, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
+    """[tokens/t, features] with sequence parallelism, [tokens, features] without."""
+    mine = reducing.finished(dtype)
+    return mine if sequence_parallel else all_gather(mine, mesh)
 
 
 def _tokens(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-def _slices(total: int, parts: int) -> Iterator[slice]:
-    """The `parts` equal slices of 0..total-1, in order."""
-    size = total // parts
-    return (slice(n * size, (n + 1) * size) for n in range(parts))

@@ -4,7 +4,7 @@ The partials of all these parameters wait until the backward pass ends, then are
 all-gather for them all: a collective for each parameter would cost more than what it moves.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,11 @@ from tp_invariant_recipes.numerics.tree import tree_all_reduce, tree_sum
 from tp_invariant_recipes.numerics.weight_gradient import added_to_main_grad
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """A parameter and its partials: sums is [V/t, size] fp32, or [V, size] if `everywhere`."""
+class _Waiting(NamedTuple):
+    """A parameter and its leaves, [V/t, L, size] fp32, or [V, L, size] if `everywhere`."""
 
     weight: Tensor
-    sums: Tensor
+    leaves: Tensor
     mesh: VirtualMesh
     everywhere: bool
 
@@ -39,9 +38,8 @@ def deliver(weight: Tensor, leaves: Tensor, mesh: VirtualMesh, everywhere: bool)
     With `weight.main_grad` (Megatron's fp32 buffer) the sum is added there when the backward pass ends; without it,
     it is made and returned at once. Either is a collective.
     """
-    sums = tree_add(leaves, torch.empty_like(leaves[:, 0]))
     if getattr(weight, "main_grad", None) is None:
-        total = tree_sum(sums) if everywhere else tree_all_reduce(sums, mesh, torch.float32)
+        total = _total(_sums([leaves]), mesh, everywhere)
         if mesh.rank and not everywhere:
             total = torch.zeros_like(total)
         # + 0.0: where Megatron adds the other ranks' zeros, -0.0 becomes 0.0; so it must at t = 1.
@@ -50,22 +48,32 @@ def deliver(weight: Tensor, leaves: Tensor, mesh: VirtualMesh, everywhere: bool)
     if backward not in _waiting:
         _waiting[backward] = []
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _finish(backward))
-    _waiting[backward].append(_Waiting(weight, sums, mesh, everywhere))
+    _waiting[backward].append(_Waiting(weight, leaves, mesh, everywhere))
     return added_to_main_grad(weight)
 
 
-def _finish(backward: int) -> None:
-    waiting = _waiting.pop(backward)
-    for kind in sorted({(w.everywhere, w.mesh.shards) for w in waiting}):
-        _add_up([w for w in waiting if (w.everywhere, w.mesh.shards) == kind])
-
-
 @torch.no_grad()
-def _add_up(waiting: list[_Waiting]) -> None:
-    mesh, everywhere = waiting[0].mesh, waiting[0].everywhere
-    sums = torch.cat([w.sums for w in waiting], 1)
-    total = tree_sum(sums) if everywhere else tree_all_reduce(sums, mesh, torch.float32)
-    if everywhere or mesh.rank == 0:
-        parts = total.split([w.sums.shape[1] for w in waiting])
-        gradients = [w.weight.main_grad for w in waiting]  # type: ignore[attr-defined]
-        torch._foreach_add_(gradients, [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)])
+def _finish(backward: int) -> None:
+    """One tree for the parameters whose leaves have one shape, then one all-gather for all that are alike."""
+    waiting = _waiting.pop(backward)
+    for everywhere, shards in sorted({(w.everywhere, w.mesh.shards) for w in waiting}):
+        alike = [w for w in waiting if (w.everywhere, w.mesh.shards) == (everywhere, shards)]
+        alike.sort(key=lambda w: w.leaves.shape[1])  # stable: the order is the same on every rank
+        mesh = alike[0].mesh
+        counts = sorted({w.leaves.shape[1] for w in alike})
+        sums = torch.cat([_sums([w.leaves for w in alike if w.leaves.shape[1] == count]) for count in counts], 1)
+        total = _total(sums, mesh, everywhere)
+        if everywhere or mesh.rank == 0:
+            parts = total.split([w.leaves.shape[2] for w in alike])
+            gradients = [w.weight.main_grad for w in alike]  # type: ignore[attr-defined]
+            torch._foreach_add_(gradients, [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)])
+
+
+def _sums(leaves: list[Tensor]) -> Tensor:
+    """[n, L, size] each → [n, all sizes side by side]: of each shard, the tree sum of its leaves."""
+    together = torch.cat(leaves, 2)
+    return tree_add(together, together.new_empty(together.shape[0], together.shape[2]), together.shape[0])
+
+
+def _total(sums: Tensor, mesh: VirtualMesh, everywhere: bool) -> Tensor:
+    return tree_sum(sums) if everywhere else tree_all_reduce(sums, mesh, torch.float32)

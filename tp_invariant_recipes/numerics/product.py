@@ -73,10 +73,14 @@ def _in_place(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
 
 
 def _without_gaps(matrix: Tensor) -> Tensor:
-    """The same matrix with no gaps between rows, or columns where those are what memory holds together."""
+    """The same matrix with no gaps between rows, or columns where those are what memory holds together.
+
+    It begins where 16 bytes do, as memory of its own does: a library may choose by that as well (MKL's gemv does).
+    """
     if matrix.stride(0) == 1 and matrix.stride(1) != 1:
-        return matrix.t().contiguous().t()
-    return matrix.contiguous()
+        return _without_gaps(matrix.t()).t()
+    dense = matrix.contiguous()
+    return dense.clone() if dense.data_ptr() % 16 else dense
 
 
 def _seen_to_be_right(a: Tensor, b: Tensor, out: Tensor, rows: int, columns: int, add: bool) -> bool:

@@ -52,9 +52,7 @@ def tree_sum(partials: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     if partials.shape[0] == 1 and dtype == partials.dtype:
         return partials[0]
-    out = partials.new_empty(partials.shape[1:], dtype=dtype)
-    tree_add(partials.reshape(1, partials.shape[0], -1), out.view(1, -1))
-    return out
+    return tree_add(partials, torch.empty(partials.shape[1:], dtype=dtype, device=partials.device))
 
 
 def tree_all_reduce(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> Tensor:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# (dtype, device) -> memory that every stand-in gradient is a view of; nobody reads it.
-_stand_in: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+# (shape, dtype, device) -> a stand-in gradient; nobody reads it.
+_stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def weight_gradient(weight: Tensor, compute: Callable[[Tensor, bool], object]) -> Tensor:
@@ -36,8 +36,15 @@ def added_to_main_grad(weight: Tensor) -> Tensor:
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)
-    key = (weight.dtype, weight.device)
-    memory = _stand_in.get(key)
-    if memory is None or memory.numel() < weight.numel():
-        memory = _stand_in[key] = torch.empty(weight.numel(), dtype=weight.dtype, device=weight.device)
-    return memory[: weight.numel()].view(weight.shape)
+    key = (weight.shape, weight.dtype, weight.device)
+    stand_in = _stand_ins.get(key)
+    if stand_in is None:
+        # One for each shape, but all in the memory of the largest so far.
+        largest = max((s for s in _stand_ins.values() if s.dtype == weight.dtype and s.device == weight.device),
+                      key=Tensor.numel, default=None)  # fmt: skip
+        if largest is not None and largest.numel() >= weight.numel():
+            stand_in = largest.view(-1)[: weight.numel()].view(weight.shape)
+        else:
+            stand_in = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        _stand_ins[key] = stand_in
+    return stand_in.detach()  # autograd keeps a gradient that it alone holds, and copies any other

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,20 @@ from tp_invariant_recipes.training.rundir import RunDir
 
 @dataclass(frozen=True)
 class Seat:
-    """One rank's place: who it is, and where all ranks meet (host:port of a c10d TCP store)."""
+    """One rank's place: who it is, and where all ranks meet.
+
+    ports: of a c10d TCP store each, one for every time that the ranks form a process group, since a store remembers the
+    keys of an earlier one.
+    """
 
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
     address: str
-    port: int
+    ports: tuple[int, ...]
 
-    def environment(self) -> dict[str, str]:
+    def environment(self, meeting: int = 0) -> dict[str, str]:
         """The variables torchrun would set. The store is the launcher's, so no port can be lost to another process."""
         return {
             "RANK": str(self.rank),
@@ -38,15 +42,16 @@ class Seat:
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
+            "MASTER_PORT": str(self.ports[meeting]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
 
 
-def main(rank: int, run: str, seats: list[Seat]) -> None:
+def main(rank: int, run: str, seats: list[Seat], story: Callable[[RunDir, Seat], None]) -> None:
     """Run one rank of the run in directory `run`; returns when it is done, or stopped by a signal after saving.
 
+    story: what the rank does, such as `train`.
     On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
     """
     run_dir = RunDir(Path(run))
@@ -55,7 +60,7 @@ def main(rank: int, run: str, seats: list[Seat]) -> None:
     os.environ.update(seat.environment())
     try:
         with _logged(run_dir, seat):
-            train(run_dir, seat)
+            story(run_dir, seat)
     except SystemExit as stop:  # Bridge leaves this way after saving on SIGTERM
         if stop.code:
             raise
@@ -70,8 +75,14 @@ def main(rank: int, run: str, seats: list[Seat]) -> None:
 def train(run_dir: RunDir, seat: Seat) -> None:
     """Build the configuration that the run directory holds and train it."""
     tree, run = run_dir.read_config(), run_dir.read_run()
+    bridge.load()
+    pretrain(tree, _callbacks(run_dir, seat, run))
+
+
+def pretrain(tree: dict[str, Any], callbacks: list) -> None:
+    """Adapt this process to the tree's device and numerics, and run Bridge's pretrain(). Can be called repeatedly."""
+    bridge.load()
     with ExitStack() as stack:
-        bridge.load()
         from tp_invariant_recipes.config import container
         from tp_invariant_recipes.host import cpu
         from tp_invariant_recipes.numerics import spec
@@ -79,13 +90,16 @@ def train(run_dir: RunDir, seat: Seat) -> None:
 
         if tree["device"]["kind"] == "cpu":
             stack.enter_context(cpu.installed())
-        stack.enter_context(registry.applied())
-        if tree["numerics"]["mode"] == "tree":
-            stack.enter_context(applied(spec.replacements(tree["numerics"]["shards"])))
-        from megatron.bridge.training.gpt_step import forward_step
-        from megatron.bridge.training.pretrain import pretrain
+        else:
+            from tp_invariant_recipes.training.lean import Lean
 
-        pretrain(container.build(tree), forward_step, callbacks=_callbacks(run_dir, seat, run))
+            callbacks = [*callbacks, Lean()]
+        stack.enter_context(registry.applied())
+        stack.enter_context(applied(spec.replacements(tree["numerics"])))
+        from megatron.bridge.training.gpt_step import forward_step
+        from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
+
+        bridge_pretrain(container.build(tree), forward_step, callbacks=callbacks)
 
 
 def _callbacks(run_dir: RunDir, seat: Seat, run: dict[str, Any]) -> list:

@@ -1,11 +1,11 @@
-"""Column- and row-parallel products: one result for every tensor-parallel degree."""
+"""Column- and row-parallel products, by tree and by gather: one result for every tensor-parallel degree."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import on_ranks, same_bits
-from tp_invariant_recipes.numerics.linear import column_parallel, row_parallel
+from tp_invariant_recipes.numerics import gather, linear
 
 SHARDS = 8
 DEGREES = (1, 2, 4, 8)
@@ -24,19 +24,19 @@ def _rows(mesh, whole, segments):
     return torch.cat([s.chunk(mesh.size)[mesh.rank] for s in whole.chunk(segments)]).contiguous()
 
 
-def _column(mesh, dtype, segments, sequence_parallel, accumulate):
+def _column(strategy, mesh, dtype, segments, sequence_parallel, accumulate):
     x, weight, dy = _tensors(dtype, segments)
     local = _rows(mesh, weight, segments).requires_grad_()
     if accumulate:
         local.main_grad = torch.zeros(local.shape)
     inputs = (x.chunk(mesh.size)[mesh.rank] if sequence_parallel else x).clone().requires_grad_()
     for _ in range(2 if accumulate else 1):
-        y = column_parallel(inputs, local, mesh, segments, sequence_parallel)
+        y = strategy.column_parallel(inputs, local, mesh, segments, sequence_parallel)
         y.backward(_rows(mesh, dy.permute(2, 0, 1), segments).permute(1, 2, 0))
     return y.detach(), inputs.grad, local.main_grad if accumulate else local.grad
 
 
-def _row(mesh, dtype, sequence_parallel, accumulate):
+def _row(strategy, mesh, dtype, sequence_parallel, accumulate):
     dy, weight, x = _tensors(dtype)
     weight = weight.t().contiguous()
     local = weight.chunk(mesh.size, 1)[mesh.rank].contiguous().requires_grad_()
@@ -44,7 +44,7 @@ def _row(mesh, dtype, sequence_parallel, accumulate):
         local.main_grad = torch.zeros(local.shape)
     inputs = x.chunk(mesh.size, 2)[mesh.rank].contiguous().requires_grad_()
     for _ in range(2 if accumulate else 1):
-        y = row_parallel(inputs, local, mesh, sequence_parallel)
+        y = strategy.row_parallel(inputs, local, mesh, sequence_parallel)
         y.backward(dy.chunk(mesh.size)[mesh.rank] if sequence_parallel else dy)
     return y.detach(), inputs.grad, local.main_grad if accumulate else local.grad
 
@@ -70,18 +70,18 @@ COLUMNS = [(d, n, sp, acc) for d in DTYPES for n in (1, 2, 3) for sp in (False, 
 ROWS = [(d, sp, acc) for d in DTYPES for sp in (False, True) for acc in (False, True)]
 
 
-def _everything(mesh):
+def _everything(mesh, strategy):
     return (
-        {case: _column(mesh, *case) for case in COLUMNS},
-        {case: _row(mesh, *case) for case in ROWS},
+        {case: _column(strategy, mesh, *case) for case in COLUMNS},
+        {case: _row(strategy, mesh, *case) for case in ROWS},
         {dtype: _stock_row(mesh, dtype) for dtype in DTYPES},
     )
 
 
-@pytest.fixture(scope="module")
-def results():
+@pytest.fixture(scope="module", params=(linear, gather), ids=("tree", "gather"))
+def results(request):
     """Degree -> what each of its ranks computed."""
-    return {t: on_ranks(t, SHARDS, _everything) for t in DEGREES}
+    return {t: on_ranks(t, SHARDS, _everything, request.param) for t in DEGREES}
 
 
 def _column_whole(ranks, case):

@@ -1,0 +1,169 @@
+"""Megatron-Core's transformer block on invariant layers: one result for every degree; on its own layers, several."""
+
+import zlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.distributed.ranks import megatron, on_ranks, same_bits
+from tp_invariant_recipes.numerics import spec
+from tp_invariant_recipes.numerics.init import place
+
+SHARDS = 4
+SEQUENCE, BATCH, HIDDEN, HEADS = 64, 2, 128, 4
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _config(size, dtype, sequence_parallel):
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=HEADS, num_query_groups=HEADS, ffn_hidden_size=256,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu, add_bias_linear=False, qk_layernorm=True,
+        normalization="RMSNorm", hidden_dropout=0.0, attention_dropout=0.0, bf16=dtype == torch.bfloat16,
+        params_dtype=dtype, tensor_model_parallel_size=size, sequence_parallel=sequence_parallel,
+        masked_softmax_fusion=False, bias_dropout_fusion=False, apply_rope_fusion=False, persist_layer_norm=False,
+    )  # fmt: skip
+    config.invariant_mode, config.virtual_shards = "tree", SHARDS
+    return config
+
+
+def _block(config, invariant):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+
+    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    parts = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=WrappedTorchNorm)
+    return TransformerBlock(config, spec.invariant(parts) if invariant else parts)
+
+
+def _segments(name):
+    return 2 if "linear_fc1" in name else 1
+
+
+def _split(parameter):
+    """The dimension that is split over the ranks; None for what every rank has whole."""
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
+
+
+def _set_weights(block, mesh):
+    """This rank's part of whole tensors that depend on nothing but their names."""
+    for name, parameter in block.named_parameters():
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        dim = _split(parameter)
+        rank, size = (0, 1) if dim is None else (mesh.rank, mesh.size)
+        shape, ranges = place(parameter.shape, dim or 0, rank, size, _segments(name))
+        part = torch.randn(shape, generator=generator) * (0.1 if parameter.ndim > 1 else 1.0)
+        for at, pieces in enumerate(ranges):
+            part = torch.cat([part.narrow(at, start, stop - start) for start, stop in pieces], at)
+        parameter.data.copy_(part)
+
+
+def _micro_batch(n, dtype):
+    generator = torch.Generator().manual_seed(n)
+    return (torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+
+
+def _run(mesh, invariant, dtype, sequence_parallel, main_grad):
+    """Output, input gradient, and by name (weight gradient, the dimension that is split, its segments)."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    config = _config(mesh.size, dtype, sequence_parallel)
+    block = _block(config, invariant)
+    _set_weights(block, mesh)
+    if main_grad:
+        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), block)
+    else:
+        model = block
+        model.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+    rotary = RotaryEmbedding(HIDDEN // HEADS, rotary_percent=1.0)(SEQUENCE)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    for n in range(2 if main_grad else 1):
+        x, dy = (v.chunk(mesh.size)[mesh.rank] if sequence_parallel else v for v in _micro_batch(n, dtype))
+        x = x.clone().requires_grad_()
+        y = model(hidden_states=x, attention_mask=mask, rotary_pos_emb=rotary)
+        y.backward(dy)
+    _allreduce_non_tensor_model_parallel_grads([model], config)
+    gradients = {
+        name: (p.main_grad.clone() if main_grad else p.grad, _split(p), _segments(name))
+        for name, p in block.named_parameters()
+    }
+    return y.detach(), x.grad, gradients
+
+
+def _cases(size):
+    return [
+        (invariant, dtype, sequence_parallel, main_grad)
+        for invariant in (True, False)
+        for dtype in DTYPES
+        for sequence_parallel in ((False, True) if size > 1 else (False,))
+        for main_grad in (False, True)
+    ]
+
+
+def _every_case(mesh):
+    with megatron(mesh):
+        return {case: _run(mesh, *case) for case in _cases(mesh.size)}
+
+
+def _whole(ranks, sequence_parallel):
+    """What the ranks computed, put together: name -> tensor."""
+    ys, dxs, gradients = zip(*ranks, strict=True)
+    whole = {}
+    for name, parts in (("output", ys), ("input gradient", dxs)):
+        assert sequence_parallel or all(same_bits(part, parts[0]) for part in parts)
+        whole[name] = torch.cat(parts) if sequence_parallel else parts[0]
+    for name, (first, dim, segments) in gradients[0].items():
+        parts = [rank[name][0] for rank in gradients]
+        if dim is None:
+            assert all(same_bits(part, first) for part in parts), name
+            whole[name] = first
+        else:
+            split = [part.chunk(segments, dim) for part in parts]
+            whole[name] = torch.cat([torch.cat([s[n] for s in split], dim) for n in range(segments)], dim)
+    return whole
+
+
+@pytest.fixture(scope="module")
+def results(bridge):
+    """(degree, case) -> the whole tensors."""
+    found = {}
+    for size in (1, 2, 4):
+        ranks = on_ranks(size, SHARDS, _every_case)
+        found |= {(size, case): _whole([rank[case] for rank in ranks], case[2]) for case in _cases(size)}
+    return found
+
+
+NAMES = {
+    "output", "input gradient", "final_layernorm.weight",
+    "layers.0.input_layernorm.weight", "layers.0.pre_mlp_layernorm.weight",
+    "layers.0.self_attention.q_layernorm.weight", "layers.0.self_attention.k_layernorm.weight",
+    "layers.0.self_attention.linear_qkv.weight", "layers.0.self_attention.linear_proj.weight",
+    "layers.0.mlp.linear_fc1.weight", "layers.0.mlp.linear_fc2.weight",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size, sequence_parallel", ((2, False), (2, True), (4, False), (4, True)))
+@pytest.mark.parametrize("main_grad", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestBlock:
+    def test_one_result_for_all_degrees(self, results, dtype, main_grad, size, sequence_parallel):
+        one = results[1, (True, dtype, False, main_grad)]
+        other = results[size, (True, dtype, sequence_parallel, main_grad)]
+        assert one.keys() == other.keys() == NAMES
+        assert [name for name in NAMES if not same_bits(one[name], other[name])] == []
+
+    def test_stock_layers_have_several(self, results, dtype, main_grad, size, sequence_parallel):
+        one = results[1, (False, dtype, False, main_grad)]
+        other = results[size, (False, dtype, sequence_parallel, main_grad)]
+        assert [name for name in NAMES if same_bits(one[name], other[name])] == []
+
+    def test_both_compute_the_same_but_for_rounding(self, results, dtype, main_grad, size, sequence_parallel):
+        ours, stock = (results[size, (kind, dtype, sequence_parallel, main_grad)] for kind in (True, False))
+        for name in NAMES:
+            error = (ours[name].double() - stock[name].double()).norm() / stock[name].double().norm()
+            assert error < (1e-5 if dtype == torch.float32 else 2e-2), name

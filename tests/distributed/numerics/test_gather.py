@@ -1,0 +1,120 @@
+"""The published scheme is one product of whole tensors, whatever is divided; test_linear.py has all layouts."""
+
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from tests.distributed.ranks import on_ranks, same_bits
+from tp_invariant_recipes.config.settings import NumericsSettings
+from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.numerics import gather
+from tp_invariant_recipes.numerics.layers import STRATEGIES, ColumnForward, RowForward
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+
+TOKENS, K, N, SEGMENTS, DEGREE = 16, 40, 24, 2, 4
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _tensors(dtype):
+    """Activations [s, b, k] and [s, b, n], and a weight [n, k] of SEGMENTS segments; n is N of each."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = (TOKENS, 1, K), (TOKENS, 1, SEGMENTS * N), (SEGMENTS * N, K)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def _rows(whole, mesh, segments):
+    return torch.cat([s.chunk(mesh.size)[mesh.rank] for s in whole.chunk(segments)])
+
+
+def _column_dgrad(mesh, dtype, segments):
+    """The gradient of a column-parallel layer's input, all tokens of it."""
+    x, dy, weight = _tensors(dtype)
+    x.requires_grad_()
+    local = _rows(weight, mesh, SEGMENTS)
+    y = gather.column_parallel(x, local, mesh, segments, False)
+    y.backward(_rows(dy.permute(2, 0, 1), mesh, SEGMENTS).permute(1, 2, 0))
+    return x.grad[:, 0]
+
+
+def _row_forward(mesh, dtype):
+    """A row-parallel layer's output, from activations [s, b, n] and the weight transposed."""
+    _, dy, weight = _tensors(dtype)
+    slices = (dy.chunk(mesh.size, 2)[mesh.rank], weight.t().chunk(mesh.size, 1)[mesh.rank])
+    return gather.row_parallel(*slices, mesh, False)[:, 0]
+
+
+def _partial_sums(mesh, dtype):
+    """The control: what row_parallel would be if ranks multiplied their slices and their products were added."""
+    _, dy, weight = _tensors(dtype)
+    parts = zip(dy[:, 0].chunk(mesh.size, 1), weight.chunk(mesh.size), strict=True)
+    return sum(fixed_tile_product(a, b, torch.empty(TOKENS, K)) for a, b in parts).to(dtype)
+
+
+def _everything(mesh):
+    return {
+        d: (_column_dgrad(mesh, d, SEGMENTS), _row_forward(mesh, d), _column_dgrad(mesh, d, 1), _partial_sums(mesh, d))
+        for d in DTYPES
+    }
+
+
+@pytest.fixture(scope="module")
+def results():
+    return on_ranks(DEGREE, 8, _everything)
+
+
+def _whole_product(dtype):
+    _, dy, weight = _tensors(dtype)
+    return fixed_tile_product(dy[:, 0], weight, torch.empty(TOKENS, K, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_over_sharded_features_are_one_product_of_whole_tensors(results, dtype):
+    for column, row, *_ in (rank[dtype] for rank in results):
+        assert same_bits(column, _whole_product(dtype))
+        assert same_bits(row, _whole_product(dtype))
+
+
+def test_in_the_order_of_ranks_rows_they_are_not(results):
+    """The control for segments: the right numbers, in another order."""
+    _, _, interleaved, _ = results[0][torch.float32]
+    whole = _whole_product(torch.float32)
+    torch.testing.assert_close(interleaved, whole)
+    assert not same_bits(interleaved, whole)
+
+
+def test_sums_of_ranks_products_are_not(results):
+    *_, sums = results[0][torch.float32]
+    whole = _whole_product(torch.float32)
+    torch.testing.assert_close(sums, whole)
+    assert not same_bits(sums, whole)
+
+
+def test_tokens_that_ranks_do_not_divide_are_refused():
+    def uneven(mesh):
+        x = torch.ones(3, 1, 4)
+        gather.row_parallel(x, torch.ones(4, 4), mesh, True)
+
+    with pytest.raises(RuntimeError, match="2 ranks do not divide 3 tokens"):
+        on_ranks(2, 2, uneven)
+
+
+def test_every_invariant_mode_has_a_strategy():
+    assert {"stock", *STRATEGIES} == {*get_args(get_type_hints(NumericsSettings)["mode"])}
+
+
+@pytest.mark.parametrize("mode", STRATEGIES)
+def test_a_layer_computes_by_the_strategy_of_its_mode(mode):
+    x, dy, weight = _tensors(torch.float32)
+    config, mesh = SimpleNamespace(invariant_mode=mode, sequence_parallel=False), VirtualMesh(4, 1, 0)
+    column, row = ColumnForward(), RowForward()
+    column.segments = SEGMENTS
+    for layer in (column, row):
+        layer.config, layer.mesh = config, mesh
+    strategy = STRATEGIES[mode]
+    assert same_bits(
+        column.column(x, weight, None), strategy.column_parallel(x, weight, mesh, SEGMENTS, sequence_parallel=False)
+    )
+    results = {m: STRATEGIES[m].row_parallel(dy, weight.t(), mesh, False) for m in STRATEGIES}
+    assert [m for m in STRATEGIES if same_bits(row.row(dy, weight.t(), None), results[m])] == [mode]

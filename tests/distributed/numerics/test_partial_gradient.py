@@ -1,0 +1,198 @@
+"""Gradients that wait for the end of a backward pass: which pass they belong to, and that none is lost or doubled."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # noqa: F401 -- what backward(gradient) imports: once, not in every rank
+
+from tests.distributed.ranks import on_ranks, same_bits
+from tp_invariant_recipes.numerics import partial_gradient
+from tp_invariant_recipes.numerics.bias import row_bias
+from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
+
+SHARDS, DEGREES = 8, (1, 2, 4)
+S, B, N = 16, 2, 24
+HEADS = 8
+
+
+class Model:
+    """norm → bias → norm of heads → the first norm again; slices of the sequence, or all of it on every rank."""
+
+    def __init__(self, mesh, everywhere, main_grad=True):
+        generator = torch.Generator().manual_seed(1)
+        self.mesh, self.everywhere = mesh, everywhere
+        kinds = ("norm", N), ("bias", N), ("heads", N)
+        self.weights = {name: torch.randn(size, generator=generator).requires_grad_() for name, size in kinds}
+        if main_grad:
+            for weight in self.weights.values():
+                weight.main_grad = torch.zeros(weight.shape)
+        self.x, self.dy = (torch.randn(S, B, HEADS * N, generator=generator) for _ in range(2))
+
+    def rows(self, whole):
+        whole = whole.view(S, B, HEADS, N)
+        return whole[:, :, 0].chunk(self.mesh.size)[self.mesh.rank] if not self.everywhere else whole[:, :, 0]
+
+    def norm(self, x):
+        kind = NormShards.SEQUENCE_WHOLE if self.everywhere else NormShards.SEQUENCE_SLICE
+        return rms_norm(x, self.weights["norm"], 1e-6, self.mesh, kind)
+
+    def loss(self, break_it=False):
+        x = self.rows(self.x).clone().requires_grad_()
+        y = self.norm(row_bias(self.norm(x), self.weights["bias"], self.mesh, not self.everywhere))
+        heads = self.x.view(S, B, HEADS, N).chunk(self.mesh.size, 2)[self.mesh.rank]
+        z = rms_norm(heads, self.weights["heads"], 1e-6, self.mesh, NormShards.HEADS)
+        if break_it:
+            x.register_hook(_fail)
+        return (y * self.rows(self.dy)).sum() + (
+            z * self.dy.view(S, B, HEADS, N).chunk(self.mesh.size, 2)[self.mesh.rank]
+        ).sum()
+
+    def gradients(self):
+        return {n: getattr(w, "main_grad", w.grad).clone() for n, w in self.weights.items()}
+
+
+def _fail(gradient):
+    raise ArithmeticError("as planned")
+
+
+def _backward(mesh, everywhere, main_grad):
+    model = Model(mesh, everywhere, main_grad)
+    model.loss().backward()
+    return model.gradients()
+
+
+def _collectives(mesh):
+    """How many all-gathers one backward pass takes."""
+    model = Model(mesh, everywhere=False)
+    loss, count, original = model.loss(), [], dist.all_gather_into_tensor
+
+    def counting(*args, **kwargs):
+        count.append(1)
+        return original(*args, **kwargs)
+
+    dist.all_gather_into_tensor = counting
+    loss.backward()
+    dist.all_gather_into_tensor = original
+    return len(count)
+
+
+def _after_a_failure(mesh):
+    model = Model(mesh, everywhere=False)
+    with pytest.raises(ArithmeticError):
+        model.loss(break_it=True).backward()
+    left = {n: w.main_grad.clone() for n, w in model.weights.items()}
+    model.loss().backward()
+    return left, model.gradients()
+
+
+def _two_passes(mesh):
+    model, before = Model(mesh, everywhere=False), len(partial_gradient._waiting)
+    first, second = model.loss(), model.loss()
+    first.backward()
+    second.backward()
+    return model.gradients(), len(partial_gradient._waiting) - before
+
+
+def _tied(mesh):
+    """What autograd gets for a weight whose gradient is in main_grad, with and without zero_out_wgrad."""
+    found = {}
+    for zero in (True, False):
+        model = Model(mesh, everywhere=False)
+        weight = model.weights["norm"]
+        weight.zero_out_wgrad, weight.grad_added_to_main_grad = zero, False
+        model.loss().backward()
+        found[zero] = weight.grad, weight.grad_added_to_main_grad, weight.main_grad
+    return found
+
+
+def _everything(mesh):
+    cases = [(everywhere, main_grad) for everywhere in (False, True) for main_grad in (False, True)]
+    return {
+        "backward": {case: _backward(mesh, *case) for case in cases},
+        "collectives": _collectives(mesh),
+        "after a failure": _after_a_failure(mesh),
+        "two passes": _two_passes(mesh),
+        "tied": _tied(mesh),
+    }
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Degree -> what each of its ranks computed."""
+    return {t: on_ranks(t, SHARDS, _everything) for t in DEGREES}
+
+
+def _whole(ranks, everywhere=False):
+    """What Megatron makes of the ranks' gradients: their sum, or nothing where every rank has the whole."""
+    found = {}
+    for name in ranks[0]:
+        parts = [rank[name] for rank in ranks]
+        if everywhere and name != "heads":
+            assert all(same_bits(part, parts[0]) for part in parts)
+        else:
+            assert not any(part.count_nonzero() for part in parts[1:])
+        found[name] = parts[0]
+    return found
+
+
+def _same(a, b):
+    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("everywhere", (False, True))
+@pytest.mark.parametrize("main_grad", (False, True))
+def test_several_parameters_and_one_used_twice(results, everywhere, main_grad):
+    one, *others = (
+        _whole([rank["backward"][everywhere, main_grad] for rank in results[t]], everywhere) for t in DEGREES
+    )
+    assert all(_same(one, other) for other in others)
+
+
+def test_the_gradients_are_right(results):
+    x, dy = Model(_Alone, True).x.view(S, B, HEADS, N), Model(_Alone, True).dy.view(S, B, HEADS, N)
+    weights = {n: w.detach().double().requires_grad_() for n, w in Model(_Alone, True).weights.items()}
+    plain = torch.nn.functional.rms_norm
+    first = plain(x[:, :, 0].double(), (N,), weights["norm"], 1e-6) + weights["bias"]
+    y, z = plain(first, (N,), weights["norm"], 1e-6), plain(x.double(), (N,), weights["heads"], 1e-6)
+    ((y * dy[:, :, 0]).sum() + (z * dy).sum()).backward()
+    found = _whole([rank["backward"][False, True] for rank in results[4]])
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name].double(), weight.grad, rtol=1e-5, atol=1e-5)
+
+
+class _Alone:
+    rank, size, shards = 0, 1, SHARDS
+
+
+@pytest.mark.parametrize("degree, count", ((1, 0), (2, 1), (4, 1)))
+def test_one_collective_for_all_parameters(results, degree, count):
+    assert [rank["collectives"] for rank in results[degree]] == [count] * degree
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_a_failed_backward_leaves_nothing_for_the_next(results, degree):
+    for rank in results[degree]:
+        left, after = rank["after a failure"]
+        assert not any(gradient.count_nonzero() for gradient in left.values())
+        assert _same(after, rank["backward"][False, True])
+
+
+def test_two_passes_add_up(results):
+    totals = []
+    for t in DEGREES:
+        assert [rank["two passes"][1] for rank in results[t]] == [0] * t
+        totals.append(_whole([rank["two passes"][0] for rank in results[t]]))
+    assert all(_same(totals[0], total) for total in totals)
+    once = _whole([rank["backward"][False, True] for rank in results[1]])
+    for name, gradient in once.items():
+        torch.testing.assert_close(totals[0][name], 2 * gradient)
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+def test_tied_embeddings_get_zeros(results, degree):
+    for rank in results[degree]:
+        gradient, added, main_grad = rank["tied"][True]
+        assert added
+        assert not gradient.count_nonzero()
+        assert same_bits(main_grad, rank["tied"][False][2])
+        assert same_bits(main_grad, rank["backward"][False, True]["norm"])

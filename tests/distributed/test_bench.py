@@ -1,0 +1,123 @@
+"""`tpi bench`, end to end on two CPU ranks. No test says how long anything takes."""
+
+import json
+import os
+import signal
+import subprocess
+
+import pytest
+
+from tp_invariant_recipes.training import profile
+
+SMALL = ("qwen3_toy", "tp=2", "seq=64", "device=cpu", "model.num_layers=2")
+TURNS = ["stock", "tree", "stock", "tree"]
+
+
+@pytest.fixture(scope="module")
+def done(shared):
+    arguments = ("--rounds", "2", "--warmup", "1", "--steps", "2", "--profile", "--dir", "bench")
+    return shared("bench", *SMALL, *arguments)
+
+
+@pytest.fixture(scope="module")
+def found(done, shared):
+    assert done.status == 0, done.stderr
+    return json.loads((shared.folder / "bench" / "bench.json").read_text())
+
+
+def test_a_table_stands_on_standard_output(done, found):
+    assert "ms/step" in done.stdout
+    for word in ("stock", "tree", "× time", "extra time of tree over stock", "collectives"):
+        assert word in done.stdout
+    assert "round 2 of 2, tree" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_modes_took_turns_in_the_same_ranks(found, shared):
+    assert found["order"] == TURNS
+    for rank in range(2):
+        lines = [json.loads(line) for line in (shared.folder / "bench/bench" / f"rank-{rank}.jsonl").open()]
+        timed = [line for line in lines if not line["profile"]]
+        assert [(line["pass"], line["mode"], line["step"], line["counts"]) for line in timed] == [
+            (number, mode, step, step > 1) for number, mode in enumerate(TURNS) for step in (1, 2, 3)
+        ]
+        assert all(line["seconds"] > 0 and line["tokens"] == 256 for line in lines)
+    logs = sorted(f.name for f in (shared.folder / "bench" / "logs").iterdir())
+    assert logs == ["bridge.log", "rank-0.log", "rank-1.log"]
+
+
+def test_figures_and_ratios_of_every_mode(found):
+    stock, tree = found["modes"]
+    for mode, passes in ((stock, [0, 2]), (tree, [1, 3])):
+        assert [one["pass"] for one in mode["rounds"]] == passes
+        assert all(len(one["step_ms"]) == 2 for one in mode["rounds"])
+        step = mode["step_ms"]
+        assert 0 < step["min"] <= step["median"] <= step["max"]
+        assert mode["tokens_per_second"] == pytest.approx(256 * 1000 / step["median"])
+        assert mode["peak_gib"] is None  # a CPU's memory is not counted
+    assert stock["time_ratio"] is None
+    rounds = [b["median_ms"] / a["median_ms"] for a, b in zip(stock["rounds"], tree["rounds"], strict=True)]
+    assert (tree["time_ratio"]["min"], tree["time_ratio"]["max"]) == (min(rounds), max(rounds))
+
+
+def test_the_directory_says_what_was_run(found, shared):
+    assert found["model"] == "qwen3_toy"
+    assert found["overrides"] == list(SMALL[1:])
+    assert (found["rounds"], found["warmup"], found["steps"], found["ranks"]) == (2, 1, 2, 2)
+    assert found["device"]["kind"] == "cpu"
+    assert found["versions"]["megatron_bridge"]
+    assert found["environment"]["OMP_NUM_THREADS"] == "1"
+    for mode in ("stock", "tree"):
+        folder = shared.folder / "bench" / "modes" / mode
+        names = {"config.yaml", "run.json", "environment.json", "versions.json"}
+        assert {f.name for f in folder.iterdir()} == names  # and no checkpoint
+        assert json.loads((folder / "run.json").read_text())["numerics"]["mode"] == mode
+
+
+def test_categories_sum_to_the_whole_and_traces_can_be_read_again(found, shared):
+    stock, tree = found["profile"]["modes"]
+    for mode in (stock, tree):
+        kernels = profile.read(shared.folder / mode["trace"]).kernels
+        assert mode["trace"] == f"bench/bench/trace-{mode['mode']}.json.gz"
+        assert mode["launches"] == pytest.approx(sum(k.launches for k in kernels))
+        for figure in ("milliseconds", "launches"):
+            assert sum(one[figure] for one in mode["categories"].values()) == pytest.approx(mode[figure])
+        assert mode["milliseconds"] > 0
+        assert 0 < mode["idle_ms"] < mode["step_ms"]
+        assert {"matrix products", "collectives"} <= set(mode["categories"])
+    assert stock["extra"] == []
+    assert 0 < len(tree["extra"]) <= 10
+
+
+def test_a_benchmark_is_never_overwritten(done, shared):
+    again = shared("bench", *SMALL, "--dir", "bench")
+    assert again.status == 2
+    assert "--dir bench is there" in again.stderr
+
+
+def test_one_mode_alone_prints_json_and_a_killed_rank_is_named(tpi):
+    done = tpi("bench", *SMALL, "--modes", "stock", "--rounds", "1", "--warmup", "0", "--steps", "1", "--json")
+    assert done.status == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [(mode["mode"], mode["time_ratio"]) for mode in found["modes"]] == [("stock", None)]
+    assert "profile" not in found
+
+    process = tpi.start("bench", *SMALL, "--modes", "stock", "--steps", "400", "--dir", "killed")
+    figures = tpi.folder / "killed" / "bench" / "rank-0.jsonl"
+    process.until(lambda: figures.exists() and figures.read_bytes().count(b"\n") > 2)
+    children = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True)
+    os.kill(max(map(int, children.stdout.split())), signal.SIGKILL)
+    assert process.wait() == 2
+    assert "rank 1 was killed by SIGKILL" in process.stderr
+    assert "killed/logs/rank-1.log" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert not (tpi.folder / "killed" / "bench.json").exists()
+
+
+def test_a_stopped_benchmark_says_so(tpi):
+    process = tpi.start("bench", *SMALL, "--modes", "stock", "--steps", "400", "--dir", "stopped")
+    figures = tpi.folder / "stopped" / "bench" / "rank-0.jsonl"
+    process.until(lambda: figures.exists() and figures.read_bytes().count(b"\n") > 2)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 2
+    assert "the benchmark was stopped before its end" in process.stderr

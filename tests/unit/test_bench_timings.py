@@ -1,0 +1,70 @@
+"""The benchmark's statistics, by their properties."""
+
+from statistics import StatisticsError
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.launch.timings import Spread, ratio, slowest, spread
+
+SECONDS = st.floats(min_value=1e-6, max_value=1e4)
+STEPS = st.lists(SECONDS, min_size=1, max_size=20)
+
+
+@given(STEPS, st.randoms())
+def test_a_spread_holds_its_median_and_forgets_the_order(values, random):
+    found = spread(values)
+    assert found.min <= found.median <= found.max
+    assert {found.min, found.max} <= set(values)
+    assert sum(v < found.median for v in values) <= len(values) / 2
+    assert sum(v > found.median for v in values) <= len(values) / 2
+    random.shuffle(values)
+    assert spread(values) == found
+
+
+def test_a_spread_of_nothing_is_refused():
+    with pytest.raises(StatisticsError):
+        spread([])
+
+
+@given(
+    st.integers(1, 10).flatmap(lambda n: st.lists(st.lists(SECONDS, min_size=n, max_size=n), min_size=1, max_size=8))
+)
+def test_a_step_takes_as_long_as_its_slowest_rank(ranks):
+    found = slowest(ranks)
+    assert len(found) == len(ranks[0])
+    for step, seconds in enumerate(found):
+        assert seconds in [rank[step] for rank in ranks]
+        assert all(rank[step] <= seconds for rank in ranks)
+    assert slowest(ranks[::-1]) == found
+    assert slowest([*ranks, list(found)]) == found
+
+
+def test_ranks_that_took_different_numbers_of_steps_are_refused():
+    with pytest.raises(ValueError):
+        slowest([[1.0, 2.0], [1.0]])
+
+
+@given(STEPS)
+def test_a_mode_takes_once_its_own_time(rounds):
+    assert ratio(rounds, rounds) == Spread(1.0, 1.0, 1.0)
+
+
+@given(STEPS, st.sampled_from([0.25, 0.5, 2.0, 4.0]))
+def test_a_mode_that_is_always_slower_by_one_factor_has_that_ratio_without_spread(rounds, factor):
+    assert ratio(rounds, [factor * one for one in rounds]) == Spread(factor, factor, factor)
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=9), st.data())
+def test_a_round_in_which_the_whole_machine_was_slower_changes_no_ratio(rounds, data):
+    first, other = zip(*rounds, strict=True)
+    slower = data.draw(st.lists(st.sampled_from([1.0, 2.0, 8.0]), min_size=len(first), max_size=len(first)))
+    hindered = [[a * s for a, s in zip(mode, slower, strict=True)] for mode in (first, other)]
+    assert ratio(*hindered) == ratio(first, other)
+
+
+def test_the_ratio_is_the_median_over_rounds_and_its_ends_are_rounds():
+    assert ratio([1.0, 2.0, 4.0], [2.0, 2.0, 12.0]) == Spread(2.0, 1.0, 3.0)
+    with pytest.raises(ValueError):
+        ratio([1.0], [1.0, 2.0])

@@ -1,0 +1,90 @@
+"""`tpi bench` up to the point where Bridge would be imported: mistakes cost nothing and leave nothing."""
+
+import pytest
+
+from tp_invariant_recipes.launch import bench
+
+pytestmark = pytest.mark.usefixtures("no_gpus")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The current directory: one folder that holds a file."""
+    folder = tmp_path / "here"
+    (folder / "taken").mkdir(parents=True)
+    (folder / "taken" / "file").touch()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+# Arguments of `tpi bench`, and what must stand in the message.
+MISTAKES = (
+    (["qwen3_toi"], ["unknown model 'qwen3_toi'; did you mean 'qwen3_toy'?"]),
+    (["qwen3_toy", "--modes", "stock,tre"], ["numerics=tre: unknown numerics 'tre'; did you mean 'tree'?"]),
+    (["qwen3_toy", "--modes", "stock,tree,stock"], ["--modes: stock is named twice"]),
+    (["qwen3_toy", "--modes", ","], ["--modes: name at least one, as in --modes stock,tree"]),
+    (["qwen3_toy", "numerics=tree"], ["numerics=tree: a benchmark sets the mode itself: --modes stock,tree"]),
+    (["qwen3_toy", "++train.train_iters=3"], ["++train.train_iters=3: a benchmark counts its own steps: --warmup N"]),
+    (["qwen3_toy", "run.dir=x"], ["run.dir=x: a benchmark has its own directory: --dir PATH"]),
+    (["qwen3_toy", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),
+    (["qwen3_toy", "--dir", "taken/file"], ["--dir taken/file is there and is not an empty directory"]),
+    (["qwen3_toy", "device=gpu", "--modes", "stock"], ["device=gpu, but this machine shows no GPU"]),
+    (["qwen3_toy", "numerics.shards=3"], ["numerics.shards=3: must be a power of two"]),
+    (
+        ["qwen3_toy", "gbs=3", "mbs=2", "numerics.shards=3", "iters=3", "save=2", "--rounds", "0", "--steps", "-1"],
+        [
+            "6 problems in this configuration",
+            "--rounds 0: must be at least 1",
+            "--steps -1: must be at least 1",
+            "iters=3: a benchmark counts",
+            "save=2: a benchmark saves no checkpoints",
+            "gbs=3 is not a multiple",
+            "numerics.shards=3: must be",
+        ],
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
+def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, arguments, says):
+    ended = cli("bench", *arguments)
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("error: ")
+    assert "Traceback" not in ended.err
+    for part in says:
+        assert part in ended.err
+        assert ended.err.count(part) == 1
+    assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
+
+
+def planned(**changes) -> bench.Bench:
+    values = dict(rounds=2, warmup=1, steps=3, traced=False, directory=None)
+    return bench.new("qwen3_toy", ["tp=2"], ["stock", "tree"], **values | changes)
+
+
+def test_modes_take_turns():
+    turns = [(one.mode, one.round, one.profile, one.steps) for one in planned().passes]
+    assert turns == [("stock", 1, False, 4), ("tree", 1, False, 4), ("stock", 2, False, 4), ("tree", 2, False, 4)]
+
+
+def test_traced_passes_come_after_all_rounds():
+    passes = planned(rounds=1, traced=True).passes
+    assert [(one.mode, one.profile) for one in passes] == [
+        ("stock", False),
+        ("tree", False),
+        ("stock", True),
+        ("tree", True),
+    ]
+
+
+def test_each_mode_has_its_own_configuration_and_nothing_is_written(here):
+    before = sorted(here.rglob("*"))
+    plans = planned().plans
+    assert {mode: one.tree["numerics"]["mode"] for mode, one in plans.items()} == {"stock": "stock", "tree": "tree"}
+    for one in plans.values():
+        assert one.tree["checkpoint"]["save_interval"] == 0
+        assert one.tree["train"]["train_iters"] == 4
+        assert one.tree["train"]["exit_signal_handler"] is False
+    assert planned().directory.path.parts[0] == "runs"
+    assert planned().directory.path.name.startswith("bench-qwen3_toy-tp2-")
+    assert sorted(here.rglob("*")) == before

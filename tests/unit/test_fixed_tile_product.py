@@ -1,0 +1,154 @@
+"""The product of fixed tiles: its plain torch, and its Triton kernel in the interpreter. tests/gpu has the rest."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.kernels.fixed_tile_product import GROUP, TILES, _product, fixed_tile_product, launch
+
+DTYPES = (torch.float32, torch.bfloat16)
+RAGGED = ((1, 1, 1), (3, 5, 7), (130, 64, 96), (64, 33, 129), (128, 200, 64))  # m, k, n
+
+
+def operands(m, k, n, dtype):
+    generator = torch.Generator().manual_seed(m + k + n)
+    a, b = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
+    return a.to(dtype), b.to(dtype)
+
+
+def layouts(matrix):
+    """The same matrix by rows, by columns, and with gaps, which also leave it on an odd address."""
+    wide = matrix.new_zeros(matrix.shape[0], matrix.shape[1] + 3)[:, 1:-2]
+    yield from (matrix, matrix.t().contiguous().t(), wide.copy_(matrix))
+
+
+def product(a, b, dtype=torch.float32):
+    return fixed_tile_product(a, b, a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
+
+
+@pytest.mark.parametrize("out", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", RAGGED, ids=str)
+def test_it_is_right_and_rounds_once(shape, dtype, out):
+    a, b = operands(*shape, dtype)
+    wide = product(a, b)
+    torch.testing.assert_close(wide.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
+    assert same_bits(product(a, b, out), wide.to(out))
+    there = torch.randn(wide.shape).to(out)
+    expected = (wide + there).to(out)
+    assert same_bits(fixed_tile_product(a, b, there, add=True), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", RAGGED, ids=str)
+def test_a_slice_of_the_product_is_the_product_of_slices(shape, dtype):
+    a, b = operands(*shape, dtype)
+    whole = product(a, b)
+    for rows in (slice(0, 1), slice(1, 3), slice(shape[0] // 3, None)):
+        for columns in (slice(0, 1), slice(2, 7), slice(shape[2] // 2, None)):
+            assert same_bits(product(a[rows], b[:, columns]), whole[rows, columns].contiguous())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_layout_in_memory_changes_no_bit(dtype):
+    a, b = operands(64, 33, 129, dtype)
+    whole = product(a, b)
+    for x in layouts(a):
+        for y in layouts(b):
+            for out in layouts(torch.zeros(64, 129)):
+                assert same_bits(fixed_tile_product(x, y, out), whole)
+
+
+def test_the_librarys_product_does_not():
+    """The control: if torch.mm kept the promise too, nothing above would show anything."""
+    a, b = operands(256, 512, 256, torch.float32)
+    whole = torch.mm(a, b)
+    if all(same_bits(torch.mm(a[:m], b[:, :n]), whole[:m, :n]) for m in (1, 3, 16, 100) for n in (1, 5, 32, 100)):
+        pytest.skip("this machine's library keeps it for these shapes")
+
+
+def test_what_is_not_a_product_is_refused():
+    a, b = operands(4, 5, 6, torch.float32)
+    with pytest.raises(TypeError, match="both must be bf16, or both fp32"):
+        fixed_tile_product(a, b.bfloat16(), torch.empty(4, 6))
+    with pytest.raises(ValueError, match=r"\[4, 5\] and \[5, 6\] is not \[6, 4\]"):
+        fixed_tile_product(a, b, torch.empty(6, 4))
+
+
+def check_the_kernel() -> None:
+    """Run in an interpreter of its own: Triton decides at its import whether it interprets.
+
+    The interpreter cannot multiply bf16, so the tile of bf16 multiplies fp32 here.
+    """
+    for tile in list(TILES.values()):
+        TILES[torch.float32] = tile
+        for shape in RAGGED:
+            a, b = operands(*shape, torch.float32)
+            expected = a.double() @ b.double()
+            there = torch.randn(expected.shape)
+            for x, y, out, add in zip(layouts(a), layouts(b), layouts(there), (False, True, True), strict=True):
+                before = out.double() * add
+                launch(x, y, out, add)
+                torch.testing.assert_close(out.double(), before + expected, rtol=1e-5, atol=2e-5)
+
+
+def test_the_kernel_interpreted_is_right():
+    module = f"tests.unit.{Path(__file__).stem}"
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {module} import check_the_kernel; check_the_kernel(); print('right')"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.stdout == "right\n", done.stderr
+
+
+# What Triton compiles another binary for: which arguments are 1, and whether the others are multiples of 16.
+BINARIES = (
+    (("a_column", "b_column"), True),
+    (("a_row", "b_row"), True),
+    (("a_column", "b_row", "m"), True),
+    (("a_row", "b_column", "n"), False),
+    (("m", "n"), True),
+    ((), False),
+)
+ARITHMETIC = re.compile(r"(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)\S*|(?:fma|mul|add|sub)\S*\.f32\S*")
+
+
+def arithmetic(dtype: torch.dtype, ones: tuple[str, ...], multiples: bool, architecture: int) -> list[str]:
+    """The floating-point instructions of a binary, in order."""
+    tile = TILES[dtype]
+    fixed = {"ADD": True, "GROUP": GROUP, **{name: tile[name] for name in ("TILE_M", "TILE_N", "TILE_K")}}
+    fixed |= dict.fromkeys(ones, 1)
+    names = _product.arg_names
+    types = dict.fromkeys(names, "i32") | dict.fromkeys(("a", "b"), "*bf16" if dtype == torch.bfloat16 else "*fp32")
+    types |= {"out": "*fp32"} | dict.fromkeys(fixed, "constexpr")
+    free = [(n,) for n, name in enumerate(names) if name not in fixed]
+    source = ASTSource(
+        _product,
+        types,
+        {(names.index(name),): value for name, value in fixed.items()},
+        {place: [["tt.divisibility", 16]] for place in free} if multiples else {},
+    )
+    options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
+    return ARITHMETIC.findall(triton.compile(source, GPUTarget("cuda", architecture, 32), options).asm["ptx"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("architecture", (90, 100))
+def test_every_binary_of_the_kernel_has_the_same_arithmetic(architecture, dtype):
+    first, *others = (arithmetic(dtype, *binary, architecture) for binary in BINARIES)
+    assert ("mma" if dtype == torch.bfloat16 else "fma") in " ".join(first)
+    for other in others:
+        assert other == first

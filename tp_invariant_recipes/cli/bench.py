@@ -1,0 +1,180 @@
+"""`tpi bench`."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from tp_invariant_recipes.cli.arguments import Json, Model, Overrides
+
+
+def bench(
+    model: Model,
+    overrides: Overrides = None,
+    modes: Annotated[
+        str, typer.Option(help="Numerics modes, comma between; the others are compared with the first.")
+    ] = "stock,tree",
+    rounds: Annotated[int, typer.Option(help="How often every mode has its turn.")] = 2,
+    warmup: Annotated[int, typer.Option(help="Steps of a turn that do not count.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps of a turn that count.")] = 15,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Then trace two steps of each mode, and say what takes the extra time.")
+    ] = False,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Where to write; default runs/bench-MODEL-tpN-DATE-TIME.", metavar="DIR"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure step time, memory and tokens/s of numerics modes, in turn on the same ranks.
+
+    Medians over the steps that count; ratios round by round, with the smallest and the largest.
+
+    \b
+    tpi bench qwen3_8b tp=4
+    tpi bench qwen3_toy tp=2 seq=64 --rounds 3 --profile
+    """
+    from tp_invariant_recipes.launch import bench as launch
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.launch.bench_progress import Passes
+    from tp_invariant_recipes.launch.train import check
+
+    # A copy of standard error: the spinner must turn while what third parties print there is sent away.
+    terminal = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8")
+    console = Console(file=terminal, highlight=False)
+    with progress.preparing(console) as report:
+        planned = launch.new(
+            model,
+            list(overrides or []),
+            [mode.strip() for mode in modes.split(",") if mode.strip()],
+            rounds=rounds,
+            warmup=warmup,
+            steps=steps,
+            traced=profile,
+            directory=directory,
+            progress=report,
+        )
+    with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
+        for one in planned.plans.values():
+            check(one)
+    console.print(f"benchmark directory {planned.directory.path}", soft_wrap=True)
+    with Passes(planned.directory, planned.passes, console) as watch:
+        found = launch.execute(planned, watch)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _print(found)
+
+
+def _print(found: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    console.print(_title(found), soft_wrap=True)
+    console.print(_figures(found["modes"]))
+    if "profile" in found:
+        traced = found["profile"]["modes"]
+        console.print(_categories(traced))
+        for mode in traced[1:]:
+            console.print(_extra(traced[0]["mode"], mode, console.width))
+        for mode in traced:
+            console.print(f"trace of {mode['mode']}: {mode['trace']}", soft_wrap=True)
+
+
+def _title(found: dict[str, Any]) -> str:
+    ranks = f"{found['ranks']} {found['device']['kind']} rank{'s' if found['ranks'] > 1 else ''}"
+    names = ", ".join(sorted(set(found["device"]["names"])))
+    return (
+        f"{' '.join([found['model'], *found['overrides']])} on {ranks} ({names}): "
+        f"{found['rounds']} rounds of {found['steps']} steps after {found['warmup']}"
+    )
+
+
+def _figures(modes: list[dict[str, Any]]) -> Table:
+    memory, compared = modes[0]["peak_gib"] is not None, len(modes) > 1
+    columns = [("mode", [mode["mode"] for mode in modes])]
+    columns += _spread("ms/step", [mode["step_ms"] for mode in modes], 1)
+    columns.append(("tokens/s", [f"{mode['tokens_per_second']:,.0f}" for mode in modes]))
+    if memory:
+        columns.append(("GiB", [f"{mode['peak_gib']:.2f}" for mode in modes]))
+    if compared:
+        columns += _spread("× time", [mode["time_ratio"] for mode in modes], 3)
+    if compared and memory:
+        columns.append(_spread("× memory", [mode["memory_ratio"] for mode in modes], 3)[0])
+    table = _table(*(title for title, _ in columns))
+    for row in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*map(Text, row))
+    if compared:
+        table.caption = f"×: times {modes[0]['mode']}, the median of the rounds' ratios"
+    return table
+
+
+def _spread(title: str, figures: list[dict[str, float] | None], digits: int) -> list[tuple[str, list[str]]]:
+    """Two columns, title and cells: the median, and between what the figures lie."""
+    medians = ["1" if one is None else f"{one['median']:.{digits}f}" for one in figures]
+    ends = ["" if one is None else f"{one['min']:.{digits}f}–{one['max']:.{digits}f}" for one in figures]
+    return [(title, medians), ("min–max", ends)]
+
+
+def _table(name: str, *numbers: str) -> Table:
+    columns = [Column(title, justify="right", no_wrap=True) for title in numbers]
+    return Table(
+        Column(name, no_wrap=True), *columns, box=box.SIMPLE_HEAD, collapse_padding=True, caption_justify="left"
+    )
+
+
+def _categories(modes: list[dict[str, Any]]) -> Table:
+    """Milliseconds and launches of a step by category, the longest in any mode first; then the whole step."""
+    titles = [f"{modes[0]['mode']}\nms", "calls"]
+    for mode in modes[1:]:
+        titles += [f"{mode['mode']}\nms", "calls", "more\nms", "more\ncalls"]
+    table = _table("a step on rank 0", *titles)
+    names = {name: [mode["categories"].get(name) for mode in modes] for mode in modes for name in mode["categories"]}
+    rows = {
+        name: [(one["milliseconds"], one["launches"]) if one else (0.0, 0.0) for one in categories]
+        for name, categories in names.items()
+    }
+    for name in sorted(rows, key=lambda name: -max(rows[name])[0]):
+        table.add_row(Text(name), *_cells(rows[name]))
+    table.add_section()
+    table.add_row("sum", *_cells([(mode["milliseconds"], mode["launches"]) for mode in modes]))
+    table.add_row("nothing runs", *_cells([(mode["idle_ms"], None) for mode in modes]))
+    table.add_row("traced step", *_cells([(mode["step_ms"], None) for mode in modes]))
+    return table
+
+
+def _cells(modes: list[tuple[float, float | None]]) -> list[str]:
+    """Milliseconds and launches of every mode, after the first with what they are more than the first's."""
+    (base_ms, base_launches), *others = modes
+    cells = [f"{base_ms:.2f}", "" if base_launches is None else f"{base_launches:.0f}"]
+    for ms, launches in others:
+        more = "" if launches is None or base_launches is None else f"{launches - base_launches:+.0f}"
+        cells += [f"{ms:.2f}", "" if launches is None else f"{launches:.0f}", f"{ms - base_ms:+.2f}", more]
+    return cells
+
+
+def _extra(first: str, mode: dict[str, Any], width: int) -> Table:
+    """The kernels with the most extra time. width: characters of a line; names get what the rest leaves."""
+    title = f"extra time of {mode['mode']} over {first}"
+    table = Table(
+        Column(title, no_wrap=True, overflow="ellipsis", max_width=max(width - 50, len(title) + 2)),
+        Column("category", no_wrap=True),
+        Column("more\nms", justify="right", no_wrap=True),
+        Column("more\ncalls", justify="right", no_wrap=True),
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+    )
+    for kernel in mode["extra"]:
+        figures = f"{kernel['milliseconds']:+.3f}", f"{kernel['launches']:+.0f}"
+        table.add_row(Text(_short(kernel["name"])), kernel["category"], *figures)
+    return table
+
+
+def _short(name: str) -> str:
+    """A kernel's name without what says little; bench.json has the whole."""
+    return re.sub(r"^void |at::native::|\(anonymous namespace\)::|<unnamed>::|\([^()]*\)$", "", name)

@@ -1,0 +1,58 @@
+"""Launch a Triton kernel with little host time: small models and short sequences wait for the host, not for the GPU.
+
+Triton's own `kernel[grid](…)` binds and specialises the arguments anew each time. Here what that depends on is a short
+key, and all else goes straight to the compiled kernel's launcher.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+_FITS = 2**31
+
+
+class Kernel:
+    """A Triton kernel whose arguments are tensors, then numbers, then tl.constexpr.
+
+    Numbers must be `do_not_specialize`: one binary serves every value of them.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def launch(
+        self,
+        grid: tuple[int, int],
+        tensors: tuple[Tensor, ...],
+        numbers: tuple[float, ...],
+        constants: tuple[Any, ...],
+        num_warps: int = 4,
+    ) -> None:
+        """kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps) on the current stream."""
+        device = tensors[0].get_device()
+        key = (constants, num_warps, device, *[tensor.dtype for tensor in tensors])
+        compiled = self._compiled.get(key)
+        aligned = 0
+        for tensor in tensors:
+            aligned |= tensor.data_ptr()
+        if compiled is None or aligned % 16 or max(numbers, default=0) >= _FITS:
+            self._as_triton_does(grid, (*tensors, *numbers, *constants), num_warps, None if aligned % 16 else key)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled.run(
+            grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *tensors, *numbers, *constants,
+        )  # fmt: skip
+
+    def _as_triton_does(
+        self, grid: tuple[int, int], arguments: tuple[Any, ...], num_warps: int, key: tuple[Any, ...] | None
+    ) -> None:
+        if not isinstance(self.kernel, triton.JITFunction):  # Triton's interpreter
+            self.kernel[grid](*arguments)
+            return
+        compiled = self.kernel[grid](*arguments, num_warps=num_warps)
+        if key is not None and all(n < _FITS for n in arguments if isinstance(n, int)):
+            self._compiled[key] = compiled

@@ -1,0 +1,252 @@
+"""The story of `tpi bench`: plan one run a mode, train them in turn on the same ranks, say what was found."""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.config import environment, layout
+from tp_invariant_recipes.config.compose import Composed, compose, listed
+from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host.versions import versions
+from tp_invariant_recipes.launch import local, plan
+from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.timings import Spread, ratio, slowest, spread
+from tp_invariant_recipes.training import bench as rank
+from tp_invariant_recipes.training import profile
+from tp_invariant_recipes.training.benchdir import BenchDir, Pass
+from tp_invariant_recipes.training.profile import Trace
+from tp_invariant_recipes.training.rundir import choose
+
+# Keys that the benchmark itself decides -> how to say it instead.
+RESERVED = {
+    "numerics": "a benchmark sets the mode itself: --modes stock,tree",
+    "numerics.mode": "a benchmark sets the mode itself: --modes stock,tree",
+    "iters": "a benchmark counts its own steps: --warmup N --steps N",
+    "train.train_iters": "a benchmark counts its own steps: --warmup N --steps N",
+    "save": "a benchmark saves no checkpoints; leave it out",
+    "checkpoint.save_interval": "a benchmark saves no checkpoints; leave it out",
+    "run.dir": "a benchmark has its own directory: --dir PATH",
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A benchmark, ready to start.
+
+    plans:  mode -> the run that is trained for it; the first is what the others are compared with.
+    passes: the trainings, in their order.
+    """
+
+    directory: BenchDir
+    plans: dict[str, Plan]
+    passes: tuple[Pass, ...]
+
+    @property
+    def first(self) -> Plan:
+        """The run of the first mode. Layout, device and environment are those of all."""
+        return next(iter(self.plans.values()))
+
+
+def new(
+    model: str,
+    overrides: Sequence[str],
+    modes: Sequence[str],
+    *,
+    rounds: int,
+    warmup: int,
+    steps: int,
+    traced: bool,
+    directory: Path | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Bench:
+    """Plan a benchmark. Raises a TpiError that lists what is wrong with it, for all modes; nothing is written.
+
+    traced: whether a traced pass of each mode follows the rounds. progress: as for `plan.new`.
+    """
+    counts = (("--rounds", rounds, 1), ("--warmup", warmup, 0), ("--steps", steps, 1))
+    problems = [f"{option} {value}: must be at least {least}" for option, value, least in counts if value < least]
+    problems += _modes_problems(modes)
+    problems += [f"{text}: {RESERVED[key]}" for text in overrides if (key := _key(text)) in RESERVED]
+    sound = [text for text in overrides if _key(text) not in RESERVED]
+    length = max(warmup + steps, 1)
+    composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
+    where = _directory(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].tree).tp}")
+    plans = {mode: _planned(composed[mode], where, progress) for mode in modes}
+    if any(one.environment != plans[modes[0]].environment for one in plans.values()):
+        raise ConfigError("these modes need different environment variables, which one process cannot have")
+    turns = [Pass(mode, number, warmup, length) for number in range(1, rounds + 1) for mode in modes]
+    if traced:
+        turns += [Pass(mode, 0, warmup, warmup + 1 + profile.TRACED, profile=True) for mode in modes]
+    return Bench(where, plans, tuple(turns))
+
+
+def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
+    """Write the directory, train every pass, and return what `bench.json` then holds. Raises RunError.
+
+    watch: called while the ranks live, to show progress.
+    """
+    for one in bench.plans.values():
+        plan.write(one)
+    bench.directory.write_passes(bench.passes)
+    job = replace(bench.first, run_dir=bench.directory)
+    outcome = local.run(job, watch, story=rank.measure, meetings=len(bench.passes))
+    if outcome is local.Outcome.STOPPED:
+        raise RunError(f"the benchmark was stopped before its end; the steps it took: {bench.directory.figures(0)}")
+    found = result(bench)
+    bench.directory.write(bench.directory.result, found)
+    return found
+
+
+def result(bench: Bench) -> dict[str, Any]:
+    """What a finished benchmark found, as JSON."""
+    first = bench.first
+    found = {
+        "directory": str(bench.directory.path),
+        "model": first.composed.model,
+        "overrides": [text for text in first.composed.overrides if _key(text) not in RESERVED],
+        "layout": first.layout.as_dict(),
+        "ranks": first.layout.world,
+        "device": _device(first),
+        "host": os.uname().nodename,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join(["tpi", *sys.argv[1:]]),
+        "versions": versions(),
+        "environment": environment.recorded(os.environ | first.environment),
+        "rounds": max(one.round for one in bench.passes),
+        "warmup": bench.passes[0].warmup,
+        "steps": bench.passes[0].steps - bench.passes[0].warmup,
+        "order": [one.mode for one in bench.passes if not one.profile],
+        "modes": _modes(bench),
+    }
+    traces = {one.mode: profile.read(bench.directory.trace(one.mode)) for one in bench.passes if one.profile}
+    return found | ({"profile": _profile(bench, traces)} if traces else {})
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")
+
+
+def _modes_problems(modes: Sequence[str]) -> list[str]:
+    if not modes:
+        return ["--modes: name at least one, as in --modes stock,tree"]
+    return [f"--modes: {mode} is named twice" for mode in dict.fromkeys(modes) if modes.count(mode) > 1]
+
+
+def _composed(model: str, overrides: Sequence[str], modes: Sequence[str], problems: list[str]) -> dict[str, Composed]:
+    """Compose each mode. Raises ConfigError that lists `problems` and what is wrong in any mode, each once."""
+    device = plan.detect_device()
+    composed = {}
+    for mode in modes:
+        try:
+            composed[mode] = compose(model, [*overrides, f"numerics={mode}"], device=device)
+        except ConfigError as error:
+            problems += (problem for problem in error.problems if problem not in problems)
+    if problems:
+        raise ConfigError(listed(problems), problems)
+    return composed
+
+
+def _directory(asked: Path | None, name: str) -> BenchDir:
+    if asked is None:
+        return BenchDir(choose(None, name).path)
+    path = asked.expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunError(f"--dir {asked} is there and is not an empty directory: nothing is overwritten, choose another")
+    return BenchDir(path)
+
+
+def _planned(composed: Composed, where: BenchDir, progress: Callable[[int, int], None] | None) -> Plan:
+    """The run of one mode: it shares the index of the data with the others, and ends at once when told to."""
+    mode = composed.tree["numerics"]["mode"]
+    planned = plan.completed(composed, where.mode(mode), progress)
+    dataset = planned.tree["dataset"] | {"path_to_cache": str(where.index_cache)}
+    train = planned.tree["train"] | {"exit_signal_handler": False}
+    return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
+
+
+def _device(first: Plan) -> dict[str, Any]:
+    if first.device == "cpu":
+        return {"kind": "cpu", "names": [os.uname().machine], "processors": os.cpu_count()}
+    used = gpus.visible()[: first.layout.world]
+    return {
+        "kind": "gpu",
+        "names": [gpu.name for gpu in used],
+        "compute_capability": sorted({f"{gpu.capability[0]}.{gpu.capability[1]}" for gpu in used}),
+        "memory_gib": [gpu.memory / 2**30 for gpu in used],
+    }
+
+
+def _modes(bench: Bench) -> list[dict[str, Any]]:
+    """One entry a mode, with its rounds and what it takes in terms of the first mode."""
+    ranks = [bench.directory.read_figures(rank) for rank in range(bench.first.layout.world)]
+    taken = {mode: [_round(ranks, number) for number in _rounds(bench, mode)] for mode in bench.plans}
+    base = next(iter(taken.values()))
+    return [_mode(mode, rounds, base) for mode, rounds in taken.items()]
+
+
+def _rounds(bench: Bench, mode: str) -> list[int]:
+    return [number for number, one in enumerate(bench.passes) if one.mode == mode and not one.profile]
+
+
+def _round(ranks: list[list[dict[str, Any]]], number: int) -> dict[str, Any]:
+    """The figures of one pass over all ranks."""
+    lines = [[line for line in rank if line["pass"] == number and line["counts"]] for rank in ranks]
+    milliseconds = [1000 * s for s in slowest([[line["seconds"] for line in rank] for rank in lines])]
+    return {
+        "pass": number,
+        "median_ms": spread(milliseconds).median,
+        "step_ms": milliseconds,
+        "tokens": lines[0][0]["tokens"],
+        "peak_bytes": max(line["peak_bytes"] for rank in lines for line in rank),
+    }
+
+
+def _mode(mode: str, rounds: list[dict[str, Any]], base: list[dict[str, Any]]) -> dict[str, Any]:
+    step = spread([ms for one in rounds for ms in one["step_ms"]])
+    peak = max(one["peak_bytes"] for one in rounds)
+    return {
+        "mode": mode,
+        "step_ms": asdict(step),
+        "tokens_per_second": 1000 * rounds[0]["tokens"] / step.median,
+        "peak_gib": peak / 2**30 if peak else None,  # a CPU's memory is not counted
+        "time_ratio": None if rounds is base else asdict(_ratio(base, rounds, "median_ms")),
+        "memory_ratio": None if rounds is base or not peak else asdict(_ratio(base, rounds, "peak_bytes")),
+        "rounds": rounds,
+    }
+
+
+def _ratio(base: list[dict[str, Any]], rounds: list[dict[str, Any]], figure: str) -> Spread:
+    return ratio([one[figure] for one in base], [one[figure] for one in rounds])
+
+
+def _profile(bench: Bench, traces: dict[str, Trace]) -> dict[str, Any]:
+    base = next(iter(traces.values()))
+    return {
+        "rank": 0,
+        "steps": profile.TRACED,
+        "modes": [_traced(bench, mode, trace, base) for mode, trace in traces.items()],
+    }
+
+
+def _traced(bench: Bench, mode: str, trace: Trace, base: Trace) -> dict[str, Any]:
+    more = profile.difference(base.kernels, trace.kernels)
+    return {
+        "mode": mode,
+        "trace": str(bench.directory.trace(mode)),
+        "step_ms": trace.milliseconds,
+        "idle_ms": trace.idle,
+        "milliseconds": sum(k.milliseconds for k in trace.kernels),
+        "launches": sum(k.launches for k in trace.kernels),
+        "categories": {
+            name: {"milliseconds": k.milliseconds, "launches": k.launches}
+            for name, k in profile.by_category(trace.kernels).items()
+        },
+        "extra": [] if trace is base else [asdict(k) for k in more[: profile.LARGEST] if k.milliseconds > 0],
+        "kernels": [asdict(k) for k in trace.kernels],
+    }

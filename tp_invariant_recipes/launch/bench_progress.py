@@ -1,0 +1,53 @@
+"""What a person sees while a benchmark runs: a live bar on a terminal, a line for each pass elsewhere."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from tp_invariant_recipes.launch.progress import PLAIN, Tail
+from tp_invariant_recipes.training.benchdir import BenchDir, Pass
+
+
+class Passes:
+    """The pass that runs and the steps done of all passes. Use as a context manager; call it to refresh."""
+
+    def __init__(self, bench_dir: BenchDir, passes: tuple[Pass, ...], console: Console) -> None:
+        self.passes, self.console = passes, console
+        self.rounds = max(one.round for one in passes)
+        self.current: int | None = None
+        total = sum(one.steps for one in passes)
+        self.tail = Tail(bench_dir.figures(0), total)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
+            console=console,
+            refresh_per_second=4,
+            disable=not console.is_terminal,
+            transient=True,
+            **PLAIN,
+        )
+        self.task = self.progress.add_task("starting", total=total)
+
+    def __enter__(self) -> "Passes":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def __call__(self) -> None:
+        """Show the steps that have been taken since."""
+        for event in self.tail.new():
+            self._show(event)
+
+    def _show(self, event: dict[str, Any]) -> None:
+        words = self._words(self.passes[event["pass"]])
+        if event["pass"] != self.current and not self.console.is_terminal:
+            self.console.print(words)
+        self.current = event["pass"]
+        self.progress.update(self.task, description=words, advance=1)
+
+    def _words(self, one: Pass) -> str:
+        return f"profile, {one.mode}" if one.profile else f"round {one.round} of {self.rounds}, {one.mode}"

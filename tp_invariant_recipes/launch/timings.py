@@ -1,0 +1,35 @@
+"""The statistics of a benchmark."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Middle and ends of some numbers."""
+
+    median: float
+    min: float
+    max: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, smallest and largest. Raises StatisticsError when there are none."""
+    return Spread(median(values), min(values), max(values))
+
+
+def slowest(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The time of every step: the longest that any rank took.
+
+    ranks: seconds of each step, one sequence a rank. Raises ValueError when they are not of one length.
+    """
+    return tuple(max(step) for step in zip(*ranks, strict=True))
+
+
+def ratio(first: Sequence[float], other: Sequence[float]) -> Spread:
+    """How many times `first` is `other`: one ratio a round, so that what slows a whole round down cancels out.
+
+    first, other: one number for each round. Raises ValueError when they are not of one length.
+    """
+    return spread([b / a for a, b in zip(first, other, strict=True)])

@@ -1,0 +1,158 @@
+"""The published scheme: what a sum runs over is gathered, and one product makes the sum whole.
+
+Every product, of weight gradients too, is one launch of kernels/fixed_tile_product.py, whose rows and columns do not
+know how many lie beside them. So dividing rows or columns among ranks changes nothing; where features are summed that
+ranks have slices of, both operands are brought together first, in the order of the whole tensors:
+
+    of the weight:      all ranks' slices, all-gathered
+    of the activation:  this rank's tokens with all features, by all-to-all, where the result is divided by tokens
+                        (sequence parallelism); all tokens with all features, all-gathered, where it is not
+
+A rank's rows of a column-parallel weight are segments (gate, up), numerics/linear.py draws them. In the whole tensor a
+segment is in one piece, so that is the order which slices are brought into.
+
+What is gathered is dropped after its product. Compared with numerics/linear.py this moves and holds whole weights, and
+without sequence parallelism makes products over sharded features on every rank. Its products know no virtual shards.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.tree import Moving, all_gather, start_all_gather
+from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
+
+
+def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: int, sequence_parallel: bool) -> Tensor:
+    """x @ weight^T for a weight split along its output features.
+
+    x:       [s/t, b, k] with sequence parallelism, [s, b, k] without.
+    weight:  [n/t, k], this rank's slice of each segment.
+    returns: [s, b, n/t] of x's dtype.
+    """
+    return _ColumnParallel.apply(x, weight, mesh, segments, sequence_parallel)
+
+
+def row_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
+    """x @ weight^T for a weight split along its input features.
+
+    x:       [s, b, k/t].
+    weight:  [n, k/t].
+    returns: [s/t, b, n] of x's dtype with sequence parallelism, [s, b, n] without.
+    """
+    return _RowParallel.apply(x, weight, mesh, sequence_parallel)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, mesh, segments, sequence_parallel):
+        ctx.save_for_backward(x, weight)
+        ctx.mesh, ctx.segments, ctx.sequence_parallel = mesh, segments, sequence_parallel
+        whole = all_gather(x, mesh) if sequence_parallel else x
+        return _product(_tokens(whole), weight.t()).view(*whole.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        mesh, segments, sequence_parallel = ctx.mesh, ctx.segments, ctx.sequence_parallel
+        grad = _tokens(dy)
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        gathering = start_all_gather(x, mesh) if wants_dw and sequence_parallel else Moving(x)
+        summed = _start(grad, weight, mesh, sequence_parallel) if wants_dx else None
+        dx = dw = None
+        if wants_dw:  # while the operands of dx are on their way
+            tokens = _tokens(gathering.arrived())
+            dw = weight_gradient(weight, lambda out, add: fixed_tile_product(grad.t(), tokens, out, add=add))
+        if summed:
+            dx = _product(summed.features(segments), summed.weight_rows(segments)).view(x.shape)
+        return dx, dw, None, None, None
+
+
+class _RowParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, mesh, sequence_parallel):
+        ctx.save_for_backward(x, weight)
+        ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
+        summed = _start(_tokens(x), weight, mesh, sequence_parallel)
+        return _product(summed.features(), summed.weight_columns().t()).view(-1, *x.shape[1:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        grad = _tokens(all_gather(dy, ctx.mesh) if ctx.sequence_parallel else dy)
+        tokens = _tokens(x)
+        wants_dx, wants_dw = ctx.needs_input_grad[:2]
+        dx = _product(grad, weight).view(x.shape) if wants_dx else None
+        dw = None
+        if wants_dw:
+            dw = weight_gradient(weight, lambda out, add: fixed_tile_product(grad.t(), tokens, out, add=add))
+        return dx, dw, None, None
+
+
+@dataclass
+class _Summed:
+    """The operands of a product over sharded features, on their way: a slice of the features from every rank.
+
+    tokens: [t, m, n/t], m tokens; weight: [t, …], the ranks' weights.
+    """
+
+    tokens: Moving
+    weight: Moving
+
+    def features(self, segments: int = 1) -> Tensor:
+        """[m, n], in the order of the whole tensor."""
+        return _in_order(self.tokens.arrived(), segments)
+
+    def weight_rows(self, segments: int) -> Tensor:
+        """[n, k] of weights [n/t, k], in the order of the whole tensor."""
+        ranks = self.weight.arrived()
+        slices = ranks.unflatten(1, (segments, -1))  # rank, segment, row
+        return slices.transpose(0, 1).reshape(-1, ranks.shape[2])
+
+    def weight_columns(self) -> Tensor:
+        """[n, k] of weights [n, k/t]."""
+        return _in_order(self.weight.arrived(), 1)
+
+
+def _start(tokens: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> _Summed:
+    """Begin to bring a product's operands together.
+
+    tokens: [m, n/t]. With sequence parallelism this rank gets all features of its m/t tokens, otherwise of all m.
+    """
+    return _Summed(
+        _start_all_to_all(tokens, mesh) if sequence_parallel else start_all_gather(tokens.unsqueeze(0), mesh),
+        start_all_gather(weight.unsqueeze(0), mesh),
+    )
+
+
+def _start_all_to_all(tokens: Tensor, mesh: VirtualMesh) -> Moving:
+    """Begin to trade a slice of the features of all tokens for all features of a slice of the tokens.
+
+    tokens: [m, n/t]; arrives as [t, m/t, n/t], the ranks' slices of the features.
+    """
+    if mesh.size == 1:
+        return Moving(tokens.unsqueeze(0))
+    if tokens.shape[0] % mesh.size:
+        raise ValueError(f"{mesh.size} ranks do not divide {tokens.shape[0]} tokens")
+    tokens = tokens.contiguous()
+    slices = torch.empty_like(tokens)
+    work = dist.all_to_all_single(slices, tokens, group=mesh.group, async_op=True)
+    return Moving(slices.view(mesh.size, -1, tokens.shape[1]), work)
+
+
+def _in_order(slices: Tensor, segments: int) -> Tensor:
+    """[t, m, segments · f] → [m, segments · t · f]: every segment in one piece."""
+    ranks, rows, _ = slices.shape
+    return slices.view(ranks, rows, segments, -1).permute(1, 2, 0, 3).reshape(rows, -1)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return fixed_tile_product(a, b, a.new_empty(a.shape[0], b.shape[1]))
+
+
+def _tokens(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

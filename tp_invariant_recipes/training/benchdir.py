@@ -1,0 +1,64 @@
+"""The files of a benchmark's directory."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.training.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One training of the benchmark.
+
+    round:   from 1 on; 0 for a profiled pass, which comes after all rounds.
+    warmup:  steps before those that count.
+    steps:   all of them.
+    profile: whether rank 0 traces the last steps.
+    """
+
+    mode: str
+    round: int
+    warmup: int
+    steps: int
+    profile: bool = False
+
+
+@dataclass(frozen=True)
+class BenchDir(RunDir):
+    """A benchmark's directory: the logs of a run directory, and below it one run directory for each mode."""
+
+    @property
+    def result(self) -> Path:
+        """What the benchmark found."""
+        return self.path / "bench.json"
+
+    @property
+    def passes(self) -> Path:
+        """The passes in their order, as the ranks read them."""
+        return self.path / "bench" / "passes.json"
+
+    def figures(self, rank: int) -> Path:
+        """Seconds and memory of every step, as one rank saw them."""
+        return self.path / "bench" / f"rank-{rank}.jsonl"
+
+    def trace(self, mode: str) -> Path:
+        """The profiler's trace of rank 0, in Chrome's format."""
+        return self.path / "bench" / f"trace-{mode}.json.gz"
+
+    def mode(self, name: str) -> RunDir:
+        """Configuration, environment and versions of a mode."""
+        return RunDir(self.path / "modes" / name)
+
+    def write_passes(self, passes: tuple[Pass, ...]) -> None:
+        """Write the passes. Raises RunError."""
+        self.write(self.passes, [asdict(one) for one in passes])
+
+    def read_passes(self) -> tuple[Pass, ...]:
+        """The passes. Raises RunError when this is not a benchmark's directory."""
+        return tuple(Pass(**one) for one in self._read(self.passes, json.load))
+
+    def read_figures(self, rank: int) -> list[dict[str, Any]]:
+        """The lines of one rank. Raises RunError when there are none."""
+        return self._read(self.figures(rank), lambda stream: [json.loads(line) for line in stream])

@@ -1,0 +1,170 @@
+"""What a trace says: time and launches of a step by kernel and by kind of kernel, and where two traces differ.
+
+Read from the profiler's Chrome trace, so a trace written elsewhere can be read too. On a GPU what counts are kernels,
+copies and fills, wherever they run; kernels of several streams run at once, so their sum may exceed the step. On a CPU
+it is each operator's own time, without that of the operators it calls.
+"""
+
+import gzip
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+STEP = "tpi step"  # the mark around a step in a trace
+TRACED = 2  # steps of a trace
+LARGEST = 10  # kernels to name
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+OTHER = "other"
+
+# Pattern -> category, on the name of a kernel or operator; the first that is found decides. ^_NAME$: our own kernels.
+_ARITHMETIC = (
+    "abs|add|addcdiv|addcmul|all|amax|any|bitwise_\\w+|clamp|cos|div|eq|exp|frexp|ge|gelu|gt|isnan|ldexp|le|lerp|log|lt|max"
+    "|maximum|mean|min|mul|ne|neg|norm|linalg_vector_norm|pow|reciprocal|rsqrt|rsub|sigmoid|silu|silu_backward|sin|sqrt"
+    "|sub|sum|where"
+)
+_VIEWS = (
+    "alias|as_strided|chunk|detach|empty\\w*|expand\\w*|narrow|new_empty|permute|reshape|_reshape_alias|resize|select|slice"
+    "|split|squeeze|t|unsqueeze|_unsafe_view|view|resolve_conj"
+)
+CATEGORIES = tuple(
+    (re.compile(pattern, re.IGNORECASE), category)
+    for pattern, category in (
+        (r"tree_?(add|sum|fold|reduce)|token_sum|folding", "tree adds"),
+        (r"nccl|gloo|c10d|record_param_comms", "collectives"),
+        (r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", "collectives"),
+        (r"cross_?entropy|nll_loss|log_?softmax|^_(sum|gradient)$", "cross entropy"),
+        (r"flash|fmha|sdpa|attention|attn|softmax|cudnn::fusion", "attention"),
+        (r"rope|rotary", "rotary embedding"),
+        (r"grad_?norm|l2_?norm|^_(largest|square_limbs)$", "gradient norm"),
+        (r"adam|multi_?tensor|optimizer|foreach", "optimizer"),
+        (r"(rms|layer)_?norm|norm_?(fwd|bwd|forward|backward)|^_(forward|backward)$", "normalisation"),
+        (r"gemm|gemv|cutlass|cublas|xmma|nvjet|split_?k", "matrix products"),
+        (r"::_?(mm|addmm|bmm|baddbmm|matmul|linear|dot)$", "matrix products"),
+        (r"memset|fillfunctor|::(zero_?|zeros|fill_|new_zeros|zeros_like)$", "memset"),
+        (r"memcpy|copy|catarray|transpose|::_?(cat|contiguous|clone|to_copy|to|stack)$", "copies, concatenation"),
+        (r"embedding|index|gather|scatter|mask|arange|sort|topk|one_hot", "embedding, indexing"),
+        (r"elementwise|reduce_kernel|unrolled|vectorized|triton", "elementwise, reductions"),
+        (rf"::({_ARITHMETIC})_?$", "elementwise, reductions"),
+        (rf"::({_VIEWS})_?$", "allocations, views"),
+        (r"^autograd::|^torch::autograd::|(?-i:^_?[A-Z]\w*$)", "autograd functions"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel or operator in one step, on average."""
+
+    name: str
+    category: str
+    milliseconds: float
+    launches: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A step on average: how long it took while traced, how long nothing ran in it, and what ran, the longest first."""
+
+    milliseconds: float
+    idle: float
+    kernels: tuple[Kernel, ...]
+
+
+def category(name: str) -> str:
+    """The kind of a kernel or operator."""
+    return next((kind for pattern, kind in CATEGORIES if pattern.search(name)), OTHER)
+
+
+def read(file: Path) -> Trace:
+    """A trace's step. Raises OSError or ValueError when the file cannot be read."""
+    with gzip.open(file, "rt", encoding="utf-8") as stream:
+        return step(json.load(stream)["traceEvents"])
+
+
+def step(events: Iterable[dict[str, Any]]) -> Trace:
+    """The mean step of a trace's events. Only what starts inside a marked step counts.
+
+    Raises ValueError when no step is marked.
+    """
+    spans = [e for e in events if e.get("ph") == "X"]
+    # The GPU has a copy of each mark, a little shorter: its clock starts with the first kernel.
+    steps = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"] == STEP and e.get("cat") == "user_annotation"]
+    if not steps:
+        raise ValueError(f"no step is marked in the trace: no '{STEP}'")
+    inside = [e for e in spans if any(start <= e["ts"] < end for start, end in steps)]
+    counted = [e for e in inside if e.get("cat") in ON_GPU]
+    times = [(e["name"], e["dur"]) for e in counted]
+    if not counted:
+        counted = [e for e in inside if e.get("cat") == "cpu_op"]
+        times = list(_own_times(counted))
+    microseconds: dict[str, float] = defaultdict(float)
+    launches: Counter[str] = Counter()
+    for name, duration in times:
+        microseconds[name] += duration
+        launches[name] += 1
+    found = (
+        Kernel(name, category(name), microseconds[name] / 1000 / len(steps), launches[name] / len(steps))
+        for name in launches
+    )
+    wall = sum(end - start for start, end in steps)
+    return Trace(
+        milliseconds=wall / 1000 / len(steps),
+        idle=max(wall - _covered(counted), 0.0) / 1000 / len(steps),
+        kernels=tuple(sorted(found, key=lambda k: (-k.milliseconds, k.name))),
+    )
+
+
+def by_category(found: Iterable[Kernel]) -> dict[str, Kernel]:
+    """Category -> the sum of its kernels, under the category's name."""
+    sums: dict[str, Kernel] = {}
+    for kernel in found:
+        kind = kernel.category
+        before = sums.get(kind, Kernel(kind, kind, 0.0, 0.0))
+        sums[kind] = _plus(before, kernel)
+    return sums
+
+
+def difference(first: Iterable[Kernel], other: Iterable[Kernel]) -> tuple[Kernel, ...]:
+    """What `other` does more than `first`, by name, the most additional time first; less is negative."""
+    by_name = {k.name: Kernel(k.name, k.category, -k.milliseconds, -k.launches) for k in first}
+    for kernel in other:
+        by_name[kernel.name] = _plus(by_name.get(kernel.name, Kernel(kernel.name, kernel.category, 0.0, 0.0)), kernel)
+    return tuple(sorted(by_name.values(), key=lambda k: (-k.milliseconds, k.name)))
+
+
+def _plus(a: Kernel, b: Kernel) -> Kernel:
+    return Kernel(a.name, a.category, a.milliseconds + b.milliseconds, a.launches + b.launches)
+
+
+def _covered(events: Iterable[dict[str, Any]]) -> float:
+    """Microseconds during which at least one of the events runs."""
+    covered, until = 0.0, float("-inf")
+    for event in sorted(events, key=lambda e: e["ts"]):
+        end = event["ts"] + event["dur"]
+        covered += max(end - max(event["ts"], until), 0.0)
+        until = max(until, end)
+    return covered
+
+
+def _own_times(operators: Iterable[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """(name, microseconds) of each operator, less the operators that run inside it on its thread."""
+    threads = defaultdict(list)
+    for event in operators:
+        threads[event["pid"], event["tid"]].append(event)
+    for thread in threads.values():
+        open_: list[list] = []  # [end, name, own time], outermost first
+        for event in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
+            while open_ and open_[-1][0] <= event["ts"]:
+                yield _name_and_time(open_.pop())
+            if open_:
+                open_[-1][2] -= event["dur"]
+            open_.append([event["ts"] + event["dur"], event["name"], event["dur"]])
+        yield from map(_name_and_time, open_)
+
+
+def _name_and_time(operator: list) -> tuple[str, float]:
+    return operator[1], max(operator[2], 0.0)  # clocks are read to a nanosecond and rounded

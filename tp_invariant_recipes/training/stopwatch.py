@@ -1,0 +1,84 @@
+"""The callbacks of a benchmark: one takes the time and memory of every step, one traces the last steps."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+
+from tp_invariant_recipes.training.benchdir import Pass
+from tp_invariant_recipes.training.profile import STEP, TRACED
+
+
+class Stopwatch(Callback):
+    """Writes one line a step: seconds from the step's start to its end, and the most memory held in between.
+
+    A step is Bridge's: data, forward, backward, gradient reduction, clipping, optimizer. What Bridge logs between steps
+    is outside. The device is idle at both readings of the clock.
+    """
+
+    def __init__(self, file: Path, number: int, one: Pass) -> None:
+        self.file, self.number, self.one = file, number, one
+        self.lines: list[dict[str, Any]] = []
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Start the clock; the memory held from here on is the step's."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self.started = time.perf_counter()
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Read the clock, then write."""
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - self.started
+        config, step = context.state.cfg, context.state.train_state.step + 1
+        line = {
+            "pass": self.number,
+            "mode": self.one.mode,
+            "round": self.one.round,
+            "profile": self.one.profile,
+            "step": step,
+            "counts": step > self.one.warmup and not self.one.profile,
+            "seconds": seconds,
+            "tokens": config.train.global_batch_size * config.model.seq_length,
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+        }
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+class Tracer(Callback):
+    """Traces the last steps of a pass. The step before them is traced too and thrown away: it starts the tracing."""
+
+    def __init__(self, file: Path, one: Pass, *, gpu: bool) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profiler = torch.profiler.profile(
+            activities=activities,
+            schedule=torch.profiler.schedule(
+                skip_first=one.steps - TRACED - 1, wait=0, warmup=1, active=TRACED, repeat=1
+            ),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(file)),
+        )
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Begin to count steps."""
+        self.profiler.start()
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Mark the step in the trace."""
+        self.step = torch.profiler.record_function(STEP)
+        self.step.__enter__()
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Close the mark once the device is idle; after the last step the trace is written."""
+        torch.cuda.synchronize()
+        self.step.__exit__(None, None, None)
+        self.profiler.step()
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Stop."""
+        self.profiler.stop()
