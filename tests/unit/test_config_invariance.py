@@ -100,7 +100,7 @@ DIMENSIONS = st.fixed_dictionaries({f"model__{name}": NUMBERS for name in invari
 
 @given(DIMENSIONS, st.sampled_from((1, 2, 4, 8, 16)), st.sampled_from((1, 2, 3, 4, 8, 16)))
 def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp):
-    fields = dimensions | {"model__tensor_model_parallel_size": tp}
+    fields = dimensions | {"model__tensor_model_parallel_size": tp, "device__kind": "gpu"}
     found = invariance.problems(changed(**fields, numerics__shards=shards))
     fits = all((number / shards).is_integer() for number in dimensions.values())
     assert bool(found) == (not fits or not (shards / tp).is_integer())
@@ -109,3 +109,9 @@ def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp)
         assert not any(" does not divide model." in line or "power of two" in line for line in again)
     elif found:
         assert found == [f"tp={tp} does not divide numerics.shards={shards}; raise numerics.shards or change tp"]
+
+
+def test_a_cpu_wants_whole_vectors():
+    says = "model.ffn_hidden_size=192: on a CPU it must be a multiple of 256"
+    assert invariance.problems(changed(model__ffn_hidden_size=192)) == [says]
+    assert invariance.problems(changed(model__ffn_hidden_size=192, device__kind="gpu")) == []

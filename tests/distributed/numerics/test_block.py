@@ -167,3 +167,65 @@ class TestBlock:
         for name in NAMES:
             error = (ours[name].double() - stock[name].double()).norm() / stock[name].double().norm()
             assert error < (1e-5 if dtype == torch.float32 else 2e-2), name
+
+
+def _plain_norm_gradients() -> None:
+    from tp_invariant_recipes.numerics import norm
+    from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
+
+    def plain(weight, leaves, mesh, everywhere):
+        local = leaves.flatten(0, 1).sum(0).view(weight.shape)  # Megatron adds up what the ranks have
+        return weight_gradient(weight, lambda out, add: out.add_(local) if add else out.copy_(local))
+
+    norm.deliver = plain
+
+
+def _one_segment() -> None:
+    from tp_invariant_recipes.numerics import local_layers
+
+    local_layers.segments_of = lambda config, tp_comm_buffer_name: 1
+
+
+def _head_norms_like_others() -> None:
+    from tp_invariant_recipes.numerics import spec
+
+    spec.HEAD_NORMS = spec.SUBSTITUTES
+
+
+# An ingredient left out -> what then depends on the degree; all else must not.
+NORMS = {name for name in NAMES if "norm" in name}
+HEAD_NORMS = {name for name in NORMS if "q_layernorm" in name or "k_layernorm" in name}
+INGREDIENTS = {
+    "norm weight gradients": (_plain_norm_gradients, NORMS),
+    "norms of queries and keys": (_head_norms_like_others, HEAD_NORMS),
+    "segments of gate and up": (_one_segment, NAMES - {"output", "final_layernorm.weight", *(f"layers.0.mlp.linear_fc{n}.weight" for n in (1, 2))}),
+}
+
+
+def _without(mesh, ingredient):
+    with megatron(mesh):
+        INGREDIENTS[ingredient][0]()
+        return _run(mesh, True, torch.float32, mesh.size > 1, True)
+
+
+@pytest.mark.parametrize("ingredient", INGREDIENTS)
+def test_each_ingredient_is_needed(bridge, ingredient):
+    one, two = (_whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
+    assert {name for name in NAMES if not same_bits(one[name], two[name])} == INGREDIENTS[ingredient][1]
+
+
+def _embedded(mesh):
+    """[b, s, h] for rows that hold -0.0, of a vocabulary divided among the ranks."""
+    from tp_invariant_recipes.numerics.local_layers import InvariantVocabParallelEmbedding
+
+    with megatron(mesh):
+        config = _config(mesh.size, torch.float32, sequence_parallel=False)
+        embedding = InvariantVocabParallelEmbedding(16, 4, init_method=torch.nn.init.zeros_, config=config)
+        embedding.weight.data.fill_(-0.0)
+        return embedding(torch.arange(16).view(2, 8)).detach()
+
+
+def test_the_embedding_of_negative_zero(bridge):
+    one, four = on_ranks(1, SHARDS, _embedded), on_ranks(4, SHARDS, _embedded)
+    assert all(same_bits(one[0], rank) for rank in four)
+    assert not one[0].signbit().any()
