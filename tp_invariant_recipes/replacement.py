@@ -1,8 +1,9 @@
-"""Replace attributes of installed packages for the length of a `with` block, and put them back."""
+"""Replace attributes of installed packages, for good or for the length of a `with` block."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -30,26 +31,30 @@ class Replacement:
         return holder, name
 
 
-@contextmanager
-def applied(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """Apply the replacements in order; on leaving, restore the originals in reverse.
+def apply(replacements: Iterable[Replacement]) -> Callable[[], None]:
+    """Apply the replacements in order, for good.
 
-    Raises AttributeError when a target does not exist: a replacement that no longer fits must not pass unseen.
+    returns: what restores the originals, in reverse.
+    Raises AttributeError when a target does not exist: a replacement that no longer fits must not pass unseen. Then
+    nothing stays replaced.
     """
-    undo: list[tuple[Any, str, Any, bool]] = []
-    try:
+    with ExitStack() as undo:
         for replacement in replacements:
             holder, name = replacement.owner()
             original = getattr(holder, name)
             # A staticmethod or property must go back as it was, and what a base class holds must stay there.
-            inherited = name not in vars(holder)
             stored = vars(holder).get(name)
+            restore = partial(setattr, holder, name, stored) if name in vars(holder) else partial(delattr, holder, name)
             setattr(holder, name, replacement.make(original))
-            undo.append((holder, name, stored, inherited))
+            undo.callback(restore)
+        return undo.pop_all().close
+
+
+@contextmanager
+def applied(replacements: Iterable[Replacement]) -> Iterator[None]:
+    """The same for the length of a `with` block."""
+    restore = apply(replacements)
+    try:
         yield
     finally:
-        for holder, name, stored, inherited in reversed(undo):
-            if inherited:
-                delattr(holder, name)
-            else:
-                setattr(holder, name, stored)
+        restore()

@@ -4,7 +4,7 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,3 +70,9 @@ def megatron(mesh: VirtualMesh) -> Iterator[None]:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=mesh.size)
         model_parallel_cuda_manual_seed(1)
         yield
+
+
+def joined(parts: Sequence[torch.Tensor], dim: int, segments: int = 1) -> torch.Tensor:
+    """The whole of a tensor of `segments` segments, of each of which every rank has its slice along `dim`."""
+    split = [part.chunk(segments, dim) for part in parts]
+    return torch.cat([torch.cat(slices, dim) for slices in zip(*split, strict=True)], dim)

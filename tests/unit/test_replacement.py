@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.replacement import Replacement, applied
+from tp_invariant_recipes.replacement import Replacement, applied, apply
 
 
 class Base:
@@ -159,3 +159,18 @@ def test_any_sequence_is_undone(targets, fail):
         assert fail
     assert state(made) == before
     del sys.modules["victim"]
+
+
+def test_for_good_until_undone(module):
+    before = state(module)
+    undo = apply([instead("function"), instead("Thing.inherited")])
+    assert (module.function, module.Thing.inherited) == ("replaced", "replaced")
+    undo()
+    assert state(module) == before
+
+
+def test_all_or_nothing(module):
+    before = state(module)
+    with pytest.raises(AttributeError):
+        apply([instead("function"), instead("missing")])
+    assert state(module) == before

@@ -89,7 +89,7 @@ OWN_SECTIONS: dict[str, type] = {
 }
 
 # Keys that hold a path. It is taken as typed: to Hydra's grammar ~ = , and brackets would mean something.
-PATHS = ("run.dir", "data.path", "data.cache", "data.tokenizer")
+PATHS = ("run.dir", "data.path", "data.cache", "data.tokenizer", "checkpoint.pretrained_checkpoint")
 
 # Keys of ours inside a section of Bridge's: path -> type.
 OWN_KEYS: dict[str, type] = {"tokenizer.vocab_includes_eod": bool}

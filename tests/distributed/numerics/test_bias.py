@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # noqa: F401 -- what backward(gradient) imports: once, not in every rank
+import torch.fx.experimental.symbolic_shapes  # what backward(gradient) imports, here once and not in every rank
 
 from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.numerics.bias import column_bias, row_bias
@@ -87,7 +87,7 @@ def test_sequence_parallelism_changes_no_bit(results, dtype, main_grad):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_an_fp64_reference(results, case):
-    kind, dtype, main_grad = case
+    _, dtype, main_grad = case
     y, bias, dy = (v.double() for v in _tensors(dtype))
     out, dy_back, db = _whole(results[4], case)
     assert same_bits(out, (y + bias).to(dtype))

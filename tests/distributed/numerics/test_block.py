@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.distributed.ranks import megatron, on_ranks, same_bits
+from tests.distributed.ranks import joined, megatron, on_ranks, same_bits
 from tp_invariant_recipes.numerics import spec
 from tp_invariant_recipes.numerics.init import place
 
@@ -123,8 +123,7 @@ def _whole(ranks, sequence_parallel):
             assert all(same_bits(part, first) for part in parts), name
             whole[name] = first
         else:
-            split = [part.chunk(segments, dim) for part in parts]
-            whole[name] = torch.cat([torch.cat([s[n] for s in split], dim) for n in range(segments)], dim)
+            whole[name] = joined(parts, dim, segments)
     return whole
 
 
@@ -195,10 +194,11 @@ def _head_norms_like_others() -> None:
 # An ingredient left out -> what then depends on the degree; all else must not.
 NORMS = {name for name in NAMES if "norm" in name}
 HEAD_NORMS = {name for name in NORMS if "q_layernorm" in name or "k_layernorm" in name}
+AFTER_FC1 = {"output", "final_layernorm.weight", "layers.0.mlp.linear_fc1.weight", "layers.0.mlp.linear_fc2.weight"}
 INGREDIENTS = {
     "norm weight gradients": (_plain_norm_gradients, NORMS),
     "norms of queries and keys": (_head_norms_like_others, HEAD_NORMS),
-    "segments of gate and up": (_one_segment, NAMES - {"output", "final_layernorm.weight", *(f"layers.0.mlp.linear_fc{n}.weight" for n in (1, 2))}),
+    "segments of gate and up": (_one_segment, NAMES - AFTER_FC1),
 }
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.distributed.ranks import on_ranks, same_bits
+from tests.distributed.ranks import joined, on_ranks, same_bits
 from tp_invariant_recipes.numerics.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.linear import column_parallel, row_parallel
 
@@ -87,11 +87,6 @@ def _all(mesh, cases):
     return [_run(mesh, case) for case in cases]
 
 
-def _joined(parts, dim, segments=1):
-    split = [part.chunk(segments, dim) for part in parts]
-    return torch.cat([torch.cat([s[n] for s in split], dim) for n in range(segments)], dim)
-
-
 def _same(a, b):
     """The same bits, and NaN where the other has NaN: which of the many NaNs it is, torch's vector and scalar code on a
     CPU do not agree, and where one ends and the other begins depends on how many features a rank has."""
@@ -107,16 +102,16 @@ def _together(case, ranks):
     """y, dx, dw, db of all ranks put together."""
     y, dx, dw, db = zip(*ranks, strict=True)
     if case.kind == "column":
-        dx = _joined(dx, 0) if case.sequence_parallel else _only(dx)
-        db = _joined(db, 0, case.segments) if case.bias else None
-        return _joined(y, 2, case.segments), dx, _joined(dw, 0, case.segments), db
-    y = _joined(y, 0) if case.sequence_parallel else _only(y)
+        dx = joined(dx, 0) if case.sequence_parallel else _only(dx)
+        db = joined(db, 0, case.segments) if case.bias else None
+        return joined(y, 2, case.segments), dx, joined(dw, 0, case.segments), db
+    y = joined(y, 0) if case.sequence_parallel else _only(y)
     if case.bias and case.sequence_parallel:  # Megatron adds these up: one rank has the sum
         assert not any(other.count_nonzero() for other in db[1:])
         db = db[0]
     elif case.bias:
         db = _only(db)
-    return y, _joined(dx, 2), _joined(dw, 1), db if case.bias else None
+    return y, joined(dx, 2), joined(dw, 1), db if case.bias else None
 
 
 def _assert_accurate(case, shards, got):

@@ -1,0 +1,193 @@
+"""`NVTE_TP_INVARIANT_MODE=1` and one import make a plain Megatron-Core program invariant; without, it is not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.distributed.ranks import joined, megatron, on_ranks, same_bits
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.invariant import switched_on
+
+V, SEQUENCE, BATCH, VOCABULARY = 4, 16, 2, 64
+
+
+def config(mesh, **fields):
+    from megatron.core.transformer import TransformerConfig
+
+    defaults = {
+        "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 128,
+        "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
+        "qk_layernorm": True, "normalization": "RMSNorm", "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "params_dtype": torch.float32, "tensor_model_parallel_size": mesh.size, "sequence_parallel": mesh.size > 1,
+        "masked_softmax_fusion": False, "bias_dropout_fusion": False, "apply_rope_fusion": False,
+        "persist_layer_norm": False, "bias_activation_fusion": False,
+    }  # fmt: skip
+    return TransformerConfig(**defaults | fields)
+
+
+def model(config, positions="rope"):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type=positions,
+        share_embeddings_and_output_weights=True,
+    )
+
+
+def program(mesh, bf16):
+    """Train for four steps as one would without us; losses, gradient norms and this rank's weights."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    settings = config(mesh, bf16=bf16, params_dtype=dtype)
+    torch.manual_seed(1)
+    gpt = model(settings)
+    inner = Float16Module(settings, gpt) if bf16 else gpt
+    ddp = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=bf16, params_dtype=dtype, clip_grad=1.0), [ddp])
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    seen = []
+    for _ in range(4):
+        tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator)
+        ddp.zero_grad_buffer()
+        optimizer.zero_grad()
+        positions = torch.arange(SEQUENCE).expand(BATCH, -1)
+        loss = ddp(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
+        loss.backward()
+        finalize_model_grads([ddp])
+        _, norm, _ = optimizer.step()
+        seen.append((loss.item(), norm))
+    weights = {
+        name: (p.detach(), getattr(p, "partition_dim", -1) if getattr(p, "tensor_model_parallel", False) else None)
+        for name, p in gpt.named_parameters()
+    }
+    return seen, weights
+
+
+def switched(mesh, value, function, *arguments):
+    os.environ |= {"NVTE_TP_INVARIANT_MODE": value, "TPI_SHARDS": str(V)}
+    sys.modules.pop("tp_invariant_recipes.invariant")  # this module has imported it, switched off
+    with megatron(mesh):
+        import tp_invariant_recipes.invariant  # noqa: F401
+
+        return function(mesh, *arguments)
+
+
+def _whole(ranks):
+    found = {}
+    for name, (first, dim) in ranks[0][1].items():
+        parts, segments = [rank[1][name][0] for rank in ranks], 2 if "linear_fc1" in name else 1
+        found[name] = first if dim is None else joined(parts, dim, segments)
+    return found
+
+
+@pytest.mark.parametrize("bf16", (False, True))
+def test_a_plain_program_has_one_result(bridge, bf16):
+    one, two = (on_ranks(t, V, switched, "1", program, bf16) for t in (1, 2))
+    assert all(rank[0] == one[0][0] for rank in two)
+    a, b = _whole(one), _whole(two)
+    assert a.keys() == b.keys()
+    assert [name for name in a if not same_bits(a[name], b[name])] == []
+
+
+@pytest.mark.parametrize("bf16", (False, True))
+def test_without_the_switch_it_has_several(bridge, bf16):
+    one, two = (on_ranks(t, V, switched, "0", program, bf16) for t in (1, 2))
+    assert one[0][0] != two[0][0]
+
+
+def _refused(mesh, fields, positions):
+    with pytest.raises(ConfigError) as error:
+        model(config(mesh, **fields), positions)
+    return error.value.problems
+
+
+def test_all_that_is_not_covered_is_said_at_once(bridge):
+    fields = {
+        "normalization": "LayerNorm", "hidden_dropout": 0.1, "num_query_groups": 2, "ffn_hidden_size": 96,
+        "cross_entropy_loss_fusion": True,
+    }  # fmt: skip
+    (problems,) = on_ranks(1, V, switched, "1", _refused, fields, "learned_absolute")
+    said = (
+        "only normalization=RMSNorm", "dropout", "fused cross entropy",
+        "TPI_SHARDS=4 does not divide num_query_groups=2", "position_embedding_type=learned_absolute",
+    )  # fmt: skip
+    assert len(problems) == len(said)
+    assert all(any(text in problem for problem in problems) for text in said)
+
+
+def _refuses_bf16_gradients(mesh):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    plain = config(mesh, bf16=True, params_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="gradients are accumulated in fp32"):
+        DistributedDataParallel(plain, DistributedDataParallelConfig(grad_reduce_in_fp32=False), model(plain))
+    return "refused"
+
+
+def test_gradients_in_bf16_are_refused(bridge):
+    assert on_ranks(1, V, switched, "1", _refuses_bf16_gradients) == ["refused"]
+
+
+def _refuses_another_model(mesh):
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    with pytest.raises(ConfigError, match="LanguageModule has no invariant version"):
+        LanguageModule(config(mesh))
+    return "refused"
+
+
+def test_another_model_is_refused(bridge):
+    assert on_ranks(1, V, switched, "1", _refuses_another_model) == ["refused"]
+
+
+@pytest.mark.parametrize(
+    "variables, shards",
+    (({}, None), ({"NVTE_TP_INVARIANT_MODE": "0", "TPI_SHARDS": "x"}, None), ({"NVTE_TP_INVARIANT_MODE": "1"}, 8)),
+)
+def test_what_the_variables_mean(variables, shards):
+    assert switched_on(variables) == shards
+
+
+@pytest.mark.parametrize(
+    "variables", ({"NVTE_TP_INVARIANT_MODE": "on"}, {"NVTE_TP_INVARIANT_MODE": "1", "TPI_SHARDS": "6"})
+)
+def test_what_they_cannot_mean(variables):
+    with pytest.raises(ConfigError):
+        switched_on(variables)
+
+
+def test_switched_off_it_imports_nothing():
+    code = (
+        "import sys, tp_invariant_recipes.invariant as i; print([n for n in ('torch', 'megatron') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_switched_on_before_anything_is_imported():
+    """The layers a specification names must be Megatron's own, whatever was imported first."""
+    code = """
+import tp_invariant_recipes.invariant
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from tp_invariant_recipes.numerics import spec
+layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm").submodules.self_attention.submodules
+print(layer.linear_qkv.__name__, spec.invariant(layer).linear_qkv.__name__, TransformerConfig.virtual_shards)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=True, env=os.environ | {"NVTE_TP_INVARIANT_MODE": "1", "TPI_SHARDS": "4"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["ColumnParallelLinear", "InvariantColumnParallelLinear", "4"]

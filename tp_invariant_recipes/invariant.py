@@ -1,0 +1,180 @@
+"""The switch for programs that do not use our recipes: `NVTE_TP_INVARIANT_MODE=1` and `import` of this module.
+
+    NVTE_TP_INVARIANT_MODE=1 TPI_SHARDS=8 torchrun … pretrain_gpt.py …   # which imports this before it builds the model
+
+From then on, in this process, every GPTModel of Megatron-Core is built of invariant layers and starts from weights that
+no layout changes; one that has what they do not cover is refused. With the variable unset or "0" nothing happens, and
+neither torch nor Megatron is imported.
+"""
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import Any
+
+from tp_invariant_recipes.config import environment, invariance
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.replacement import Replacement, apply
+
+SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"
+NUMERICS = {"mode": "tree", "grad_norm": "exact", "clip_rounding": "none", "initial_weights": "invariant"}
+POSITIONS = ("rope", "none")
+
+
+def switched_on(variables: dict[str, str]) -> int | None:
+    """V if the switch is on, None if it is off. Raises ConfigError for what is neither."""
+    value, shards = variables.get(SWITCH, "0"), variables.get(SHARDS, "8")
+    if value not in ("0", "1"):
+        raise ConfigError(f"{SWITCH}={value}: 1 makes Megatron-Core invariant (numerics=tree), 0 leaves it alone")
+    if value == "0":
+        return None
+    if not shards.isdecimal() or int(shards).bit_count() != 1:
+        raise ConfigError(f"{SHARDS}={shards}: must be a power of two")
+    return int(shards)
+
+
+def install(shards: int) -> None:
+    """Make this process's Megatron-Core invariant with V = `shards`, for good."""
+    from megatron.core.transformer import TransformerConfig
+
+    from tp_invariant_recipes.numerics import spec
+
+    # What the layers read. A recipe sets both on its own configuration; a plain one has these.
+    TransformerConfig.virtual_shards, TransformerConfig.invariant_mode = shards, NUMERICS["mode"]
+    os.environ.update(environment.settings(_device(), os.environ))
+    # Those of `spec` come last: what Megatron-Core imports by name must be its own when it is imported here.
+    apply((*_rows(shards), *spec.replacements(NUMERICS | {"shards": shards})))
+
+
+def _rows(shards: int) -> tuple[Replacement, ...]:
+    return (
+        Replacement(
+            "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+            lambda original: _checked_and_initialised(original, shards),
+            "Megatron draws other weights for every layout",
+        ),
+        Replacement(
+            "megatron.core.models.common.language_module.language_module:LanguageModule.__init__",
+            _gpt_only,
+            "other models have layers with no invariant version",
+        ),
+        Replacement(
+            "megatron.core.transformer.transformer_block:_get_block_submodules",
+            _invariant_layers,
+            "every layer specification passes here, wherever a program has it from",
+        ),
+        Replacement(
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+            lambda original: _checked(original, shards),
+            "some ways to reduce gradients are not covered",
+        ),
+    )
+
+
+def _device() -> str:
+    return "gpu" if gpus.visible() else "cpu"
+
+
+def _checked_and_initialised(original: Callable[..., None], shards: int) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self, *args, **kwargs) -> None:
+        asked = signature(original).bind(self, *args, **kwargs)
+        asked.apply_defaults()
+        config, positions = asked.arguments["config"], asked.arguments["position_embedding_type"]
+        problems = _problems(config, shards, vocab_size=asked.arguments["vocab_size"])
+        if positions not in POSITIONS:
+            problems.append(f"position_embedding_type={positions}: only {' and '.join(POSITIONS)} are covered")
+        if not asked.arguments["parallel_output"]:
+            problems.append("logits that are gathered have no invariant version; parallel_output=True")
+        _refuse(problems)
+        original(self, *args, **kwargs)
+        if config.perform_initialization:
+            from tp_invariant_recipes.numerics.init import initialise
+
+            initialise([self], seed=_common_seed())
+
+    return __init__
+
+
+def _gpt_only(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self, *args, **kwargs) -> None:
+        from megatron.core.models.gpt import GPTModel
+
+        if not isinstance(self, GPTModel):
+            _refuse([f"{type(self).__name__} has no invariant version; only GPTModel has"])
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _invariant_layers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def submodules(*args, **kwargs) -> Any:
+        from tp_invariant_recipes.numerics import spec
+
+        return spec.invariant(original(*args, **kwargs))
+
+    return submodules
+
+
+def _checked(original: Callable[..., None], shards: int) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self, config, ddp_config, *args, **kwargs) -> None:
+        import torch
+
+        ddp = {name: getattr(ddp_config, name) for name in ("grad_reduce_in_fp32", "overlap_grad_reduce")}
+        ddp["grad_reduce_in_fp32"] |= config.params_dtype == torch.float32
+        _refuse(_problems(config, shards, ddp=ddp))
+        original(self, config, ddp_config, *args, **kwargs)
+
+    return __init__
+
+
+def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict[str, Any] | None = None) -> list[str]:
+    """What a recipe would be refused for, told of a TransformerConfig.
+
+    The length of the sequences is not known here; a norm whose weight gradient V does not divide refuses them.
+    """
+    from megatron.core import parallel_state
+
+    model = {name: value for name, value in vars(config).items() if name != "hybrid_layer_pattern"} | {
+        "vocab_size": vocab_size or shards,
+        "seq_length": shards,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+    }
+    tree = {
+        "numerics": NUMERICS | {"shards": shards},
+        "model": model,
+        "parallel": {"data_parallel_size": parallel_state.get_data_parallel_world_size()},
+        "ddp": ddp or {},
+        "device": {"kind": _device()},
+    }
+    found = [line.removeprefix("numerics=tree: ").replace("model.", "") for line in invariance.problems(tree)]
+    found = [line.replace("numerics.shards", SHARDS) for line in found]
+    if _device() == "gpu" and not config.deterministic_mode:
+        found.append("kernels that add in no fixed order repeat no bits; deterministic_mode=True")
+    return found
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise ConfigError(f"{SWITCH}=1 does not cover this:{listed}", problems)
+
+
+def _common_seed() -> int:
+    """Rank 0's seed of torch's default generator: with pipeline parallelism Megatron-LM gives every stage its own."""
+    import torch
+    import torch.distributed as dist
+
+    seed = [torch.initial_seed()]
+    dist.broadcast_object_list(seed, src=0)
+    return seed[0]
+
+
+if (_shards := switched_on(dict(os.environ))) is not None:
+    install(_shards)
