@@ -6,10 +6,17 @@ SMALL = ("qwen3_toy", "seq=64")
 
 # What is held fixed -> the layouts that must agree. Sequence parallelism is on where tp > 1 unless said otherwise.
 GROUPS = {
-    "iters=12": ("tp=1", "tp=2", "tp=4 sp=false", "tp=8"),
-    "iters=4 mbs=4": ("tp=1", "tp=4"),
-    "iters=4 dp=2": ("tp=1", "tp=2"),
-    "iters=4 pp=2": ("tp=1", "tp=2"),
+    "iters=50": ("tp=1", "tp=2", "tp=4", "tp=4 sp=false", "tp=8"),
+    "iters=50 mbs=4": ("tp=1", "tp=2", "tp=2 sp=false", "tp=4", "tp=8"),
+    "iters=50 dp=2": ("tp=1", "tp=2", "tp=4"),
+    "iters=50 pp=2": ("tp=1", "tp=2", "tp=4"),
+    "iters=3 dp=2": ("tp=1", "tp=8"),
+    "iters=3 pp=2": ("tp=1", "tp=8"),
+    "iters=4 model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1": (
+        "tp=1",
+        "tp=2",
+        "tp=4 sp=false",
+    ),
     "iters=4 precision=fp32": ("tp=1", "tp=4 sp=false"),
     "iters=4 model.share_embeddings_and_output_weights=false": ("tp=1", "tp=4"),
     "iters=4 numerics.shards=4": ("tp=1", "tp=4"),
@@ -25,6 +32,7 @@ def _steps(tpi, mode, fixed, layouts):
     return ledgers
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("fixed", GROUPS)
 def test_one_ledger_for_all_layouts(tpi, fixed):
     first, *others = _steps(tpi, "tree", fixed, GROUPS[fixed])

@@ -37,7 +37,7 @@ def test_tree_add_has_the_bits_of_its_twin(width, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("tokens", "heads", "width"), ((256, 1, 1024), (2048, 1, 4096), (512, 32, 128), (96, 8, 24)))
+@pytest.mark.parametrize("tokens, heads, width", ((256, 1, 1024), (2048, 1, 4096), (512, 32, 128), (96, 8, 24)))
 @pytest.mark.parametrize("by_heads", (False, True))
 def test_norm_of_a_slice_is_the_slice_of_the_norm(dtype, tokens, heads, width, by_heads):
     if by_heads and heads == 1:
@@ -111,7 +111,14 @@ def test_token_sum_of_a_slice_is_the_slice_of_it(dtype):
 
 
 # [tokens, k, n] of one shard of Qwen3-0.6B and 8B, V = 8 and 4.
-SHAPES = ((2048, 1024, 384), (2048, 4096, 1536), (2048, 1536, 4096), (2048, 512, 4096), (2048, 4096, 768), (8192, 4096, 3072))
+SHAPES = (
+    (2048, 1024, 384),
+    (2048, 4096, 1536),
+    (2048, 1536, 4096),
+    (2048, 512, 4096),
+    (2048, 4096, 768),
+    (8192, 4096, 3072),
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -51,7 +51,6 @@ BEYOND = (
     ({"model__attention_dropout": 0.1}, "dropout"),
     ({"model__context_parallel_size": 2}, "cp"),
     ({"parallel__data_parallel_size": 4}, "an all-reduce over more than two data-parallel ranks"),
-    ({"model__recompute_granularity": "full"}, "recomputation"),
     ({"model__mtp_num_layers": 1}, "multi-token prediction"),
 )
 

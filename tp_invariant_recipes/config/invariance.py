@@ -55,7 +55,6 @@ LIMITS = (
         lambda t: t["parallel"]["data_parallel_size"] > 2,
         "an all-reduce over more than two data-parallel ranks adds in an order of its own; dp=1 or 2",
     ),
-    Limit(lambda t: bool(t["model"].get("recompute_granularity")), "recomputation is not covered yet"),
     Limit(lambda t: bool(t["model"].get("mtp_num_layers")), "multi-token prediction is not covered yet"),
     Limit(
         lambda t: t["parallel"]["data_parallel_size"] > 1 and bool(t["ddp"].get("overlap_grad_reduce")),

@@ -64,13 +64,16 @@ def run(
     from tp_invariant_recipes.training import rank
 
     with _stopping() as stop:
+        method = START_METHODS[plan.device]
+        all_started = torch.multiprocessing.get_context(method).Event()
         context = torch.multiprocessing.start_processes(
             rank.main,
-            args=(str(plan.run_dir.path), seats, story or rank.train),
+            args=(str(plan.run_dir.path), seats, story or rank.train, all_started),
             nprocs=plan.layout.world,
             join=False,
-            start_method=START_METHODS[plan.device],
+            start_method=method,
         )
+        all_started.set()
         ended_here = _watch(context.processes, stop, tick)
     dead = {r: p.exitcode for r, p in enumerate(context.processes) if p.exitcode and r not in ended_here}
     if stop.requests and all(code == -signal.SIGTERM for code in dead.values()):

@@ -48,15 +48,18 @@ class Seat:
         }
 
 
-def main(rank: int, run: str, seats: list[Seat], story: Callable[[RunDir, Seat], None]) -> None:
+def main(rank: int, run: str, seats: list[Seat], story: Callable[[RunDir, Seat], None], all_started: Any) -> None:
     """Run one rank of the run in directory `run`; returns when it is done, or stopped by a signal after saving.
 
-    story: what the rank does, such as `train`.
+    story:       what the rank does, such as `train`.
+    all_started: a multiprocessing event. A rank that met the launcher's store earlier would set the store's thread to
+                 work, and a rank forked meanwhile would inherit whatever lock that thread holds, for good.
     On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
     """
     run_dir = RunDir(Path(run))
     seat = seats[rank]
     _leave_with_the_launcher()
+    all_started.wait()
     os.environ.update(seat.environment())
     try:
         with _logged(run_dir, seat):
