@@ -11,7 +11,7 @@ JOBS ?= 2
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 
-demo: bootstrap ## Train a toy model on this machine with two layouts and compare them bit by bit
+demo: bootstrap ## Train a toy model on this machine at tp=1 and tp=2, stock and invariant, and compare bit by bit
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/demo
 
 test: lint types unit ## Everything that CI runs: lint, types, unit

@@ -48,10 +48,13 @@ def program(mesh, bf16):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
+    from tp_invariant_recipes.numerics.init import initialise
+
     dtype = torch.bfloat16 if bf16 else torch.float32
     settings = config(mesh, bf16=bf16, params_dtype=dtype)
     torch.manual_seed(1)
     gpt = model(settings)
+    initialise([gpt], seed=torch.initial_seed())  # what the switch does too: without it, only sums can differ
     inner = Float16Module(settings, gpt) if bf16 else gpt
     ddp = DistributedDataParallel(settings, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, bf16=bf16, params_dtype=dtype, clip_grad=1.0), [ddp])
