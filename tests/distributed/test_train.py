@@ -97,7 +97,7 @@ def test_a_run_directory_says_what_was_run(runs):
     assert header["identity_hash"] == run["identity_hash"]
     assert header["notes"]["tokenizer.vocab_includes_eod"] is True
     assert header["notes"]["tokenizer.eod"] == 256
-    assert header["numerics"] == {"mode": "stock"}
+    assert header["numerics"] == {"mode": "stock", "initial_weights": "megatron"}
     assert header["versions"]["megatron_bridge"]
     assert json.loads((folder / "environment.json").read_text())["OMP_NUM_THREADS"] == "1"
     assert "iteration       30/      30" in (folder / "logs" / "bridge.log").read_text()

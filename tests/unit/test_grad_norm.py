@@ -292,12 +292,15 @@ def test_the_signatures_are_those_of_megatron():
     assert parameters_of(clip_by_powers_of_two(clip)) == parameters_of(clip)
 
 
+NUMERICS = {"mode": "tree", "shards": 8, "grad_norm": "exact", "clip_rounding": "pow2"}
+
+
 def test_every_module_that_imported_megatrons_function_gets_ours():
     pytest.importorskip("megatron.core")
     from tp_invariant_recipes.numerics.spec import replacements
     from tp_invariant_recipes.replacement import applied
 
-    targets = [r for r in replacements(8) if r.target.endswith(":get_grad_norm_fp32")]
+    targets = [r for r in replacements(NUMERICS) if r.target.endswith(":get_grad_norm_fp32")]
     with applied(targets):
         from megatron.core.optimizer import layer_wise_optimizer, optimizer
 
