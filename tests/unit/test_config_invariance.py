@@ -43,6 +43,9 @@ BEYOND = (
     ({"parallel__data_parallel_size": 2, "ddp__overlap_grad_reduce": True}, "norm weight gradients are complete only"),
     ({"ddp__grad_reduce_in_fp32": False}, "gradients are accumulated in fp32"),
     ({"model__cuda_graph_impl": "local"}, "CUDA graphs"),
+    ({"model__gtp_weight_remat_size": 2}, "weights spread over more ranks"),
+    ({"model__position_embedding_type": "learned_absolute"}, "only rotary positions"),
+    *(({f"model__{field}": True}, f"model.{field} is not covered") for field in invariance.OFF),
     ({"model__fp8": "hybrid"}, "FP8 and FP4 scales"),
     ({"model__tp_comm_overlap": True}, "overlapped collectives"),
     ({"model__delay_wgrad_compute": True}, "delayed weight gradients"),
@@ -114,3 +117,11 @@ def test_a_cpu_wants_whole_vectors():
     says = "model.ffn_hidden_size=192: on a CPU it must be a multiple of 256"
     assert invariance.problems(changed(model__ffn_hidden_size=192)) == [says]
     assert invariance.problems(changed(model__ffn_hidden_size=192, device__kind="gpu")) == []
+
+
+def test_precisions_that_scale_are_refused():
+    tree = copy.deepcopy(TREE)
+    assert invariance.problems(tree) == []
+    tree["mixed_precision"] = "bf16_with_fp8_hybrid"
+    (problem,) = invariance.problems(tree)
+    assert "only bf16_mixed is covered" in problem

@@ -22,6 +22,29 @@ class Limit:
     why: str
 
 
+def _asked(field: str) -> Callable[[Tree], bool]:
+    return lambda t: bool(t["model"].get(field))
+
+
+# Fields of the model that put other layers, or other sums, where the invariant ones stand.
+OFF = (
+    "multi_latent_attention",
+    "qk_l2_norm",
+    "experimental_attention_variant",
+    "use_transformer_engine_op_fuser",
+    "use_transformer_engine_full_layer_spec",
+    "dense_grouped_gemm",
+    "use_kitchen",
+    "heterogeneous_block_specs",
+    "fused_residual_rmsnorm",
+    "fp32_residual_connection",
+    "symmetric_ar_type",
+    "defer_embedding_wgrad_compute",
+    "inference_fuse_tp_communication",
+    "cpu_offloading",
+    "fp16",
+)
+
 LIMITS = (
     Limit(
         lambda t: t["numerics"]["initial_weights"] != "invariant",
@@ -68,6 +91,19 @@ LIMITS = (
         lambda t: t["model"].get("cuda_graph_impl", "none") != "none",
         "CUDA graphs are not covered yet; model.cuda_graph_impl=none",
     ),
+    Limit(
+        lambda t: t["model"].get("position_embedding_type", "rope") not in ("rope", "none"),
+        "only rotary positions are covered; model.position_embedding_type=rope",
+    ),
+    Limit(
+        lambda t: isinstance(t.get("mixed_precision"), str) and t["mixed_precision"] != "bf16_mixed",
+        "of Bridge's precisions only bf16_mixed is covered; precision=bf16 or precision=fp32",
+    ),
+    Limit(
+        lambda t: (t["model"].get("gtp_weight_remat_size") or 1) > 1,
+        "weights spread over more ranks are not covered; model.gtp_weight_remat_size=1",
+    ),
+    *(Limit(_asked(field), f"model.{field} is not covered; leave it unset") for field in OFF),
     Limit(
         lambda t: bool(t["model"].get("fp8") or t["model"].get("fp4")),
         "FP8 and FP4 scales depend on how a tensor is cut; model.fp8=null, model.fp4=null",
