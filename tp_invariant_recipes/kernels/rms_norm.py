@@ -32,11 +32,17 @@ def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Ten
     x:       [tokens, heads, d], the last dimension contiguous; weight: [d].
     returns: y, x's shape and dtype, contiguous; scale, [tokens, heads, 1] fp32: 1 / sqrt(mean(x²) + eps).
     """
-    if not x.is_cuda:
-        wide = x.float()
-        mean = folding_sum(wide * wide, -1) * (1.0 / x.shape[-1])
-        scale = (1.0 / torch.sqrt(mean + eps)).unsqueeze(-1)
-        return (wide * scale * weight.float()).to(x.dtype), scale
+    return _forward_triton(x, weight, eps) if x.is_cuda else _forward_torch(x, weight, eps)
+
+
+def _forward_torch(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    mean = folding_sum(wide * wide, -1) * (1.0 / x.shape[-1])
+    scale = (1.0 / torch.sqrt(mean + eps)).unsqueeze(-1)
+    return (wide * scale * weight.float()).to(x.dtype), scale
+
+
+def _forward_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if not _is_aligned(x.shape, x.stride()):
         x = x.contiguous()
     tokens, heads, _ = x.shape
@@ -56,8 +62,13 @@ def rms_norm_backward(
     shards:  n, this rank's; by_heads: whether they divide the heads or the tokens.
     returns: dx, x's shape and dtype, contiguous; leaves, [n, L, d] fp32, L a power of two.
     """
-    if not x.is_cuda:
-        return _backward_torch(dy, x, weight, scale, shards, by_heads)
+    backward = _backward_triton if x.is_cuda else _backward_torch
+    return backward(dy, x, weight, scale, shards, by_heads)
+
+
+def _backward_triton(
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, shards: int, by_heads: bool
+) -> tuple[Tensor, Tensor]:
     if not _is_aligned(x.shape, x.stride()):
         x = x.contiguous()
     if not _is_aligned(dy.shape, dy.stride()):

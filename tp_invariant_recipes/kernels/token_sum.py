@@ -22,10 +22,16 @@ def token_sum(values: Tensor, shards: int) -> Tensor:
     values:  [tokens, features]; shards: n, which divides tokens.
     returns: [n, L, features] fp32; L is a power of two and depends on tokens/n alone.
     """
+    return _token_sum_triton(values, shards) if values.is_cuda else _token_sum_torch(values, shards)
+
+
+def _token_sum_torch(values: Tensor, shards: int) -> Tensor:
+    wide = torch.empty(values.shape, dtype=torch.float32).copy_(values)  # ours to overwrite, whatever the dtype
+    return folding_sum(wide.view(shards, -1, values.shape[1]), 1).unsqueeze(1)
+
+
+def _token_sum_triton(values: Tensor, shards: int) -> Tensor:
     tokens, features = values.shape
-    if not values.is_cuda:
-        wide = torch.empty(values.shape, dtype=torch.float32).copy_(values)  # ours to overwrite, whatever the dtype
-        return folding_sum(wide.view(shards, -1, features), 1).unsqueeze(1)
     values = values.contiguous()
     leaves = 1
     while leaves < LEAVES and tokens // shards % (2 * leaves) == 0:

@@ -1,0 +1,79 @@
+"""The Triton kernels without a GPU: Triton's interpreter runs them on CPU tensors, in a process of its own.
+
+It rounds fp32 as IEEE 754 says, so what a kernel adds, and in which order, shows. It does not know bf16's rounding.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import torch
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.kernels import rms_norm, token_sum, tree_add
+
+torch.manual_seed(0)
+
+def tree_add_has_the_bits_of_its_twin():
+    for width in (1, 2, 4, 8, 16, 32, 64):
+        for groups, size in ((1, 1500), (3, 700), (2, 160)):
+            partials = torch.randn(groups, width, size)
+            out, twin = torch.empty(groups, size), torch.empty(groups, size)
+            tree_add._tree_add_triton(partials, out, groups, width)
+            assert same_bits(out, tree_add._tree_add_torch(partials, twin, groups)), (width, groups, size)
+
+def norms_are_right_and_slices_of_each_other():
+    cases = ((32, 1, 96, False), (16, 8, 24, True), (16, 8, 64, True), (8, 1, 5000, False))
+    for tokens, heads, width, by_heads in cases:
+        shards = 4
+        x = torch.randn(tokens, heads, 2 * width)[..., :width]
+        dy, weight = torch.randn(tokens, heads, width), torch.randn(width)
+        y, scale = rms_norm._forward_triton(x, weight, 1e-6)
+        dx, leaves = rms_norm._backward_triton(dy, x, weight, scale, shards, by_heads)
+        y2, scale2 = rms_norm._forward_torch(x, weight, 1e-6)
+        dx2, leaves2 = rms_norm._backward_torch(dy, x, weight, scale2, shards, by_heads)
+        torch.testing.assert_close(y, y2)
+        torch.testing.assert_close(dx, dx2)
+        torch.testing.assert_close(leaves.sum(1), leaves2.sum(1), rtol=1e-4, atol=1e-4)
+        dim = 1 if by_heads else 0
+        for degree in (2, 4):
+            parts = []
+            for rank in range(degree):
+                mine, theirs = x.chunk(degree, dim)[rank], dy.chunk(degree, dim)[rank]
+                part, s = rms_norm._forward_triton(mine, weight, 1e-6)
+                parts.append((part, *rms_norm._backward_triton(theirs, mine, weight, s, shards // degree, by_heads)))
+            for whole, pieces, along in zip((y, dx, leaves), zip(*parts), (dim, dim, 0)):
+                assert same_bits(whole, torch.cat(pieces, along)), (tokens, heads, width, degree)
+
+def token_sums_are_right_and_slices_of_each_other():
+    values = torch.randn(64, 320)
+    whole, chunks = token_sum._token_sum_triton(values, 1), token_sum._token_sum_triton(values, 4)
+    torch.testing.assert_close(whole.sum(1), values.sum(0, keepdim=True))
+    for degree in (2, 4):
+        columns = [token_sum._token_sum_triton(part.contiguous(), 1) for part in values.chunk(degree, 1)]
+        assert same_bits(whole, torch.cat(columns, 2))
+        rows = [token_sum._token_sum_triton(part, 4 // degree) for part in values.chunk(degree)]
+        assert same_bits(chunks, torch.cat(rows))
+
+NAME()
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    (
+        "tree_add_has_the_bits_of_its_twin",
+        "norms_are_right_and_slices_of_each_other",
+        "token_sums_are_right_and_slices_of_each_other",
+    ),
+)
+def test_kernel(name):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("NAME", name)],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
