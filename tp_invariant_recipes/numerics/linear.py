@@ -47,9 +47,10 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.mesh, ctx.segments, ctx.sequence_parallel = mesh, segments, sequence_parallel
         whole = all_gather(x, mesh) if sequence_parallel else x
         tokens = _tokens(whole)
-        y = tokens.new_empty(tokens.shape[0], weight.shape[0])
-        product(tokens, weight.t(), y, columns=segments * mesh.local)
-        return y.view(*whole.shape[:-1], weight.shape[0])
+        # Not a view: the logits are this layer's output, and some losses change them in place.
+        y = tokens.new_empty(*whole.shape[:-1], weight.shape[0])
+        product(tokens, weight.t(), _tokens(y), columns=segments * mesh.local)
+        return y
 
     @staticmethod
     def backward(ctx, dy):

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.numerics import gather, linear
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
 
 SHARDS = 8
 DEGREES = (1, 2, 4, 8)
@@ -138,3 +139,12 @@ def test_both_agree_with_an_fp64_reference(results, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stock_row_parallel_does_not(results, dtype):
     assert not same_bits(results[1][0][2][dtype], results[4][0][2][dtype])
+
+
+def test_logits_may_be_changed_in_place():
+    """As Megatron's own cross entropy does in fp32."""
+    x, weight = torch.randn(8, 2, 16, requires_grad=True), torch.randn(24, 16, requires_grad=True)
+    y = linear.column_parallel(x, weight, VirtualMesh(4, 1, 0), 1, False)
+    y.mul_(2.0)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * weight.detach().sum(0).expand_as(x))
