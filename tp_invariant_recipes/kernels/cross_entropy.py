@@ -75,7 +75,9 @@ def _alignment(size: int) -> int:
 
 
 @triton.jit(do_not_specialize=["rows", "size"])
-def _sum(logits, highest, partials, rows, size, SHARD: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy_sum(
+    logits, highest, partials, rows, size, SHARD: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr
+):
     row, shard = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     top = tl.load(highest + row)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -89,7 +91,9 @@ def _sum(logits, highest, partials, rows, size, SHARD: tl.constexpr, ALIGNMENT: 
 
 
 @triton.jit(do_not_specialize=["size"])
-def _gradient(logits, index, highest, total, gradient, out, size, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy_gradient(
+    logits, index, highest, total, gradient, out, size, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr
+):
     size = tl.multiple_of(size, ALIGNMENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -101,4 +105,4 @@ def _gradient(logits, index, highest, total, gradient, out, size, ALIGNMENT: tl.
     tl.store(out + row * size + column, result.to(out.dtype.element_ty), mask=inside)
 
 
-SUM, GRADIENT = Kernel(_sum), Kernel(_gradient)
+SUM, GRADIENT = Kernel(_cross_entropy_sum), Kernel(_cross_entropy_gradient)

@@ -141,7 +141,7 @@ def _alignment(width: int) -> int:
 
 
 @triton.jit(do_not_specialize=["rows", "heads", "token_stride", "head_stride", "eps"])
-def _forward(
+def _rms_norm_forward(
     x, weight, y, scale, rows, heads, token_stride, head_stride, eps,
     WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +164,7 @@ _FREE_BACKWARD = [
 
 
 @triton.jit(do_not_specialize=_FREE_BACKWARD)
-def _backward(
+def _rms_norm_backward(
     dy, x, weight, scale, dx, gradient, heads, token_step, head_step,
     dy_token_stride, dy_head_stride, x_token_stride, x_head_stride,
     GROUP: tl.constexpr, ROWS_OF_LEAF: tl.constexpr, LEAVES: tl.constexpr,
@@ -196,4 +196,4 @@ def _backward(
     tl.store(out, tl.sum(total, 0), mask=column < WIDTH)
 
 
-FORWARD, BACKWARD = Kernel(_forward), Kernel(_backward)
+FORWARD, BACKWARD = Kernel(_rms_norm_forward), Kernel(_rms_norm_backward)

@@ -1,0 +1,34 @@
+"""Kernels that Triton's interpreter cannot run are at least compiled, for Hopper and Blackwell, without a GPU."""
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tp_invariant_recipes.kernels import cross_entropy
+
+# kernel -> types of its tensors, its numbers, its constants
+KERNELS = {
+    cross_entropy.SUM: (
+        {"logits": "*bf16", "highest": "*fp32", "partials": "*fp32"},
+        ("rows", "size"),
+        {"SHARD": 19000, "ALIGNMENT": 8, "BLOCK": cross_entropy.BLOCK},
+    ),
+    cross_entropy.GRADIENT: (
+        dict.fromkeys(("highest", "total", "gradient"), "*fp32") | {"index": "*i64", "logits": "*bf16", "out": "*bf16"},
+        ("size",),
+        {"ALIGNMENT": 8, "BLOCK": cross_entropy.BLOCK},
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", (90, 100))
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.kernel.__name__)
+def test_it_compiles(kernel, architecture):
+    tensors, numbers, constants = KERNELS[kernel]
+    names = kernel.kernel.arg_names
+    assert names == [*sorted(tensors, key=names.index), *numbers, *constants], "tensors, numbers, constants"
+    types = tensors | dict.fromkeys(numbers, "i32") | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel.kernel, types, {(names.index(name),): value for name, value in constants.items()})
+    binary = triton.compile(source, GPUTarget("cuda", architecture, 32), {"num_warps": 8})
+    assert "ex2" in binary.asm["ptx"]  # the exponential
