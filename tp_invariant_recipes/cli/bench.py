@@ -1,7 +1,6 @@
 """`tpi bench`."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,9 +45,7 @@ def bench(
     from tp_invariant_recipes.launch.bench_progress import Passes
     from tp_invariant_recipes.launch.train import check
 
-    # A copy of standard error: the spinner must turn while what third parties print there is sent away.
-    terminal = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8")
-    console = Console(file=terminal, highlight=False)
+    console = progress.console()
     with progress.preparing(console) as report:
         planned = launch.new(
             model,

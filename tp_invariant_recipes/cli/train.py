@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
 from tp_invariant_recipes.errors import ConfigError
@@ -43,9 +42,7 @@ def train(
 
     if verbose:
         os.environ[VERBOSE] = "1"
-    # A copy of standard error: the spinner must turn while what third parties print there is sent away.
-    terminal = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8")
-    console = Console(file=terminal, highlight=False)
+    console = progress.console()
     arguments = list(overrides or [])
     if resume is not None and model is not None and "=" in model:  # typer gives the first word to MODEL
         arguments.insert(0, model)

@@ -1,6 +1,7 @@
 """What a person sees while a run trains: a live bar on a terminal, plain lines elsewhere."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,11 @@ WINDOW = 20  # steps over which tokens/s and the time left are averaged
 # rich would otherwise take over standard output and error, and ranks forked meanwhile would write to the terminal.
 PLAIN: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
 LINE_EVERY = 10.0  # seconds between plain lines, after the first steps
+
+
+def console() -> Console:
+    """On a copy of standard error: a spinner must turn while what third parties print there is sent away."""
+    return Console(file=os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8"), highlight=False)
 
 
 @dataclass

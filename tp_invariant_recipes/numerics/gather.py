@@ -18,12 +18,11 @@ without sequence parallelism makes products over sharded features on every rank.
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.tree import Moving, all_gather, start_all_gather
+from tp_invariant_recipes.numerics.tree import Moving, all_gather, start_all_gather, start_all_to_all
 from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 
@@ -124,24 +123,9 @@ def _start(tokens: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel:
     tokens: [m, n/t]. With sequence parallelism this rank gets all features of its m/t tokens, otherwise of all m.
     """
     return _Summed(
-        _start_all_to_all(tokens, mesh) if sequence_parallel else start_all_gather(tokens.unsqueeze(0), mesh),
+        start_all_to_all(tokens, mesh) if sequence_parallel else start_all_gather(tokens.unsqueeze(0), mesh),
         start_all_gather(weight.unsqueeze(0), mesh),
     )
-
-
-def _start_all_to_all(tokens: Tensor, mesh: VirtualMesh) -> Moving:
-    """Begin to trade a slice of the features of all tokens for all features of a slice of the tokens.
-
-    tokens: [m, n/t]; arrives as [t, m/t, n/t], the ranks' slices of the features.
-    """
-    if mesh.size == 1:
-        return Moving(tokens.unsqueeze(0))
-    if tokens.shape[0] % mesh.size:
-        raise ValueError(f"{mesh.size} ranks do not divide {tokens.shape[0]} tokens")
-    tokens = tokens.contiguous()
-    slices = torch.empty_like(tokens)
-    work = dist.all_to_all_single(slices, tokens, group=mesh.group, async_op=True)
-    return Moving(slices.view(mesh.size, -1, tokens.shape[1]), work)
 
 
 def _in_order(slices: Tensor, segments: int) -> Tensor:

@@ -18,27 +18,35 @@ from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
 STRATEGIES: dict[str, Any] = {"tree": linear, "gather": gather}
 
 
-def mesh_of(config: Any, group: Any) -> VirtualMesh:
-    """The virtual mesh of a tensor-parallel process group."""
-    size = group.size()
-    return VirtualMesh(config.virtual_shards, size, group.rank(), group if size > 1 else None)
-
-
 def segments_of(config: Any, tp_comm_buffer_name: str | None) -> int:
     """Segments of a column-parallel weight; Megatron names the fused gate and up projection "fc1"."""
     return 2 if tp_comm_buffer_name == "fc1" and config.gated_linear_unit else 1
 
 
-class ColumnForward:
-    """Forward of a column-parallel layer, which has config, weight, bias, segments and a group."""
+def sequence_shards(config: Any) -> NormShards:
+    """How the positions that a rank has make up the V shards."""
+    return NormShards.SEQUENCE_SLICE if config.sequence_parallel else NormShards.SEQUENCE_WHOLE
+
+
+class OnMesh:
+    """A layer whose ranks make up a virtual mesh."""
 
     config: Any
-    segments: int
 
     @cached_property
     def mesh(self) -> VirtualMesh:
         """Looked up once, when the layer first runs."""
-        return mesh_of(self.config, _group(self))
+        return VirtualMesh.of(self.config.virtual_shards, self.mesh_group())
+
+    def mesh_group(self) -> Any:
+        """Its process group: tp_group of Megatron-Core's local layers, _tp_group of its Transformer Engine wrappers."""
+        return self._tp_group if hasattr(self, "_tp_group") else self.tp_group  # type: ignore[attr-defined]
+
+
+class ColumnForward(OnMesh):
+    """Forward of a column-parallel layer, which has config, weight, bias, segments and a group."""
+
+    segments: int
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s/t or s, b, k] → [s, b, n/t]."""
@@ -47,15 +55,8 @@ class ColumnForward:
         return y if bias is None else column_bias(y, bias)
 
 
-class RowForward:
+class RowForward(OnMesh):
     """Forward of a row-parallel layer, which has config, weight, bias and a group."""
-
-    config: Any
-
-    @cached_property
-    def mesh(self) -> VirtualMesh:
-        """Looked up once, when the layer first runs."""
-        return mesh_of(self.config, _group(self))
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s, b, k/t] → [s/t or s, b, n]."""
@@ -64,23 +65,21 @@ class RowForward:
         return y if bias is None else row_bias(y, bias, self.mesh, self.config.sequence_parallel)
 
 
-class NormForward:
+class NormForward(OnMesh):
     """Forward of an RMSNorm over the hidden size; rows are positions."""
 
-    config: Any
     weight: Tensor
     eps: float
 
-    @cached_property
-    def mesh(self) -> VirtualMesh:
-        """Looked up once, when the layer first runs."""
+    def mesh_group(self) -> Any:
+        """Megatron's own: a norm is not told of any."""
         from megatron.core.parallel_state import get_tensor_model_parallel_group
 
-        return mesh_of(self.config, get_tensor_model_parallel_group())
+        return get_tensor_model_parallel_group()
 
     def shards_of(self) -> NormShards:
         """How the rows of this rank make up the V shards."""
-        return NormShards.SEQUENCE_SLICE if self.config.sequence_parallel else NormShards.SEQUENCE_WHOLE
+        return sequence_shards(self.config)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s/t or s, b, h] → the same."""
@@ -93,8 +92,3 @@ class HeadNormForward(NormForward):
     def shards_of(self) -> NormShards:
         """Heads are sharded whatever the sequence is."""
         return NormShards.HEADS
-
-
-def _group(layer: Any) -> Any:
-    """Megatron-Core's local layers call it tp_group, its Transformer Engine wrappers _tp_group."""
-    return layer._tp_group if hasattr(layer, "_tp_group") else layer.tp_group

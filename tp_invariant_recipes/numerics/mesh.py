@@ -25,6 +25,12 @@ class VirtualMesh:
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} is not one of {self.size}")
 
+    @classmethod
+    def of(cls, shards: int, group: Any) -> "VirtualMesh":
+        """The mesh of a tensor-parallel process group."""
+        size = group.size()
+        return cls(shards, size, group.rank(), group if size > 1 else None)
+
     @property
     def local(self) -> int:
         """Shards of one rank: V/t."""

@@ -128,10 +128,7 @@ def _cross_entropy(shards: int) -> Callable[[Any], Any]:
         def loss(logits, target, label_smoothing: float = 0.0, tp_group=None):
             if label_smoothing:
                 raise NotImplementedError("label smoothing has no invariant version")
-            size = tp_group.size()
-            return vocab_parallel_cross_entropy(
-                logits, target, VirtualMesh(shards, size, tp_group.rank(), tp_group if size > 1 else None)
-            )
+            return vocab_parallel_cross_entropy(logits, target, VirtualMesh.of(shards, tp_group))
 
         return loss
 

@@ -9,8 +9,15 @@ from megatron.core.extensions.transformer_engine import (
 )
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.layers import ColumnForward, HeadNormForward, NormForward, RowForward, segments_of
-from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
+from tp_invariant_recipes.numerics.layers import (
+    ColumnForward,
+    HeadNormForward,
+    NormForward,
+    RowForward,
+    segments_of,
+    sequence_shards,
+)
+from tp_invariant_recipes.numerics.norm import rms_norm
 
 
 class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnParallelLinear):
@@ -22,8 +29,7 @@ class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnP
 
     def forward(self, x: Tensor):
         """[s/t or s, b, k] → [s, b, n/t], and no bias left to add."""
-        shards = NormShards.SEQUENCE_SLICE if self.config.sequence_parallel else NormShards.SEQUENCE_WHOLE
-        normal = rms_norm(x, self.layer_norm_weight, self.eps, self.mesh, shards)
+        normal = rms_norm(x, self.layer_norm_weight, self.eps, self.mesh, sequence_shards(self.config))
         return self.column(normal, self.weight, self.bias if self.use_bias else None), None
 
 

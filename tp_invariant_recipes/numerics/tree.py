@@ -17,7 +17,7 @@ from tp_invariant_recipes.numerics.mesh import VirtualMesh
 
 @dataclass
 class Moving:
-    """Bytes on their way. `arrived` waits for them (on a GPU, the stream does) and finishes what is left to do.
+    """Bytes on their way. `arrived` waits for them; on a GPU, the stream does.
 
     buffer: where they arrive; work: the collective, None if nothing moves.
     """
@@ -76,12 +76,22 @@ def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing:
     """
     if mesh.size == 1:
         return Reducing(Moving(partials))
-    node = tree_sum(partials)
-    if node.shape[0] % mesh.size:
-        raise ValueError(f"{mesh.size} ranks do not divide {node.shape[0]} tokens")
-    slices = torch.empty_like(node)
-    work = dist.all_to_all_single(slices, node, group=mesh.group, async_op=True)
-    return Reducing(Moving(slices.view(mesh.size, -1, *node.shape[1:]), work))
+    return Reducing(start_all_to_all(tree_sum(partials), mesh))
+
+
+def start_all_to_all(tokens: Tensor, mesh: VirtualMesh) -> Moving:
+    """Begin to give every rank its slice of the tokens, as each rank has them. Moves bytes only.
+
+    tokens: [m, …], t divides m; arrives as [t, m/t, …], in rank order.
+    """
+    if mesh.size == 1:
+        return Moving(tokens.unsqueeze(0))
+    if tokens.shape[0] % mesh.size:
+        raise ValueError(f"{mesh.size} ranks do not divide {tokens.shape[0]} tokens")
+    tokens = tokens.contiguous()
+    slices = torch.empty_like(tokens)
+    work = dist.all_to_all_single(slices, tokens, group=mesh.group, async_op=True)
+    return Moving(slices.view(mesh.size, -1, *tokens.shape[1:]), work)
 
 
 def start_all_gather(slices: Tensor, mesh: VirtualMesh) -> Moving:

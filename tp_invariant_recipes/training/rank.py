@@ -83,8 +83,10 @@ def train(run_dir: RunDir, seat: Seat) -> None:
 
 
 def pretrain(tree: dict[str, Any], callbacks: list) -> None:
-    """Adapt this process to the tree's device and numerics, and run Bridge's pretrain(). Can be called repeatedly."""
-    bridge.load()
+    """Adapt this process to the tree's device and numerics, and run Bridge's pretrain(). Can be called repeatedly.
+
+    Bridge is loaded (host/bridge.py).
+    """
     with ExitStack() as stack:
         from tp_invariant_recipes.config import container
         from tp_invariant_recipes.host import cpu

@@ -3,7 +3,6 @@
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
@@ -21,7 +20,6 @@ class Stopwatch(Callback):
 
     def __init__(self, file: Path, number: int, one: Pass) -> None:
         self.file, self.number, self.one = file, number, one
-        self.lines: list[dict[str, Any]] = []
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Start the clock; the memory held from here on is the step's."""
