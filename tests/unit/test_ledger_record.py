@@ -39,7 +39,7 @@ def record(step: int, **changes) -> StepRecord:
 
 
 def lines(steps: int = 5, header: Header = HEADER) -> list[bytes]:
-    return [encode_header(header), *(encode_step(record(step)) for step in range(1, steps + 1))]
+    return [encode_header(header), *(encode_step(record(step), HEADER) for step in range(1, steps + 1))]
 
 
 def write(path: Path, steps: int) -> bytes:
@@ -49,7 +49,7 @@ def write(path: Path, steps: int) -> bytes:
     return path.read_bytes()
 
 
-ZERO = encode_step(record(1, loss="f32:00000000"))
+ZERO = encode_step(record(1, loss="f32:00000000"), HEADER)
 
 
 @st.composite
@@ -66,7 +66,7 @@ def records(draw) -> list[StepRecord]:
 
 @given(records())
 def test_what_is_written_is_read_back(steps):
-    ledger = parse(FILE, b"".join([encode_header(HEADER), *map(encode_step, steps)]))
+    ledger = parse(FILE, b"".join([encode_header(HEADER), *(encode_step(s, HEADER) for s in steps)]))
     assert (ledger.header, list(ledger.steps), ledger.torn) == (HEADER, steps, False)
 
 
@@ -77,11 +77,11 @@ def test_read_takes_the_run_directory_or_the_file(tmp_path):
 
 
 def test_a_line_shows_bits_beside_a_number():
-    line = json.loads(encode_step(record(1, loss="f32:40c80000", grad_norm=None, skipped=True)))
+    line = json.loads(encode_step(record(1, loss="f32:40c80000", grad_norm=None, skipped=True), HEADER))
     assert list(line) == ["step", "samples", "tokens", "loss", "grad_norm", "learning_rate", "skipped"]
     assert line["loss"] == {"bits": "f32:40c80000", "value": 6.25}
     assert line["grad_norm"] is None
-    assert json.loads(encode_step(record(1, loss="f32:7fc00001")))["loss"]["value"] == "nan"
+    assert json.loads(encode_step(record(1, loss="f32:7fc00001"), HEADER))["loss"]["value"] == "nan"
 
 
 def test_header_text_does_not_depend_on_the_order_of_keys():
@@ -137,7 +137,7 @@ def test_an_identity_is_flat_json_and_not_empty(identity):
         (lambda x: [x[0], ZERO.replace(b": 0.0}", b": -0.0}"), x[2]], 2, "does not belong to bits"),
         (lambda x: [x[0], x[1].replace(b'"step": 1,', b'"step": 1, "step": 1,'), x[2]], 2, "twice"),
         (lambda x: [x[0], b"[" * 100_000 + b"\n", x[2]], 2, ""),
-        (lambda x: [x[0].replace(b'"schema": 1', b'"schema": 2'), x[1]], 1, "schema 2"),
+        (lambda x: [x[0].replace(b'"schema": 2', b'"schema": 3'), x[1]], 1, "schema 3"),
         (lambda x: [x[0].replace(b"1234", b"1235"), x[1]], 1, "identity_hash"),
         (lambda x: [x[0].replace(b'"layout"', b'"layouts"'), x[1]], 1, "layout is missing"),
         (lambda x: [b'{"some": "json"}\n'], 1, "not a ledger"),

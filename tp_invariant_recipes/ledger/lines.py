@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from tp_invariant_recipes.ledger.bits import bits_float, readable
+from tp_invariant_recipes.ledger.digests import Parameter, Traced, check_digest, group_digests, whole_digest
 
-SCHEMA = 1
+SCHEMA = 2
 KIND = "tpi-ledger"  # tells a ledger from any other file of JSON lines
 
 IDENTITY = "identity"
@@ -16,6 +18,9 @@ INFORMATIVE = ("numerics", "layout", "versions", "device", "environment", "notes
 # The values of a step that are recorded as exact bits.
 FLOATS = ("loss", "grad_norm", "learning_rate")
 _COUNTS = {"step": 1, "samples": 0, "tokens": 0}  # each with its smallest value
+# The tensors of a step that are recorded as digests, and the field of Parameter that has their dtype.
+DIGESTED = {"gradients": "gradient", "weights": "weight"}
+_DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,7 @@ class Header:
     device: dict = field(default_factory=dict)  # names, compute capability
     environment: dict = field(default_factory=dict)  # the variables that numerics depend on
     notes: dict = field(default_factory=dict)  # facts worth saying, such as the tokenizer's convention
+    parameters: tuple[Parameter, ...] = ()  # what the digests of a step are of, in this order; none: none recorded
 
     def __post_init__(self) -> None:
         if type(self.schema) is not int or self.schema != SCHEMA:
@@ -49,6 +55,13 @@ class Header:
         nested = [key for key, value in self.identity.items() if isinstance(value, dict)]
         if nested:
             raise ValueError(f"identity must be flat, with dotted keys; nested: {', '.join(nested)}")
+        names = [parameter.name for parameter in self.parameters]
+        if len(set(names)) != len(names):
+            raise ValueError("a parameter appears twice")
+
+    def digested(self, kind: str) -> list[str]:
+        """Names of the parameters that have a digest of `kind`, "gradients" or "weights", in order."""
+        return [p.name for p in self.parameters if getattr(p, DIGESTED[kind]) is not None]
 
     @property
     def identity_hash(self) -> str:
@@ -71,6 +84,11 @@ class StepRecord:
     grad_norm: str | None
     learning_rate: str
     skipped: bool = False
+    gradients: Mapping[str, str] | None = None  # parameter -> digest, before clipping; None: not recorded at this step
+    weights: Mapping[str, str] | None = None  # the same after the step
+    # Replicas that disagree: "gradients" or "weights", the parameter, and ranks by what they hold, as [[0, 2], [1]].
+    diverged: tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...] = ()
+    trace: tuple[Traced, ...] | None = None  # in the order of execution; None: not a traced step
 
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
@@ -85,6 +103,14 @@ class StepRecord:
                 _check_bits(name, value)
             elif not self.skipped or name == "learning_rate":
                 raise ValueError(f"{name} is missing, and only a skipped step may lack its loss or gradient norm")
+        for digests in (self.gradients, self.weights):
+            for digest in (digests or {}).values():
+                check_digest(digest)
+        for traced in self.trace or ():
+            if traced.direction not in _DIRECTIONS:
+                raise ValueError(f"trace: {traced.direction!r} is not a direction: forward or backward")
+            if traced.digest is not None:
+                check_digest(traced.digest)
 
 
 @dataclass(frozen=True)
@@ -122,7 +148,8 @@ def encode_header(header: Header) -> bytes:
     """The first line of a ledger, newline included."""
     parts = {name: getattr(header, name) for name in (IDENTITY, *INFORMATIVE)}
     start = {"kind": KIND, "schema": header.schema, "identity_hash": header.identity_hash}
-    return (json.dumps(start | parts, allow_nan=False) + "\n").encode()
+    end = {"parameters": [asdict(parameter) for parameter in header.parameters]}
+    return _line(start | parts | end)
 
 
 def decode_header(line: bytes) -> Header:
@@ -133,6 +160,8 @@ def decode_header(line: bytes) -> Header:
         raw = {}
     if raw.get("kind") != KIND:
         raise ValueError("not a ledger")
+    if raw.get("schema") == SCHEMA:  # of another schema, Header says so
+        raw["parameters"] = tuple(map(_parameter, _required(raw, "parameters", list)))
     parts: dict[str, Any] = {name.name: _required(raw, name.name) for name in fields(Header)}
     header = Header(**parts)
     if _required(raw, "identity_hash") != header.identity_hash:
@@ -140,23 +169,89 @@ def decode_header(line: bytes) -> Header:
     return header
 
 
-def encode_step(record: StepRecord) -> bytes:
-    """The line of a step, newline included; equal records give equal bytes."""
-    raw = asdict(record)
+def encode_step(record: StepRecord, header: Header) -> bytes:
+    """The line of a step, newline included; equal records give equal bytes.
+
+    ValueError: its digests are not those of the header's parameters.
+    """
+    raw: dict[str, Any] = {name: getattr(record, name) for name in (*_COUNTS, *FLOATS, "skipped")}
     for name in FLOATS:
         if raw[name] is not None:
             raw[name] = {"bits": raw[name], "value": readable(raw[name])}
-    return (json.dumps(raw, allow_nan=False) + "\n").encode()
+    for kind in DIGESTED:
+        if (digests := getattr(record, kind)) is not None:
+            raw[kind] = _encode_digests(digests, header.digested(kind))
+    if record.diverged:
+        raw["diverged"] = [{"of": of, "parameter": name, "ranks": ranks} for of, name, ranks in record.diverged]
+    if record.trace is not None:
+        raw["trace"] = [[t.direction, t.module, t.tensor, t.dtype, t.shape, t.digest] for t in record.trace]
+    return _line(raw)
 
 
-def decode_step(line: bytes) -> StepRecord:
+def decode_step(line: bytes, header: Header) -> StepRecord:
     """Read the line of a step; keys this version does not know are ignored. ValueError: it is not a valid one."""
     raw = load(line)
-    record: dict[str, Any] = {name.name: _required(raw, name.name) for name in fields(StepRecord)}
+    record: dict[str, Any] = {name: _required(raw, name) for name in (*_COUNTS, *FLOATS, "skipped")}
     for name in FLOATS:
         if record[name] is not None:
             record[name] = _decode_float(name, record[name])
+    for kind in DIGESTED:
+        if kind in raw:
+            record[kind] = _decode_digests(kind, _required(raw, kind, dict), header.digested(kind))
+    record["diverged"] = tuple(map(_decode_diverged, _required(raw, "diverged", list) if "diverged" in raw else ()))
+    if "trace" in raw:
+        record["trace"] = tuple(map(_decode_traced, _required(raw, "trace", list)))
     return StepRecord(**record)
+
+
+def _line(raw: dict) -> bytes:
+    return (json.dumps(raw, allow_nan=False) + "\n").encode()
+
+
+def _encode_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict:
+    if set(digests) != set(names):
+        raise ValueError(f"digests of other parameters than the header's: {sorted(set(digests) ^ set(names))[:3]}")
+    ordered = {name: digests[name] for name in names}
+    return {"model": whole_digest(ordered), "groups": group_digests(ordered), "parameters": list(ordered.values())}
+
+
+def _decode_digests(kind: str, raw: dict, names: Sequence[str]) -> dict[str, str]:
+    texts = _required(raw, "parameters", list)
+    if len(texts) != len(names):
+        raise ValueError(f"{kind}: {len(texts)} digests of {len(names)} parameters")
+    digests = {name: check_digest(text) for name, text in zip(names, texts, strict=True)}
+    if raw != _encode_digests(digests, names):
+        raise ValueError(
+            f"{kind}: group or model do not belong to the parameters: the line was altered"
+        )
+    return digests
+
+
+def _parameter(raw: object) -> Parameter:
+    if not isinstance(raw, dict):
+        raise ValueError("parameters: not an object")
+    values = {name.name: _required(raw, name.name) for name in fields(Parameter)}
+    return Parameter(**values | {"shape": _shape(values["shape"])})
+
+
+def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]]:
+    if not isinstance(raw, dict):
+        raise ValueError("diverged: not an object")
+    ranks = tuple(tuple(together) for together in _required(raw, "ranks", list))
+    return str(_required(raw, "of")), str(_required(raw, "parameter")), ranks
+
+
+def _decode_traced(raw: object) -> Traced:
+    if not isinstance(raw, list) or len(raw) != len(fields(Traced)):
+        raise ValueError("trace: an entry is not a list of direction, module, tensor, dtype, shape and digest")
+    direction, module, tensor, dtype, shape, digest = raw
+    return Traced(direction, module, tensor, dtype, _shape(shape), digest)
+
+
+def _shape(raw: object) -> tuple[int, ...]:
+    if not isinstance(raw, list) or not all(type(size) is int and size >= 0 for size in raw):
+        raise ValueError(f"{raw!r} is not a shape")
+    return tuple(raw)
 
 
 def load(line: bytes) -> dict:
@@ -187,9 +282,11 @@ def _decode_float(name: str, raw: object) -> str:
     return raw["bits"]
 
 
-def _required(raw: dict, name: str) -> object:
+def _required(raw: dict, name: str, kind: type = object) -> Any:
     if name not in raw:
         raise ValueError(f"{name} is missing")
+    if not isinstance(raw[name], kind):
+        raise ValueError(f"{name} is not a {kind.__name__}")
     return raw[name]
 
 

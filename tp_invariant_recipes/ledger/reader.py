@@ -60,7 +60,7 @@ def parse(file: Path, data: bytes) -> Ledger:
     try:
         header = decode_header(lines[0])
         for number, line in enumerate(lines[1:], start=2):
-            steps.append(_next_step(line, expected=number - 1))
+            steps.append(_next_step(line, header, expected=number - 1))
     except ValueError as error:
         raise LedgerError(f"{file} line {number}: {error}") from error
     return Ledger(header, tuple(steps), file, torn)
@@ -74,8 +74,8 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _next_step(line: bytes, expected: int) -> StepRecord:
-    record = decode_step(line)
+def _next_step(line: bytes, header: Header, expected: int) -> StepRecord:
+    record = decode_step(line, header)
     if record.step != expected:
         where = "repeated or out of order" if record.step < expected else "missing or out of order"
         raise ValueError(f"step {record.step} where step {expected} belongs: a line is {where}")

@@ -29,6 +29,7 @@ class LedgerWriter:
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = ledger_file(path)
         self.last_step = 0
+        self.header: Header
         self._descriptor: int | None = None
 
     def __enter__(self) -> "LedgerWriter":
@@ -46,6 +47,7 @@ class LedgerWriter:
             raise LedgerError(message) from None
         except OSError as error:
             raise _not_written(self.path, error) from error
+        self.header = header
         try:
             self._write(encode_header(header))
         except RunError:
@@ -61,7 +63,7 @@ class LedgerWriter:
         """
         if record.step != self.last_step + 1:
             raise ValueError(f"{self.path}: step {record.step} cannot follow step {self.last_step}")
-        self._write(encode_step(record))
+        self._write(encode_step(record, self.header))
         self.last_step = record.step
 
     def close(self) -> None:
@@ -103,6 +105,11 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
     if differences:
         fields = "; ".join(f"{d.field} is {d.a or 'not set'} there and {d.b or 'not set'} now" for d in differences)
         raise LedgerError(f"{file} belongs to another run: {fields}. Change these back or choose another run directory")
+    if step and ledger.header.parameters != header.parameters:
+        raise LedgerError(
+            f"{file} has digests of {len(ledger.header.parameters)} parameters, and this run would record "
+            f"{len(header.parameters)}, or others: go on with the ledger.digests and the layers that it began with"
+        )
     if not 0 <= step <= len(ledger.steps):
         raise LedgerError(f"{file} ends at step {len(ledger.steps)} and cannot go on after step {step}")
     first, *steps = before.split(b"\n")[: step + 1]
@@ -111,6 +118,7 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
         first = encode_header(continued).rstrip(b"\n")
     after = b"".join(line + b"\n" for line in (first, *steps))
     writer = LedgerWriter(file)
+    writer.header = continued
     try:
         if after != before:
             _put_aside(file, before)

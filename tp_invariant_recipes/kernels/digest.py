@@ -1,0 +1,184 @@
+"""Digest lanes: sums over the elements of a tensor that tell what stands where, whatever holds the parts.
+
+A tensor is seen as a table of rows and columns: the last dimension, or all but the first two of an activation, are its
+columns. With x the bits of an element as an unsigned integer, and R and C odd numbers of 64 bits,
+
+    lane = sum over rows r and columns c of   x[r, c] · R[r] · C[c]   modulo 2^64
+
+R and C are pseudo-random functions of the number of the row or column in the whole tensor, others for each of the two
+lanes. So parts add up to the whole in any order, and what is added is integers. An element that changes alone is always
+seen, since x' - x is no multiple of 2^32 and odd factors can be divided out. Any other difference, fixed before R and C
+are drawn, goes unseen with a probability of about 2^-114 if some elements differ in their last bit, and 2^-54 if all
+differ in their sign alone: this is multilinear hashing (Lemire, Kaser, "Strongly universal string hashing is fast",
+2014), once over columns and once over rows. Elements of 8 bytes count as two words of 4.
+
+The Triton kernel reads every element once, does two multiplications of 32 by 64 bits for it, and is launched once for
+all pieces of one width.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LANES = 2
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+ROWS = 64  # rows and columns that one program of the kernel reads
+COLUMNS = 1024
+CHUNK = 1 << 20  # elements at a time in NumPy
+TABLES = 16  # lists of pieces that are kept on the device
+
+_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89)  # the digits of pi
+
+
+class Piece(NamedTuple):
+    """A part of a table. Its row i is row `row + i · step` of the whole, its column j is column `column + j`.
+
+    values: [rows, columns], columns adjacent in memory.
+    """
+
+    values: Tensor
+    row: int
+    column: int
+    step: int = 1
+
+
+def lanes(pieces: Sequence[Piece]) -> Tensor:
+    """The lanes of every piece: int64 [pieces, LANES] on their device; the host does not wait for it."""
+    if not pieces:
+        return torch.zeros(0, LANES, dtype=torch.int64)
+    pieces = [_as_words(piece) for piece in pieces]
+    device = pieces[0].values.device
+    result = torch.zeros(len(pieces), LANES, dtype=torch.int64, device=device)
+    if device.type != "cuda":
+        for n, piece in enumerate(pieces):
+            result[n] = _lanes_numpy(piece)
+        return result
+    keys = key_table(_length(pieces), device)
+    for size in WORDS:
+        rows = tuple(_row(n, piece) for n, piece in enumerate(pieces) if piece.values.element_size() == size)
+        if rows:
+            launch(_programs(rows, device), keys, result, size)
+    return result
+
+
+def key_table(length: int, device: torch.device) -> Tensor:
+    """R and C for numbers below `length` or more: int64 [n, 2 · LANES], each row R of both lanes, then C of both."""
+    return _key_table(1 << (max(length, 1) - 1).bit_length(), device)
+
+
+@lru_cache(maxsize=4)
+def _key_table(length: int, device: torch.device) -> Tensor:
+    numbers = np.arange(length, dtype=np.uint64)
+    keys = np.stack([_splitmix(numbers + np.uint64(seed)) | np.uint64(1) for seed in _SEEDS], axis=1)
+    return torch.from_numpy(keys.view(np.int64)).to(device)
+
+
+def _splitmix(state: np.ndarray) -> np.ndarray:
+    """SplitMix64 of each state (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    z = state * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _as_words(piece: Piece) -> Piece:
+    values = piece.values.detach()
+    if values.dim() != 2 or (values.shape[1] > 1 and values.stride(1) != 1):
+        raise ValueError(f"a piece of shape {tuple(values.shape)}, stride {values.stride()} has no adjacent columns")
+    if values.element_size() == 8:
+        return piece._replace(values=values.view(torch.int32), column=2 * piece.column)
+    return piece._replace(values=values.view(WORDS[values.element_size()]))
+
+
+def _length(pieces: Sequence[Piece]) -> int:
+    return max(max(p.row + p.step * max(p.values.shape[0] - 1, 0), p.column + p.values.shape[1]) + 1 for p in pieces)
+
+
+# --- NumPy, on a CPU ---
+
+
+def _lanes_numpy(piece: Piece) -> Tensor:
+    values, row, column, step = piece
+    rows, columns = values.shape
+    keys = key_table(_length([piece]), values.device).numpy().view(np.uint64)
+    words = values.numpy().view(f"u{values.element_size()}")
+    sums = np.zeros((LANES, columns), np.uint64)
+    together = max(1, CHUNK // max(columns, 1))
+    for first in range(0, rows, together):
+        bits = words[first : first + together].astype(np.uint64)
+        factors = keys[row + first * step :: step][: len(bits), :LANES]
+        sums += np.einsum("rl,rc->lc", factors, bits)
+    across = keys[column : column + columns, LANES:]
+    return torch.from_numpy(np.einsum("lc,cl->l", sums, across).view(np.int64))
+
+
+# --- Triton ---
+
+
+def _row(number: int, piece: Piece) -> tuple[int, ...]:
+    values = piece.values
+    return (values.data_ptr(), values.stride(0), *values.shape, piece.row, piece.step, piece.column, number)
+
+
+@lru_cache(maxsize=TABLES)  # training has the same buffers at every step; a table depends on nothing but its key
+def _programs(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The pieces, int64 [pieces, 8], and for every program of the kernel (piece, first row, first column), int32."""
+    programs = [
+        np.stack(np.meshgrid(n, np.arange(0, row[2], ROWS), np.arange(0, row[3], COLUMNS), indexing="ij"), -1)
+        for n, row in enumerate(rows)
+    ]
+    flat = np.concatenate([block.reshape(-1, 3) for block in programs]).astype(np.int32)
+    return torch.tensor(rows, dtype=torch.int64, device=device), torch.from_numpy(flat).to(device)
+
+
+def launch(programs: tuple[Tensor, Tensor], keys: Tensor, result: Tensor, size: int) -> None:
+    """The kernel alone, for pieces of elements of `size` bytes; also what Triton's interpreter runs on a CPU.
+
+    result: int64 [pieces, LANES], added to.
+    """
+    pieces, blocks = programs
+    if len(blocks):
+        with torch.cuda.device_of(result):  # of the tensors, which need not be the current one
+            _lanes[(len(blocks),)](pieces, blocks, keys, result, size, ROWS, COLUMNS, num_warps=8)
+
+
+@triton.jit
+def _lanes(pieces, blocks, keys, result, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    block = blocks + 3 * tl.program_id(0).to(tl.int64)
+    piece = pieces + 8 * tl.load(block).to(tl.int64)
+    first = tl.load(block + 1).to(tl.int64)
+    j = tl.load(block + 2) + tl.arange(0, COLUMNS)
+    stride, rows, columns = tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
+    row, step, column, number = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
+    if SIZE == 4:
+        p = tl.load(piece).to(tl.pointer_type(tl.int32))
+    elif SIZE == 2:
+        p = tl.load(piece).to(tl.pointer_type(tl.int16))
+    else:
+        p = tl.load(piece).to(tl.pointer_type(tl.uint8))
+    p += first * stride + j
+    factor = keys + 4 * (row + first * step)
+    there = j < columns
+    sum0 = tl.zeros([COLUMNS], tl.int64)
+    sum1 = tl.zeros([COLUMNS], tl.int64)
+    for _ in range(tl.minimum(ROWS, rows - first).to(tl.int32)):
+        x = tl.load(p, mask=there, other=0).to(tl.int64)
+        if SIZE == 4:
+            x = x & 0xFFFFFFFF
+        elif SIZE == 2:
+            x = x & 0xFFFF
+        sum0 += x * tl.load(factor)
+        sum1 += x * tl.load(factor + 1)
+        p += stride
+        factor += 4 * step
+    across = keys + 4 * (column + j)
+    sum0 *= tl.load(across + 2, mask=there, other=0)
+    sum1 *= tl.load(across + 3, mask=there, other=0)
+    tl.atomic_add(result + 2 * number, tl.sum(sum0, 0), sem="relaxed")
+    tl.atomic_add(result + 2 * number + 1, tl.sum(sum1, 0), sem="relaxed")

@@ -1,0 +1,127 @@
+"""Digests of tensors as a ledger holds them: text of 128 bits, of a parameter, a group of parameters, the whole model.
+
+    digest of a tensor = start(dtype, shape) + sum of its elements' lanes (kernels/digest.py), two lanes of 64 bits
+
+so it depends on bits, positions, dtype and shape, and on nothing else: not on the name, the layout or the order.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+LANES = 2
+_MASK = (1 << 64) - 1
+_TEXT = re.compile(r"[0-9a-f]{32}")
+_LAYER = re.compile(r"(?:.+\.)?layers\.\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A tensor of the model, under its name in Megatron's distributed checkpoints, with layer and expert numbered.
+
+    shape:    of the whole, not split tensor.
+    gradient: dtype of its gradient as the optimizer sees it, such as "float32"; None: it has none.
+    weight:   dtype of the tensor itself.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    gradient: str | None
+    weight: str
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A tensor of a traced step, over all micro-batches and ranks.
+
+    direction: "forward" or "backward".
+    module:    its name in the whole model, such as "decoder.layers.3.mlp.linear_fc1".
+    tensor:    "input" or "output" of that direction: in the backward pass the input is the gradient that arrives at the
+               module's output, and the output the gradient that leaves it for the module's input. Further ones are
+               "input.1", "output.1" …
+    dtype, shape: of the whole tensor: [sequence, global batch, features …].
+    digest:    None: no layout-independent digest can be made of this tensor (tokens of an expert, say).
+    """
+
+    direction: str
+    module: str
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str | None
+
+
+def tensor_digest(lanes: Sequence[int], dtype: str, shape: Sequence[int]) -> str:
+    """The text of a whole tensor's digest. lanes: two sums modulo 2^64, signed or not."""
+    start = xxhash.xxh3_128_intdigest(f"{dtype}[{','.join(map(str, shape))}]".encode())
+    starts = (start >> 64, start & _MASK)
+    return "".join(f"{(begin + lane) & _MASK:016x}" for begin, lane in zip(starts, lanes, strict=True))
+
+
+def whole_digest(digests: Mapping[str, str]) -> str:
+    """One digest of many by name; their order does not count."""
+    return xxhash.xxh3_128_hexdigest("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode())
+
+
+def group_digests(digests: Mapping[str, str]) -> dict[str, str]:
+    """One digest a group, groups in the order of their first parameter."""
+    groups: dict[str, dict[str, str]] = {}
+    for name, digest in digests.items():
+        groups.setdefault(group_of(name), {})[name] = digest
+    return {group: whole_digest(members) for group, members in groups.items()}
+
+
+def group_of(name: str) -> str:
+    """The group of a parameter: its layer ("decoder.layers.3"), or the module outside the layers that holds it."""
+    layer = _LAYER.match(name)
+    return layer[0] if layer else name.rpartition(".")[0] or name
+
+
+def check_digest(text: object) -> str:
+    """The text itself. ValueError: it is not 32 lower-case hexadecimal digits."""
+    if not isinstance(text, str) or not _TEXT.fullmatch(text):
+        raise ValueError(f"{text!r} is not a digest of 32 lower-case hexadecimal digits")
+    return text
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of parameters sorted as a forward pass meets them: embedding, layers by number, the rest."""
+    return sorted(names, key=_place)
+
+
+# Prefix or part of a name -> where it stands among the others of its level.
+_STAGES = ("embedding.", "decoder.layers.", "decoder.", "mtp.", "output_layer.")
+_PARTS = (
+    "input_layernorm",
+    "linear_qkv.layer_norm",
+    "linear_qkv",
+    "q_layernorm",
+    "k_layernorm",
+    "linear_proj",
+    "mixer.in_proj.layer_norm",
+    "mixer.in_proj",
+    "mixer.conv1d",
+    "mixer.dt_bias",
+    "mixer.A_log",
+    "mixer.D",
+    "mixer.norm",
+    "mixer.out_proj",
+    "pre_mlp_layernorm",
+    "linear_fc1.layer_norm",
+    "router",
+    "linear_fc1",
+    "linear_fc2",
+)
+
+
+def _place(name: str) -> tuple:
+    stage = next((n for n, prefix in enumerate(_STAGES) if name.startswith(prefix)), len(_STAGES))
+    part = next((n for n, text in enumerate(_PARTS) if text in name), len(_PARTS))
+    layer = _LAYER.match(name)
+    return stage, int(layer[0].rpartition(".")[2]) if layer else 0, part, _numbers_by_value(name)
+
+
+def _numbers_by_value(name: str) -> list:
+    return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", name)]
