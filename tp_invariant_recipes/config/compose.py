@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tp_invariant_recipes.config import invariance, layout, schema, source
+from tp_invariant_recipes.config import invariance, layout, recording, schema, source
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.settings import PATHS
@@ -68,7 +68,7 @@ def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = N
             sound = [a for a in sound if a.path not in wrong]
             tree = _hydra(model, sound, problems)
             _check_bridge_fields(tree, sound)
-        problems += [*layout.problems(tree), *invariance.problems(tree)]
+        problems += [*layout.problems(tree), *invariance.problems(tree), *recording.problems(tree)]
     if problems:
         raise ConfigError(listed(problems), problems)
     return Composed(model, tuple(overrides), tree)

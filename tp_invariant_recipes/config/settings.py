@@ -1,6 +1,6 @@
 """Our own sections of the configuration, typed. Everything else in the tree is a field of Bridge's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -55,6 +55,20 @@ class DeviceSettings:
 
 
 @dataclass(frozen=True)
+class LedgerSettings:
+    """What a run records beside losses (docs/ledger.md).
+
+    digests: every so many steps, digests of all gradients and weights; 0: never.
+    trace:   "FIRST:LAST", the steps of which every module's inputs and outputs have digests; None: none.
+    dump:    tensors to write out at the traced steps, such as "gradients/output_layer.weight".
+    """
+
+    digests: int = 1
+    trace: str | None = None
+    dump: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class ClusterSettings:
     """The nodes the run is for."""
 
@@ -83,6 +97,7 @@ OWN_SECTIONS: dict[str, type] = {
     "parallel": ParallelSettings,
     "data": DataSettings,
     "device": DeviceSettings,
+    "ledger": LedgerSettings,
     "cluster": ClusterSettings,
     "launcher": LauncherSettings,
     "logging": LoggingSettings,

@@ -31,7 +31,6 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 ROWS = 64  # rows and columns that one program of the kernel reads
 COLUMNS = 1024
 CHUNK = 1 << 20  # elements at a time in NumPy
-TABLES = 16  # lists of pieces that are kept on the device
 
 _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89)  # the digits of pi
 
@@ -48,23 +47,39 @@ class Piece(NamedTuple):
     step: int = 1
 
 
-def lanes(pieces: Sequence[Piece]) -> Tensor:
-    """The lanes of every piece: int64 [pieces, LANES] on their device; the host does not wait for it."""
-    if not pieces:
-        return torch.zeros(0, LANES, dtype=torch.int64)
-    pieces = [_as_words(piece) for piece in pieces]
-    device = pieces[0].values.device
-    result = torch.zeros(len(pieces), LANES, dtype=torch.int64, device=device)
-    if device.type != "cuda":
-        for n, piece in enumerate(pieces):
-            result[n] = _lanes_numpy(piece)
+class Lanes:
+    """Pieces whose lanes are taken again and again: what the kernel must know of them is prepared once.
+
+    ValueError: columns of a piece are not adjacent. The memory of the pieces is read anew by every call.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = [_as_words(piece) for piece in pieces]
+        devices = {piece.values.device for piece in self.pieces}
+        if len(devices) > 1:
+            raise ValueError(f"pieces on several devices: {sorted(map(str, devices))}")
+        self.device = devices.pop() if devices else torch.device("cpu")
+        self.programs = {}
+        if self.device.type == "cuda":
+            self.keys = key_table(_length(self.pieces), self.device)
+            for size in WORDS:
+                rows = [_row(n, piece) for n, piece in enumerate(self.pieces) if piece.values.element_size() == size]
+                self.programs[size] = programs(rows, self.device)
+
+    def __call__(self) -> Tensor:
+        """The lanes of every piece: int64 [pieces, LANES] on their device; the host does not wait for it."""
+        result = torch.zeros(len(self.pieces), LANES, dtype=torch.int64, device=self.device)
+        for size, some in self.programs.items():
+            launch(some, self.keys, result, size)
+        if not self.programs:
+            for n, piece in enumerate(self.pieces):
+                result[n] = _lanes_numpy(piece)
         return result
-    keys = key_table(_length(pieces), device)
-    for size in WORDS:
-        rows = tuple(_row(n, piece) for n, piece in enumerate(pieces) if piece.values.element_size() == size)
-        if rows:
-            launch(_programs(rows, device), keys, result, size)
-    return result
+
+
+def lanes(pieces: Sequence[Piece]) -> Tensor:
+    """The lanes of every piece, once: int64 [pieces, LANES]."""
+    return Lanes(pieces)()
 
 
 def key_table(length: int, device: torch.device) -> Tensor:
@@ -126,23 +141,22 @@ def _row(number: int, piece: Piece) -> tuple[int, ...]:
     return (values.data_ptr(), values.stride(0), *values.shape, piece.row, piece.step, piece.column, number)
 
 
-@lru_cache(maxsize=TABLES)  # training has the same buffers at every step; a table depends on nothing but its key
-def _programs(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def programs(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The pieces, int64 [pieces, 8], and for every program of the kernel (piece, first row, first column), int32."""
-    programs = [
+    blocks = [
         np.stack(np.meshgrid(n, np.arange(0, row[2], ROWS), np.arange(0, row[3], COLUMNS), indexing="ij"), -1)
         for n, row in enumerate(rows)
     ]
-    flat = np.concatenate([block.reshape(-1, 3) for block in programs]).astype(np.int32)
+    flat = np.concatenate([np.empty((0, 3)), *(block.reshape(-1, 3) for block in blocks)]).astype(np.int32)
     return torch.tensor(rows, dtype=torch.int64, device=device), torch.from_numpy(flat).to(device)
 
 
-def launch(programs: tuple[Tensor, Tensor], keys: Tensor, result: Tensor, size: int) -> None:
+def launch(some: tuple[Tensor, Tensor], keys: Tensor, result: Tensor, size: int) -> None:
     """The kernel alone, for pieces of elements of `size` bytes; also what Triton's interpreter runs on a CPU.
 
     result: int64 [pieces, LANES], added to.
     """
-    pieces, blocks = programs
+    pieces, blocks = some
     if len(blocks):
         with torch.cuda.device_of(result):  # of the tensors, which need not be the current one
             _lanes[(len(blocks),)](pieces, blocks, keys, result, size, ROWS, COLUMNS, num_warps=8)

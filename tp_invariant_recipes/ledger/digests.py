@@ -55,9 +55,14 @@ class Traced:
 
 def tensor_digest(lanes: Sequence[int], dtype: str, shape: Sequence[int]) -> str:
     """The text of a whole tensor's digest. lanes: two sums modulo 2^64, signed or not."""
+    starts = start_lanes(dtype, shape)
+    return "".join(f"{(start + lane) & _MASK:016x}" for start, lane in zip(starts, lanes, strict=True))
+
+
+def start_lanes(dtype: str, shape: Sequence[int]) -> tuple[int, int]:
+    """What the lanes of a whole tensor begin with."""
     start = xxhash.xxh3_128_intdigest(f"{dtype}[{','.join(map(str, shape))}]".encode())
-    starts = (start >> 64, start & _MASK)
-    return "".join(f"{(begin + lane) & _MASK:016x}" for begin, lane in zip(starts, lanes, strict=True))
+    return start >> 64, start & _MASK
 
 
 def whole_digest(digests: Mapping[str, str]) -> str:

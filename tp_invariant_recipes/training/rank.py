@@ -79,7 +79,7 @@ def train(run_dir: RunDir, seat: Seat) -> None:
     """Build the configuration that the run directory holds and train it."""
     tree, run = run_dir.read_config(), run_dir.read_run()
     bridge.load()
-    pretrain(tree, _callbacks(run_dir, seat, run))
+    pretrain(tree, _callbacks(run_dir, seat, run, tree["ledger"]))
 
 
 def pretrain(tree: dict[str, Any], callbacks: list) -> None:
@@ -107,16 +107,20 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         bridge_pretrain(container.build(tree), forward_step, callbacks=callbacks)
 
 
-def _callbacks(run_dir: RunDir, seat: Seat, run: dict[str, Any]) -> list:
+def _callbacks(run_dir: RunDir, seat: Seat, run: dict[str, Any], ledger: dict[str, Any]) -> list:
+    from tp_invariant_recipes.training.digests import Digests
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
     from tp_invariant_recipes.training.recorder import Recorder
 
     callbacks: list = []
+    digests = Digests(ledger["digests"]) if ledger["digests"] else None
+    if digests is not None:
+        callbacks.append(digests)
     if seat.rank == 0:
         callbacks.append(ManifestWriter(run["identity_hash"], run["layout"]))
     if seat.rank == seat.world_size - 1:
         parts = {name: run[name] for name in ("numerics", "layout", "notes")}
-        callbacks.append(Recorder(run_dir, run["identity"], parts))
+        callbacks.append(Recorder(run_dir, run["identity"], parts, digests))
     return callbacks
 
 

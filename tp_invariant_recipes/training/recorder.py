@@ -1,5 +1,6 @@
 """The callback that writes a run's ledger, and beside it the progress that a person watches."""
 
+import dataclasses
 import json
 import os
 import time
@@ -12,6 +13,7 @@ from tp_invariant_recipes.config.environment import recorded
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
+from tp_invariant_recipes.training.digests import Digests
 from tp_invariant_recipes.training.rundir import RunDir, cannot_write
 
 LOSS = "lm loss"  # Bridge's name for the language-model loss
@@ -20,10 +22,13 @@ LOSS = "lm loss"  # Bridge's name for the language-model loss
 class Recorder(Callback):
     """Records every step. For the last rank: it is on the last pipeline stage, the only one that has the loss."""
 
-    def __init__(self, run_dir: RunDir, identity: dict[str, Any], parts: dict[str, Any]) -> None:
+    def __init__(
+        self, run_dir: RunDir, identity: dict[str, Any], parts: dict[str, Any], digests: Digests | None
+    ) -> None:
         self.run_dir = run_dir
         self.identity = identity
         self.parts = parts
+        self.digests = digests
         self.writer: LedgerWriter  # opened when training starts
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -33,6 +38,7 @@ class Recorder(Callback):
             versions=versions(),
             device=_device(),
             environment=recorded(os.environ),
+            parameters=self.digests.parameters if self.digests else (),
             **self.parts,
         )
         if self.run_dir.ledger.exists():
@@ -62,6 +68,7 @@ class Recorder(Callback):
             grad_norm=None if norm is None else float_bits(float(norm), width),
             learning_rate=float_bits(self.learning_rate, 64),
             skipped=bool(context.skipped_iter),
+            **self._digests(),
         )
         self.writer.append(record)
         self._tell(
@@ -74,6 +81,10 @@ class Recorder(Callback):
             peak_memory=torch.cuda.max_memory_allocated(),
             time=time.time(),
         )
+
+    def _digests(self) -> dict[str, Any]:
+        latest = self.digests.latest if self.digests else None
+        return {} if latest is None else dataclasses.asdict(latest)
 
     def _tell(self, **event: Any) -> None:
         try:

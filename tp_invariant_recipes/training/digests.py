@@ -1,0 +1,212 @@
+"""The callback that takes digests of all gradients and weights, whatever the layout.
+
+Once, before the first step, the ranks tell each other what they hold; parts with one place are replicas. Then a step
+costs a kernel for the gradients, one for the weights, and one all-reduce of a few numbers for every part.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from torch import Tensor
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.kernels.digest import LANES, Lanes
+from tp_invariant_recipes.ledger.digests import Parameter, in_order, start_lanes
+from tp_invariant_recipes.training.shards import Held, Place, Shards, covers
+
+NOTHING = -(2**63)  # what a rank without a part says of it: no more than any number
+
+Diverged = tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The digests of one step, as StepRecord has them."""
+
+    gradients: dict[str, str]
+    weights: dict[str, str]
+    diverged: Diverged
+
+
+class Digests(Callback):
+    """Takes the digests of every `every`th step. For every rank.
+
+    parameters: what they are of, known once training has started.
+    latest:     those of the step that has just ended; None where none were due.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.parameters: tuple[Parameter, ...] = ()
+        self.latest: Recorded | None = None
+        self._due = False
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Learn who holds what, and look on when the optimizer steps. Raises RunError, on every rank alike."""
+        self._shards = _shards(context.model)
+        self._gradients = _Sums("gradients", self._shards.gradients(context.optimizer))
+        self._weights = _Sums("weights", self._shards.weights())
+        self._memory = self._shards.memory()
+        dtypes = self._gradients.dtypes
+        self.parameters = tuple(
+            Parameter(name, self._weights.shapes[name], dtypes.get(name), self._weights.dtypes[name])
+            for name in self._weights.names
+        )
+        self._optimizer, self._step = context.optimizer, context.optimizer.step
+        context.optimizer.step = self._optimizer_step
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Find out whether digests are due."""
+        self._due = (context.state.train_state.step + 1) % self.every == 0
+        self.latest = None
+        self._gradient_lanes: Tensor | None = None
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Take the weights' digests, and add up what all ranks have."""
+        if self._gradient_lanes is None:  # not due, or the optimizer was not reached
+            return
+        lanes = (self._gradient_lanes, self._weights.lanes())
+        merged = torch.cat([self._gradients.spread(lanes[0]), self._weights.spread(lanes[1])])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(merged, op=dist.ReduceOp.MAX)
+        parts = merged.cpu().numpy().reshape(-1, 2, LANES)
+        split = len(self._gradients.parts)
+        self.latest = Recorded(
+            self._gradients.texts(parts[:split, 0]), self._weights.texts(parts[split:, 0]), self._diverged(parts, lanes)
+        )
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Leave the optimizer as it was."""
+        self._optimizer.step = self._step
+
+    def _optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Gradients are reduced over all ranks here, and neither clipped nor used up yet."""
+        if self._due:
+            if self._shards.memory() != self._memory:
+                raise RunError(
+                    "parameters or gradients have moved to other memory since training began: ledger.digests=0"
+                )
+            self._gradient_lanes = self._gradients.lanes()
+        return self._step(*args, **kwargs)
+
+    def _diverged(self, parts: np.ndarray, lanes: Sequence[Tensor]) -> Diverged:
+        """The parts of which replicas disagree, and which ranks hold what.
+
+        parts: of every part, the largest lanes that a rank has, and the largest of their complements.
+        """
+        unequal = np.flatnonzero((parts[:, 0] != ~parts[:, 1]).any(1)).tolist()
+        if not unequal:
+            return ()
+        own = dict(zip(self._gradients.own, lanes[0].tolist(), strict=True))
+        offset = len(self._gradients.parts)
+        own |= {n + offset: pair for n, pair in zip(self._weights.own, lanes[1].tolist(), strict=True)}
+        everyone = _gathered({n: own[n] for n in unequal if n in own})
+        named = [("gradients", name) for name, _ in self._gradients.parts]
+        named += [("weights", name) for name, _ in self._weights.parts]
+        return tuple(
+            (*named[n], _by_value({rank: held[n] for rank, held in enumerate(everyone) if n in held})) for n in unequal
+        )
+
+
+class _Sums:
+    """The digests of one kind of tensor: this rank's parts, all ranks' parts, and whose they are.
+
+    parts: (name, place) of every part, on all ranks in one order; own: which of them this rank holds.
+    Raises RunError, on every rank alike, if the parts of a tensor are not the whole of it.
+    """
+
+    def __init__(self, kind: str, held: Sequence[Held]) -> None:
+        self.lanes = Lanes([part.piece for part in held])
+        everyone = _gathered([(part.name, part.place, part.shape, _dtype(part.values)) for part in held])
+        self.shapes = {name: shape for rank in everyone for name, _, shape, _ in rank}
+        self.dtypes = {name: dtype for rank in everyone for name, _, _, dtype in rank}
+        self.names = in_order(self.shapes)
+        self.parts = sorted({(name, place) for rank in everyone for name, place, _, _ in rank})
+        problems = _conflicts(everyone, self.shapes, self.dtypes)
+        places: dict[str, list[Place]] = {}
+        for name, place in self.parts:
+            places.setdefault(name, []).append(place)
+        problems += [
+            f"{name}: the ranks' parts do not cover its shape {shape} exactly"
+            for name, shape in self.shapes.items()
+            if not covers(places[name], shape)
+        ]
+        if problems:
+            raise RunError(
+                f"digests of {kind} are not possible:\n  " + "\n  ".join(problems) + "\nrecord none: ledger.digests=0"
+            )
+        index = {part: n for n, part in enumerate(self.parts)}
+        self.own = [index[part.name, part.place] for part in held]
+        self._own = torch.tensor(self.own, dtype=torch.int64, device=self.lanes.device)
+        order = {name: n for n, name in enumerate(self.names)}
+        self._parameter = np.array([order[name] for name, _ in self.parts], dtype=np.int64)
+        starts = [start_lanes(self.dtypes[name], self.shapes[name]) for name in self.names]
+        self._starts = np.array(starts, dtype=np.uint64).reshape(-1, LANES)
+
+    def spread(self, lanes: Tensor) -> Tensor:
+        """This rank's lanes and their complements at their places among all parts: int64 [parts, 2 · LANES].
+
+        The maximum over ranks is then the lanes of every part, and that of the complements says whether they agree.
+        """
+        merged = torch.full((len(self.parts), 2 * LANES), NOTHING, dtype=torch.int64, device=lanes.device)
+        return merged.index_copy_(0, self._own, torch.cat([lanes, ~lanes], 1))
+
+    def texts(self, parts: np.ndarray) -> dict[str, str]:
+        """Parameter → digest. parts: int64 [parts, LANES]."""
+        sums = self._starts.copy()
+        np.add.at(sums, self._parameter, parts.astype(np.uint64))
+        text = sums.astype(">u8").tobytes().hex()
+        width = 16 * LANES
+        return {name: text[width * n : width * (n + 1)] for n, name in enumerate(self.names)}
+
+
+def _shards(model: Iterable[Any]) -> Shards:
+    """Raises RunError on every rank if any rank cannot place its tensors."""
+    shards, problem = None, None
+    try:
+        shards = Shards(model)
+    except RunError as error:
+        problem = str(error)
+    problems = [text for text in _gathered(problem) if text is not None]
+    if problems:
+        raise RunError(problems[0])
+    assert shards is not None
+    return shards
+
+
+def _conflicts(everyone: list[list[tuple]], shapes: dict, dtypes: dict) -> list[str]:
+    """Ranks that see one tensor differently, and a rank that holds a part twice."""
+    problems = []
+    for rank, held in enumerate(everyone):
+        seen = set()
+        for name, place, shape, dtype in held:
+            if (shape, dtype) != (shapes[name], dtypes[name]):
+                problems.append(f"{name}: {dtype} {shape} on rank {rank}, elsewhere {dtypes[name]} {shapes[name]}")
+            if (name, place) in seen:
+                problems.append(f"{name}: rank {rank} holds a part of it twice")
+            seen.add((name, place))
+    return problems
+
+
+def _gathered(ours: Any) -> list[Any]:
+    """What every rank has, in the order of ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ours)
+    return everyone
+
+
+def _by_value(held: dict[int, list[int]]) -> tuple[tuple[int, ...], ...]:
+    """Rank → lanes, as ranks that hold the same."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, lanes in held.items():
+        groups.setdefault(tuple(lanes), []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,284 @@
+"""Which part of which parameter a rank holds: its place in the whole, its weight, its gradient.
+
+The places are those of Megatron's distributed checkpoints (`sharded_state_dict`), so whatever can be saved and loaded
+in another layout has them: gated and Mamba projections, experts, tied embeddings, pipeline stages. A parameter is seen
+as a table: its last dimension is the columns, the others together are the rows.
+"""
+
+import bisect
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.kernels.digest import Piece
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Rows `row`, `row + step`, … (`rows` of them) and columns `column` … `column + columns - 1` of the whole."""
+
+    row: int
+    step: int
+    rows: int
+    column: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part of a parameter on this rank.
+
+    name:   in the whole model (ledger/digests.py says which names).
+    shape:  of the whole.
+    values: [rows, columns] of `place`, a view: of the weight, or of its gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    place: Place
+    values: Tensor
+
+    @property
+    def piece(self) -> Piece:
+        """The same for a digest."""
+        return Piece(self.values, self.place.row, self.place.column, self.place.step)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A table within a tensor of this rank: element (i, j) is at `offset + i · stride + j` of the flat tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    owner: Tensor
+    offset: int
+    stride: int
+    place: Place
+
+
+class Shards:
+    """The parameters and saved buffers of this rank's model chunks, and where they lie.
+
+    Raises RunError listing every tensor that Megatron's description does not place.
+    """
+
+    def __init__(self, model: Iterable[Any]) -> None:
+        self.parts: list[_Part] = []
+        problems: list[str] = []
+        for chunk in model:
+            self._add(_unwrapped(chunk), problems)
+        if problems:
+            raise RunError(
+                "digests cannot tell where these tensors lie in the whole model:\n  "
+                + "\n  ".join(problems)
+                + "\nrecord none: ledger.digests=0"
+            )
+
+    def weights(self) -> list[Held]:
+        """What this rank holds of the model's weights and saved buffers."""
+        return [Held(p.name, p.shape, p.place, _table(p.owner, p.offset, p.stride, p.place)) for p in self.parts]
+
+    def gradients(self, optimizer: Any) -> list[Held]:
+        """What this rank's optimizer will see of the gradients: with a distributed optimizer, its own part of them."""
+        owned = _owned(optimizer)
+        held = []
+        for part in self.parts:
+            gradient = getattr(part.owner, "main_grad", None)
+            if gradient is None:
+                continue
+            start, end = (0, gradient.numel()) if owned is None else owned.get(part.owner, (0, 0))
+            for block in _within(part, start, end):
+                values = _table(gradient, block.offset, block.stride, block.place)
+                held.append(Held(block.name, block.shape, block.place, values))
+        return held
+
+    def memory(self) -> tuple[int, ...]:
+        """Where tensors and gradients are now. What `weights` and `gradients` returned is good as long as this is so."""
+        gradients = [part.owner.main_grad for part in self.parts if hasattr(part.owner, "main_grad")]
+        return tuple(tensor.data_ptr() for tensor in (*(part.owner for part in self.parts), *gradients))
+
+    def _add(self, module: Any, problems: list[str]) -> None:
+        tensors = dict(module.named_parameters())
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        tensors |= {name: b for name, b in module.named_buffers() if name not in tensors}
+        memory = _Memory(tensors.values())
+        placed: dict[int, int] = {}
+        seen: set[tuple[str, Place, int]] = set()
+        for sharded in _sharded_tensors(module.sharded_state_dict()):
+            found = memory.find(sharded.data)
+            if found is None:
+                problems.append(f"{sharded.key}: not a view of any tensor of the model")
+                continue
+            owner, offset = found
+            try:
+                part = _part(sharded, owner, offset)
+            except ValueError as error:
+                problems.append(f"{sharded.key}: {error}")
+                continue
+            key = (part.name, part.place, id(owner))
+            if key in seen:  # a tied weight is described twice
+                continue
+            seen.add(key)
+            self.parts.append(part)
+            placed[id(owner)] = placed.get(id(owner), 0) + part.place.rows * part.place.columns
+        for number, name in names.items():
+            if placed.get(number) != tensors[name].numel():
+                problems.append(f"{name}: {placed.get(number, 0)} of {tensors[name].numel()} elements are placed")
+
+
+def covers(places: Iterable[Place], shape: tuple[int, ...]) -> bool:
+    """Whether places of step 1 hold every element of a tensor of this shape exactly once."""
+    places = sorted(places)
+    total = sum(place.rows * place.columns for place in places)
+    overlap = any(
+        a.row < b.row + b.rows
+        and b.row < a.row + a.rows
+        and a.column < b.column + b.columns
+        and b.column < a.column + a.columns
+        for a, b in itertools.combinations(places, 2)
+    )
+    rows, columns = math.prod(shape[:-1]), (shape or (1,))[-1]
+    inside = all(
+        p.row >= 0 and p.row + p.rows <= rows and p.column >= 0 and p.column + p.columns <= columns for p in places
+    )
+    return inside and not overlap and total == math.prod(shape)
+
+
+class _Memory:
+    """Finds the tensor that a view looks into."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.tensors = sorted((t for t in tensors if t.numel()), key=lambda t: t.data_ptr())
+        self.starts = [t.data_ptr() for t in self.tensors]
+
+    def find(self, view: Tensor) -> tuple[Tensor, int] | None:
+        """The tensor, and how many of its elements lie before the view's first; None: no tensor holds it."""
+        at = bisect.bisect_right(self.starts, view.data_ptr()) - 1
+        if at < 0 or not view.numel():
+            return None
+        owner = self.tensors[at]
+        offset, rest = divmod(view.data_ptr() - owner.data_ptr(), owner.element_size())
+        inside = offset + view.numel() <= owner.numel() and not rest and view.dtype == owner.dtype
+        return (owner, offset) if inside else None
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _sharded_tensors(state: Any) -> Iterator[Any]:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    if isinstance(state, ShardedTensor):
+        yield state
+    elif isinstance(state, ShardedTensorFactory):
+        yield from _sharded_tensors(state.build())
+    elif isinstance(state, dict | list | tuple):
+        for part in state.values() if isinstance(state, dict) else state:
+            yield from _sharded_tensors(part)
+
+
+def _part(sharded: Any, owner: Tensor, offset: int) -> _Part:
+    """ValueError: the view is not a table within the owner, or not one within the whole."""
+    data, axes = sharded.data, sharded.prepend_axis_num
+    shape, start = tuple(sharded.global_shape[axes:]), tuple(sharded.global_offset[axes:])
+    if len(shape) != data.dim():
+        raise ValueError(f"{data.dim()} dimensions here and {len(shape)} in the whole")
+    if not owner.is_contiguous():
+        raise ValueError("not contiguous in memory")
+    if data.dim() < 2:
+        data, start, table = data.reshape(1, -1), (0, *(start or (0,))), (1, *(shape or (1,)))
+    else:
+        table = shape
+    if data.shape[1:-1] != table[1:-1]:
+        raise ValueError(f"split in a dimension between the first and the last: {tuple(data.shape)} of {shape}")
+    between = math.prod(table[1:-1])
+    rows = data.shape[0] * between
+    columns = data.shape[-1]
+    stride = data.stride(-2) if data.dim() > 1 and data.shape[-2] > 1 else data.stride(0) // between
+    if (columns > 1 and data.stride(-1) != 1) or not _regular(data, stride):
+        raise ValueError(f"stride {data.stride()} is not that of a table")
+    place = Place(row=start[0] * between, step=1, rows=rows, column=start[-1], columns=columns)
+    return _Part(whole_name(sharded.key, sharded.global_offset[:axes]), shape, owner, offset, stride, place)
+
+
+def _regular(data: Tensor, stride: int) -> bool:
+    """Whether all dimensions but the last step through memory as one dimension of this stride."""
+    expected = stride
+    for size, step in zip(reversed(data.shape[:-1]), reversed(data.stride()[:-1]), strict=True):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def whole_name(key: str, indices: tuple[int, ...]) -> str:
+    """A checkpoint's key with the numbers that it leaves to prepended axes: of the layer, then of the expert.
+
+    "decoder.layers.mlp.experts.experts.linear_fc1.weight", (3, 7) → "decoder.layers.3.mlp.experts.7.linear_fc1.weight"
+    """
+    numbers = list(indices)
+    if numbers and re.search(r"\blayers\.(?!\d)", key):
+        key = re.sub(r"\blayers\.", f"layers.{numbers.pop(0)}.", key, count=1)
+    for number in numbers:
+        if re.search(r"\bexperts\.experts\.", key):
+            key = re.sub(r"\bexperts\.experts\.", f"experts.{number}.", key, count=1)
+        else:
+            key = f"{key}.{number}"
+    return key
+
+
+def _table(tensor: Tensor, offset: int, stride: int, place: Place) -> Tensor:
+    flat = tensor.detach()
+    return torch.as_strided(flat, (place.rows, place.columns), (stride, 1), flat.storage_offset() + offset)
+
+
+def _owned(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
+    """Parameter → (start, end) of its flat gradient that this rank's distributed optimizer has; None: it has all."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    distributed = [part for part in parts if isinstance(part, DistributedOptimizer)]
+    if not distributed:
+        return None
+    owned = {}
+    for part in distributed:
+        for buffer in part.gbuf_ranges:
+            for buckets in buffer.values():
+                for bucket in buckets:
+                    for parameter, ranges in bucket["param_map"].items():
+                        owned[parameter] = (ranges["param"].start, ranges["param"].end)
+    return owned
+
+
+def _within(part: _Part, start: int, end: int) -> Iterator[_Part]:
+    """The part's elements at `start` … `end - 1` of the flat tensor: whole rows, and pieces of a row around them."""
+    first = max(0, (start - part.offset) // part.stride)
+    last = min(part.place.rows - 1, (end - 1 - part.offset) // part.stride)
+    cuts = {}  # row -> first column and columns of it that lie within
+    for row in {first, last} if first <= last else ():
+        begin = part.offset + row * part.stride
+        low, high = max(start, begin), min(end, begin + part.place.columns)
+        cuts[row] = (low - begin, high - low)
+    whole = [row for row, cut in cuts.items() if cut == (0, part.place.columns)]
+    top = first if first in whole else first + 1
+    bottom = last if last in whole else last - 1
+    if top <= bottom:
+        yield _cut(part, top, bottom - top + 1, 0, part.place.columns)
+    for row, (column, columns) in cuts.items():
+        if row not in whole and columns > 0:
+            yield _cut(part, row, 1, column, columns)
+
+
+def _cut(part: _Part, row: int, rows: int, column: int, columns: int) -> _Part:
+    place = Place(part.place.row + row, 1, rows, part.place.column + column, columns)
+    return _Part(part.name, part.shape, part.owner, part.offset + row * part.stride + column, part.stride, place)
