@@ -100,7 +100,7 @@ class Shards:
         return held
 
     def memory(self) -> tuple[int, ...]:
-        """Where tensors and gradients are now. What `weights` and `gradients` returned is good as long as this is so."""
+        """Where tensors and gradients are. What `weights` and `gradients` returned is good as long as this is so."""
         gradients = [part.owner.main_grad for part in self.parts if hasattr(part.owner, "main_grad")]
         return tuple(tensor.data_ptr() for tensor in (*(part.owner for part in self.parts), *gradients))
 

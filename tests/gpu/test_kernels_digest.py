@@ -1,0 +1,57 @@
+"""The digest kernel has the lanes of its NumPy twin, for every width, alignment and shape."""
+
+import pytest
+import torch
+
+from tp_invariant_recipes.kernels.digest import COLUMNS, ROWS, Lanes, Piece, lanes
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64, torch.int64)
+SHAPES = (
+    (1, 1),
+    (1, COLUMNS),
+    (3, COLUMNS + 1),
+    (ROWS, 7),
+    (ROWS + 1, 4),
+    (2 * ROWS + 3, 2 * COLUMNS + 5),
+    (0, 8),
+    (8, 0),
+)
+
+
+def filled(shape, dtype):
+    size = torch.empty((), dtype=dtype).element_size()
+    return torch.randint(0, 256, (*shape, size), dtype=torch.uint8).flatten(-2).view(dtype)
+
+
+def on_gpu(piece):
+    return piece._replace(values=piece.values.cuda())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernel_and_twin_agree(dtype):
+    torch.manual_seed(0)
+    pieces = [Piece(filled(shape, dtype), 5 * n, 3 * n, 1 + n % 3) for n, shape in enumerate(SHAPES)]
+    assert torch.equal(lanes([on_gpu(piece) for piece in pieces]).cpu(), lanes(pieces))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("shift", (1, 2, 3, 7))
+def test_unaligned_and_strided_pieces(dtype, shift):
+    torch.manual_seed(shift)
+    whole = filled((70, 3000), dtype)
+    views = lambda t: [Piece(t[shift::2, shift : shift + 2001], shift, shift, 2), Piece(t[:, :1], 0, 0)]  # noqa: E731
+    assert torch.equal(lanes(views(whole.cuda())).cpu(), lanes(views(whole)))
+
+
+def test_widths_are_mixed_and_memory_is_read_anew():
+    torch.manual_seed(0)
+    values = [filled((65, 1030), dtype).cuda() for dtype in (torch.float32, torch.bfloat16, torch.uint8)]
+    taken = Lanes([Piece(value, 0, 0) for value in values])
+    first = taken()
+    assert torch.equal(first, taken())
+    values[1][64, 1029] = -values[1][64, 1029]
+    second = taken()
+    assert torch.equal(first[[0, 2]], second[[0, 2]])
+    assert (first[1] != second[1]).all()
