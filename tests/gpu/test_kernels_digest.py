@@ -22,7 +22,7 @@ SHAPES = (
 
 def filled(shape, dtype):
     size = torch.empty((), dtype=dtype).element_size()
-    return torch.randint(0, 256, (*shape, size), dtype=torch.uint8).flatten(-2).view(dtype)
+    return torch.randint(0, 256, (shape[0] * shape[1] * size,), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def on_gpu(piece):

@@ -1,18 +1,18 @@
 """Digest lanes: sums over the elements of a tensor that tell what stands where, whatever holds the parts.
 
 A tensor is seen as a table of rows and columns: the last dimension, or all but the first two of an activation, are its
-columns. With x the bits of an element as an unsigned integer, and R and C odd numbers of 64 bits,
+columns. With x the bits of an element as an unsigned integer, R odd numbers of 32 bits and C odd numbers of 64,
 
     lane = sum over rows r and columns c of   x[r, c] · R[r] · C[c]   modulo 2^64
 
 R and C are pseudo-random functions of the number of the row or column in the whole tensor, others for each of the two
 lanes. So parts add up to the whole in any order, and what is added is integers. An element that changes alone is always
-seen, since x' - x is no multiple of 2^32 and odd factors can be divided out. Any other difference, fixed before R and C
-are drawn, goes unseen with a probability of about 2^-114 if some elements differ in their last bit, and 2^-54 if all
-differ in their sign alone: this is multilinear hashing (Lemire, Kaser, "Strongly universal string hashing is fast",
-2014), once over columns and once over rows. Elements of 8 bytes count as two words of 4.
+seen: |x' - x| · R is less than 2^64 and not 0, and C can be divided out. Any other difference, fixed before R and C are
+drawn, goes unseen with a probability of about 2^-62: within a column, one R in 2^31 can hide it, and so in the other
+lane; C adds less than that. This is multilinear hashing (Lemire, Kaser, "Strongly universal string hashing is fast",
+2014), once over rows and once over columns. Elements of 8 bytes count as two words of 4.
 
-The Triton kernel reads every element once, does two multiplications of 32 by 64 bits for it, and is launched once for
+The Triton kernel reads every element once, does two multiplications of 32 by 32 bits for it, and is launched once for
 all pieces of one width.
 """
 
@@ -29,10 +29,12 @@ from torch import Tensor
 LANES = 2
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 ROWS = 64  # rows and columns that one program of the kernel reads
-COLUMNS = 1024
+COLUMNS = 512
+TOGETHER = 8
+WARPS = 4
 CHUNK = 1 << 20  # elements at a time in NumPy
 
-_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89)  # the digits of pi
+_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0)  # the digits of pi
 
 
 class Piece(NamedTuple):
@@ -61,7 +63,7 @@ class Lanes:
         self.device = devices.pop() if devices else torch.device("cpu")
         self.programs = {}
         if self.device.type == "cuda":
-            self.keys = key_table(_length(self.pieces), self.device)
+            self.keys = keys(_length(self.pieces), self.device)
             for size in WORDS:
                 rows = [_row(n, piece) for n, piece in enumerate(self.pieces) if piece.values.element_size() == size]
                 self.programs[size] = programs(rows, self.device)
@@ -82,16 +84,25 @@ def lanes(pieces: Sequence[Piece]) -> Tensor:
     return Lanes(pieces)()
 
 
-def key_table(length: int, device: torch.device) -> Tensor:
-    """R and C for numbers below `length` or more: int64 [n, 2 · LANES], each row R of both lanes, then C of both."""
-    return _key_table(1 << (max(length, 1) - 1).bit_length(), device)
+class Keys(NamedTuple):
+    """R, int32 [n, LANES], and C, int64 [n, LANES], of the rows and columns numbered 0 … n - 1; all without a sign."""
+
+    rows: Tensor
+    columns: Tensor
+
+
+def keys(length: int, device: torch.device) -> Keys:
+    """The keys of `length` rows and columns or more."""
+    return _keys(1 << (max(length, 1) - 1).bit_length(), device)
 
 
 @lru_cache(maxsize=4)
-def _key_table(length: int, device: torch.device) -> Tensor:
+def _keys(length: int, device: torch.device) -> Keys:
     numbers = np.arange(length, dtype=np.uint64)
-    keys = np.stack([_splitmix(numbers + np.uint64(seed)) | np.uint64(1) for seed in _SEEDS], axis=1)
-    return torch.from_numpy(keys.view(np.int64)).to(device)
+    row, *columns = (_splitmix(numbers + np.uint64(seed)) for seed in _SEEDS)
+    rows = np.stack([row & np.uint64(0xFFFFFFFF), row >> np.uint64(32)], 1).astype(np.uint32) | np.uint32(1)
+    odd = np.stack(columns, 1) | np.uint64(1)
+    return Keys(torch.from_numpy(rows.view(np.int32)).to(device), torch.from_numpy(odd.view(np.int64)).to(device))
 
 
 def _splitmix(state: np.ndarray) -> np.ndarray:
@@ -121,15 +132,15 @@ def _length(pieces: Sequence[Piece]) -> int:
 def _lanes_numpy(piece: Piece) -> Tensor:
     values, row, column, step = piece
     rows, columns = values.shape
-    keys = key_table(_length([piece]), values.device).numpy().view(np.uint64)
+    of_rows, of_columns = keys(_length([piece]), values.device)
+    factors = of_rows.numpy().view(np.uint32)[row::step][:rows].astype(np.uint64)
+    across = of_columns.numpy().view(np.uint64)[column : column + columns]
     words = values.numpy().view(f"u{values.element_size()}")
     sums = np.zeros((LANES, columns), np.uint64)
     together = max(1, CHUNK // max(columns, 1))
     for first in range(0, rows, together):
         bits = words[first : first + together].astype(np.uint64)
-        factors = keys[row + first * step :: step][: len(bits), :LANES]
-        sums += np.einsum("rl,rc->lc", factors, bits)
-    across = keys[column : column + columns, LANES:]
+        sums += np.einsum("rl,rc->lc", factors[first : first + together], bits)
     return torch.from_numpy(np.einsum("lc,cl->l", sums, across).view(np.int64))
 
 
@@ -151,7 +162,7 @@ def programs(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Ten
     return torch.tensor(rows, dtype=torch.int64, device=device), torch.from_numpy(flat).to(device)
 
 
-def launch(some: tuple[Tensor, Tensor], keys: Tensor, result: Tensor, size: int) -> None:
+def launch(some: tuple[Tensor, Tensor], of: Keys, result: Tensor, size: int) -> None:
     """The kernel alone, for pieces of elements of `size` bytes; also what Triton's interpreter runs on a CPU.
 
     result: int64 [pieces, LANES], added to.
@@ -159,40 +170,50 @@ def launch(some: tuple[Tensor, Tensor], keys: Tensor, result: Tensor, size: int)
     pieces, blocks = some
     if len(blocks):
         with torch.cuda.device_of(result):  # of the tensors, which need not be the current one
-            _lanes[(len(blocks),)](pieces, blocks, keys, result, size, ROWS, COLUMNS, num_warps=8)
+            _lanes[(len(blocks),)](
+                pieces, blocks, of.rows, of.columns, result, size, ROWS, COLUMNS, TOGETHER, num_warps=WARPS
+            )
 
 
 @triton.jit
-def _lanes(pieces, blocks, keys, result, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _lanes(
+    pieces, blocks, row_keys, column_keys, result,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
     block = blocks + 3 * tl.program_id(0).to(tl.int64)
     piece = pieces + 8 * tl.load(block).to(tl.int64)
     first = tl.load(block + 1).to(tl.int64)
-    j = tl.load(block + 2) + tl.arange(0, COLUMNS)
+    left = tl.load(block + 2).to(tl.int64)
     stride, rows, columns = tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
     row, step, column, number = tl.load(piece + 4), tl.load(piece + 5), tl.load(piece + 6), tl.load(piece + 7)
     if SIZE == 4:
-        p = tl.load(piece).to(tl.pointer_type(tl.int32))
+        p = tl.load(piece).to(tl.pointer_type(tl.uint32))
     elif SIZE == 2:
-        p = tl.load(piece).to(tl.pointer_type(tl.int16))
+        p = tl.load(piece).to(tl.pointer_type(tl.uint16))
     else:
         p = tl.load(piece).to(tl.pointer_type(tl.uint8))
-    p += first * stride + j
-    factor = keys + 4 * (row + first * step)
-    there = j < columns
-    sum0 = tl.zeros([COLUMNS], tl.int64)
-    sum1 = tl.zeros([COLUMNS], tl.int64)
-    for _ in range(tl.minimum(ROWS, rows - first).to(tl.int32)):
-        x = tl.load(p, mask=there, other=0).to(tl.int64)
-        if SIZE == 4:
-            x = x & 0xFFFFFFFF
-        elif SIZE == 2:
-            x = x & 0xFFFF
-        sum0 += x * tl.load(factor)
-        sum1 += x * tl.load(factor + 1)
+    p += first * stride + left
+    j = tl.arange(0, COLUMNS)
+    key = row_keys.to(tl.pointer_type(tl.uint32)) + 2 * (row + first * step)
+    there = j < columns - left
+    sum0 = tl.zeros([COLUMNS], tl.uint64)
+    sum1 = tl.zeros([COLUMNS], tl.uint64)
+    count = tl.minimum(ROWS, rows - first).to(tl.int32)
+    for _ in range(count // TOGETHER):  # several rows at a time, so that enough bytes are on their way
+        for i in tl.static_range(TOGETHER):
+            x = tl.load(p + i * stride + j, mask=there, other=0).to(tl.uint64)
+            sum0 += x * tl.load(key + 2 * i * step).to(tl.uint64)
+            sum1 += x * tl.load(key + 2 * i * step + 1).to(tl.uint64)
+        p += TOGETHER * stride
+        key += 2 * TOGETHER * step
+    for _ in range(count % TOGETHER):
+        x = tl.load(p + j, mask=there, other=0).to(tl.uint64)
+        sum0 += x * tl.load(key).to(tl.uint64)
+        sum1 += x * tl.load(key + 1).to(tl.uint64)
         p += stride
-        factor += 4 * step
-    across = keys + 4 * (column + j)
-    sum0 *= tl.load(across + 2, mask=there, other=0)
-    sum1 *= tl.load(across + 3, mask=there, other=0)
-    tl.atomic_add(result + 2 * number, tl.sum(sum0, 0), sem="relaxed")
-    tl.atomic_add(result + 2 * number + 1, tl.sum(sum1, 0), sem="relaxed")
+        key += 2 * step
+    across = column_keys.to(tl.pointer_type(tl.uint64)) + 2 * (column + left + j)
+    sum0 *= tl.load(across, mask=there, other=0)
+    sum1 *= tl.load(across + 1, mask=there, other=0)
+    tl.atomic_add(result + 2 * number, tl.sum(sum0, 0).to(tl.int64, bitcast=True), sem="relaxed")
+    tl.atomic_add(result + 2 * number + 1, tl.sum(sum1, 0).to(tl.int64, bitcast=True), sem="relaxed")
