@@ -18,7 +18,11 @@ def bench(
     model: Model,
     overrides: Overrides = None,
     modes: Annotated[
-        str, typer.Option(help="Numerics modes, comma between; the others are compared with the first.")
+        str,
+        typer.Option(
+            help="Numerics modes, comma between; the others are compared with the first. MODE+digests: the mode "
+            "with digests of all gradients and weights."
+        ),
     ] = "stock,tree",
     rounds: Annotated[int, typer.Option(help="How often every mode has its turn.")] = 2,
     warmup: Annotated[int, typer.Option(help="Steps of a turn that do not count.")] = 5,
@@ -38,6 +42,7 @@ def bench(
 
     \b
     tpi bench qwen3_8b tp=4
+    tpi bench qwen3_8b tp=4 --modes tree,tree+digests
     tpi bench qwen3_toy tp=2 seq=64 --rounds 3 --profile
     """
     from tp_invariant_recipes.launch import bench as launch

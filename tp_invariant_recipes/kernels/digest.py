@@ -30,7 +30,7 @@ LANES = 2
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 ROWS = 64  # rows and columns that one program of the kernel reads
 COLUMNS = 512
-TOGETHER = 8
+TOGETHER = 2
 WARPS = 4
 CHUNK = 1 << 20  # elements at a time in NumPy
 

@@ -32,7 +32,11 @@ RESERVED = {
     "save": "a benchmark saves no checkpoints; leave it out",
     "checkpoint.save_interval": "a benchmark saves no checkpoints; leave it out",
     "run.dir": "a benchmark has its own directory: --dir PATH",
+    "ledger.digests": "a mode says whether it records digests: --modes tree,tree+digests",
+    "ledger.trace": "a benchmark traces no modules; leave it out",
+    "ledger.dump": "a benchmark dumps no tensors; leave it out",
 }
+DIGESTS = "+digests"  # after a mode's name: with digests of all gradients and weights at every step
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def new(
     length = max(warmup + steps, 1)
     composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
     where = _directory(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].tree).tp}")
-    plans = {mode: _planned(composed[mode], where, progress) for mode in modes}
+    plans = {mode: _planned(mode, composed[mode], where, progress) for mode in modes}
     if any(one.environment != plans[modes[0]].environment for one in plans.values()):
         raise ConfigError("these modes need different environment variables, which one process cannot have")
     turns = [Pass(mode, number, warmup, length) for number in range(1, rounds + 1) for mode in modes]
@@ -144,7 +148,9 @@ def _composed(model: str, overrides: Sequence[str], modes: Sequence[str], proble
     composed = {}
     for mode in modes:
         try:
-            composed[mode] = compose(model, [*overrides, f"numerics={mode}"], device=device)
+            numerics = mode.removesuffix(DIGESTS)
+            recorded = f"ledger.digests={int(mode.endswith(DIGESTS))}"
+            composed[mode] = compose(model, [*overrides, f"numerics={numerics}", recorded], device=device)
         except ConfigError as error:
             problems += (problem for problem in error.problems if problem not in problems)
     if problems:
@@ -161,9 +167,8 @@ def _directory(asked: Path | None, name: str) -> BenchDir:
     return BenchDir(path)
 
 
-def _planned(composed: Composed, where: BenchDir, progress: Callable[[int, int], None] | None) -> Plan:
+def _planned(mode: str, composed: Composed, where: BenchDir, progress: Callable[[int, int], None] | None) -> Plan:
     """The run of one mode: it shares the index of the data with the others, and ends at once when told to."""
-    mode = composed.tree["numerics"]["mode"]
     planned = plan.completed(composed, where.mode(mode), progress)
     dataset = planned.tree["dataset"] | {"path_to_cache": str(where.index_cache)}
     train = planned.tree["train"] | {"exit_signal_handler": False}

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from typing import Any
 
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.training import rank
@@ -17,14 +18,19 @@ def measure(run_dir: RunDir, seat: rank.Seat) -> None:
         os.environ.update(seat.environment(number))
         tree = bench_dir.mode(one.mode).read_config()
         tree["train"]["train_iters"] = one.steps
-        rank.pretrain(tree, _callbacks(bench_dir, seat, number, one, tree["device"]["kind"]))
+        rank.pretrain(tree, _callbacks(bench_dir, seat, number, one, tree))
         _settle()
 
 
-def _callbacks(bench_dir: BenchDir, seat: rank.Seat, number: int, one: Pass, device: str) -> list:
+def _callbacks(bench_dir: BenchDir, seat: rank.Seat, number: int, one: Pass, tree: dict[str, Any]) -> list:
     from tp_invariant_recipes.training.stopwatch import Stopwatch, Tracer
 
-    callbacks: list = [Stopwatch(bench_dir.figures(seat.rank), number, one)]
+    device = tree["device"]["kind"]
+    # A ledger as every run has; its callbacks come first, so that what they take counts.
+    run_dir = bench_dir.recorded(number)
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    callbacks = rank.recording(run_dir, seat, bench_dir.mode(one.mode).read_run(), tree["ledger"])
+    callbacks.append(Stopwatch(bench_dir.figures(seat.rank), number, one))
     if one.profile and seat.rank == 0:
         callbacks.append(Tracer(bench_dir.trace(one.mode), one, gpu=device == "gpu"))
     return callbacks

@@ -51,6 +51,10 @@ class BenchDir(RunDir):
         """Configuration, environment and versions of a mode."""
         return RunDir(self.path / "modes" / name)
 
+    def recorded(self, number: int) -> RunDir:
+        """The ledger of a pass."""
+        return RunDir(self.path / "bench" / f"pass-{number}")
+
     def write_passes(self, passes: tuple[Pass, ...]) -> None:
         """Write the passes. Raises RunError."""
         self.write(self.passes, [asdict(one) for one in passes])

@@ -108,16 +108,22 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
 
 
 def _callbacks(run_dir: RunDir, seat: Seat, run: dict[str, Any], ledger: dict[str, Any]) -> list:
-    from tp_invariant_recipes.training.digests import Digests
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
+
+    manifest = [ManifestWriter(run["identity_hash"], run["layout"])] if seat.rank == 0 else []
+    return [*manifest, *recording(run_dir, seat, run, ledger)]
+
+
+def recording(run_dir: RunDir, seat: Seat, run: dict[str, Any], ledger: dict[str, Any]) -> list:
+    """The callbacks that write the ledger of a run directory, on this rank. Bridge is loaded.
+
+    run, ledger: what `run.json` holds, and the section of the configuration.
+    """
+    from tp_invariant_recipes.training.digests import Digests
     from tp_invariant_recipes.training.recorder import Recorder
 
-    callbacks: list = []
     digests = Digests(ledger["digests"]) if ledger["digests"] else None
-    if digests is not None:
-        callbacks.append(digests)
-    if seat.rank == 0:
-        callbacks.append(ManifestWriter(run["identity_hash"], run["layout"]))
+    callbacks: list = [digests] if digests else []
     if seat.rank == seat.world_size - 1:
         parts = {name: run[name] for name in ("numerics", "layout", "notes")}
         callbacks.append(Recorder(run_dir, run["identity"], parts, digests))
