@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tp_invariant_recipes.kernels import grad_norm
 from tp_invariant_recipes.kernels.digest import COLUMNS, ROWS, Lanes, Piece, lanes
 
 pytestmark = pytest.mark.gpu
@@ -43,6 +44,15 @@ def test_unaligned_and_strided_pieces(dtype, shift):
     whole = filled((70, 3000), dtype)
     views = lambda t: [Piece(t[shift::2, shift : shift + 2001], shift, shift, 2), Piece(t[:, :1], 0, 0)]  # noqa: E731
     assert torch.equal(lanes(views(whole.cuda())).cpu(), lanes(views(whole)))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_the_largest_magnitude_is_that_of_the_gradient_norm(dtype):
+    torch.manual_seed(0)
+    pieces = [Piece(filled(shape, dtype).nan_to_num(), 0, 0) for shape in SHAPES]
+    taken = Lanes([on_gpu(piece) for piece in pieces], magnitude=True)
+    assert torch.equal(taken().cpu(), lanes(pieces))
+    assert taken.largest.item() == grad_norm.largest([piece.values for piece in pieces]).item() > 0
 
 
 def test_widths_are_mixed_and_memory_is_read_anew():

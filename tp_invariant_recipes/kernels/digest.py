@@ -13,7 +13,7 @@ lane; C adds less than that. This is multilinear hashing (Lemire, Kaser, "Strong
 2014), once over rows and once over columns. Elements of 8 bytes count as two words of 4.
 
 The Triton kernel reads every element once, does two multiplications of 32 by 32 bits for it, and is launched once for
-all pieces of one width.
+all pieces of one width. On the way it can find the largest magnitude, which spares the exact gradient norm a pass.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.grad_norm import largest
+
 LANES = 2
+WITH_MAGNITUDE = (torch.float32, torch.bfloat16)
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 ROWS = 64  # rows and columns that one program of the kernel reads
 COLUMNS = 512
@@ -52,10 +55,16 @@ class Piece(NamedTuple):
 class Lanes:
     """Pieces whose lanes are taken again and again: what the kernel must know of them is prepared once.
 
-    ValueError: columns of a piece are not adjacent. The memory of the pieces is read anew by every call.
+    magnitude: also find, in the same pass, what kernels/grad_norm.py calls the largest: after a call `largest` is the
+               bits of the largest |x| as fp32, int64 scalar. For fp32 and bf16.
+    ValueError: columns of a piece are not adjacent, or there is no magnitude. Every call reads the memory anew.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], *, magnitude: bool = False) -> None:
+        self.magnitude = magnitude
+        if magnitude and any(piece.values.dtype not in WITH_MAGNITUDE for piece in pieces):
+            raise ValueError(f"magnitudes are found of {WITH_MAGNITUDE} only")
+        self._values = [piece.values for piece in pieces]
         self.pieces = [_as_words(piece) for piece in pieces]
         devices = {piece.values.device for piece in self.pieces}
         if len(devices) > 1:
@@ -71,11 +80,14 @@ class Lanes:
     def __call__(self) -> Tensor:
         """The lanes of every piece: int64 [pieces, LANES] on their device; the host does not wait for it."""
         result = torch.zeros(len(self.pieces), LANES, dtype=torch.int64, device=self.device)
+        self.largest = torch.zeros((), dtype=torch.int64, device=self.device)
         for size, some in self.programs.items():
-            launch(some, self.keys, result, size)
+            launch(some, self.keys, result, size, self.largest if self.magnitude else None)
         if not self.programs:
             for n, piece in enumerate(self.pieces):
                 result[n] = _lanes_numpy(piece)
+            if self.magnitude:
+                self.largest = largest(self._values)
         return result
 
 
@@ -162,22 +174,22 @@ def programs(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Ten
     return torch.tensor(rows, dtype=torch.int64, device=device), torch.from_numpy(flat).to(device)
 
 
-def launch(some: tuple[Tensor, Tensor], of: Keys, result: Tensor, size: int) -> None:
+def launch(some: tuple[Tensor, Tensor], of: Keys, result: Tensor, size: int, largest: Tensor | None = None) -> None:
     """The kernel alone, for pieces of elements of `size` bytes; also what Triton's interpreter runs on a CPU.
 
-    result: int64 [pieces, LANES], added to.
+    result: int64 [pieces, LANES], added to. largest: int64 scalar, raised to the largest magnitude's bits.
     """
     pieces, blocks = some
     if len(blocks):
         with torch.cuda.device_of(result):  # of the tensors, which need not be the current one
             _lanes[(len(blocks),)](
-                pieces, blocks, of.rows, of.columns, result, size, ROWS, COLUMNS, TOGETHER, num_warps=WARPS
+                pieces, blocks, of.rows, of.columns, result, largest, size, ROWS, COLUMNS, TOGETHER, num_warps=WARPS
             )
 
 
 @triton.jit
 def _lanes(
-    pieces, blocks, row_keys, column_keys, result,
+    pieces, blocks, row_keys, column_keys, result, largest,
     SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     block = blocks + 3 * tl.program_id(0).to(tl.int64)
@@ -198,16 +210,23 @@ def _lanes(
     there = j < columns - left
     sum0 = tl.zeros([COLUMNS], tl.uint64)
     sum1 = tl.zeros([COLUMNS], tl.uint64)
+    most = tl.zeros([COLUMNS], tl.uint32)
     count = tl.minimum(ROWS, rows - first).to(tl.int32)
     for _ in range(count // TOGETHER):  # several rows at a time, so that enough bytes are on their way
         for i in tl.static_range(TOGETHER):
-            x = tl.load(p + i * stride + j, mask=there, other=0).to(tl.uint64)
+            bits = tl.load(p + i * stride + j, mask=there, other=0)
+            if largest is not None:
+                most = tl.maximum(most, _magnitude(bits, SIZE))
+            x = bits.to(tl.uint64)
             sum0 += x * tl.load(key + 2 * i * step).to(tl.uint64)
             sum1 += x * tl.load(key + 2 * i * step + 1).to(tl.uint64)
         p += TOGETHER * stride
         key += 2 * TOGETHER * step
     for _ in range(count % TOGETHER):
-        x = tl.load(p + j, mask=there, other=0).to(tl.uint64)
+        bits = tl.load(p + j, mask=there, other=0)
+        if largest is not None:
+            most = tl.maximum(most, _magnitude(bits, SIZE))
+        x = bits.to(tl.uint64)
         sum0 += x * tl.load(key).to(tl.uint64)
         sum1 += x * tl.load(key + 1).to(tl.uint64)
         p += stride
@@ -217,3 +236,11 @@ def _lanes(
     sum1 *= tl.load(across + 1, mask=there, other=0)
     tl.atomic_add(result + 2 * number, tl.sum(sum0, 0).to(tl.int64, bitcast=True), sem="relaxed")
     tl.atomic_add(result + 2 * number + 1, tl.sum(sum1, 0).to(tl.int64, bitcast=True), sem="relaxed")
+    if largest is not None:
+        tl.atomic_max(largest, tl.max(most, 0).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _magnitude(bits, SIZE: tl.constexpr):
+    """The bits of |x| in fp32."""
+    return (bits.to(tl.uint32) << (32 - 8 * SIZE)) & 0x7FFFFFFF

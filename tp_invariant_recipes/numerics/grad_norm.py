@@ -18,7 +18,8 @@ that of the square root to fp32.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,7 +44,25 @@ def get_grad_norm_fp32(
     grads_for_norm: what this rank counts; the caller has left out replicas.
     grad_stats_parallel_group: reduced over, after the data-parallel group of DTensors; None is the whole world.
     """
-    return exact_grad_norm(*_as_megatron_means(grads_for_norm, norm_type, grad_stats_parallel_group))
+    grads, groups = _as_megatron_means(grads_for_norm, norm_type, grad_stats_parallel_group)
+    return exact_grad_norm(grads, groups, _known[-1] if _known else None)
+
+
+_known: list[Tensor] = []
+
+
+@contextmanager
+def largest_known(largest: Tensor) -> Iterator[None]:
+    """Spare `get_grad_norm_fp32` a pass over the gradients, for the length of a `with` block.
+
+    largest: as of kernels/grad_norm.py, of all gradients on this rank, those left out of the norm as replicas, too:
+             on all ranks together the largest is the same. The gradients must not change in between.
+    """
+    _known.append(largest)
+    try:
+        yield
+    finally:
+        _known.pop()
 
 
 def fp64_grad_norm(
@@ -97,11 +116,12 @@ def _as_megatron_means(
 
 
 @torch.no_grad()
-def exact_grad_norm(grads: Sequence[Tensor], groups: Iterable[Any] = ()) -> float:
+def exact_grad_norm(grads: Sequence[Tensor], groups: Iterable[Any] = (), known: Tensor | None = None) -> float:
     """sqrt(sum of g²) over all elements of all ranks, rounded once to fp32; the same bits on every rank.
 
     grads:  this rank's gradients of any shape and number, also none, in fp32, bf16 or fp16.
     groups: process groups to sum over, one after the other; none means this rank alone. All ranks must call.
+    known:  this rank's largest, where it is known already.
     returns: nan if there is a NaN anywhere, else inf if there is an infinity or the norm is beyond fp32.
     """
     groups = list(groups)
@@ -112,8 +132,8 @@ def exact_grad_norm(grads: Sequence[Tensor], groups: Iterable[Any] = ()) -> floa
     together = [[grad for grad in grads if grad.device == place] for place in {grad.device for grad in grads}]
 
     largest = torch.zeros((), dtype=torch.int64, device=device)
-    for some in together:
-        largest = torch.maximum(largest, kernels.largest(some).to(device))
+    for found in (known,) if known is not None else map(kernels.largest, together):
+        largest = torch.maximum(largest, found.to(device))
     for group in groups:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
 

@@ -4,9 +4,9 @@ Once, before the first step, the ranks tell each other what they hold; parts wit
 costs a kernel for the gradients, one for the weights, and one all-reduce of a few numbers for every part.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.kernels.digest import LANES, Lanes
+from tp_invariant_recipes.kernels.digest import LANES, WITH_MAGNITUDE, Lanes
 from tp_invariant_recipes.ledger.digests import Parameter, in_order, start_lanes
+from tp_invariant_recipes.numerics import grad_norm
 from tp_invariant_recipes.training.shards import Held, Place, Shards, covers
 
 NOTHING = -(2**63)  # what a rank without a part says of it: no more than any number
@@ -37,21 +38,29 @@ class Digests(Callback):
     """Takes the digests of every `every`th step. For every rank.
 
     parameters: what they are of, known once training has started.
-    latest:     those of the step that has just ended; None where none were due.
+    due:        whether the running step has them.
+    listener:   called with the digests of a step, once the GPU has them: during the next step, since waiting for them
+                would cost more than taking them. No checkpoint counts, and no training ends, before that.
     """
 
     def __init__(self, every: int) -> None:
         self.every = every
         self.parameters: tuple[Parameter, ...] = ()
-        self.latest: Recorded | None = None
-        self._due = False
+        self.due = False
+        self.listener: Callable[[Recorded], None] = lambda recorded: None
+        self._taken: _Taken | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Learn who holds what, and look on when the optimizer steps. Raises RunError, on every rank alike."""
         self._shards = _shards(context.model)
-        self._gradients = _Sums("gradients", self._shards.gradients(context.optimizer))
+        gradients = self._shards.gradients(context.optimizer)
+        # With several optimizers each has a norm of its own, of which this would not be the largest.
+        alone = len(getattr(context.optimizer, "chained_optimizers", [None])) == 1
+        magnitude = alone and all(part.values.dtype in WITH_MAGNITUDE for part in gradients)
+        self._gradients = _Sums("gradients", gradients, magnitude=magnitude)
         self._weights = _Sums("weights", self._shards.weights())
         self._memory = self._shards.memory()
+        self._beside = torch.cuda.Stream()
         dtypes = self._gradients.dtypes
         self.parameters = tuple(
             Parameter(name, self._weights.shapes[name], dtypes.get(name), self._weights.dtypes[name])
@@ -62,42 +71,68 @@ class Digests(Callback):
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Find out whether digests are due."""
-        self._due = (context.state.train_state.step + 1) % self.every == 0
-        self.latest = None
+        self.due = (context.state.train_state.step + 1) % self.every == 0
         self._gradient_lanes: Tensor | None = None
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Take the weights' digests, and add up what all ranks have."""
+        """Start the weights' digests, and the sum of what all ranks have, beside what the GPU does next."""
         if self._gradient_lanes is None:  # not due, or the optimizer was not reached
+            self.due = False
             return
-        lanes = (self._gradient_lanes, self._weights.lanes())
-        merged = torch.cat([self._gradients.spread(lanes[0]), self._weights.spread(lanes[1])])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(merged, op=dist.ReduceOp.MAX)
-        parts = merged.cpu().numpy().reshape(-1, 2, LANES)
-        split = len(self._gradients.parts)
-        self.latest = Recorded(
-            self._gradients.texts(parts[:split, 0]), self._weights.texts(parts[split:, 0]), self._diverged(parts, lanes)
-        )
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            lanes = (self._gradient_lanes, self._weights.lanes())
+            merged = torch.cat([self._gradients.spread(lanes[0]), self._weights.spread(lanes[1])])
+            if dist.get_world_size() > 1:
+                dist.all_reduce(merged, op=dist.ReduceOp.MAX)
+            host = torch.empty(merged.shape, dtype=merged.dtype, pin_memory=merged.is_cuda)
+            host.copy_(merged, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        self._taken = _Taken(done, host, merged, lanes)
+
+    def on_checkpoint_save(self, context: CallbackContext) -> None:
+        """Have the step in the ledger before the manifest is written, which makes the checkpoint count."""
+        self._deliver()
+        dist.barrier()
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Leave the optimizer as it was."""
+        """Deliver the last step's; leave the optimizer as it was."""
+        self._deliver()
         self._optimizer.step = self._step
+
+    def close(self) -> None:
+        """Deliver what there is, after a failure: without waiting for other ranks, which may be gone."""
+        if self._taken and self._taken.done.query():
+            self._deliver(alone=True)
 
     def _optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Gradients are reduced over all ranks here, and neither clipped nor used up yet."""
-        if self._due:
+        if self.due:
             if self._shards.memory() != self._memory:
-                raise RunError(
-                    "parameters or gradients have moved to other memory since training began: ledger.digests=0"
-                )
+                raise RunError("parameters or gradients have moved in memory since training began: ledger.digests=0")
             self._gradient_lanes = self._gradients.lanes()
-        return self._step(*args, **kwargs)
+        self._deliver()  # while the GPU is busy
+        if not (self.due and self._gradients.lanes.magnitude):
+            return self._step(*args, **kwargs)
+        with grad_norm.largest_known(self._gradients.lanes.largest):
+            return self._step(*args, **kwargs)
 
-    def _diverged(self, parts: np.ndarray, lanes: Sequence[Tensor]) -> Diverged:
+    def _deliver(self, *, alone: bool = False) -> None:
+        taken, self._taken = self._taken, None
+        if taken is None:
+            return
+        taken.done.synchronize()
+        parts = taken.host.numpy().reshape(-1, 2, LANES)
+        split = len(self._gradients.parts)
+        gradients, weights = self._gradients.texts(parts[:split, 0]), self._weights.texts(parts[split:, 0])
+        self.listener(Recorded(gradients, weights, self._diverged(parts, taken.lanes, alone)))
+
+    def _diverged(self, parts: np.ndarray, lanes: Sequence[Tensor], alone: bool) -> Diverged:
         """The parts of which replicas disagree, and which ranks hold what.
 
         parts: of every part, the largest lanes that a rank has, and the largest of their complements.
+        alone: do not ask the others.
         """
         unequal = np.flatnonzero((parts[:, 0] != ~parts[:, 1]).any(1)).tolist()
         if not unequal:
@@ -105,12 +140,22 @@ class Digests(Callback):
         own = dict(zip(self._gradients.own, lanes[0].tolist(), strict=True))
         offset = len(self._gradients.parts)
         own |= {n + offset: pair for n, pair in zip(self._weights.own, lanes[1].tolist(), strict=True)}
-        everyone = _gathered({n: own[n] for n in unequal if n in own})
+        ours = {n: own[n] for n in unequal if n in own}
+        everyone = [] if alone else _gathered(ours)
         named = [("gradients", name) for name, _ in self._gradients.parts]
         named += [("weights", name) for name, _ in self._weights.parts]
         return tuple(
             (*named[n], _by_value({rank: held[n] for rank, held in enumerate(everyone) if n in held})) for n in unequal
         )
+
+
+class _Taken(NamedTuple):
+    """Digests on their way: when they are there, where, and what must live until then."""
+
+    done: Any
+    host: Tensor  # int64 [parts, 2 · LANES]
+    merged: Tensor
+    lanes: tuple[Tensor, Tensor]
 
 
 class _Sums:
@@ -120,8 +165,8 @@ class _Sums:
     Raises RunError, on every rank alike, if the parts of a tensor are not the whole of it.
     """
 
-    def __init__(self, kind: str, held: Sequence[Held]) -> None:
-        self.lanes = Lanes([part.piece for part in held])
+    def __init__(self, kind: str, held: Sequence[Held], *, magnitude: bool = False) -> None:
+        self.lanes = Lanes([part.piece for part in held], magnitude=magnitude)
         everyone = _gathered([(part.name, part.place, part.shape, _dtype(part.values)) for part in held])
         self.shapes = {name: shape for rank in everyone for name, _, shape, _ in rank}
         self.dtypes = {name: dtype for rank in everyone for name, _, _, dtype in rank}

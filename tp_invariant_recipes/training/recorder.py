@@ -13,7 +13,7 @@ from tp_invariant_recipes.config.environment import recorded
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
-from tp_invariant_recipes.training.digests import Digests
+from tp_invariant_recipes.training.digests import Digests, Recorded
 from tp_invariant_recipes.training.rundir import RunDir, cannot_write
 
 LOSS = "lm loss"  # Bridge's name for the language-model loss
@@ -29,6 +29,9 @@ class Recorder(Callback):
         self.identity = identity
         self.parts = parts
         self.digests = digests
+        self.pending: StepRecord  # whose digests the GPU is still at
+        if digests:
+            digests.listener = self._complete
         self.writer: LedgerWriter  # opened when training starts
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -53,7 +56,7 @@ class Recorder(Callback):
         self.started = time.monotonic()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Append the step to the ledger, then tell the progress file."""
+        """Append the step to the ledger, at once or when its digests are there; tell the progress file."""
         config, state = context.state.cfg, context.state.train_state
         samples = config.train.global_batch_size
         loss = (context.loss_dict or {}).get(LOSS)
@@ -68,9 +71,11 @@ class Recorder(Callback):
             grad_norm=None if norm is None else float_bits(float(norm), width),
             learning_rate=float_bits(self.learning_rate, 64),
             skipped=bool(context.skipped_iter),
-            **self._digests(),
         )
-        self.writer.append(record)
+        if self.digests and self.digests.due:
+            self.pending = record
+        else:
+            self.writer.append(record)
         self._tell(
             step=record.step,
             loss=None if loss is None else loss.item(),
@@ -82,9 +87,9 @@ class Recorder(Callback):
             time=time.time(),
         )
 
-    def _digests(self) -> dict[str, Any]:
-        latest = self.digests.latest if self.digests else None
-        return {} if latest is None else dataclasses.asdict(latest)
+    def _complete(self, recorded: Recorded) -> None:
+        """Append the step that waits for these digests."""
+        self.writer.append(dataclasses.replace(self.pending, **dataclasses.asdict(recorded)))
 
     def _tell(self, **event: Any) -> None:
         try:
