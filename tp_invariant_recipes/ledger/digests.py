@@ -5,6 +5,7 @@
 so it depends on bits, positions, dtype and shape, and on nothing else: not on the name, the layout or the order.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def group_digests(digests: Mapping[str, str]) -> dict[str, str]:
     return {group: whole_digest(members) for group, members in groups.items()}
 
 
+@functools.cache  # the same names at every step
 def group_of(name: str) -> str:
     """The group of a parameter: its layer ("decoder.layers.3"), or the module outside the layers that holds it."""
     layer = _LAYER.match(name)

@@ -23,14 +23,15 @@ def measure(run_dir: RunDir, seat: rank.Seat) -> None:
 
 
 def _callbacks(bench_dir: BenchDir, seat: rank.Seat, number: int, one: Pass, tree: dict[str, Any]) -> list:
-    from tp_invariant_recipes.training.stopwatch import Stopwatch, Tracer
+    from tp_invariant_recipes.training.stopwatch import Start, Stopwatch, Tracer
 
     device = tree["device"]["kind"]
-    # A ledger as every run has; its callbacks come first, so that what they take counts.
+    # A ledger as every run has; what its callbacks take counts.
     run_dir = bench_dir.recorded(number)
     run_dir.path.mkdir(parents=True, exist_ok=True)
-    callbacks = rank.recording(run_dir, seat, bench_dir.mode(one.mode).read_run(), tree["ledger"])
-    callbacks.append(Stopwatch(bench_dir.figures(seat.rank), number, one))
+    start = Start()
+    recording = rank.recording(run_dir, seat, bench_dir.mode(one.mode).read_run(), tree["ledger"])
+    callbacks = [start, *recording, Stopwatch(start, bench_dir.figures(seat.rank), number, one)]
     if one.profile and seat.rank == 0:
         callbacks.append(Tracer(bench_dir.trace(one.mode), one, gpu=device == "gpu"))
     return callbacks

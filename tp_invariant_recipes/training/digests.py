@@ -41,6 +41,9 @@ class Digests(Callback):
     due:        whether the running step has them.
     listener:   called with the digests of a step, once the GPU has them: during the next step, since waiting for them
                 would cost more than taking them. No checkpoint counts, and no training ends, before that.
+
+    The weights' kernel is started as the next step begins, where the GPU mostly waits for the host, and read when the
+    host next waits for the GPU, which is at the gradient norm.
     """
 
     def __init__(self, every: int) -> None:
@@ -48,6 +51,7 @@ class Digests(Callback):
         self.parameters: tuple[Parameter, ...] = ()
         self.due = False
         self.listener: Callable[[Recorded], None] = lambda recorded: None
+        self._gradient_lanes: Tensor | None = None
         self._taken: _Taken | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -60,7 +64,7 @@ class Digests(Callback):
         self._gradients = _Sums("gradients", gradients, magnitude=magnitude)
         self._weights = _Sums("weights", self._shards.weights())
         self._memory = self._shards.memory()
-        self._beside = torch.cuda.Stream()
+        self._merge = _Merge(self._gradients, self._weights)
         dtypes = self._gradients.dtypes
         self.parameters = tuple(
             Parameter(name, self._weights.shapes[name], dtypes.get(name), self._weights.dtypes[name])
@@ -70,34 +74,23 @@ class Digests(Callback):
         context.optimizer.step = self._optimizer_step
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Find out whether digests are due."""
+        """Take the weights as the last step left them; find out whether digests are due again."""
+        self._take()
         self.due = (context.state.train_state.step + 1) % self.every == 0
-        self._gradient_lanes: Tensor | None = None
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Start the weights' digests, and the sum of what all ranks have, beside what the GPU does next."""
-        if self._gradient_lanes is None:  # not due, or the optimizer was not reached
-            self.due = False
-            return
-        self._beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._beside):
-            lanes = (self._gradient_lanes, self._weights.lanes())
-            merged = torch.cat([self._gradients.spread(lanes[0]), self._weights.spread(lanes[1])])
-            if dist.get_world_size() > 1:
-                dist.all_reduce(merged, op=dist.ReduceOp.MAX)
-            host = torch.empty(merged.shape, dtype=merged.dtype, pin_memory=merged.is_cuda)
-            host.copy_(merged, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        self._taken = _Taken(done, host, merged, lanes)
+        """A step that did not reach the optimizer has no digests."""
+        self.due = self._gradient_lanes is not None
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
         """Have the step in the ledger before the manifest is written, which makes the checkpoint count."""
+        self._take()
         self._deliver()
         dist.barrier()
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Deliver the last step's; leave the optimizer as it was."""
+        self._take()
         self._deliver()
         self._optimizer.step = self._step
 
@@ -118,44 +111,84 @@ class Digests(Callback):
         with grad_norm.largest_known(self._gradients.lanes.largest):
             return self._step(*args, **kwargs)
 
+    def _take(self) -> None:
+        """Start on the weights' digests, and on what all ranks have together, for the step that has ended."""
+        if self._gradient_lanes is not None:
+            lanes = torch.cat([self._gradient_lanes, self._weights.lanes()])
+            self._gradient_lanes = None
+            self._taken = _Taken(lanes, *self._merge(lanes))
+
     def _deliver(self, *, alone: bool = False) -> None:
         taken, self._taken = self._taken, None
         if taken is None:
             return
         taken.done.synchronize()
-        parts = taken.host.numpy().reshape(-1, 2, LANES)
+        parts = taken.merged.numpy().reshape(-1, 2, LANES)
         split = len(self._gradients.parts)
         gradients, weights = self._gradients.texts(parts[:split, 0]), self._weights.texts(parts[split:, 0])
         self.listener(Recorded(gradients, weights, self._diverged(parts, taken.lanes, alone)))
 
-    def _diverged(self, parts: np.ndarray, lanes: Sequence[Tensor], alone: bool) -> Diverged:
+    def _diverged(self, parts: np.ndarray, lanes: Tensor, alone: bool) -> Diverged:
         """The parts of which replicas disagree, and which ranks hold what.
 
         parts: of every part, the largest lanes that a rank has, and the largest of their complements.
-        alone: do not ask the others.
+        lanes: this rank's. alone: do not ask the others.
         """
         unequal = np.flatnonzero((parts[:, 0] != ~parts[:, 1]).any(1)).tolist()
         if not unequal:
             return ()
-        own = dict(zip(self._gradients.own, lanes[0].tolist(), strict=True))
-        offset = len(self._gradients.parts)
-        own |= {n + offset: pair for n, pair in zip(self._weights.own, lanes[1].tolist(), strict=True)}
-        ours = {n: own[n] for n in unequal if n in own}
-        everyone = [] if alone else _gathered(ours)
-        named = [("gradients", name) for name, _ in self._gradients.parts]
-        named += [("weights", name) for name, _ in self._weights.parts]
+        own = dict(zip(self._merge.own, lanes.tolist(), strict=True))
+        everyone = [] if alone else _gathered({n: own[n] for n in unequal if n in own})
+        named = [(sums.kind, name) for sums in (self._gradients, self._weights) for name, _ in sums.parts]
         return tuple(
             (*named[n], _by_value({rank: held[n] for rank, held in enumerate(everyone) if n in held})) for n in unequal
         )
 
 
 class _Taken(NamedTuple):
-    """Digests on their way: when they are there, where, and what must live until then."""
+    """Digests on their way to the host.
 
-    done: Any
-    host: Tensor  # int64 [parts, 2 · LANES]
+    lanes:  of this rank's parts, int64 [own parts, LANES]. merged: of all parts, on the host, once `done`.
+    """
+
+    lanes: Tensor
     merged: Tensor
-    lanes: tuple[Tensor, Tensor]
+    done: Any
+
+
+class _Merge:
+    """What all ranks have, from what each has: one all-reduce for gradients and weights together.
+
+    own: the numbers of this rank's parts among all parts, gradients first.
+    """
+
+    def __init__(self, gradients: "_Sums", weights: "_Sums") -> None:
+        self.own = [*gradients.own, *(n + len(gradients.parts) for n in weights.own)]
+        parts = len(gradients.parts) + len(weights.parts)
+        device = gradients.lanes.device
+        row = torch.full(
+            (parts,), len(self.own), dtype=torch.int64
+        )  # of the part in this rank's list, or the one after
+        row[self.own] = torch.arange(len(self.own))
+        self._row = row.to(device)
+        self._nothing = torch.full((1, 2 * LANES), NOTHING, dtype=torch.int64, device=device)
+        self._host = torch.empty((parts, 2 * LANES), dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    def __call__(self, lanes: Tensor) -> tuple[Tensor, Any]:
+        """Of every part, the largest lanes of any rank and the largest of their complements, and when they are there.
+
+        lanes:   int64 [own parts, LANES].
+        returns: int64 [parts, 2 · LANES] on the host, overwritten by the next call, and an event. The lanes of replicas
+                 that agree are the complements of the complements.
+        """
+        rows = torch.cat([torch.cat([lanes, ~lanes], 1), self._nothing])
+        merged = rows.index_select(0, self._row)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(merged, op=dist.ReduceOp.MAX)
+        self._host.copy_(merged, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return self._host, done
 
 
 class _Sums:
@@ -166,6 +199,7 @@ class _Sums:
     """
 
     def __init__(self, kind: str, held: Sequence[Held], *, magnitude: bool = False) -> None:
+        self.kind = kind
         self.lanes = Lanes([part.piece for part in held], magnitude=magnitude)
         everyone = _gathered([(part.name, part.place, part.shape, _dtype(part.values)) for part in held])
         self.shapes = {name: shape for rank in everyone for name, _, shape, _ in rank}
@@ -187,19 +221,10 @@ class _Sums:
             )
         index = {part: n for n, part in enumerate(self.parts)}
         self.own = [index[part.name, part.place] for part in held]
-        self._own = torch.tensor(self.own, dtype=torch.int64, device=self.lanes.device)
         order = {name: n for n, name in enumerate(self.names)}
         self._parameter = np.array([order[name] for name, _ in self.parts], dtype=np.int64)
         starts = [start_lanes(self.dtypes[name], self.shapes[name]) for name in self.names]
         self._starts = np.array(starts, dtype=np.uint64).reshape(-1, LANES)
-
-    def spread(self, lanes: Tensor) -> Tensor:
-        """This rank's lanes and their complements at their places among all parts: int64 [parts, 2 · LANES].
-
-        The maximum over ranks is then the lanes of every part, and that of the complements says whether they agree.
-        """
-        merged = torch.full((len(self.parts), 2 * LANES), NOTHING, dtype=torch.int64, device=lanes.device)
-        return merged.index_copy_(0, self._own, torch.cat([lanes, ~lanes], 1))
 
     def texts(self, parts: np.ndarray) -> dict[str, str]:
         """Parameter → digest. parts: int64 [parts, LANES]."""

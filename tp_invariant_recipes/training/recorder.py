@@ -1,9 +1,9 @@
 """The callback that writes a run's ledger, and beside it the progress that a person watches."""
 
-import dataclasses
 import json
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,7 +89,9 @@ class Recorder(Callback):
 
     def _complete(self, recorded: Recorded) -> None:
         """Append the step that waits for these digests."""
-        self.writer.append(dataclasses.replace(self.pending, **dataclasses.asdict(recorded)))
+        self.writer.append(
+            replace(self.pending, gradients=recorded.gradients, weights=recorded.weights, diverged=recorded.diverged)
+        )
 
     def _tell(self, **event: Any) -> None:
         try:

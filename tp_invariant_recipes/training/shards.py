@@ -74,6 +74,7 @@ class Shards:
         problems: list[str] = []
         for chunk in model:
             self._add(_unwrapped(chunk), problems)
+        self._owners = list({id(part.owner): part.owner for part in self.parts}.values())
         if problems:
             raise RunError(
                 "digests cannot tell where these tensors lie in the whole model:\n  "
@@ -101,8 +102,9 @@ class Shards:
 
     def memory(self) -> tuple[int, ...]:
         """Where tensors and gradients are. What `weights` and `gradients` returned is good as long as this is so."""
-        gradients = [part.owner.main_grad for part in self.parts if hasattr(part.owner, "main_grad")]
-        return tuple(tensor.data_ptr() for tensor in (*(part.owner for part in self.parts), *gradients))
+        owners = self._owners
+        gradients = [owner.main_grad.data_ptr() for owner in owners if hasattr(owner, "main_grad")]
+        return (*(owner.data_ptr() for owner in owners), *gradients)
 
     def _add(self, module: Any, problems: list[str]) -> None:
         tensors = dict(module.named_parameters())

@@ -11,26 +11,30 @@ from tp_invariant_recipes.training.benchdir import Pass
 from tp_invariant_recipes.training.profile import STEP, TRACED
 
 
-class Stopwatch(Callback):
-    """Writes one line a step: seconds from the step's start to its end, and the most memory held in between.
-
-    A step is Bridge's: data, forward, backward, gradient reduction, clipping, optimizer. What Bridge logs between steps
-    is outside. The device is idle at both readings of the clock.
-    """
-
-    def __init__(self, file: Path, number: int, one: Pass) -> None:
-        self.file, self.number, self.one = file, number, one
+class Start(Callback):
+    """Starts the clock of a step. Comes before the callbacks whose time counts, the `Stopwatch` after them."""
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Start the clock; the memory held from here on is the step's."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        self.started = time.perf_counter()
+        self.time = time.perf_counter()
+
+
+class Stopwatch(Callback):
+    """Writes one line a step: seconds from the step's start to its end, and the most memory held in between.
+
+    A step is Bridge's: data, forward, backward, gradient reduction, clipping, optimizer; and what our ledger takes. What
+    Bridge logs between steps is outside. The device is idle at both readings of the clock.
+    """
+
+    def __init__(self, start: Start, file: Path, number: int, one: Pass) -> None:
+        self.start, self.file, self.number, self.one = start, file, number, one
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Read the clock, then write."""
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - self.started
+        seconds = time.perf_counter() - self.start.time
         config, step = context.state.cfg, context.state.train_state.step + 1
         line = {
             "pass": self.number,
