@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import torch
 from tests.distributed.ranks import same_bits
-from tp_invariant_recipes.kernels import rms_norm, token_sum, tree_add
+from tp_invariant_recipes.kernels import digest, grad_norm, rms_norm, token_sum, tree_add
 
 torch.manual_seed(0)
 
@@ -57,6 +57,23 @@ def token_sums_are_right_and_slices_of_each_other():
         rows = [token_sum._token_sum_triton(part, 4 // degree) for part in values.chunk(degree)]
         assert same_bits(chunks, torch.cat(rows))
 
+def digest_lanes_are_those_of_numpy():
+    digest.ROWS, digest.COLUMNS = 8, 32
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.float64):
+        size = torch.empty((), dtype=dtype).element_size()
+        pieces = []
+        for rows, columns, step in ((1, 1, 1), (9, 33, 2), (21, 100, 3), (0, 8, 1)):
+            noise = torch.randint(0, 256, (rows * columns * size,), dtype=torch.uint8)
+            pieces.append(digest._as_words(digest.Piece(noise.view(dtype).view(rows, columns), 5, 7, step)))
+        table = [digest._row(n, piece) for n, piece in enumerate(pieces)]
+        out, most = torch.zeros(len(pieces), 2, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+        keys = digest.keys(digest._length(pieces), cpu)
+        digest.launch(digest.programs(table, cpu), keys, out, pieces[0].values.element_size(), most)
+        assert torch.equal(out, torch.stack([digest._lanes_numpy(piece) for piece in pieces])), dtype
+        if dtype in digest.WITH_MAGNITUDE:
+            assert most == grad_norm.largest([piece.values.view(dtype) for piece in pieces])
+
 NAME()
 """
 
@@ -67,6 +84,7 @@ NAME()
         "tree_add_has_the_bits_of_its_twin",
         "norms_are_right_and_slices_of_each_other",
         "token_sums_are_right_and_slices_of_each_other",
+        "digest_lanes_are_those_of_numpy",
     ),
 )
 def test_kernel(name):

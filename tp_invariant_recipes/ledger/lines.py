@@ -238,7 +238,10 @@ def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]
     if not isinstance(raw, dict):
         raise ValueError("diverged: not an object")
     ranks = tuple(tuple(together) for together in _required(raw, "ranks", list))
-    return str(_required(raw, "of")), str(_required(raw, "parameter")), ranks
+    of = _required(raw, "of", str)
+    if of not in (*DIGESTED, *_DIRECTIONS):
+        raise ValueError(f"diverged: {of!r} is not one of {', '.join((*DIGESTED, *_DIRECTIONS))}")
+    return of, _required(raw, "parameter", str), ranks
 
 
 def _decode_traced(raw: object) -> Traced:

@@ -24,8 +24,8 @@ class Start(Callback):
 class Stopwatch(Callback):
     """Writes one line a step: seconds from the step's start to its end, and the most memory held in between.
 
-    A step is Bridge's: data, forward, backward, gradient reduction, clipping, optimizer; and what our ledger takes. What
-    Bridge logs between steps is outside. The device is idle at both readings of the clock.
+    A step is Bridge's: data, forward, backward, gradient reduction, clipping, optimizer; and what our ledger takes.
+    What Bridge logs between steps is outside. The device is idle at both readings of the clock.
     """
 
     def __init__(self, start: Start, file: Path, number: int, one: Pass) -> None:

@@ -1,0 +1,205 @@
+"""Digests of gradients and weights, end to end: one for every layout, those of gathered tensors, replicas checked."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tp_invariant_recipes.kernels.digest import Piece, lanes
+from tp_invariant_recipes.ledger.digests import tensor_digest
+from tp_invariant_recipes.ledger.record import read
+
+SMALL = ("qwen3_toy", "seq=64", "iters=2")
+NORM = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
+FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+def train(tpi, run, *overrides, before=None):
+    done = tpi("train", *SMALL, *overrides, f"run.dir={run}", before=before)
+    assert done.status == 0, done.stderr
+    return read(tpi.folder / run)
+
+
+def differing(a, b, kind):
+    """Step → parameters with another digest."""
+    pairs = zip(a.steps, b.steps, strict=True)
+    return {x.step: [n for n, d in getattr(x, kind).items() if getattr(y, kind)[n] != d] for x, y in pairs}
+
+
+def digest_of(tensor):
+    table = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(1, -1)
+    return tensor_digest(
+        lanes([Piece(table, 0, 0)])[0].tolist(), str(tensor.dtype).removeprefix("torch."), tensor.shape
+    )
+
+
+LAYOUTS = (
+    "tp=1",
+    "tp=4",
+    "tp=2 sp=false",
+    "tp=2 pp=2 gbs=2",
+    "tp=2 dp=2 gbs=2",
+    "tp=2 model.share_embeddings_and_output_weights=false",
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_they_are_those_of_the_tensors_in_a_checkpoint(tpi, layout):
+    """Megatron gathers the checkpoint by its own code; here it is read whole, by torch's."""
+    ledger = train(tpi, "run", *layout.split(), "numerics=stock", "save=2")
+    folder = tpi.folder / "run/checkpoints/iter_0000002"
+    described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = {
+        key: torch.empty(m.size, dtype=m.properties.dtype)
+        for key, m in described.items()
+        if hasattr(m, "properties") and not key.startswith("optimizer.") and m.size
+    }
+    dcp.load(saved, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    expected = {}
+    for key, tensor in saved.items():
+        if re.match(r"decoder\.layers\.(?!\d)", key):  # all layers in one
+            named = {key.replace("layers.", f"layers.{n}.", 1): layer for n, layer in enumerate(tensor)}
+        else:
+            named = {key: tensor}
+        expected |= {name: digest_of(value) for name, value in named.items()}
+    assert ledger.steps[-1].weights == expected
+    assert {p.name for p in ledger.header.parameters} == set(expected)
+    assert all(p.gradient == "float32" and p.weight == "bfloat16" for p in ledger.header.parameters)
+
+
+def test_gradients_do_not_depend_on_where_the_optimizer_keeps_them(tpi):
+    """A distributed optimizer owns ranges of the flat gradients; two ranks add in one order either way."""
+    layout = ("tp=2", "dp=2", "gbs=2")
+    whole = train(tpi, "whole", *layout, "optimizer.use_distributed_optimizer=false")
+    parts = train(tpi, "parts", *layout, "optimizer.use_distributed_optimizer=true")
+    assert parts.steps == whole.steps
+
+
+def test_one_ledger_for_all_layouts_and_another_for_stock(tpi):
+    runs = {layout: train(tpi, layout.replace(" ", "-"), *layout.split(), "numerics=tree") for layout in LAYOUTS[:3]}
+    first, *others = runs.values()
+    assert all(step.gradients and step.weights for step in first.steps)
+    assert all(other.steps == first.steps for other in others)
+    stock = [
+        train(tpi, f"stock-{tp}", f"tp={tp}", "numerics=stock", "numerics.initial_weights=invariant") for tp in (1, 2)
+    ]
+    assert differing(*stock, "gradients")[1]
+    assert differing(*stock, "weights")[1]
+
+
+def _at_step(step, rank, change):
+    """Call change(model) on one rank just after the optimizer's step `step`."""
+
+    def plant():
+        import torch.distributed as dist
+
+        from tp_invariant_recipes.training.digests import Digests
+
+        original = Digests.on_train_step_end
+
+        def on_train_step_end(self, context):
+            if context.state.train_state.step + 1 == step and dist.get_rank() == rank:
+                change(context.model[0])
+            original(self, context)
+
+        Digests.on_train_step_end = on_train_step_end
+
+    return plant
+
+
+def _flip(name, bit):
+    def change(model):
+        parameter = next(p for n, p in model.named_parameters() if n.endswith(name))
+        parameter.data.view(torch.int16).flatten()[-1] ^= 1 << bit
+
+    return change
+
+
+def test_one_flipped_bit_of_a_weight_is_named(tpi):
+    """In the shard of one rank, in the last element: the parameter's weight differs at that step, and no other does."""
+    sound = train(tpi, "sound", "tp=2")
+    flipped = train(tpi, "flipped", "tp=2", before=_at_step(2, 1, _flip("layers.1.mlp.linear_fc1.weight", 0)))
+    assert differing(sound, flipped, "weights") == {1: [], 2: [FC1]}
+    assert differing(sound, flipped, "gradients") == {1: [], 2: []}
+    assert flipped.steps[1].diverged == ()
+
+
+def test_a_replica_that_diverges_is_named_with_its_rank(tpi):
+    flip = _flip("layers.1.input_layernorm.weight", 3)
+    ledger = train(tpi, "run", "tp=4", before=_at_step(1, 2, flip))
+    assert ledger.steps[0].diverged == (("weights", NORM, ((0, 1, 3), (2,))),)
+
+
+def test_a_gradient_that_replicas_do_not_share_is_named(tpi):
+    """Without sequence parallelism's all-reduce of norm gradients, ranks keep their own."""
+
+    def forget():
+        from importlib import import_module
+
+        module = import_module("megatron.core.distributed.finalize_model_grads")  # the package has a function so named
+        module._allreduce_non_tensor_model_parallel_grads = lambda *args, **kwargs: None
+
+    ledger = train(tpi, "run", "tp=2", "numerics=stock", before=forget)
+    named = {parameter for of, parameter, _ in ledger.steps[0].diverged if of == "gradients"}
+    assert NORM in named
+    assert all("norm" in parameter for parameter in named)
+    assert all(ranks == ((0,), (1,)) for _, _, ranks in ledger.steps[0].diverged)
+
+
+def test_a_lost_shard_is_refused(tpi):
+    def lose():
+        import torch.distributed as dist
+
+        from tp_invariant_recipes.training.shards import Shards
+
+        original = Shards.gradients
+        Shards.gradients = lambda self, optimizer: original(self, optimizer)[dist.get_rank() == 1 :]
+
+    refused = tpi("train", *SMALL, "tp=2", "run.dir=run", before=lose)
+    assert refused.status == 2
+    assert re.search(
+        r"digests of gradients are not possible:\s+\S+: the ranks' parts do not cover its shape", refused.stderr
+    )
+    assert "ledger.digests=0" in refused.stderr
+
+
+def test_every_nth_step_or_none(tpi):
+    some = train(tpi, "some", "iters=5", "ledger.digests=2")
+    assert [step.weights is not None for step in some.steps] == [False, True, False, True, False]
+    assert [step.gradients is not None for step in some.steps] == [False, True, False, True, False]
+    none = train(tpi, "none", "iters=5", "ledger.digests=0")
+    assert none.header.parameters == ()
+    assert all(step.weights is None for step in none.steps)
+    assert [step.loss for step in none.steps] == [step.loss for step in some.steps]
+
+
+def test_digests_change_nothing_that_is_trained(tpi):
+    """They find the gradient norm's largest on the way; without them it is looked for."""
+    for mode in ("stock", "tree"):
+        with_, without = (
+            train(tpi, f"{mode}{n}", "tp=2", "iters=3", f"numerics={mode}", f"ledger.digests={n}") for n in (1, 0)
+        )
+        assert [(s.loss, s.grad_norm) for s in with_.steps] == [(s.loss, s.grad_norm) for s in without.steps]
+
+
+def test_experts_have_their_numbers_in_every_layout(tpi):
+    tiny = (
+        "qwen3_moe_toy",
+        "seq=32",
+        "iters=1",
+        "model.num_layers=1",
+        "model.vocab_size=512",
+        "model.hidden_size=64",
+        "model.moe_ffn_hidden_size=64",
+        "numerics=stock",
+        "numerics.initial_weights=megatron",
+    )
+    ledgers = []
+    for layout in ("tp=1", "tp=2 ep=2"):
+        done = tpi("train", *tiny, *layout.split(), f"run.dir={layout.replace(' ', '-')}")
+        assert done.status == 0, done.stderr
+        ledgers.append(read(tpi.folder / layout.replace(" ", "-")))
+    assert ledgers[0].header.parameters == ledgers[1].header.parameters
+    names = [p.name for p in ledgers[0].header.parameters]
+    assert "decoder.layers.0.mlp.experts.7.linear_fc2.weight" in names

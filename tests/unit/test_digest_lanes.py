@@ -1,0 +1,130 @@
+"""Digest lanes: what they are, that parts add up to the whole, and that every difference shows."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.kernels.digest import LANES, Lanes, Piece, keys, lanes
+from tp_invariant_recipes.kernels.grad_norm import largest
+
+MASK = (1 << 64) - 1
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
+
+
+def filled(rows, columns, dtype=torch.float32, seed=0):
+    size = torch.empty((), dtype=dtype).element_size()
+    noise = torch.Generator().manual_seed(seed)
+    return (
+        torch.randint(0, 256, (rows * columns * size,), dtype=torch.uint8, generator=noise)
+        .view(dtype)
+        .view(rows, columns)
+    )
+
+
+def whole(values):
+    return lanes([Piece(values, 0, 0)])[0].tolist()
+
+
+def test_lanes_are_the_sum_that_their_description_says():
+    values = filled(5, 7)
+    words = values.view(torch.int32).tolist()
+    of = keys(7, torch.device("cpu"))
+    rows, columns = of.rows.numpy().view(np.uint32).tolist(), of.columns.numpy().view(np.uint64).tolist()
+    sums = [
+        sum((words[r][c] & 0xFFFFFFFF) * rows[r][lane] * columns[c][lane] for r in range(5) for c in range(7)) & MASK
+        for lane in range(LANES)
+    ]
+    assert [lane & MASK for lane in whole(values)] == sums
+
+
+def test_keys_are_odd_and_do_not_depend_on_how_many_there_are():
+    few, many = keys(3, torch.device("cpu")), keys(5000, torch.device("cpu"))
+    for short, long in zip(few, many, strict=True):
+        assert (long & 1 == 1).all()
+        assert torch.equal(short, long[: len(short)])
+        assert len({tuple(row) for row in long.tolist()}) == len(long)
+
+
+@given(
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 9),
+    cuts=st.tuples(st.sets(st.integers(1, 8), max_size=3), st.sets(st.integers(1, 8), max_size=3)),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
+def test_parts_add_up_to_the_whole(rows, columns, cuts, dtype, seed):
+    values = filled(rows, columns, dtype, seed)
+    at = [
+        sorted({0, size, *(cut for cut in some if cut < size)})
+        for size, some in zip((rows, columns), cuts, strict=True)
+    ]
+    pieces = [
+        Piece(values[top:bottom, left:right], top, left)
+        for (top, bottom), (left, right) in itertools.product(*(itertools.pairwise(edges) for edges in at))
+    ]
+    assert lanes(pieces).sum(0).tolist() == whole(values)
+
+
+@given(rows=st.integers(1, 12), step=st.integers(1, 4), dtype=st.sampled_from(DTYPES))
+def test_every_nth_row_is_a_piece(rows, step, dtype):
+    values = filled(rows, 3, dtype)
+    pieces = [Piece(values[first::step], first, 0, step) for first in range(min(step, rows))]
+    assert lanes(pieces).sum(0).tolist() == whole(values)
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    row=st.integers(0, 5),
+    column=st.integers(0, 6),
+    bit=st.integers(0, 63),
+    seed=st.integers(0, 99),
+)
+def test_any_flipped_bit_shows_in_both_lanes(dtype, row, column, bit, seed):
+    values = filled(6, 7, dtype, seed)
+    changed = values.clone()
+    size = values.element_size()
+    bit %= 8 * size
+    bytes_ = changed.view(torch.uint8).view(6, 7, size)
+    bytes_[row, column, bit // 8] ^= 1 << bit % 8
+    assert not same_bits(changed, values)
+    assert all(a != b for a, b in zip(whole(values), whole(changed), strict=True))
+
+
+@given(st.permutations(range(12)))
+def test_any_other_order_of_elements_shows(order):
+    values = torch.arange(12, dtype=torch.float32).view(3, 4)
+    moved = values.flatten()[list(order)].view(3, 4)
+    assert (whole(values) == whole(moved)) == same_bits(values, moved)
+
+
+def test_signs_alone_show():
+    values = filled(64, 64).abs()
+    for seed in range(50):
+        some = torch.rand(64, 64, generator=torch.Generator().manual_seed(seed)) < 0.5
+        assert whole(values) != whole(torch.where(some, -values, values))
+
+
+def test_memory_is_read_anew_and_the_largest_found():
+    values = filled(4, 4).nan_to_num(0, 1, 1)
+    taken = Lanes([Piece(values, 0, 0)], magnitude=True)
+    before = taken().clone()
+    values[3, 3] = float("inf")
+    assert (taken() != before).all()
+    assert taken.largest.item() == largest([values]).item() == 0x7F800000
+
+
+def test_nothing_has_no_lanes():
+    assert lanes([]).tolist() == []
+    assert lanes([Piece(torch.empty(0, 5), 0, 0)]).tolist() == [[0, 0]]
+
+
+def test_columns_must_be_adjacent():
+    with pytest.raises(ValueError, match="adjacent"):
+        lanes([Piece(torch.zeros(4, 4).T[:2], 0, 0)])
+    with pytest.raises(ValueError, match="magnitudes"):
+        Lanes([Piece(torch.zeros(2, 2, dtype=torch.float16), 0, 0)], magnitude=True)

@@ -1,0 +1,243 @@
+"""Where a rank's part of a parameter lies: any cut of a tensor, described as Megatron does, covers it exactly once."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.kernels.digest import Piece, lanes
+from tp_invariant_recipes.training.shards import Place, Shards, _Part, _table, _within, covers, whole_name
+
+
+@pytest.mark.parametrize(
+    "key, indices, name",
+    (
+        ("decoder.layers.mlp.linear_fc1.weight", (3,), "decoder.layers.3.mlp.linear_fc1.weight"),
+        (
+            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+            (3, 7),
+            "decoder.layers.3.mlp.experts.7.linear_fc1.weight",
+        ),
+        (
+            "decoder.layers.3.mlp.experts.experts.linear_fc1.weight",
+            (7,),
+            "decoder.layers.3.mlp.experts.7.linear_fc1.weight",
+        ),
+        ("decoder.layers.3.mixer.in_proj.weight.z", (), "decoder.layers.3.mixer.in_proj.weight.z"),
+        ("output_layer.weight", (), "output_layer.weight"),
+        ("something.weight", (4,), "something.weight.4"),
+    ),
+)
+def test_names_have_the_numbers_of_prepended_axes(key, indices, name):
+    assert whole_name(key, indices) == name
+
+
+@given(rows=st.integers(1, 6), columns=st.integers(1, 6), data=st.data())
+def test_any_range_of_a_flat_gradient_is_cut_into_blocks_that_cover_it(rows, columns, data):
+    """As a distributed optimizer owns them: the blocks of all ranges together are the part, each element once."""
+    gap = data.draw(st.integers(0, 3))
+    offset = data.draw(st.integers(0, 4))
+    stride = columns + gap
+    owner = torch.arange(offset + rows * stride, dtype=torch.float32)
+    part = _Part("w", (20, 20), owner, offset, stride, Place(5, 1, rows, 7, columns))
+    edges = data.draw(st.lists(st.integers(0, owner.numel()), max_size=3).map(sorted))
+    edges = [0, *edges, owner.numel()]
+    blocks = [block for start, end in itertools.pairwise(edges) for block in _within(part, start, end)]
+    whole = _table(owner, part.offset, part.stride, part.place)
+    seen = torch.zeros(rows, columns)
+    for block in blocks:
+        place = block.place
+        values = _table(owner, block.offset, block.stride, place)
+        here = (
+            slice(place.row - 5, place.row - 5 + place.rows),
+            slice(place.column - 7, place.column - 7 + place.columns),
+        )
+        assert torch.equal(values, whole[here])
+        seen[here] += 1
+    assert (seen == 1).all()
+    for start, end in itertools.pairwise(edges):
+        assert len(list(_within(part, start, end))) <= 3
+
+
+PLACES = [Place(0, 1, 2, 0, 4), Place(2, 1, 2, 0, 4)]
+
+
+@pytest.mark.parametrize(
+    "places, shape, covered",
+    (
+        (PLACES, (4, 4), True),
+        (PLACES[:1], (4, 4), False),  # a lost shard
+        ([*PLACES, PLACES[0]], (4, 4), False),  # one twice
+        ([PLACES[0], Place(1, 1, 2, 0, 4)], (4, 4), False),  # as many elements, but an overlap and a gap
+        (PLACES, (4, 5), False),
+        ([Place(0, 1, 2, 0, 4), Place(2, 1, 2, 1, 4)], (4, 4), False),  # beyond the edge
+        ([Place(0, 1, 1, 0, 3), Place(0, 1, 1, 3, 2)], (5,), True),
+        ([Place(0, 1, 1, 0, 1)], (), True),
+        ([], (0, 3), True),
+    ),
+)
+def test_what_covers_a_shape(places, shape, covered):
+    assert covers(places, shape) is covered
+
+
+# --- through Megatron's own descriptions ---
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _bridge():
+    bridge.load()
+
+
+class Model(torch.nn.Module):
+    """Parameters, and a function that describes them as Megatron would."""
+
+    def __init__(self, tensors, describe):
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor))
+        self.describe = describe
+
+    def sharded_state_dict(self):
+        return {name: self.describe(name, parameter) for name, parameter in self.named_parameters()}
+
+
+def held_lanes(models):
+    """Name → shape and lanes, summed over models: each is one rank's."""
+    sums = {}
+    for model in models:
+        for part in Shards([model]).weights():
+            lane = lanes([part.piece])[0]
+            shape, before, places = sums.get(part.name, (part.shape, 0, []))
+            sums[part.name] = (shape, before + lane, [*places, part.place])
+    assert all(covers(places, shape) for shape, _, places in sums.values())
+    return {name: (shape, lane.tolist()) for name, (shape, lane, _) in sums.items()}
+
+
+def table(tensor):
+    return lanes([Piece(tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(1, -1), 0, 0)])[
+        0
+    ].tolist()
+
+
+@given(
+    t=st.sampled_from((1, 2, 4)),
+    dim=st.integers(0, 1),
+    axes=st.integers(0, 2),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    middle=st.integers(0, 3),
+)
+def test_column_and_row_parallel_tensors_with_prepended_axes(t, dim, axes, shape, middle):
+    """middle: size of a dimension between the first and the last (Mamba's convolution); 0: there is none."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    sizes = (shape[0] * 4, *((middle,) if middle else ()), shape[1] * 4)
+    last = len(sizes) - 1
+    full = torch.randn(sizes)
+    along = last if dim else 0
+    prepended = [(axis, 2, 5) for axis in range(axes)]
+
+    def rank(r):
+        part = full.chunk(t, along)[r].contiguous()
+
+        def describe(name, data):
+            return ShardedTensor.from_rank_offsets(
+                "decoder.layers.w", data, *prepended, (along + axes, r, t), prepend_axis_num=axes
+            )
+
+        return Model({"w": part}, describe)
+
+    name = whole_name("decoder.layers.w", (2,) * axes)
+    assert held_lanes(map(rank, range(t))) == {name: (sizes, table(full))}
+
+
+@given(t=st.sampled_from((1, 2, 4)), rows=st.integers(1, 3), columns=st.integers(1, 5))
+def test_gated_projections(t, rows, columns):
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+
+    gate, up = torch.randn(2, rows * 4, columns)
+
+    def rank(r):
+        part = torch.cat([gate.chunk(t)[r], up.chunk(t)[r]])
+
+        def describe(name, data):
+            sharded = ShardedTensor.from_rank_offsets("fc1", data, (0, r, t))
+            return apply_swiglu_sharded_factory(sharded, ())
+
+        return Model({"w": part}, describe)
+
+    full = torch.cat([gate, up])
+    assert held_lanes(map(rank, range(t))) == {"fc1": (tuple(full.shape), table(full))}
+
+
+@given(
+    t=st.sampled_from((1, 2, 4)), sizes=st.lists(st.integers(1, 3), min_size=2, max_size=5), columns=st.integers(1, 5)
+)
+def test_mamba_sections(t, sizes, columns):
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+
+    sections = [torch.randn(size * 4, columns) for size in sizes]
+    names = [f"s{n}" for n in range(len(sections))]
+
+    def rank(r):
+        parts = [section.chunk(t)[r] for section in sections]
+
+        def describe(name, data):
+            sharded = ShardedTensor.from_rank_offsets("in_proj", data, (0, r, t))
+            return _split_tensor_factory(sharded, [len(part) for part in parts], names, 0)
+
+        return Model({"w": torch.cat(parts)}, describe)
+
+    wanted = {f"in_proj.{name}": (tuple(s.shape), table(s)) for name, s in zip(names, sections, strict=True)}
+    assert held_lanes(map(rank, range(t))) == wanted
+
+
+def test_a_tied_weight_counts_once():
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    model = Model({"w": torch.randn(4, 3)}, None)
+    sharded = ShardedTensor.from_rank_offsets("w", model.w)
+    model.sharded_state_dict = lambda: {"embedding": sharded, "output": dataclasses.replace(sharded)}
+    assert len(Shards([model]).weights()) == 1
+
+
+def test_what_cannot_be_placed_is_listed():
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    tensors = {name: torch.randn(4, 4) for name in ("copied", "forgotten", "partly")}
+
+    def describe(name, data):
+        if name == "forgotten":
+            return None
+        return ShardedTensor.from_rank_offsets(name, data.clone() if name == "copied" else data[:2])
+
+    with pytest.raises(RunError) as caught:
+        Shards([Model(tensors, describe)])
+    said = str(caught.value)
+    assert "copied: not a view of any tensor of the model" in said
+    assert "forgotten: 0 of 16 elements are placed" in said
+    assert "partly: 8 of 16 elements are placed" in said
+    assert "ledger.digests=0" in said
+
+
+def test_gradients_are_read_where_megatron_keeps_them():
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    model = Model(
+        {"w": torch.randn(6, 4), "frozen": torch.randn(3)},
+        lambda name, data: ShardedTensor.from_rank_offsets(name, data),
+    )
+    model.w.main_grad = torch.randn(6, 4, dtype=torch.float64)
+    (held,) = Shards([model]).gradients(optimizer=None)
+    assert (held.name, held.shape, math.prod(held.values.shape)) == ("w", (6, 4), 24)
+    assert held.values.data_ptr() == model.w.main_grad.data_ptr()
+    before = Shards([model]).memory()
+    model.w.main_grad = model.w.main_grad.clone()
+    assert Shards([model]).memory() != before
