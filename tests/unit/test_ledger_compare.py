@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tp_invariant_recipes.cli.compare import compare as compare_command
-from tp_invariant_recipes.ledger.compare import FIELDS, Verdict, compare
+from tp_invariant_recipes.ledger.compare import Verdict, compare
+from tp_invariant_recipes.ledger.execution import FIELDS
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
-from tp_invariant_recipes.ledger.report import verdict_line
+from tp_invariant_recipes.ledger.wording import verdict_line
 
 HEADER = Header(identity={"model.num_layers": 36, "rng.seed": 1234}, layout={"tp": 1}, versions={"torch": "2.11.0"})
-FLOATS = {"loss": "loss (forward)", "grad_norm": "gradient norm (norm)", "learning_rate": "learning rate (update)"}
+FLOATS = {"loss": "loss", "grad_norm": "gradient norm (norm)", "learning_rate": "learning rate (update)"}
 
 
 def record(step: int, **changes) -> StepRecord:
@@ -51,7 +52,7 @@ def test_one_flipped_bit_is_found_and_named(name, data):
     other = flipped(value, data.draw(st.integers(0, int(value[1:3]) - 1)))
     result = compare(ledger(), ledger(name="b", **{name: other}))
     assert (result.verdict, result.exit_status, result.steps_differing) == (Verdict.DIFFERENT, 1, 1)
-    assert (result.first.step, result.first.field.name) == (3, name)
+    assert (result.first.step, result.first.name) == (3, name)
     assert (result.first.a, result.first.b) == (value, other)
     line = verdict_line(result)
     assert line.startswith(f"different at step 3: {FLOATS[name]} {value} ")
@@ -62,7 +63,7 @@ def test_one_flipped_bit_is_found_and_named(name, data):
 @pytest.mark.parametrize("name, other", (("samples", 13), ("tokens", 255), ("skipped", True)))
 def test_counts_are_compared_too(name, other):
     result = compare(ledger(), ledger(**{name: other}))
-    assert (result.verdict, result.first.field.name, result.first.ulp) == (Verdict.DIFFERENT, name, None)
+    assert (result.verdict, result.first.name, result.first.ulp) == (Verdict.DIFFERENT, name, None)
 
 
 @given(st.sets(st.sampled_from([field.name for field in FIELDS]), min_size=1))
@@ -71,7 +72,7 @@ def test_the_first_field_in_execution_order_is_named(names):
     others["learning_rate"] = "f64:3f33a92a30553262"
     result = compare(ledger(), ledger(**{name: others[name] for name in names}))
     order = ["samples", "tokens", "loss", "grad_norm", "skipped", "learning_rate"]
-    assert result.first.field.name == min(names, key=order.index)
+    assert result.first.name == min(names, key=order.index)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_a_skipped_step():
     assert both.verdict is Verdict.IDENTICAL
     assert "; 1 of them skipped by both" in verdict_line(both)
     one = compare(ledger(), ledger(**gone))
-    assert "loss (forward) f32:40c80000 6.25 vs none; 1 of 5 steps differ" in verdict_line(one)
+    assert "loss f32:40c80000 6.25 vs none; 1 of 5 steps differ" in verdict_line(one)
     assert (both.steps_skipped, one.steps_skipped) == (1, 0)
 
 
@@ -210,12 +211,12 @@ def test_text(runs):
     assert lines[0] == "identical: 3 steps, loss, gradient norm and learning rate equal bit for bit"
     assert any("layout.tp" in line and "1" in line and "4" in line for line in lines)
     assert any('"[red]2.12[/red]"' in line for line in lines)
-    assert lines[-1].startswith("Weights and gradients themselves are not compared")
+    assert lines[-1].startswith("Gradients and weights themselves are not compared: neither run has any digests")
     several = tpi("a", "b", "c").stdout
     assert several.startswith("b: identical: ")
-    assert "\nc: different at step 2: loss (forward) f32:40c80000 6.25 vs f32:40c80003 " in several
+    assert "\nc: different at step 2: loss f32:40c80000 6.25 vs f32:40c80003 " in several
     assert ", 3 ULP; 2 of 3 steps differ\n" in several
-    assert "not compared" not in tpi("a", "c").stdout
+    assert tpi("a", "c").stdout.endswith("To find the module and the operation: tpi bisect a c\n")
 
 
 def test_a_long_verdict_stays_on_one_line(runs):
@@ -244,10 +245,10 @@ def test_an_unreadable_ledger_is_named(runs):
 def test_json(runs):
     output = json.loads(tpi("--json", "a", "b", "c", "d").stdout)
     assert output.keys() == {"schema", "exit_status", "error", "compared_fields", "comparisons"}
-    assert (output["schema"], output["error"]) == (1, None)
+    assert (output["schema"], output["error"]) == (2, None)
     same, different, refused = output["comparisons"]
     keys = {"a", "b", "verdict", "text", "remarks", "steps_compared", "steps_differing", "steps_skipped"}
-    keys |= {"first_difference", "refused", "informed"}
+    keys |= {"kind", "first_difference", "model", "parameters", "coverage", "trace", "refused", "informed"}
     assert all(comparison.keys() == keys for comparison in output["comparisons"])
     assert same["b"] == {"path": "b/ledger.jsonl", "steps": 3, "torn": False, "identity_hash": HEADER.identity_hash}
     verdicts = [comparison["verdict"] for comparison in output["comparisons"]]
@@ -256,11 +257,15 @@ def test_json(runs):
     assert {"field": "layout.tp", "a": 1, "b": 4} in same["informed"]
     assert different["first_difference"] == {
         "step": 2,
-        "field": "loss",
-        "phase": "forward",
+        "phase": "loss",
+        "kind": "field",
+        "name": "loss",
         "a": {"bits": "f32:40c80000", "value": 6.25},
         "b": {"bits": "f32:40c80003", "value": 6.2500014},
         "ulp": 3,
+        "inputs_matched": None,
+        "explanation": "loss f32:40c80000 6.25 vs f32:40c80003 6.2500014, 3 ULP",
+        "distance": None,
     }
     assert (different["steps_compared"], different["steps_differing"]) == (3, 2)
     assert refused["refused"] == [{"field": "rng.seed", "a": 1234, "b": 1235}]

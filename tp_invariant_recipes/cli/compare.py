@@ -10,33 +10,47 @@ from rich.table import Table
 from rich.text import Text
 
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger.compare import UNREADABLE, Comparison, Verdict
+from tp_invariant_recipes.ledger import likeness
+from tp_invariant_recipes.ledger.compare import UNREADABLE, Comparison
 from tp_invariant_recipes.ledger.compare import compare as compare_ledgers
-from tp_invariant_recipes.ledger.reader import read
-from tp_invariant_recipes.ledger.report import (
+from tp_invariant_recipes.ledger.likeness import PrintedComparison, Run, compare_printed
+from tp_invariant_recipes.ledger.printed import read_log
+from tp_invariant_recipes.ledger.reader import Ledger, read
+from tp_invariant_recipes.ledger.wording import (
     error_report,
     exit_status,
     header_rows,
+    parameter_line,
+    parameter_rows,
+    parameters_alike,
     remarks,
     report,
     run_name,
     verdict_line,
 )
 
-_COLOURS = {Verdict.IDENTICAL: "green", Verdict.DIFFERENT: "red", Verdict.NOT_COMPARABLE: "yellow"}
+_COLOURS = {0: "green", 1: "red", 2: "yellow"}  # by exit status
+_ROWS = 12  # of parameters, without --all
 
 
 def compare(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_A RUN_B [RUN_C ...]", help="Run directories, or ledger files.", show_default=False),
+        typer.Argument(
+            metavar="RUN_A RUN_B [RUN_C ...]",
+            help="Run directories, ledger files, certificates, or training logs of Megatron-LM or Megatron-Bridge.",
+            show_default=False,
+        ),
     ],
+    every: Annotated[bool, typer.Option("--all", help="Print every parameter that differs.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
     """Compare the ledgers of runs with the first one, bit for bit.
 
-    Runs of one model, data set and seed can be compared whatever their layout. Compared are loss, gradient norm and
-    learning rate of every common step. Exit status: 0 identical, 1 different, 2 not comparable or unreadable.
+    Runs of one model, data set and seed can be compared whatever their layout. Compared is all that both recorded of
+    every common step: loss, gradient norm, learning rate, digests of gradients and weights, traces. A difference is
+    named by the first place in the order of execution. Of a text log only the printed digits are compared, and equal
+    digits do not prove equal bits. Exit status: 0 identical, 1 different, 2 not comparable or unreadable.
     """
     try:
         comparisons = _compare_all(runs)
@@ -49,39 +63,72 @@ def compare(
     if as_json:
         typer.echo(json.dumps(report(comparisons), indent=2))
     else:
-        _print(comparisons)
+        _print(comparisons, every)
     raise typer.Exit(exit_status(comparisons))
 
 
-def _compare_all(runs: list[Path]) -> tuple[Comparison, ...]:
+def _compare_all(runs: list[Path]) -> tuple[Comparison | PrintedComparison, ...]:
     if len(runs) < 2:
         raise LedgerError("a comparison needs two runs: tpi compare RUN_A RUN_B")
-    first, *others = [read(run) for run in runs]
-    return tuple(compare_ledgers(first, other) for other in others)
+    first, *others = [read_log(run) or read(run) for run in runs]
+    return tuple(_compare(first, other) for other in others)
 
 
-def _print(comparisons: tuple[Comparison, ...]) -> None:
+def _compare(a: Run, b: Run) -> Comparison | PrintedComparison:
+    if isinstance(a, Ledger) and isinstance(b, Ledger):
+        return compare_ledgers(a, b)
+    return compare_printed(a, b)
+
+
+def _print(comparisons: tuple[Comparison | PrintedComparison, ...], every: bool) -> None:
     console = Console(highlight=False)
     said = set()
-    for comparison in comparisons:
-        line = Text(verdict_line(comparison))
-        line.stylize(f"bold {_COLOURS[comparison.verdict]}", 0, len(comparison.verdict.value))
-        prefix = f"{run_name(comparison.b)}: " if len(comparisons) > 1 else ""
+    for one in comparisons:
+        line = Text(verdict_line(one) if isinstance(one, Comparison) else likeness.line(one))
+        line.stylize(f"bold {_COLOURS[one.exit_status]}", 0, len(one.verdict.value))
+        prefix = f"{likeness.called(one.b)}: " if len(comparisons) > 1 else ""
         console.print(Text(prefix) + line, soft_wrap=True)
-        rows = header_rows(comparison)
-        if rows:
-            console.print(_table(comparison, rows))
-        for sentence in remarks(comparison):
+        if isinstance(one, Comparison):
+            _print_parameters(console, one, every)
+            rows = header_rows(one)
+            if rows:
+                console.print(_table(one, rows))
+        for sentence in remarks(one) if isinstance(one, Comparison) else likeness.remarks(one):
             if sentence not in said:
                 console.print(Text(sentence, style="dim"), soft_wrap=True)
             said.add(sentence)
+
+
+def _print_parameters(console: Console, comparison: Comparison, every: bool) -> None:
+    line = parameter_line(comparison)
+    if line is None:
+        return
+    console.print(line, soft_wrap=True)
+    if parameters_alike(comparison) and not every:
+        return
+    rows = parameter_rows(comparison)
+    shown = rows if every else rows[:_ROWS]
+    # Not a table of rich: names are copied from here, so they are never folded.
+    table = [("parameter", "gradient from", "weight from", "steps")]
+    table += [(row.name, _step(row.gradient), _step(row.weight), str(row.steps)) for row in shown]
+    width = max(len(name) for name, *_ in table)
+    console.print()
+    for name, gradient, weight, steps in table:
+        console.print(Text(f"{name:{width}}  {gradient:>13}  {weight:>11}  {steps:>5}"), soft_wrap=True)
+    console.print()
+    if len(shown) < len(rows):
+        console.print(f"and {len(rows) - len(shown)} more (--all)")
+
+
+def _step(step: int | None) -> str:
+    return "" if step is None else str(step)
 
 
 def _table(comparison: Comparison, rows: tuple[tuple[str, str, str], ...]) -> Table:
     """Cells are Text, because a header may hold what rich takes for markup."""
     table = Table("header")
     for run in (comparison.a, comparison.b):
-        table.add_column(Text(str(run_name(run))))
+        table.add_column(Text(run_name(run)))
     for row in rows:
         table.add_row(*(Text(cell, overflow="fold") for cell in row))
     return table

@@ -1,12 +1,18 @@
 """Compare two ledgers: are they of one experiment, and where do their bits first differ?"""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from tp_invariant_recipes.ledger.bits import ulp_distance
+from tp_invariant_recipes.ledger.digests import Parameter, in_order
+from tp_invariant_recipes.ledger.execution import FIELD, MODEL, RECORDS, Found, differences, differing, traced
+from tp_invariant_recipes.ledger.explanation import explain
 from tp_invariant_recipes.ledger.lines import (
+    DIGESTED,
     FLOATS,
     Difference,
+    Header,
     StepRecord,
     identity_differences,
     informative_differences,
@@ -17,7 +23,7 @@ from tp_invariant_recipes.ledger.reader import Ledger
 class Verdict(Enum):
     """The answer of a comparison."""
 
-    IDENTICAL = "identical"  # every compared field of every common step
+    IDENTICAL = "identical"  # all that both runs recorded of every common step
     DIFFERENT = "different"
     NOT_COMPARABLE = "not comparable"  # another experiment, or no common step
 
@@ -27,45 +33,59 @@ UNREADABLE = 2  # the exit status when a ledger cannot be read
 
 
 @dataclass(frozen=True)
-class Field:
-    """A compared field of a step record: its name there, its name for people, the phase of the step that gives it."""
+class FirstDifference:
+    """Where two runs part.
 
-    name: str
-    label: str
+    step:  0: the models differ, before any step.
+    phase: "model", or what the step was doing: "data", "forward", "loss", "backward", "gradient", "norm", "update".
+    kind, name, a, b: as `execution.Found`.
+    ulp:   distance of two numbers. None: not two numbers of one width; for tensors `ledger.magnitude` has it.
+    inputs_matched: whether all that it was computed from was equal. None: not known, or it is itself an input.
+    explanation: all this as a clause, such as "forward of decoder.layers.2.mlp.linear_fc2: output differs, …".
+    """
+
+    step: int
     phase: str
-
-    @property
-    def is_float(self) -> bool:
-        """Whether the record holds bits as text (or None), not a count or a truth value."""
-        return self.name in FLOATS
-
-
-# In the order of execution: the first field that differs is the nearest to the cause.
-FIELDS = (
-    Field("samples", "consumed samples", "data"),
-    Field("tokens", "tokens", "data"),
-    Field("loss", "loss", "forward"),
-    Field("grad_norm", "gradient norm", "norm"),
-    Field("skipped", "skipped", "update"),
-    Field("learning_rate", "learning rate", "update"),
-)
+    kind: str
+    name: str
+    a: str | int | bool | None
+    b: str | int | bool | None
+    ulp: int | None
+    inputs_matched: bool | None
+    explanation: str
 
 
 @dataclass(frozen=True)
-class FirstDifference:
-    """Where two runs part, and both values as the records hold them."""
+class ParameterDifference:
+    """The steps at which the gradient or the weight of one parameter differs."""
 
-    step: int
-    field: Field
-    a: str | int | bool | None
-    b: str | int | bool | None
+    name: str
+    kind: str  # "gradients" or "weights"
+    steps: tuple[int, ...]  # ascending, at least one
 
     @property
-    def ulp(self) -> int | None:
-        """The distance in ULP. None: not two numbers of one width."""
-        if not self.field.is_float or self.a is None or self.b is None:
-            return None
-        return ulp_distance(str(self.a), str(self.b))
+    def first_step(self) -> int:
+        """The first of the steps."""
+        return self.steps[0]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """At how many of the compared steps both runs recorded something, or one of them alone."""
+
+    both: int
+    only_a: int
+    only_b: int
+
+
+@dataclass(frozen=True)
+class TraceCoverage:
+    """How many tensors of the traces were compared, and could not be, counted once however many steps were traced."""
+
+    compared: int
+    only_a: int  # traced by one run alone
+    only_b: int
+    undigested: int  # traced by both, and one of them at least has no digest of it
 
 
 @dataclass(frozen=True)
@@ -79,6 +99,10 @@ class Comparison:
     steps_differing: int
     steps_skipped: int  # compared steps that both runs skipped
     first: FirstDifference | None
+    model: tuple[Found, ...]  # parameters of another shape or dtype, or that one run lacks, where both list any
+    parameters: tuple[ParameterDifference, ...]  # by first step, then in the order of execution
+    coverage: dict[str, Coverage]  # of "gradients", "weights" and "trace"
+    trace: TraceCoverage
     refused: tuple[Difference, ...]  # fields of the identity: why the runs are not comparable
     informed: tuple[Difference, ...]  # the other header fields that differ
 
@@ -96,30 +120,101 @@ class Comparison:
 def compare(a: Ledger, b: Ledger) -> Comparison:
     """Compare headers, then every common step bit for bit.
 
-    Steps that only one ledger has are not a difference (a run may be killed, or still going), but the counts say so.
+    Steps, digests and traced tensors that only one ledger has are not a difference (a run may be killed, or still
+    going; digests cost time), but the counts say so. Replicas that disagree in either run are a difference.
     """
     refused = identity_differences(a.header, b.header)
     # Readers check that steps count from 1 without a gap, so common steps are a common prefix.
     pairs = [] if refused else list(zip(a.steps, b.steps, strict=False))
-    differing = [pair for pair in pairs if _differing_fields(*pair)]
+    order = in_order({p.name for ledger in (a, b) for p in ledger.header.parameters})
+    model = _model_differences(a.header, b.header) if pairs else ()
+    found = {left.step: one for left, right in pairs if (one := next(differences(left, right, order), None))}
     return Comparison(
-        verdict=Verdict.NOT_COMPARABLE if not pairs else Verdict.DIFFERENT if differing else Verdict.IDENTICAL,
+        verdict=_verdict(bool(pairs), bool(model or found)),
         a=a,
         b=b,
         steps_compared=len(pairs),
-        steps_differing=len(differing),
+        steps_differing=len(found),
         steps_skipped=sum(left.skipped and right.skipped for left, right in pairs),
-        first=_first_difference(*differing[0]) if differing else None,
+        first=_first(a, b, model, found, order),
+        model=model,
+        parameters=_parameters(pairs, order),
+        coverage={name: _coverage(name, pairs) for name in RECORDS},
+        trace=_trace_coverage(pairs),
         refused=refused,
         informed=informative_differences(a.header, b.header),
     )
 
 
-def _differing_fields(a: StepRecord, b: StepRecord) -> list[Field]:
-    # Floats are compared as text: a NaN equals itself, and the two zeros differ.
-    return [field for field in FIELDS if getattr(a, field.name) != getattr(b, field.name)]
+def _verdict(comparable: bool, different: bool) -> Verdict:
+    if not comparable:
+        return Verdict.NOT_COMPARABLE
+    return Verdict.DIFFERENT if different else Verdict.IDENTICAL
 
 
-def _first_difference(a: StepRecord, b: StepRecord) -> FirstDifference:
-    field = _differing_fields(a, b)[0]
-    return FirstDifference(a.step, field, getattr(a, field.name), getattr(b, field.name))
+def _model_differences(a: Header, b: Header) -> tuple[Found, ...]:
+    """Parameters that are not the same in both runs; none where a run lists none, for then it made no digests."""
+    if not a.parameters or not b.parameters:
+        return ()
+    left, right = ({p.name: _described(p) for p in header.parameters} for header in (a, b))
+    found = []
+    for name in in_order(left | right):
+        if name not in left or name not in right:
+            found.append(
+                Found(MODEL, MODEL, name, *(", ".join(one[name]) if name in one else None for one in (left, right)))
+            )
+        else:
+            pairs = zip(left[name], right[name], strict=True)
+            found += [Found(MODEL, MODEL, name, one, other) for one, other in pairs if one != other]
+    return tuple(found)
+
+
+def _described(parameter: Parameter) -> tuple[str, str, str]:
+    gradient = f"{parameter.gradient} gradient" if parameter.gradient else "no gradient"
+    return f"shape {list(parameter.shape)}", gradient, f"{parameter.weight} weight"
+
+
+def _first(
+    a: Ledger, b: Ledger, model: Sequence[Found], found: dict[int, Found], order: Sequence[str]
+) -> FirstDifference | None:
+    if model:
+        step, first = 0, model[0]
+    elif found:
+        step, first = next(iter(found.items()))
+    else:
+        return None
+    matched, words = explain(first, step, a, b, order)
+    ulp = None
+    if first.kind == FIELD and first.name in FLOATS and first.a is not None and first.b is not None:
+        ulp = ulp_distance(str(first.a), str(first.b))
+    return FirstDifference(step, first.phase, first.kind, first.name, first.a, first.b, ulp, matched, words)
+
+
+def _parameters(
+    pairs: Sequence[tuple[StepRecord, StepRecord]], order: Sequence[str]
+) -> tuple[ParameterDifference, ...]:
+    steps: dict[tuple[str, str], list[int]] = {}  # filled in the order of execution, so it stays so
+    for left, right in pairs:
+        for kind in DIGESTED:
+            for name in differing(left, right, kind, order):
+                steps.setdefault((name, kind), []).append(left.step)
+    return tuple(ParameterDifference(name, kind, tuple(at)) for (name, kind), at in steps.items())
+
+
+def _coverage(name: str, pairs: Sequence[tuple[StepRecord, StepRecord]]) -> Coverage:
+    has = [tuple(getattr(record, name) is not None for record in pair) for pair in pairs]
+    return Coverage(has.count((True, True)), has.count((True, False)), has.count((False, True)))
+
+
+def _trace_coverage(pairs: Sequence[tuple[StepRecord, StepRecord]]) -> TraceCoverage:
+    compared, only_a, only_b, undigested = set[str](), set[str](), set[str](), set[str]()
+    for left, right in pairs:
+        if left.trace is None or right.trace is None:
+            continue
+        for direction in ("forward", "backward"):
+            one, other = traced(left.trace, direction), traced(right.trace, direction)
+            only_a |= one.keys() - other.keys()
+            only_b |= other.keys() - one.keys()
+            for name in one.keys() & other.keys():
+                (undigested if None in (one[name].digest, other[name].digest) else compared).add(name)
+    return TraceCoverage(len(compared), len(only_a), len(only_b), len(undigested))

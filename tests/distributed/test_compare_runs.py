@@ -1,0 +1,64 @@
+"""`tpi compare` on real runs: digests of equal runs, a planted fault, and the log beside a ledger."""
+
+import json
+
+import pytest
+
+TRAIN = ("train", "qwen3_toy", "seq=64", "iters=3", "numerics=tree")
+
+
+def _another_weight() -> None:
+    """In the second step the optimizer writes another final norm, on every rank."""
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+    original = MixedPrecisionOptimizer.step_with_ready_grads
+    calls = []
+
+    def step(self):
+        done = original(self)
+        calls.append(1)
+        if len(calls) == 2:
+            norm = [p for group in self.float16_groups for p in group if p.dim() == 1][-1]
+            norm.data[5] += 0.5
+        return done
+
+    MixedPrecisionOptimizer.step_with_ready_grads = step
+
+
+@pytest.fixture(scope="module")
+def runs(shared):
+    """tp1 and tp2 agree; `planted` has a fault in its second step."""
+    for name, layout, before in (("tp1", "tp=1", None), ("tp2", "tp=2", None), ("planted", "tp=2", _another_weight)):
+        done = shared(*TRAIN, layout, f"run.dir={name}", before=before)
+        assert done.status == 0, done.stderr
+    return shared
+
+
+def test_layouts_agree_in_every_gradient_and_weight(runs):
+    compared = runs("compare", "tp1", "tp2")
+    assert compared.status == 0, compared.stdout
+    assert ", learning rate and gradients and weights of 18 parameters equal bit for bit" in compared.stdout
+
+
+def test_a_planted_fault_is_named(runs):
+    compared = runs("compare", "tp1", "planted", "--json")
+    assert compared.status == 1
+    [found] = json.loads(compared.stdout)["comparisons"]
+    first = found["first_difference"]
+    assert (first["step"], first["kind"], first["phase"]) == (2, "weights", "update")
+    assert first["name"].startswith("weights/decoder.")
+    assert "norm" in first["name"]
+    assert first["inputs_matched"] is True
+    assert [p["name"] for p in found["parameters"] if p["steps"][0] == 2] == [first["name"].removeprefix("weights/")]
+    assert found["steps_differing"] == 2
+
+
+def test_a_log_prints_what_its_ledger_says(runs):
+    compared = runs("compare", "tp1", "tp2/logs/bridge.log")
+    assert compared.status == 0, compared.stdout
+    assert compared.stdout.startswith(
+        "the same as printed: 3 steps, consumed samples, lm loss to 7 digits, grad norm to "
+    )
+    different = runs("compare", "tp1/logs/bridge.log", "planted/logs/bridge.log")
+    assert different.status == 1
+    assert different.stdout.startswith("different as printed at step 3: lm loss ")

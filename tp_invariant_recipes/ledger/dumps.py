@@ -1,0 +1,220 @@
+"""Dumps: the values of a few tensors at a few steps, one file a rank and step, and how far two of them are apart.
+
+    RUN/dumps/step-0000003/rank-1.safetensors
+
+A file holds the rank's pieces of every tensor as unsigned integers of the values' width, that is their bits. Its
+metadata says for each piece where it lies (kernels/digest.py), and how many ranks wrote a file.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tp_invariant_recipes.errors import LedgerError
+
+RANKS = "ranks"  # the metadata that says how many files a step has
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece in a file: of which tensor, and where it lies in that tensor's table of rows and columns."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]  # of the whole tensor
+    row: int
+    step: int
+    column: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))  # JSON has lists
+
+    def text(self) -> str:
+        """As a file's metadata has it."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """A whole tensor. bits: unsigned integers [rows, columns]; row-major, they are the elements of `shape`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bits: np.ndarray
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far two tensors of one dtype and shape are apart.
+
+    total, differing: elements, and those whose bits differ.
+    max_ulp:          steps from one representable number to the next, as ledger/bits.py counts them; None: no number
+                      differs from a number, or the dtype is no float.
+    max_difference:   the largest |a - b| of numbers, in float64; None likewise.
+    nans:             differing elements of which at least one is a NaN; they count in neither maximum.
+    first:            index of the first differing element in the whole tensor; None: none differs.
+    """
+
+    total: int
+    differing: int
+    max_ulp: int | None
+    max_difference: float | None
+    nans: int
+    first: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Dumps:
+    """The dumps of one step of a run. parts: of each tensor, the file and key of every piece."""
+
+    folder: Path
+    parts: dict[str, tuple[tuple[Path, str, Part], ...]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors, sorted."""
+        return tuple(sorted(self.parts))
+
+    def read(self, name: str) -> Dumped:
+        """One tensor, of the ranks' pieces; of replicas that disagree, the lowest rank's.
+
+        LedgerError: it was not dumped, pieces are missing, or a file cannot be read.
+        """
+        if name not in self.parts:
+            raise LedgerError(f"{self.folder} has no {name}; it has {', '.join(self.names) or 'none'}")
+        whole: dict[tuple[str, tuple[int, ...]], list[tuple[Part, np.ndarray]]] = {}
+        for file, key, part in self.parts[name]:
+            with _opened(file) as stream:
+                whole.setdefault((part.dtype, part.shape), []).append((part, stream.get_tensor(key)))
+        if len(whole) > 1:
+            raise LedgerError(f"{self.folder}: the ranks do not agree on dtype and shape of {name}")
+        [((dtype, shape), pieces)] = whole.items()
+        bits = _assembled(pieces, math.prod(shape))
+        if bits is None:
+            raise LedgerError(f"{self.folder}: the pieces of {name} are not the whole of its shape {list(shape)}")
+        return Dumped(dtype, shape, bits)
+
+
+def folder_of(run: Path, step: int) -> Path:
+    """Where a run keeps the dumps of a step."""
+    return run / "dumps" / f"step-{step:07d}"
+
+
+def file_of(run: Path, step: int, rank: int) -> Path:
+    """Where a rank writes them."""
+    return folder_of(run, step) / f"rank-{rank}.safetensors"
+
+
+def steps(run: Path) -> list[int]:
+    """The steps of which a run has dumps, in order."""
+    return sorted(int(f.name.removeprefix("step-")) for f in (run / "dumps").glob("step-*") if f.is_dir())
+
+
+def read_step(run: Path, step: int) -> Dumps:
+    """What was dumped at a step. LedgerError naming the file: there is none, or one is missing or damaged."""
+    files = sorted(folder_of(run, step).glob("rank-*.safetensors"), key=lambda file: (len(file.name), file.name))
+    if not files:
+        raise LedgerError(f"{run} has no dumps of step {step}; they need ledger.trace={step}:{step} ledger.dump=[NAME]")
+    parts: dict[str, list[tuple[Path, str, Part]]] = {}
+    ranks = 0
+    for file in files:
+        written, described = _described(file)
+        ranks = max(ranks, written)
+        for key, part in described.items():
+            parts.setdefault(part.name, []).append((file, key, part))
+    missing = [file for rank in range(ranks) if not (file := file_of(run, step, rank)).exists()]
+    if missing:
+        raise LedgerError(f"{missing[0]} is missing: {len(files)} of {ranks} ranks wrote their dumps of step {step}")
+    return Dumps(folder_of(run, step), {name: tuple(found) for name, found in parts.items()})
+
+
+def distance(a: Dumped, b: Dumped) -> Distance:
+    """How far apart two tensors are. LedgerError: they have different dtypes or shapes."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        raise LedgerError(f"no distance between {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
+    left, right = a.bits.reshape(-1), b.bits.reshape(-1)
+    where = np.flatnonzero(left != right)
+    if not len(where):
+        return Distance(left.size, 0, None, None, 0, None)
+    first = tuple(int(i) for i in np.unravel_index(where[0], a.shape))
+    left, right = left[where], right[where]
+    number = ~(_is_nan(left, a.dtype) | _is_nan(right, a.dtype))
+    nans = int(len(where) - number.sum())
+    left, right = left[number], right[number]
+    if a.dtype not in _FRACTIONS or not len(left):
+        return Distance(a.bits.size, len(where), None, None, nans, first)
+    ranks = _rank(left), _rank(right)
+    ulp = int((np.maximum(*ranks) - np.minimum(*ranks)).max())
+    with np.errstate(over="ignore"):
+        apart = float(np.abs(_values(left, a.dtype) - _values(right, a.dtype)).max())
+    return Distance(a.bits.size, len(where), ulp, apart, nans, first)
+
+
+# dtype -> bits of the fraction; the exponent has what is left beside the sign.
+_FRACTIONS = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
+
+
+def _is_nan(bits: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype not in _FRACTIONS:
+        return np.zeros(bits.shape, dtype=bool)
+    width = 8 * bits.itemsize
+    infinity = (1 << (width - 1)) - (1 << _FRACTIONS[dtype])
+    return bits & bits.dtype.type((1 << (width - 1)) - 1) > infinity
+
+
+def _rank(bits: np.ndarray) -> np.ndarray:
+    """Number the patterns, unsigned, so that the order of integers is the order of floats: … -1, -0.0, 0.0, 1 …"""
+    sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
+    return np.where(bits & sign, ~bits, bits | sign)
+
+
+def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """float64, exactly."""
+    if dtype == "bfloat16":  # the upper half of a float32
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return bits.view(dtype).astype(np.float64)
+
+
+def _assembled(pieces: Sequence[tuple[Part, np.ndarray]], total: int) -> np.ndarray | None:
+    """The whole table; of places held twice, the first. None: not every element is held."""
+    rows = max(part.row + part.step * (len(bits) - 1) + 1 for part, bits in pieces)
+    columns = max(part.column + bits.shape[1] for part, bits in pieces)
+    if rows * columns != total:
+        return None
+    table = np.zeros((rows, columns), dtype=pieces[0][1].dtype)
+    held = np.zeros((rows, columns), dtype=bool)
+    for part, bits in reversed(pieces):
+        place = (
+            slice(part.row, part.row + part.step * len(bits), part.step),
+            slice(part.column, part.column + bits.shape[1]),
+        )
+        table[place], held[place] = bits, True
+    return table if held.all() else None
+
+
+def _opened(file: Path) -> Any:
+    from safetensors import safe_open
+
+    return safe_open(file, framework="np")
+
+
+def _described(file: Path) -> tuple[int, dict[str, Part]]:
+    """How many ranks wrote files, and the pieces in this one. LedgerError: it cannot be read or is no dump."""
+    from safetensors import SafetensorError
+
+    try:
+        with _opened(file) as stream:
+            metadata, keys = stream.metadata() or {}, set(stream.keys())
+        ranks = int(metadata.pop(RANKS))
+        parts = {key: Part(**json.loads(text)) for key, text in metadata.items()}
+        if set(parts) != keys:
+            raise ValueError("its metadata describes other tensors")
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        raise LedgerError(f"{file} is not a whole dump: {error}") from error
+    # In the order of writing: a dictionary of metadata has none.
+    return ranks, {key: parts[key] for key in sorted(parts, key=int)}

@@ -1,0 +1,144 @@
+"""What a step computes that two runs can be compared by, in the order of execution."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tp_invariant_recipes.ledger.digests import Traced
+from tp_invariant_recipes.ledger.lines import FLOATS, StepRecord
+
+FIELD, REPLICAS, MODEL = "field", "replicas", "model"  # kinds of difference beside those of TENSORS
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a step record: its name there, its name for people, the phase of the step that gives it."""
+
+    name: str
+    label: str
+    phase: str
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the record holds bits as text (or None), not a count or a truth value."""
+        return self.name in FLOATS
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """The tensors of a step that have digests: their kind, and the phase of the step that computes them."""
+
+    kind: str
+    phase: str
+
+    @property
+    def record(self) -> str:
+        """The field of a step record that holds their digests."""
+        return "trace" if self.kind in ("forward", "backward") else self.kind
+
+
+# In the order of execution: the first that differs is the nearest to the cause.
+SEQUENCE: tuple[Field | Tensors, ...] = (
+    Field("samples", "consumed samples", "data"),
+    Field("tokens", "tokens", "data"),
+    Tensors("forward", "forward"),
+    Field("loss", "loss", "loss"),
+    Tensors("backward", "backward"),
+    Tensors("gradients", "gradient"),
+    Field("grad_norm", "gradient norm", "norm"),
+    Field("skipped", "skipped", "update"),
+    Field("learning_rate", "learning rate", "update"),
+    Tensors("weights", "update"),
+)
+FIELDS = tuple(part for part in SEQUENCE if isinstance(part, Field))
+RECORDS = ("gradients", "weights", "trace")  # what a step record may lack
+
+
+@dataclass(frozen=True)
+class Found:
+    """One value that differs.
+
+    kind: "field", "forward", "backward", "gradients", "weights", "replicas" or "model".
+    name: of the field, of the tensor as "forward/decoder.layers.3.mlp/output", "gradients/PARAMETER", or with "model"
+          of the parameter.
+    a, b: as the records hold them: bits or digests as text, counts. Of replicas, the ranks that agree, as
+          "0, 2 | 1"; None: they all do. Of a model, what it has, as "shape [512, 128]"; None: no such parameter.
+    """
+
+    phase: str
+    kind: str
+    name: str
+    a: str | int | bool | None
+    b: str | int | bool | None
+
+
+def differences(a: StepRecord, b: StepRecord, parameters: Sequence[str]) -> Iterator[Found]:
+    """All that differs in a step, in the order of execution. parameters: those compared, in forward order."""
+    for part in SEQUENCE:
+        if isinstance(part, Field):
+            # Floats are compared as text: a NaN equals itself, and the two zeros differ.
+            left, right = getattr(a, part.name), getattr(b, part.name)
+            if left != right:
+                yield Found(part.phase, FIELD, part.name, left, right)
+        elif a.diverged or b.diverged or _unlike(getattr(a, part.record), getattr(b, part.record)):
+            yield from _tensors(part, a, b, parameters)
+
+
+def differing(a: StepRecord, b: StepRecord, kind: str, parameters: Sequence[str]) -> list[str]:
+    """The parameters whose gradients or weights differ, in the order of execution: many, so without more words."""
+    left, right = getattr(a, kind), getattr(b, kind)
+    if not _unlike(left, right):
+        return []
+    order = reversed(parameters) if kind == "gradients" else parameters
+    return [name for name in order if _unlike(left.get(name), right.get(name))]
+
+
+def tensors(record: StepRecord, kind: str, parameters: Sequence[str]) -> dict[str, Traced] | dict[str, str]:
+    """By name, in the order of execution: entries of the trace, or digests. Empty: not recorded at this step."""
+    if kind in ("forward", "backward"):
+        return traced(record.trace or (), kind)
+    digests: Mapping[str, str] = getattr(record, kind) or {}
+    order = reversed(parameters) if kind == "gradients" else parameters
+    return {f"{kind}/{name}": digests[name] for name in order if name in digests}
+
+
+def traced(trace: Sequence[Traced], direction: str) -> dict[str, Traced]:
+    """The trace of one direction by name; a module that is called again has "#2" after its name."""
+    seen: Counter[str] = Counter()
+    entries = {}
+    for entry in trace:
+        if entry.direction == direction:
+            key = f"{entry.module}/{entry.tensor}"
+            seen[key] += 1
+            again = f"#{seen[key]}" if seen[key] > 1 else ""
+            entries[f"{direction}/{entry.module}{again}/{entry.tensor}"] = entry
+    return entries
+
+
+def digest(value: Traced | str | None) -> str | None:
+    """The digest of what `tensors` gives. None: there is none."""
+    return value.digest if isinstance(value, Traced) else value
+
+
+def _unlike(a: object, b: object) -> bool:
+    return a is not None and b is not None and a != b
+
+
+def _tensors(part: Tensors, a: StepRecord, b: StepRecord, parameters: Sequence[str]) -> Iterator[Found]:
+    left, right = (tensors(record, part.kind, parameters) for record in (a, b))
+    disagreeing = [_diverged(record, part.kind) for record in (a, b)]
+    # A diverged parameter that neither run lists cannot happen in a ledger of ours, and must not pass unseen.
+    for name in dict.fromkeys([*left, *right, *disagreeing[0], *disagreeing[1]]):
+        if any(name in ranks for ranks in disagreeing):
+            yield Found(part.phase, REPLICAS, name, *(ranks.get(name) for ranks in disagreeing))
+        one, other = digest(left.get(name)), digest(right.get(name))
+        if _unlike(one, other):
+            yield Found(part.phase, part.kind, name, one, other)
+
+
+def _diverged(record: StepRecord, kind: str) -> dict[str, str]:
+    return {
+        f"{kind}/{name}": " | ".join(", ".join(map(str, together)) for together in ranks)
+        for of, name, ranks in record.diverged
+        if of == kind
+    }

@@ -1,0 +1,235 @@
+"""The first difference of two runs in words: what differs, and whether what it was computed from matched."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tp_invariant_recipes.ledger.bits import readable, ulp_distance
+from tp_invariant_recipes.ledger.digests import Traced
+from tp_invariant_recipes.ledger.execution import FIELDS, MODEL, REPLICAS, Found, digest, tensors
+from tp_invariant_recipes.ledger.reader import FILE_NAME, Ledger
+
+# A module's name -> the name its parameters have in checkpoints, where that is another one. Local layers keep their
+# norms apart, and are saved as the fused layers are; a tied output layer has the embedding's weight.
+SAVED_AS = (
+    (".input_layernorm", ".self_attention.linear_qkv.layer_norm_"),
+    (".pre_mlp_layernorm", ".mlp.linear_fc1.layer_norm_"),
+    ("output_layer", "embedding.word_embeddings."),
+)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where the first difference is. order: the parameters in forward order."""
+
+    found: Found
+    step: int
+    a: Ledger
+    b: Ledger
+    order: Sequence[str]
+
+    def pairs(self, kind: str, step: int | None = None) -> dict[str, tuple[str | None, str | None]]:
+        """Digests of tensors of a step (default: this one) that both runs have, in the order of execution."""
+        at = (step or self.step) - 1
+        left, right = (tensors(run.steps[at], kind, self.order) for run in (self.a, self.b))
+        return {name: (digest(left[name]), digest(right[name])) for name in left if name in right}
+
+    def matched(self, kind: str, step: int | None = None) -> list[str]:
+        """Names of those that are known to be equal."""
+        return [name for name, (a, b) in self.pairs(kind, step).items() if a is not None and a == b]
+
+    def recorded(self, kind: str, step: int | None = None) -> bool:
+        """Whether both runs have all the digests of a kind, and at least one."""
+        pairs = self.pairs(kind, step)
+        return bool(pairs) and all(None not in pair for pair in pairs.values())
+
+
+Answer = tuple[bool | None, str]  # did the inputs match, and the clause
+
+
+def explain(found: Found, step: int, a: Ledger, b: Ledger, order: Sequence[str]) -> Answer:
+    """Whether the inputs of a first difference matched (None: not known), and a clause that says all about it.
+
+    found: of step `step`, or of the model itself. All before it in the order of execution matches or is not recorded.
+    """
+    return _EXPLAINED[found.kind if found.kind in _EXPLAINED else found.name](Scene(found, step, a, b, order))
+
+
+def run_name(ledger: Ledger) -> str:
+    """What people call a ledger: its run directory, or the file where it has another name."""
+    return str(ledger.path.parent if ledger.path.name == FILE_NAME else ledger.path)
+
+
+def _model(scene: Scene) -> Answer:
+    name, a, b = scene.found.name, scene.found.a, scene.found.b
+    if a is None or b is None:
+        has, lacks = (scene.a, scene.b) if b is None else (scene.b, scene.a)
+        return None, f"{name} is in {run_name(has)} and not in {run_name(lacks)}"
+    return None, f"{name} has {a} and {str(b).removeprefix('shape ')}"
+
+
+def _replicas(scene: Scene) -> Answer:
+    kind, _, name = scene.found.name.partition("/")
+    said = [
+        f"{run_name(run)}: replicas of {kind} {name} disagree: ranks {ranks}"
+        for run, ranks in ((scene.a, scene.found.a), (scene.b, scene.found.b))
+        if ranks is not None
+    ]
+    return None, "; ".join(said)
+
+
+def _traced(scene: Scene) -> Answer:
+    direction, module, tensor = _split(scene.found.name)
+    start = f"{direction} of {module}: {tensor} differs{_other_shape(scene)}"
+    if tensor.startswith("input"):
+        return None, start + _since(scene, direction, module)
+    inputs, why = _inputs(scene, direction, module)
+    if inputs is not True:
+        return inputs, f"{start}, {why}"
+    weights = _own_weights(scene, module)
+    matched = "its inputs and weights matched" if weights == "matched" else "its inputs matched"
+    inside = f"{direction}/{module}."
+    if any(name.startswith(inside) for name in scene.matched(direction)):
+        matched += ", and so did what was traced inside it"
+    return True, f"{start}, {matched}" + (f" ({weights})" if weights not in (None, "matched") else "")
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    direction, _, rest = name.partition("/")
+    module, _, tensor = rest.rpartition("/")
+    return direction, module, tensor
+
+
+def _other_shape(scene: Scene) -> str:
+    direction = scene.found.kind
+    both = []
+    for run in (scene.a, scene.b):
+        entry = tensors(run.steps[scene.step - 1], direction, scene.order)[scene.found.name]
+        assert isinstance(entry, Traced)  # of a direction, `tensors` gives entries of the trace
+        both.append(f"{entry.dtype} {list(entry.shape)}")
+    return "" if both[0] == both[1] else f" ({both[0]} and {both[1]})"
+
+
+def _since(scene: Scene, direction: str, module: str) -> str:
+    """After which tensor the difference of an input must have arisen: the last before it, of another module."""
+    names = list(scene.pairs(direction))
+    matched = set(scene.matched(direction))
+    before = [name for name in names[: names.index(scene.found.name)] if name in matched]
+    others = [name for name in before if _split(name)[1] != module]
+    if not others:
+        return ", and nothing was compared before it: the difference is in what enters the model"
+    _, last, tensor = _split(others[-1])
+    return f", all before it matched: the difference arises after {tensor} of {last}, outside traced modules"
+
+
+def _inputs(scene: Scene, direction: str, module: str) -> Answer:
+    prefix = f"{direction}/{module}/input"
+    pairs = [pair for name, pair in scene.pairs(direction).items() if name.startswith(prefix)]
+    if not pairs:
+        return None, "its inputs were not traced"
+    if any(None not in (a, b) and a != b for a, b in pairs):
+        return False, "and so do its inputs"
+    if any(None in pair for pair in pairs):
+        return None, "and not all its inputs have digests"
+    return True, ""
+
+
+def _own_weights(scene: Scene, module: str) -> str | None:
+    """ "matched", or why that is not known; None: the module has no weights."""
+    module = module.partition("#")[0]  # it may be called again
+    prefixes = [f"{module}.", *(module.removesuffix(end) + name for end, name in SAVED_AS if module.endswith(end))]
+    own = {name for name in scene.order if name.startswith(tuple(prefixes))}
+    if not own and scene.order:
+        return None
+    before = scene.step - 1
+    if before == 0:
+        return "its initial weights are not recorded"
+    known = {name.partition("/")[2] for name in scene.matched("weights", before)}
+    # Weights that differ there would be the first difference themselves.
+    return "matched" if own and own <= known else f"weights after step {before} are not recorded by both"
+
+
+def _gradient(scene: Scene) -> Answer:
+    name = scene.found.name.partition("/")[2]
+    start = f"gradient of {name} differs"
+    matched = {direction: scene.matched(direction) for direction in ("forward", "backward")}
+    for module in _modules(name, scene):
+        if all(f"{direction}/{module}/input" in names for direction, names in matched.items()):
+            return True, f"{start}, the inputs of {module} and the gradient that arrives at it matched"
+    count = sum(map(len, matched.values()))
+    if count:
+        return None, f"{start}, all {count} tensors of the trace matched"
+    return None, f"{start}, loss matched"
+
+
+def _modules(parameter: str, scene: Scene) -> list[str]:
+    """The modules that may hold a parameter, the likeliest first."""
+    traced = {_split(name)[1] for name in scene.pairs("forward")}
+    saved = [
+        parameter[: parameter.index(name)] + end for end, name in SAVED_AS if name in parameter and name.startswith(".")
+    ]
+    return [module for module in (*saved, parameter.rpartition(".")[0]) if module in traced]
+
+
+def _weight(scene: Scene) -> Answer:
+    name = scene.found.name.partition("/")[2]
+    start = f"weight of {name} differs after the step"
+    if f"gradients/{name}" not in scene.matched("gradients"):
+        return None, f"{start} (digests of its gradient are not recorded by both)"
+    if scene.step == 1:
+        return None, f"{start}, its gradient matched (its initial value is not recorded)"
+    if scene.found.name not in scene.matched("weights", scene.step - 1):
+        return None, f"{start}, its gradient matched (weights after step {scene.step - 1} are not recorded by both)"
+    return True, f"{start}, its gradient and its value before matched: the update or the optimizer's state differs"
+
+
+def _loss(scene: Scene) -> Answer:
+    names, matched = list(scene.pairs("forward")), scene.matched("forward")
+    if not matched:
+        return None, _values(scene)
+    words = f"{_values(scene)}, all {len(matched)} traced tensors of the forward pass matched"
+    return (True if names[-1] in matched else None), words
+
+
+def _norm(scene: Scene) -> Answer:
+    if not scene.recorded("gradients"):
+        return None, _values(scene)
+    return True, f"{_values(scene)}, all {len(scene.pairs('gradients'))} gradients matched"
+
+
+def _field(scene: Scene) -> Answer:
+    return None, _values(scene)
+
+
+def _values(scene: Scene) -> str:
+    """As "gradient norm (norm) f32:3fa00000 1.25 vs f32:3fa00001 1.2500001, 1 ULP"."""
+    field = next(field for field in FIELDS if field.name == scene.found.name)
+    a, b = scene.found.a, scene.found.b
+    label = field.label if field.label == field.phase else f"{field.label} ({field.phase})"
+    words = f"{label} {shown(a, field.is_float)} vs {shown(b, field.is_float)}"
+    ulp = ulp_distance(str(a), str(b)) if field.is_float and a is not None and b is not None else None
+    return words if ulp is None else f"{words}, {ulp} ULP"
+
+
+def shown(value: Any, is_float: bool) -> str:
+    """A value of a record for people: bits with the number they are."""
+    if value is None:
+        return "none"
+    return f"{value} {readable(value)}" if is_float else str(value).lower()
+
+
+# By kind of difference, and for fields by name.
+_EXPLAINED: dict[str, Callable[[Scene], Answer]] = {
+    MODEL: _model,
+    REPLICAS: _replicas,
+    "forward": _traced,
+    "backward": _traced,
+    "gradients": _gradient,
+    "weights": _weight,
+    "loss": _loss,
+    "grad_norm": _norm,
+    "samples": _field,
+    "tokens": _field,
+    "skipped": _field,
+    "learning_rate": _field,
+}

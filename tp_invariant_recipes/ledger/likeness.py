@@ -1,0 +1,212 @@
+"""Compare what logs print, or a log and a ledger, digit by digit. Equal digits do not prove equal bits."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from decimal import Decimal, InvalidOperation
+from enum import Enum
+from typing import Any
+
+from tp_invariant_recipes.ledger.explanation import run_name
+from tp_invariant_recipes.ledger.printed import LOSS, NORM, RATE, Log, digits, is_count, printed_ledger
+from tp_invariant_recipes.ledger.reader import Ledger
+
+Run = Ledger | Log
+# Fields in the order of execution; those not listed, such as other losses, stand between loss and norm.
+_BEFORE = ("consumed samples", "skipped samples", "global batch size", LOSS)
+_AFTER = (NORM, "number of skipped iterations", "number of nan iterations", "loss scale", RATE)
+
+
+class Likeness(Enum):
+    """The answer, in words that claim no more than was seen."""
+
+    SAME = "the same as printed"
+    DIFFERENT = "different as printed"
+    NOT_COMPARABLE = "not comparable"
+
+
+EXIT_STATUS = {Likeness.SAME: 0, Likeness.DIFFERENT: 1, Likeness.NOT_COMPARABLE: 2}
+
+
+@dataclass(frozen=True)
+class PrintedDifference:
+    """The first field that is printed differently; "" means that a line does not have it."""
+
+    step: int
+    name: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class PrintedComparison:
+    """What comparing run `b` with run `a` by what is printed found; one of them at least is a log."""
+
+    verdict: Likeness
+    a: Run
+    b: Run
+    steps_compared: int
+    steps_differing: int
+    first: PrintedDifference | None
+    digits: dict[str, int | None]  # compared field -> digits that both print at every step; None: a count, so all
+    only_a: tuple[str, ...]  # fields that only one of them prints
+    only_b: tuple[str, ...]
+    mean: bool  # the log's loss is a mean over several steps, which a ledger does not have
+
+    @property
+    def exit_status(self) -> int:
+        """0 the same, 1 different, 2 not comparable."""
+        return EXIT_STATUS[self.verdict]
+
+
+def compare_printed(a: Run, b: Run) -> PrintedComparison:
+    """Compare all fields that both print, but those that measure the machine, at all iterations that both print."""
+    left, right = _as_logs(a, b)
+    names = _in_order([name for name in left.fields if name in right.fields])
+    common = [number for number in left.iterations if number in right.iterations]
+    differing: dict[int, PrintedDifference] = {}
+    seen: dict[str, int | None] = {}
+    for number in common:
+        for name in names:
+            one, other = (log.iterations[number].get(name, "") for log in (left, right))
+            if one is None or other is None:
+                continue
+            seen[name] = _fewest(seen.get(name), one, other)
+            if not alike(one, other):
+                differing.setdefault(number, PrintedDifference(number, name, one, other))
+    numbers = [name for name, count in seen.items() if count is not None]
+    return PrintedComparison(
+        verdict=Likeness.NOT_COMPARABLE if not numbers else Likeness.DIFFERENT if differing else Likeness.SAME,
+        a=a,
+        b=b,
+        steps_compared=len(common),
+        steps_differing=len(differing),
+        first=next(iter(differing.values()), None) if numbers else None,
+        digits=seen,
+        only_a=tuple(name for name in left.fields if name not in right.fields),
+        only_b=tuple(name for name in right.fields if name not in left.fields),
+        mean=LOSS in names and LOSS not in seen and max(left.interval, right.interval) > 1,
+    )
+
+
+def alike(a: str, b: str) -> bool:
+    """Whether two texts print one number, rounded to the digits of the shorter."""
+    if a == b:
+        return True
+    try:
+        numbers = Decimal(a), Decimal(b)
+    except InvalidOperation:
+        return False
+    if is_count(a) or is_count(b) or not all(number.is_finite() for number in numbers):
+        return False
+    kept = min(digits(a), digits(b)) - 1
+    return len({f"{number:.{kept}E}" for number in numbers}) == 1
+
+
+def line(comparison: PrintedComparison) -> str:
+    """The whole result in one line."""
+    return f"{comparison.verdict.value}{_LINES[comparison.verdict](comparison)}"
+
+
+def remarks(comparison: PrintedComparison) -> tuple[str, ...]:
+    """What a reader must know to judge the verdict; one sentence each."""
+    sentences = []
+    for run in (comparison.a, comparison.b):
+        if isinstance(run, Log):
+            sentences += [
+                f"{run.path}: starts again at iteration {again} after iteration {last}; the later lines count."
+                for last, again in run.restarts
+            ]
+            if run.broken:
+                sentences.append(f"{run.path}: lines of an iteration that are cut or mixed up, left out: {run.broken}.")
+        elif run.torn:
+            sentences.append(f"{run_name(run)}: the last line is torn; the run was killed, or is writing it now.")
+    if comparison.a.path.resolve() == comparison.b.path.resolve():
+        sentences.append("Both are the same file, so this proves nothing.")
+    if comparison.verdict is Likeness.NOT_COMPARABLE:
+        return tuple(sentences)
+    if comparison.mean:
+        sentences.append(f"The {LOSS} of the log is a mean over several steps: not compared.")
+    for run, only in ((comparison.a, comparison.only_a), (comparison.b, comparison.only_b)):
+        if only:
+            sentences.append(f"Only {called(run)} has {', '.join(only)}: not compared.")
+    sentences.append(
+        "A log says little of model, data and seed: whether these are runs of one experiment is not checked."
+    )
+    return tuple(sentences)
+
+
+def one(comparison: PrintedComparison) -> dict[str, Any]:
+    """Everything, as JSON. Documented in docs/ledger.md."""
+    return {
+        "kind": "printed",
+        "a": _run(comparison.a),
+        "b": _run(comparison.b),
+        "verdict": comparison.verdict.value,
+        "text": line(comparison),
+        "remarks": list(remarks(comparison)),
+        "steps_compared": comparison.steps_compared,
+        "steps_differing": comparison.steps_differing,
+        "first_difference": asdict(comparison.first) if comparison.first else None,
+        "digits": comparison.digits,
+        "only_a": list(comparison.only_a),
+        "only_b": list(comparison.only_b),
+    }
+
+
+def called(run: Run) -> str:
+    """What people call a run: its directory, or the file."""
+    return run_name(run) if isinstance(run, Ledger) else str(run.path)
+
+
+def _as_logs(a: Run, b: Run) -> tuple[Log, Log]:
+    if isinstance(a, Log):
+        return a, b if isinstance(b, Log) else printed_ledger(b, a)
+    if isinstance(b, Log):
+        return printed_ledger(a, b), b
+    raise TypeError("two ledgers are compared by their bits: ledger.compare.compare")
+
+
+def _in_order(names: Sequence[str]) -> list[str]:
+    middle = [name for name in names if name not in (*_BEFORE, *_AFTER)]
+    return [name for name in (*_BEFORE, *middle, *_AFTER) if name in names]
+
+
+def _fewest(before: int | None, *texts: str) -> int | None:
+    """The digits of the shortest text; None: all are counts."""
+    found = [digits(text) for text in texts if text and not is_count(text)]
+    return min([*found, *([] if before is None else [before])], default=None)
+
+
+def _run(run: Run) -> dict[str, Any]:
+    steps = len(run.steps) if isinstance(run, Ledger) else len(run.iterations)
+    return {"path": str(run.path), "log": isinstance(run, Log), "steps": steps}
+
+
+def _steps(comparison: PrintedComparison) -> str:
+    total = max(_run(run)["steps"] for run in (comparison.a, comparison.b))
+    count = comparison.steps_compared
+    return (f"{count} of {total}" if count != total else f"{count}") + (" step" if total == 1 else " steps")
+
+
+def _same(comparison: PrintedComparison) -> str:
+    fields = [
+        name if count is None else f"{name} to {count} digit{'s' * (count > 1)}"
+        for name, count in comparison.digits.items()
+    ]
+    return f": {_steps(comparison)}, {', '.join(fields)}; equal digits do not prove equal bits"
+
+
+def _different(comparison: PrintedComparison) -> str:
+    first = comparison.first
+    assert first is not None  # a verdict of different comes from a first difference
+    values = " vs ".join(text or "not printed" for text in (first.a, first.b))
+    return f" at step {first.step}: {first.name} {values}; {comparison.steps_differing} of {_steps(comparison)} differ"
+
+
+def _not_comparable(comparison: PrintedComparison) -> str:
+    runs = " and ".join(called(run) for run in (comparison.a, comparison.b))
+    what = "number" if comparison.steps_compared else "iteration"
+    return f": no {what} that both print in {runs}"
+
+
+_LINES = {Likeness.SAME: _same, Likeness.DIFFERENT: _different, Likeness.NOT_COMPARABLE: _not_comparable}

@@ -1,0 +1,65 @@
+"""How far apart the tensor is at which two runs first differ, where both dumped it."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger.compare import Comparison
+from tp_invariant_recipes.ledger.reader import FILE_NAME, Ledger
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.ledger.dumps import Distance
+
+DUMPED = ("forward", "backward", "gradients", "weights")  # kinds of difference that are of a tensor
+
+
+def run_directory(ledger: Ledger) -> Path | None:
+    """The directory of the run. None: the ledger is a file on its own, or in a certificate."""
+    return ledger.path.parent if ledger.path.name == FILE_NAME else None
+
+
+def magnitude(comparison: Comparison) -> "Distance | None":
+    """The distance of the first differing tensor. None: that is no tensor, or not both runs dumped it at that step.
+
+    LedgerError: dumps are damaged, or of other shapes.
+    """
+    first = comparison.first
+    runs = [run_directory(ledger) for ledger in (comparison.a, comparison.b)]
+    if first is None or first.kind not in DUMPED or not all(run and (run / "dumps").is_dir() for run in runs):
+        return None
+    from tp_invariant_recipes.ledger import dumps  # needs numpy, and few comparisons have any dumps
+
+    if not all(first.step in dumps.steps(run) for run in runs if run):
+        return None
+    left, right = (dumps.read_step(run, first.step) for run in runs if run)
+    if not (first.name in left.parts and first.name in right.parts):
+        return None
+    return dumps.distance(left.read(first.name), right.read(first.name))
+
+
+def magnitude_line(comparison: Comparison) -> str | None:
+    """The distance in words, or why it cannot be had from the dumps that are there. None: there are none."""
+    try:
+        found = magnitude(comparison)
+    except LedgerError as error:
+        return f"the dumps do not show how far apart: {error}"
+    if found is None:
+        return None
+    parts = [f"{found.differing} of {found.total} elements differ"]
+    if found.max_ulp is not None:
+        parts.append(f"by at most {found.max_ulp} ULP and {found.max_difference:.3g}")
+    if found.nans:
+        parts.append(f"{found.nans} of them with a NaN")
+    if found.first is not None:
+        parts.append(f"the first at {list(found.first)}")
+    return ", ".join(parts)
+
+
+def magnitude_report(comparison: Comparison) -> dict[str, Any] | None:
+    """The distance as JSON: the fields of `dumps.Distance`, or `error`. None: there are no dumps of it."""
+    try:
+        found = magnitude(comparison)
+    except LedgerError as error:
+        return {"error": str(error)}
+    return None if found is None else asdict(found)

@@ -1,0 +1,169 @@
+"""Training logs of Megatron-LM and Megatron-Bridge: the numbers that they print, as they print them.
+
+    [2026-01-31 09:16:19] iteration        1/     100 | consumed samples:            8 | elapsed time per iteration
+    (ms): 176.4 | learning rate: 3.000000E-05 | global batch size:     8 | lm loss: 1.254514E+01 | loss scale: 1.0 |
+    grad norm: 32.962 | number of skipped iterations:   0 | number of nan iterations:   0 |
+
+(one line in the log). A number that is not one is printed as NAN, or, of a loss, not at all.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tp_invariant_recipes.ledger.bits import bits_float
+from tp_invariant_recipes.ledger.lines import KIND, StepRecord
+from tp_invariant_recipes.ledger.reader import Ledger, contents
+
+_ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ +\|(.*)")  # after any prefix of a rank, a host or a clock
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_FIELD = re.compile(r"\s*(\S.*?)\s*:\s*(\S+)\s*")
+_NUMBER = re.compile(r"[-+]?(\d+)(?:\.(\d*))?([eE][-+]?\d+)?")
+# What a machine does, not what it computes.
+_MEASURED = re.compile(r"elapsed|throughput|flop|per second|per gpu|/s\b|energy|power|memory|\btime\b", re.IGNORECASE)
+
+SAMPLES, LOSS, NORM, RATE = "consumed samples", "lm loss", "grad norm", "learning rate"
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a log prints of its iterations.
+
+    iterations: number -> field -> text. None: not known, in what a ledger would have printed. Where a training
+                started again in the middle, the later lines count.
+    restarts:   (last iteration before, first again)
+    broken:     lines of an iteration that do not end as they should, and are left out.
+    """
+
+    path: Path
+    iterations: dict[int, dict[str, str | None]]
+    restarts: tuple[tuple[int, int], ...] = ()
+    broken: int = 0
+
+    @property
+    def fields(self) -> list[str]:
+        """The fields of any line, in the order of printing."""
+        return list(dict.fromkeys(name for line in self.iterations.values() for name in line))
+
+    def formatted(self, name: str) -> str | None:
+        """How a field is printed, as ".6E", ".3f" or "d". None: it never is a number."""
+        texts = (line.get(name) for line in self.iterations.values())
+        return next((form for text in texts if text and (form := _format(text))), None)
+
+    @property
+    def interval(self) -> int:
+        """A line is of so many iterations; losses are means over them."""
+        numbers = [0, *self.iterations]
+        return min((after - before for before, after in itertools.pairwise(numbers)), default=1)
+
+
+def read_log(path: Path) -> Log | None:
+    """The log in a file. None: it is a directory, a ledger, or has no line of an iteration.
+
+    LedgerError: the file cannot be read.
+    """
+    if path.is_dir():
+        return None
+    data = contents(path)
+    first = data.partition(b"\n")[0][:200]
+    if first.startswith(b"{") and KIND.encode() in first:
+        return None
+    log = parse_log(path, data.decode(errors="replace"))
+    return log if log.iterations or log.broken else None
+
+
+def parse_log(path: Path, text: str) -> Log:
+    """The iterations of a log's text; `path` names it."""
+    iterations: dict[int, dict[str, str | None]] = {}
+    restarts = []
+    broken = 0
+    for number, rest in _lines(text):
+        if not rest.endswith("|"):
+            broken += 1
+            continue
+        last = next(reversed(iterations), 0)
+        if number <= last:
+            restarts.append((last, number))
+            iterations = {before: line for before, line in iterations.items() if before < number}
+        iterations[number] = dict(_fields(rest))
+    return Log(path, iterations, tuple(restarts), broken)
+
+
+def printed_ledger(ledger: Ledger, log: Log) -> Log:
+    """What `log` would print, in its format, of the iterations that the ledger has.
+
+    Not known: a mean over several steps, what a skipped step prints, and the learning rate of the last step, since
+    the learning rate that is printed is the next step's.
+    """
+    records = {record.step: record for record in ledger.steps}
+    forms = {name: form for name in (SAMPLES, LOSS, NORM, RATE) if (form := log.formatted(name))}
+    single = log.interval == 1
+    return Log(
+        ledger.path,
+        {
+            number: {
+                name: _print(name, form, records[number], records.get(number + 1), single)
+                for name, form in forms.items()
+            }
+            for number in log.iterations
+            if number in records
+        },
+    )
+
+
+def digits(text: str) -> int:
+    """How many digits of a number a text has; zeros in front count only beside an exponent, and 0.000 has one."""
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return 1
+    written = match[1] + (match[2] or "")
+    return len(written) if match[3] else max(1, len(written.lstrip("0")))
+
+
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number, and so exact."""
+    return _format(text) == "d"
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    for line in text.splitlines():
+        if match := _ITERATION.search(_COLOUR.sub("", line)):
+            yield int(match[1]), match[2].strip()
+
+
+def _fields(rest: str) -> Iterator[tuple[str, str]]:
+    for part in rest.split("|"):
+        match = _FIELD.fullmatch(part)
+        if match and not _MEASURED.search(match[1]):
+            yield match[1], match[2]
+
+
+def _format(text: str) -> str | None:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    if match[3]:
+        return f".{len(match[2] or '')}{match[3][0]}"
+    return "d" if match[2] is None else f".{len(match[2])}f"
+
+
+def _print(name: str, form: str, record: StepRecord, after: StepRecord | None, single: bool) -> str | None:
+    """One field of a line. "": the line leaves it out. None: not known."""
+    if name == SAMPLES:
+        return str(record.samples)
+    if name == LOSS:
+        return _number(record.loss, form, or_nothing=True) if single and not record.skipped else None
+    if name == NORM:
+        return _number(record.grad_norm, form)
+    return _number(after.learning_rate, form) if after else None
+
+
+def _number(bits: str | None, form: str, or_nothing: bool = False) -> str | None:
+    if bits is None:
+        return None
+    value = bits_float(bits)
+    if or_nothing and not value >= 0:  # Megatron prints a loss only if it is at least 0, so no NaN
+        return ""
+    return format(value, form)

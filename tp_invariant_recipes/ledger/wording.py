@@ -1,0 +1,314 @@
+"""A comparison in words for people, and as one JSON object for machines."""
+
+import json
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tp_invariant_recipes.ledger import likeness
+from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.ledger.compare import UNREADABLE, Comparison, Coverage, FirstDifference, Verdict
+from tp_invariant_recipes.ledger.execution import FIELD, FIELDS
+from tp_invariant_recipes.ledger.explanation import run_name
+from tp_invariant_recipes.ledger.likeness import PrintedComparison
+from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, Difference
+from tp_invariant_recipes.ledger.magnitude import DUMPED, magnitude_line, magnitude_report, run_directory
+from tp_invariant_recipes.ledger.reader import Ledger
+
+REPORT_SCHEMA = 2
+
+_FIELDS_IN_LINE = 3  # further fields are in the table below the line
+_NOT_SET = "not set"
+# Kinds of first difference that a trace would bring nearer to the cause, unless it was one that found them.
+_COARSE = (FIELD, *DIGESTED)
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """A parameter that differs: the first step at which its gradient and its weight do (None: nowhere), at how many."""
+
+    name: str
+    gradient: int | None
+    weight: int | None
+    steps: int
+
+
+def verdict_line(comparison: Comparison) -> str:
+    """The whole result in one line."""
+    return f"{comparison.verdict.value}{_LINES[comparison.verdict](comparison)}"
+
+
+def proved(comparison: Comparison) -> str:
+    """What was compared, as "loss, gradient norm, learning rate and gradients and weights of 27 parameters"."""
+    items = ["loss", "gradient norm", "learning rate"]
+    counts = {}
+    for kind in DIGESTED:
+        if comparison.coverage[kind].both:
+            both = [set(ledger.header.digested(kind)) for ledger in (comparison.a, comparison.b)]
+            counts[kind] = f"{len(both[0] & both[1])} parameters{_at(comparison, kind)}"
+    if len(set(counts.values())) == 1:
+        items.append(f"{' and '.join(counts)} of {next(iter(counts.values()))}")
+    else:
+        items += [f"{kind} of {count}" for kind, count in counts.items()]
+    if comparison.trace.compared:
+        items.append(f"{comparison.trace.compared} tensors of the trace{_at(comparison, 'trace')}")
+    return _series(items)
+
+
+def remarks(comparison: Comparison) -> tuple[str, ...]:
+    """What a reader must know to judge the verdict, and what to do next; one sentence each."""
+    a, b = comparison.a, comparison.b
+    sentences = [
+        f"{run_name(ledger)}: the last line is torn; the run was killed, or is writing it now."
+        for ledger in (a, b)
+        if ledger.torn
+    ]
+    if a.path.resolve() == b.path.resolve():
+        sentences.append("Both are the same file, so this proves nothing.")
+    apart = magnitude_line(comparison)
+    if comparison.first and apart:
+        sentences.append(f"{comparison.first.name}: {apart}.")
+    if comparison.verdict is not Verdict.NOT_COMPARABLE:
+        sentences += [*_later_replicas(comparison), *_undigested(comparison), *_untraced(comparison)]
+        sentences += _next_command(comparison, dumped=apart is not None)
+    return tuple(sentences)
+
+
+def _undigested(comparison: Comparison) -> list[str]:
+    a, b = comparison.a, comparison.b
+    lacking = [run_name(ledger) for ledger in (a, b) if all(_steps_of(ledger, kind) == 0 for kind in DIGESTED)]
+    if lacking:
+        who = "neither run has any" if len(lacking) == 2 else f"{lacking[0]} has no"
+        return [f"Gradients and weights themselves are not compared: {who} digests (ledger.digests=1 records them)."]
+    said = []
+    for kind in DIGESTED:
+        coverage = comparison.coverage[kind]
+        if coverage.only_a or coverage.only_b or coverage.both < comparison.steps_compared:
+            said.append((coverage, kind))
+    if len(said) == 2 and said[0][0] == said[1][0]:
+        said = [(said[0][0], "gradients and weights")]
+    return [f"Digests of {kinds} are compared at {_both(comparison, coverage)}." for coverage, kinds in said]
+
+
+def _untraced(comparison: Comparison) -> list[str]:
+    coverage, trace = comparison.coverage["trace"], comparison.trace
+    sentences = []
+    if coverage.only_a or coverage.only_b:
+        sentences.append(f"Traces are compared at {_both(comparison, coverage)}.")
+    for count, has, lacks in ((trace.only_a, comparison.a, comparison.b), (trace.only_b, comparison.b, comparison.a)):
+        if count:
+            tensors = f"{count} traced tensors of {run_name(has)}"
+            sentences.append(f"{tensors} are not in the trace of {run_name(lacks)}: not compared.")
+    if trace.undigested:
+        sentences.append(f"{trace.undigested} traced tensors have no digest that two layouts share: not compared.")
+    return sentences
+
+
+def _both(comparison: Comparison, coverage: Coverage) -> str:
+    """As "2 of 50 steps; a alone has them at 3, b alone at 1"."""
+    alone = [
+        f"{run_name(ledger)} alone has them at {count}"
+        for ledger, count in ((comparison.a, coverage.only_a), (comparison.b, coverage.only_b))
+        if count
+    ]
+    return "; ".join([f"{coverage.both} of {_steps(comparison.steps_compared)}", *alone])
+
+
+def _later_replicas(comparison: Comparison) -> list[str]:
+    return [
+        f"{run_name(ledger)}: replicas disagree at step {record.step}, which is not compared."
+        for ledger in (comparison.a, comparison.b)
+        for record in ledger.steps[comparison.steps_compared :]
+        if record.diverged
+    ][:1]
+
+
+def _next_command(comparison: Comparison, dumped: bool) -> list[str]:
+    first, both = comparison.first, (comparison.a, comparison.b)
+    directories = [run_directory(ledger) for ledger in both]
+    if first is None or first.step == 0 or first.phase == "data" or None in directories:
+        return []
+    command = "tpi bisect " + shlex.join(map(str, directories))
+    if first.kind in _COARSE and not all(ledger.steps[first.step - 1].trace is not None for ledger in both):
+        return [f"To find the module and the operation: {command}"]
+    if first.kind in DUMPED and not dumped:
+        return [f"To see how far apart the values are: {command}"]
+    return []
+
+
+def parameter_rows(comparison: Comparison) -> tuple[ParameterRow, ...]:
+    """The parameters that differ, by first step, then in the order of execution."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for one in comparison.parameters:
+        found.setdefault(one.name, {})[one.kind] = one.steps
+    rows = []
+    for name, steps in found.items():
+        gradient, weight = (steps.get(kind, (None,))[0] for kind in DIGESTED)
+        rows.append(ParameterRow(name, gradient, weight, len(set().union(*steps.values()))))
+    return tuple(rows)
+
+
+def parameter_line(comparison: Comparison) -> str | None:
+    """How many parameters differ, in one line. None: none does."""
+    rows = parameter_rows(comparison)
+    if not rows:
+        return None
+    listed = _listed_by_both(comparison)
+    who = f"all {len(listed)}" if len(rows) == len(listed) else f"{len(rows)} of {len(listed)}"
+    starts = {(row.gradient, row.weight) for row in rows}
+    if len(starts) > 1:
+        return f"{who} parameters differ, the first at step {comparison.parameters[0].first_step}"
+    kinds = zip(DIGESTED, next(iter(starts)), strict=True)
+    return f"{who} parameters differ: " + ", ".join(f"{kind} from step {step}" for kind, step in kinds if step)
+
+
+def parameters_alike(comparison: Comparison) -> bool:
+    """Whether all parameters differ in the same way, so that a table of them would repeat `parameter_line`."""
+    rows = parameter_rows(comparison)
+    alike = len({(row.gradient, row.weight, row.steps) for row in rows}) == 1
+    return alike and len(rows) == len(_listed_by_both(comparison))
+
+
+def _listed_by_both(comparison: Comparison) -> set[str]:
+    left, right = ({p.name for p in ledger.header.parameters} for ledger in (comparison.a, comparison.b))
+    return left & right
+
+
+def header_rows(comparison: Comparison) -> tuple[tuple[str, str, str], ...]:
+    """The header fields that differ, those that make the runs incomparable first: name and both values."""
+    return tuple((d.field, d.a or _NOT_SET, d.b or _NOT_SET) for d in comparison.refused + comparison.informed)
+
+
+def exit_status(comparisons: Iterable[Comparison | PrintedComparison]) -> int:
+    """The worst of several: one incomparable run outweighs a different one."""
+    return max(comparison.exit_status for comparison in comparisons)
+
+
+def report(comparisons: Sequence[Comparison | PrintedComparison]) -> dict:
+    """Everything, as JSON; all comparisons are with one first run. Documented in docs/ledger.md."""
+    return {
+        "schema": REPORT_SCHEMA,
+        "exit_status": exit_status(comparisons),
+        "error": None,
+        "compared_fields": [field.name for field in FIELDS],
+        "comparisons": [one(found) if isinstance(found, Comparison) else likeness.one(found) for found in comparisons],
+    }
+
+
+def error_report(error: Exception) -> dict:
+    """The report where a ledger could not be read."""
+    start = {"schema": REPORT_SCHEMA, "exit_status": UNREADABLE, "error": str(error)}
+    return start | {"compared_fields": [], "comparisons": []}
+
+
+def one(comparison: Comparison) -> dict:
+    """One comparison as JSON."""
+    return {
+        "kind": "bits",
+        "a": _ledger(comparison.a),
+        "b": _ledger(comparison.b),
+        "verdict": comparison.verdict.value,
+        "text": verdict_line(comparison),
+        "remarks": list(remarks(comparison)),
+        "steps_compared": comparison.steps_compared,
+        "steps_differing": comparison.steps_differing,
+        "steps_skipped": comparison.steps_skipped,
+        "first_difference": _first(comparison) if comparison.first else None,
+        "model": [{"parameter": found.name, "a": found.a, "b": found.b} for found in comparison.model],
+        "parameters": [
+            {"name": parameter.name, "kind": parameter.kind, "steps": list(parameter.steps)}
+            for parameter in comparison.parameters
+        ],
+        "coverage": {name: asdict(coverage) for name, coverage in comparison.coverage.items()},
+        "trace": asdict(comparison.trace),
+        "refused": [_difference(difference) for difference in comparison.refused],
+        "informed": [_difference(difference) for difference in comparison.informed],
+    }
+
+
+def _ledger(ledger: Ledger) -> dict:
+    return {
+        "path": str(ledger.path),
+        "steps": len(ledger.steps),
+        "torn": ledger.torn,
+        "identity_hash": ledger.header.identity_hash,
+    }
+
+
+def _first(comparison: Comparison) -> dict:
+    first = comparison.first
+    assert first is not None  # the caller looks
+    values = {"a": _value(first, first.a), "b": _value(first, first.b)}
+    return asdict(first) | values | {"distance": magnitude_report(comparison)}
+
+
+def _value(first: FirstDifference, value: Any) -> Any:
+    if first.kind == FIELD and first.name in FLOATS and value is not None:
+        return {"bits": value, "value": readable(value)}
+    return value
+
+
+def _difference(difference: Difference) -> dict:
+    """A side that does not have the field has no key, since null is a value."""
+    sides = {"a": difference.a, "b": difference.b}
+    return {"field": difference.field} | {side: json.loads(text) for side, text in sides.items() if text is not None}
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def _identical(comparison: Comparison) -> str:
+    compared, total = comparison.steps_compared, comparison.steps_total
+    steps = _steps(compared) if compared == total else f"{compared} of {_steps(total)}"
+    skipped = f"; {comparison.steps_skipped} of them skipped by both" if comparison.steps_skipped else ""
+    return f": {steps}, {proved(comparison)} equal bit for bit{skipped}{_ending(comparison)}"
+
+
+def _different(comparison: Comparison) -> str:
+    first = comparison.first
+    assert first is not None  # a verdict of different comes from a first difference
+    where = f" at step {first.step}" if first.step else ""
+    parts = [f"{where}: {first.explanation}"]
+    if len(comparison.model) > 1:
+        parts.append(f"{len(comparison.model) - 1} more such differences of the models")
+    parts.append(f"{comparison.steps_differing} of {_steps(comparison.steps_compared)} differ{_ending(comparison)}")
+    return "; ".join(parts)
+
+
+def _not_comparable(comparison: Comparison) -> str:
+    rows = [(d.field, d.a or _NOT_SET, d.b or _NOT_SET) for d in comparison.refused]
+    if not rows:
+        empty = " and ".join(run_name(run) for run in (comparison.a, comparison.b) if not run.steps)
+        return f": no common step, none recorded in {empty}"
+    more = f" and {len(rows) - _FIELDS_IN_LINE} more" if len(rows) > _FIELDS_IN_LINE else ""
+    return ": " + ", ".join(f"{name} is {a} and {b}" for name, a, b in rows[:_FIELDS_IN_LINE]) + more
+
+
+_LINES = {
+    Verdict.IDENTICAL: _identical,
+    Verdict.DIFFERENT: _different,
+    Verdict.NOT_COMPARABLE: _not_comparable,
+}
+
+
+def _ending(comparison: Comparison) -> str:
+    if len(comparison.a.steps) == len(comparison.b.steps):
+        return ""
+    shorter = min(comparison.a, comparison.b, key=lambda ledger: len(ledger.steps))
+    return f"; {run_name(shorter)} ends at step {len(shorter.steps)}"
+
+
+def _at(comparison: Comparison, name: str) -> str:
+    """At how many of the steps, where it is not all of them."""
+    both, compared = comparison.coverage[name].both, comparison.steps_compared
+    return "" if both == compared else f" (at {both} of {_steps(compared)})"
+
+
+def _steps_of(ledger: Ledger, name: str) -> int:
+    return sum(getattr(record, name) is not None for record in ledger.steps)
+
+
+def _series(items: Sequence[str]) -> str:
+    return f"{', '.join(items[:-1])} and {items[-1]}"
