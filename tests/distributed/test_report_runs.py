@@ -1,0 +1,111 @@
+"""Reports of real runs: `tpi report`, and the figures that go to Weights & Biases, on which no run depends."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tp_invariant_recipes.ledger.digests import whole_digest
+from tp_invariant_recipes.ledger.record import read
+
+RUN = ("train", "qwen3_toy", "seq=64", "iters=2")
+
+
+class Logger:
+    """What the callback uses of the module wandb, keeping what it is given."""
+
+    def __init__(self) -> None:
+        self.logged: dict = {}
+        self.steps: list[int] = []
+        self.run = SimpleNamespace(summary={})
+
+    def Image(self, image, caption):
+        return image.size, caption
+
+    def Table(self, columns, data):
+        return columns, data
+
+    def log(self, sent, step):
+        self.logged |= sent
+        self.steps.append(step)
+
+
+def _context(logger, step=2):
+    return SimpleNamespace(state=SimpleNamespace(wandb_logger=logger, train_state=SimpleNamespace(step=step)))
+
+
+@pytest.fixture(scope="module")
+def run(shared):
+    """A run with ledger digests and without Weights & Biases."""
+    done = shared(*RUN, "run.dir=run")
+    assert done.status == 0, done.stderr
+    return shared.folder / "run"
+
+
+def test_a_certificate_is_reported_like_the_run(run, shared):
+    assert shared("certify", "run", "--out", "run.cert").status == 0
+    done = shared("report", "run.cert", "run", "--no-png")
+    assert done.status == 0, done.stderr
+    assert "B run: identical: 2 steps, " in done.stdout
+    html = (shared.folder / "report.html").read_text()
+    assert "A run.cert" in html
+    assert "A run.cert: the median step took" not in html  # a certificate has no times
+    assert "B run: the median step took" in html
+
+
+def test_figures_reach_an_offline_run(tpi):
+    done = tpi(*RUN, "tp=2", "logging=wandb", "run.dir=run")
+    assert done.status == 0, done.stderr
+    assert "warning" not in (tpi.folder / "run/logs/rank-1.log").read_text()
+    (files,) = (tpi.folder / "run/wandb").glob("offline-run-*/files/media")
+    images, tables = files / "images/ledger", files / "table/ledger"
+    assert sorted(file.name.split("_")[0] for file in images.iterdir()) == ["cost", "training"]
+    assert sorted(file.name.split("_")[0] for file in tables.iterdir()) == ["gradients", "weights"]
+
+
+def test_figures_tables_and_summary_are_those_of_the_ledger(run):
+    from tp_invariant_recipes.training.rundir import RunDir
+    from tp_invariant_recipes.training.wandb_report import WandbReport
+
+    logger = Logger()
+    WandbReport(RunDir(run)).on_train_end(_context(logger))
+    ledger = read(run)
+    assert logger.steps == [2]
+    assert set(logger.logged) == {f"ledger/{name}" for name in ("training", "cost", "gradients", "weights")}
+    (width, height), caption = logger.logged["ledger/training"]
+    assert width == 1188
+    assert height > 500
+    assert caption == "Loss, gradient norm and learning rate"
+    columns, groups = logger.logged["ledger/weights"]
+    assert columns == ["group", "digest"]
+    assert [group for group, _ in groups][:2] == ["embedding.word_embeddings", "decoder.layers.0"]
+    assert logger.run.summary == {
+        "ledger/identity_hash": ledger.header.identity_hash,
+        "ledger/gradients_step": 2,
+        "ledger/gradients_digest": whole_digest(ledger.steps[-1].gradients),
+        "ledger/weights_step": 2,
+        "ledger/weights_digest": whole_digest(ledger.steps[-1].weights),
+    }
+
+
+def test_without_a_logger_nothing_is_read(tmp_path):
+    from tp_invariant_recipes.training.rundir import RunDir
+    from tp_invariant_recipes.training.wandb_report import WandbReport
+
+    WandbReport(RunDir(tmp_path / "none")).on_train_end(_context(None))
+
+
+def test_what_goes_wrong_is_a_warning_in_the_log_of_the_rank(tpi):
+    def plant() -> None:
+        import wandb
+
+        def fail(*_, **__):
+            raise OSError("no such service")
+
+        wandb.Image = fail
+
+    done = tpi(*RUN, "logging=wandb", "run.dir=run", before=plant)
+    assert done.status == 0, done.stderr
+    assert len(tpi.ledger("run")) == 2
+    log = (tpi.folder / "run/logs/rank-0.log").read_text()
+    assert "OSError: no such service" in log
+    assert "warning: the figures of the ledger did not reach Weights & Biases" in log

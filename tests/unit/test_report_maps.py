@@ -1,0 +1,169 @@
+"""What a report draws: curves lose no extreme, maps show every difference where it is, however many there are."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from tp_invariant_recipes.ledger.bits import float_bits
+from tp_invariant_recipes.ledger.compare import compare
+from tp_invariant_recipes.ledger.digests import Parameter
+from tp_invariant_recipes.ledger.dumps import Distance
+from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.record import Header, StepRecord
+from tp_invariant_recipes.report.curves import POINTS, curve, distances, recorded
+from tp_invariant_recipes.report.figures import in_words, rectangles
+from tp_invariant_recipes.report.magnitudes import Measured, largest
+from tp_invariant_recipes.report.maps import COLUMNS, ROWS, State, parameter_map
+
+LAYERS = tuple(f"decoder.layers.{n}.mlp.linear_fc{k}.weight" for n in range(3) for k in (1, 2))
+EQUAL, OTHER = "0" * 32, "f" * 32
+NAN, NEGATIVE_NAN = "f32:7fc00000", "f32:ffc00000"
+
+
+def ledger(steps: int, names=LAYERS, differing=(), every: int = 1, losses=None) -> Ledger:
+    """differing: (step, parameter) pairs whose gradient has another digest. every: how often digests are recorded."""
+    header = Header(
+        identity={"rng.seed": 1}, parameters=tuple(Parameter(n, (2,), "float32", "bfloat16") for n in names)
+    )
+    apart = set(differing)
+
+    def record(step: int) -> StepRecord:
+        digests = {name: OTHER if (step, name) in apart else EQUAL for name in names} if step % every == 0 else None
+        loss = losses[step - 1] if losses else "f32:40c80000"
+        return StepRecord(step, step, 8, loss, "f32:3f800000", "f64:3f33a92a30553261", loss is None, digests)
+
+    return Ledger(header, tuple(map(record, range(1, steps + 1))), Path("run/ledger.jsonl"), torn=False)
+
+
+def map_of(a: Ledger, b: Ledger, **more):
+    return parameter_map(compare(a, b), "gradients", **more)
+
+
+# --- curves -------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_that_fits_is_drawn_as_it_is():
+    drawn = curve((step, float(step % 7)) for step in range(1, POINTS + 1))
+    assert drawn.block == 1
+    assert drawn.x.tolist() == list(range(1, POINTS + 1))
+    assert drawn.y.tolist() == drawn.low.tolist() == drawn.high.tolist() == [step % 7 for step in range(1, POINTS + 1)]
+
+
+@settings(max_examples=25)
+@given(st.integers(POINTS + 1, 12 * POINTS), st.data())
+def test_no_spike_is_lost_in_blocks(steps, data):
+    spike = data.draw(st.integers(1, steps))
+    drawn = curve((step, 9.0 if step == spike else 1.0) for step in range(1, steps + 1))
+    assert len(drawn.x) <= POINTS
+    assert drawn.high.max() == 9.0
+    assert abs(drawn.x[drawn.high.argmax()] - spike) <= drawn.block / 2
+    assert drawn.low.min() == 1.0
+
+
+def test_what_is_no_finite_number_is_a_gap_and_counted():
+    drawn = curve([(1, 1.0), (2, None), (3, math.nan), (4, math.inf), (5, 2.0)])
+    assert np.isfinite(drawn.y).tolist() == [True, False, False, False, True]
+    assert drawn.missing == 3
+
+
+def test_recorded_values_are_the_bits():
+    losses = [float_bits(1.5, 32), None, NAN]
+    (one, value), (two, nothing), (three, nan) = recorded(ledger(3, losses=losses), "loss")
+    assert (one, value, two, nothing, three) == (1, 1.5, 2, None, 3)
+    assert math.isnan(nan)
+
+
+@pytest.mark.parametrize(
+    "a, b, ulp",
+    (
+        ("f32:40c80000", "f32:40c80000", 0),
+        ("f32:40c80000", "f32:40c80003", 3),
+        (NAN, NAN, 0),
+        (NAN, NEGATIVE_NAN, None),
+        (None, None, 0),
+        (None, "f32:40c80000", None),
+    ),
+)
+def test_distances_are_in_ulp(a, b, ulp):
+    assert distances(ledger(1, losses=[a]), ledger(1, losses=[b]), "loss") == [(1, ulp)]
+
+
+# --- maps ---------------------------------------------------------------------------------------------------
+
+
+@given(st.sets(st.tuples(st.integers(1, 9), st.sampled_from(LAYERS)), min_size=1))
+def test_a_map_shows_every_difference_where_it_is(apart):
+    found = map_of(ledger(9), ledger(9, differing=apart))
+    rows = [row.label for row in found.rows]
+    assert rows == list(LAYERS)
+    for row, name in enumerate(rows):
+        for column, (step, _) in enumerate(found.columns):
+            expected = State.DIFFERENT if (step, name) in apart else State.IDENTICAL
+            assert found.states[row, column] == expected
+    assert (found.differing, found.compared) == (len(apart), 9 * len(LAYERS))
+    assert found.first == min(step for step, _ in apart)
+    assert found.parameters_differing == len({name for _, name in apart})
+    assert found.steps_differing == len({step for step, _ in apart})
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 5000), st.data())
+def test_one_difference_among_many_steps_is_seen(steps, data):
+    step = data.draw(st.integers(1, steps))
+    found = map_of(ledger(steps, LAYERS[:2]), ledger(steps, LAYERS[:2], [(step, LAYERS[1])]))
+    assert len(found.columns) <= COLUMNS
+    assert [first for first, _ in found.columns[1:]] == [last + 1 for _, last in found.columns[:-1]]
+    (column,) = (n for n, (first, last) in enumerate(found.columns) if first <= step <= last)
+    expected = np.full((2, len(found.columns)), State.IDENTICAL)
+    alone = found.columns[column][0] == found.columns[column][1]
+    expected[1, column] = State.DIFFERENT if alone else State.SOME_DIFFER
+    assert (found.states == expected).all()
+
+
+@pytest.mark.parametrize("layers, experts", ((48, 128), (300, 1)))
+def test_one_difference_among_thousands_of_parameters_is_seen(layers, experts):
+    names = [f"decoder.layers.{n}.mlp.experts.linear_fc{k}.weight{e}" for n in range(layers) for e in range(experts)
+             for k in (1, 2)]  # fmt: skip
+    culprit = names[len(names) // 3]
+    found = map_of(ledger(2, names), ledger(2, names, [(2, culprit)]))
+    assert len(found.rows) <= ROWS
+    assert sorted(name for row in found.rows for name in row.parameters) == sorted(names)
+    (row,) = (n for n, row in enumerate(found.rows) if culprit in row.parameters)
+    expected = np.full((len(found.rows), 2), State.IDENTICAL)
+    expected[row, 1] = State.SOME_DIFFER
+    assert (found.states == expected).all()
+    assert in_words(found).startswith(f"1 of {2 * len(names):,} digests of gradients differ: those of 1 of ")
+
+
+def test_steps_at_which_one_run_alone_has_digests_are_left_out():
+    found = map_of(ledger(12, every=2), ledger(12, every=3))
+    assert found.columns == ((6, 6), (12, 12))
+    assert (found.steps_compared, found.steps_alone) == (2, 6)
+    assert map_of(ledger(3), ledger(3, every=4)) is None
+
+
+def test_a_parameter_that_one_run_lacks_is_not_compared():
+    found = map_of(ledger(2), ledger(2, LAYERS[:-1]))
+    assert (found.states[:-1] == State.IDENTICAL).all()
+    assert (found.states[-1] == State.NOT_COMPARED).all()
+
+
+def test_dumps_say_how_far_apart():
+    distance = Distance(4, 2, 7, 0.5, 0, (0,))
+    measured = (Measured(2, f"gradients/{LAYERS[1]}", distance), Measured(2, f"weights/{LAYERS[0]}", distance))
+    found = map_of(ledger(2), ledger(2, differing=[(2, LAYERS[1])]), dumped=largest(measured, "gradients"))
+    assert found.ulp[1, 1] == 7
+    assert np.isnan(found.ulp).sum() == found.ulp.size - 1
+
+
+@given(arrays.arrays(np.bool_, st.tuples(st.integers(1, 9), st.integers(1, 9))))
+def test_rectangles_cover_every_cell_once(marked):
+    covered = np.zeros(marked.shape, dtype=int)
+    for left, top, right, bottom in rectangles(marked):
+        covered[top:bottom, left:right] += 1
+    assert (covered == marked).all()

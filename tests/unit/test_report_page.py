@@ -1,0 +1,338 @@
+"""`tpi report`: one file that asks nothing of the network, escapes what it shows, and is the same bytes each time."""
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import save_file
+
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger import dumps
+from tp_invariant_recipes.ledger.digests import Parameter
+from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.report import page
+from tp_invariant_recipes.report.figures import settings
+from tp_invariant_recipes.report.palette import COLOURS
+from tp_invariant_recipes.report.render import png
+from tp_invariant_recipes.report.runs import gather
+
+NAMES = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.$x$<b>.weight")
+HOSTILE = "</td></svg><script>alert(1)</script>&amp;\"'"
+
+
+def write(folder: Path, steps: int = 6, differs_from: int | None = None, names=NAMES, every: int = 1, **header) -> Path:
+    """A run directory. differs_from: the step from which loss, last gradient and weights are others."""
+    folder.mkdir(parents=True)
+    parameters = tuple(Parameter(name, (2, 4), "float32", "bfloat16") for name in names)
+    start = {"identity": {"rng.seed": 1234}, "layout": {"tp": 1}, "parameters": parameters}
+    with LedgerWriter(folder).create(Header(**start | header)) as writer:
+        for step in range(1, steps + 1):
+            other = differs_from is not None and step >= differs_from
+            digests = dict.fromkeys(names, f"{step:032x}") if step % every == 0 else None
+            changed = digests | {names[-1]: "f" * 32} if digests and other else digests
+            writer.append(
+                StepRecord(
+                    step=step,
+                    samples=step,
+                    tokens=64,
+                    loss=f"f32:40{'c9' if other else 'c8'}{step:04x}",
+                    grad_norm="f32:3f800000",
+                    learning_rate="f64:3f33a92a30553261",
+                    gradients=changed,
+                    weights=changed,
+                )
+            )
+    lines = [{"step": n, "seconds": 0.5, "tokens": 64, "peak_memory": n << 30} for n in range(1, steps + 1)]
+    (folder / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def html_of(*runs: Path) -> str:
+    report = gather(runs)
+    return page.page(report, page.sections(report))
+
+
+class Reader(HTMLParser):
+    """All tags, with their attributes, and the text between."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(html)
+        self.text = re.sub(r"\s+", " ", " ".join(self.words))
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def values(self, attribute: str) -> list[str]:
+        return [attributes[attribute] or "" for _, attributes in self.tags if attribute in attributes]
+
+
+@pytest.fixture
+def different(tmp_path) -> tuple[Path, Path]:
+    return write(tmp_path / "tp1"), write(tmp_path / "tp2", differs_from=4, layout={"tp": 2})
+
+
+# --- what is on the page ------------------------------------------------------------------------------------
+
+
+def test_a_different_pair(different):
+    html = html_of(*different)
+    read = Reader(html)
+    assert "tp1 compared with tp2" in read.text
+    assert "B tp2 : different at step 4: loss" in read.text
+    assert "the loss differs at 3 of 6 steps, by at most 65,536 ULP" in read.text
+    assert "3 of 18 digests of gradients differ: those of 1 of 3 parameters, at 3 of 6 steps, the first" in read.text
+    assert "3 of 18 digests of weights differ" in read.text
+    assert "weight differs from step at steps decoder.layers.1.$x$<b>.weight 4 4 3" in read.text
+    assert re.search(r"layout\.tp</th>\s*<td>1</td><td><mark>2</mark></td>", html)
+    assert "A tp1: the median step took 0.5 s." in read.text
+    assert "6.00 GiB" in read.text
+    assert "Each point stands for" not in read.text
+
+
+def test_an_identical_pair(tmp_path):
+    read = Reader(html_of(write(tmp_path / "tp1"), write(tmp_path / "tp2")))
+    assert "B tp2 : identical: 6 steps, loss, gradient norm" in read.text
+    assert "Losses and gradient norms of all steps that were compared are equal: distance 0." in read.text
+    assert "All 18 digests of gradients that both runs recorded are identical." in read.text
+    assert "Parameters that differ" not in read.text
+    assert "All fields are equal." in read.text
+
+
+def test_runs_that_are_not_comparable(tmp_path):
+    other = write(tmp_path / "seed", identity={"rng.seed": 7})
+    read = Reader(html_of(write(tmp_path / "tp1"), other))
+    assert "not comparable: rng.seed is 1234 and 7" in read.text
+    assert "Loss, gradient norm and learning rate" not in read.text  # a title of figures is no text of the page
+    assert not {"gradients", "weights", "apart"} & set(read.values("id"))
+    assert "training" in read.values("id")
+
+
+def test_one_run_alone(tmp_path):
+    read = Reader(html_of(write(tmp_path / "tp1")))
+    assert "One run, of 6 steps; nothing to compare it with." in read.text
+    assert {"training", "cost"} <= set(read.values("id"))
+
+
+def test_a_run_that_has_only_begun(tmp_path):
+    begun = write(tmp_path / "begun", steps=0)
+    assert "One run, of 0 steps" in html_of(begun)
+    read = Reader(html_of(write(tmp_path / "tp1"), begun))
+    assert "not comparable: no common step" in read.text
+    assert "B begun: no step has a loss." in read.text
+    assert png(page.sections(gather([begun]))[0].drawings)
+
+
+def test_three_runs_are_compared_with_the_first(different, tmp_path):
+    read = Reader(html_of(*different, write(tmp_path / "tp4", steps=5)))
+    assert "B tp2 : different at step 4" in read.text
+    assert "C tp4 : identical: 5 of 6 steps" in read.text
+    assert {"gradients-B-alt", "gradients-C-alt"} <= set(read.values("id"))
+
+
+def test_runs_without_digests_say_so(tmp_path):
+    read = Reader(html_of(write(tmp_path / "a", every=7), write(tmp_path / "b")))
+    assert "there is no step at which both runs recorded digests of gradients" in read.text
+
+
+def test_an_unfinished_torn_run_is_shown_with_a_remark(tmp_path):
+    run = write(tmp_path / "tp1")
+    (run / "run.json").write_text(json.dumps({"attempts": [{"to_step": 9}, {"to_step": 20}]}))
+    with (run / "ledger.jsonl").open("a") as stream:
+        stream.write('{"step": 7, "sam')
+    read = Reader(html_of(run))
+    assert "unfinished: recorded are 6 of 20 steps; the last line of the ledger is torn" in read.text
+
+
+def test_dumps_say_how_far_apart_tensors_are(different):
+    name = f"gradients/{NAMES[1]}"
+    for run, last in zip(different, (0x3F800000, 0x3F800009), strict=True):
+        bits = np.array([[0x3F800000] * 7 + [last]], dtype=np.uint32)
+        part = dumps.Part(name, "float32", (2, 4), 0, 1, 0)
+        file = dumps.file_of(run, 4, 0)
+        file.parent.mkdir(parents=True)
+        save_file({"0": bits}, file, {dumps.RANKS: "1", "0": part.text()})
+    html = html_of(*different)
+    assert f"{name} 4 1 of 8 9 1.07e-06" in Reader(html).text
+    assert "the colour of a square says the largest distance in ULP" in html
+    assert all(re.match("#|data:image/png;base64,", target) for target in Reader(html).values("href"))
+    dumps.file_of(different[1], 4, 0).write_bytes(b"torn")
+    assert "The dumps cannot be compared: " in html_of(*different)
+
+
+# --- runs ---------------------------------------------------------------------------------------------------
+
+
+def test_names_are_as_short_as_they_can_be(tmp_path):
+    runs = [write(tmp_path / name) for name in ("x/tp1", "y/tp1", "y/tp2")]
+    assert [run.label for run in gather(runs).runs] == ["A x/tp1", "B y/tp1", "C tp2"]
+    assert [run.label for run in gather([runs[0], runs[0]]).runs] == ["A tp1", "B tp1"]
+
+
+def test_of_a_step_that_ran_twice_the_last_time_counts(tmp_path):
+    run = write(tmp_path / "tp1", steps=2)
+    with (run / "progress.jsonl").open("a") as stream:
+        stream.write('{"step": 2, "sec{"step": 3, "seconds": 8}\n')  # killed in the middle of a line, then resumed
+        stream.write('{"step": 2, "seconds": 9.0, "tokens": 64, "peak_memory": 0}\n')
+    (read,) = gather([run]).runs
+    assert [(timing.step, timing.seconds) for timing in read.timings] == [(1, 0.5), (2, 9.0)]
+    assert "lines of progress.jsonl that are not whole, left out: 1" in read.remarks
+
+
+def test_a_ledger_file_of_another_name_has_no_times_of_its_neighbour(tmp_path):
+    run = write(tmp_path / "tp1")
+    (run / "ledger.replaced-1.jsonl").write_bytes((run / "ledger.jsonl").read_bytes())
+    (read,) = gather([run / "ledger.replaced-1.jsonl"]).runs
+    assert (read.name, read.timings) == ("ledger.replaced-1.jsonl", ())
+
+
+@pytest.mark.parametrize("count", (0, 27))
+def test_no_runs_or_too_many(tmp_path, count):
+    with pytest.raises(LedgerError, match=f"1 to 26 runs, not {count}"):
+        gather([tmp_path] * count)
+
+
+# --- one file -----------------------------------------------------------------------------------------------
+
+
+def test_the_page_asks_nothing_of_the_network(different):
+    html = html_of(*different)
+    read = Reader(html)
+    assert not re.search(r"https?:|//[a-z]|@import|<!ENTITY", html)
+    assert not {tag for tag, _ in read.tags} & {"script", "link", "iframe", "object", "embed", "base", "img"}
+    assert all(target.startswith("#") for target in read.values("href") + read.values("src"))
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)", html))
+
+
+def test_every_reference_on_the_page_has_its_one_target(different):
+    html = html_of(*different)
+    read = Reader(html)
+    ids = read.values("id")
+    assert len(ids) == len(set(ids))
+    assert all("href" in attributes for tag, attributes in read.tags if tag == "use")
+    targets = [*read.values("href"), *re.findall(r"url\(([^)]*)", html)]
+    assert {target[1:] for target in targets} | set(read.values("aria-labelledby")) <= set(ids)
+
+
+def test_every_figure_is_whole_has_a_text_beside_it_and_the_colours_of_the_page(different):
+    html = html_of(*different)
+    figures = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    assert len(figures) == 5
+    for figure in figures:
+        root = ElementTree.fromstring(figure)
+        assert root.get("role") == "img"
+        words = re.search(rf'id="{root.get("aria-labelledby")}">([^<]*)<', html)[1]
+        assert len(words) > 20
+        assert not re.search(r"#[0-9a-f]{6}\b", figure), "a colour of its own does not follow a dark page"
+        assert set(re.findall(r"var\(--([^)]*)\)", figure)) <= set(COLOURS)
+
+
+def test_what_comes_from_ledgers_is_escaped(tmp_path):
+    runs = [
+        write(tmp_path / name, notes={"note": HOSTILE}, names=("decoder.layers.0.x", HOSTILE), differs_from=differs)
+        for name, differs in (("<i>a", None), ("<script>b", 3))
+    ]
+    html = html_of(*runs)
+    read = Reader(html)
+    assert not {"script", "i", "b"} & {tag for tag, _ in read.tags}
+    assert HOSTILE in read.text.replace("\\", "")
+    assert html.count("</svg>") == html.count("<svg")
+    for figure in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
+        ElementTree.fromstring(figure)
+
+
+def test_a_dollar_sign_is_no_mathematics(different):
+    assert html_of(*different).count(">decoder.layers.1.$x$&lt;b&gt;.weight</text>") == 2  # in both maps
+
+
+def test_the_same_ledgers_give_the_same_bytes(different):
+    first, second = (gather(different) for _ in range(2))
+    pages = [page.page(report, page.sections(report)) for report in (first, second)]
+    assert pages[0] == pages[1]
+    images = [png([d for s in page.sections(report) for d in s.drawings], "title") for report in (first, second)]
+    assert images[0] == images[1]
+
+
+def test_settings_of_the_user_and_of_the_page_leave_each_other_alone():
+    import matplotlib
+
+    with matplotlib.rc_context({"font.size": 31, "axes.grid": False}):
+        with settings():
+            assert matplotlib.rcParams["font.size"] == 9
+        assert matplotlib.rcParams["font.size"] == 31
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps, parameters, every, kib", ((10_000, 300, 50, 600), (12, 12_000, 1, 400)))
+def test_a_page_of_much_stays_small(tmp_path, steps, parameters, every, kib):
+    names = [f"decoder.layers.{n % 48}.mlp.experts.linear_fc1.weight{n // 48}" for n in range(parameters)]
+    runs = [write(tmp_path / "a", steps, None, names, every), write(tmp_path / "b", steps, steps // 2, names, every)]
+    html = html_of(*runs)
+    assert len(html) < kib * 1024
+    assert "A row is a group of parameters" in html
+    assert ("Each point stands for up to 20 steps" in html) == (steps == 10_000)
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_page_and_an_image(cli, different, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    done = cli("report", *different)
+    assert done.status == 0, done.err
+    assert "B tp2: different at step 4" in done.out
+    assert "wrote report.html\nwrote report.png" in done.out
+    assert (tmp_path / "report.html").read_text() == html_of(*different)
+    image = Image.open(io.BytesIO((tmp_path / "report.png").read_bytes()))
+    assert image.width == 1188
+    assert {file.name for file in tmp_path.iterdir()} == {"tp1", "tp2", "report.html", "report.png"}
+
+
+def test_nothing_is_written_over_unless_told(cli, different, tmp_path):
+    out, image = tmp_path / "x.html", tmp_path / "x.png"
+    out.write_text("mine")
+    image.write_text("mine too")
+    refused = cli("report", *different, "--out", out)
+    assert refused.status == 2
+    assert f"{out} exists already: --out takes another name, --force writes over it" in refused.err
+    assert f"{image} exists already: --png" in refused.err
+    assert (out.read_text(), image.read_text()) == ("mine", "mine too")
+    assert cli("report", *different, "--out", out, "--no-png", "--force").status == 0
+    assert out.read_text().startswith("<!DOCTYPE html>")
+    assert image.read_text() == "mine too"
+
+
+@pytest.mark.parametrize("options", (("--out", "x.png"), ("--out", "x.html", "--png", "../here/x.html", "--force")))
+def test_page_and_image_are_two_files(cli, different, tmp_path, monkeypatch, options):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    done = cli("report", *different, *options)
+    assert done.status == 2
+    assert "is the file of --out and of --png: they need two names" in done.err
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_a_run_that_cannot_be_read_is_named(cli, different, tmp_path):
+    done = cli("report", different[0], tmp_path / "none", "--out", tmp_path / "x.html")
+    assert done.status == 2
+    assert "none does not exist" in done.err
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(cli, different, tmp_path):
+    (tmp_path / "file").touch()
+    done = cli("report", *different, "--out", tmp_path / "file" / "x.html")
+    assert done.status == 2
+    assert "cannot write" in done.err
+    assert {file.name for file in tmp_path.iterdir()} == {"tp1", "tp2", "file"}

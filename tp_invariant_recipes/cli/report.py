@@ -1,0 +1,48 @@
+"""`tpi report`: runs on one page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="Run directories, ledger files or certificates.", show_default=False),
+    ],
+    out: Annotated[Path, typer.Option(help="The page.", metavar="FILE.html")] = Path("report.html"),
+    png: Annotated[
+        Path | None, typer.Option(help="Its figures as one image; default: beside the page.", metavar="FILE.png")
+    ] = None,
+    no_png: Annotated[bool, typer.Option("--no-png", help="Make no image.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Show the page in a browser afterwards.")] = False,
+) -> None:
+    """Write one self-contained HTML page, and a PNG of its figures: every run against the first.
+
+    Verdicts, headers side by side, curves, distances in ULP, maps of the gradients and weights that differ, times and
+    memory. Runs may be unfinished. Exit status: 0 written, whatever the verdict; 2 a run cannot be read, or a file not
+    written.
+
+    \b
+    tpi report RUN
+    tpi report RUN_A RUN_B --out differences.html
+    """
+    from tp_invariant_recipes.report import files, page, render
+    from tp_invariant_recipes.report.runs import gather
+
+    image = None if no_png else png or out.with_suffix(".png")
+    files.check({"--out": out, "--png": image}, force)
+    gathered = gather(runs)
+    parts = page.sections(gathered)
+    files.write(out, page.page(gathered, parts).encode("utf-8", "replace"))
+    if image:
+        drawings = [drawing for part in parts for drawing in part.drawings]
+        files.write(image, render.png(drawings, "\n".join(page.verdicts(gathered))))
+    for line in page.verdicts(gathered):
+        typer.echo(line)
+    for file in filter(None, (out, image)):
+        typer.echo(f"wrote {file}")
+    if open_:
+        typer.launch(str(out.resolve()))

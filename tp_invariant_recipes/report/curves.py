@@ -1,0 +1,67 @@
+"""Curves over steps, in blocks where there are more steps than a figure can show."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tp_invariant_recipes.ledger.bits import bits_float, ulp_distance
+from tp_invariant_recipes.ledger.reader import Ledger
+
+POINTS = 500  # of a curve
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a curve, arrays of one length.
+
+    x:         the step; of a block its middle.
+    y:         the value; of a block the median. NaN: no finite one.
+    low, high: the smallest and largest of a block.
+    block:     steps a point; 1: every step is shown.
+    missing:   steps without a finite value.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    block: int
+    missing: int
+
+
+def curve(points: Iterable[tuple[int, float | None]]) -> Curve:
+    """Draw up a curve of (step, value)."""
+    pairs = [(step, np.nan if value is None or not np.isfinite(value) else value) for step, value in points]
+    steps = np.array([step for step, _ in pairs], dtype=np.float64)
+    values = np.array([value for _, value in pairs], dtype=np.float64)
+    block = max(1, -(-len(pairs) // POINTS))
+    edges = range(0, len(pairs), block)
+    parts = [values[start : start + block] for start in edges]
+    parts = [part[np.isfinite(part)] for part in parts]
+    return Curve(
+        x=np.array([steps[start : start + block].mean() for start in edges]),
+        y=np.array([np.median(part) if part.size else np.nan for part in parts]),
+        low=np.array([part.min() if part.size else np.nan for part in parts]),
+        high=np.array([part.max() if part.size else np.nan for part in parts]),
+        block=block,
+        missing=int(np.isnan(values).sum()),
+    )
+
+
+def recorded(ledger: Ledger, field: str) -> list[tuple[int, float | None]]:
+    """(step, value) of one of the floats that a step has as exact bits."""
+    texts = ((step.step, getattr(step, field)) for step in ledger.steps)
+    return [(step, None if text is None else bits_float(text)) for step, text in texts]
+
+
+def distances(a: Ledger, b: Ledger, field: str) -> list[tuple[int, float | None]]:
+    """(step, ULP) of every common step; None: no distance, as from a NaN or from nothing, unless the bits are equal."""
+    pairs = (
+        (one.step, getattr(one, field), getattr(other, field)) for one, other in zip(a.steps, b.steps, strict=False)
+    )
+    return [(step, 0 if left == right else _ulp(left, right)) for step, left, right in pairs]
+
+
+def _ulp(a: str | None, b: str | None) -> int | None:
+    return None if a is None or b is None else ulp_distance(a, b)

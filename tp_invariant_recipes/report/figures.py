@@ -1,0 +1,404 @@
+"""The figures of a report, drawn with matplotlib's objects: no pyplot, and nothing left changed in its settings."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import FigureBase
+from matplotlib.gridspec import GridSpec
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from tp_invariant_recipes.report.curves import Curve, curve, distances, recorded
+from tp_invariant_recipes.report.maps import Map, State
+from tp_invariant_recipes.report.palette import LIGHT, LINES, STYLES
+from tp_invariant_recipes.report.runs import Report, Run
+
+WIDTH = 10.8  # inches, as all figures
+_CURVES, _DISTANCES, _COSTS = 5.6, 3.4, 3.2  # inches of height
+_FEW = 60  # points that get a mark each; columns between which lines are drawn
+_GIB = 2**30
+
+_SETTINGS: Any = {
+    "axes.edgecolor": LIGHT["faint"],
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.labelcolor": LIGHT["ink"],
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "grid.color": LIGHT["rule"],
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "svg.fonttype": "none",  # text stays text: it can be searched, and is read aloud
+    "text.color": LIGHT["ink"],
+    "text.parse_math": False,  # a "$" in a name is a "$"
+    "xtick.color": LIGHT["faint"],
+    "ytick.color": LIGHT["faint"],
+    "xtick.labelcolor": LIGHT["ink"],
+    "ytick.labelcolor": LIGHT["ink"],
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure yet to be drawn.
+
+    name:   for links. alt: what it shows, for those who do not see it. note: how to read it.
+    height: inches.
+    draw:   puts it on a figure, or on part of one.
+    """
+
+    name: str
+    title: str
+    alt: str
+    note: str
+    height: float
+    draw: Callable[[FigureBase], None]
+
+
+@contextmanager
+def settings(**more: Any) -> Iterator[None]:
+    """Draw and write figures inside; nothing of matplotlib's is changed afterwards."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # nor does a matplotlibrc of the user's change what is drawn
+        matplotlib.rcParams.update(_SETTINGS | more)
+        yield
+
+
+# --- curves -------------------------------------------------------------------------------------------------
+
+
+def training(report: Report) -> Drawing:
+    """Loss and gradient norm, and the learning rate small below them."""
+    shown = {
+        field: [curve(recorded(run.ledger, field)) for run in report.runs]
+        for field in ("loss", "grad_norm", "learning_rate")
+    }
+
+    def draw(figure: FigureBase) -> None:
+        grid = _grid(figure, _CURVES, 2, 2, height_ratios=(3, 1), hspace=0.42, wspace=0.16)
+        places = {"loss": grid[0, 0], "grad_norm": grid[0, 1], "learning_rate": grid[1, 0], "legend": grid[1, 1]}
+        axes = {name: figure.add_subplot(place) for name, place in places.items()}
+        for field, title in (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("learning_rate", "Learning rate")):
+            _lines(axes[field], shown[field])
+            axes[field].set_title(title)
+            axes[field].set_xlabel("step")
+        axes["loss"].set_ylabel("lm loss")
+        axes["grad_norm"].set_ylabel("norm, before clipping")
+        axes["learning_rate"].set_ylabel("rate")
+        axes["learning_rate"].yaxis.set_major_locator(MaxNLocator(3))
+        axes["learning_rate"].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        _legend(axes["legend"], report.runs)
+
+    return Drawing(
+        "training",
+        "Loss, gradient norm and learning rate",
+        " ".join(_in_words(run, "loss") for run in report.runs),
+        _blocks(line for lines in shown.values() for line in lines),
+        _CURVES,
+        draw,
+    )
+
+
+def apart(report: Report) -> Drawing | None:
+    """How far losses and gradient norms are apart. None: nowhere, or nothing was compared."""
+    pairs = [(n, run) for n, (run, comparison) in enumerate(report.pairs, 1) if comparison.steps_compared]
+    fields = ("loss", "grad_norm")
+    found = {field: [distances(report.runs[0].ledger, run.ledger, field) for _, run in pairs] for field in fields}
+    if not any(ulp != 0 for runs in found.values() for points in runs for _, ulp in points):
+        return None
+    shown = {field: [curve(points) for points in runs] for field, runs in found.items()}
+    numbers = [n for n, _ in pairs]
+
+    def draw(figure: FigureBase) -> None:
+        grid = _grid(figure, _DISTANCES, 1, 2, wspace=0.16)
+        for column, (field, title) in enumerate(zip(fields, ("Loss", "Gradient norm"), strict=True)):
+            axes = figure.add_subplot(grid[0, column])
+            _lines(axes, shown[field], numbers)
+            axes.set_yscale("symlog", linthresh=1, linscale=0.4)
+            top = max([2.0, *(float(np.nanmax(line.high)) for line in shown[field] if not np.isnan(line.high).all())])
+            axes.set_ylim(-0.15, top * 3)
+            axes.yaxis.set_major_formatter(FuncFormatter(_power))
+            axes.yaxis.set_minor_locator(NullLocator())
+            axes.set_title(f"{title}: distance from {report.runs[0].letter}")
+            axes.set_xlabel("step")
+            axes.set_ylabel("ULP, 0: equal bits")
+            handles = [_handle(n, report.runs[n]) for n in numbers]
+            axes.legend(handles=handles, loc="best")
+
+    words = " ".join(
+        f"{run.label}: the loss differs at {sum(ulp != 0 for _, ulp in points)} of {len(points)} steps, "
+        f"by at most {max((ulp for _, ulp in points if ulp is not None), default=0):,} ULP."
+        for (_, run), points in zip(pairs, found["loss"], strict=True)
+    )
+    return Drawing(
+        "apart",
+        "How far losses and gradient norms are apart",
+        words,
+        "One ULP is the step from a floating-point number to the next. Logarithmic above 1; 0 means equal bits. "
+        + _blocks(line for lines in shown.values() for line in lines),
+        _DISTANCES,
+        draw,
+    )
+
+
+def cost(report: Report) -> Drawing | None:
+    """Step times, and peak memory where it was counted. None: no run has kept them."""
+    timed = [(n, run) for n, run in enumerate(report.runs) if run.timings]
+    if not timed:
+        return None
+    memory = any(timing.peak_memory for _, run in timed for timing in run.timings)
+    times = [curve((t.step, t.seconds) for t in run.timings) for _, run in timed]
+    peaks = [curve((t.step, t.peak_memory / _GIB) for t in run.timings) for _, run in timed]
+    numbers = [n for n, _ in timed]
+
+    def draw(figure: FigureBase) -> None:
+        grid = _grid(figure, _COSTS, 1, 2, wspace=0.16)
+        first, second = figure.add_subplot(grid[0, 0]), figure.add_subplot(grid[0, 1])
+        _lines(first, times, numbers)
+        first.set_title("Step time")
+        first.set_ylabel("seconds")
+        first.set_yscale("log")
+        first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        first.yaxis.set_minor_locator(NullLocator())
+        first.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        first.set_xlabel("step")
+        if memory:
+            _lines(second, peaks, numbers)
+            second.set_title("Peak memory, last rank")
+            second.set_ylabel("GiB")
+            second.set_ylim(bottom=0)
+            second.set_xlabel("step")
+            handles = [_handle(n, report.runs[n]) for n in numbers]
+            first.legend(handles=handles, loc="best")
+        else:
+            _legend(second, [run for _, run in timed], numbers)
+
+    words = [
+        f"{run.label}: the median step took {np.median([t.seconds for t in run.timings]):.3g} s." for _, run in timed
+    ]
+    return Drawing(
+        "cost",
+        "Step time and memory",
+        " ".join(words),
+        ("" if memory else "Memory is not counted on a CPU. ") + _blocks([*times, *peaks]),
+        _COSTS,
+        draw,
+    )
+
+
+def _grid(
+    figure: FigureBase,
+    height: float,
+    rows: int = 1,
+    columns: int = 1,
+    left: float = 0.85,
+    right: float = 0.15,
+    top: float = 0.32,
+    **more: Any,
+) -> GridSpec:
+    """Places for axes, with margins in inches. Not matplotlib's constrained layout: its solver rounds as it likes."""
+    place = {"left": left / WIDTH, "right": 1 - right / WIDTH, "top": 1 - top / height, "bottom": 0.55 / height}
+    return figure.add_gridspec(rows, columns, **place, **more)
+
+
+def _lines(axes: Axes, curves: list[Curve], numbers: list[int] | None = None) -> None:
+    """numbers: those of the runs, which decide how a line looks."""
+    for n, line in zip(numbers or range(len(curves)), curves, strict=True):
+        mark: dict[str, Any] = {"marker": "o", "markersize": 3} if len(line.x) <= _FEW else {}
+        axes.plot(line.x, line.y, **_look(n), **mark)
+        if line.block > 1:
+            axes.fill_between(line.x, line.low, line.high, color=_look(n)["color"], alpha=0.25, linewidth=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def _look(n: int) -> dict[str, Any]:
+    # The first is broad, so that it shows under a second one that is its equal.
+    return {
+        "color": LINES[n % len(LINES)],
+        "linestyle": STYLES[n % len(STYLES)],
+        "linewidth": 3.2 if n == 0 else 1.4,
+        "alpha": 0.55 if n == 0 else 1.0,
+    }
+
+
+def _handle(n: int, run: Run) -> Line2D:
+    return Line2D([], [], label=_short(run.label), **_look(n))
+
+
+def _legend(axes: Axes, runs: Iterable[Run], numbers: list[int] | None = None) -> None:
+    runs = list(runs)
+    axes.axis("off")
+    handles = [_handle(n, run) for n, run in zip(numbers or range(len(runs)), runs, strict=True)]
+    axes.legend(handles=handles, loc="center left", ncols=1 + len(runs) // 6)
+
+
+def _short(text: str, length: int = 44) -> str:
+    return text if len(text) <= length else f"{text[: length // 2]}…{text[-length // 2 :]}"
+
+
+def _power(value: float, _: int) -> str:
+    if value < 1e4:
+        return f"{value:,.0f}"
+    return f"10{str(round(np.log10(value))).translate(str.maketrans('0123456789', '⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+
+
+def _in_words(run: Run, field: str) -> str:
+    points = [(step, value) for step, value in recorded(run.ledger, field) if value is not None]
+    if not points:
+        return f"{run.label}: no step has a {field}."
+    (first, start), (last, end) = points[0], points[-1]
+    return f"{run.label}: {field} {start:.4g} at step {first}, {end:.4g} at step {last}."
+
+
+def _blocks(curves: Iterable[Curve]) -> str:
+    curves = list(curves)
+    block, missing = max(line.block for line in curves), sum(line.missing for line in curves)
+    words = []
+    if block > 1:
+        words.append(
+            f"Each point stands for up to {block} steps: the line is their median, the band reaches from their "
+            "smallest to their largest value."
+        )
+    if missing:
+        words.append(f"Values that are no finite numbers are gaps: {missing}.")
+    return " ".join(words)
+
+
+# --- maps ---------------------------------------------------------------------------------------------------
+
+_SMALL = 7.5  # points, of a row's label
+_LABEL = 62  # characters of it
+_WORDS = {"gradients": "Gradients", "weights": "Weights"}
+# A state, its colour and its word.
+_CELLS = (
+    (State.IDENTICAL, "identical", "identical"),
+    (State.SOME_DIFFER, "some", "some differ"),
+    (State.DIFFERENT, "different", "different"),
+    (State.NOT_COMPARED, "paper", "not recorded by both"),
+)
+
+
+def parameters(report: Report, n: int, found: Map) -> Drawing:
+    """The step × parameter map of run number `n` against the first."""
+    run, first = report.runs[n], report.runs[0]
+    height = 1.2 + 0.185 * len(found.rows)
+    labels = [_short(row.label, _LABEL) for row in found.rows]
+    measured = not np.isnan(found.ulp).all()
+
+    def draw(figure: FigureBase) -> None:
+        left = 0.3 + max(TextPath((0, 0), label, size=_SMALL).get_extents().width for label in labels) / 72
+        axes = figure.add_subplot(_grid(figure, height, left=left, right=0.85 if measured else 0.15, top=0.62)[0])
+        _cells(axes, found)
+        axes.set_yticks(range(len(labels)), labels, fontsize=_SMALL)
+        axes.set_title(f"{_WORDS[found.kind]}: {_short(run.label, 40)} against {_short(first.label, 40)}")
+        handles = [
+            Patch(facecolor=LIGHT[colour], edgecolor=LIGHT["faint"], linewidth=0.5, label=label)
+            for state, colour, label in _CELLS
+            if (found.states == state).any()
+        ]
+        axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=1.8)
+        if measured:
+            _distances(figure, axes, found)
+
+    return Drawing(
+        f"{found.kind}-{run.letter}",
+        f"{_WORDS[found.kind]} of {run.label} against {first.label}",
+        in_words(found),
+        _reading(found),
+        height,
+        draw,
+    )
+
+
+def in_words(found: Map) -> str:
+    """What a map shows."""
+    if not found.differing:
+        return f"All {found.compared:,} digests of {found.kind} that both runs recorded are identical."
+    return (
+        f"{found.differing:,} of {found.compared:,} digests of {found.kind} differ: those of "
+        f"{found.parameters_differing:,} of {found.parameters_compared:,} parameters, at {found.steps_differing:,} of "
+        f"{found.steps_compared:,} steps, the first of them step {found.first:,}."
+    )
+
+
+def _reading(found: Map) -> str:
+    words = ["Rows are in the order of a forward pass; columns are the steps at which both runs recorded digests."]
+    if found.steps_alone:
+        words.append(f"One run alone has digests at {found.steps_alone:,} steps, which are left out.")
+    if any(len(row.parameters) > 1 for row in found.rows):
+        words.append("A row is a group of parameters, in brackets how many.")
+    if found.block > 1:
+        words.append(f"A column is up to {found.block} such steps.")
+    if not np.isnan(found.ulp).all():
+        words.append("Where both runs have dumps, the colour of a square says the largest distance in ULP.")
+    return " ".join(words)
+
+
+def _cells(axes: Axes, found: Map) -> None:
+    height, width = found.states.shape
+    # Rectangles, not an image: they follow the page from light to dark. One path a state keeps the page small.
+    for state, colour, _ in _CELLS:
+        corners = [
+            [(left - 0.5, top - 0.5), (right - 0.5, top - 0.5), (right - 0.5, bottom - 0.5), (left - 0.5, bottom - 0.5)]
+            for left, top, right, bottom in rectangles(found.states == state)
+        ]
+        if corners:
+            outline = Path.make_compound_path(*(Path([*four, four[0]], closed=True) for four in corners))
+            axes.add_patch(PathPatch(outline, facecolor=LIGHT[colour], linewidth=0))
+    axes.set_xlim(-0.5, width - 0.5)
+    axes.set_ylim(height - 0.5, -0.5)
+    ticks = range(0, width, -(-width // 12))
+    axes.set_xticks(ticks, [f"{found.columns[tick][0]:,}" for tick in ticks])
+    axes.set_xlabel("step" if found.block == 1 else "first step of the column")
+    axes.tick_params(length=2)
+    axes.grid(False)
+    axes.hlines(np.arange(0.5, height - 1), -0.5, width - 0.5, color=LIGHT["paper"], linewidth=1)
+    if width <= _FEW:
+        axes.vlines(np.arange(0.5, width - 1), -0.5, height - 0.5, color=LIGHT["paper"], linewidth=1)
+    for side in axes.spines.values():
+        side.set_visible(True)
+
+
+def rectangles(marked: np.ndarray) -> list[tuple[int, int, int, int]]:
+    """Cover the true cells of [rows, columns] with rectangles of left, top, right, bottom, the last two exclusive."""
+    covered, open_ = [], dict[tuple[int, int], int]()  # columns from, to -> the row where they began
+    for row in range(len(marked) + 1):
+        edges = np.flatnonzero(np.diff([False, *marked[row], False])) if row < len(marked) else np.empty(0, np.int64)
+        here = {(int(left), int(right)) for left, right in zip(edges[::2], edges[1::2], strict=True)}
+        for ended in [columns for columns in open_ if columns not in here]:
+            covered.append((ended[0], open_.pop(ended), ended[1], row))
+        open_ |= {columns: row for columns in sorted(here) if columns not in open_}
+    return covered
+
+
+def _distances(figure: FigureBase, axes: Axes, found: Map) -> None:
+    rows, columns = np.nonzero(~np.isnan(found.ulp))
+    values = np.maximum(found.ulp[rows, columns], 1)
+    dots = axes.scatter(
+        columns,
+        rows,
+        c=values,
+        s=60,
+        marker="s",
+        cmap="YlOrBr",
+        norm=LogNorm(1, max(10.0, float(values.max()))),
+        edgecolors=LIGHT["paper"],
+        linewidths=1,
+        zorder=3,
+    )
+    figure.colorbar(dots, ax=axes, label="largest distance, ULP", fraction=0.03, format=FuncFormatter(_power))

@@ -1,0 +1,150 @@
+"""The step × parameter map: where the digests of two runs are equal, and where not."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from tp_invariant_recipes.ledger.compare import Comparison
+from tp_invariant_recipes.ledger.digests import group_of, in_order
+
+ROWS = 64  # that still can be read
+COLUMNS = 200
+
+
+class State(IntEnum):
+    """What a cell says of its digests, those of one or several parameters at one or several steps."""
+
+    NOT_COMPARED = 0  # one of the runs has no such parameter
+    IDENTICAL = 1
+    SOME_DIFFER = 2
+    DIFFERENT = 3  # all that were compared
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row: one parameter, a group of them, or several groups in sequence."""
+
+    label: str
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Map:
+    """The digests of `kind`, "gradients" or "weights", of two runs.
+
+    rows:     in forward order.
+    columns:  for each column the first and last of its steps; only steps at which both runs have digests.
+    block:    steps a column.
+    states:   uint8 [rows, columns] of State.
+    ulp:      float64 [rows, columns], the largest distance in ULP that dumps show; NaN: there are none.
+    compared, differing: digests.
+    parameters_differing, parameters_compared, steps_differing, steps_compared: those with at least one of them.
+    steps_alone: steps at which only one run has digests.
+    first:    the first step that differs; None: none does.
+    """
+
+    kind: str
+    rows: tuple[Row, ...]
+    columns: tuple[tuple[int, int], ...]
+    block: int
+    states: np.ndarray
+    ulp: np.ndarray
+    compared: int
+    differing: int
+    parameters_differing: int
+    parameters_compared: int
+    steps_differing: int
+    steps_compared: int
+    steps_alone: int
+    first: int | None
+
+
+def parameter_map(comparison: Comparison, kind: str, dumped: Mapping[tuple[int, str], int] | None = None) -> Map | None:
+    """The map of two runs; None: they have no digests of `kind` at a common step.
+
+    dumped: (step, parameter) -> largest distance in ULP, of the tensors that both runs dumped.
+    """
+    a, b = comparison.a, comparison.b
+    left, right = a.header.digested(kind), b.header.digested(kind)
+    common = set(left) & set(right)
+    steps, alone = _steps(comparison, kind)
+    if not common or not steps:
+        return None
+    rows = _rows(in_order({*left, *right}))
+    block = max(1, -(-len(steps) // COLUMNS))
+    row_of = {name: n for n, row in enumerate(rows) for name in row.parameters}
+    column_of = {step: n // block for n, step in enumerate(steps)}
+    columns = tuple((steps[n], steps[min(n + block, len(steps)) - 1]) for n in range(0, len(steps), block))
+    members = [sum(name in common for name in row.parameters) for row in rows]
+    compared = np.outer(members, np.bincount(list(column_of.values())))
+    differing = np.zeros_like(compared)
+    parted = [found for found in comparison.parameters if found.kind == kind]
+    for found in parted:
+        for step in found.steps:
+            differing[row_of[found.name], column_of[step]] += 1
+    at = {step for found in parted for step in found.steps}
+    return Map(
+        kind=kind,
+        rows=rows,
+        columns=columns,
+        block=block,
+        states=_states(compared, differing),
+        ulp=_largest(dumped or {}, row_of, column_of, compared.shape),
+        compared=int(compared.sum()),
+        differing=int(differing.sum()),
+        parameters_differing=len(parted),
+        parameters_compared=len(common),
+        steps_differing=len(at),
+        steps_compared=len(steps),
+        steps_alone=alone,
+        first=min(at, default=None),
+    )
+
+
+def _steps(comparison: Comparison, kind: str) -> tuple[list[int], int]:
+    """The compared steps at which both runs have digests of `kind`, and the number of those at which one has."""
+    pairs = list(zip(comparison.a.steps, comparison.b.steps, strict=False))[: comparison.steps_compared]
+    sides = {one.step: sum(getattr(record, kind) is not None for record in (one, other)) for one, other in pairs}
+    return [step for step, has in sides.items() if has == 2], list(sides.values()).count(1)
+
+
+def _states(compared: np.ndarray, differing: np.ndarray) -> np.ndarray:
+    states = np.full(compared.shape, State.NOT_COMPARED, dtype=np.uint8)
+    states[compared > 0] = State.IDENTICAL
+    states[differing > 0] = State.SOME_DIFFER
+    states[(differing > 0) & (differing == compared)] = State.DIFFERENT
+    return states
+
+
+def _largest(
+    dumped: Mapping[tuple[int, str], int],
+    row_of: Mapping[str, int],
+    column_of: Mapping[int, int],
+    shape: tuple[int, ...],
+) -> np.ndarray:
+    ulp = np.full(shape, np.nan)
+    for (step, name), distance in dumped.items():
+        if name in row_of and step in column_of:
+            cell = row_of[name], column_of[step]
+            ulp[cell] = np.fmax(ulp[cell], distance)
+    return ulp
+
+
+def _rows(names: list[str]) -> tuple[Row, ...]:
+    """A row a parameter; where those are too many, a row a group; and where these are, several groups a row."""
+    if len(names) <= ROWS:
+        return tuple(Row(name, (name,)) for name in names)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(group_of(name), []).append(name)
+    together = -(-len(groups) // ROWS)
+    labels = list(groups)
+    return tuple(_row(labels[n : n + together], groups) for n in range(0, len(labels), together))
+
+
+def _row(labels: list[str], groups: Mapping[str, Iterable[str]]) -> Row:
+    members = tuple(name for label in labels for name in groups[label])
+    ends = labels[0] if len(labels) == 1 else f"{labels[0]} … {labels[-1]}"
+    return Row(f"{ends} ({len(members)})", members)

@@ -1,0 +1,245 @@
+"""The page: everything about some runs in one HTML file, which asks nothing of the network."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from tp_invariant_recipes import __version__
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.ledger.compare import Comparison
+from tp_invariant_recipes.ledger.lines import IDENTITY, INFORMATIVE, canonical
+from tp_invariant_recipes.ledger.wording import parameter_rows, remarks, verdict_line
+from tp_invariant_recipes.report import figures
+from tp_invariant_recipes.report.figures import Drawing
+from tp_invariant_recipes.report.magnitudes import Measured, largest, measure
+from tp_invariant_recipes.report.maps import parameter_map
+from tp_invariant_recipes.report.palette import style_sheet
+from tp_invariant_recipes.report.render import svg
+from tp_invariant_recipes.report.runs import Report, Run
+
+_KINDS = ("gradients", "weights")
+_ROWS = 40  # of the table of parameters
+_NOT_SET = "not set"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text; the first column names them."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with an entry in the contents."""
+
+    name: str
+    title: str
+    sentences: tuple[str, ...] = ()
+    drawings: tuple[Drawing, ...] = ()
+    tables: tuple[Table, ...] = ()
+
+
+def headline(report: Report) -> str:
+    """What the page is called."""
+    if not report.comparisons:
+        return f"Run {report.runs[0].name}"
+    others = ", ".join(run.name for run in report.runs[1:])
+    return f"{report.runs[0].name} compared with {others}"
+
+
+def verdicts(report: Report) -> list[str]:
+    """One line for every run after the first; of a run alone, what there is of it."""
+    if not report.comparisons:
+        ledger = report.runs[0].ledger
+        return [f"One run, of {len(ledger.steps):,} steps; nothing to compare it with."]
+    return [f"{run.label}: {verdict_line(comparison)}" for run, comparison in report.pairs]
+
+
+def sections(report: Report) -> tuple[Section, ...]:
+    """What follows runs and headers."""
+    measured = [_measured(comparison) for comparison in report.comparisons]
+    found = [Section("training", "Curves", drawings=(figures.training(report),)), *_apart(report)]
+    found += [section for kind in _KINDS for section in _map(report, kind, measured)]
+    found += [*_parameters(report), *_dumps(report, measured), *_cost(report)]
+    return tuple(found)
+
+
+def page(report: Report, parts: tuple[Section, ...]) -> str:
+    """The HTML. parts: of `sections`."""
+    environment = Environment(
+        loader=PackageLoader(__name__.rpartition(".")[0], "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        title=headline(report),
+        light=style_sheet(0),
+        dark=style_sheet(1),
+        verdicts=_boxes(report),
+        runs=[_summary(run) for run in report.runs],
+        memory=any(timing.peak_memory for run in report.runs for timing in run.timings),
+        remarks=any(run.remarks for run in report.runs),
+        headers=_headers(report),
+        sections=[_rendered(part) for part in parts],
+        version=__version__,
+    )
+
+
+def _rendered(section: Section) -> dict[str, Any]:
+    """As the template has it; a drawing's own text is escaped where it is drawn."""
+    drawings = [
+        {"name": one.name, "title": one.title, "alt": one.alt, "note": one.note, "svg": Markup(svg(one))}
+        for one in section.drawings
+    ]
+    return vars(section) | {"drawings": drawings}
+
+
+def _boxes(report: Report) -> list[dict[str, Any]]:
+    if not report.comparisons:
+        return [{"style": "alone", "run": "", "line": verdicts(report)[0], "remarks": ()}]
+    return [
+        {
+            "style": comparison.verdict.value.replace(" ", "-"),
+            "run": run.label,
+            "line": verdict_line(comparison),
+            "remarks": remarks(comparison),
+        }
+        for run, comparison in report.pairs
+    ]
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    losses = [step.loss for step in run.ledger.steps if step.loss is not None]
+    seconds = float(np.median([timing.seconds for timing in run.timings])) if run.timings else None
+    tokens = run.timings[-1].tokens if run.timings else 0
+    peak = max((timing.peak_memory for timing in run.timings), default=0)
+    return {
+        "label": run.label,
+        "steps": f"{len(run.ledger.steps):,}",
+        "loss": str(readable(losses[-1])) if losses else "none",
+        "seconds": f"{seconds:.3g} s" if seconds is not None else "",
+        "speed": f"{tokens / seconds:,.0f}" if seconds else "",
+        "memory": f"{peak / 2**30:.2f} GiB" if peak else "",
+        "identity": run.ledger.header.identity_hash,
+        "remarks": run.remarks,
+    }
+
+
+def _headers(report: Report) -> dict[str, list[dict[str, Any]]]:
+    """Fields of all headers side by side: those of the identity first, as text."""
+    columns = [_fields(run) for run in report.runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    found: dict[str, list[dict[str, Any]]] = {"differing": [], "equal": []}
+    for name in names:
+        texts = [column.get(name, _NOT_SET) for column in columns]
+        cells = [{"text": text, "differs": text != texts[0]} for text in texts]
+        found["differing" if len(set(texts)) > 1 else "equal"].append({"field": name, "cells": cells})
+    return found
+
+
+def _fields(run: Run) -> dict[str, str]:
+    header = run.ledger.header
+    found = {name: canonical(value) for name, value in getattr(header, IDENTITY).items()}
+    for part in INFORMATIVE:
+        found |= {f"{part}.{name}": canonical(value) for name, value in getattr(header, part).items()}
+    return found | {"parameters with digests": str(len(header.parameters))}
+
+
+def _apart(report: Report) -> Iterable[Section]:
+    drawing = figures.apart(report)
+    if drawing is not None:
+        yield Section("apart", "Distance", drawings=(drawing,))
+    elif any(comparison.steps_compared for comparison in report.comparisons):
+        words = "Losses and gradient norms of all steps that were compared are equal: distance 0."
+        yield Section("apart", "Distance", sentences=(words,))
+
+
+def _measured(comparison: Comparison) -> tuple[Measured, ...] | str:
+    """Distances of what both runs dumped, or why there are none although there are dumps."""
+    try:
+        return measure(comparison)
+    except LedgerError as error:
+        return f"The dumps cannot be compared: {error}"
+
+
+def _map(report: Report, kind: str, measured: list[tuple[Measured, ...] | str]) -> Iterable[Section]:
+    sentences, drawings = [], []
+    for n, (run, comparison) in enumerate(report.pairs, 1):
+        dumped = measured[n - 1]
+        found = parameter_map(comparison, kind, {} if isinstance(dumped, str) else largest(dumped, kind))
+        if found is not None:
+            drawings.append(figures.parameters(report, n, found))
+        elif comparison.steps_compared:
+            sentences.append(f"{run.label}: there is no step at which both runs recorded digests of {kind}.")
+    if sentences or drawings:
+        yield Section(kind, kind.capitalize(), tuple(sentences), tuple(drawings))
+
+
+def _parameters(report: Report) -> Iterable[Section]:
+    tables = tuple(_table(run, report.runs[0], comparison) for run, comparison in report.pairs if comparison.parameters)
+    if tables:
+        yield Section("parameters", "Parameters that differ", tables=tables)
+
+
+def _table(run: Run, first: Run, comparison: Comparison) -> Table:
+    rows = [
+        (row.name, _number(row.gradient), _number(row.weight), _number(row.steps)) for row in parameter_rows(comparison)
+    ]
+    more = f"; the first {_ROWS} of {len(rows):,}" if len(rows) > _ROWS else ""
+    return Table(
+        f"{run.label} against {first.label}, in the order in which they first differ{more}",
+        ("parameter", "gradient differs from step", "weight differs from step", "at steps"),
+        tuple(rows[:_ROWS]),
+    )
+
+
+def _number(count: int | None) -> str:
+    return "" if count is None else f"{count:,}"
+
+
+def _dumps(report: Report, measured: list[tuple[Measured, ...] | str]) -> Iterable[Section]:
+    sentences, tables = [], []
+    for run, found in zip(report.runs[1:], measured, strict=True):
+        if isinstance(found, str):
+            sentences.append(f"{run.label}: {found}")
+        elif found:
+            tables.append(_distances(run, report.runs[0], found))
+    if sentences or tables:
+        yield Section("dumps", "Dumped tensors", tuple(sentences), tables=tuple(tables))
+
+
+def _distances(run: Run, first: Run, measured: tuple[Measured, ...]) -> Table:
+    rows = [
+        (
+            one.name,
+            _number(one.step),
+            f"{one.distance.differing:,} of {one.distance.total:,}",
+            _number(one.distance.max_ulp),
+            "" if one.distance.max_difference is None else f"{one.distance.max_difference:.3g}",
+            _number(one.distance.nans or None),
+        )
+        for one in measured
+    ]
+    more = f"; the first {_ROWS} of {len(rows):,}" if len(rows) > _ROWS else ""
+    return Table(
+        f"{run.label} against {first.label}, tensors that both dumped{more}",
+        ("tensor", "step", "elements that differ", "largest distance, ULP", "largest difference", "with a NaN"),
+        tuple(rows[:_ROWS]),
+    )
+
+
+def _cost(report: Report) -> Iterable[Section]:
+    drawing = figures.cost(report)
+    if drawing is not None:
+        yield Section("cost", "Time and memory", drawings=(drawing,))

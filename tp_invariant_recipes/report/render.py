@@ -1,0 +1,51 @@
+"""Drawings as SVG for a page, and as one PNG; the same drawings give the same bytes."""
+
+import io
+import re
+import warnings
+from collections.abc import Sequence
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from tp_invariant_recipes.report.figures import WIDTH, Drawing, settings
+from tp_invariant_recipes.report.palette import LIGHT, named
+
+_DPI = 110
+
+
+def svg(drawing: Drawing) -> str:
+    """The drawing as an <svg> element to stand in a page, in the page's colours and font."""
+    with settings(**{"svg.hashsalt": drawing.name}):
+        figure = Figure(figsize=(WIDTH, drawing.height), facecolor="none")
+        drawing.draw(figure)
+        stream = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
+    return named(_element(stream.getvalue(), drawing))
+
+
+def png(drawings: Sequence[Drawing], title: str = "") -> bytes:
+    """All drawings, one below the other. title: lines above them."""
+    with settings(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
+        heights = [0.25 + 0.16 * len(title.splitlines()), *(drawing.height for drawing in drawings)]
+        figure = Figure(figsize=(WIDTH, sum(heights)), dpi=_DPI, facecolor=LIGHT["paper"])
+        heading, *parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+        heading.text(0.01, 0.5, title, va="center", fontweight="bold")
+        for part, drawing in zip(parts, drawings, strict=True):
+            part.set_facecolor("none")
+            drawing.draw(part)
+        stream = io.BytesIO()
+        FigureCanvasAgg(figure).print_png(stream, metadata={"Software": None})
+    return stream.getvalue()
+
+
+def _element(document: str, drawing: Drawing) -> str:
+    """What a document of matplotlib's needs to be part of a page: no preamble, no addresses, no name twice."""
+    start, body = document[document.index("<svg") :].split(">", 1)
+    box = start[start.index("viewBox=") :].split('"')[1]
+    body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
+    body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
+    body = re.sub(r"\n\s*", "\n", body)
+    return f'<svg viewBox="{box}" role="img" aria-labelledby="{drawing.name}-alt">{body}'.strip()

@@ -1,0 +1,149 @@
+"""The runs of a report: ledgers with short names, what a run directory tells besides, and how they compare."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger.compare import Comparison, compare
+from tp_invariant_recipes.ledger.reader import FILE_NAME, Ledger, read
+
+PROGRESS = "progress.jsonl"
+RUN = "run.json"
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_TIMED = ("step", "seconds", "tokens", "peak_memory")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a step took. peak_memory: bytes; 0 where nothing counts them, as on a CPU."""
+
+    step: int
+    seconds: float
+    tokens: int
+    peak_memory: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of a report.
+
+    letter:  "A" is the run that the others are compared with.
+    name:    as much of the end of its path as tells it from the others.
+    planned: the step at which the run's last attempt was to end; None: nothing says so.
+    unread:  lines of `progress.jsonl` that are no whole ones: a killed run leaves one.
+    """
+
+    letter: str
+    name: str
+    ledger: Ledger
+    timings: tuple[Timing, ...]
+    planned: int | None
+    unread: int
+
+    @property
+    def label(self) -> str:
+        """Letter and name, as legends and tables have them."""
+        return f"{self.letter} {self.name}"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a reader must know of this run before judging a figure; one sentence each."""
+        steps, sentences = len(self.ledger.steps), []
+        if self.planned is not None and steps < self.planned:
+            sentences.append(f"unfinished: recorded are {steps} of {self.planned} steps")
+        if self.ledger.torn:
+            sentences.append("the last line of the ledger is torn: the run was killed, or is writing it now")
+        skipped = sum(step.skipped for step in self.ledger.steps)
+        if skipped:
+            sentences.append(f"steps skipped: {skipped}")
+        diverged = [step.step for step in self.ledger.steps if step.diverged]
+        if diverged:
+            sentences.append(f"replicas disagree, first at step {diverged[0]}")
+        if self.unread:
+            sentences.append(f"lines of {PROGRESS} that are not whole, left out: {self.unread}")
+        return tuple(sentences)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Runs, and each after the first compared with the first."""
+
+    runs: tuple[Run, ...]
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def pairs(self) -> tuple[tuple[Run, Comparison], ...]:
+        """Every run after the first, with its comparison."""
+        return tuple(zip(self.runs[1:], self.comparisons, strict=True))
+
+
+def gather(paths: Sequence[str | os.PathLike]) -> Report:
+    """Read run directories, ledgers or certificates, and compare.
+
+    LedgerError: none is given, more than 26 are, or one cannot be read.
+    """
+    if not 1 <= len(paths) <= len(_LETTERS):
+        raise LedgerError(f"a report is of 1 to {len(_LETTERS)} runs, not {len(paths)}: tpi report RUN…")
+    ledgers = [read(path) for path in paths]
+    first, *others = ledgers
+    return Report(
+        tuple(map(_run, _LETTERS, _names(ledgers), ledgers)), tuple(compare(first, other) for other in others)
+    )
+
+
+def _run(letter: str, name: str, ledger: Ledger) -> Run:
+    # Beside a ledger of another name (a replaced one, a certificate) lie the files of another run, or none.
+    folder = ledger.path.parent if ledger.path.name == FILE_NAME else None
+    timings, unread = _timings(folder / PROGRESS) if folder else ((), 0)
+    return Run(letter, name, ledger, timings, _planned(folder / RUN) if folder else None, unread)
+
+
+def _names(ledgers: Iterable[Ledger]) -> list[str]:
+    whole = [(led.path.parent if led.path.name == FILE_NAME else led.path).resolve() for led in ledgers]
+    ends: dict[Path, str] = {}
+    for path in whole:
+        lengths = range(1, len(path.parts) + 1)
+        apart = (n for n in lengths if all(other.parts[-n:] != path.parts[-n:] for other in whole if other != path))
+        ends[path] = "/".join(path.parts[-next(apart, len(path.parts)) :])
+    return [ends[path] for path in whole]
+
+
+def _timings(file: Path) -> tuple[tuple[Timing, ...], int]:
+    """Of a step that ran twice, because the run went on from a checkpoint, the last time counts."""
+    found, unread = {}, 0
+    for line in _bytes(file).splitlines():
+        event = _object(line)
+        try:
+            timing = Timing(**{name: event[name] for name in _TIMED})
+        except KeyError:
+            unread += 1
+        else:
+            found[timing.step] = timing
+    return tuple(found[step] for step in sorted(found)), unread
+
+
+def _planned(file: Path) -> int | None:
+    attempts = _object(_bytes(file)).get("attempts")
+    last = attempts[-1].get("to_step") if isinstance(attempts, list) and attempts else None
+    return last if isinstance(last, int) else None
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise LedgerError(f"cannot read {file}: {error.strerror}") from error
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
