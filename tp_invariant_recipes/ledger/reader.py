@@ -8,6 +8,7 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.lines import Header, StepRecord, decode_header, decode_step, load
 
 FILE_NAME = "ledger.jsonl"
+CERTIFICATE_START = b"PK\x03\x04"  # a certificate is a zip archive; a ledger begins with a brace
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,18 @@ def ledger_file(path: str | os.PathLike) -> Path:
 
 
 def read(path: str | os.PathLike) -> Ledger:
-    """Read and check the ledger of a run directory, or a ledger file.
+    """Read and check the ledger of a run directory, a ledger file, or the ledger in a certificate.
 
     LedgerError, naming the file and the line: it is missing or unreadable, not a ledger, was altered, or a step is
     missing, repeated or out of order. Only a last line cut short is no error: it is what a killed run leaves.
     """
     file = ledger_file(path)
-    return parse(file, contents(file))
+    data = contents(file)
+    if data.startswith(CERTIFICATE_START):
+        from tp_invariant_recipes.ledger.certificate import open_certificate  # which itself reads ledgers
+
+        return open_certificate(file, data).ledger
+    return parse(file, data)
 
 
 def contents(file: Path) -> bytes:

@@ -1,0 +1,187 @@
+"""`tpi verify` and `tpi certify`, end to end on CPU ranks."""
+
+import json
+import os
+import signal
+import zipfile
+
+import pytest
+
+SMALL = ("qwen3_toy", "seq=64", "iters=3")
+
+
+@pytest.fixture(scope="module")
+def tree(shared):
+    """A matrix of two layouts that agree, and a certificate of the first."""
+    done = shared("verify", *SMALL, "tp=1,2", "numerics=tree", "--dir", "tree")
+    assert done.status == 0, done.stdout + done.stderr
+    made = shared("certify", "tree/tp1", "--out", "tree.tpicert")
+    assert made.status == 0, made.stderr
+    return done
+
+
+def rows(stdout: str) -> list[list[str]]:
+    """The cells of the table, without its head."""
+    return [line.split() for line in stdout.splitlines()[3:] if line.startswith("  ") and line.strip()]
+
+
+def test_tree_numerics_are_identical_and_the_table_names_each_cell(tree, shared):
+    first, second = rows(tree.stdout)
+    assert (first[:3], first[4:]) == (["tp=1", "1", "3"], ["reference"])
+    assert (second[:3], second[4:]) == (["tp=2", "2", "3"], ["identical"])
+    assert first[3] == second[3]
+    line = "identical: tp=1, 2 computed the same bits over 3 steps (loss, gradient norm, learning rate and gradients"
+    assert line in tree.stdout
+    assert "1 of 2: tp=1 on 1 cpu rank, 3 steps" in tree.stderr
+    assert "2 of 2: tp=2 on 2 cpu ranks, 3 steps" in tree.stderr
+    assert "Traceback" not in tree.stderr
+    for tp in ("tp1", "tp2"):
+        assert len(shared.ledger(f"tree/{tp}")) == 3
+    assert shared("compare", "tree/tp1", "tree/tp2").status == 0
+    found = json.loads((shared.folder / "tree" / "verify.json").read_text())
+    assert (found["verdict"], found["exit_status"], found["model"]) == ("identical", 0, "qwen3_toy")
+    assert found["rows"][1]["comparison"]["coverage"]["weights"]["both"] == 3
+
+
+def test_the_runs_can_be_judged_again_without_training(tree, shared):
+    before = (shared.folder / "tree" / "verify.json").read_bytes()
+    judged = shared("verify", "--judge", "tree")
+    assert (judged.status, judged.stdout) == (0, tree.stdout)
+    assert (shared.folder / "tree" / "verify.json").read_bytes() == before
+
+
+def test_a_verification_is_never_overwritten(tree, shared):
+    again = shared("verify", *SMALL, "tp=1,2", "--dir", "tree")
+    assert again.status == 2
+    assert "--dir tree is there and is not an empty directory" in again.stderr
+
+
+def test_stock_numerics_differ_and_say_what_to_do(tree, shared):
+    done = shared("verify", *SMALL, "tp=1,2", "numerics=stock", "--dir", "stock")
+    assert done.status == 1, done.stderr
+    assert rows(done.stdout)[1][4:] == ["different", "at", "step", "1:", "loss"]
+    assert "different: tp=2 computed other bits than tp=1 at step 1: loss " in done.stdout
+    assert "numerics=tree is (docs/numerics.md)" in done.stdout
+    assert "go on with: tpi bisect stock/tp1 stock/tp2" in done.stdout
+
+    # Against a certificate of the other numerics.
+    assert shared("certify", "stock/tp2", "--out", "stock.tpicert").status == 0
+    other = shared("verify", *SMALL, "tp=1", "numerics=tree", "--against", "stock.tpicert", "--dir", "against-stock")
+    assert other.status == 1, other.stderr
+    assert rows(other.stdout)[0][0] == "stock.tpicert"
+    assert "different: tp=1 computed other bits than stock.tpicert at step " in other.stdout
+    assert "go on with: tpi compare stock.tpicert against-stock/tp1" in other.stdout
+
+
+def test_a_run_agrees_with_a_certificate_of_another(tree, shared):
+    done = shared("verify", *SMALL, "tp=4", "numerics=tree", "--against", "tree.tpicert", "--dir", "against", "--json")
+    assert done.status == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [(row["ranks"], row["state"]) for row in found["rows"]] == [(1, "reference"), (4, "identical")]
+    assert "identical: tp=4 computed the same bits as " in found["text"]
+    assert (shared.folder / "against" / "tp4" / "ledger.jsonl").exists()
+
+
+def test_a_certificate_of_another_seed_is_refused_before_anything_starts(tree, shared):
+    refused = shared("verify", *SMALL, "tp=1,2", "seed=7", "--against", "tree.tpicert", "--dir", "seed")
+    assert (refused.status, refused.stdout) == (2, "")
+    assert "--against tree.tpicert is of another experiment: " in refused.stderr
+    assert "rng.seed is 1234 there and 7 here" in refused.stderr
+    assert not (shared.folder / "seed").exists()
+
+
+def _kill_a_rank_of_tp_2() -> None:
+    from tp_invariant_recipes.training import rank
+
+    train = rank.train
+
+    def fail(run_dir, seat):
+        if run_dir.path.name == "tp2" and seat.rank == 1:
+            raise RuntimeError("planted")
+        train(run_dir, seat)
+
+    rank.train = fail
+
+
+def test_a_cell_that_fails_is_named_and_the_others_still_run(tpi):
+    done = tpi("verify", *SMALL, "tp=1,2,4", "numerics=tree", "--dir", "m", before=_kill_a_rank_of_tp_2)
+    assert done.status == 2
+    assert "Traceback" not in done.stderr
+    first, second, third = rows(done.stdout)
+    assert first[-1] == "reference"
+    assert second[:5] == ["tp=2", "2", "0", "of", "3"]
+    assert (third[0], third[-1]) == ("tp=4", "identical")
+    assert "incomplete: tp=2 failed; tp=1, tp=4 computed the same bits over 3 steps" in done.stdout
+    assert "rank 1 failed: RuntimeError: planted" in done.stdout
+    assert "its log: m/tp2/logs/rank-1.log" in done.stdout
+    assert tpi("verify", "--judge", "m").status == 2
+
+
+LONGER = ("qwen3_toy", "seq=64", "numerics=tree", "iters=12", "tp=1,2", "--dir", "m")
+
+
+def _stop_in(tpi, cell: str, number: signal.Signals):
+    """Verify, and send a signal while this cell trains."""
+    process = tpi.start("verify", *LONGER)
+    ledger = tpi.folder / "m" / cell / "ledger.jsonl"
+    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 1)
+    os.kill(process.pid, number)
+    assert process.wait() == 2
+    assert "Traceback" not in process.stderr
+    return process.stdout
+
+
+def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi):
+    said = _stop_in(tpi, "tp2", signal.SIGINT)
+    first, second = rows(said)
+    assert (first[0], first[-1]) == ("tp=1", "reference")
+    assert "stopped:" in second
+    assert "incomplete: tp=2 was stopped" in said
+    assert "tpi train --resume m/tp2" in said
+    assert tpi("train", "--resume", "m/tp2").status == 0
+    judged = tpi("verify", "--judge", "m")
+    assert judged.status == 0, judged.stdout
+    assert "identical: tp=1, 2 computed the same bits over 12 steps" in judged.stdout
+
+
+def test_after_sigterm_no_further_cell_starts_and_another_launcher_can_run_them(tpi):
+    said = _stop_in(tpi, "tp1", signal.SIGTERM)
+    assert "incomplete: tp=1 was stopped; tp=2 did not run" in said
+    assert not (tpi.folder / "m" / "tp2").exists()
+    assert tpi("train", "--resume", "m/tp1").status == 0
+    assert tpi("verify", "--judge", "m").status == 2
+    cell = json.loads((tpi.folder / "m" / "matrix.json").read_text())["cells"][1]
+    done = tpi("train", "qwen3_toy", *cell["overrides"], f"run.dir=m/{cell['name']}")
+    assert done.status == 0, done.stderr
+    assert tpi("verify", "--judge", "m").status == 0
+
+
+def test_what_is_wrong_with_any_cell_is_said_before_anything_starts(tpi):
+    refused = tpi("verify", *SMALL, "tp=1,3", "model.recompute_granularity=nonsense", "--dir", "m")
+    assert (refused.status, refused.stdout) == (2, "")
+    assert "tp=3: tp=3 does not divide" in refused.stderr
+    assert not (tpi.folder / "m").exists()
+
+
+def test_what_bridge_refuses_in_a_cell_is_said_before_anything_starts(tpi):
+    refused = tpi("verify", *SMALL, "pp=1,2", "model.num_layers_in_first_pipeline_stage=7", "--dir", "m")
+    assert (refused.status, refused.stdout) == (2, "")
+    assert "Megatron-Bridge refuses this configuration" in refused.stderr
+    assert not (tpi.folder / "m").exists()
+
+
+def _with_a_secret() -> None:
+    os.environ |= {"MY_PASSWORD": "hunter-2", "NCCL_TOKEN": "hunter-3", "HOME_SWEET": "hunter-4", "NCCL_NTHREADS": "64"}
+
+
+def test_a_certificate_holds_of_the_environment_what_numerics_depend_on_and_no_secret(tpi):
+    done = tpi("train", *SMALL, "tp=1", "run.dir=run", before=_with_a_secret)
+    assert done.status == 0, done.stderr
+    assert tpi("certify", "run").status == 0
+    with zipfile.ZipFile(tpi.folder / "run.tpicert") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    environment = json.loads(members["environment.json"])
+    assert environment["NCCL_NTHREADS"] == "64"
+    assert {"NCCL_TOKEN", "MY_PASSWORD", "HOME_SWEET"}.isdisjoint(environment)
+    assert not any(b"hunter" in data for data in members.values())
+    assert tpi("certify", "--check", "run.tpicert").status == 0

@@ -1,0 +1,320 @@
+"""Certificates: whole or refused, the same bytes for the same run, and read as a ledger wherever one is."""
+
+import hashlib
+import io
+import json
+import shutil
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger import certificate
+from tp_invariant_recipes.ledger.certificate import MANIFEST, MEMBERS, certify, check, open_certificate
+from tp_invariant_recipes.ledger.compare import Verdict, compare
+from tp_invariant_recipes.ledger.digests import Parameter
+from tp_invariant_recipes.ledger.reader import read
+from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+
+PARAMETERS = (Parameter("embedding.word_embeddings.weight", (8, 4), "float32", "bfloat16"),)
+HEADER = Header(
+    identity={"model.num_layers": 2, "rng.seed": 1234},
+    layout={"tp": 2, "pp": 1, "sp": True},
+    numerics={"mode": "tree"},
+    device={"name": "NVIDIA H200"},
+    parameters=PARAMETERS,
+)
+
+
+def record(step: int, **changes) -> StepRecord:
+    digests = {PARAMETERS[0].name: f"{step:032x}"}
+    values = dict(samples=4 * step, tokens=256, loss="f32:40c80000", grad_norm="f32:3fa00000", gradients=digests)
+    values |= dict(weights=digests, learning_rate="f64:3f33a92a30553261")
+    return StepRecord(**{"step": step, **values, **changes})
+
+
+def run_directory(folder: Path, steps: int = 3, of: int = 3, header: Header = HEADER) -> Path:
+    """A run directory with all that is certified, and something that is not."""
+    folder.mkdir(parents=True)
+    with LedgerWriter(folder).create(header) as writer:
+        for step in range(1, steps + 1):
+            writer.append(record(step))
+    (folder / "config.yaml").write_text(yaml.safe_dump({"train": {"train_iters": of}}))
+    run = {"model": "qwen3_toy", "identity_hash": header.identity_hash, "attempts": [{"host": "node"}]}
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "versions.json").write_text('{"torch": "2.11.0"}\n')
+    (folder / "environment.json").write_text('{"OMP_NUM_THREADS": "1"}\n')
+    (folder / "logs").mkdir()
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    return run_directory(tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> bytes:
+    return certify(run_directory(tmp_path_factory.mktemp("certificate") / "run"))
+
+
+def sealed(members: dict[str, bytes] | list[tuple[str, bytes]]) -> bytes:
+    """An archive of these members with a right seal: what a forger can make."""
+    pairs = list(members.items()) if isinstance(members, dict) else members
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in pairs:
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+        archive.comment = bytes(certificate._SEAL_SIZE)
+    return certificate._sealed(stream.getvalue())
+
+
+def members(data: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def refused(data: bytes) -> str:
+    with pytest.raises(LedgerError) as error:
+        open_certificate(Path("a.tpicert"), data)
+    assert str(error.value).startswith("a.tpicert")
+    return str(error.value)
+
+
+def test_the_same_run_gives_the_same_bytes(run, tmp_path):
+    first = certify(run)
+    copied = tmp_path / "copy"
+    shutil.copytree(run, copied)
+    assert certify(copied) == first
+    assert list(members(first)) == [MANIFEST, *MEMBERS]
+    with zipfile.ZipFile(io.BytesIO(first)) as archive:
+        assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+    assert all(members(first)[name] == (run / name).read_bytes() for name in MEMBERS)
+
+
+def test_it_says_what_it_is_of(run):
+    found = open_certificate(Path("a.tpicert"), certify(run))
+    manifest = members(certify(run))[MANIFEST]
+    assert found.hash == hashlib.sha256(manifest).hexdigest()
+    assert manifest == json.dumps(json.loads(manifest), sort_keys=True, separators=(",", ":")).encode()
+    assert found.summary == {
+        "model": "qwen3_toy",
+        "layout": {"tp": 2, "pp": 1, "sp": True},
+        "numerics": {"mode": "tree"},
+        "device": {"name": "NVIDIA H200"},
+        "identity_hash": HEADER.identity_hash,
+        "steps": 3,
+        "of": 3,
+        "loss": "f32:40c80000",
+        "parameters": 1,
+    }
+    words = certificate.summary_words(found.summary)
+    assert words == "qwen3_toy tp=2, numerics=tree, NVIDIA H200, 3 of 3 steps"
+
+
+def test_words_are_safe_to_print():
+    summary = {"model": "a\x1b[2Jb\n", "layout": {}, "numerics": {}, "device": {"name": "\x9bc"}, "steps": 1, "of": 1}
+    words = certificate.summary_words(summary)
+    assert words.isprintable()
+    assert words.startswith("a?[2Jb?, numerics=unknown")
+
+
+def test_every_changed_byte_is_seen(whole):
+    for place in range(len(whole)):
+        for bit in (0, 7):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << bit
+            with pytest.raises(LedgerError):
+                open_certificate(Path("a.tpicert"), bytes(changed))
+
+
+@given(st.data())
+def test_any_other_bytes_are_refused(whole, data):
+    start = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(start, len(whole)))
+    other = data.draw(st.binary(max_size=end - start + 4))
+    changed = whole[:start] + other + whole[end:]
+    if changed != whole:
+        refused(changed)
+
+
+def test_cut_short_or_lengthened(whole):
+    for changed in (b"", whole[:4], whole[:-1], whole[1:], whole + b"\n", b"PK\x03\x04" + whole):
+        refused(changed)
+
+
+def test_a_forged_seal_does_not_hide_a_changed_member(whole):
+    for name in MEMBERS:
+        forged = members(whole)
+        forged[name] += b"\n"
+        assert f"{name} was altered" in refused(sealed(forged))
+
+
+def test_a_forged_manifest_has_another_hash(run, whole):
+    (run / "versions.json").write_text('{"torch": "2.12.0"}')
+    assert check_bytes(certify(run)).hash != check_bytes(whole).hash
+
+
+def check_bytes(data: bytes) -> certificate.Certificate:
+    return open_certificate(Path("a.tpicert"), data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    (
+        lambda m: {**m, "notes.txt": b"more"},
+        lambda m: {name: m[name] for name in m if name != "versions.json"},
+        lambda m: {"../config.yaml" if name == "config.yaml" else name: m[name] for name in m},
+        lambda m: {"/run.json" if name == "run.json" else name: m[name] for name in m},
+        lambda m: dict(reversed(m.items())),
+    ),
+    ids=("another", "one missing", "a parent", "a root", "another order"),
+)
+def test_only_the_named_members_may_be_in_it(whole, change):
+    assert "and not just manifest.json, ledger.jsonl" in refused(sealed(change(members(whole))))
+
+
+def test_a_member_twice_is_refused(whole):
+    pairs = list(members(whole).items())
+    with pytest.warns(UserWarning, match="Duplicate name"):
+        doubled = sealed([*pairs, pairs[1]])
+    assert "and not just" in refused(doubled)
+
+
+def test_nothing_hides_between_members(whole):
+    """A gap that the central directory skips: the same members, with bytes that nobody is shown."""
+    body = whole[: -certificate._SEAL_SIZE]
+    start = body.index(b"PK\x01\x02")
+    moved = bytearray(body[:start] + b"hidden" + body[start:])
+    end = moved.rindex(b"PK\x05\x06")
+    offset = int.from_bytes(moved[end + 16 : end + 20], "little") + len(b"hidden")
+    moved[end + 16 : end + 20] = offset.to_bytes(4, "little")
+    assert "something stands beside" in refused(certificate._sealed(bytes(moved) + bytes(certificate._SEAL_SIZE)))
+
+
+def test_members_lie_in_the_order_of_the_directory(whole):
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in reversed(members(whole).items()):
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+        archive.filelist.reverse()
+        archive.comment = bytes(certificate._SEAL_SIZE)
+    assert "something stands beside manifest.json" in refused(certificate._sealed(stream.getvalue()))
+
+
+def test_the_summary_cannot_lie(whole):
+    forged = members(whole)
+    manifest = json.loads(forged[MANIFEST])
+    manifest["summary"]["steps"] = 300
+    forged[MANIFEST] = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    assert "its summary is not that of its members" in refused(sealed(forged))
+    manifest["more"] = 1
+    forged[MANIFEST] = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    assert "more than a manifest does" in refused(sealed(forged))
+
+
+def test_a_reordered_ledger_with_a_right_manifest_is_refused(whole):
+    forged = members(whole)
+    first, *steps = forged["ledger.jsonl"].splitlines(keepends=True)
+    forged["ledger.jsonl"] = b"".join([first, *reversed(steps)])
+    summary = json.loads(forged[MANIFEST])["summary"]
+    forged[MANIFEST] = certificate._manifest({name: forged[name] for name in MEMBERS}, summary)
+    assert "line 2: step 3 where step 1 belongs" in refused(sealed(forged))
+
+
+def test_of_a_torn_or_unfinished_run_the_whole_steps_are_certified(tmp_path):
+    run = run_directory(tmp_path / "run", steps=2, of=5)
+    unfinished = certify(run)
+    with (run / "ledger.jsonl").open("ab") as stream:
+        stream.write(b'{"step": 3, "sam')
+    assert certify(run) == unfinished
+    found = check_bytes(unfinished)
+    assert (found.summary["steps"], found.summary["of"], found.ledger.torn) == (2, 5, False)
+    assert certificate.summary_words(found.summary).endswith("2 of 5 steps")
+
+
+def test_files_that_do_not_belong_together_are_not_certified(run, tmp_path):
+    other = run_directory(tmp_path / "other", header=replace(HEADER, identity={"rng.seed": 1}))
+    shutil.copy(other / "ledger.jsonl", run / "ledger.jsonl")
+    with pytest.raises(LedgerError, match="of different runs"):
+        certify(run)
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_missing_or_broken_file_is_named(run, name):
+    (run / name).write_text("]")
+    with pytest.raises(LedgerError, match=name if name == "ledger.jsonl" else "not the files of a run"):
+        certify(run)
+    (run / name).unlink()
+    with pytest.raises(LedgerError, match=f"{name} does not exist"):
+        certify(run)
+
+
+def test_it_is_read_as_the_ledger_that_it_holds(run, tmp_path):
+    file = tmp_path / "a.tpicert"
+    file.write_bytes(certify(run))
+    ledger = read(file)
+    assert (ledger.header, ledger.steps) == (read(run).header, read(run).steps)
+    result = compare(read(run), ledger)
+    assert (result.verdict, result.steps_compared) == (Verdict.IDENTICAL, 3)
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(LedgerError, match="is not a whole certificate: it was altered or cut short"):
+        read(file)
+
+
+def test_the_command_packs_and_checks(cli, run, monkeypatch):
+    monkeypatch.chdir(run.parent)
+    made = cli("certify", "run")
+    assert made.status == 0, made.err
+    file = run.parent / "run.tpicert"
+    digest = check(file).hash
+    assert made.out == (
+        f"run.tpicert: qwen3_toy tp=2, numerics=tree, NVIDIA H200, 3 of 3 steps\ncertificate hash {digest}\n"
+    )
+    assert cli("certify", "run").status == 0  # the same bytes are there
+    checked = cli("certify", "--check", "run.tpicert", "--hash", digest.upper())
+    assert (checked.status, f"certificate hash {digest}, as expected" in checked.out) == (0, True)
+    said = json.loads(cli("certify", "--check", "run.tpicert", "--json").out)
+    assert (said["hash"], said["steps"], said["loss"]) == (digest, 3, {"bits": "f32:40c80000", "value": 6.25})
+    assert sorted(p.name for p in run.parent.glob("*.*")) == ["run.tpicert"]  # and nothing half written
+    assert cli("compare", "run", "run.tpicert").status == 0
+
+
+def test_an_unfinished_run_is_said_to_be_so(cli, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_directory(tmp_path / "run", steps=2, of=5)
+    assert "the run has 2 of 5 steps: it was not finished" in cli("certify", "run").out
+
+
+# Arguments, and what the message must hold.
+MISTAKES = (
+    ([], "name a run directory to certify, or a certificate to check: --check FILE"),
+    (["run", "--check", "a.tpicert"], "name a run directory to certify, or a certificate to check"),
+    (["run", "--hash", "0" * 64], "--hash is for checking a certificate"),
+    (["--check", "a.tpicert", "--out", "b"], "--out is where a new certificate goes"),
+    (["--check", "none.tpicert"], "none.tpicert does not exist"),
+    (["--check", "a.tpicert", "--hash", "12"], "--hash 12: a hash has 64 hexadecimal digits"),
+    (["--check", "a.tpicert", "--hash", "0" * 64], "a.tpicert is another certificate: its hash is "),
+    (["--check", "run/ledger.jsonl"], "run/ledger.jsonl is not a whole certificate"),
+    (["run/ledger.jsonl"], "run/ledger.jsonl is not a run directory"),
+    (["run", "--out", "taken"], "taken is there and is something else; --out FILE chooses another"),
+    (["run", "--out", "none/b"], "cannot write none/b: No such file or directory; --out FILE chooses another"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a) or "nothing" for a, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_leaves_nothing(cli, run, monkeypatch, arguments, says):
+    monkeypatch.chdir(run.parent)
+    Path("a.tpicert").write_bytes(certify(run))
+    Path("taken").write_text("mine")
+    ended = cli("certify", *arguments)
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("error: ")
+    assert says in ended.err
+    assert Path("taken").read_text() == "mine"
+    assert sorted(p.name for p in run.parent.iterdir()) == ["a.tpicert", "run", "taken"]

@@ -1,0 +1,100 @@
+"""`tpi certify`."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger import certificate
+from tp_invariant_recipes.ledger.bits import readable
+
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+def certify(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="The run directory to pack.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to write; default NAME.tpicert here, NAME that of the run directory."),
+    ] = None,
+    check: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Check this certificate instead of making one.")
+    ] = None,
+    expected: Annotated[
+        str | None, typer.Option("--hash", metavar="HASH", help="With --check: the hash that its maker told you.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Pack a run's ledger, configuration and versions into one small file, or check such a file.
+
+    The hash that is printed stands for all of it: tell it to whoever gets the file, by another way. tpi compare and
+    tpi verify --against take the file as they take a run. Exit status: 0 made, or whole; 2 not.
+
+    \b
+    tpi certify runs/qwen3_8b-tp4-…
+    tpi certify --check qwen3_8b-tp4-….tpicert --hash 5a3f…
+    """
+    if (run is None) == (check is None):
+        raise LedgerError("name a run directory to certify, or a certificate to check: --check FILE")
+    if check is not None:
+        if out is not None:
+            raise LedgerError("--out is where a new certificate goes; --check makes none")
+        found = _check(check, expected)
+    else:
+        if expected is not None:
+            raise LedgerError("--hash is for checking a certificate: --check FILE --hash HASH")
+        found = _certify(Path(str(run)), out)
+    if as_json:
+        print(json.dumps(_report(found)))
+        return
+    summary = found.summary
+    typer.echo(f"{found.path}: {certificate.summary_words(summary)}")
+    if summary["steps"] != summary["of"]:
+        typer.echo(f"the run has {summary['steps']} of {summary['of']} steps: it was not finished")
+    typer.echo(f"certificate hash {found.hash}{', as expected' if expected else ''}")
+
+
+def _certify(run: Path, out: Path | None) -> certificate.Certificate:
+    data = certificate.certify(run)
+    file = out.expanduser() if out is not None else Path(f"{run.resolve().name}{certificate.SUFFIX}")
+    try:
+        _write(file, data)
+    except OSError as error:
+        raise LedgerError(f"cannot write {file}: {error.strerror or error}; --out FILE chooses another") from error
+    return certificate.check(file)
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Write it whole or not at all; the same bytes may be there already, other ones are never replaced."""
+    if file.exists():
+        if file.is_file() and file.read_bytes() == data:
+            return
+        raise LedgerError(f"{file} is there and is something else; --out FILE chooses another")
+    temporary = file.with_name(f".{file.name}.new")
+    with temporary.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)
+
+
+def _check(file: Path, expected: str | None) -> certificate.Certificate:
+    if expected is not None and not _HASH.fullmatch(expected.strip().lower()):
+        raise LedgerError(f"--hash {expected}: a hash has 64 hexadecimal digits")
+    found = certificate.check(file.expanduser())
+    if expected is not None and expected.strip().lower() != found.hash:
+        raise LedgerError(f"{file} is another certificate: its hash is {found.hash} and not {expected}")
+    return found
+
+
+def _report(found: certificate.Certificate) -> dict[str, Any]:
+    loss = found.summary["loss"]
+    value = None if loss is None else {"bits": loss, "value": readable(loss)}
+    return {"certificate": str(found.path), "hash": found.hash} | found.summary | {"loss": value}

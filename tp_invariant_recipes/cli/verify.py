@@ -1,0 +1,131 @@
+"""`tpi verify`."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host.quiet import VERBOSE
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.launch.judgement import Judgement, Row
+
+_COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
+
+
+def verify(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model of `tpi models`; not needed with --judge.", metavar="MODEL", autocompletion=_models
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Compare all with this certificate, run directory or ledger, not with the first."
+        ),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Where to write; default runs/verify-MODEL-DATE-TIME."),
+    ] = None,
+    judge: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Train nothing; compare the runs that this directory of a verify holds."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Megatron and the libraries say.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model in several layouts and say whether all computed the same bits.
+
+    A key with several values (tp=1,2,4 sp=true,false "dp=range(1,5)") stands for one run each, of several such
+    keys every combination. Runs are compared with the first: losses, gradient norms, learning rates, and digests of
+    every gradient and weight. Exit status: 0 identical, 1 different, 2 not all could be run and compared.
+
+    \b
+    tpi verify qwen3_8b tp=1,2,4 numerics=tree iters=100
+    tpi verify qwen3_toy tp=1,2 sp=true,false seq=64 --dir runs/check
+    tpi verify qwen3_8b tp=4 numerics=tree --against from-another-gpu.tpicert
+    """
+    if judge is not None:
+        if model is not None or overrides or directory is not None:
+            raise ConfigError("--judge DIR takes its runs from the directory: leave MODEL, overrides and --dir out")
+        from tp_invariant_recipes.launch.judgement import judge as judge_directory
+
+        judgement = judge_directory(judge.expanduser(), against)
+    elif model is None:
+        raise ConfigError("name a model to verify (tpi models lists them), or a directory to judge: --judge DIR")
+    else:
+        judgement = _run(model, list(overrides or []), against, directory, verbose)
+    if as_json:
+        print(json.dumps(judgement.as_dict()))
+    else:
+        _print(judgement)
+    raise typer.Exit(judgement.exit_status)
+
+
+def _run(model: str, overrides: list[str], against: Path | None, directory: Path | None, verbose: bool) -> "Judgement":
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.launch import verify as launch
+
+    if verbose:
+        os.environ[VERBOSE] = "1"
+    console = progress.console()
+    with progress.preparing(console) as report:
+        planned = launch.new(model, overrides, against=against, directory=directory, progress=report)
+    with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
+        launch.check(planned)
+    console.print(f"{len(planned.plans)} runs in {planned.directory.path}", soft_wrap=True)
+    labels = [cell.label for cell in planned.matrix.cells]
+
+    @contextmanager
+    def watch(label: str, run: Any) -> Iterator[Any]:
+        ranks = f"{run.layout.world} {run.device} rank{'s' if run.layout.world > 1 else ''}"
+        number = f"{labels.index(label) + 1} of {len(labels)}"
+        console.print(Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {run.steps} steps"))
+        with progress.watcher(run, console, verbose=verbose) as tick:
+            yield tick
+
+    return launch.execute(planned, watch)
+
+
+def _print(judgement: "Judgement") -> None:
+    console = Console(highlight=False)
+    console.print(_table(judgement.rows))
+    line = Text(judgement.line)
+    line.stylize(f"bold {_COLOURS.get(judgement.verdict, 'yellow')}", 0, len(judgement.verdict))
+    console.print(line, soft_wrap=True)
+    for sentence in judgement.remarks:
+        console.print(Text(sentence, style="dim"), soft_wrap=True)
+    if judgement.advice:
+        console.print(Text(f"go on with: {judgement.advice}"), soft_wrap=True)
+
+
+def _table(rows: "tuple[Row, ...]") -> Table:
+    """Cells are Text, because a reason may hold what rich takes for markup."""
+    table = Table(
+        Column("cell", overflow="fold"),
+        Column("ranks", justify="right", no_wrap=True),
+        Column("steps", justify="right", no_wrap=True),
+        Column("last loss", justify="right", no_wrap=True),
+        Column("verdict", overflow="fold"),
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+    )
+    for row in rows:
+        steps = str(row.steps) if row.steps == row.of else f"{row.steps} of {row.of}"
+        state = Text(row.words, style=_COLOURS.get(row.state, "yellow"))
+        table.add_row(Text(row.label), Text(str(row.ranks)), Text(steps), Text(row.last_loss), state)
+    return table

@@ -1,0 +1,342 @@
+"""What the finished runs of a matrix say together. Needs their directories and nothing else: no Bridge, no GPU."""
+
+import json
+import os
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.launch.matrix import Cell, Matrix, MatrixDir
+from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.ledger.compare import Comparison, Verdict, compare
+from tp_invariant_recipes.ledger.explanation import run_name
+from tp_invariant_recipes.ledger.lines import DIGESTED
+from tp_invariant_recipes.ledger.reader import Ledger, read
+from tp_invariant_recipes.ledger.wording import proved, remarks, report, verdict_line
+
+SCHEMA = 1
+
+# What one cell's row can say, besides the verdicts of a comparison.
+REFERENCE = "reference"  # what the others are compared with
+FAILED = "failed"  # it did not run to its end, or its ledger is not the planned run's
+STOPPED = "stopped"
+NOT_RUN = "not run"
+
+INCOMPLETE = "incomplete"  # of the whole: a cell failed, was stopped or did not run
+EXIT_STATUS = {
+    Verdict.IDENTICAL.value: 0,
+    Verdict.DIFFERENT.value: 1,
+    Verdict.NOT_COMPARABLE.value: 2,
+    INCOMPLETE: 2,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell, or first the ledger that all cells are compared with.
+
+    state:      one of the words above, or a comparison's verdict.
+    why:        of a cell that failed or was stopped; None otherwise.
+    ledger:     None: there is none to read.
+    comparison: with the reference; None where this is the reference, or there is nothing to compare.
+    """
+
+    label: str
+    run: Path
+    ranks: int
+    of: int
+    state: str
+    why: str | None
+    ledger: Ledger | None
+    comparison: Comparison | None
+
+    @property
+    def steps(self) -> int:
+        """Whole steps in its ledger."""
+        return len(self.ledger.steps) if self.ledger else 0
+
+    @property
+    def loss(self) -> str | None:
+        """The bits of its last step's loss."""
+        return self.ledger.steps[-1].loss if self.ledger and self.ledger.steps else None
+
+    @property
+    def last_loss(self) -> str:
+        """The same for people."""
+        return "" if self.loss is None else str(readable(self.loss))
+
+    @property
+    def words(self) -> str:
+        """Its state in one line."""
+        if self.why is not None:
+            return f"{self.state}: {self.why.splitlines()[0]}"
+        comparison = self.comparison
+        if comparison is None:
+            return self.state
+        if comparison.first is not None:
+            return f"{self.state} at step {comparison.first.step}: {comparison.first.name}"
+        if comparison.verdict is Verdict.IDENTICAL and comparison.steps_compared < comparison.steps_total:
+            return f"{self.state}, {comparison.steps_compared} of {comparison.steps_total} steps"
+        return self.state
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The answer of a matrix.
+
+    verdict: "identical", "different", "not comparable" or "incomplete".
+    line:    all of it in one line. remarks: what one must know to judge it, a sentence each.
+    advice:  the command to go on with, where there is one.
+    """
+
+    directory: Path
+    matrix: Matrix
+    rows: tuple[Row, ...]
+    verdict: str
+    line: str
+    remarks: tuple[str, ...]
+    advice: str | None
+
+    @property
+    def exit_status(self) -> int:
+        """0 identical, 1 different, 2 otherwise."""
+        return EXIT_STATUS[self.verdict]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON; documented in docs/verify.md."""
+        return {
+            "schema": SCHEMA,
+            "exit_status": self.exit_status,
+            "verdict": self.verdict,
+            "text": self.line,
+            "remarks": list(self.remarks),
+            "next": self.advice,
+            "directory": str(self.directory),
+            "model": self.matrix.model,
+            "overrides": list(self.matrix.overrides),
+            "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.matrix.axes],
+            "against": self.matrix.against,
+            "rows": [_row(row) for row in self.rows],
+        }
+
+
+def judge(directory: Path, against: Path | None = None) -> Judgement:
+    """Compare the cells of a directory of `tpi verify` with the first whole one, or with the ledger they were run for.
+
+    against: another path for that ledger, which may have moved. Writes `verify.json`. Raises RunError when this is
+    no such directory, LedgerError when the ledger to compare with cannot be read.
+    """
+    where = MatrixDir(directory)
+    matrix = where.read_matrix()
+    if against is not None:
+        matrix = replace(matrix, against=str(against))
+    cells = [_examine(where, cell) for cell in matrix.cells]
+    if matrix.against is not None:
+        reference = _reference(Path(matrix.against))
+        rows = [reference, *(_compared(row, reference) for row in cells)]
+    else:
+        reference = next((row for row in cells if row.why is None), cells[0])
+        rows = [_compared(row, reference) for row in cells]
+    judgement = _judged(directory, matrix, tuple(rows))
+    where.write(where.result, judgement.as_dict())
+    return judgement
+
+
+def _examine(where: MatrixDir, cell: Cell) -> Row:
+    """A cell before it is compared: whole, or why it does not count."""
+    run = where.cell(cell.name)
+    ledger, state, why = None, REFERENCE, None
+    if run.ledger.exists():
+        try:
+            ledger = read(run.path)
+        except LedgerError as error:
+            state, why = FAILED, str(error)
+    if why is None:
+        state, why = _ended(where, cell, ledger)
+    if ledger is not None and why is None and (wrong := _another_run(cell, ledger)):
+        state, why = FAILED, wrong
+    return Row(cell.label, run.path, cell.ranks, cell.steps, state, why, ledger, None)
+
+
+def _ended(where: MatrixDir, cell: Cell, ledger: Ledger | None) -> tuple[str, str | None]:
+    """State and reason of a cell that did not run to its end."""
+    run = where.cell(cell.name)
+    at = f"at step {len(ledger.steps) if ledger else 0} of {cell.steps}"
+    attempts = len(run.read_run()["attempts"]) if run.run.exists() else 0
+    outcome = where.read_outcomes().get(cell.name)
+    if outcome is not None and outcome.attempt == attempts and outcome.outcome != "completed":
+        state = STOPPED if outcome.outcome == STOPPED else FAILED
+        return state, f"{outcome.why} ({at})" if outcome.why and "\n" not in outcome.why else outcome.why or at
+    if ledger is None:
+        return NOT_RUN, "its run directory has no ledger"
+    if len(ledger.steps) < cell.steps:
+        return FAILED, f"its ledger ends {at}" + ("; the last line is torn" if ledger.torn else "")
+    return REFERENCE, None
+
+
+def _another_run(cell: Cell, ledger: Ledger) -> str | None:
+    """Why a whole ledger is not that of the cell: one copied from beside it would prove nothing."""
+    header = ledger.header
+    planned = {"identity": cell.identity_hash, "layout": cell.layout, "numerics": cell.numerics}
+    found = {"identity": header.identity_hash, "layout": header.layout, "numerics": header.numerics}
+    wrong = [name for name in planned if found[name] != json.loads(json.dumps(planned[name]))]
+    if wrong:
+        return f"its ledger is of another run than planned: {', '.join(wrong)}"
+    for resumed in header.notes.get("resumed", ()):
+        changed = [key for key in resumed["changed"] if key.startswith(("layout.", "numerics."))]
+        if changed:
+            return f"after step {resumed['after_step']} it went on with another {', '.join(changed)}"
+    return None
+
+
+def _reference(path: Path) -> Row:
+    against, here = path.expanduser(), Path.cwd()
+    if against.is_relative_to(here):
+        against = against.relative_to(here)  # as people name it
+    try:
+        ledger = read(against)
+    except LedgerError as error:
+        raise LedgerError(f"{error}; name it again: --against FILE") from error
+    layout = ledger.header.layout
+    ranks = 1
+    for degree in ("tp", "pp", "cp", "dp"):
+        ranks *= layout.get(degree, 1)
+    run = against if against.is_dir() else ledger.path
+    return Row(str(run_name(ledger)), run, ranks, len(ledger.steps), REFERENCE, None, ledger, None)
+
+
+def _compared(row: Row, reference: Row) -> Row:
+    if row is reference or row.why is not None or row.ledger is None or reference.ledger is None:
+        return row
+    comparison = compare(reference.ledger, row.ledger)
+    return replace(row, state=comparison.verdict.value, comparison=comparison)
+
+
+def _judged(directory: Path, matrix: Matrix, rows: tuple[Row, ...]) -> Judgement:
+    faulty = [row for row in rows if row.why is not None]
+    compared = [row for row in rows if row.comparison is not None]
+    verdicts = {row.state for row in compared}
+    reference = next((row for row in rows if row.state == REFERENCE), rows[0])
+    different = _first_different(compared)
+    if faulty or not compared:
+        verdict, line = INCOMPLETE, _incomplete(faulty, compared, different, reference)
+    elif Verdict.NOT_COMPARABLE.value in verdicts:
+        verdict, line = Verdict.NOT_COMPARABLE.value, _not_comparable(compared, reference)
+    elif different is not None:
+        verdict, line = Verdict.DIFFERENT.value, _different(different, reference)
+    else:
+        verdict, line = Verdict.IDENTICAL.value, _identical(matrix, compared, reference)
+    advice = None if different is None else _next_command(reference.run, different.run)
+    return Judgement(directory, matrix, rows, verdict, line, _remarks(rows, compared), advice)
+
+
+def _first_different(compared: list[Row]) -> Row | None:
+    """The row that differs at the earliest step; of several the first."""
+    firsts = [
+        (row.comparison.first.step, n) for n, row in enumerate(compared) if row.comparison and row.comparison.first
+    ]
+    return compared[min(firsts)[1]] if firsts else None
+
+
+def _identical(matrix: Matrix, compared: list[Row], reference: Row) -> str:
+    against = "" if matrix.against is None else f" as {reference.label}"
+    return f"identical: {matrix} computed the same bits{against} over {_extent(compared)}"
+
+
+def _extent(compared: list[Row]) -> str:
+    """How much was compared, of these runs in the one of which it was least: "100 steps (loss, …)"."""
+    comparisons = [row.comparison for row in compared if row.comparison is not None]
+    shortest = min(comparisons, key=lambda one: one.steps_compared)
+    least = min(comparisons, key=lambda one: (_digested(one), one.coverage["trace"].both))
+    steps, total = shortest.steps_compared, shortest.steps_total
+    extent = _steps(steps) if steps == total else f"{steps} of {_steps(total)}"
+    limits = "" if _digested(least) else "; gradients and weights themselves were not compared"
+    skipped = f"; {shortest.steps_skipped} of them skipped" if shortest.steps_skipped else ""
+    return f"{extent} ({proved(least)}{limits}){skipped}"
+
+
+def _digested(comparison: Comparison) -> int:
+    """Steps of which both runs have digests of gradients and weights."""
+    return min(comparison.coverage[kind].both for kind in DIGESTED)
+
+
+def _different(row: Row, reference: Row) -> str:
+    assert row.comparison is not None  # chosen for its first difference
+    where = verdict_line(row.comparison).removeprefix(Verdict.DIFFERENT.value)
+    return f"different: {row.label} computed other bits than {reference.label}{where}"
+
+
+def _not_comparable(compared: list[Row], reference: Row) -> str:
+    row = next(row for row in compared if row.state == Verdict.NOT_COMPARABLE.value)
+    assert row.comparison is not None  # among those compared
+    return f"{verdict_line(row.comparison)} ({reference.label} and {row.label})"
+
+
+def _incomplete(faulty: list[Row], compared: list[Row], different: Row | None, reference: Row) -> str:
+    states = {state: [row.label for row in faulty if row.state == state] for state in (FAILED, STOPPED, NOT_RUN)}
+    parts = [f"{', '.join(labels)} {_WAS[state]}" for state, labels in states.items() if labels]
+    if different is not None:
+        parts.append(_different(different, reference))
+    elif any(row.state == Verdict.NOT_COMPARABLE.value for row in compared):
+        parts.append(_not_comparable(compared, reference))
+    elif compared:
+        others = ", ".join(row.label for row in (reference, *compared))
+        parts.append(f"{others} computed the same bits over {_extent(compared)}")
+    return f"{INCOMPLETE}: {'; '.join(parts)}"
+
+
+_WAS = {FAILED: "failed", STOPPED: "was stopped", NOT_RUN: "did not run"}
+
+
+def _remarks(rows: tuple[Row, ...], compared: list[Row]) -> tuple[str, ...]:
+    sentences = [f"{row.label} {_WAS[row.state]}: {row.why}" for row in rows if row.why and "\n" in row.why]
+    sentences += [
+        f"{row.label}: go on with it (tpi train --resume {shlex.quote(os.fspath(row.run))}), then judge again "
+        f"(tpi verify --judge {shlex.quote(os.fspath(row.run.parent))})."
+        for row in rows
+        if row.state == STOPPED and row.ledger is not None
+    ]
+    # What they say of a difference stands in the verdict and its advice, once for all rows.
+    identical = [row.comparison for row in compared if row.comparison and row.comparison.first is None]
+    sentences += dict.fromkeys(sentence for comparison in identical for sentence in remarks(comparison))
+    if any(_stock_over_degrees(row.comparison) for row in compared if row.comparison):
+        sentences.append(
+            "numerics=stock adds in an order that depends on tp, so it is not made for this; numerics=tree is "
+            "(docs/numerics.md)."
+        )
+    return tuple(sentences)
+
+
+def _stock_over_degrees(comparison: Comparison) -> bool:
+    headers = comparison.a.header, comparison.b.header
+    stock = all(header.numerics.get("mode") == "stock" for header in headers)
+    degrees = {header.layout.get("tp") for header in headers}
+    return comparison.verdict is Verdict.DIFFERENT and stock and len(degrees) > 1
+
+
+def _next_command(a: Path, b: Path) -> str:
+    """What to do about two runs that differ: bisect run directories, compare what is only a file."""
+    command = "bisect" if a.is_dir() and b.is_dir() else "compare"
+    return shlex.join(["tpi", command, os.fspath(a), os.fspath(b)])
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
+
+
+def _row(row: Row) -> dict[str, Any]:
+    comparison = row.comparison
+    return {
+        "label": row.label,
+        "run": str(row.run),
+        "ranks": row.ranks,
+        "steps": row.steps,
+        "of": row.of,
+        "loss": None if row.loss is None else {"bits": row.loss, "value": readable(row.loss)},
+        "state": row.state,
+        "text": row.words,
+        "why": row.why,
+        "comparison": None if comparison is None else report((comparison,))["comparisons"][0],
+    }

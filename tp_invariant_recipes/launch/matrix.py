@@ -1,0 +1,240 @@
+"""Overrides with several values, spread out to one run a combination, and the directory that holds those runs."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import HydraException
+
+from tp_invariant_recipes.config import source
+from tp_invariant_recipes.config.compose import _as_typed
+from tp_invariant_recipes.config.keys import SHORT_KEYS
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.training.rundir import RunDir
+
+SCHEMA = 1
+MOST = 100  # cells: more is a slip of the hand, and each takes a training
+
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+-]+")
+_LONGEST_NAME = 100  # characters of a directory
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A key with several values, each as text that Hydra reads again."""
+
+    key: str
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.key}={', '.join(self.values)}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of every axis.
+
+    name:      of its run directory, such as "tp2-sp-false"; label: for people, such as "tp=2 sp=false".
+    values:    one an axis.
+    overrides: all that its run is composed from; no key has several values.
+    """
+
+    name: str
+    label: str
+    values: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run of the matrix as it was planned; what its ledger must be, whoever ran it."""
+
+    name: str
+    label: str
+    overrides: tuple[str, ...]
+    ranks: int
+    steps: int
+    identity_hash: str
+    layout: dict[str, Any]
+    numerics: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Runs to compare with the first of them or, where `against` is a path, with the ledger there."""
+
+    model: str
+    overrides: tuple[str, ...]  # as typed
+    axes: tuple[Axis, ...]
+    cells: tuple[Cell, ...]
+    against: str | None
+
+    def __str__(self) -> str:
+        return " × ".join(map(str, self.axes)) or self.cells[0].label
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the last attempt at a cell ended.
+
+    outcome: "completed", "stopped" or "failed". why: of a failure, in words.
+    attempt: its number among those of `run.json`; after a later one this no longer counts.
+    """
+
+    outcome: str
+    why: str | None
+    attempt: int
+
+
+@dataclass(frozen=True)
+class MatrixDir(RunDir):
+    """A directory with one run directory for each cell."""
+
+    @property
+    def matrix(self) -> Path:
+        """The cells, written before anything starts."""
+        return self.path / "matrix.json"
+
+    @property
+    def outcomes(self) -> Path:
+        """How cells that did not simply complete ended, as far as the launcher saw it."""
+        return self.path / "outcomes.json"
+
+    @property
+    def result(self) -> Path:
+        """What the comparison found."""
+        return self.path / "verify.json"
+
+    def cell(self, name: str) -> RunDir:
+        """The run directory of a cell."""
+        return RunDir(self.path / name)
+
+    def write_matrix(self, matrix: Matrix) -> None:
+        """Write the matrix. Raises RunError."""
+        self.write(self.matrix, {"schema": SCHEMA} | asdict(matrix))
+
+    def read_matrix(self) -> Matrix:
+        """The matrix. Raises RunError when this is not a directory of `tpi verify`."""
+        try:
+            raw = json.loads(self.matrix.read_text(encoding="utf-8"))
+            if raw.pop("schema") != SCHEMA:
+                raise ValueError(f"this version reads schema {SCHEMA}")
+            axes = tuple(Axis(axis["key"], tuple(axis["values"])) for axis in raw.pop("axes"))
+            cells = tuple(Cell(**cell | {"overrides": tuple(cell["overrides"])}) for cell in raw.pop("cells"))
+            return Matrix(**raw | {"overrides": tuple(raw["overrides"])}, axes=axes, cells=cells)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RunError(f"{self.path} is not a directory of tpi verify: {self.matrix.name}: {error}") from error
+
+    def write_outcomes(self, outcomes: dict[str, Outcome]) -> None:
+        """Write how cells ended, by their names. Raises RunError."""
+        self.write(self.outcomes, {name: asdict(outcome) for name, outcome in outcomes.items()})
+
+    def read_outcomes(self) -> dict[str, Outcome]:
+        """How cells ended, by their names; empty where another launcher ran them. Raises RunError."""
+        if not self.outcomes.exists():
+            return {}
+        try:
+            raw = json.loads(self.outcomes.read_text(encoding="utf-8"))
+            return {name: Outcome(**outcome) for name, outcome in raw.items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise RunError(f"cannot read {self.outcomes}: {error}") from error
+
+
+def spread(overrides: Sequence[str], problems: list[str]) -> tuple[tuple[Axis, ...], tuple[Choice, ...]]:
+    """The keys with several values, and every combination of their values: the last key changes fastest.
+
+    overrides: as typed. What is wrong with their values is added to `problems`, and that override left out; whatever
+    else is wrong is left for `compose` to find.
+    """
+    places: dict[int, Axis] = {}
+    kept = list(overrides)
+    for place, text in enumerate(overrides):
+        parsed = _parsed(text)
+        if parsed is None or not parsed.is_sweep_override():
+            continue
+        try:
+            values = _values(parsed)
+        except ValueError as error:
+            problems.append(f"{text}: {error}")
+            kept[place] = ""
+        else:
+            places[place] = Axis(parsed.key_or_group, values)
+    problems += _given_twice(overrides, tuple(places.values()))
+    combinations = list(islice(product(*(axis.values for axis in places.values())), MOST + 1))
+    if len(combinations) > MOST:
+        problems.append(f"{' '.join(overrides[place] for place in places)}: more than {MOST} cells; give fewer values")
+        return tuple(places.values()), ()
+    return tuple(places.values()), tuple(_choices(kept, places, combinations))
+
+
+def _parsed(text: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(_as_typed(text))
+    except HydraException:
+        return None  # compose says what is wrong with it
+
+
+def _values(parsed: Override) -> tuple[str, ...]:
+    """ValueError: there is no list of values, no value, or one twice."""
+    if parsed.value_type is ValueType.GLOB_CHOICE_SWEEP:
+        value: Any = parsed.value()
+        values = value.filter(list(source.groups().get(parsed.key_or_group, ())))
+    else:
+        try:
+            values = list(islice(parsed.sweep_string_iterator(), MOST + 1))
+        except (HydraException, ValueError) as error:
+            raise ValueError(f"{error}; list the values, as in {parsed.key_or_group}=1,2,4") from None
+    values = [value.lower() if value in ("True", "False") else value for value in values]
+    twice = [value for value in dict.fromkeys(values) if values.count(value) > 1]
+    if twice:
+        raise ValueError(f"{', '.join(twice)} is given twice")
+    if not values:
+        raise ValueError("gives no value")
+    return tuple(values)
+
+
+def _given_twice(overrides: Sequence[str], axes: Iterable[Axis]) -> list[str]:
+    """The later one would win, and cells would be equal that are named by other values."""
+    paths = [_path(text) for text in overrides]
+    return [f"{axis.key} has several values and is given twice" for axis in axes if paths.count(_path(axis.key)) > 1]
+
+
+def _path(override: str) -> str:
+    key = override.partition("=")[0].lstrip("+")
+    return SHORT_KEYS[key].path if key in SHORT_KEYS else key
+
+
+def _choices(
+    overrides: Sequence[str], places: dict[int, Axis], combinations: Iterable[tuple[str, ...]]
+) -> Iterable[Choice]:
+    names: set[str] = set()
+    for values in combinations:
+        pairs = [(axis.key, value) for axis, value in zip(places.values(), values, strict=True)]
+        chosen = dict(zip(places, values, strict=True))
+        texts = [_with_value(text, chosen[n]) if n in chosen else text for n, text in enumerate(overrides)]
+        name = _unused("-".join(_word(key, value) for key, value in pairs), names)
+        names.add(name)
+        label = " ".join(f"{key}={value}" for key, value in pairs)
+        yield Choice(name, label, values, tuple(text for text in texts if text))
+
+
+def _with_value(text: str, value: str) -> str:
+    return f"{text.partition('=')[0]}={value}"
+
+
+def _word(key: str, value: str) -> str:
+    """tp=2 is tp2, sp=false is sp-false, model.attention_backend=unfused is attention_backend-unfused."""
+    last = key.rpartition(".")[2]
+    return _NOT_IN_NAMES.sub("_", f"{last}{value}" if value.isdigit() else f"{last}-{value}")
+
+
+def _unused(name: str, names: set[str]) -> str:
+    name = name[:_LONGEST_NAME]
+    candidates = (name, *(f"{name}-{n}" for n in range(2, MOST + 2)))
+    return next(candidate for candidate in candidates if candidate not in names)

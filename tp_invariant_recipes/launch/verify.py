@@ -1,0 +1,289 @@
+"""The story of `tpi verify`: plan every cell of a matrix, train them in turn, judge the ledgers."""
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.config import layout
+from tp_invariant_recipes.config.compose import Composed, compose, listed
+from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError
+from tp_invariant_recipes.launch import matrix, plan
+from tp_invariant_recipes.launch.judgement import Judgement, judge
+from tp_invariant_recipes.launch.local import Outcome as Ended
+from tp_invariant_recipes.launch.matrix import Axis, Cell, Choice, Matrix, MatrixDir, Outcome
+from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.ledger.lines import Header, identity_differences
+from tp_invariant_recipes.ledger.reader import Ledger, read
+from tp_invariant_recipes.training.rundir import choose
+
+__all__ = ["Judgement", "Verification", "check", "execute", "judge", "new"]
+
+# Keys that the command itself decides -> how to say it instead.
+RESERVED = {
+    "run.dir": "every cell has a run directory of its own in one directory: --dir PATH",
+}
+
+Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A matrix, ready to start. plans: the run of each cell by its name, in their order."""
+
+    directory: MatrixDir
+    matrix: Matrix
+    plans: dict[str, Plan]
+
+
+def new(
+    model: str,
+    overrides: Sequence[str],
+    *,
+    against: Path | None,
+    directory: Path | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """Plan all cells. Raises a TpiError that lists what is wrong with any; nothing but the data cache is written.
+
+    against: a run directory, ledger or certificate to compare all cells with, instead of with the first.
+    progress: as for `plan.new`.
+    """
+    reserved = [text for text in overrides if _key(text) in RESERVED]
+    problems = [f"{text}: {RESERVED[_key(text)]}" for text in reserved]
+    axes, choices = matrix.spread([text for text in overrides if text not in reserved], problems)
+    reference = _reference(against, problems)
+    if len(choices) == 1 and not problems and against is None:
+        problems.append(
+            "one cell has nothing to be compared with: give a key several values, as in tp=1,2,4, "
+            "or a ledger to compare it with: --against FILE"
+        )
+    composed = _composed(model, choices, problems)
+    choices = tuple(_named(one, composed[one.label]) for one in choices)
+    where = _directory(directory, f"verify-{model}")
+    plans = _planned(choices, list(composed.values()), where, progress)
+    problems = [*_lengths(plans), *_identities(axes, choices, plans), *_environments(plans)]
+    if reference is not None and not problems:
+        problems = _against(reference, next(iter(plans.values())))
+    if problems:
+        raise ConfigError(listed(problems), problems)
+    cells = tuple(_cell(one, plans[one.name]) for one in choices)
+    path = None if against is None else str(against.expanduser().absolute())
+    return Verification(where, Matrix(model, tuple(overrides), axes, cells, path), plans)
+
+
+def check(verification: Verification) -> None:
+    """Let Bridge validate every cell. Imports Bridge, 10 to 20 s. Raises ConfigError with the problems of all."""
+    from tp_invariant_recipes.launch import train
+
+    found = _Problems()
+    for cell in verification.matrix.cells:
+        with found.of(cell.label):
+            train.check(verification.plans[cell.name])
+    found.raise_any()
+
+
+def execute(verification: Verification, watch: Watch) -> Judgement:
+    """Write the directory, train the cells one after the other, and judge them. Raises RunError.
+
+    A cell that fails leaves the others their turn; SIGTERM or Ctrl-C ends all. watch: given a cell's label and its
+    plan, shows its progress.
+    """
+    where = verification.directory
+    where.write_matrix(verification.matrix)
+    outcomes: dict[str, Outcome] = {}
+    with _interruptible():
+        try:
+            for cell in verification.matrix.cells:
+                planned = verification.plans[cell.name]
+                outcomes[cell.name] = Outcome(*_train(cell, planned, watch), _attempts(planned))
+                where.write_outcomes(outcomes)
+                if outcomes[cell.name].outcome == Ended.STOPPED.value:
+                    break
+        except KeyboardInterrupt:
+            pass  # a cell that has not ended is judged by what it left
+    return judge(where.path)
+
+
+def _train(cell: Cell, planned: Plan, watch: Watch) -> tuple[str, str | None]:
+    from tp_invariant_recipes.launch import train
+
+    try:
+        with watch(cell.label, planned) as tick:
+            return train.execute(planned, tick).value, None
+    except TpiError as error:
+        return "failed", str(error)
+
+
+def _attempts(planned: Plan) -> int:
+    return len(planned.run_dir.read_run()["attempts"]) if planned.run_dir.run.exists() else 0
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM between two trainings is a Ctrl-C. While one runs the launcher of its ranks takes both."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Problems:
+    """Problems of cells, each once, with the cells that have it where not all do."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[str]] = {}
+        self.cells = 0
+
+    @contextmanager
+    def of(self, label: str) -> Iterator[None]:
+        """Note the problems of a ConfigError raised within, for the cell of this label."""
+        self.cells += 1
+        try:
+            yield
+        except ConfigError as error:
+            for problem in error.problems:
+                self.found.setdefault(problem, []).append(label)
+
+    def lines(self) -> list[str]:
+        """One line a problem."""
+        return [
+            problem if len(labels) == self.cells else f"{'; '.join(labels)}: {problem}"
+            for problem, labels in self.found.items()
+        ]
+
+    def raise_any(self) -> None:
+        """Raise ConfigError if there is a problem."""
+        if self.found:
+            raise ConfigError(listed(self.lines()), self.lines())
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")
+
+
+def _reference(against: Path | None, problems: list[str]) -> Ledger | None:
+    if against is None:
+        return None
+    try:
+        ledger = read(against.expanduser())
+    except LedgerError as error:
+        problems.append(f"--against: {error}")
+        return None
+    if not ledger.steps:
+        problems.append(f"--against {against}: there is no step in this ledger")
+    return ledger
+
+
+def _composed(model: str, choices: Sequence[Choice], problems: list[str]) -> dict[str, Composed]:
+    """Compose each cell, by its label. Raises ConfigError that lists `problems` and what is wrong in any cell."""
+    device = plan.detect_device()
+    composed, found = {}, _Problems()
+    for choice in choices:
+        with found.of(choice.label):
+            composed[choice.label] = compose(model, choice.overrides, device=device)
+    problems = [*problems, *found.lines()]
+    if problems:
+        raise ConfigError(listed(problems), problems)
+    return composed
+
+
+def _named(choice: Choice, composed: Composed) -> Choice:
+    """Where no key has several values, the one cell is named by its tensor-parallel degree."""
+    tp = layout.of(composed.tree).tp
+    return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
+
+
+def _directory(asked: Path | None, name: str) -> MatrixDir:
+    if asked is None:
+        return MatrixDir(choose(None, name).path)
+    path = asked.expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunError(f"--dir {asked} is there and is not an empty directory: nothing is overwritten, choose another")
+    return MatrixDir(path)
+
+
+def _planned(
+    choices: Sequence[Choice],
+    composed: Sequence[Composed],
+    where: MatrixDir,
+    progress: Callable[[int, int], None] | None,
+) -> dict[str, Plan]:
+    plans, found = {}, _Problems()
+    for choice, one in zip(choices, composed, strict=True):
+        with found.of(choice.label):
+            plans[choice.name] = plan.completed(one, where.cell(choice.name), progress)
+    found.raise_any()
+    return plans
+
+
+def _cell(choice: Choice, planned: Plan) -> Cell:
+    return Cell(
+        name=choice.name,
+        label=choice.label,
+        overrides=choice.overrides,
+        ranks=planned.layout.world,
+        steps=planned.steps,
+        identity_hash=plan.identity_hash(planned.identity),
+        layout=planned.layout.as_dict(),
+        numerics=planned.tree["numerics"],
+    )
+
+
+def _lengths(plans: dict[str, Plan]) -> list[str]:
+    steps = sorted({planned.steps for planned in plans.values()})
+    if len(steps) == 1:
+        return []
+    return [f"cells of {' and '.join(map(str, steps))} steps: a matrix has one length; give iters one value"]
+
+
+def _environments(plans: dict[str, Plan]) -> list[str]:
+    first, *others = (planned.environment for planned in plans.values())
+    if all(environment == first for environment in others):
+        return []
+    return [
+        "these cells need different environment variables, which one process cannot have: verify one, "
+        "then the others with --against its run directory"
+    ]
+
+
+def _identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str, Plan]) -> list[str]:
+    """Why cells are different experiments: the keys of which another value alone makes another identity."""
+    first = choices[0]
+    problems = []
+    for number, axis in enumerate(axes):
+        beside = [c for c in choices if [n for n, v in enumerate(c.values) if v != first.values[n]] == [number]]
+        fields = dict.fromkeys(key for c in beside for key in _changed(plans[first.name], plans[c.name]))
+        if fields:
+            problems.append(f"{axis.key}={','.join(axis.values)} makes different runs: {_few(list(fields))}")
+    others = [c for c in choices if not problems and _changed(plans[first.name], plans[c.name])]
+    problems += [
+        f"{first.label} and {c.label} are different runs: {_few(_changed(plans[first.name], plans[c.name]))}"
+        for c in others
+    ]
+    return [f"{problem}; their ledgers are not comparable" for problem in problems]
+
+
+def _changed(a: Plan, b: Plan) -> list[str]:
+    return [key for key in sorted({*a.identity, *b.identity}) if a.identity.get(key) != b.identity.get(key)]
+
+
+def _few(fields: list[str]) -> str:
+    shown = ", ".join(fields[:3]) + (f" and {len(fields) - 3} more" if len(fields) > 3 else "")
+    return f"{shown} {'differs' if len(fields) == 1 else 'differ'}"
+
+
+def _against(reference: Ledger, planned: Plan) -> list[str]:
+    differences = identity_differences(reference.header, Header(identity=planned.identity))
+    return [
+        f"--against {reference.path} is of another experiment: {d.field} is {d.a or 'not set'} there and "
+        f"{d.b or 'not set'} here"
+        for d in differences
+    ]

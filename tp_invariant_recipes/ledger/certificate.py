@@ -1,0 +1,201 @@
+"""Certificates: a run's ledger, configuration and versions in one small file that any change is seen in.
+
+A certificate is a zip archive of `manifest.json` and the files of MEMBERS, in this order and nothing else.
+
+    manifest      canonical JSON: schema, a summary of the run, size and sha256 of each member
+    hash          sha256 of the manifest's bytes: whoever has it by another way needs no trust in the file
+    seal          the archive's comment: sha256 of all bytes before it, so that damage anywhere is seen without the hash
+"""
+
+import hashlib
+import io
+import os
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger.lines import canonical, load
+from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
+
+SCHEMA = 1
+KIND = "tpi-certificate"
+SUFFIX = ".tpicert"
+
+MANIFEST = "manifest.json"
+MEMBERS = (FILE_NAME, "config.yaml", "run.json", "versions.json", "environment.json")
+LARGEST = 4 * 2**30 - 1  # bytes of a member: what a zip archive holds without its 64-bit extension
+
+_DATE = (1980, 1, 1, 0, 0, 0)  # the earliest of a zip archive; when a run was certified says nothing about it
+_SEAL = "tpi-certificate sha256:"
+_SEAL_SIZE = len(_SEAL) + 64
+_LOCAL_HEADER, _CENTRAL_HEADER, _END = 30, 46, 22  # bytes of a zip archive's records, without names and comments
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate that was checked whole. hash: sha256 of its manifest, as 64 hexadecimal digits."""
+
+    path: Path
+    hash: str
+    summary: dict[str, Any]
+    ledger: Ledger
+
+
+def certify(run: Path) -> bytes:
+    """The certificate of a run, the same bytes every time.
+
+    Of a ledger that was cut short or is still growing it has the whole lines, and says of how many steps.
+    LedgerError: a file of the run directory is missing or unreadable, or they do not belong together.
+    """
+    if not run.is_dir():
+        raise LedgerError(f"{run} is not a run directory: a certificate holds its configuration too")
+    members = {name: contents(run / name) for name in MEMBERS}
+    file = run / FILE_NAME
+    ledger = parse(file, members[FILE_NAME])
+    lines = members[FILE_NAME].split(b"\n")[: 1 + len(ledger.steps)]
+    members[FILE_NAME] = b"".join(line + b"\n" for line in lines)
+    manifest = _manifest(members, _summary(run, members, ledger))
+    return _sealed(_archive({MANIFEST: manifest} | members))
+
+
+def certificate_hash(data: bytes) -> str:
+    """The hash of a certificate that `certify` has just made."""
+    return hashlib.sha256(_unpack(data)[MANIFEST]).hexdigest()
+
+
+def check(path: str | os.PathLike) -> Certificate:
+    """Read a certificate and check all of it. LedgerError: it is missing or unreadable, or says why it is not whole."""
+    file = Path(path)
+    return open_certificate(file, contents(file))
+
+
+def open_certificate(file: Path, data: bytes) -> Certificate:
+    """Check the bytes of a certificate; `file` names it in errors. LedgerError: as `check`."""
+    try:
+        members = _unpack(data)
+        manifest = _checked(members)
+        ledger = parse(file, members[FILE_NAME])
+        if canonical(manifest["summary"]) != canonical(_summary(file, members, ledger)):
+            raise ValueError("its summary is not that of its members")
+    except (ValueError, zipfile.BadZipFile) as error:
+        raise LedgerError(f"{file} is not a whole certificate: {error}") from error
+    return Certificate(file, hashlib.sha256(members[MANIFEST]).hexdigest(), manifest["summary"], ledger)
+
+
+def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[str, Any]:
+    """What a person wants to know of the run. LedgerError: the files are not of one run, or not what they should be."""
+    import yaml  # only a certificate needs it
+
+    try:
+        run = load(members["run.json"])
+        for name in ("versions.json", "environment.json"):
+            load(members[name])
+        planned = yaml.safe_load(members["config.yaml"])["train"]["train_iters"]
+        if type(planned) is not int:
+            raise ValueError(f"config.yaml: train.train_iters is {planned!r}")
+        model, identity_hash = run["model"], run["identity_hash"]
+    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise LedgerError(f"{source}: not the files of a run: {error!r}") from error
+    header = ledger.header
+    if identity_hash != header.identity_hash:
+        raise LedgerError(f"{source}: {FILE_NAME} and run.json are of different runs: their identities differ")
+    last = ledger.steps[-1] if ledger.steps else None
+    return {
+        "model": model,
+        "layout": header.layout,
+        "numerics": header.numerics,
+        "device": header.device,
+        "identity_hash": identity_hash,
+        "steps": len(ledger.steps),
+        "of": planned,
+        "loss": last.loss if last else None,
+        "parameters": len(header.parameters),
+    }
+
+
+def _manifest(members: dict[str, bytes], summary: dict[str, Any]) -> bytes:
+    digests = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in members.items()}
+    return canonical({"kind": KIND, "schema": SCHEMA, "summary": summary, "members": digests}).encode()
+
+
+def _checked(members: dict[str, bytes]) -> dict[str, Any]:
+    """The manifest. ValueError: it is not one, or not of these members."""
+    data = members[MANIFEST]
+    manifest = load(data)
+    if manifest.get("kind") != KIND or manifest.get("schema") != SCHEMA:
+        raise ValueError(f"its manifest is not of schema {SCHEMA}, which this version reads")
+    named = manifest.get("members")
+    for name in MEMBERS:
+        member = {"bytes": len(members[name]), "sha256": hashlib.sha256(members[name]).hexdigest()}
+        if not isinstance(named, dict) or named.get(name) != member:
+            raise ValueError(f"{name} was altered: it is not what the manifest says")
+    # Nothing else may stand in it, and in no other form: the hash is of these bytes.
+    if data != _manifest({name: members[name] for name in MEMBERS}, manifest.get("summary", {})):
+        raise ValueError("its manifest holds more than a manifest does, or in another form")
+    return manifest
+
+
+def _archive(members: dict[str, bytes]) -> bytes:
+    """A zip archive with room for the seal, which depends on the members alone."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, allowZip64=False, compresslevel=9) as archive:
+        for name, data in members.items():
+            if len(data) > LARGEST:
+                raise LedgerError(f"{name} has {len(data)} bytes; a certificate holds at most {LARGEST} of one file")
+            entry = zipfile.ZipInfo(name, _DATE)
+            entry.create_system = 3  # Unix, wherever this runs
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, data, zipfile.ZIP_DEFLATED, 9)
+        archive.comment = b" " * _SEAL_SIZE
+    return stream.getvalue()
+
+
+def _sealed(archive: bytes) -> bytes:
+    body = archive[:-_SEAL_SIZE]
+    return body + _seal(body)
+
+
+def _seal(body: bytes) -> bytes:
+    return f"{_SEAL}{hashlib.sha256(body).hexdigest()}".encode()
+
+
+def _unpack(data: bytes) -> dict[str, bytes]:
+    """The members. ValueError or BadZipFile: it was damaged, or holds anything but these members once each."""
+    body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
+    if not data.startswith(CERTIFICATE_START) or seal != _seal(body):
+        raise ValueError("it was altered or cut short: its seal is not that of its bytes")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        names = [entry.filename for entry in entries]
+        if names != [MANIFEST, *MEMBERS]:
+            raise ValueError(f"it holds {', '.join(names)} and not just {', '.join((MANIFEST, *MEMBERS))}")
+        place = 0
+        for entry in entries:
+            # Whatever an archive can carry between its members and in their headers is refused, since nobody sees it.
+            if entry.header_offset != place or entry.extra or entry.comment or entry.flag_bits:
+                raise ValueError(f"something stands beside {entry.filename}")
+            if entry.compress_type != zipfile.ZIP_DEFLATED:
+                raise ValueError(f"{entry.filename} is not deflated")
+            place += _LOCAL_HEADER + len(entry.filename) + entry.compress_size
+        place += sum(_CENTRAL_HEADER + len(name) for name in names) + _END + _SEAL_SIZE
+        if place != len(data):
+            raise ValueError("something stands beside its members")
+        try:
+            return {name: archive.read(name) for name in names}
+        except (EOFError, OSError, RuntimeError, zlib.error) as error:
+            raise ValueError(str(error)) from error
+
+
+def summary_words(summary: dict[str, Any]) -> str:
+    """What a certificate is of, in one line that is safe to print: it may come from anyone."""
+    degrees = [f"{key}={value}" for key, value in summary["layout"].items() if key == "tp" or value not in (1, False)]
+    parts = (
+        " ".join(map(str, (summary["model"], *degrees))),
+        f"numerics={summary['numerics'].get('mode', 'unknown')}",
+        summary["device"].get("name", "unknown device"),
+        f"{summary['steps']} of {summary['of']} steps",
+    )
+    return "".join(letter if letter.isprintable() else "?" for letter in ", ".join(map(str, parts)))
