@@ -79,7 +79,7 @@ def _understand(overrides: Iterable[str], groups: dict[str, tuple[str, ...]], pr
     assignments = []
     for text in overrides:
         try:
-            parsed = parser.parse_override(_as_typed(text))
+            parsed = parser.parse_override(as_typed(text))
         except HydraException as error:
             problems.append(f"'{text}' is not KEY=VALUE: {str(error).splitlines()[0]}")
             continue
@@ -108,7 +108,7 @@ def _understand(overrides: Iterable[str], groups: dict[str, tuple[str, ...]], pr
     return assignments
 
 
-def _as_typed(text: str) -> str:
+def as_typed(text: str) -> str:
     """Quote the value of a key that holds a path, so that Hydra does not read it as its grammar."""
     key, _, value = text.partition("=")
     if key.lstrip("+") not in PATHS or value in ("", "null") or value[0] in "'\"":

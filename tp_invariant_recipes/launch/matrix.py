@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
 from tp_invariant_recipes.config import source
-from tp_invariant_recipes.config.compose import _as_typed
+from tp_invariant_recipes.config.compose import as_typed
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.training.rundir import RunDir
@@ -175,7 +175,7 @@ def spread(overrides: Sequence[str], problems: list[str]) -> tuple[tuple[Axis, .
 
 def _parsed(text: str) -> Override | None:
     try:
-        return OverridesParser.create().parse_override(_as_typed(text))
+        return OverridesParser.create().parse_override(as_typed(text))
     except HydraException:
         return None  # compose says what is wrong with it
 

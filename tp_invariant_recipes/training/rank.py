@@ -79,7 +79,12 @@ def train(run_dir: RunDir, seat: Seat) -> None:
     """Build the configuration that the run directory holds and train it."""
     tree, run = run_dir.read_config(), run_dir.read_run()
     bridge.load()
-    pretrain(tree, _callbacks(run_dir, seat, run, tree["ledger"]))
+    callbacks = _callbacks(run_dir, seat, run, tree["ledger"])
+    try:
+        pretrain(tree, callbacks)
+    finally:
+        for callback in callbacks:
+            getattr(callback, "close", lambda: None)()
 
 
 def pretrain(tree: dict[str, Any], callbacks: list) -> None:
@@ -109,9 +114,11 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
 
 def _callbacks(run_dir: RunDir, seat: Seat, run: dict[str, Any], ledger: dict[str, Any]) -> list:
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
+    from tp_invariant_recipes.training.wandb_report import WandbReport
 
     manifest = [ManifestWriter(run["identity_hash"], run["layout"])] if seat.rank == 0 else []
-    return [*manifest, *recording(run_dir, seat, run, ledger)]
+    figures = [WandbReport(run_dir)] if seat.rank == seat.world_size - 1 else []
+    return [*recording(run_dir, seat, run, ledger), *manifest, *figures]
 
 
 def recording(run_dir: RunDir, seat: Seat, run: dict[str, Any], ledger: dict[str, Any]) -> list:
