@@ -23,6 +23,13 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with this run, from its newest finished checkpoint.", metavar="RUN")
     ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            help="Record digests of every module's inputs and outputs at these steps: the same as ledger.trace=…",
+            metavar="FIRST:LAST",
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Megatron and the libraries say.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -36,6 +43,7 @@ def train(
     tpi train qwen3_toy tp=2 iters=50 data=text data.path=~/books
     tpi train qwen3_toy save=10 run.dir=runs/a ; tpi train --resume runs/a
     tpi train qwen3_8b tp=4 model.attention_backend=unfused optimizer.clip_grad=0.5
+    tpi train qwen3_8b tp=4 numerics=tree --trace 1:2
     """
     from tp_invariant_recipes.launch import plan, progress
     from tp_invariant_recipes.launch import train as launch
@@ -44,6 +52,8 @@ def train(
         os.environ[VERBOSE] = "1"
     console = progress.console()
     arguments = list(overrides or [])
+    if trace is not None:
+        arguments.append(f"ledger.trace={trace}")
     if resume is not None and model is not None and "=" in model:  # typer gives the first word to MODEL
         arguments.insert(0, model)
         model = None

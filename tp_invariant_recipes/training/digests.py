@@ -18,11 +18,10 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import LANES, WITH_MAGNITUDE, Lanes
 from tp_invariant_recipes.ledger.digests import Parameter, in_order, start_lanes
 from tp_invariant_recipes.numerics import grad_norm
+from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
 from tp_invariant_recipes.training.shards import Held, Place, Shards, covers
 
 NOTHING = -(2**63)  # what a rank without a part says of it: no more than any number
-
-Diverged = tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class Digests(Callback):
             Parameter(name, self._weights.shapes[name], dtypes.get(name), self._weights.dtypes[name])
             for name in self._weights.names
         )
-        self._optimizer, self._step = context.optimizer, context.optimizer.step
-        context.optimizer.step = self._optimizer_step
+        # The optimizer lives no longer than this training, so nobody puts its step back.
+        self._step, context.optimizer.step = context.optimizer.step, self._optimizer_step
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Take the weights as the last step left them; find out whether digests are due again."""
@@ -89,10 +88,9 @@ class Digests(Callback):
         dist.barrier()
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Deliver the last step's; leave the optimizer as it was."""
+        """Deliver the last step's."""
         self._take()
         self._deliver()
-        self._optimizer.step = self._step
 
     def close(self) -> None:
         """Deliver what there is, after a failure: without waiting for other ranks, which may be gone."""
@@ -138,10 +136,10 @@ class Digests(Callback):
         if not unequal:
             return ()
         own = dict(zip(self._merge.own, lanes.tolist(), strict=True))
-        everyone = [] if alone else _gathered({n: own[n] for n in unequal if n in own})
+        everyone = [] if alone else gathered({n: own[n] for n in unequal if n in own})
         named = [(sums.kind, name) for sums in (self._gradients, self._weights) for name, _ in sums.parts]
         return tuple(
-            (*named[n], _by_value({rank: held[n] for rank, held in enumerate(everyone) if n in held})) for n in unequal
+            (*named[n], by_value({rank: held[n] for rank, held in enumerate(everyone) if n in held})) for n in unequal
         )
 
 
@@ -201,7 +199,7 @@ class _Sums:
     def __init__(self, kind: str, held: Sequence[Held], *, magnitude: bool = False) -> None:
         self.kind = kind
         self.lanes = Lanes([part.piece for part in held], magnitude=magnitude)
-        everyone = _gathered([(part.name, part.place, part.shape, _dtype(part.values)) for part in held])
+        everyone = gathered([(part.name, part.place, part.shape, dtype_name(part.values)) for part in held])
         self.shapes = {name: shape for rank in everyone for name, _, shape, _ in rank}
         self.dtypes = {name: dtype for rank in everyone for name, _, _, dtype in rank}
         self.names = in_order(self.shapes)
@@ -242,7 +240,7 @@ def _shards(model: Iterable[Any]) -> Shards:
         shards = Shards(model)
     except RunError as error:
         problem = str(error)
-    problems = [text for text in _gathered(problem) if text is not None]
+    problems = [text for text in gathered(problem) if text is not None]
     if problems:
         raise RunError(problems[0])
     assert shards is not None
@@ -263,20 +261,6 @@ def _conflicts(everyone: list[list[tuple]], shapes: dict, dtypes: dict) -> list[
     return problems
 
 
-def _gathered(ours: Any) -> list[Any]:
-    """What every rank has, in the order of ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, ours)
-    return everyone
-
-
-def _by_value(held: dict[int, list[int]]) -> tuple[tuple[int, ...], ...]:
-    """Rank → lanes, as ranks that hold the same."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, lanes in held.items():
-        groups.setdefault(tuple(lanes), []).append(rank)
-    return tuple(map(tuple, groups.values()))
-
-
-def _dtype(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
+    """Such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -126,14 +126,22 @@ def recording(run_dir: RunDir, seat: Seat, run: dict[str, Any], ledger: dict[str
 
     run, ledger: what `run.json` holds, and the section of the configuration.
     """
+    from tp_invariant_recipes.config.recording import steps
     from tp_invariant_recipes.training.digests import Digests
+    from tp_invariant_recipes.training.dump_parameters import DumpParameters
     from tp_invariant_recipes.training.recorder import Recorder
+    from tp_invariant_recipes.training.trace import Tracing
 
     digests = Digests(ledger["digests"]) if ledger["digests"] else None
+    tracing = Tracing(steps(ledger["trace"]), ledger["dump"], run_dir) if ledger["trace"] else None
     callbacks: list = [digests] if digests else []
+    if tracing and ledger["dump"]:
+        callbacks.append(DumpParameters(tracing))
+    if tracing:
+        callbacks.append(tracing)
     if seat.rank == seat.world_size - 1:
         parts = {name: run[name] for name in ("numerics", "layout", "notes")}
-        callbacks.append(Recorder(run_dir, run["identity"], parts, digests))
+        callbacks.append(Recorder(run_dir, run["identity"], parts, digests, tracing))
     return callbacks
 
 

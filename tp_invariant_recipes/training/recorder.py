@@ -15,6 +15,7 @@ from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
 from tp_invariant_recipes.training.digests import Digests, Recorded
 from tp_invariant_recipes.training.rundir import RunDir, cannot_write
+from tp_invariant_recipes.training.trace import Tracing
 
 LOSS = "lm loss"  # Bridge's name for the language-model loss
 
@@ -23,13 +24,19 @@ class Recorder(Callback):
     """Records every step. For the last rank: it is on the last pipeline stage, the only one that has the loss."""
 
     def __init__(
-        self, run_dir: RunDir, identity: dict[str, Any], parts: dict[str, Any], digests: Digests | None
+        self,
+        run_dir: RunDir,
+        identity: dict[str, Any],
+        parts: dict[str, Any],
+        digests: Digests | None,
+        tracing: Tracing | None,
     ) -> None:
         self.run_dir = run_dir
         self.identity = identity
         self.parts = parts
         self.digests = digests
-        self.pending: StepRecord  # whose digests the GPU is still at
+        self.tracing = tracing
+        self.pending: StepRecord | None = None  # whose digests the GPU is still at
         if digests:
             digests.listener = self._complete
         self.writer: LedgerWriter  # opened when training starts
@@ -71,6 +78,8 @@ class Recorder(Callback):
             grad_norm=None if norm is None else float_bits(float(norm), width),
             learning_rate=float_bits(self.learning_rate, 64),
             skipped=bool(context.skipped_iter),
+            trace=self.tracing.latest if self.tracing else None,
+            diverged=self.tracing.diverged if self.tracing else (),
         )
         if self.digests and self.digests.due:
             self.pending = record
@@ -88,10 +97,13 @@ class Recorder(Callback):
         )
 
     def _complete(self, recorded: Recorded) -> None:
-        """Append the step that waits for these digests."""
-        self.writer.append(
-            replace(self.pending, gradients=recorded.gradients, weights=recorded.weights, diverged=recorded.diverged)
-        )
+        """Append the step that waits for these digests; none waits if another callback failed in between."""
+        record, self.pending = self.pending, None
+        if record is not None:
+            diverged = record.diverged + recorded.diverged
+            self.writer.append(
+                replace(record, gradients=recorded.gradients, weights=recorded.weights, diverged=diverged)
+            )
 
     def _tell(self, **event: Any) -> None:
         try:

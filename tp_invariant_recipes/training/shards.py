@@ -73,7 +73,7 @@ class Shards:
         self.parts: list[_Part] = []
         problems: list[str] = []
         for chunk in model:
-            self._add(_unwrapped(chunk), problems)
+            self._add(unwrapped(chunk), problems)
         self._owners = list({id(part.owner): part.owner for part in self.parts}.values())
         if problems:
             raise RunError(
@@ -171,7 +171,8 @@ class _Memory:
         return (owner, offset) if inside else None
 
 
-def _unwrapped(chunk: Any) -> Any:
+def unwrapped(chunk: Any) -> Any:
+    """The model itself, out of what DDP and mixed precision wrap around it."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk

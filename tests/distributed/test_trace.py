@@ -1,0 +1,272 @@
+"""Traces and dumps end to end: one trace for all layouts, that changes no bit, of the very tensors."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.ranks import on_ranks
+from tp_invariant_recipes.kernels.digest import Piece, lanes
+from tp_invariant_recipes.ledger.digests import tensor_digest
+from tp_invariant_recipes.ledger.dumps import distance, read_step, steps
+from tp_invariant_recipes.training.placement import Site
+
+SMALL = ("qwen3_toy", "seq=64", "iters=3", "ledger.trace=1:2")
+RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
+
+# Each must have the trace of tp=1, every bit of it. Sequence parallelism is on where tp > 1 unless said otherwise.
+LAYOUTS = ("tp=2", "tp=4 sp=false", "tp=2 pp=2", f"tp=2 {RECOMPUTE}")
+
+# Dumped in every run of `runs`: one of each kind of place.
+DUMPED = (
+    "forward/embedding.word_embeddings/input",
+    "forward/embedding.word_embeddings/output",
+    "forward/decoder.layers.1.self_attention.core_attention/input.1",
+    "forward/decoder.layers.1.self_attention.core_attention.scale_mask_softmax/output",
+    "forward/decoder.layers.0.mlp.linear_fc1/output",
+    "backward/decoder.layers.0.mlp.linear_fc2/output",
+    "backward/decoder.layers.1.pre_mlp_layernorm/output",
+    "backward/output_layer/input",
+)
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def train(tpi, run, *overrides):
+    done = tpi("train", *SMALL, *overrides, f"run.dir={run}")
+    assert done.status == 0, done.stderr
+    return tpi.ledger(run)
+
+
+def untraced(steps):
+    return [dataclasses.replace(step, trace=None) for step in steps]
+
+
+def by_name(trace):
+    named = {f"{t.direction}/{t.module}/{t.tensor}": t for t in trace}
+    assert len(named) == len(trace)
+    return named
+
+
+@pytest.fixture(scope="module")
+def runs(shared):
+    """The run that layouts are compared with, one of another layout with the same dumps, and one without a trace."""
+    dump = f"ledger.dump=[{','.join(DUMPED)}]"
+    train(shared, "one", "numerics=tree", dump)
+    train(shared, "four", "numerics=tree", "tp=4", dump)
+    train(shared, "plain", "numerics=tree", "ledger.trace=null")
+    return shared
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_trace_for_all_layouts(runs, layout):
+    first, other = runs.ledger("one"), train(runs, layout.replace(" ", "-")[:20], "numerics=tree", *layout.split())
+    for a, b in zip(first, other, strict=True):
+        assert b.trace == a.trace
+        assert not b.diverged
+    assert [step.trace is not None for step in other] == [True, True, False]
+
+
+def test_every_tensor_of_a_dense_model_has_a_digest(runs):
+    assert runs.ledger("four")[0].trace == runs.ledger("one")[0].trace
+    trace = by_name(runs.ledger("one")[0].trace)
+    assert [name for name, traced in trace.items() if traced.digest is None] == []
+    assert len(trace) > 130
+    assert trace["forward/decoder.layers.1.mlp.linear_fc1/output"].shape == (64, 4, 512)
+    assert trace["forward/model/output"].shape == (4, 64)
+
+
+def test_a_trace_is_in_the_order_of_execution(runs):
+    names = list(by_name(runs.ledger("four")[0].trace))
+    layer = "decoder.layers.1"
+    expected = (
+        "forward/embedding/output",
+        "forward/decoder.layers.0/output",
+        f"forward/{layer}.input_layernorm/output",
+        f"forward/{layer}.self_attention.linear_qkv/input",
+        f"forward/{layer}.self_attention.linear_qkv/output",
+        f"forward/{layer}.mlp.linear_fc2/output",
+        f"forward/{layer}/output",
+        "forward/output_layer/output",
+        "backward/output_layer/input",
+        "backward/output_layer/output",
+        f"backward/{layer}/input",
+        f"backward/{layer}.mlp.linear_fc2/input",
+        f"backward/{layer}.mlp.linear_fc2/output",
+        f"backward/{layer}.self_attention.linear_qkv/output",
+        f"backward/{layer}/output",
+        "backward/decoder.layers.0/input",
+        "backward/embedding/input",
+    )
+    assert sorted(expected, key=names.index) == list(expected)
+
+
+def test_a_module_sends_its_own_gradient_not_the_sum(runs):
+    """The residual connection reads the same tensor as the norm does."""
+    trace = by_name(runs.ledger("one")[0].trace)
+    norm, layer, before = (
+        trace[f"backward/decoder.layers.{name}"].digest for name in ("1.input_layernorm/output", "1/output", "0/input")
+    )
+    assert norm != layer
+    assert layer == before
+
+
+def test_a_trace_changes_no_bit(runs):
+    for run in ("one", "four"):
+        assert untraced(runs.ledger(run)) == runs.ledger("plain")
+
+
+@pytest.mark.parametrize("numerics, layout", (("stock", "tp=2"), ("stock", f"tp=2 sp=false {RECOMPUTE}")))
+def test_a_trace_changes_no_bit_of_stock_numerics(tpi, numerics, layout):
+    traced = train(tpi, "traced", f"numerics={numerics}", *layout.split())
+    assert untraced(traced) == train(tpi, "plain", f"numerics={numerics}", *layout.split(), "ledger.trace=null")
+
+
+def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(tpi):
+    """From equal weights; what is before that sum matches, and after the backward pass's, too."""
+    fixed = ("numerics=stock", "numerics.initial_weights=invariant")
+    one, two = (train(tpi, f"tp{tp}", *fixed, f"tp={tp}")[0] for tp in (1, 2))
+    assert not two.diverged
+    differs = [name for name, a in by_name(one.trace).items() if by_name(two.trace)[name] != a]
+    assert differs[0] == "forward/decoder.layers.0.self_attention.linear_proj/output"
+    assert "backward/embedding/input" in differs
+
+
+def test_data_parallel_ranks_are_one_batch(runs):
+    """The forward pass is that of one rank. Gradients have another factor: Megatron divides by micro-batches."""
+    one = by_name(runs.ledger("one")[0].trace)
+    two, four = (by_name(train(runs, f"dp2-{n}", "numerics=tree", "dp=2", f"tp={n}")[0].trace) for n in (1, 2))
+    assert list(one) == list(two)
+    assert [name for name in one if name.startswith("forward") and one[name] != two[name]] == []
+    assert one["backward/output_layer/input"].shape == two["backward/output_layer/input"].shape
+    assert one["backward/output_layer/input"] != two["backward/output_layer/input"]
+    assert two == four
+
+
+def test_micro_batches_are_one_batch(runs):
+    """Which micro-batch a sample is in changes its place nowhere; products of more rows may round in another way."""
+    one = by_name(runs.ledger("one")[0].trace)
+    two, four = (by_name(train(runs, f"mbs2-{n}", "numerics=tree", "mbs=2", f"tp={n}")[0].trace) for n in (1, 2))
+    assert {name: t.shape for name, t in one.items()} == {name: t.shape for name, t in two.items()}
+    before = list(one).index("forward/decoder.layers.0.input_layernorm/output")
+    assert list(one.values())[: before + 1] == list(two.values())[: before + 1]
+    assert two == four
+
+
+def test_digests_are_those_of_the_dumped_tensors(runs):
+    for run in ("one", "four"):
+        assert steps(runs.folder / run) == [1, 2]
+        for step in (1, 2):
+            dumps = read_step(runs.folder / run, step)
+            assert set(dumps.names) == set(DUMPED)
+            trace = by_name(runs.ledger(run)[step - 1].trace)
+            for name in dumps.names:
+                whole = dumps.read(name)
+                bits = torch.from_numpy(whole.bits.view(whole.bits.dtype.str.replace("u", "i")))
+                total = lanes([Piece(bits, 0, 0)])[0].tolist()
+                assert (whole.dtype, whole.shape) == (trace[name].dtype, trace[name].shape)
+                assert tensor_digest(total, whole.dtype, whole.shape) == trace[name].digest
+
+
+def test_dumps_of_two_layouts_are_equal(runs):
+    one, four = (read_step(runs.folder / run, 2) for run in ("one", "four"))
+    for name in DUMPED:
+        assert distance(one.read(name), four.read(name)).differing == 0
+    tokens = one.read("forward/embedding.word_embeddings/input").bits
+    assert 0 < tokens.max() < 512
+    assert not np.array_equal(read_step(runs.folder / "one", 1).read(DUMPED[0]).bits, tokens)
+
+
+def test_a_tensor_that_cannot_be_dumped_ends_the_run(tpi):
+    failed = tpi("train", *SMALL, "ledger.dump=[forward/decoder.layers.0.mlp.linear_fc11/output]", "run.dir=run")
+    assert failed.status == 2
+    assert "did you mean 'forward/decoder.layers.0.mlp.linear_fc1/output'?" in failed.stderr
+
+
+SMALL_MOE = (
+    "qwen3_moe_toy seq=32 model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.num_query_groups=4 "
+    "model.kv_channels=16 model.ffn_hidden_size=64 model.moe_ffn_hidden_size=32 model.vocab_size=256 iters=1 gbs=2 "
+    "ledger.trace=1:1"
+)
+
+
+def test_tokens_within_experts_have_no_place(tpi):
+    traces = {}
+    for name, layout in (("one", "dp=2"), ("two", "dp=2 ep=2"), ("tp2", "tp=2")):
+        done = tpi("train", *SMALL_MOE.split(), *layout.split(), f"run.dir={name}")
+        assert done.status == 0, done.stderr
+        assert not tpi.ledger(name)[0].diverged
+        traces[name] = by_name(tpi.ledger(name)[0].trace)
+    for trace in traces.values():
+        assert {traced.digest is None for name, traced in trace.items() if ".experts." in name} == {True}
+        assert {traced.digest is None for name, traced in trace.items() if ".experts." not in name} == {False}
+        assert trace["forward/decoder.layers.0.mlp.router/output"].shape == (32, 2, 8)
+    assert list(traces["one"]) == list(traces["two"])
+    # Nothing is summed in another order before the first expert's output.
+    router = list(traces["one"]).index("forward/decoder.layers.0.mlp.router/output.1")
+    assert list(traces["one"].values())[: router + 1] == list(traces["two"].values())[: router + 1]
+
+
+def _wrong_on_one_rank():
+    """A norm whose second rank adds a bit at step 2, where both should hold the same."""
+    from tp_invariant_recipes.training import trace
+
+    original = trace.Tracing.on_train_step_start
+
+    def start(self, context):
+        import torch.distributed as dist
+
+        original(self, context)
+        if context.state.train_state.step == 1 and dist.get_rank() == 1:
+            norm = trace._unwrapped(context.model[0]).decoder.layers[1].pre_mlp_layernorm
+            norm.register_forward_hook(lambda module, args, output: output * 2, prepend=True)
+
+    trace.Tracing.on_train_step_start = start
+
+
+def test_replicas_that_disagree_are_named(tpi):
+    arguments = (*SMALL, "numerics=tree", "tp=2", "sp=false", "run.dir=run")
+    done = tpi("train", *arguments, before=_wrong_on_one_rank)
+    assert done.status == 0, done.stderr
+    first, second, _ = tpi.ledger("run")
+    assert first.diverged == ()
+    assert second.diverged[0] == ("forward", "decoder.layers.1.pre_mlp_layernorm/output", ((0,), (1,)))
+
+
+def _megatrons_positions(mesh) -> list[int]:
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from tp_invariant_recipes.host import cpu
+
+    with cpu.installed():
+        batch = {"tokens": torch.arange(32).view(1, 32), "cu_seqlens": None}
+        return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mesh.group)["tokens"][0].tolist()
+
+
+def test_context_parallel_ranks_have_the_positions_that_megatron_gives_them(bridge):
+    for rank, held in enumerate(on_ranks(4, 4, _megatrons_positions)):
+        parts = Site(None, 32, 1, 1, cp=4, cp_rank=rank).positions(split=False)
+        assert [position for first, count in parts for position in range(first, first + count)] == held
+
+
+def test_hooks_are_gone_after_the_traced_steps(tpi):
+    """Counted at the last step, by the modules themselves."""
+
+    def look() -> None:
+        from tp_invariant_recipes.training import trace
+
+        original = trace.Tracing.on_train_step_end
+
+        def end(self, context):
+            original(self, context)
+            for module in context.model[0].modules():
+                assert not any(
+                    "watch" in getattr(getattr(hook, "__self__", None), "__module__", "")
+                    for hooks in (module._forward_hooks, module._forward_pre_hooks)
+                    for hook in hooks.values()
+                )
+
+        trace.Tracing.on_train_step_end = end
+
+    done = tpi("train", *SMALL, "run.dir=run", before=look)
+    assert done.status == 0, done.stderr

@@ -1,0 +1,209 @@
+"""Dumps: written by ranks, read back whole; how far two tensors are apart; damaged and missing files."""
+
+import math
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.errors import LedgerError, RunError
+from tp_invariant_recipes.kernels.digest import Piece
+from tp_invariant_recipes.ledger.bits import ulp_distance
+from tp_invariant_recipes.ledger.dumps import Distance, Dumped, distance, file_of, read_step, steps
+from tp_invariant_recipes.training.dump_writer import DumpWriter
+
+NAME = "forward/decoder.layers.0/output"
+WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def whole(dtype=torch.bfloat16):
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def write(run, x, step=3, name=NAME):
+    """Two ranks: one has the even rows, the other the odd ones, in two pieces."""
+    dtype = str(x.dtype).removeprefix("torch.")
+    pieces = (Piece(x[::2], 0, 0, 2),), (Piece(x[1::2, :3], 1, 0, 2), Piece(x[1::2, 3:], 1, 3, 2))
+    for rank, own in enumerate(pieces):
+        writer = DumpWriter(run, rank, len(pieces))
+        for piece in own:
+            writer.add(step, name, dtype, (3, 2, 8), piece)
+        writer.close_step(step)
+
+
+@pytest.mark.parametrize(
+    "dtype", (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool)
+)
+def test_what_ranks_wrote_is_read_back_whole(tmp_path, dtype):
+    x = whole(torch.float32).to(dtype)
+    write(tmp_path, x)
+    dumps = read_step(tmp_path, 3)
+    assert dumps.names == (NAME,)
+    read = dumps.read(NAME)
+    assert (read.dtype, read.shape) == (str(dtype).removeprefix("torch."), (3, 2, 8))
+    assert read.bits.shape == (6, 8)
+    assert read.bits.dtype == np.dtype(f"u{x.element_size()}")
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    assert read.bits.tobytes() == x.view(kinds[x.element_size()]).numpy().tobytes()
+    assert steps(tmp_path) == [3]
+
+
+def test_a_writer_goes_on_with_the_next_step(tmp_path):
+    x, y = whole(), whole() + 1
+    writer = DumpWriter(tmp_path, 0, 1)
+    for step, values in ((1, x), (2, y)):
+        writer.add(step, NAME, "bfloat16", (6, 8), Piece(values, 0, 0))
+        writer.close_step(step)
+    writer.close_step(3)
+    assert steps(tmp_path) == [1, 2, 3]
+    assert not np.array_equal(read_step(tmp_path, 1).read(NAME).bits, read_step(tmp_path, 2).read(NAME).bits)
+    assert read_step(tmp_path, 3).names == ()
+
+
+def test_the_values_are_those_of_the_time_they_were_added(tmp_path):
+    x = whole()
+    writer = DumpWriter(tmp_path, 0, 1)
+    writer.add(1, NAME, "bfloat16", (6, 8), Piece(x, 0, 0))
+    expected = x.view(torch.int16).numpy().tobytes()
+    x.zero_()
+    writer.close_step(1)
+    assert read_step(tmp_path, 1).read(NAME).bits.tobytes() == expected
+
+
+def test_of_replicas_that_disagree_the_lowest_rank_counts(tmp_path):
+    for rank in (0, 1):
+        writer = DumpWriter(tmp_path, rank, 2)
+        writer.add(1, NAME, "float32", (6, 8), Piece(whole(torch.float32) + rank, 0, 0))
+        writer.close_step(1)
+    assert read_step(tmp_path, 1).read(NAME).bits.tobytes() == whole(torch.float32).numpy().tobytes()
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    with pytest.raises(LedgerError, match=r"no dumps of step 3.*ledger\.trace=3:3"):
+        read_step(tmp_path, 3)
+    write(tmp_path, whole())
+    with pytest.raises(LedgerError, match=f"has no weights/x; it has {NAME}"):
+        read_step(tmp_path, 3).read("weights/x")
+
+
+def test_a_missing_rank_is_named(tmp_path):
+    write(tmp_path, whole())
+    file_of(tmp_path, 3, 0).unlink()
+    with pytest.raises(LedgerError, match=r"rank-0\.safetensors is missing: 1 of 2 ranks"):
+        read_step(tmp_path, 3)
+
+
+def test_pieces_that_are_not_the_whole_are_refused(tmp_path):
+    writer = DumpWriter(tmp_path, 0, 1)
+    writer.add(1, NAME, "float32", (6, 8), Piece(whole(torch.float32)[:4], 0, 0))
+    writer.add(1, "hole", "float32", (6, 8), Piece(whole(torch.float32)[:1], 0, 0))
+    writer.add(1, "hole", "float32", (6, 8), Piece(whole(torch.float32)[5:], 5, 0))
+    writer.close_step(1)
+    for name in (NAME, "hole"):
+        with pytest.raises(LedgerError, match=rf"step-0000001: the pieces of {name} are not the whole"):
+            read_step(tmp_path, 1).read(name)
+
+
+def test_every_torn_file_is_named(tmp_path):
+    write(tmp_path, whole())
+    file = file_of(tmp_path, 3, 1)
+    data = file.read_bytes()
+    for length in (*range(0, len(data), 7), len(data) - 1):
+        file.write_bytes(data[:length])
+        with pytest.raises(LedgerError, match=r"rank-1\.safetensors is not a whole dump"):
+            read_step(tmp_path, 3)
+
+
+def test_another_file_of_the_format_is_no_dump(tmp_path):
+    from safetensors.numpy import save
+
+    write(tmp_path, whole())
+    for metadata in (None, {"ranks": "2"}, {"ranks": "two"}, {"ranks": "2", "0": "[]"}):
+        file_of(tmp_path, 3, 1).write_bytes(save({"0": np.zeros(3)}, metadata=metadata))
+        with pytest.raises(LedgerError, match=r"rank-1\.safetensors is not a whole dump"):
+            read_step(tmp_path, 3)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "dumps").write_text("in the way")
+    with pytest.raises(RunError, match=r"cannot write .*rank-0\.safetensors"):
+        DumpWriter(tmp_path, 0, 1).close_step(1)
+
+
+def dumped(dtype, patterns):
+    return Dumped(dtype, (1, len(patterns)), np.array([patterns], dtype=f"u{WIDTHS[dtype]}"))
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)), min_size=1, max_size=5))
+@example([(0, 1 << 31)])
+@example([(0x7F800000, 0xFF800000)])
+@example([(0x7FC00000, 0x7FC00001), (0, 1)])
+@example([(0x7F7FFFFF, 0xFF7FFFFF)])
+def test_distance_of_float32_is_that_of_the_ledger(pairs):
+    a, b = zip(*pairs, strict=True)
+    found = distance(dumped("float32", a), dumped("float32", b))
+    apart = [(x, y) for x, y in pairs if x != y]
+    each = [ulp_distance(f"f32:{x:08x}", f"f32:{y:08x}") for x, y in apart]
+    numbers = [ulp for ulp in each if ulp is not None]
+    assert (found.total, found.differing) == (len(pairs), len(apart))
+    assert found.max_ulp == max(numbers, default=None)
+    assert found.nans == len(each) - len(numbers)
+    assert found.first == next(((0, n) for n, (x, y) in enumerate(pairs) if x != y), None)
+    values = [[struct.unpack(">f", struct.pack(">I", p))[0] for p in pair] for pair in apart]
+    gaps = [abs(x - y) for x, y in values if not (math.isnan(x) or math.isnan(y))]
+    assert found.max_difference == max(gaps, default=None)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+@example(0x7FEFFFFFFFFFFFFF, 0xFFEFFFFFFFFFFFFF)  # the largest and the smallest: more than 2^63 apart
+def test_distance_of_float64_is_that_of_the_ledger(a, b):
+    found = distance(dumped("float64", [a]), dumped("float64", [b]))
+    assert found.max_ulp == (ulp_distance(f"f64:{a:016x}", f"f64:{b:016x}") if a != b else None)
+
+
+@pytest.mark.parametrize(
+    "dtype, a, b, ulp, gap",
+    (
+        ("bfloat16", 0x3F80, 0x3F81, 1, 2.0**-7),
+        ("bfloat16", 0x8000, 0x0000, 1, 0.0),
+        ("bfloat16", 0xFF7F, 0x7F7F, 2 * 0x7F7F + 1, 2 * (2 - 2.0**-7) * 2.0**127),
+        ("float16", 0x3C00, 0x3C02, 2, 2.0**-9),
+        ("float16", 0x7BFF, 0x7C00, 1, math.inf),
+    ),
+)
+def test_distance_of_two_bytes(dtype, a, b, ulp, gap):
+    assert distance(dumped(dtype, [7, a]), dumped(dtype, [7, b])) == Distance(2, 1, ulp, gap, 0, (0, 1))
+
+
+@pytest.mark.parametrize("dtype, nan", (("bfloat16", 0x7F81), ("float16", 0xFC01), ("float64", 0x7FF0000000000001)))
+def test_nans_are_counted_and_no_distance(dtype, nan):
+    assert distance(dumped(dtype, [nan, nan]), dumped(dtype, [nan, 0])) == Distance(2, 1, None, None, 1, (0, 1))
+
+
+def test_the_first_index_is_that_of_the_whole_tensor():
+    a, b = (Dumped("float32", (3, 2, 4), np.zeros((6, 4), np.uint32)) for _ in range(2))
+    b.bits[3, 2] = 1
+    assert distance(a, b).first == (1, 1, 2)
+
+
+def test_integers_have_no_ulp():
+    a, b = (Dumped("int64", (2,), np.array([[1, n]], np.uint64)) for n in (2, 3))
+    assert distance(a, b) == Distance(2, 1, None, None, 0, (1,))
+
+
+def test_tensors_of_another_kind_have_no_distance():
+    with pytest.raises(LedgerError, match="no distance between float32"):
+        distance(dumped("float32", [1]), dumped("float32", [1, 2]))
+    with pytest.raises(LedgerError, match="bfloat16"):
+        distance(dumped("float16", [1]), dumped("bfloat16", [1]))
+
+
+def test_reading_dumps_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, tp_invariant_recipes.ledger.dumps; assert not {'torch', 'megatron'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

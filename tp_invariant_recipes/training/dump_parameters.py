@@ -1,0 +1,59 @@
+"""The callback that dumps gradients and weights at traced steps."""
+
+from typing import Any
+
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+
+from tp_invariant_recipes.config.nearest import nearest
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.ledger.lines import DIGESTED
+from tp_invariant_recipes.training.digests import dtype_name
+from tp_invariant_recipes.training.gathering import gathered
+from tp_invariant_recipes.training.shards import Shards
+from tp_invariant_recipes.training.trace import Tracing
+
+
+class DumpParameters(Callback):
+    """Adds this rank's pieces of gradients, before clipping, and of weights, after the step, to the step's dump.
+
+    For every rank, before `tracing`, which has the names and writes the dump.
+    """
+
+    def __init__(self, tracing: Tracing) -> None:
+        self.tracing = tracing
+        self.names = {name for name in tracing.dump if name.partition("/")[0] in DIGESTED}
+        self._running = 0
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Look on when the optimizer steps. RunError, on all ranks: there is no such parameter."""
+        shards = Shards(context.model)
+        self._held = {"gradients": shards.gradients(context.optimizer), "weights": shards.weights()}
+        here = {f"{kind}/{part.name}" for kind, held in self._held.items() for part in held}
+        known: set[str] = set().union(*gathered(here))
+        if missing := sorted(self.names - known):
+            named = "\n  ".join(f"{name}{nearest(name, known)}" for name in missing)
+            raise RunError(f"ledger.dump: the model has no such parameter:\n  {named}")
+        step = context.optimizer.step
+
+        def optimizer_step(*args: Any, **kwargs: Any) -> Any:
+            self._add("gradients")
+            return step(*args, **kwargs)
+
+        context.optimizer.step = optimizer_step
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Note the number of the step."""
+        self._running = context.state.train_state.step + 1
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Add the weights."""
+        self._add("weights")
+
+    def _add(self, kind: str) -> None:
+        writer = self.tracing.dumps
+        if writer is None or self._running not in self.tracing.steps:
+            return
+        for part in self._held[kind]:
+            name = f"{kind}/{part.name}"
+            if name in self.names:
+                writer.add(self._running, name, dtype_name(part.values), part.shape, part.piece)

@@ -1,0 +1,52 @@
+"""Writes dumps: one file a rank and step, which ledger/dumps.py reads."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.kernels.digest import Piece
+from tp_invariant_recipes.ledger.dumps import RANKS, Part, file_of
+from tp_invariant_recipes.training.rundir import cannot_write
+
+_SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DumpWriter:
+    """Collects this rank's pieces of a step, then writes them.
+
+    run:   the run directory.
+    ranks: how many ranks write, each a file, even one of nothing: so that a missing file is seen.
+    """
+
+    def __init__(self, run: Path, rank: int, ranks: int) -> None:
+        self.run, self.rank, self.ranks = run, rank, ranks
+        self._bits: dict[str, np.ndarray] = {}
+        self._parts: dict[str, str] = {RANKS: str(ranks)}
+
+    def add(self, step: int, name: str, dtype: str, shape: tuple[int, ...], piece: Piece) -> None:
+        """Copy a piece of tensor `name`, such as "weights/output_layer.weight", of whole shape `shape`."""
+        key = str(len(self._bits))
+        values = piece.values.detach()
+        bits = values.contiguous().view(_SIGNED[values.element_size()]).cpu().numpy().copy()
+        self._bits[key] = bits.view(f"u{bits.itemsize}")
+        self._parts[key] = Part(name, dtype, shape, piece.row, piece.step, piece.column).text()
+
+    def close_step(self, step: int) -> None:
+        """Write the file, whole or not at all, over that of an earlier attempt. RunError: it cannot be written."""
+        from safetensors.numpy import save
+
+        file = file_of(self.run, step, self.rank)
+        temporary = file.with_name(f".{file.name}.new")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as stream:
+                stream.write(save(self._bits, metadata=self._parts))
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(file)
+        except OSError as error:
+            raise RunError(cannot_write(file, error)) from error
+        self._bits, self._parts = {}, {RANKS: str(self.ranks)}

@@ -1,0 +1,24 @@
+"""What all ranks know, put together."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+# "gradients", "weights", "forward" or "backward"; the tensor; the ranks, by what they hold of it. As StepRecord has it.
+Diverged = tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...]
+
+
+def gathered(ours: Any) -> list[Any]:
+    """What every rank has, in the order of ranks. A collective of the whole world."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, ours)
+    return everyone
+
+
+def by_value(held: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Rank → lanes, as groups of ranks that hold the same."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, lanes in held.items():
+        groups.setdefault(tuple(lanes), []).append(rank)
+    return tuple(map(tuple, groups.values()))

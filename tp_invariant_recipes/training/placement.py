@@ -1,0 +1,356 @@
+"""Where a module's tensors lie in those of the whole model: one row a kind of module.
+
+A tensor of the whole is [sequence, batch, features …] over all samples of the step. To digests it is a table: position
+s of sample b is row `s · batch + b`, its features are the columns. Of features split over tensor-parallel ranks a rank
+has one slice, or one of each segment:
+
+    whole  [ gate 0 | gate 1 | up 0 | up 1 ]        rank 1  [ gate 1 | up 1 ]
+
+What has no row has no place, nor has a tensor that is not shaped as its row and the configuration say: then the trace
+says that the tensor was there, and no more.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.digest import Piece
+from tp_invariant_recipes.training.shards import Place
+
+# Bridge's data loaders -> the number in the step of sample i of a data-parallel rank's, given samples a micro-batch.
+SAMPLERS: dict[str, Callable[["Site", int], int]] = {
+    "single": lambda site, i: (i // site.samples * site.dp + site.dp_rank) * site.samples + i % site.samples,
+    "batch": lambda site, i: i * site.dp + site.dp_rank,
+}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a rank stands in a step.
+
+    config:            the model's.
+    sequence, batch:   positions of a sample, and samples of the step, on all ranks.
+    samples:           of a micro-batch.
+    sampler:           dataset.dataloader_type.
+    sequence_parallel: positions are split over the tensor-parallel ranks between their products.
+    """
+
+    config: Any
+    sequence: int
+    batch: int
+    samples: int
+    sampler: str = "single"
+    sequence_parallel: bool = False
+    tp: int = 1
+    tp_rank: int = 0
+    cp: int = 1
+    cp_rank: int = 0
+    dp: int = 1
+    dp_rank: int = 0
+
+    def numbers(self, micro_batch: int) -> list[int] | None:
+        """Which samples of the step a micro-batch holds; None: the data loader is not known."""
+        number = SAMPLERS.get(self.sampler)
+        first = micro_batch * self.samples
+        return None if number is None else [number(self, first + i) for i in range(self.samples)]
+
+    def positions(self, split: bool) -> list[tuple[int, int]]:
+        """The parts of a sample's positions that this rank has, in its order: (first, how many) each.
+
+        split: over tensor-parallel ranks too. Context parallelism gives rank c chunks c and 2·cp - 1 - c of 2·cp.
+        """
+        chunk = self.sequence // (2 * self.cp)
+        chunks = [(self.cp_rank * chunk, chunk), ((2 * self.cp - 1 - self.cp_rank) * chunk, chunk)]
+        parts = [(0, self.sequence)] if self.cp == 1 else chunks
+        if not split:
+            return parts
+        size = self.sequence // (self.cp * self.tp)
+        low, found, before = self.tp_rank * size, [], 0
+        for first, count in parts:
+            start, stop = max(low, before), min(low + size, before + count)
+            if start < stop:
+                found.append((first + start - before, stop - start))
+            before += count
+        return found
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A rank's part of a tensor. shape: of the whole."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where the pieces lie."""
+        return tuple(Place(p.row, p.step, p.values.shape[0], p.column, p.values.shape[1]) for p in self.pieces)
+
+
+# (tensor, its module, micro-batch, site) -> its place; None: it is not shaped as was thought.
+Lie = Callable[[Tensor, Any, int, Site], Placed | None]
+
+
+def covers(places: Iterable[Place], shape: Sequence[int]) -> bool:
+    """Whether places hold every element of a tensor of this shape exactly once."""
+    places = list(places)
+    total = int(np.prod(shape))
+    if not places or min(p.rows * p.columns for p in places) == 0:
+        return total == 0
+    rows = max(p.row + p.step * (p.rows - 1) for p in places) + 1
+    columns = max(p.column + p.columns for p in places)
+    if rows * columns != total:
+        return False
+    cuts = sorted({cut for p in places for cut in (p.column, p.column + p.columns)} | {0})
+    held = np.zeros((rows, len(cuts) - 1), dtype=np.int32)
+    index = {cut: n for n, cut in enumerate(cuts)}
+    for p in places:
+        held[p.row : p.row + p.step * p.rows : p.step, index[p.column] : index[p.column + p.columns]] += 1
+    return bool((held == 1).all())
+
+
+# --- Kinds of place ---
+
+
+def hidden(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    """[s, b, hidden], or [s/t, b, hidden] with sequence parallelism."""
+    if x.dim() != 3 or x.shape[2] != site.config.hidden_size:
+        return None
+    return _rows(x, micro_batch, site, split=site.sequence_parallel)
+
+
+def embedded(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    """What Megatron's embedding gives: [b, s, hidden], or as `hidden` when it scatters the sequence itself."""
+    if module.reduce_scatter_embeddings:
+        return hidden(x, module, micro_batch, site)
+    if x.dim() != 3 or x.shape[2] != site.config.hidden_size:
+        return None
+    return _rows(x.transpose(0, 1), micro_batch, site, split=False)
+
+
+def tokens(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    """[b, s]: samples are rows, positions columns."""
+    numbers, positions = site.numbers(micro_batch), site.positions(split=False)
+    if numbers is None or tuple(x.shape) != (site.samples, sum(count for _, count in positions)):
+        return None
+    x = _adjacent(x)
+    starts = [0, *accumulate(count for _, count in positions)]
+    pieces = [
+        Piece(x[i : i + 1, start : start + count], number, first)
+        for i, number in enumerate(numbers)
+        for start, (first, count) in zip(starts, positions, strict=False)
+    ]
+    return Placed((site.batch, site.sequence), tuple(pieces))
+
+
+def heads(field: str) -> Lie:
+    """[s, b, heads/t, d], `field` of the configuration the number of heads."""
+
+    def lie(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+        # Fewer heads than ranks: each rank has a copy, but gives it a gradient of its own.
+        if x.dim() != 4 or x.shape[2] * site.tp != getattr(site.config, field):
+            return None
+        return _rows(x, micro_batch, site, slices=[x.shape[2] * x.shape[3]])
+
+    return lie
+
+
+def columns(*widths: Callable[[Any], int | None], segments: Callable[[Any], int] = lambda config: 1) -> Lie:
+    """[s, b, n/t]; n is one of `widths` of the configuration, each of its `segments` split over the ranks."""
+
+    def lie(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+        whole, parts = x.shape[-1] * site.tp, segments(site.config)
+        if x.dim() != 3 or whole not in [width(site.config) for width in widths] or x.shape[2] % parts:
+            return None
+        return _rows(x, micro_batch, site, slices=[x.shape[2] // parts] * parts)
+
+    return lie
+
+
+def sliced(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    """[s, b, n/t] of a width that is no field of the configuration: the padded vocabulary, Mamba's inner width."""
+    if x.dim() != 3 or getattr(module, "gather_output", False):
+        return None
+    return _rows(x, micro_batch, site, slices=[x.shape[2]])
+
+
+def sections(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    """[s, b, n/t] of sections of several widths, each split over the ranks: Mamba's z, x, B, C and dt."""
+    sizes = list(getattr(module.weight, "partition_sizes", ()))
+    if x.dim() != 3 or x.shape[2] != sum(sizes):
+        return None
+    return _rows(x, micro_batch, site, slices=sizes)
+
+
+def scores(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    """[b, heads/t, s, s]: queries are rows, keys columns."""
+    numbers, count = site.numbers(micro_batch), site.config.num_attention_heads
+    size = site.sequence
+    if numbers is None or site.cp > 1 or tuple(x.shape) != (site.samples, count // site.tp, size, size):
+        return None
+    x = _adjacent(x.reshape(site.samples, -1, size))
+    first = site.tp_rank * x.shape[1]
+    pieces = [Piece(x[i], number * count * size + first, 0) for i, number in enumerate(numbers)]
+    return Placed((site.batch, count, size, size), tuple(pieces))
+
+
+def experts(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    """[s · b, experts], or [s/t · b, experts] with sequence parallelism: what the router says of each token."""
+    if x.dim() != 2 or x.shape[1] != site.config.num_moe_experts or x.shape[0] % site.samples:
+        return None
+    return _rows(x.reshape(-1, site.samples, x.shape[1]), micro_batch, site, split=site.sequence_parallel)
+
+
+def constant(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    """[s, …]: the same for all samples and on all ranks, so that one micro-batch counts and ranks are replicas."""
+    if x.dim() < 1 or x.shape[0] != site.sequence or site.cp > 1:
+        return None
+    rows = _adjacent(x.reshape(site.sequence, -1))
+    return Placed(tuple(x.shape), (Piece(rows, 0, 0),) if micro_batch == 0 else ())
+
+
+def _rows(
+    x: Tensor, micro_batch: int, site: Site, *, split: bool = False, slices: Sequence[int] | None = None
+) -> Placed | None:
+    """Place [positions, samples, features …]; the rows of one sample are a piece.
+
+    slices: widths of this rank's slices of the segments; None: it has all the features.
+    """
+    numbers, positions = site.numbers(micro_batch), site.positions(split)
+    if numbers is None or tuple(x.shape[:2]) != (sum(count for _, count in positions), site.samples):
+        return None
+    ranks = 1 if slices is None else site.tp
+    flat = _adjacent(x.flatten(2))
+    widths = [flat.shape[2]] if slices is None else slices
+    pieces = []
+    for i, number in enumerate(numbers):
+        start = 0
+        for first, count in positions:
+            column = 0
+            for width in widths:
+                # The segments before this one are `ranks` times as wide in the whole.
+                whole = column * ranks + (site.tp_rank * width if ranks > 1 else 0)
+                values = flat[start : start + count, i, column : column + width]
+                pieces.append(Piece(values, first * site.batch + number, whole, site.batch))
+                column += width
+            start += count
+    features = (x.shape[2] * ranks, *x.shape[3:])
+    return Placed((site.sequence, site.batch, *features), tuple(pieces))
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+# --- The table ---
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where the tensors of a kind of module lie.
+
+    classes: names of Megatron's classes; a subclass counts as well.
+    names:   last parts of the module's name; none: any.
+    inputs:  its tensors in the order of its forward's parameters, under their names there. Others are not recorded.
+    outputs: the tensors that it returns, in order. Further ones are not recorded.
+    stages:  its layers are divided among pipeline stages: its inputs are those of the first stage, its outputs those of
+             the last.
+    below:   whether the modules in it are "traced", are "unplaced", or "skipped", because they are a library's own.
+    """
+
+    classes: tuple[str, ...]
+    inputs: tuple[tuple[str, Lie], ...] = ()
+    outputs: tuple[Lie, ...] = ()
+    names: tuple[str, ...] = ()
+    stages: bool = False
+    below: str = "traced"
+
+
+def _field(name: str) -> Callable[[Any], int | None]:
+    return lambda config: getattr(config, name, None)
+
+
+def _queries(config: Any) -> int:
+    return config.kv_channels * config.num_attention_heads
+
+
+def _qkv(config: Any) -> int:
+    queries = 2 if getattr(config, "attention_output_gate", False) else 1
+    return config.kv_channels * (queries * config.num_attention_heads + 2 * config.num_query_groups)
+
+
+def _gates(config: Any) -> int:
+    return 2 if config.gated_linear_unit else 1
+
+
+def _gated(width: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
+    return lambda config: _gates(config) * (width(config) or 0)
+
+
+# Of a dense layer, of the experts that see every token.
+_FFN = (_field("ffn_hidden_size"), _field("moe_shared_expert_intermediate_size"))
+
+_COLUMN_PARALLEL = ("ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
+_ROW_PARALLEL = ("RowParallelLinear", "TERowParallelLinear")
+_NORM = ("RMSNorm", "LayerNorm", "FusedLayerNorm", "InvariantRMSNorm")
+_QKV = (
+    ("query", heads("num_attention_heads")),
+    ("key", heads("num_query_groups")),
+    ("value", heads("num_query_groups")),
+)
+_EXPERTS = ("TEGroupedMLP", "GroupedMLP", "SequentialMLP")
+
+# Modules that do nothing, and whether there are any is another matter in every implementation.
+NOTHING = ("IdentityOp", "IdentityFuncOp")
+
+# The first row that fits counts.
+ROWS = (
+    Row(("GPTModel", "HybridModel", "MambaModel"), (("input_ids", tokens),), (tokens,), stages=True),
+    Row(("TransformerBlock", "HybridStack", "MambaStack"), (("hidden_states", hidden),), (hidden,), stages=True),
+    Row(
+        ("TransformerLayer", "SelfAttention", "MLP", "MoELayer", "MambaLayer", "MambaMixer"),
+        (("hidden_states", hidden),),
+        (hidden,),
+    ),
+    Row(("LanguageModelEmbedding",), (("input_ids", tokens),), (hidden,)),
+    Row(("VocabParallelEmbedding",), (("input_", tokens),), (embedded,), names=("word_embeddings",)),
+    Row(("Dropout",), (("input", hidden),), (hidden,), names=("embedding_dropout",)),
+    Row(("Dropout",), (("input", scores),), (scores,), names=("attention_dropout",)),
+    Row(("RotaryEmbedding",), (), (constant,)),
+    Row(_NORM, (("x", heads("num_attention_heads")),), (heads("num_attention_heads"),), names=("q_layernorm",)),
+    Row(_NORM, (("x", heads("num_query_groups")),), (heads("num_query_groups"),), names=("k_layernorm",)),
+    Row(
+        _NORM,
+        (("x", hidden),),
+        (hidden,),
+        names=("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm"),
+    ),
+    Row(_COLUMN_PARALLEL, (("x", hidden),), (columns(_qkv),), names=("linear_qkv",)),
+    Row(_COLUMN_PARALLEL, (("x", hidden),), (columns(*map(_gated, _FFN), segments=_gates),), names=("linear_fc1",)),
+    Row(_COLUMN_PARALLEL, (("x", hidden),), (sliced,), names=("output_layer",)),
+    Row(_COLUMN_PARALLEL, (("x", hidden),), (sections,), names=("in_proj",)),
+    Row(_ROW_PARALLEL, (("x", columns(_queries)),), (hidden,), names=("linear_proj",)),
+    Row(_ROW_PARALLEL, (("x", columns(*_FFN)),), (hidden,), names=("linear_fc2",)),
+    Row(_ROW_PARALLEL, (("x", sliced),), (hidden,), names=("out_proj",)),
+    Row(("TEDotProductAttention",), _QKV, (columns(_queries),), below="skipped"),
+    Row(("DotProductAttention",), _QKV, (columns(_queries),)),
+    Row(("FusedScaleMaskSoftmax",), (("input", scores),), (scores,)),
+    Row(("TopKRouter",), (("input", hidden),), (experts, experts)),
+    Row(_EXPERTS, below="unplaced"),
+)
+
+
+def row_of(module: Any, name: str) -> Row | None:
+    """The row for a module; None: its tensors have no place."""
+    classes = class_names(module)
+    last = name.rpartition(".")[2]
+    return next((row for row in ROWS if classes & set(row.classes) and (not row.names or last in row.names)), None)
+
+
+def class_names(module: Any) -> set[str]:
+    """The names of a module's class and all classes it derives from."""
+    return {kind.__name__ for kind in type(module).__mro__}

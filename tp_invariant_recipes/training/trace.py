@@ -1,0 +1,157 @@
+"""The callback that takes digests of what goes in and out of every module, forward and backward, at chosen steps.
+
+All micro-batches and data-parallel ranks are one tensor (placement.py). Lanes of its parts add up, so what a rank keeps
+of a tensor is two numbers a part (watch.py). The ranks put theirs together when the step ends.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch.distributed as dist
+from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.core import parallel_state
+
+from tp_invariant_recipes.config.nearest import nearest
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.ledger.digests import Traced, tensor_digest
+from tp_invariant_recipes.training.dump_writer import DumpWriter
+from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
+from tp_invariant_recipes.training.placement import Site, covers
+from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.training.shards import Place, unwrapped
+from tp_invariant_recipes.training.watch import BACKWARD, FORWARD, Seen, Watch
+
+
+class Tracing(Callback):
+    """Traces some steps, counted from 1. For every rank, after Digests and before Recorder.
+
+    dump:     names of tensors whose values are written out at these steps. Those of gradients and weights are left to
+              whoever has them, who adds them to `dumps` before this callback ends the step.
+    latest:   the trace of the step that has just ended; None: not a traced step.
+    diverged: replicas that disagree in it, as StepRecord has them.
+    dumps:    where dumps go, from the start of training on; None: nothing is dumped.
+    """
+
+    def __init__(self, steps: range, dump: Sequence[str], run_dir: RunDir) -> None:
+        self.steps = steps
+        self.dump = frozenset(dump)
+        self.latest: tuple[Traced, ...] | None = None
+        self.diverged: Diverged = ()
+        self.dumps: DumpWriter | None = None
+        self._run_dir = run_dir
+        self._watch: Watch | None = None
+
+    def on_train_start(self, context: CallbackContext) -> None:
+        """Know which rank this is."""
+        if self.dump:
+            self.dumps = DumpWriter(self._run_dir.path, dist.get_rank(), dist.get_world_size())
+
+    def on_train_step_start(self, context: CallbackContext) -> None:
+        """Hook every module, if the step is to be traced."""
+        self.latest, self.diverged = None, ()
+        step = context.state.train_state.step + 1
+        if step in self.steps:
+            self._watch = Watch(_site(context), step, self.dump, self.dumps)
+            for chunk in context.model:
+                self._watch.hook(unwrapped(chunk))
+
+    def on_train_step_end(self, context: CallbackContext) -> None:
+        """Take the hooks off, and put together what all ranks saw. RunError, on all: what to dump has no place."""
+        if self._watch is None:
+            return
+        watch, self._watch = self._watch, None
+        watch.unhook()
+        self.latest, self.diverged = merged(gathered(watch.seen()))
+        self._check_dumps(self.latest)
+        if self.dumps is not None:
+            self.dumps.close_step(watch.step)
+
+    def _check_dumps(self, trace: Iterable[Traced]) -> None:
+        placed = [f"{t.direction}/{t.module}/{t.tensor}" for t in trace if t.digest is not None]
+        missing = {n for n in self.dump if n.startswith((f"{FORWARD}/", f"{BACKWARD}/"))}.difference(placed)
+        if missing:
+            named = "\n  ".join(f"{name}{nearest(name, placed)}" for name in sorted(missing))
+            raise RunError(f"ledger.dump: not in the trace, or without a place in the whole model:\n  {named}")
+
+
+def _site(context: CallbackContext) -> Site:
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_micro_batch_size
+
+    config = context.state.cfg
+    return Site(
+        config=unwrapped(context.model[0]).config,
+        sequence=config.model.seq_length,
+        batch=get_current_global_batch_size(),
+        samples=get_micro_batch_size(),
+        sampler=config.dataset.dataloader_type,
+        sequence_parallel=config.model.sequence_parallel,
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        cp=parallel_state.get_context_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+    )
+
+
+# --- All ranks together ---
+
+Name = tuple[str, str, str]  # direction, module, tensor
+
+
+def merged(everyone: Sequence[Sequence[Seen]]) -> tuple[tuple[Traced, ...], Diverged]:
+    """One trace of what the ranks saw, in the order of execution, and the replicas that disagree.
+
+    Parts with the same places are replicas; of those that disagree the lowest rank's counts. No digest has a tensor of
+    which a part has no place, or whose parts are not the whole of it.
+    """
+    parts: dict[Name, list[tuple[int, Seen]]] = {}
+    for rank, saw in enumerate(everyone):
+        for seen in saw:
+            parts.setdefault(seen.key[1:], []).append((rank, seen))
+    whole = lru_cache(maxsize=None)(covers)  # most tensors are cut alike
+    trace, diverged = [], []
+    for name in _order(everyone):
+        direction, module, tensor = name
+        dtype, shape = parts[name][0][1].dtype, parts[name][0][1].shape
+        held: dict[tuple[Place, ...], dict[int, list[int]]] = {}
+        placed = True
+        for rank, seen in parts[name]:
+            placed &= seen.places is not None and (seen.dtype, seen.shape) == (dtype, shape)
+            held.setdefault(seen.places or (), {})[rank] = seen.lanes
+        groups = [by_value(replicas) for replicas in held.values()]
+        diverged += [(direction, f"{module}/{tensor}", ranks) for ranks in groups if len(ranks) > 1]
+        digest = None
+        if placed and whole(tuple(place for places in held for place in places), shape):
+            firsts = [next(iter(replicas.values())) for replicas in held.values()]
+            digest = tensor_digest([sum(lane) for lane in zip(*firsts, strict=True)], dtype, shape)
+        trace.append(Traced(direction, module, tensor, dtype, shape if digest else (), digest))
+    return tuple(trace), tuple(diverged)
+
+
+def _order(everyone: Sequence[Sequence[Seen]]) -> list[Name]:
+    """Direction, module and tensor of all that was seen: forward by stage, then backward by stage from the last."""
+    stages: dict[tuple[bool, int], list[Name]] = {}
+    for saw in everyone:
+        own: dict[tuple[bool, int], list[Name]] = {}
+        for stage, direction, module, tensor in (seen.key for seen in saw):
+            place = (False, stage) if direction == FORWARD else (True, -stage)
+            own.setdefault(place, []).append((direction, module, tensor))
+        for place, names in own.items():
+            before = stages.get(place, [])
+            # A later rank's experts have higher numbers: they come last in the forward pass, first in the backward one.
+            stages[place] = _woven(before, names) if place[0] else _woven(before[::-1], names[::-1])[::-1]
+    return list(dict.fromkeys(name for place in sorted(stages) for name in stages[place]))
+
+
+def _woven(names: list[Name], others: list[Name]) -> list[Name]:
+    """Both lists in one; what only the second has comes right after what precedes it there."""
+    known = set(names)
+    after: dict[Name | None, list[Name]] = {}
+    last: Name | None = None
+    for name in others:
+        if name in known:
+            last = name
+        else:
+            after.setdefault(last, []).append(name)
+    return [*after.get(None, []), *(new for name in names for new in (name, *after.get(name, [])))]
