@@ -18,7 +18,7 @@ from tp_invariant_recipes.ledger.compare import Coverage, TraceCoverage, Verdict
 from tp_invariant_recipes.ledger.digests import Parameter, Traced, in_order, tensor_digest
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
-from tp_invariant_recipes.ledger.wording import parameter_line, parameter_rows, proved, remarks, verdict_line
+from tp_invariant_recipes.ledger.wording import one, parameter_line, parameter_rows, proved, remarks, verdict_line
 
 STEPS = 5
 LAYERS = 2
@@ -178,7 +178,7 @@ WEIGHT = f"weight of {FC1}.weight differs after the step"
     "at, digested, matched, words",
     (
         (3, lambda step: True, True, f"{WEIGHT}, its gradient and its value before matched: the update or the "),
-        (1, lambda step: True, None, f"{WEIGHT}, its gradient matched (its initial value is not recorded)"),
+        (1, lambda step: True, None, f"{WEIGHT}, its gradient matched (initial weights are not recorded by both)"),
         (3, lambda s: s != 2, None, f"{WEIGHT}, its gradient matched (weights after step 2 are not recorded by both)"),
     ),
 )
@@ -363,10 +363,40 @@ def test_an_output_whose_inputs_and_weights_matched(direction):
     )
 
 
-def test_at_step_1_the_weights_are_not_known():
-    assert traced_pair(f"forward/{FC2}/output", at=1).first.explanation.endswith(
-        "output differs, its inputs matched (its initial weights are not recorded)"
+def test_at_step_1_the_weights_are_the_initial_ones():
+    name = f"forward/{FC2}/output"
+    assert traced_pair(name, at=1).first.explanation.endswith(
+        "output differs, its inputs matched (initial weights are not recorded by both)"
     )
+    a = ledger("a", STARTED, traced=(1,))
+    b = ledger("b", STARTED, traced=(1,), at=1, **with_trace(1, name))
+    assert compare(a, b).first.explanation.endswith("output differs, its inputs and weights matched")
+
+
+INITIAL = {name: value("initial", name) for name in NAMES}
+STARTED = replace(HEADER, initial=INITIAL)
+
+
+@given(st.sets(st.sampled_from(NAMES), min_size=1))
+def test_other_initial_weights_come_before_any_step(names):
+    other = replace(HEADER, initial=INITIAL | {name: value("other", name) for name in names})
+    result = compare(ledger("a", STARTED), ledger("b", other, at=1, loss="f32:40c80001"))
+    first = next(name for name in NAMES if name in names)
+    assert (result.verdict, result.first.step, result.first.phase, result.first.kind, result.first.name) == (
+        Verdict.DIFFERENT,
+        0,
+        "initial",
+        "initial",
+        first,
+    )
+    assert {found.name for found in result.initial} == names
+    more = f", and of {len(names) - 1} more parameters" if len(names) > 1 else ""
+    assert verdict_line(result) == f"different: initial weight of {first} differs{more}; 1 of 5 steps differ"
+    assert one(result)["initial"] == [name for name in NAMES if name in names]
+
+
+def test_initial_weights_that_one_run_lacks_are_no_difference():
+    assert compare(ledger("a", STARTED), ledger("b")).verdict is Verdict.IDENTICAL
 
 
 def test_weights_that_are_not_recorded_are_said():

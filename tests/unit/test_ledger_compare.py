@@ -248,7 +248,7 @@ def test_json(runs):
     assert (output["schema"], output["error"]) == (2, None)
     same, different, refused = output["comparisons"]
     keys = {"a", "b", "verdict", "text", "remarks", "steps_compared", "steps_differing", "steps_skipped"}
-    keys |= {"kind", "first_difference", "model", "parameters", "coverage", "trace", "refused", "informed"}
+    keys |= {"kind", "first_difference", "model", "initial", "parameters", "coverage", "trace", "refused", "informed"}
     assert all(comparison.keys() == keys for comparison in output["comparisons"])
     assert same["b"] == {"path": "b/ledger.jsonl", "steps": 3, "torn": False, "identity_hash": HEADER.identity_hash}
     verdicts = [comparison["verdict"] for comparison in output["comparisons"]]

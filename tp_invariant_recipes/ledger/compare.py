@@ -6,7 +6,7 @@ from enum import Enum
 
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
-from tp_invariant_recipes.ledger.execution import FIELD, MODEL, RECORDS, Found, differences, differing, traced
+from tp_invariant_recipes.ledger.execution import FIELD, INITIAL, MODEL, RECORDS, Found, differences, differing, traced
 from tp_invariant_recipes.ledger.explanation import explain
 from tp_invariant_recipes.ledger.lines import (
     DIGESTED,
@@ -36,8 +36,8 @@ UNREADABLE = 2  # the exit status when a ledger cannot be read
 class FirstDifference:
     """Where two runs part.
 
-    step:  0: the models differ, before any step.
-    phase: "model", or what the step was doing: "data", "forward", "loss", "backward", "gradient", "norm", "update".
+    step:  0: the models or their initial weights differ, before any step.
+    phase: "model", "initial", or of the step: "data", "forward", "loss", "backward", "gradient", "norm", "update".
     kind, name, a, b: as `execution.Found`.
     ulp:   distance of two numbers. None: not two numbers of one width; for tensors `ledger.magnitude` has it.
     inputs_matched: whether all that it was computed from was equal. None: not known, or it is itself an input.
@@ -100,6 +100,7 @@ class Comparison:
     steps_skipped: int  # compared steps that both runs skipped
     first: FirstDifference | None
     model: tuple[Found, ...]  # parameters of another shape or dtype, or that one run lacks, where both list any
+    initial: tuple[Found, ...]  # parameters whose weights differ before the first step, where both recorded that
     parameters: tuple[ParameterDifference, ...]  # by first step, then in the order of execution
     coverage: dict[str, Coverage]  # of "gradients", "weights" and "trace"
     trace: TraceCoverage
@@ -128,16 +129,18 @@ def compare(a: Ledger, b: Ledger) -> Comparison:
     pairs = [] if refused else list(zip(a.steps, b.steps, strict=False))
     order = in_order({p.name for ledger in (a, b) for p in ledger.header.parameters})
     model = _model_differences(a.header, b.header) if pairs else ()
+    initial = _initial_differences(a.header, b.header) if pairs else ()
     found = {left.step: one for left, right in pairs if (one := next(differences(left, right, order), None))}
     return Comparison(
-        verdict=_verdict(bool(pairs), bool(model or found)),
+        verdict=_verdict(bool(pairs), bool(model or initial or found)),
         a=a,
         b=b,
         steps_compared=len(pairs),
         steps_differing=len(found),
         steps_skipped=sum(left.skipped and right.skipped for left, right in pairs),
-        first=_first(a, b, model, found, order),
+        first=_first(a, b, (*model, *initial), found, order),
         model=model,
+        initial=initial,
         parameters=_parameters(pairs, order),
         coverage={name: _coverage(name, pairs) for name in RECORDS},
         trace=_trace_coverage(pairs),
@@ -169,16 +172,22 @@ def _model_differences(a: Header, b: Header) -> tuple[Found, ...]:
     return tuple(found)
 
 
+def _initial_differences(a: Header, b: Header) -> tuple[Found, ...]:
+    left, right = a.initial or {}, b.initial or {}
+    common = in_order(left.keys() & right.keys())
+    return tuple(Found(INITIAL, INITIAL, n, left[n], right[n]) for n in common if left[n] != right[n])
+
+
 def _described(parameter: Parameter) -> tuple[str, str, str]:
     gradient = f"{parameter.gradient} gradient" if parameter.gradient else "no gradient"
     return f"shape {list(parameter.shape)}", gradient, f"{parameter.weight} weight"
 
 
 def _first(
-    a: Ledger, b: Ledger, model: Sequence[Found], found: dict[int, Found], order: Sequence[str]
+    a: Ledger, b: Ledger, before: Sequence[Found], found: dict[int, Found], order: Sequence[str]
 ) -> FirstDifference | None:
-    if model:
-        step, first = 0, model[0]
+    if before:
+        step, first = 0, before[0]
     elif found:
         step, first = next(iter(found.items()))
     else:

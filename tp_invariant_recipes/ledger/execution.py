@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tp_invariant_recipes.ledger.digests import Traced
 from tp_invariant_recipes.ledger.lines import FLOATS, StepRecord
 
-FIELD, REPLICAS, MODEL = "field", "replicas", "model"  # kinds of difference beside those of TENSORS
+FIELD, REPLICAS, MODEL, INITIAL = "field", "replicas", "model", "initial"  # kinds of difference beside Tensors
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ RECORDS = ("gradients", "weights", "trace")  # what a step record may lack
 class Found:
     """One value that differs.
 
-    kind: "field", "forward", "backward", "gradients", "weights", "replicas" or "model".
+    kind: "field", "forward", "backward", "gradients", "weights", "replicas", "model" or "initial".
     name: of the field, of the tensor as "forward/decoder.layers.3.mlp/output", "gradients/PARAMETER", or with "model"
-          of the parameter.
+          and "initial" of the parameter.
     a, b: as the records hold them: bits or digests as text, counts. Of replicas, the ranks that agree, as
           "0, 2 | 1"; None: they all do. Of a model, what it has, as "shape [512, 128]"; None: no such parameter.
     """

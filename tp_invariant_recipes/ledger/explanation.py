@@ -1,12 +1,12 @@
 """The first difference of two runs in words: what differs, and whether what it was computed from matched."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tp_invariant_recipes.ledger.bits import readable, ulp_distance
 from tp_invariant_recipes.ledger.digests import Traced
-from tp_invariant_recipes.ledger.execution import FIELDS, MODEL, REPLICAS, Found, digest, tensors
+from tp_invariant_recipes.ledger.execution import FIELDS, INITIAL, MODEL, REPLICAS, Found, digest, tensors
 from tp_invariant_recipes.ledger.reader import FILE_NAME, Ledger
 
 # A module's name -> the name its parameters have in checkpoints, where that is another one. Local layers keep their
@@ -29,10 +29,18 @@ class Scene:
     order: Sequence[str]
 
     def pairs(self, kind: str, step: int | None = None) -> dict[str, tuple[str | None, str | None]]:
-        """Digests of tensors of a step (default: this one) that both runs have, in the order of execution."""
-        at = (step or self.step) - 1
-        left, right = (tensors(run.steps[at], kind, self.order) for run in (self.a, self.b))
+        """Digests of tensors of a step that both runs have, in the order of execution.
+
+        step: default, this one; 0: before the first, where there are weights alone.
+        """
+        at = self.step if step is None else step
+        left, right = (self._tensors(run, kind, at) for run in (self.a, self.b))
         return {name: (digest(left[name]), digest(right[name])) for name in left if name in right}
+
+    def _tensors(self, run: Ledger, kind: str, step: int) -> Mapping[str, Traced | str]:
+        if step:
+            return tensors(run.steps[step - 1], kind, self.order)
+        return {f"{kind}/{name}": digest for name, digest in (run.header.initial or {}).items()}
 
     def matched(self, kind: str, step: int | None = None) -> list[str]:
         """Names of those that are known to be equal."""
@@ -66,6 +74,10 @@ def _model(scene: Scene) -> Answer:
         has, lacks = (scene.a, scene.b) if b is None else (scene.b, scene.a)
         return None, f"{name} is in {run_name(has)} and not in {run_name(lacks)}"
     return None, f"{name} has {a} and {str(b).removeprefix('shape ')}"
+
+
+def _initial(scene: Scene) -> Answer:
+    return None, f"initial weight of {scene.found.name} differs"
 
 
 def _replicas(scene: Scene) -> Answer:
@@ -142,11 +154,13 @@ def _own_weights(scene: Scene, module: str) -> str | None:
     if not own and scene.order:
         return None
     before = scene.step - 1
-    if before == 0:
-        return "its initial weights are not recorded"
     known = {name.partition("/")[2] for name in scene.matched("weights", before)}
     # Weights that differ there would be the first difference themselves.
-    return "matched" if own and own <= known else f"weights after step {before} are not recorded by both"
+    return "matched" if own and own <= known else f"{_weights_before(scene)} are not recorded by both"
+
+
+def _weights_before(scene: Scene) -> str:
+    return f"weights after step {scene.step - 1}" if scene.step > 1 else "initial weights"
 
 
 def _gradient(scene: Scene) -> Answer:
@@ -176,10 +190,8 @@ def _weight(scene: Scene) -> Answer:
     start = f"weight of {name} differs after the step"
     if f"gradients/{name}" not in scene.matched("gradients"):
         return None, f"{start} (digests of its gradient are not recorded by both)"
-    if scene.step == 1:
-        return None, f"{start}, its gradient matched (its initial value is not recorded)"
     if scene.found.name not in scene.matched("weights", scene.step - 1):
-        return None, f"{start}, its gradient matched (weights after step {scene.step - 1} are not recorded by both)"
+        return None, f"{start}, its gradient matched ({_weights_before(scene)} are not recorded by both)"
     return True, f"{start}, its gradient and its value before matched: the update or the optimizer's state differs"
 
 
@@ -221,6 +233,7 @@ def shown(value: Any, is_float: bool) -> str:
 # By kind of difference, and for fields by name.
 _EXPLAINED: dict[str, Callable[[Scene], Answer]] = {
     MODEL: _model,
+    INITIAL: _initial,
     REPLICAS: _replicas,
     "forward": _traced,
     "backward": _traced,

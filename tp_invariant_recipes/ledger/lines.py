@@ -41,6 +41,7 @@ class Header:
     environment: dict = field(default_factory=dict)  # the variables that numerics depend on
     notes: dict = field(default_factory=dict)  # facts worth saying, such as the tokenizer's convention
     parameters: tuple[Parameter, ...] = ()  # what the digests of a step are of, in this order; none: none recorded
+    initial: Mapping[str, str] | None = None  # digests of the weights before the first step; None: not recorded
 
     def __post_init__(self) -> None:
         if type(self.schema) is not int or self.schema != SCHEMA:
@@ -58,6 +59,8 @@ class Header:
         names = [parameter.name for parameter in self.parameters]
         if len(set(names)) != len(names):
             raise ValueError("a parameter appears twice")
+        for digest in (self.initial or {}).values():
+            check_digest(digest)
 
     def digested(self, kind: str) -> list[str]:
         """Names of the parameters that have a digest of `kind`, "gradients" or "weights", in order."""
@@ -148,7 +151,9 @@ def encode_header(header: Header) -> bytes:
     """The first line of a ledger, newline included."""
     parts = {name: getattr(header, name) for name in (IDENTITY, *INFORMATIVE)}
     start = {"kind": KIND, "schema": header.schema, "identity_hash": header.identity_hash}
-    end = {"parameters": [asdict(parameter) for parameter in header.parameters]}
+    end: dict[str, Any] = {"parameters": [asdict(parameter) for parameter in header.parameters], "initial": None}
+    if header.initial is not None:
+        end["initial"] = _encode_digests(header.initial, header.digested("weights"))
     return _line(start | parts | end)
 
 
@@ -162,6 +167,9 @@ def decode_header(line: bytes) -> Header:
         raise ValueError("not a ledger")
     if raw.get("schema") == SCHEMA:  # of another schema, Header says so
         raw["parameters"] = tuple(map(_parameter, _required(raw, "parameters", list)))
+        if _required(raw, "initial") is not None:
+            names = [parameter.name for parameter in raw["parameters"]]
+            raw["initial"] = _decode_digests("initial", _required(raw, "initial", dict), names)
     parts: dict[str, Any] = {name.name: _required(raw, name.name) for name in fields(Header)}
     header = Header(**parts)
     if _required(raw, "identity_hash") != header.identity_hash:

@@ -9,7 +9,7 @@ from typing import Any
 from tp_invariant_recipes.ledger import likeness
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.compare import UNREADABLE, Comparison, Coverage, FirstDifference, Verdict
-from tp_invariant_recipes.ledger.execution import FIELD, FIELDS
+from tp_invariant_recipes.ledger.execution import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.ledger.explanation import run_name
 from tp_invariant_recipes.ledger.likeness import PrintedComparison
 from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, Difference
@@ -216,6 +216,7 @@ def one(comparison: Comparison) -> dict:
         "steps_skipped": comparison.steps_skipped,
         "first_difference": _first(comparison) if comparison.first else None,
         "model": [{"parameter": found.name, "a": found.a, "b": found.b} for found in comparison.model],
+        "initial": [found.name for found in comparison.initial],
         "parameters": [
             {"name": parameter.name, "kind": parameter.kind, "steps": list(parameter.steps)}
             for parameter in comparison.parameters
@@ -273,6 +274,8 @@ def _different(comparison: Comparison) -> str:
     parts = [f"{where}: {first.explanation}"]
     if len(comparison.model) > 1:
         parts.append(f"{len(comparison.model) - 1} more such differences of the models")
+    if first.kind == INITIAL and len(comparison.initial) > 1:
+        parts[0] += f", and of {len(comparison.initial) - 1} more parameters"
     parts.append(f"{comparison.steps_differing} of {_steps(comparison.steps_compared)} differ{_ending(comparison)}")
     return "; ".join(parts)
 

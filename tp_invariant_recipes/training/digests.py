@@ -37,6 +37,7 @@ class Digests(Callback):
     """Takes the digests of every `every`th step. For every rank.
 
     parameters: what they are of, known once training has started.
+    initial:    of the weights before the first step, parameter → digest; None: training begins at a later one.
     due:        whether the running step has them.
     listener:   called with the digests of a step, once the GPU has them: during the next step, since waiting for them
                 would cost more than taking them. No checkpoint counts, and no training ends, before that.
@@ -48,6 +49,7 @@ class Digests(Callback):
     def __init__(self, every: int) -> None:
         self.every = every
         self.parameters: tuple[Parameter, ...] = ()
+        self.initial: dict[str, str] | None = None
         self.due = False
         self.listener: Callable[[Recorded], None] = lambda recorded: None
         self._gradient_lanes: Tensor | None = None
@@ -69,6 +71,8 @@ class Digests(Callback):
             Parameter(name, self._weights.shapes[name], dtypes.get(name), self._weights.dtypes[name])
             for name in self._weights.names
         )
+        if context.state.train_state.step == 0:
+            self.initial = self._initial()
         # The optimizer lives no longer than this training, so nobody puts its step back.
         self._step, context.optimizer.step = context.optimizer.step, self._optimizer_step
 
@@ -108,6 +112,12 @@ class Digests(Callback):
             return self._step(*args, **kwargs)
         with grad_norm.largest_known(self._gradients.lanes.largest):
             return self._step(*args, **kwargs)
+
+    def _initial(self) -> dict[str, str]:
+        lanes = torch.cat([torch.zeros_like(self._gradients.lanes()), self._weights.lanes()])
+        merged, done = self._merge(lanes)
+        done.synchronize()
+        return self._weights.texts(merged.numpy()[len(self._gradients.parts) :, :LANES])
 
     def _take(self) -> None:
         """Start on the weights' digests, and on what all ranks have together, for the step that has ended."""

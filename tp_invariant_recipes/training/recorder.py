@@ -49,6 +49,7 @@ class Recorder(Callback):
             device=_device(),
             environment=recorded(os.environ),
             parameters=self.digests.parameters if self.digests else (),
+            initial=self.digests.initial if self.digests else None,
             **self.parts,
         )
         if self.run_dir.ledger.exists():
