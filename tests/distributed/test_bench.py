@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from tp_invariant_recipes.ledger.record import read
 from tp_invariant_recipes.training import profile
 
 SMALL = ("qwen3_toy", "tp=2", "seq=64", "device=cpu", "model.num_layers=2")
@@ -121,3 +122,13 @@ def test_a_stopped_benchmark_says_so(tpi):
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 2
     assert "the benchmark was stopped before its end" in process.stderr
+
+
+def test_a_mode_with_digests_writes_them_and_the_others_do_not(shared):
+    arguments = ("--modes", "tree,tree+digests", "--rounds", "1", "--warmup", "0", "--steps", "2", "--dir", "digests")
+    done = shared("bench", *SMALL, *arguments)
+    assert done.status == 0, done.stderr
+    plain, digested = (read(shared.folder / "digests/bench" / f"pass-{number}") for number in (0, 1))
+    assert [step.weights is not None for step in plain.steps] == [False, False]
+    assert [step.weights is not None for step in digested.steps] == [True, True]
+    assert [(step.loss, step.grad_norm) for step in plain.steps] == [(s.loss, s.grad_norm) for s in digested.steps]

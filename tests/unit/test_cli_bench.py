@@ -26,6 +26,9 @@ MISTAKES = (
     (["qwen3_toy", "numerics=tree"], ["numerics=tree: a benchmark sets the mode itself: --modes stock,tree"]),
     (["qwen3_toy", "++train.train_iters=3"], ["++train.train_iters=3: a benchmark counts its own steps: --warmup N"]),
     (["qwen3_toy", "run.dir=x"], ["run.dir=x: a benchmark has its own directory: --dir PATH"]),
+    (["qwen3_toy", "--modes", "tree,tree+digest"], ["numerics=tree+digest"]),
+    (["qwen3_toy", "ledger.digests=0"], ["a mode says whether it records digests: --modes tree,tree+digests"]),
+    (["qwen3_toy", "ledger.trace=1:1"], ["a benchmark traces no modules"]),
     (["qwen3_toy", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),
     (["qwen3_toy", "--dir", "taken/file"], ["--dir taken/file is there and is not an empty directory"]),
     (["qwen3_toy", "device=gpu", "--modes", "stock"], ["device=gpu, but this machine shows no GPU"]),
@@ -75,6 +78,17 @@ def test_traced_passes_come_after_all_rounds():
         ("stock", True),
         ("tree", True),
     ]
+
+
+def test_a_mode_records_digests_if_it_says_so():
+    plans = bench.new(
+        "qwen3_toy", [], ["tree", "tree+digests"], rounds=1, warmup=0, steps=1, traced=False, directory=None
+    ).plans
+    assert {mode: one.tree["numerics"]["mode"] for mode, one in plans.items()} == {
+        "tree": "tree",
+        "tree+digests": "tree",
+    }
+    assert {mode: one.tree["ledger"]["digests"] for mode, one in plans.items()} == {"tree": 0, "tree+digests": 1}
 
 
 def test_each_mode_has_its_own_configuration_and_nothing_is_written(here):
