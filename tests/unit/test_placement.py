@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tp_invariant_recipes.kernels.digest import Piece, lanes
 from tp_invariant_recipes.training import placement
-from tp_invariant_recipes.training.placement import Row, Site, covers, row_of
+from tp_invariant_recipes.training.placement import Row, Site, row_of
+from tp_invariant_recipes.training.shards import covers
 
 CONFIG = SimpleNamespace(
     hidden_size=8,

@@ -10,12 +10,11 @@ What has no row has no place, nor has a tensor that is not shaped as its row and
 says that the tensor was there, and no more.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.digest import Piece
@@ -93,24 +92,6 @@ class Placed:
 
 # (tensor, its module, micro-batch, site) -> its place; None: it is not shaped as was thought.
 Lie = Callable[[Tensor, Any, int, Site], Placed | None]
-
-
-def covers(places: Iterable[Place], shape: Sequence[int]) -> bool:
-    """Whether places hold every element of a tensor of this shape exactly once."""
-    places = list(places)
-    total = int(np.prod(shape))
-    if not places or min(p.rows * p.columns for p in places) == 0:
-        return total == 0
-    rows = max(p.row + p.step * (p.rows - 1) for p in places) + 1
-    columns = max(p.column + p.columns for p in places)
-    if rows * columns != total:
-        return False
-    cuts = sorted({cut for p in places for cut in (p.column, p.column + p.columns)} | {0})
-    held = np.zeros((rows, len(cuts) - 1), dtype=np.int32)
-    index = {cut: n for n, cut in enumerate(cuts)}
-    for p in places:
-        held[p.row : p.row + p.step * p.rows : p.step, index[p.column] : index[p.column + p.columns]] += 1
-    return bool((held == 1).all())
 
 
 # --- Kinds of place ---

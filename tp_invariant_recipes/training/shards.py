@@ -6,13 +6,13 @@ as a table: its last dimension is the columns, the others together are the rows.
 """
 
 import bisect
-import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -135,22 +135,22 @@ class Shards:
                 problems.append(f"{name}: {placed.get(number, 0)} of {tensors[name].numel()} elements are placed")
 
 
-def covers(places: Iterable[Place], shape: tuple[int, ...]) -> bool:
-    """Whether places of step 1 hold every element of a tensor of this shape exactly once."""
-    places = sorted(places)
-    total = sum(place.rows * place.columns for place in places)
-    overlap = any(
-        a.row < b.row + b.rows
-        and b.row < a.row + a.rows
-        and a.column < b.column + b.columns
-        and b.column < a.column + a.columns
-        for a, b in itertools.combinations(places, 2)
-    )
-    rows, columns = math.prod(shape[:-1]), (shape or (1,))[-1]
-    inside = all(
-        p.row >= 0 and p.row + p.rows <= rows and p.column >= 0 and p.column + p.columns <= columns for p in places
-    )
-    return inside and not overlap and total == math.prod(shape)
+def covers(places: Iterable[Place], shape: Sequence[int]) -> bool:
+    """Whether places hold every element of a tensor of this shape exactly once."""
+    places = list(places)
+    total = int(np.prod(shape))
+    if not places or min(p.rows * p.columns for p in places) == 0:
+        return total == 0
+    rows = max(p.row + p.step * (p.rows - 1) for p in places) + 1
+    columns = max(p.column + p.columns for p in places)
+    if rows * columns != total:
+        return False
+    cuts = sorted({cut for p in places for cut in (p.column, p.column + p.columns)} | {0})
+    held = np.zeros((rows, len(cuts) - 1), dtype=np.int32)
+    index = {cut: n for n, cut in enumerate(cuts)}
+    for p in places:
+        held[p.row : p.row + p.step * p.rows : p.step, index[p.column] : index[p.column + p.columns]] += 1
+    return bool((held == 1).all())
 
 
 class _Memory:

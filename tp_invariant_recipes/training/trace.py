@@ -16,9 +16,9 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.digests import Traced, tensor_digest
 from tp_invariant_recipes.training.dump_writer import DumpWriter
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
-from tp_invariant_recipes.training.placement import Site, covers
+from tp_invariant_recipes.training.placement import Site
 from tp_invariant_recipes.training.rundir import RunDir
-from tp_invariant_recipes.training.shards import Place, unwrapped
+from tp_invariant_recipes.training.shards import Place, covers, unwrapped
 from tp_invariant_recipes.training.watch import BACKWARD, FORWARD, Seen, Watch
 
 
