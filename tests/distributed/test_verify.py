@@ -57,7 +57,8 @@ def test_a_verification_is_never_overwritten(tree, shared):
 
 
 def test_stock_numerics_differ_and_say_what_to_do(tree, shared):
-    done = shared("verify", *SMALL, "tp=1,2", "numerics=stock", "--dir", "stock")
+    stock = ("numerics=stock", "numerics.initial_weights=invariant")
+    done = shared("verify", *SMALL, "tp=1,2", *stock, "--dir", "stock")
     assert done.status == 1, done.stderr
     assert rows(done.stdout)[1][4:] == ["different", "at", "step", "1:", "loss"]
     assert "different: tp=2 computed other bits than tp=1 at step 1: loss " in done.stdout
@@ -71,6 +72,15 @@ def test_stock_numerics_differ_and_say_what_to_do(tree, shared):
     assert rows(other.stdout)[0][0] == "stock.tpicert"
     assert "different: tp=1 computed other bits than stock.tpicert at step " in other.stdout
     assert "go on with: tpi compare stock.tpicert against-stock/tp1" in other.stdout
+
+
+def test_other_initial_weights_are_named_with_the_key_that_makes_them_equal(shared):
+    """Megatron draws others for every tp."""
+    done = shared("verify", *SMALL, "tp=1,2", "numerics=stock", "--dir", "drawn")
+    assert done.status == 1, done.stderr
+    assert "different: tp=2 computed other bits than tp=1: initial weight of embedding.word_embeddings" in done.stdout
+    assert "numerics.initial_weights=invariant starts all of them from the same weights" in done.stdout
+    assert "go on with: tpi compare drawn/tp1 drawn/tp2" in done.stdout
 
 
 def test_a_run_agrees_with_a_certificate_of_another(tree, shared):

@@ -76,7 +76,9 @@ class Row:
         if comparison is None:
             return self.state
         if comparison.first is not None:
-            return f"{self.state} at step {comparison.first.step}: {comparison.first.name}"
+            first = comparison.first
+            where = f" at step {first.step}: {first.name}" if first.step else f": {first.explanation}"
+            return f"{self.state}{where}"
         if comparison.verdict is Verdict.IDENTICAL and comparison.steps_compared < comparison.steps_total:
             return f"{self.state}, {comparison.steps_compared} of {comparison.steps_total} steps"
         return self.state
@@ -228,7 +230,7 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[Row, ...]) -> Judgement
         verdict, line = Verdict.DIFFERENT.value, _different(different, reference)
     else:
         verdict, line = Verdict.IDENTICAL.value, _identical(matrix, compared, reference)
-    advice = None if different is None else _next_command(reference.run, different.run)
+    advice = None if different is None else _next_command(reference, different)
     return Judgement(directory, matrix, rows, verdict, line, _remarks(rows, compared), advice)
 
 
@@ -301,6 +303,8 @@ def _remarks(rows: tuple[Row, ...], compared: list[Row]) -> tuple[str, ...]:
     # What they say of a difference stands in the verdict and its advice, once for all rows.
     identical = [row.comparison for row in compared if row.comparison and row.comparison.first is None]
     sentences += dict.fromkeys(sentence for comparison in identical for sentence in remarks(comparison))
+    if any(row.comparison.initial for row in compared if row.comparison):
+        sentences.append("numerics.initial_weights=invariant starts all of them from the same weights.")
     if any(_stock_over_degrees(row.comparison) for row in compared if row.comparison):
         sentences.append(
             "numerics=stock adds in an order that depends on tp, so it is not made for this; numerics=tree is "
@@ -316,10 +320,11 @@ def _stock_over_degrees(comparison: Comparison) -> bool:
     return comparison.verdict is Verdict.DIFFERENT and stock and len(degrees) > 1
 
 
-def _next_command(a: Path, b: Path) -> str:
-    """What to do about two runs that differ: bisect run directories, compare what is only a file."""
-    command = "bisect" if a.is_dir() and b.is_dir() else "compare"
-    return shlex.join(["tpi", command, os.fspath(a), os.fspath(b)])
+def _next_command(reference: Row, different: Row) -> str:
+    """What to do about two runs that differ: bisect run directories that part at a step, compare all else."""
+    first = different.comparison.first if different.comparison else None
+    can = first is not None and first.step > 0 and reference.run.is_dir() and different.run.is_dir()
+    return shlex.join(["tpi", "bisect" if can else "compare", os.fspath(reference.run), os.fspath(different.run)])
 
 
 def _steps(count: int) -> str:
