@@ -144,6 +144,18 @@ def _context(tree: Tree, layout: Layout) -> str | None:
     return f"cp={layout.cp}: context parallelism needs Transformer Engine's attention, so device=gpu"
 
 
+def _interleaved(tree: Tree, layout: Layout) -> str | None:
+    chunks = tree["model"].get("virtual_pipeline_model_parallel_size")
+    if not chunks or chunks == 1 or tree["device"]["kind"] == "gpu":
+        return None
+    # Seen at pp=2 with 4 micro-batches: another loss. There the next stage is the previous one, too, and Gloo tells
+    # messages between two ranks apart by their order alone.
+    return (
+        f"model.virtual_pipeline_model_parallel_size={chunks}: interleaved stages take each other's messages for their "
+        f"own on a CPU; leave it unset, or device=gpu"
+    )
+
+
 def _iters(tree: Tree, layout: Layout) -> str | None:
     iters = tree["train"]["train_iters"]
     return f"iters={iters}: must be at least 1" if iters is None or iters < 1 else None
@@ -174,6 +186,7 @@ RULES: tuple[Callable[[Tree, Layout], str | None], ...] = (
     _sequence_parallel,
     _sequence,
     _context,
+    _interleaved,
     _layers,
     _pattern,
     _experts,
