@@ -84,7 +84,10 @@ REFUSED = (
     ({"tp": 2, "sp": True, "seq": 63}, "seq=63 is not a multiple of tp=2 (sp=true); the next that is: seq=64"),
     ({"cp": 2, "seq": 66}, "seq=66 is not a multiple of 2 * cp=2; the next that is: seq=68"),
     ({"cp": 2, "tp": 2, "sp": True, "seq": 68}, "seq=68 is not a multiple of 2 * cp=2 * tp=2 (sp=true); the next"),
-    ({"pp": 2, "virtual_pipeline_model_parallel_size": 2, "device": "cpu"}, "interleaved stages take each other's"),
+    (
+        {"pp": 2, "virtual_pipeline_model_parallel_size": 2, "device": "cpu"},
+        "model.virtual_pipeline_model_parallel_size=2: interleaved stages take each other's messages",
+    ),
     ({"cp": 2, "device": "cpu"}, "cp=2: context parallelism needs Transformer Engine's attention, so device=gpu"),
     ({"pp": 3}, "pp=3 does not divide model.num_layers=8; pp can be 1, 2, 4, 8"),
     ({"pp": 3, **HYBRID, "num_layers": None}, "pp=3 does not divide the 8 layers of this model"),
@@ -114,9 +117,10 @@ def test_refused_with_one_line(changes, says):
 
 def test_every_rule_has_its_say():
     everything = {"tp": 5, "sp": True, "pp": 7, "cp": 3, "dp": 3, "ep": 5, "etp": 9, "device": "cpu", "data": "text"}
+    everything |= {"virtual_pipeline_model_parallel_size": 2}
     found = layout.problems(tree(**everything, **MOE, iters=0, save=-1, lr=1e-9))
-    keys = [re.match(r"data=text|\w+", problem)[0] for problem in found]
-    assert keys == ["tp", "etp", "seq", "cp", "pp", "ep", "gbs", "iters", "save", "lr", "data=text"]
+    keys = [re.match(r"data=text|model\.virtual|\w+", problem)[0] for problem in found]
+    assert keys == ["tp", "etp", "seq", "cp", "model.virtual", "pp", "ep", "gbs", "iters", "save", "lr", "data=text"]
 
 
 def test_a_layout_counts_its_ranks():
