@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from tp_invariant_recipes import __version__
-from tp_invariant_recipes.cli import bench, certify, compare, data, doctor, report, show, train, verify
+from tp_invariant_recipes.cli import bench, bisect, certify, compare, data, doctor, report, show, train, verify
 from tp_invariant_recipes.errors import TpiError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("compare")(compare.compare)
 app.command("verify")(verify.verify)
 app.command("certify")(certify.certify)
 app.command("report")(report.report)
+app.command("bisect")(bisect.bisect)
 app.command("bench")(bench.bench)
 app.command("show")(show.show)
 app.command("models")(show.models)

@@ -21,7 +21,11 @@ from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import preflight
 from tp_invariant_recipes.ledger.lines import Header
 from tp_invariant_recipes.training import checkpoints
+from tp_invariant_recipes.training.checkpoints import Checkpoint
 from tp_invariant_recipes.training.rundir import RunDir, choose
+
+# Overrides of a run that say where it was written and where it resumed, which a repetition does elsewhere.
+NOT_REPEATED = ("run.dir", "checkpoint.save", "checkpoint.ckpt_step")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class Plan:
     @property
     def steps(self) -> int:
         """Steps the run will have when it is done."""
-        return self.tree["train"]["train_iters"]
+        train = self.tree["train"]
+        every = train.get("exit_interval")  # Bridge leaves after a step that it divides
+        return min(train["train_iters"], (self.start // every + 1) * every) if every else train["train_iters"]
 
     @property
     def device(self) -> str:
@@ -82,17 +88,47 @@ def again(
     asked = [o for o in before["overrides"] if not o.startswith("checkpoint.ckpt_step=")]  # of an earlier resume
     composed = compose(before["model"], [*asked, *overrides], device=before["device"])
     plan = completed(composed, run_dir, progress)
-    _same_identity(run, before["identity"], plan.identity)
+    _same_identity(before["identity"], plan.identity, f"--resume {run} would go on with another run.")
     step = plan.tree["checkpoint"]["ckpt_step"]
     found = checkpoints.select(run_dir.checkpoints, step)
     if found and found.read_manifest()["identity_hash"] != identity_hash(plan.identity):
         raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run}")
-    if found is None:
-        return plan
+    return plan if found is None else _from(plan, found)
+
+
+def rerun(
+    run: Path,
+    run_dir: RunDir,
+    start: Checkpoint | None,
+    *,
+    last_step: int,
+    record: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:
+    """Plan to repeat a run in a directory of its own, up to `last_step` at least, as it last was; nothing is saved.
+
+    start:  a finished checkpoint of that run; None: from the beginning.
+    record: overrides of what the ledger records.
+    Raises a TpiError: this machine cannot carry it, or it would be another run.
+    """
+    before = RunDir(run).read_run()
+    asked = [o for o in before["overrides"] if o.partition("=")[0].lstrip("+") not in NOT_REPEATED]
+    # The length stays: how often Megatron goes through the text, and in which order, depends on it. Bridge leaves
+    # without a word to callbacks, so the ledger has the digests of a step only if another one follows.
+    shorter = f"train.exit_interval={last_step + 1}"
+    changes = [*record, "save=0", "logging=none", shorter, "train.exit_duration_in_mins=null"]
+    plan = completed(compose(before["model"], [*asked, *changes], device=before["device"]), run_dir, progress)
+    _same_identity(before["identity"], plan.identity, f"{run} cannot be repeated: it would be another run now.")
+    plan.tree["checkpoint"]["save"] = None
+    return plan if start is None else _from(plan, start)
+
+
+def _from(plan: Plan, found: Checkpoint) -> Plan:
+    """The plan, begun at a checkpoint of a run of the same identity."""
     # The identity is the same, so the checkpoint's schedule is this run's: Megatron would refuse a longer run over the
     # number of steps alone.
     scheduler = plan.tree["scheduler"] | {"use_checkpoint_opt_param_scheduler": True}
-    checkpoint = plan.tree["checkpoint"] | {"ckpt_step": found.step, "load": str(run_dir.checkpoints)}
+    checkpoint = plan.tree["checkpoint"] | {"ckpt_step": found.step, "load": str(found.path.parent)}
     return replace(plan, tree=plan.tree | {"scheduler": scheduler, "checkpoint": checkpoint}, start=found.step)
 
 
@@ -192,8 +228,8 @@ def _notes(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _same_identity(run: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _same_identity(before: dict[str, Any], now: dict[str, Any], otherwise: str) -> None:
     changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     if changed:
         problems = [f"{key} was {before.get(key)} and is {now.get(key)} now" for key in changed]
-        raise RunError(f"--resume {run} would go on with another run.\n{listed(problems)}")
+        raise RunError(f"{otherwise}\n{listed(problems)}")

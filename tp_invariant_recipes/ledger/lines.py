@@ -229,9 +229,7 @@ def _decode_digests(kind: str, raw: dict, names: Sequence[str]) -> dict[str, str
         raise ValueError(f"{kind}: {len(texts)} digests of {len(names)} parameters")
     digests = {name: check_digest(text) for name, text in zip(names, texts, strict=True)}
     if raw != _encode_digests(digests, names):
-        raise ValueError(
-            f"{kind}: group or model do not belong to the parameters: the line was altered"
-        )
+        raise ValueError(f"{kind}: group or model do not belong to the parameters: the line was altered")
     return digests
 
 

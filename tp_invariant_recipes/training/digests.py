@@ -87,12 +87,15 @@ class Digests(Callback):
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
         """Have the step in the ledger before the manifest is written, which makes the checkpoint count."""
-        self._take()
-        self._deliver()
+        self.finish()
         dist.barrier()
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Deliver the last step's."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Deliver the last step's, with all other ranks."""
         self._take()
         self._deliver()
 

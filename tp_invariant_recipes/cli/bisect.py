@@ -1,0 +1,78 @@
+"""`tpi bisect`."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.host.quiet import VERBOSE
+
+
+def bisect(
+    run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory.", show_default=False)],
+    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another, that differs.", show_default=False)],
+    directory: Annotated[
+        Path | None, typer.Option("--dir", metavar="DIR", help="Where to write; default runs/bisect-DATE-TIME.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Megatron and the libraries say.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Find the operation at which two runs part.
+
+    Trains both again, from their last checkpoint before the first step that differs, with every module traced at that
+    step; then once more, to write out the tensors at that place and tell how far apart they are. The runs stay as they
+    are. Exit status: 1 they differ, 0 they do not, 2 they cannot be compared or trained again.
+
+    \b
+    tpi bisect runs/qwen3_8b-tp2-… runs/qwen3_8b-tp4-…
+    """
+    from tp_invariant_recipes.launch import bisect as launch
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.ledger.compare import Comparison
+    from tp_invariant_recipes.ledger.wording import one, verdict_line
+
+    if verbose:
+        os.environ[VERBOSE] = "1"
+    found = launch.new(run_a.expanduser(), run_b.expanduser(), directory)
+    if isinstance(found, Comparison):
+        print(
+            json.dumps({"recorded": one(found)})
+            if as_json
+            else f"{verdict_line(found)}\nthere is no step to train again"
+        )
+        raise typer.Exit(found.exit_status)
+    console = progress.console()
+    console.print(Text(f"recorded: {verdict_line(found.first)}"), soft_wrap=True)
+    console.print(Text(f"training step {found.step} again in {found.directory.path}"), soft_wrap=True)
+
+    @contextmanager
+    def watch(label: str, planned: Any) -> Iterator[Any]:
+        console.print(Text(label, style="bold"), soft_wrap=True)
+        with progress.watcher(planned, console, verbose=verbose) as tick:
+            yield tick
+
+    result = launch.execute(found, watch)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        _print(result)
+    raise typer.Exit(result["exit_status"])
+
+
+def _print(result: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    console.print(Text(result["text"], style="bold"), soft_wrap=True)
+    if result["apart"]:
+        console.print(Text(f"{result['dumped'][0]}: {result['apart']}"), soft_wrap=True)
+        console.print(Text(f"values: {result['directory']}/dumped-a/dumps and dumped-b/dumps"), soft_wrap=True)
+    for sentence in result["remarks"]:
+        console.print(Text(sentence), soft_wrap=True)
+    traced = f"{result['directory']}/traced-a {result['directory']}/traced-b"
+    console.print(Text(f"to look further: tpi compare {traced} --all, tpi report {traced}"), soft_wrap=True)
