@@ -218,7 +218,7 @@ def _wrong_on_one_rank():
 
         original(self, context)
         if context.state.train_state.step == 1 and dist.get_rank() == 1:
-            norm = trace._unwrapped(context.model[0]).decoder.layers[1].pre_mlp_layernorm
+            norm = trace.unwrapped(context.model[0]).decoder.layers[1].pre_mlp_layernorm
             norm.register_forward_hook(lambda module, args, output: output * 2, prepend=True)
 
     trace.Tracing.on_train_step_start = start

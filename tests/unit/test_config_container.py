@@ -465,5 +465,6 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("words", examples(), ids=" ".join)
 def test_the_examples_in_the_help_are_right(words):
+    words = " ".join(words).replace("--trace ", "ledger.trace=").split()
     model, *overrides = [word for word in words if not word.startswith("--")]
     assert compose(model, overrides, device="gpu").model == model
