@@ -159,6 +159,9 @@ def test_a_weight_gradient_is_named_with_its_module(tpi):
     assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1}" in found.stdout
     assert "and the gradient that arrives at it matched" in found.stdout
     assert f"gradients/{FC1}.weight: 2 of 65536 elements differ, by at most 1 ULP" in found.stdout
+    again = tpi("bisect", "tp1", "tp2", "--dir", "bisect")
+    assert again.status == 2
+    assert "--dir bisect is there and is not an empty directory" in again.stderr
 
 
 def test_a_run_that_does_not_repeat_itself_is_said(tpi):

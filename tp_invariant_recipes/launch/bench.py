@@ -21,7 +21,7 @@ from tp_invariant_recipes.training import bench as rank
 from tp_invariant_recipes.training import profile
 from tp_invariant_recipes.training.benchdir import BenchDir, Pass
 from tp_invariant_recipes.training.profile import Trace
-from tp_invariant_recipes.training.rundir import choose
+from tp_invariant_recipes.training.rundir import choose_for_several
 
 # Keys that the benchmark itself decides -> how to say it instead.
 RESERVED = {
@@ -80,7 +80,7 @@ def new(
     sound = [text for text in overrides if _key(text) not in RESERVED]
     length = max(warmup + steps, 1)
     composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
-    where = _directory(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].tree).tp}")
+    where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].tree).tp}"))
     plans = {mode: _planned(mode, composed[mode], where, progress) for mode in modes}
     if any(one.environment != plans[modes[0]].environment for one in plans.values()):
         raise ConfigError("these modes need different environment variables, which one process cannot have")
@@ -156,15 +156,6 @@ def _composed(model: str, overrides: Sequence[str], modes: Sequence[str], proble
     if problems:
         raise ConfigError(listed(problems), problems)
     return composed
-
-
-def _directory(asked: Path | None, name: str) -> BenchDir:
-    if asked is None:
-        return BenchDir(choose(None, name).path)
-    path = asked.expanduser()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunError(f"--dir {asked} is there and is not an empty directory: nothing is overwritten, choose another")
-    return BenchDir(path)
 
 
 def _planned(mode: str, composed: Composed, where: BenchDir, progress: Callable[[int, int], None] | None) -> Plan:

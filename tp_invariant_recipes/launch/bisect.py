@@ -22,7 +22,7 @@ from tp_invariant_recipes.ledger.magnitude import magnitude_line, magnitude_repo
 from tp_invariant_recipes.ledger.reader import Ledger, contents, read
 from tp_invariant_recipes.ledger.wording import exit_status, one, verdict_line
 from tp_invariant_recipes.training import checkpoints
-from tp_invariant_recipes.training.rundir import RunDir, choose
+from tp_invariant_recipes.training.rundir import RunDir, choose_for_several
 
 SCHEMA = 1
 SIDES = ("a", "b")
@@ -65,7 +65,7 @@ def new(a: Path, b: Path, directory: Path | None) -> Bisection | Comparison:
     first = comparison.first
     if first is None or first.step == 0 or first.phase == "data":
         return comparison
-    where = choose(None if directory is None else str(directory), "bisect")
+    where = RunDir(choose_for_several(directory, "bisect"))
     return Bisection(comparison, where, first.step, tuple(_other_versions(comparison)))
 
 

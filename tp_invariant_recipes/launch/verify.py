@@ -9,7 +9,7 @@ from typing import Any
 
 from tp_invariant_recipes.config import layout
 from tp_invariant_recipes.config.compose import Composed, compose, listed
-from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError
+from tp_invariant_recipes.errors import ConfigError, LedgerError, TpiError
 from tp_invariant_recipes.launch import matrix, plan
 from tp_invariant_recipes.launch.judgement import Judgement, judge
 from tp_invariant_recipes.launch.local import Outcome as Ended
@@ -17,7 +17,7 @@ from tp_invariant_recipes.launch.matrix import Axis, Cell, Choice, Matrix, Matri
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.lines import Header, identity_differences
 from tp_invariant_recipes.ledger.reader import Ledger, read
-from tp_invariant_recipes.training.rundir import choose
+from tp_invariant_recipes.training.rundir import choose_for_several
 
 __all__ = ["Judgement", "Verification", "check", "execute", "judge", "new"]
 
@@ -62,7 +62,7 @@ def new(
         )
     composed = _composed(model, choices, problems)
     choices = tuple(_named(one, composed[one.label]) for one in choices)
-    where = _directory(directory, f"verify-{model}")
+    where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
     plans = _planned(choices, list(composed.values()), where, progress)
     problems = [*_lengths(plans), *_identities(axes, choices, plans), *_environments(plans)]
     if reference is not None and not problems:
@@ -199,15 +199,6 @@ def _named(choice: Choice, composed: Composed) -> Choice:
     """Where no key has several values, the one cell is named by its tensor-parallel degree."""
     tp = layout.of(composed.tree).tp
     return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
-
-
-def _directory(asked: Path | None, name: str) -> MatrixDir:
-    if asked is None:
-        return MatrixDir(choose(None, name).path)
-    path = asked.expanduser()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunError(f"--dir {asked} is there and is not an empty directory: nothing is overwritten, choose another")
-    return MatrixDir(path)
 
 
 def _planned(

@@ -144,3 +144,16 @@ def choose(requested: str | None, name: str) -> RunDir:
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = (stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(2, 1000)))
     return RunDir(next(p for p in candidates if not p.exists()))
+
+
+def choose_for_several(asked: Path | None, name: str) -> Path:
+    """The directory of a command that makes several runs: `--dir` as asked for, or `runs/NAME-DATE-TIME`.
+
+    Raises RunError when the one asked for is there and not an empty directory.
+    """
+    if asked is None:
+        return choose(None, name).path
+    path = asked.expanduser()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunError(f"--dir {asked} is there and is not an empty directory: nothing is overwritten, choose another")
+    return path
