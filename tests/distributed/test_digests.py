@@ -127,7 +127,10 @@ def test_one_flipped_bit_of_a_weight_is_named(tpi):
 
 def test_a_replica_that_diverges_is_named_with_its_rank(tpi):
     flip = _flip("layers.1.input_layernorm.weight", 3)
-    ledger = train(tpi, "run", "tp=4", before=_at_step(1, 2, flip))
+    done = tpi("train", *SMALL, "tp=4", "run.dir=run", before=_at_step(1, 2, flip))
+    assert done.status == 0, done.stderr
+    assert "warning: replicas of a tensor disagree at step 1" in done.stderr
+    ledger = read(tpi.folder / "run")
     assert ledger.steps[0].diverged == (("weights", NORM, ((0, 1, 3), (2,))),)
 
 

@@ -31,7 +31,20 @@ def test_help_names_every_command(cli):
     ended = cli("--help")
     assert ended.status == 0
     assert ended.err == ""
-    for command in ("train", "compare", "show", "models", "doctor", "data"):
+    commands = (
+        "train",
+        "compare",
+        "verify",
+        "bisect",
+        "certify",
+        "report",
+        "bench",
+        "show",
+        "models",
+        "doctor",
+        "data",
+    )
+    for command in commands:
         assert f" {command} " in ended.out
 
 

@@ -133,3 +133,15 @@ def test_everything_lacking_is_said_at_once(machine, tmp_path):
     machine([B300], installed=(), free=0)
     found = problems(tmp_path, "nemotron3_nano", "tp=2", "cluster=h100", "save=1")
     assert [line.split()[0] for line in found] == ["tp=2", "device=gpu", "this", "cluster=h100", f"{tmp_path}/run"]
+
+
+def test_digests_of_many_experts_need_room(machine, tmp_path):
+    """0.9 MB a step: every gradient and weight of 48 layers of 128 experts."""
+    machine([H200] * 8, free=2**30)
+    run = ("qwen3_30b_a3b", "tp=4", "iters=10000")
+    (problem,) = problems(tmp_path, *run)
+    assert re.search(
+        r"writes at least 8\d{3} MiB; free some, set run.dir=PATH on another disk, record digests less", problem
+    )
+    check(tmp_path, *run, "ledger.digests=100")
+    check(tmp_path, *run, "ledger.digests=0")

@@ -93,6 +93,12 @@ def _closing(summary: dict) -> str:
         "" if summary["loss"] is None else f": loss {summary['loss']:.4f}, gradient norm {summary['grad_norm']:.4f}"
     )
     lines = [f"{summary['outcome']} at step {summary['steps']} of {summary['of']}{figures}"]
+    if summary["diverged"] is not None:
+        ledger = Path(summary["run"]) / "ledger.jsonl"
+        lines.append(
+            f"warning: replicas of a tensor disagree at step {summary['diverged']}: what ranks compute has come apart; "
+            f'which tensors and ranks, {ledger} says there under "diverged"'
+        )
     if summary["outcome"] == "stopped":
         lines.append(f"go on with: tpi train --resume {summary['run']}")
     return "\n".join(lines)

@@ -14,6 +14,10 @@ from tp_invariant_recipes.training.rundir import RunDir, free_bytes
 # What a run writes besides checkpoints and sample indices: configuration, logs, ledger.
 SMALL_FILES = 8 * 2**20
 
+# A digest in the ledger, and how many tensors of a model have two at every step: gradient and weight.
+DIGEST_BYTES = 36
+TENSORS_OF_LAYER, TENSORS_OF_EXPERT = 8, 2
+
 # Megatron's mock dataset indexes all its tokens, 100,000 documents of up to 4096, two 4-byte numbers a sample.
 MOCK_TOKENS = 100_000 * 4096 // 2
 INDEX_BYTES_PER_SAMPLE = 8
@@ -58,15 +62,28 @@ def _samples(tree: dict[str, Any]) -> int:
     return tree["train"]["train_iters"] * tree["train"]["global_batch_size"]
 
 
+def _ledger_bytes(tree: dict[str, Any]) -> int:
+    """What the digests of all steps take, roughly."""
+    every, model = tree["ledger"]["digests"], tree["model"]
+    layers = model.get("num_layers") or len(model.get("hybrid_layer_pattern") or "")
+    tensors = layers * (TENSORS_OF_LAYER + TENSORS_OF_EXPERT * (model.get("num_moe_experts") or 0))
+    return 2 * DIGEST_BYTES * tensors * (tree["train"]["train_iters"] // every) if every else 0
+
+
 def _disk(tree: dict[str, Any], run_dir: RunDir) -> list[str]:
     free = free_bytes(run_dir.path)
-    need = SMALL_FILES + INDEX_BYTES_PER_SAMPLE * _samples(tree)
+    need = SMALL_FILES + INDEX_BYTES_PER_SAMPLE * _samples(tree) + _ledger_bytes(tree)
     if tree["checkpoint"]["save_interval"]:
         need += CHECKPOINT_BYTES_PER_PARAMETER * parameters(tree["model"])
     if free >= need:
         return []
+    ways = ["free some", "set run.dir=PATH on another disk"]
+    if _ledger_bytes(tree) > SMALL_FILES:
+        ways.append("record digests less often (ledger.digests=N)")
+    if tree["checkpoint"]["save_interval"]:
+        ways.append("or save=0")
     where = Path(run_dir.path).absolute()
     return [
         f"{where} has {free / 2**20:.1f} MiB free and this run writes at least {need / 2**20:.0f} MiB; "
-        f"free some, set run.dir=PATH on another disk{', or save=0' if tree['checkpoint']['save_interval'] else ''}"
+        + ", ".join(ways)
     ]

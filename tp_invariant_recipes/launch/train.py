@@ -32,7 +32,10 @@ def execute(planned: Plan, watch: Callable[[], None]) -> local.Outcome:
 
 
 def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
-    """What there is to say at the end: where the run is, how it ended, the last step's figures."""
+    """What there is to say at the end: where the run is, how it ended, the last step's figures.
+
+    diverged: the first step at which replicas of a tensor did not hold the same bits; None: they always did.
+    """
     run_dir = planned.run_dir
     steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
     last = steps[-1] if steps else None
@@ -44,6 +47,7 @@ def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
         "loss": bits_float(last.loss) if last and last.loss else None,
         "grad_norm": bits_float(last.grad_norm) if last and last.grad_norm else None,
         "checkpoint": _newest_checkpoint(planned),
+        "diverged": next((step.step for step in steps if step.diverged), None),
     }
 
 
