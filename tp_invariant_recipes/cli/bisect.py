@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,11 +69,17 @@ def bisect(
 
 def _print(result: dict[str, Any]) -> None:
     console = Console(highlight=False)
-    console.print(Text(result["text"], style="bold"), soft_wrap=True)
+    lines = [result["text"]]
+    if result["operation"]:
+        lines.append(f"the operation: {result['operation']}")
     if result["apart"]:
-        console.print(Text(f"{result['dumped'][0]}: {result['apart']}"), soft_wrap=True)
-        console.print(Text(f"values: {result['directory']}/dumped-a/dumps and dumped-b/dumps"), soft_wrap=True)
-    for sentence in result["remarks"]:
-        console.print(Text(sentence), soft_wrap=True)
-    traced = f"{result['directory']}/traced-a {result['directory']}/traced-b"
-    console.print(Text(f"to look further: tpi compare {traced} --all, tpi report {traced}"), soft_wrap=True)
+        lines.append(f"{result['dumped'][0]}: {result['apart']}")
+        equal = [name for name, found in result["distances"].items() if found.get("differing") == 0]
+        if equal:
+            lines.append(f"equal: {', '.join(equal)}")
+        lines.append(f"values: {result['directory']}/dumped-a/dumps and dumped-b/dumps")
+    traced = shlex.join(result["traced"])
+    lines += [*result["remarks"], f"to look further: tpi compare {traced} --all, tpi report {traced}"]
+    console.print(Text(lines[0], style="bold"), soft_wrap=True)
+    for line in lines[1:]:
+        console.print(Text(line), soft_wrap=True)

@@ -5,17 +5,20 @@ module is traced there. Then the same once more, with the values of the tensors 
 """
 
 import json
+import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config.compose import listed
-from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError
+from tp_invariant_recipes.config import environment
+from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, train
+from tp_invariant_recipes.launch.parting import distances, module_of, operation, worth_dumping
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.ledger.magnitude import magnitude_line, magnitude_report, run_directory
@@ -26,17 +29,24 @@ from tp_invariant_recipes.training.rundir import RunDir, choose_for_several
 
 SCHEMA = 1
 SIDES = ("a", "b")
+# Of a run's recorded environment, what belongs to the machine: it stays as it is here.
+OF_THE_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "*_DIR")
 
 Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
 class Again:
-    """A run to be trained again up to a step. copied: lines of its ledger that the new one begins with."""
+    """A run to be trained again up to a step.
+
+    copied:      lines of its ledger that the new one begins with.
+    environment: the variables it was trained with.
+    """
 
     original: Ledger
     plan: Plan
     copied: bytes
+    environment: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -66,21 +76,25 @@ def new(a: Path, b: Path, directory: Path | None) -> Bisection | Comparison:
     if first is None or first.step == 0 or first.phase == "data":
         return comparison
     where = RunDir(choose_for_several(directory, "bisect"))
-    return Bisection(comparison, where, first.step, tuple(_other_versions(comparison)))
+    return Bisection(comparison, where, first.step, (*_other_versions(comparison), *_other_layouts(ledgers)))
 
 
-def plans(found: Bisection, name: str, dump: tuple[str, ...] = ()) -> list[Again]:
-    """Both runs again, in `DIRECTORY/name-a` and `-b`. Raises ConfigError with what keeps either from running here."""
+def plans(found: Bisection, name: str, step: int, alike: int, dump: tuple[str, ...] = ()) -> list[Again]:
+    """Both runs again up to `step`, in `DIRECTORY/name-a` and `-b`. Raises RunError with what keeps them from running.
+
+    alike: the last step after which they are known to be in one state; they start no later.
+    """
     problems: list[str] = []
     made = []
     for side, ledger in zip(SIDES, (found.first.a, found.first.b), strict=True):
         run_dir = RunDir(found.directory.path / f"{name}-{side}")
         try:
-            made.append(_again(ledger, run_dir, found.step, dump))
-        except ConfigError as error:
-            problems += (problem for problem in error.problems if problem not in problems)
+            made.append(_again(ledger, run_dir, step, alike, dump))
+        except TpiError as error:
+            wrong = error.problems if isinstance(error, ConfigError) else (str(error),)
+            problems += (problem for problem in wrong if problem not in problems)
     if problems:
-        raise ConfigError(listed(problems), problems)
+        raise RunError("\n".join(problems))
     return made
 
 
@@ -89,32 +103,83 @@ def execute(found: Bisection, watch: Watch) -> dict[str, Any]:
 
     watch: as for `tpi verify`.
     """
-    traced = [_train(again, watch) for again in plans(found, "traced")]
-    remarks = list(found.remarks)
-    for again, ledger in zip((found.first.a, found.first.b), traced, strict=True):
-        repeated = compare(again, ledger)
-        if repeated.verdict is not Verdict.IDENTICAL:
-            remarks.append(f"{_name(again)} does not repeat itself here: {verdict_line(repeated)}")
-    placed = compare(*traced)
-    if placed.verdict is Verdict.IDENTICAL:
-        remarks.append("trained again, the two do not differ: what made them differ is not in their configurations")
-    dump = _worth_dumping(placed)
-    dumped = compare(*(_train(again, watch) for again in plans(found, "dumped", dump))) if dump else None
-    result = _result(found, placed, dumped, dump, remarks)
+    try:
+        result = _bisected(found, watch)
+    except KeyboardInterrupt:
+        raise RunError(_stopped(found.directory.path)) from None
     found.directory.write(found.directory.path / "bisect.json", result)
     return result
 
 
-def _again(ledger: Ledger, run_dir: RunDir, step: int, dump: tuple[str, ...]) -> Again:
+def _bisected(found: Bisection, watch: Watch) -> dict[str, Any]:
+    originals = (found.first.a, found.first.b)
+    remarks = list(found.remarks)
+    step = found.step
+    alike = min(step - 1, _last_alike(originals, step))
+    both = plans(found, "traced", step, alike)
+    for again in both:
+        with _environment(again.environment):
+            train.check(again.plan)
+    if alike < step - 1:
+        remarks.append(f"not both recorded digests at every step: known to agree up to step {alike}")
+    while True:
+        traced = [_train(again, step, watch, remarks) for again in both]
+        repeats = [compare(original, ledger) for original, ledger in zip(originals, traced, strict=True)]
+        repeating = all(repeated.verdict is Verdict.IDENTICAL for repeated in repeats)
+        placed = compare(*traced)
+        if not repeating or placed.first is None or not 0 < placed.first.step < step:
+            break
+        # They part at a step of which they recorded no digests: that is the one to trace.
+        step = placed.first.step
+        alike = step - 1
+        both = plans(found, f"traced-step-{step}", step, alike)
+    dump = worth_dumping(placed) if placed.first and placed.first.step == step else ()
+    if not dump:
+        return _result(found, step, both, repeats, placed, None, (), remarks)
+    again_dumped = plans(found, "dumped", step, alike, dump)
+    dumped = compare(*(_train(again, step, watch, remarks) for again in again_dumped))
+    return _result(found, step, both, repeats, placed, dumped, dump, remarks)
+
+
+def _again(ledger: Ledger, run_dir: RunDir, step: int, alike: int, dump: tuple[str, ...]) -> Again:
     original = RunDir(ledger.path.parent)
-    start = _start(original, ledger, step)
+    variables = original.read_environment()
+    start = _start(original, ledger, alike)
     record = ["ledger.digests=1", f"ledger.trace={step}:{step}", f"ledger.dump=[{','.join(dump)}]"]
-    planned = plan.rerun(original.path, run_dir, start, last_step=step, record=record)
-    return Again(ledger, planned, _lines(ledger, planned.start))
+    with _environment(variables):
+        planned = plan.rerun(original.path, run_dir, start, last_step=step, record=record)
+    return Again(ledger, planned, _lines(ledger, planned.start), variables)
 
 
-def _start(original: RunDir, ledger: Ledger, step: int) -> checkpoints.Checkpoint | None:
-    """The last whole checkpoint before the step. None: there is none, or the ledger could not go on from one.
+@contextmanager
+def _environment(recorded: dict[str, str]) -> Iterator[None]:
+    """Be in the environment of a run, as far as it was recorded and is not the machine's."""
+
+    def of_a_run(variables: Mapping[str, str]) -> dict[str, str]:
+        return {k: v for k, v in variables.items() if not any(fnmatchcase(k, pattern) for pattern in OF_THE_MACHINE)}
+
+    before = dict(os.environ)
+    for name in of_a_run(environment.recorded(before)):
+        del os.environ[name]
+    os.environ.update(of_a_run(recorded))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _last_alike(originals: Sequence[Ledger], step: int) -> int:
+    """The last step before `step` after which both recorded their weights, which are equal then; 0: the start.
+
+    A loss or a norm that is equal does not say that the weights are.
+    """
+    pairs = zip(*(ledger.steps[: step - 1] for ledger in originals), strict=True)
+    return max((a.step for a, b in pairs if a.weights is not None and b.weights is not None), default=0)
+
+
+def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.Checkpoint | None:
+    """The last whole checkpoint, of step `last` or before. None: there is none, or the ledger could not go on from it.
 
     Raises CheckpointError: it is damaged.
     """
@@ -122,7 +187,7 @@ def _start(original: RunDir, ledger: Ledger, step: int) -> checkpoints.Checkpoin
         return None
     own = ledger.header.identity_hash
     for checkpoint in reversed(checkpoints.finished(original.checkpoints)):
-        if checkpoint.step < step and checkpoint.read_manifest()["identity_hash"] == own:
+        if checkpoint.step <= last and checkpoint.read_manifest()["identity_hash"] == own:
             checkpoint.verify()
             return checkpoint
     return None
@@ -135,52 +200,82 @@ def _lines(ledger: Ledger, steps: int) -> bytes:
     return b"".join(line + b"\n" for line in contents(ledger.path).split(b"\n")[: steps + 1])
 
 
-def _train(again: Again, watch: Watch) -> Ledger:
+def _train(again: Again, step: int, watch: Watch, remarks: list[str]) -> Ledger:
+    """The ledger of the run, up to `step`. Raises RunError: it failed before, or was stopped."""
     planned = again.plan
     run_dir = planned.run_dir
-    train.check(planned)
     if again.copied:
         run_dir.path.mkdir(parents=True)
         run_dir.ledger.write_bytes(again.copied)
-    with watch(f"{run_dir.path.name}: {_name(again.original)} from step {planned.start}", planned) as tick:
-        outcome = train.execute(planned, tick)
+    label = f"{run_dir.path.name}: {_name(again.original)} from step {planned.start}"
+    try:
+        with _environment(again.environment), watch(label, planned) as tick:
+            outcome = train.execute(planned, tick)
+    except RunError as error:  # what comes after the step does not matter, and a run that diverges may well fail there
+        if not run_dir.ledger.exists() or len(read(run_dir.ledger).steps) < step:
+            raise
+        remarks.append(f"{run_dir.path} failed after step {step}: {str(error).splitlines()[0]}")
+        outcome = local.Outcome.COMPLETED
     if outcome is local.Outcome.STOPPED:
-        raise RunError(f"stopped; what was trained: {run_dir.path.parent}")
-    return read(run_dir.ledger)
+        raise RunError(_stopped(run_dir.path.parent))
+    ledger = read(run_dir.ledger)
+    return replace(ledger, steps=ledger.steps[:step])
 
 
-def _worth_dumping(comparison: Comparison) -> tuple[str, ...]:
-    """The first differing tensor, and of a module's output the inputs that it was computed from."""
-    first = comparison.first
-    if first is None or first.kind in ("field", "replicas", "model", "initial") or "#" in first.name:
-        return ()
-    if first.kind not in ("forward", "backward") or not first.name.rpartition("/")[2].startswith("output"):
-        return (first.name,)
-    module = first.name.rpartition("/")[0]
-    names = (f"{t.direction}/{t.module}/{t.tensor}" for t in comparison.a.steps[first.step - 1].trace or () if t.digest)
-    return (first.name, *dict.fromkeys(name for name in names if name.startswith(f"{module}/input")))
+def _stopped(directory: Path) -> str:
+    return f"stopped; what was trained: {directory}"
 
 
 def _result(
-    found: Bisection, placed: Comparison, dumped: Comparison | None, dump: tuple[str, ...], remarks: list[str]
+    found: Bisection,
+    step: int,
+    both: Sequence[Again],
+    repeats: Sequence[Comparison],
+    placed: Comparison,
+    dumped: Comparison | None,
+    dump: tuple[str, ...],
+    remarks: list[str],
 ) -> dict[str, Any]:
     first = placed.first
+    same = dumped is None or first is None or (dumped.first is not None and dumped.first.name == first.name)
+    if not same and dumped is not None:
+        remarks = [*remarks, f"trained once more for the values, they part elsewhere: {verdict_line(dumped)}"]
     return {
         "schema": SCHEMA,
         "exit_status": exit_status([found.first]),
         "directory": str(found.directory.path),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "runs": [str(run_directory(ledger)) for ledger in (found.first.a, found.first.b)],
-        "step": found.step,
+        "step": step,
+        "from_steps": [again.plan.start for again in both],
+        "traced": [str(again.plan.run_dir.path) for again in both],
         "recorded": one(found.first),
-        "text": verdict_line(placed),
+        "repeats": [repeated.verdict is Verdict.IDENTICAL for repeated in repeats],
+        "text": _text(repeats, placed),
         "placed": one(placed),
+        "module": module_of(placed),
+        "operation": operation(placed),
         "dumped": list(dump),
-        "apart": None if dumped is None else magnitude_line(dumped),
-        "distance": None if dumped is None else magnitude_report(dumped),
-        "same_place": dumped is None or first is None or (dumped.first is not None and dumped.first.name == first.name),
+        "apart": None if dumped is None or not same else magnitude_line(dumped),
+        "distance": None if dumped is None or not same else magnitude_report(dumped),
+        "distances": {} if dumped is None else distances(dumped, step, dump),
+        "same_place": same,
         "remarks": remarks,
     }
+
+
+def _text(repeats: Sequence[Comparison], placed: Comparison) -> str:
+    """The answer: where they part; first of all, a run that does not repeat itself, since that is another answer."""
+    said = [
+        f"{_name(repeated.a)} does not repeat itself here: {verdict_line(repeated)}"
+        for repeated in repeats
+        if repeated.verdict is not Verdict.IDENTICAL
+    ]
+    if not said:
+        return verdict_line(placed)
+    if placed.verdict is Verdict.IDENTICAL:
+        return "\n".join([*said, "trained again, the two do not differ: their difference is not reproducible here"])
+    return "\n".join([*said, f"trained again, the two are {verdict_line(placed)}"])
 
 
 def _can_be_trained(ledger: Ledger) -> bool:
@@ -201,6 +296,16 @@ def _other_versions(comparison: Comparison) -> list[str]:
         if other:
             said.append(f"{_name(ledger)} was recorded with other versions: {', '.join(other)}")
     return said
+
+
+def _other_layouts(ledgers: Sequence[Ledger]) -> list[str]:
+    """Runs that were resumed in another way than they began: only the last way is known whole."""
+    return [
+        f"{_name(ledger)} went on after step {entry['after_step']} with other {', '.join(sorted(entry['changed']))}: "
+        f"it is trained again as it was last"
+        for ledger in ledgers
+        for entry in ledger.header.notes.get("resumed", [])
+    ]
 
 
 def _name(ledger: Ledger) -> str:

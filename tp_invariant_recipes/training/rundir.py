@@ -91,6 +91,10 @@ class RunDir:
         """What `run.json` holds. Raises RunError when this is not a run directory."""
         return self._read(self.run, json.load)
 
+    def read_environment(self) -> dict[str, str]:
+        """The variables that numerics depend on. Raises RunError when this is not a run directory."""
+        return self._read(self.environment, json.load)
+
     def write(self, file: Path, data: Any) -> None:
         """Write one of the files above, whole or not at all. Raises RunError when it cannot be written."""
         try:

@@ -1,0 +1,192 @@
+"""Of two traced runs that part: which module and operation it is said to be, and what is written out of it."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tp_invariant_recipes.launch import bisect
+from tp_invariant_recipes.launch.parting import distances, module_of, operation, worth_dumping
+from tp_invariant_recipes.ledger import dumps
+from tp_invariant_recipes.ledger.compare import Comparison, compare
+from tp_invariant_recipes.ledger.digests import Parameter, Traced
+from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.record import Header, StepRecord
+
+FC1 = "decoder.layers.0.mlp.linear_fc1"
+NORM = "decoder.layers.0.pre_mlp_layernorm"
+MODULES = (NORM, FC1, "output_layer")
+# The norm's weight is saved as that of a fused layer; `bias` is of no module that is traced.
+NAMES = (f"{FC1}.layer_norm_weight", f"{FC1}.weight", "bias", "output_layer.weight")
+EQUAL, OTHER = "0" * 32, "1" * 32
+
+
+def entries() -> list[tuple[str, str, str]]:
+    forward = [("forward", module, tensor) for module in MODULES for tensor in ("input", "output")]
+    return [*forward, *(("backward", module, tensor) for _, module, tensor in forward[::-1])]
+
+
+def ledger(other: str | None = None, **changes) -> Ledger:
+    """Two traced steps of which the second is another in one value, called as in a comparison, or in fields."""
+    kind, _, name = (other or "").partition("/")
+    records = []
+    for step in (1, 2):
+        last = step == 2
+        trace = tuple(
+            Traced(*key, "float32", (2, 3), OTHER if last and "/".join(key) == other else EQUAL) for key in entries()
+        )
+        digests = {
+            of: {n: OTHER if last and (kind, name) == (of, n) else EQUAL for n in NAMES}
+            for of in ("gradients", "weights")
+        }
+        record = StepRecord(
+            step, 4 * step, 8, "f32:40c80000", "f32:3fa00000", "f64:3f33a92a30553261", trace=trace, **digests
+        )
+        records.append(replace(record, **changes) if last else record)
+    header = Header(
+        identity={"rng.seed": 1},
+        parameters=tuple(Parameter(name, (2, 3), "float32", "float32") for name in NAMES),
+        initial=dict.fromkeys(NAMES, EQUAL),
+    )
+    return Ledger(header, tuple(records), Path("run") / "ledger.jsonl", torn=False)
+
+
+def parted(other: str | None = None, **changes) -> Comparison:
+    return compare(ledger(), ledger(other, **changes))
+
+
+# The first difference -> its module, the operation, and what is written out beside it.
+PLACES = {
+    f"forward/{FC1}/output": (FC1, f"the forward pass of {FC1}", [f"forward/{FC1}/input"]),
+    f"forward/{FC1}/input": (FC1, None, []),
+    f"backward/{FC1}/output": (FC1, f"the gradient that {FC1} sends to its input", [f"backward/{FC1}/input"]),
+    f"gradients/{FC1}.weight": (
+        FC1,
+        f"the weight gradient of {FC1}: its product, or the sum over micro-batches and data-parallel ranks",
+        [f"forward/{FC1}/input", f"backward/{FC1}/input"],
+    ),
+    f"gradients/{FC1}.layer_norm_weight": (
+        NORM,
+        f"the weight gradient of {NORM}: its product, or the sum over micro-batches and data-parallel ranks",
+        [f"forward/{NORM}/input", f"backward/{NORM}/input"],
+    ),
+    "gradients/bias": (None, None, []),
+    f"weights/{FC1}.weight": (FC1, "the update of the optimizer", [f"gradients/{FC1}.weight"]),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_tensor_has_a_module_an_operation_and_what_it_was_computed_from(name):
+    placed = parted(name)
+    assert placed.first is not None
+    assert (placed.first.step, placed.first.name) == (2, name)
+    module, words, beside = PLACES[name]
+    assert (module_of(placed), operation(placed)) == (module, words)
+    assert list(worth_dumping(placed)) == [name, *beside]
+
+
+FIELDS = {
+    "loss": ("f32:40c80001", "the loss itself"),
+    "grad_norm": ("f32:3fa00001", "the sum of the gradient norm"),
+    "learning_rate": ("f64:3f33a92a30553262", None),
+}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_number_has_an_operation_and_nothing_to_write_out(field):
+    bits, words = FIELDS[field]
+    placed = parted(**{field: bits})
+    assert (operation(placed), module_of(placed), worth_dumping(placed)) == (words, None, ())
+
+
+def test_replicas_that_disagree_and_equal_runs_have_nothing_to_write_out():
+    diverged = parted(diverged=(("weights", f"{FC1}.weight", ((0,), (1,))),))
+    assert diverged.first is not None
+    for placed in (diverged, parted()):
+        assert (operation(placed), module_of(placed), worth_dumping(placed)) == (None, None, ())
+
+
+def test_an_input_without_a_digest_is_not_written_out():
+    """A run that is to dump what has no place ends with an error."""
+    name = f"forward/{FC1}/output"
+    b = ledger(name)
+    trace = tuple(replace(t, digest=None) if (t.direction, t.module, t.tensor) == ("forward", FC1, "input") else t
+                  for t in b.steps[1].trace)  # fmt: skip
+    b = replace(b, steps=(b.steps[0], replace(b.steps[1], trace=trace)))
+    for placed in (compare(ledger(), b), compare(b, ledger())):
+        assert worth_dumping(placed) == (name,)
+        assert operation(placed) is None
+
+
+def test_distances_of_all_that_was_written_out(tmp_path):
+    runs = []
+    for name, last in (("a", 5), ("b", 6)):
+        file = dumps.file_of(tmp_path / name, 2, 0)
+        file.parent.mkdir(parents=True)
+        bits = np.arange(6, dtype=np.uint32).reshape(2, 3)
+        other = bits.copy()
+        other[1, 2] = last
+        parts = {str(n): dumps.Part(name, "float32", (2, 3), 0, 1, 0).text() for n, name in enumerate(("x", "y"))}
+        save_file({"0": other, "1": bits}, file, metadata={dumps.RANKS: "1", **parts})
+        runs.append(replace(ledger(), path=tmp_path / name / "ledger.jsonl"))
+    found = distances(compare(*runs), 2, ["x", "y", "z"])
+    assert {name: found[name].get("differing") for name in found} == {"x": 1, "y": 0, "z": None}
+    assert (found["x"]["max_ulp"], found["x"]["first"]) == (1, (1, 2))
+    assert "has no z" in found["z"]["error"]
+    assert set(distances(compare(*runs), 1, ["x"])["x"]) == {"error"}
+
+
+# Steps after which each of the two runs recorded its weights, the step at which they part, and how far they agree.
+KNOWN = (
+    ((1, 2, 3, 4), (1, 2, 3, 4), 4, 3),
+    ((1, 2, 3, 4), (2, 4), 4, 2),
+    ((2, 4), (2, 4), 4, 2),
+    ((2, 4), (2, 4), 2, 0),
+    ((), (1, 2, 3, 4), 4, 0),
+    ((1, 3), (2, 4), 4, 0),
+)
+
+
+@pytest.mark.parametrize("a, b, step, last", KNOWN)
+def test_runs_agree_for_certain_where_both_recorded_their_weights(a, b, step, last):
+    first = ledger().steps[0]
+    runs = [
+        replace(
+            ledger(),
+            steps=tuple(replace(first, step=n, weights=first.weights if n in at else None) for n in range(1, 5)),
+        )
+        for at in (a, b)
+    ]
+    assert bisect._last_alike(runs, step) == last
+
+
+def test_a_run_has_its_own_environment_but_the_machines(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("NCCL_", "CUDA_"))]:
+        monkeypatch.delenv(name)
+    here = {"NCCL_ALGO": "^NVLS", "NCCL_NTHREADS": "64", "CUDA_VISIBLE_DEVICES": "3", "UNRELATED": "1"}
+    for name, value in here.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with bisect._environment({"NCCL_ALGO": "Ring", "CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}):
+        inside = {name: value for name, value in os.environ.items() if name.startswith(("NCCL_", "CUDA_", "UNREL"))}
+        os.environ["LEFT_BEHIND"] = "1"
+    assert inside == {
+        "NCCL_ALGO": "Ring",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "UNRELATED": "1",
+    }
+    assert dict(os.environ) == before
+
+
+def test_a_run_that_was_resumed_in_another_way_is_said():
+    resumed = [{"after_step": 2, "changed": {"layout.tp": 2}}]
+    run = ledger()
+    changed = replace(run, header=replace(run.header, notes={"resumed": resumed}))
+    assert bisect._other_layouts([run]) == []
+    assert bisect._other_layouts([run, changed]) == [
+        "run went on after step 2 with other layout.tp: it is trained again as it was last"
+    ]

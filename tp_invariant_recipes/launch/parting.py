@@ -1,0 +1,86 @@
+"""Where two traced runs part, for `tpi bisect`: the module, the operation, what to write out of it, how far apart."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger.compare import Comparison
+from tp_invariant_recipes.ledger.digests import Traced
+from tp_invariant_recipes.ledger.explanation import SAVED_AS
+from tp_invariant_recipes.ledger.magnitude import DUMPED
+
+# Kind of the first difference, or name of the field -> the operation it comes from where all before it matched.
+OPERATIONS = {
+    "forward": "the forward pass of {module}",
+    "backward": "the gradient that {module} sends to its input",
+    "loss": "the loss itself",
+    "gradients": "the weight gradient of {module}: its product, or the sum over micro-batches and data-parallel ranks",
+    "grad_norm": "the sum of the gradient norm",
+    "weights": "the update of the optimizer",
+}
+
+
+def worth_dumping(placed: Comparison) -> tuple[str, ...]:
+    """The first differing tensor, and what it was computed from: a module's inputs, of a gradient in both passes."""
+    first = placed.first
+    if first is None or first.kind not in DUMPED or "#" in first.name:
+        return ()
+    if first.kind == "weights":
+        return (first.name, first.name.replace("weights/", "gradients/", 1))
+    module = module_of(placed)
+    if module is None or first.name.rpartition("/")[2].startswith("input"):
+        return (first.name,)
+    directions = ("forward", "backward") if first.kind == "gradients" else (first.kind,)
+    start = tuple(f"{direction}/{module}/input" for direction in directions)
+    traces = [
+        {_traced_name(t) for t in ledger.steps[first.step - 1].trace or () if t.digest}
+        for ledger in (placed.a, placed.b)
+    ]
+    names = (_traced_name(t) for t in placed.a.steps[first.step - 1].trace or ())
+    inputs = (name for name in names if name.startswith(start) and all(name in trace for trace in traces))
+    return (first.name, *dict.fromkeys(inputs))
+
+
+def _traced_name(traced: Traced) -> str:
+    return f"{traced.direction}/{traced.module}/{traced.tensor}"
+
+
+def module_of(placed: Comparison) -> str | None:
+    """The module at which the runs part; of a parameter's gradient or weight, the one that was traced with it."""
+    first = placed.first
+    if first is None or first.kind not in DUMPED:
+        return None
+    _, _, rest = first.name.partition("/")
+    if first.kind in ("forward", "backward"):
+        return rest.rpartition("/")[0]
+    trace = placed.a.steps[first.step - 1].trace or ()
+    saved = [rest[: rest.index(saved)] + end for end, saved in SAVED_AS if saved in rest and saved.startswith(".")]
+    traced = {t.module for t in trace}
+    return next((name for name in (*saved, rest.rpartition(".")[0]) if name in traced), None)
+
+
+def operation(placed: Comparison) -> str | None:
+    """Which operation gave the first difference. None: something it was computed from differs, or is not known."""
+    first = placed.first
+    if first is None or not first.inputs_matched:
+        return None
+    words = OPERATIONS.get(first.kind) or OPERATIONS.get(first.name)
+    return None if words is None else words.format(module=module_of(placed))
+
+
+def distances(dumped: Comparison, step: int, names: Sequence[str]) -> dict[str, Any]:
+    """Of every dumped tensor the fields of `dumps.Distance`, or `error`."""
+    from tp_invariant_recipes.ledger import dumps
+
+    found: dict[str, Any] = {}
+    try:
+        left, right = (dumps.read_step(ledger.path.parent, step) for ledger in (dumped.a, dumped.b))
+    except LedgerError as error:
+        return {name: {"error": str(error)} for name in names}
+    for name in names:
+        try:
+            found[name] = asdict(dumps.distance(left.read(name), right.read(name)))
+        except LedgerError as error:
+            found[name] = {"error": str(error)}
+    return found
