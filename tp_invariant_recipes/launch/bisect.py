@@ -4,7 +4,6 @@ Both runs are trained again from their last checkpoint before the step, or from 
 module is traced there. Then the same once more, with the values of the tensors written out that matter.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,8 @@ from tp_invariant_recipes.launch import local, plan, train
 from tp_invariant_recipes.launch.parting import distances, module_of, operation, worth_dumping
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.compare import Comparison, Verdict, compare
-from tp_invariant_recipes.ledger.magnitude import magnitude_line, magnitude_report, run_directory
+from tp_invariant_recipes.ledger.explanation import run_name
+from tp_invariant_recipes.ledger.magnitude import magnitude_line, magnitude_report
 from tp_invariant_recipes.ledger.reader import Ledger, contents, read
 from tp_invariant_recipes.ledger.wording import exit_status, one, verdict_line
 from tp_invariant_recipes.training import checkpoints
@@ -207,7 +207,7 @@ def _train(again: Again, step: int, watch: Watch, remarks: list[str]) -> Ledger:
     if again.copied:
         run_dir.path.mkdir(parents=True)
         run_dir.ledger.write_bytes(again.copied)
-    label = f"{run_dir.path.name}: {_name(again.original)} from step {planned.start}"
+    label = f"{run_dir.path.name}: {run_name(again.original)} from step {planned.start}"
     try:
         with _environment(again.environment), watch(label, planned) as tick:
             outcome = train.execute(planned, tick)
@@ -245,7 +245,7 @@ def _result(
         "exit_status": exit_status([found.first]),
         "directory": str(found.directory.path),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "runs": [str(run_directory(ledger)) for ledger in (found.first.a, found.first.b)],
+        "runs": [run_name(ledger) for ledger in (found.first.a, found.first.b)],
         "step": step,
         "from_steps": [again.plan.start for again in both],
         "traced": [str(again.plan.run_dir.path) for again in both],
@@ -267,7 +267,7 @@ def _result(
 def _text(repeats: Sequence[Comparison], placed: Comparison) -> str:
     """The answer: where they part; first of all, a run that does not repeat itself, since that is another answer."""
     said = [
-        f"{_name(repeated.a)} does not repeat itself here: {verdict_line(repeated)}"
+        f"{run_name(repeated.a)} does not repeat itself here: {verdict_line(repeated)}"
         for repeated in repeats
         if repeated.verdict is not Verdict.IDENTICAL
     ]
@@ -279,34 +279,30 @@ def _text(repeats: Sequence[Comparison], placed: Comparison) -> str:
 
 
 def _can_be_trained(ledger: Ledger) -> bool:
-    where = run_directory(ledger)
+    where = ledger.run_directory
     return where is not None and RunDir(where).run.is_file() and RunDir(where).config.is_file()
 
 
 def _other_versions(comparison: Comparison) -> list[str]:
     """Runs recorded with other versions than those installed, which may compute other bits."""
     said = []
-    now = json.loads(json.dumps(versions()))
+    now = versions()
+    now.pop("git_commit", None)  # says little: most commits change nothing that computes
     for ledger in (comparison.a, comparison.b):
         then = ledger.header.versions
         other = [
             f"{name} {then[name]} then and {now[name]} now" for name in now if name in then and then[name] != now[name]
         ]
-        other = [text for text in other if not text.startswith("git_commit ")]
         if other:
-            said.append(f"{_name(ledger)} was recorded with other versions: {', '.join(other)}")
+            said.append(f"{run_name(ledger)} was recorded with other versions: {', '.join(other)}")
     return said
 
 
 def _other_layouts(ledgers: Sequence[Ledger]) -> list[str]:
     """Runs that were resumed in another way than they began: only the last way is known whole."""
     return [
-        f"{_name(ledger)} went on after step {entry['after_step']} with other {', '.join(sorted(entry['changed']))}: "
-        f"it is trained again as it was last"
+        f"{run_name(ledger)} went on after step {entry['after_step']} with other {', '.join(sorted(entry['changed']))}"
+        f": it is trained again as it was last"
         for ledger in ledgers
         for entry in ledger.header.notes.get("resumed", [])
     ]
-
-
-def _name(ledger: Ledger) -> str:
-    return str(ledger.path.parent)

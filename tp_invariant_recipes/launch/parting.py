@@ -6,8 +6,7 @@ from typing import Any
 
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.compare import Comparison
-from tp_invariant_recipes.ledger.digests import Traced
-from tp_invariant_recipes.ledger.explanation import SAVED_AS
+from tp_invariant_recipes.ledger.explanation import modules_of
 from tp_invariant_recipes.ledger.magnitude import DUMPED
 
 # Kind of the first difference, or name of the field -> the operation it comes from where all before it matched.
@@ -33,17 +32,10 @@ def worth_dumping(placed: Comparison) -> tuple[str, ...]:
         return (first.name,)
     directions = ("forward", "backward") if first.kind == "gradients" else (first.kind,)
     start = tuple(f"{direction}/{module}/input" for direction in directions)
-    traces = [
-        {_traced_name(t) for t in ledger.steps[first.step - 1].trace or () if t.digest}
-        for ledger in (placed.a, placed.b)
-    ]
-    names = (_traced_name(t) for t in placed.a.steps[first.step - 1].trace or ())
+    traces = [{t.name for t in ledger.steps[first.step - 1].trace or () if t.digest} for ledger in (placed.a, placed.b)]
+    names = (t.name for t in placed.a.steps[first.step - 1].trace or ())
     inputs = (name for name in names if name.startswith(start) and all(name in trace for trace in traces))
     return (first.name, *dict.fromkeys(inputs))
-
-
-def _traced_name(traced: Traced) -> str:
-    return f"{traced.direction}/{traced.module}/{traced.tensor}"
 
 
 def module_of(placed: Comparison) -> str | None:
@@ -54,10 +46,8 @@ def module_of(placed: Comparison) -> str | None:
     _, _, rest = first.name.partition("/")
     if first.kind in ("forward", "backward"):
         return rest.rpartition("/")[0]
-    trace = placed.a.steps[first.step - 1].trace or ()
-    saved = [rest[: rest.index(saved)] + end for end, saved in SAVED_AS if saved in rest and saved.startswith(".")]
-    traced = {t.module for t in trace}
-    return next((name for name in (*saved, rest.rpartition(".")[0]) if name in traced), None)
+    traced = {t.module for t in placed.a.steps[first.step - 1].trace or ()}
+    return next(iter(modules_of(rest, traced)), None)
 
 
 def operation(placed: Comparison) -> str | None:

@@ -53,6 +53,11 @@ class Traced:
     shape: tuple[int, ...]
     digest: str | None
 
+    @property
+    def name(self) -> str:
+        """As dumps and messages have it: "forward/decoder.layers.3.mlp.linear_fc1/output"."""
+        return f"{self.direction}/{self.module}/{self.tensor}"
+
 
 def tensor_digest(lanes: Sequence[int], dtype: str, shape: Sequence[int]) -> str:
     """The text of a whole tensor's digest. lanes: two sums modulo 2^64, signed or not."""

@@ -1,13 +1,13 @@
 """The first difference of two runs in words: what differs, and whether what it was computed from matched."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tp_invariant_recipes.ledger.bits import readable, ulp_distance
 from tp_invariant_recipes.ledger.digests import Traced
 from tp_invariant_recipes.ledger.execution import FIELDS, INITIAL, MODEL, REPLICAS, Found, digest, tensors
-from tp_invariant_recipes.ledger.reader import FILE_NAME, Ledger
+from tp_invariant_recipes.ledger.reader import Ledger
 
 # A module's name -> the name its parameters have in checkpoints, where that is another one. Local layers keep their
 # norms apart, and are saved as the fused layers are; a tied output layer has the embedding's weight.
@@ -65,7 +65,7 @@ def explain(found: Found, step: int, a: Ledger, b: Ledger, order: Sequence[str])
 
 def run_name(ledger: Ledger) -> str:
     """What people call a ledger: its run directory, or the file where it has another name."""
-    return str(ledger.path.parent if ledger.path.name == FILE_NAME else ledger.path)
+    return str(ledger.run_directory or ledger.path)
 
 
 def _model(scene: Scene) -> Answer:
@@ -167,7 +167,8 @@ def _gradient(scene: Scene) -> Answer:
     name = scene.found.name.partition("/")[2]
     start = f"gradient of {name} differs"
     matched = {direction: scene.matched(direction) for direction in ("forward", "backward")}
-    for module in _modules(name, scene):
+    traced = {_split(name)[1] for name in scene.pairs("forward")}
+    for module in modules_of(name, traced):
         if all(f"{direction}/{module}/input" in names for direction, names in matched.items()):
             return True, f"{start}, the inputs of {module} and the gradient that arrives at it matched"
     count = sum(map(len, matched.values()))
@@ -176,9 +177,8 @@ def _gradient(scene: Scene) -> Answer:
     return None, f"{start}, loss matched"
 
 
-def _modules(parameter: str, scene: Scene) -> list[str]:
-    """The modules that may hold a parameter, the likeliest first."""
-    traced = {_split(name)[1] for name in scene.pairs("forward")}
+def modules_of(parameter: str, traced: Container[str]) -> list[str]:
+    """The traced modules that may hold a parameter, the likeliest first."""
     saved = [
         parameter[: parameter.index(name)] + end for end, name in SAVED_AS if name in parameter and name.startswith(".")
     ]

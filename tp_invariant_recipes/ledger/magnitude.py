@@ -1,22 +1,15 @@
 """How far apart the tensor is at which two runs first differ, where both dumped it."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.compare import Comparison
-from tp_invariant_recipes.ledger.reader import FILE_NAME, Ledger
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.ledger.dumps import Distance
 
 DUMPED = ("forward", "backward", "gradients", "weights")  # kinds of difference that are of a tensor
-
-
-def run_directory(ledger: Ledger) -> Path | None:
-    """The directory of the run. None: the ledger is a file on its own, or in a certificate."""
-    return ledger.path.parent if ledger.path.name == FILE_NAME else None
 
 
 def magnitude(comparison: Comparison) -> "Distance | None":
@@ -25,7 +18,7 @@ def magnitude(comparison: Comparison) -> "Distance | None":
     LedgerError: dumps are damaged, or of other shapes.
     """
     first = comparison.first
-    runs = [run_directory(ledger) for ledger in (comparison.a, comparison.b)]
+    runs = [ledger.run_directory for ledger in (comparison.a, comparison.b)]
     if first is None or first.kind not in DUMPED or not all(run and (run / "dumps").is_dir() for run in runs):
         return None
     from tp_invariant_recipes.ledger import dumps  # needs numpy, and few comparisons have any dumps

@@ -20,6 +20,11 @@ class Ledger:
     path: Path
     torn: bool  # the last line was cut short by the end of the run, and is not among `steps`
 
+    @property
+    def run_directory(self) -> Path | None:
+        """The directory of the run. None: the ledger is a file on its own, or in a certificate."""
+        return self.path.parent if self.path.name == FILE_NAME else None
+
 
 def ledger_file(path: str | os.PathLike) -> Path:
     """The ledger of a run directory; a path that is not a directory is the ledger itself."""

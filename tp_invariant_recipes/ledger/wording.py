@@ -13,7 +13,7 @@ from tp_invariant_recipes.ledger.execution import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.ledger.explanation import run_name
 from tp_invariant_recipes.ledger.likeness import PrintedComparison
 from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, Difference
-from tp_invariant_recipes.ledger.magnitude import DUMPED, magnitude_line, magnitude_report, run_directory
+from tp_invariant_recipes.ledger.magnitude import DUMPED, magnitude_line, magnitude_report
 from tp_invariant_recipes.ledger.reader import Ledger
 
 REPORT_SCHEMA = 2
@@ -126,7 +126,7 @@ def _later_replicas(comparison: Comparison) -> list[str]:
 
 def _next_command(comparison: Comparison, dumped: bool) -> list[str]:
     first, both = comparison.first, (comparison.a, comparison.b)
-    directories = [run_directory(ledger) for ledger in both]
+    directories = [ledger.run_directory for ledger in both]
     if first is None or first.step == 0 or first.phase == "data" or None in directories:
         return []
     command = "tpi bisect " + shlex.join(map(str, directories))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.compare import Comparison
 from tp_invariant_recipes.ledger.dumps import Distance
-from tp_invariant_recipes.ledger.magnitude import run_directory
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ def measure(comparison: Comparison) -> tuple[Measured, ...]:
 
     LedgerError: dumps are damaged, or of other shapes.
     """
-    folders = [run_directory(ledger) for ledger in (comparison.a, comparison.b)]
+    folders = [ledger.run_directory for ledger in (comparison.a, comparison.b)]
     left, right = (set(dumps.steps(folder)) if folder else set[int]() for folder in folders)
     found = []
     for step in sorted(left & right):

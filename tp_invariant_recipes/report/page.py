@@ -12,7 +12,7 @@ from tp_invariant_recipes import __version__
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.compare import Comparison
-from tp_invariant_recipes.ledger.lines import IDENTITY, INFORMATIVE, canonical
+from tp_invariant_recipes.ledger.lines import DIGESTED, IDENTITY, INFORMATIVE, canonical
 from tp_invariant_recipes.ledger.wording import parameter_rows, remarks, verdict_line
 from tp_invariant_recipes.report import figures
 from tp_invariant_recipes.report.figures import Drawing
@@ -22,7 +22,6 @@ from tp_invariant_recipes.report.palette import style_sheet
 from tp_invariant_recipes.report.render import svg
 from tp_invariant_recipes.report.runs import Report, Run
 
-_KINDS = ("gradients", "weights")
 _ROWS = 40  # of the table of parameters
 _NOT_SET = "not set"
 
@@ -67,7 +66,7 @@ def sections(report: Report) -> tuple[Section, ...]:
     """What follows runs and headers."""
     measured = [_measured(comparison) for comparison in report.comparisons]
     found = [Section("training", "Curves", drawings=(figures.training(report),)), *_apart(report)]
-    found += [section for kind in _KINDS for section in _map(report, kind, measured)]
+    found += [section for kind in DIGESTED for section in _map(report, kind, measured)]
     found += [*_parameters(report), *_dumps(report, measured), *_cost(report)]
     return tuple(found)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.compare import Comparison, compare
-from tp_invariant_recipes.ledger.reader import FILE_NAME, Ledger, read
+from tp_invariant_recipes.ledger.reader import Ledger, read
 
 PROGRESS = "progress.jsonl"
 RUN = "run.json"
@@ -97,13 +97,13 @@ def gather(paths: Sequence[str | os.PathLike]) -> Report:
 
 def _run(letter: str, name: str, ledger: Ledger) -> Run:
     # Beside a ledger of another name (a replaced one, a certificate) lie the files of another run, or none.
-    folder = ledger.path.parent if ledger.path.name == FILE_NAME else None
+    folder = ledger.run_directory
     timings, unread = _timings(folder / PROGRESS) if folder else ((), 0)
     return Run(letter, name, ledger, timings, _planned(folder / RUN) if folder else None, unread)
 
 
 def _names(ledgers: Iterable[Ledger]) -> list[str]:
-    whole = [(led.path.parent if led.path.name == FILE_NAME else led.path).resolve() for led in ledgers]
+    whole = [(ledger.run_directory or ledger.path).resolve() for ledger in ledgers]
     ends: dict[Path, str] = {}
     for path in whole:
         lengths = range(1, len(path.parts) + 1)

@@ -117,7 +117,8 @@ class Digests(Callback):
             return self._step(*args, **kwargs)
 
     def _initial(self) -> dict[str, str]:
-        lanes = torch.cat([torch.zeros_like(self._gradients.lanes()), self._weights.lanes()])
+        lanes = self._weights.lanes()
+        lanes = torch.cat([lanes.new_zeros(len(self._gradients.own), LANES), lanes])
         merged, done = self._merge(lanes)
         done.synchronize()
         return self._weights.texts(merged.numpy()[len(self._gradients.parts) :, :LANES])
@@ -177,9 +178,8 @@ class _Merge:
         self.own = [*gradients.own, *(n + len(gradients.parts) for n in weights.own)]
         parts = len(gradients.parts) + len(weights.parts)
         device = gradients.lanes.device
-        row = torch.full(
-            (parts,), len(self.own), dtype=torch.int64
-        )  # of the part in this rank's list, or the one after
+        # Of each part its row in this rank's list; of those it does not hold, the row after the list.
+        row = torch.full((parts,), len(self.own), dtype=torch.int64)
         row[self.own] = torch.arange(len(self.own))
         self._row = row.to(device)
         self._nothing = torch.full((1, 2 * LANES), NOTHING, dtype=torch.int64, device=device)

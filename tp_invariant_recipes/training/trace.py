@@ -67,7 +67,7 @@ class Tracing(Callback):
             self.dumps.close_step(watch.step)
 
     def _check_dumps(self, trace: Iterable[Traced]) -> None:
-        placed = [f"{t.direction}/{t.module}/{t.tensor}" for t in trace if t.digest is not None]
+        placed = [t.name for t in trace if t.digest is not None]
         missing = {n for n in self.dump if n.startswith((f"{FORWARD}/", f"{BACKWARD}/"))}.difference(placed)
         if missing:
             named = "\n  ".join(f"{name}{nearest(name, placed)}" for name in sorted(missing))
