@@ -70,18 +70,62 @@ class LedgerSettings:
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """The nodes the run is for."""
+    """The nodes the run is for; `conf/cluster/NAME.yaml`, or a file of one's own (slurm/README.md).
+
+    gpus_per_node:      None: whatever this machine has; 0: none.
+    ranks_per_node:     None: one a GPU.
+    compute_capability: of the GPUs, such as (9, 0).
+    gpu_type:           the word between "gpu" and the count, where SLURM wants one: --gres=gpu:h100:8.
+    environment:        variables for the ranks; one that is set where the run starts wins. Never a secret.
+    forward:            names of variables that must be set where a job is submitted, such as WANDB_API_KEY. Only the names
+                        are written down; sbatch hands the values on.
+    container:          an image for pyxis: a path of a .sqsh file or the name of an image; None: no container.
+    mounts:             what the container sees: "SOURCE:TARGET" or "SOURCE:TARGET:ro".
+    python:             the interpreter that runs `tpi` on the nodes (in the container); None: the one that submits.
+    shared_files:       whether all nodes see the same run.dir.
+    """
 
     name: str = "local"
     gpus_per_node: int | None = None
+    ranks_per_node: int | None = None
     compute_capability: tuple[int, int] | None = None
+    gpu_type: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    forward: list[str] = field(default_factory=list)
+    container: str | None = None
+    mounts: list[str] = field(default_factory=list)
+    python: str | None = None
+    shared_files: bool = True
+
+
+@dataclass(frozen=True)
+class SlurmSettings:
+    """What a job asks SLURM for.
+
+    time:        limit of one try, as sbatch takes it: "4:00:00", "2-00:00:00", or minutes.
+    save_before: seconds before the time limit at which the run saves and asks to be queued again.
+    tries:       how often in a row a job may start from the same step without reaching another checkpoint.
+    meet:        seconds that nodes wait for each other.
+    exclusive:   whole nodes, also where fewer ranks would do.
+    options:     more of sbatch's options, as typed: ["--reservation=maintenance"].
+    """
+
+    account: str | None = None
+    partition: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    save_before: int = 120
+    tries: int = 3
+    meet: int = 600
+    exclusive: bool = False
+    options: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class LauncherSettings:
-    """Who starts the ranks."""
+    """Who starts the ranks: this process, or SLURM's srun on every node of an allocation."""
 
-    kind: Literal["local"] = "local"
+    kind: Literal["local", "slurm"] = "local"
 
 
 @dataclass(frozen=True)
@@ -99,12 +143,13 @@ OWN_SECTIONS: dict[str, type] = {
     "device": DeviceSettings,
     "ledger": LedgerSettings,
     "cluster": ClusterSettings,
+    "slurm": SlurmSettings,
     "launcher": LauncherSettings,
     "logging": LoggingSettings,
 }
 
 # Keys that hold a path. It is taken as typed: to Hydra's grammar ~ = , and brackets would mean something.
-PATHS = ("run.dir", "data.path", "data.cache", "data.tokenizer", "checkpoint.pretrained_checkpoint")
+PATHS = ("run.dir", "data.path", "data.cache", "data.tokenizer", "checkpoint.pretrained_checkpoint", "cluster.container", "cluster.python")
 
 # Keys of ours inside a section of Bridge's: path -> type.
 OWN_KEYS: dict[str, type] = {"tokenizer.vocab_includes_eod": bool}

@@ -75,6 +75,21 @@ class RunDir:
         """Sample indices that Megatron builds for a dataset."""
         return self.path / "index-cache"
 
+    @property
+    def script(self) -> Path:
+        """The sbatch script of the run's job."""
+        return self.path / "job.sbatch"
+
+    @property
+    def submission(self) -> Path:
+        """Command, time and job ids of `tpi submit`."""
+        return self.path / "submission.json"
+
+    @property
+    def ended(self) -> Path:
+        """One word for the job's script: how the last try in a job ended (launch/node.py)."""
+        return self.path / "job.ended"
+
     def rank_log(self, rank: int) -> Path:
         """Standard output and error of one rank."""
         return self.logs / f"rank-{rank}.log"
