@@ -12,7 +12,7 @@ import pytest
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.launch import judgement, matrix, verify
 from tp_invariant_recipes.launch.judgement import judge
-from tp_invariant_recipes.launch.matrix import Axis, Cell, Matrix, MatrixDir, Outcome
+from tp_invariant_recipes.launch.matrix import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 
@@ -344,14 +344,20 @@ def _another_seed(where):
     write_ledger(where.cell("tp4").ledger, replace(header(4), identity={"rng.seed": 7}), 3)
 
 
+def attempted(run, *outcomes):
+    """Have `run.json` list attempts: each an outcome and why."""
+    attempts = [{"outcome": outcome, "why": why} for outcome, why in outcomes]
+    run.write(run.run, {"attempts": attempts})
+
+
 def _failed_late(where):
     ran(where, 4)
-    where.write_outcomes({"tp4": Outcome("failed", "rank 1 was killed", 0)})
+    attempted(where.cell("tp4"), ("failed", "rank 1 was killed"))
 
 
 def _stopped(where):
     ran(where, 4, steps=1)
-    where.write_outcomes({"tp4": Outcome("stopped", None, 0)})
+    attempted(where.cell("tp4"), ("stopped", None))
 
 
 FAULTS = {
@@ -406,12 +412,12 @@ def test_a_failure_no_longer_counts_once_the_cell_was_resumed(here):
     where = a_matrix(here / "m", 1, 2)
     for tp in (1, 2):
         ran(where, tp)
-        where.cell(f"tp{tp}").run.write_text(json.dumps({"attempts": [{}] * tp}))
-    where.write_outcomes({"tp2": Outcome("stopped", None, 2)})
+        attempted(where.cell(f"tp{tp}"), ("completed", None))
+    attempted(where.cell("tp2"), ("stopped", None))
     stopped = judge(where.path)
     assert stopped.exit_status == 2
     assert any(f"tpi train --resume {where.path}/tp2" in sentence for sentence in stopped.remarks)
-    where.write_outcomes({"tp2": Outcome("stopped", None, 1)})
+    attempted(where.cell("tp2"), ("stopped", None), ("completed", None))
     assert judge(where.path).exit_status == 0
 
 

@@ -1,5 +1,6 @@
 """Arguments that several commands share, and their shell completion."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,3 +40,13 @@ Overrides = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for a machine.")]
+
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="The cluster as described in this file: the same as cluster=PATH."),
+]
+
+
+def cluster_override(file: Path | None) -> list[str]:
+    """`--cluster-file FILE` as the override it stands for."""
+    return [] if file is None else [f"cluster={file.expanduser().absolute()}"]

@@ -2,14 +2,21 @@
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, _models, cluster_override
+from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.host.quiet import VERBOSE
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tp_invariant_recipes.launch.plan import Plan, Request
 
 
 def train(
@@ -30,6 +37,17 @@ def train(
             metavar="FIRST:LAST",
         ),
     ] = None,
+    go_on: Annotated[
+        bool, typer.Option("--continue", help="Go on with the run in run.dir if there is one, else begin it there.")
+    ] = False,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            help="local, or slurm: srun on every node of the allocation this is in. The same as launcher=…",
+            metavar="KIND",
+        ),
+    ] = None,
+    cluster_file: ClusterFile = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Megatron and the libraries say.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -44,26 +62,33 @@ def train(
     tpi train qwen3_toy save=10 run.dir=runs/a ; tpi train --resume runs/a
     tpi train qwen3_8b tp=4 model.attention_backend=unfused optimizer.clip_grad=0.5
     tpi train qwen3_8b tp=4 numerics=tree --trace 1:2
+    tpi train qwen3_8b tp=8 dp=4 cluster=h100 --launcher slurm        # inside salloc; tpi submit makes a job
     """
     from tp_invariant_recipes.launch import plan, progress
     from tp_invariant_recipes.launch import train as launch
 
     if verbose:
         os.environ[VERBOSE] = "1"
-    console = progress.console()
     arguments = list(overrides or [])
     if trace is not None:
         arguments.append(f"ledger.trace={trace}")
+    if launcher is not None:
+        arguments.append(f"launcher={launcher}")
+    arguments += cluster_override(cluster_file)
     if resume is not None and model is not None and "=" in model:  # typer gives the first word to MODEL
         arguments.insert(0, model)
         model = None
+    if resume is not None and go_on:
+        raise ConfigError(
+            "--resume RUN goes on with a run wherever it is, --continue with the one in run.dir: give one"
+        )
+    request = plan.Request(model, tuple(arguments), resume, go_on)
+    console = progress.console()
+    if request.launcher == "slurm":
+        _on_nodes(request, console, verbose=verbose)
+        return
     with progress.preparing(console) as report:
-        if resume is not None:
-            planned = plan.again(resume, model, arguments, progress=report)
-        elif model is not None:
-            planned = plan.new(model, arguments, progress=report)
-        else:
-            raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
+        planned = request.plan(report)
     with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
         launch.check(planned)
     console.print(_opening(planned), soft_wrap=True)
@@ -74,6 +99,27 @@ def train(
         print(json.dumps(summary))
     else:
         console.print(_closing(summary), soft_wrap=True)
+
+
+def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
+    """Be one node's part of the run or, outside of srun, become srun, which starts this command on every node."""
+    from tp_invariant_recipes.launch import meeting, node, progress, srun
+
+    place = meeting.place(os.environ)
+    if place is None:
+        srun.become(request)
+
+    @contextmanager
+    def watch(planned: "Plan") -> Iterator[Callable[[], None]]:
+        console.print(_opening(planned), soft_wrap=True)
+        with progress.watcher(planned, console, verbose=verbose) as tick:
+            yield tick
+
+    ended = node.run(place, srun.asked(request, watch))
+    if ended.outcome is None:
+        raise RunError(ended.why or "the run failed")
+    if place.first:
+        console.print(ended.word)
 
 
 def _opening(planned) -> str:

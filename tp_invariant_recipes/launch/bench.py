@@ -31,6 +31,7 @@ RESERVED = {
     "train.train_iters": "a benchmark counts its own steps: --warmup N --steps N",
     "save": "a benchmark saves no checkpoints; leave it out",
     "checkpoint.save_interval": "a benchmark saves no checkpoints; leave it out",
+    "launcher": "a benchmark runs on this machine; leave it out",
     "run.dir": "a benchmark has its own directory: --dir PATH",
     "ledger.digests": "a mode says whether it records digests: --modes tree,tree+digests",
     "ledger.trace": "a benchmark traces no modules; leave it out",

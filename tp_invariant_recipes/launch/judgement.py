@@ -166,11 +166,12 @@ def _ended(where: MatrixDir, cell: Cell, ledger: Ledger | None) -> tuple[str, st
     """State and reason of a cell that did not run to its end."""
     run = where.cell(cell.name)
     at = f"at step {len(ledger.steps) if ledger else 0} of {cell.steps}"
-    attempts = len(run.read_run()["attempts"]) if run.run.exists() else 0
-    outcome = where.read_outcomes().get(cell.name)
-    if outcome is not None and outcome.attempt == attempts and outcome.outcome != "completed":
-        state = STOPPED if outcome.outcome == STOPPED else FAILED
-        return state, f"{outcome.why} ({at})" if outcome.why and "\n" not in outcome.why else outcome.why or at
+    attempts = run.read_run()["attempts"] if run.run.exists() else []
+    if attempts and attempts[-1].get("outcome") == STOPPED:
+        return STOPPED, at
+    if attempts and attempts[-1].get("outcome") == FAILED:
+        why = attempts[-1]["why"]
+        return FAILED, why if "\n" in why else f"{why} ({at})"
     if ledger is None:
         return NOT_RUN, "its run directory has no ledger"
     if len(ledger.steps) < cell.steps:

@@ -80,19 +80,6 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How the last attempt at a cell ended.
-
-    outcome: "completed", "stopped" or "failed". why: of a failure, in words.
-    attempt: its number among those of `run.json`; after a later one this no longer counts.
-    """
-
-    outcome: str
-    why: str | None
-    attempt: int
-
-
-@dataclass(frozen=True)
 class MatrixDir(RunDir):
     """A directory with one run directory for each cell."""
 
@@ -100,11 +87,6 @@ class MatrixDir(RunDir):
     def matrix(self) -> Path:
         """The cells, written before anything starts."""
         return self.path / "matrix.json"
-
-    @property
-    def outcomes(self) -> Path:
-        """How cells that did not simply complete ended, as far as the launcher saw it."""
-        return self.path / "outcomes.json"
 
     @property
     def result(self) -> Path:
@@ -130,20 +112,6 @@ class MatrixDir(RunDir):
             return Matrix(**raw | {"overrides": tuple(raw["overrides"])}, axes=axes, cells=cells)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunError(f"{self.path} is not a directory of tpi verify: {self.matrix.name}: {error}") from error
-
-    def write_outcomes(self, outcomes: dict[str, Outcome]) -> None:
-        """Write how cells ended, by their names. Raises RunError."""
-        self.write(self.outcomes, {name: asdict(outcome) for name, outcome in outcomes.items()})
-
-    def read_outcomes(self) -> dict[str, Outcome]:
-        """How cells ended, by their names; empty where another launcher ran them. Raises RunError."""
-        if not self.outcomes.exists():
-            return {}
-        try:
-            raw = json.loads(self.outcomes.read_text(encoding="utf-8"))
-            return {name: Outcome(**outcome) for name, outcome in raw.items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise RunError(f"cannot read {self.outcomes}: {error}") from error
 
 
 def spread(overrides: Sequence[str], problems: list[str]) -> tuple[tuple[Axis, ...], tuple[Choice, ...]]:

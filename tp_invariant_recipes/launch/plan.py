@@ -1,9 +1,6 @@
 """Everything that is decided before a process starts: what to train, on what, where it is written, where it resumes."""
 
 import os
-import shlex
-import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +16,17 @@ from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import preflight
+from tp_invariant_recipes.launch.attempts import begun
 from tp_invariant_recipes.ledger.lines import Header
+from tp_invariant_recipes.ledger.reader import read
 from tp_invariant_recipes.training import checkpoints
-from tp_invariant_recipes.training.checkpoints import Checkpoint
+from tp_invariant_recipes.training.checkpoints import Checkpoint, iteration_dir
 from tp_invariant_recipes.training.rundir import RunDir, choose
 
-# Overrides of a run that say where it was written and where it resumed, which a repetition does elsewhere.
-NOT_REPEATED = ("run.dir", "checkpoint.save", "checkpoint.ckpt_step")
+# Overrides of one attempt at a run and not of the run: which step it resumed from, and what started its ranks.
+OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher")
+# And those that say where it was written, which a repetition does elsewhere.
+NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir", "checkpoint.save")
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,65 @@ class Plan:
         return self.tree["device"]["kind"]
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a command of `tpi train` asks for: a model, or a run to go on with.
+
+    go_on: go on with the run in run.dir if there is one.
+    """
+
+    model: str | None
+    overrides: tuple[str, ...]
+    resume: Path | None = None
+    go_on: bool = False
+
+    @property
+    def launcher(self) -> str:
+        """Who is to start the ranks: as typed, not yet checked."""
+        given = [text.partition("=")[2] for text in self.overrides if text.startswith(("launcher=", "launcher.kind="))]
+        return given[-1] if given else "local"
+
+    def composed(self) -> Composed:
+        """The configuration alone. Raises ConfigError; RunError where there is no run to go on with."""
+        if self.resume is not None:
+            return _composed_again(RunDir(self.resume), self.overrides)
+        return compose(self._model(), self.overrides, device=detect_device())
+
+    def plan(self, progress: Callable[[int, int], None] | None = None) -> Plan:
+        """Plan the run. Raises a TpiError."""
+        if self.resume is not None:
+            return again(self.resume, self.model, self.overrides, progress=progress)
+        if self.go_on:
+            return proceed(self._model(), self.overrides, progress=progress)
+        return new(self._model(), self.overrides, progress=progress)
+
+    def follow(self, start: int) -> Plan:
+        """Plan the same where another machine has planned it to start after step `start`. Raises a TpiError."""
+        if self.resume is not None:
+            return again(self.resume, self.model, self.overrides, start=start)
+        return proceed(self._model(), self.overrides, start=start)
+
+    def words(self) -> list[str]:
+        """What follows `tpi train`, to ask for the same again."""
+        resume = [] if self.resume is None else ["--resume", str(self.resume.absolute())]
+        model = [] if self.model is None else [self.model]
+        return [*model, *self.overrides, *resume, *(["--continue"] if self.go_on else [])]
+
+    def _model(self) -> str:
+        if self.model is None:
+            raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
+        return self.model
+
+
 def detect_device() -> str:
     """The device group used where none is asked for: gpu where the driver shows one."""
     return "gpu" if gpus.visible() else "cpu"
+
+
+def device_on(model: str, overrides: Sequence[str]) -> str:
+    """The device group for the nodes of the cluster in use: where a job is submitted there may be no GPU."""
+    count = compose(model, overrides, device="gpu").tree["cluster"]["gpus_per_node"]
+    return detect_device() if count is None else "gpu" if count else "cpu"
 
 
 def new(model: str, overrides: Sequence[str], *, progress: Callable[[int, int], None] | None = None) -> Plan:
@@ -74,26 +131,82 @@ def new(model: str, overrides: Sequence[str], *, progress: Callable[[int, int], 
 
 
 def again(
-    run: Path, model: str | None, overrides: Sequence[str], *, progress: Callable[[int, int], None] | None = None
+    run: Path,
+    model: str | None,
+    overrides: Sequence[str],
+    *,
+    start: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Plan to go on with a run from its newest finished checkpoint, or from the start if it has none.
 
     model, overrides: None and what to change. Layout and length may change; what makes runs comparable may not.
+    start: the step to go on from, of which another process has made sure (0: from the beginning).
     Raises a TpiError that names the fields, or the damaged files.
     """
     run_dir = RunDir(run)
     before = run_dir.read_run()
     if model not in (None, before["model"]):
         raise ConfigError(f"--resume {run} is a run of {before['model']}, not of {model}")
-    asked = [o for o in before["overrides"] if not o.startswith("checkpoint.ckpt_step=")]  # of an earlier resume
-    composed = compose(before["model"], [*asked, *overrides], device=before["device"])
+    return _going_on(f"--resume {run}", run_dir, _composed_again(run_dir, overrides), progress, start)
+
+
+def proceed(
+    model: str,
+    overrides: Sequence[str],
+    *,
+    start: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:
+    """Plan to go on with the run in `run.dir` if one is there, else to begin it there.
+
+    For a command that a scheduler may start again and again. start: as for `again`. Raises a TpiError.
+    """
+    composed = compose(model, overrides, device=detect_device())
+    where = composed.tree["run"]["dir"]
+    if where is None:
+        raise ConfigError("--continue needs the directory to go on in, or to begin in: run.dir=PATH")
+    run_dir = RunDir(Path(where).expanduser())
+    if run_dir.run.exists():
+        return _going_on(f"--continue run.dir={where}", run_dir, composed, progress, start)
+    return completed(composed, choose(where, model), progress)
+
+
+def _composed_again(run_dir: RunDir, overrides: Sequence[str]) -> Composed:
+    before = run_dir.read_run()
+    return compose(before["model"], [*_asked(before, OF_AN_ATTEMPT), *overrides], device=before["device"])
+
+
+def _asked(before: dict[str, Any], apart_from: Sequence[str]) -> list[str]:
+    """The overrides that a run was made of."""
+    return [o for o in before["overrides"] if o.partition("=")[0].lstrip("+") not in apart_from]
+
+
+def _going_on(
+    asked: str,
+    run_dir: RunDir,
+    composed: Composed,
+    progress: Callable[[int, int], None] | None,
+    start: int | None = None,
+) -> Plan:
+    """asked: the words of the command, for messages. start: as for `again`."""
     plan = completed(composed, run_dir, progress)
-    _same_identity(before["identity"], plan.identity, f"--resume {run} would go on with another run.")
+    before = run_dir.read_run()
+    if composed.model != before["model"]:
+        raise ConfigError(f"{asked} is a run of {before['model']}, not of {composed.model}")
+    _same_identity(before["identity"], plan.identity, f"{asked} would go on with another run.")
+    if start is not None:
+        return _from(plan, Checkpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
     step = plan.tree["checkpoint"]["ckpt_step"]
-    found = checkpoints.select(run_dir.checkpoints, step)
+    found = checkpoints.select(run_dir.checkpoints, step, within=_recorded(run_dir))
     if found and found.read_manifest()["identity_hash"] != identity_hash(plan.identity):
-        raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run}")
+        raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run_dir.path}")
     return plan if found is None else _from(plan, found)
+
+
+def _recorded(run_dir: RunDir) -> int:
+    """Steps in the ledger. A node that dies can take its last lines with it, when the checkpoint is already whole."""
+    return len(read(run_dir.ledger).steps) if run_dir.ledger.exists() else 0
 
 
 def rerun(
@@ -112,12 +225,13 @@ def rerun(
     Raises a TpiError: this machine cannot carry it, or it would be another run.
     """
     before = RunDir(run).read_run()
-    asked = [o for o in before["overrides"] if o.partition("=")[0].lstrip("+") not in NOT_REPEATED]
     # The length stays: how often Megatron goes through the text, and in which order, depends on it. Bridge leaves
     # without a word to callbacks, so the ledger has the digests of a step only if another one follows.
     shorter = f"train.exit_interval={last_step + 1}"
     changes = [*record, "save=0", "logging=none", shorter, "train.exit_duration_in_mins=null"]
-    plan = completed(compose(before["model"], [*asked, *changes], device=before["device"]), run_dir, progress)
+    plan = completed(
+        compose(before["model"], [*_asked(before, NOT_REPEATED), *changes], device=before["device"]), run_dir, progress
+    )
     _same_identity(before["identity"], plan.identity, f"{run} cannot be repeated: it would be another run now.")
     plan.tree["checkpoint"]["save"] = None
     return plan if start is None else _from(plan, start)
@@ -132,17 +246,15 @@ def _from(plan: Plan, found: Checkpoint) -> Plan:
     return replace(plan, tree=plan.tree | {"scheduler": scheduler, "checkpoint": checkpoint}, start=found.step)
 
 
-def write(plan: Plan) -> None:
-    """Write the run directory, before anything starts. Raises RunError."""
+def write(plan: Plan, *, attempt: bool = True, job: dict[str, Any] | None = None) -> None:
+    """Write the run directory, before anything starts. Raises RunError.
+
+    attempt: whether this is one; a job that is only submitted is none yet. job: of SLURM, that makes it.
+    """
     run_dir = plan.run_dir
     attempts = run_dir.read_run()["attempts"] if run_dir.run.exists() else []
-    attempt = {
-        "command": shlex.join(["tpi", *sys.argv[1:]]),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "host": os.uname().nodename,
-        "from_step": plan.start,
-        "to_step": plan.steps,
-    }
+    if attempt:
+        attempts = [*attempts, begun(plan.start, plan.steps, job)]
     run = {
         "model": plan.composed.model,
         "overrides": list(plan.composed.overrides),
@@ -152,7 +264,7 @@ def write(plan: Plan) -> None:
         "identity": plan.identity,
         "identity_hash": identity_hash(plan.identity),
         "notes": _notes(plan.tree),
-        "attempts": [*attempts, attempt],
+        "attempts": attempts,
     }
     run_dir.write(run_dir.config, plan.tree)
     run_dir.write(run_dir.environment, environment.recorded(os.environ | plan.environment))
@@ -165,12 +277,21 @@ def identity_hash(identity: dict[str, Any]) -> str:
     return Header(identity=identity).identity_hash
 
 
-def completed(composed: Composed, run_dir: RunDir, progress: Callable[[int, int], None] | None = None) -> Plan:
-    """Fill in what only this machine knows, and check that it can carry the run. Raises a TpiError."""
+def completed(
+    composed: Composed,
+    run_dir: RunDir,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    here: bool = True,
+) -> Plan:
+    """Fill in what only this machine knows, and check that it can carry the run. Raises a TpiError.
+
+    here: whether ranks will run on this machine; False where their job is only submitted.
+    """
     tree = {name: dict(part) if isinstance(part, dict) else part for name, part in composed.tree.items()}
     at = layout.of(tree)
     variables = environment.settings(tree["device"]["kind"], os.environ)
-    preflight.check(tree, at, run_dir)
+    preflight.check(tree, at, run_dir, here=here)
     data = _prepare(tree, progress)
     tree["run"]["dir"] = str(run_dir.path)
     tree["checkpoint"]["save"] = str(run_dir.checkpoints)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.config import allocation
 from tp_invariant_recipes.config.compose import listed
 from tp_invariant_recipes.config.layout import Layout
 from tp_invariant_recipes.config.size import parameters
@@ -26,9 +27,12 @@ INDEX_BYTES_PER_SAMPLE = 8
 CHECKPOINT_BYTES_PER_PARAMETER = 2 + 3 * 4
 
 
-def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir) -> None:
-    """Raises ConfigError listing everything this machine lacks."""
-    problems = [*_gpus(tree, layout), *_disk(tree, run_dir)]
+def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir, *, here: bool = True) -> None:
+    """Raises ConfigError listing everything this machine lacks.
+
+    here: whether ranks will run on it; the disk of the run directory must do in any case.
+    """
+    problems = [*(_gpus(tree, layout) if here else ()), *_disk(tree, run_dir)]
     if problems:
         raise ConfigError(listed(problems), problems)
 
@@ -39,10 +43,14 @@ def _gpus(tree: dict[str, Any], layout: Layout) -> list[str]:
         return [f"cluster={cluster['name']} is of GPU nodes and device=cpu"] if cluster["gpus_per_node"] else []
     found = gpus.visible()
     degrees = f"tp={layout.tp} * pp={layout.pp} * cp={layout.cp} * dp={layout.dp} = {layout.world} ranks"
+    ranks = layout.world
+    if tree["launcher"]["kind"] == "slurm":
+        taken = allocation.of(tree)
+        ranks, degrees = taken.ranks, f"{degrees} on {taken.nodes} nodes, {taken.ranks} on each"
     problems = []
     if not found:
         problems.append("device=gpu, but this machine shows no GPU; device=cpu runs the toy models (tpi doctor)")
-    elif layout.world > len(found):
+    elif ranks > len(found):
         problems.append(f"{degrees}, but this machine has {len(found)} GPUs; lower one of them")
     if installed("transformer-engine") is None:
         problems.append("device=gpu needs Transformer Engine, which is not installed: make gpu (tpi doctor)")

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from tp_invariant_recipes.config import container
+from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host.quiet import quiet
-from tp_invariant_recipes.launch import local, plan
+from tp_invariant_recipes.launch import attempts, local, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.record import read
@@ -28,7 +30,14 @@ def execute(planned: Plan, watch: Callable[[], None]) -> local.Outcome:
     if planned.run_dir.checkpoints.exists():
         checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
     plan.write(planned)
-    return local.run(planned, watch)
+    try:
+        outcome = local.run(planned, watch)
+    except TpiError as error:
+        with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
+            attempts.end(planned.run_dir, "failed", str(error))
+        raise
+    attempts.end(planned.run_dir, outcome.value)
+    return outcome
 
 
 def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:

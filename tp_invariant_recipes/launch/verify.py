@@ -13,7 +13,7 @@ from tp_invariant_recipes.errors import ConfigError, LedgerError, TpiError
 from tp_invariant_recipes.launch import matrix, plan
 from tp_invariant_recipes.launch.judgement import Judgement, judge
 from tp_invariant_recipes.launch.local import Outcome as Ended
-from tp_invariant_recipes.launch.matrix import Axis, Cell, Choice, Matrix, MatrixDir, Outcome
+from tp_invariant_recipes.launch.matrix import Axis, Cell, Choice, Matrix, MatrixDir
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.lines import Header, identity_differences
 from tp_invariant_recipes.ledger.reader import Ledger, read
@@ -24,6 +24,7 @@ __all__ = ["Judgement", "Verification", "check", "execute", "judge", "new"]
 # Keys that the command itself decides -> how to say it instead.
 RESERVED = {
     "run.dir": "every cell has a run directory of its own in one directory: --dir PATH",
+    "launcher": "the cells are trained here, one after the other; in jobs of their own: tpi submit --verify",
 }
 
 Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
@@ -45,11 +46,12 @@ def new(
     against: Path | None,
     directory: Path | None,
     progress: Callable[[int, int], None] | None = None,
+    here: bool = True,
 ) -> Verification:
     """Plan all cells. Raises a TpiError that lists what is wrong with any; nothing but the data cache is written.
 
     against: a run directory, ledger or certificate to compare all cells with, instead of with the first.
-    progress: as for `plan.new`.
+    progress: as for `plan.new`. here: as for `plan.completed`.
     """
     reserved = [text for text in overrides if _key(text) in RESERVED]
     problems = [f"{text}: {RESERVED[_key(text)]}" for text in reserved]
@@ -63,7 +65,7 @@ def new(
     composed = _composed(model, choices, problems)
     choices = tuple(_named(one, composed[one.label]) for one in choices)
     where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
-    plans = _planned(choices, list(composed.values()), where, progress)
+    plans = _planned(choices, list(composed.values()), where, progress, here)
     problems = [*_lengths(plans), *_identities(axes, choices, plans), *_environments(plans)]
     if reference is not None and not problems:
         problems = _against(reference, next(iter(plans.values())))
@@ -93,32 +95,25 @@ def execute(verification: Verification, watch: Watch) -> Judgement:
     """
     where = verification.directory
     where.write_matrix(verification.matrix)
-    outcomes: dict[str, Outcome] = {}
     with _interruptible():
         try:
             for cell in verification.matrix.cells:
-                planned = verification.plans[cell.name]
-                outcomes[cell.name] = Outcome(*_train(cell, planned, watch), _attempts(planned))
-                where.write_outcomes(outcomes)
-                if outcomes[cell.name].outcome == Ended.STOPPED.value:
+                if _train(cell, verification.plans[cell.name], watch) is Ended.STOPPED:
                     break
         except KeyboardInterrupt:
             pass  # a cell that has not ended is judged by what it left
     return judge(where.path)
 
 
-def _train(cell: Cell, planned: Plan, watch: Watch) -> tuple[str, str | None]:
+def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
+    """How it ended; None: it failed, and its run directory says why."""
     from tp_invariant_recipes.launch import train
 
     try:
         with watch(cell.label, planned) as tick:
-            return train.execute(planned, tick).value, None
-    except TpiError as error:
-        return "failed", str(error)
-
-
-def _attempts(planned: Plan) -> int:
-    return len(planned.run_dir.read_run()["attempts"]) if planned.run_dir.run.exists() else 0
+            return train.execute(planned, tick)
+    except TpiError:
+        return None
 
 
 @contextmanager
@@ -206,11 +201,12 @@ def _planned(
     composed: Sequence[Composed],
     where: MatrixDir,
     progress: Callable[[int, int], None] | None,
+    here: bool,
 ) -> dict[str, Plan]:
     plans, found = {}, _Problems()
     for choice, one in zip(choices, composed, strict=True):
         with found.of(choice.label):
-            plans[choice.name] = plan.completed(one, where.cell(choice.name), progress)
+            plans[choice.name] = plan.completed(one, where.cell(choice.name), progress, here=here)
     found.raise_any()
     return plans
 

@@ -64,8 +64,10 @@ def finished(checkpoints: Path) -> list[Checkpoint]:
     return [Checkpoint(p, step) for p, step in _iterations(checkpoints) if (p / MANIFEST).is_file()]
 
 
-def select(checkpoints: Path, step: int | None = None) -> Checkpoint | None:
+def select(checkpoints: Path, step: int | None = None, *, within: int | None = None) -> Checkpoint | None:
     """The newest finished checkpoint, or that of `step`, verified. None when there is none at all.
+
+    within: of no later step than this one.
 
     Raises CheckpointError when it is damaged or when `step` was never saved.
     """
@@ -78,7 +80,7 @@ def select(checkpoints: Path, step: int | None = None) -> Checkpoint | None:
                 f"{checkpoints} holds no checkpoint of checkpoint.ckpt_step={step}; finished: {steps}"
             )
     else:
-        chosen = found[-1] if found else None
+        chosen = max((c for c in found if within is None or c.step <= within), key=lambda c: c.step, default=None)
     if chosen is not None:
         chosen.verify()
     return chosen

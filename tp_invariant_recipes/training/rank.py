@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,16 +48,17 @@ class Seat:
         }
 
 
-def main(rank: int, run: str, seats: list[Seat], story: Callable[[RunDir, Seat], None], all_started: Any) -> None:
+def main(place: int, run: str, seats: Sequence[Seat], story: Callable[[RunDir, Seat], None], all_started: Any) -> None:
     """Run one rank of the run in directory `run`; returns when it is done, or stopped by a signal after saving.
 
+    place:       its seat's, in `seats`.
     story:       what the rank does, such as `train`.
     all_started: a multiprocessing event. A rank that met the launcher's store earlier would set the store's thread to
                  work, and a rank forked meanwhile would inherit whatever lock that thread holds, for good.
     On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
     """
     run_dir = RunDir(Path(run))
-    seat = seats[rank]
+    seat = seats[place]
     _leave_with_the_launcher()
     all_started.wait()
     os.environ.update(seat.environment())
@@ -146,10 +147,14 @@ def recording(run_dir: RunDir, seat: Seat, run: dict[str, Any], ledger: dict[str
 
 
 def _leave_with_the_launcher() -> None:
-    """Die when the launcher dies, even by SIGKILL; leave Ctrl-C to it, since a terminal sends it to every process."""
+    """Die when the launcher dies, even by SIGKILL; leave Ctrl-C to it, since a terminal sends it to every process.
+
+    SLURM sends SIGUSR1 to every process of a job's step as well, where it is for the launcher alone.
+    """
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until Bridge takes it over to save first
 
 

@@ -86,6 +86,11 @@ class RunDir:
         return self.path / "submission.json"
 
     @property
+    def token(self) -> Path:
+        """A word that the nodes of a job look for, to know whether they share this directory; there while they meet."""
+        return self.path / ".job.token"
+
+    @property
     def ended(self) -> Path:
         """One word for the job's script: how the last try in a job ended (launch/node.py)."""
         return self.path / "job.ended"
@@ -112,15 +117,16 @@ class RunDir:
 
     def write(self, file: Path, data: Any) -> None:
         """Write one of the files above, whole or not at all. Raises RunError when it cannot be written."""
+        text = json.dumps(data, indent=2) + "\n" if file.suffix == ".json" else yaml.safe_dump(data, sort_keys=False)
+        self.write_text(file, text)
+
+    def write_text(self, file: Path, text: str) -> None:
+        """The same for a file that is text as it is."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             temporary = file.with_name(f".{file.name}.new")
             with temporary.open("w", encoding="utf-8") as stream:
-                if file.suffix == ".json":
-                    json.dump(data, stream, indent=2)
-                    stream.write("\n")
-                else:
-                    yaml.safe_dump(data, stream, sort_keys=False)
+                stream.write(text)
                 stream.flush()
                 os.fsync(stream.fileno())
             temporary.replace(file)

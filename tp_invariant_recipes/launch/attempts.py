@@ -1,0 +1,51 @@
+"""The attempts at a run that `run.json` lists: when each began, from which step, in which job, and how it ended."""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tp_invariant_recipes.training.rundir import RunDir
+
+
+def begun(start: int, last: int, job: dict[str, Any] | None) -> dict[str, Any]:
+    """A new attempt, of this command, on this host; it has not ended.
+
+    start, last: steps completed when it begins, and when it will be done. job: of SLURM; None without one.
+    """
+    return {
+        "command": shlex.join(["tpi", *sys.argv[1:]]),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": os.uname().nodename,
+        "from_step": start,
+        "to_step": last,
+        "job": job,
+        "outcome": None,
+        "why": None,
+        "requeued": False,
+    }
+
+
+def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool = False) -> None:
+    """Say how the last attempt ended. Raises RunError.
+
+    outcome: "completed", "stopped" or "failed". requeued: whether its job asks to be queued again.
+    """
+    run = run_dir.read_run()
+    run["attempts"][-1] |= {"outcome": outcome, "why": why, "requeued": requeued}
+    run_dir.write(run_dir.run, run)
+
+
+def in_vain(attempts: Sequence[dict[str, Any]], start: int) -> int:
+    """How many of the latest attempts began at step `start` and came to nothing, since one that did not.
+
+    One that was asked to stop came to nothing through no fault of the run.
+    """
+    count = 0
+    for attempt in reversed(attempts):
+        if attempt["from_step"] != start or attempt.get("outcome") in ("completed", "stopped"):
+            break
+        count += 1
+    return count

@@ -1,0 +1,84 @@
+"""What ranks write on nodes that share no files, brought to the first node as it is written: ledger, progress, logs."""
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.launch.meeting import Meeting
+from tp_invariant_recipes.training.rundir import RunDir
+
+CHUNK = 1 << 20  # bytes
+FILES = re.compile(r"ledger\.jsonl|progress\.jsonl|logs/[\w-]+\.log")  # all that is sent, and all that is accepted
+
+
+@dataclass
+class Sender:
+    """Sends what ranks append to the files of this node's run directory. Make it before they start.
+
+    Nothing is gone on with where files are not shared, so every attempt has a ledger of its own.
+    """
+
+    meeting: Meeting
+    run_dir: RunDir
+    sent: int = 0
+    positions: dict[Path, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _put_aside(self.run_dir.ledger)
+        self.positions = {file: file.stat().st_size for file in self._files()}
+
+    def __call__(self) -> None:
+        """Send what has been written since the last call."""
+        for file in self._files():
+            position = self.positions.get(file, 0)
+            with file.open("rb") as stream:
+                stream.seek(position)
+                while data := stream.read(CHUNK):
+                    head = {"file": str(file.relative_to(self.run_dir.path)), "position": position}
+                    key = f"bytes/{self.meeting.place.number}/{self.sent}"
+                    self.meeting.send(key, json.dumps(head).encode() + b"\n" + data)
+                    self.sent += 1
+                    position += len(data)
+            self.positions[file] = position
+
+    def _files(self) -> list[Path]:
+        run_dir = self.run_dir
+        return [f for f in (run_dir.ledger, run_dir.progress, *sorted(run_dir.logs.glob("rank-*.log"))) if f.exists()]
+
+
+@dataclass
+class Receiver:
+    """On the first node, writes what the others send into its own run directory."""
+
+    meeting: Meeting
+    run_dir: RunDir
+    taken: dict[int, int] = field(default_factory=dict)
+
+    def __call__(self) -> None:
+        """Write down what has come since the last call. Raises RunError for what no Sender sends."""
+        for number in range(1, self.meeting.place.count):
+            while (message := self.meeting.take(f"bytes/{number}/{self.taken.get(number, 0)}")) is not None:
+                self.taken[number] = self.taken.get(number, 0) + 1
+                self._write(message)
+
+    def _write(self, message: bytes) -> None:
+        head, _, data = message.partition(b"\n")
+        facts = json.loads(head)
+        if not FILES.fullmatch(facts["file"]):
+            raise RunError(f"somebody at the meeting of this job sends {facts['file']}, which no node of it does")
+        file = self.run_dir.path / facts["file"]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file == self.run_dir.ledger and facts["position"] == 0:
+            _put_aside(file)
+        with file.open("ab") as stream:
+            stream.write(data)
+
+
+def _put_aside(ledger: Path) -> None:
+    """Keep the ledger of an earlier attempt as `ledger.replaced-K.jsonl`, as a resumed run does."""
+    if ledger.exists():
+        names = (ledger.with_name(f"{ledger.stem}.replaced-{k}{ledger.suffix}") for k in range(1, 1_000_000))
+        os.rename(ledger, next(name for name in names if not name.exists()))

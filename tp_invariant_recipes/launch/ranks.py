@@ -1,0 +1,217 @@
+"""Start ranks as processes of this machine, watch over them until all have ended, and say why if one failed.
+
+Ranks are started as torchrun starts functions, through torch.multiprocessing. On a CPU they are forked from this
+process, which has imported Megatron-Bridge already: one import of 10 to 20 s for all ranks instead of one each.
+A process that forks must not have started CUDA, so GPU ranks are spawned.
+"""
+
+import errno
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.training.rundir import RunDir, free_bytes
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.training.rank import Seat
+
+START_METHODS = {"cpu": "fork", "gpu": "spawn"}
+GRACE = 5.0  # seconds that the other ranks get to say why they failed, after the first has
+POLL = 0.1  # seconds between looks at the ranks
+FULL = 64 * 1024  # bytes: a disk with less free is what stopped the ranks
+TAIL = 12  # lines of a dead rank's log to show
+
+# What a rank does: a function of a module, of (run directory, seat).
+Story = Callable[[RunDir, "Seat"], None]
+
+
+class Outcome(Enum):
+    """How a run ended, when it did not fail."""
+
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+
+
+class RankFailed(RunError):
+    """A rank died. cause: seconds since 1970 of the failure that began it; 0 where nothing but a signal ended the rank.
+
+    ours: it said itself what is wrong with the configuration, and would say so again.
+    """
+
+    def __init__(self, message: str, cause: float, *, ours: bool = False) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.ours = ours
+
+
+@dataclass
+class Stop:
+    """What signals have asked for.
+
+    requests: SIGTERM or Ctrl-C: once to save and stop, twice to stop now. requeue: SIGUSR1: save and stop, but only
+    to go on in another job; never more than that.
+    """
+
+    requests: int = 0
+    requeue: bool = False
+
+    @property
+    def asked(self) -> int:
+        """How often the ranks are to be told."""
+        return self.requests or int(self.requeue)
+
+
+@contextmanager
+def stopping() -> Iterator[Stop]:
+    """SIGTERM, Ctrl-C and SIGUSR1 are noted instead of raised, so that ranks can save."""
+    stop = Stop()
+
+    def note(number: int, _: Any) -> None:
+        if number == signal.SIGUSR1:
+            stop.requeue = True
+        else:
+            stop.requests += 1
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(
+    run_dir: RunDir,
+    device: str,
+    seats: Sequence["Seat"],
+    tick: Callable[[], None],
+    stop: Stop,
+    *,
+    story: Story | None = None,
+    started: Callable[[], None] | None = None,
+) -> Outcome:
+    """Run the ranks of these seats to their end. Raises RankFailed: which rank died, its log, its last words.
+
+    tick:    called about ten times a second while ranks live; if it raises, they are ended and the error passed on.
+    story:   default: train.
+    started: called when all processes are there and before any does something.
+    """
+    import torch.multiprocessing
+
+    from tp_invariant_recipes.training import rank
+
+    _forget_failures(run_dir, seats)
+    method = START_METHODS[device]
+    all_started = torch.multiprocessing.get_context(method).Event()
+    context = torch.multiprocessing.start_processes(
+        rank.main,
+        args=(str(run_dir.path), seats, story or rank.train, all_started),
+        nprocs=len(seats),
+        join=False,
+        start_method=method,
+    )
+    if started:
+        started()
+    all_started.set()
+    ended_here = _watch(context.processes, stop, tick)
+    codes = {seats[n].rank: p.exitcode for n, p in enumerate(context.processes)}
+    dead = {rank: code for rank, code in codes.items() if code and rank not in {seats[n].rank for n in ended_here}}
+    if stop.asked and all(code == -signal.SIGTERM for code in dead.values()):
+        return Outcome.STOPPED  # before training began, SIGTERM just ends a rank
+    if dead:
+        raise _why(run_dir, dead)
+    return Outcome.STOPPED if stop.asked else Outcome.COMPLETED
+
+
+def _watch(processes: list[Any], stop: Stop, tick: Callable[[], None]) -> set[int]:
+    """Wait for the end of all; pass a stop on to them; end the others soon after one has failed.
+
+    Returns the places of those that had to be ended here, which failed of nothing but that.
+    """
+    passed_on, failed_at, ended_here = 0, None, set()
+    try:
+        while any(p.is_alive() for p in processes):
+            time.sleep(POLL)
+            tick()
+            if stop.asked > passed_on:
+                passed_on = stop.asked
+                if passed_on == 1:
+                    _signal(processes, signal.SIGTERM)
+                else:
+                    ended_here |= _signal(processes, signal.SIGKILL)
+            if failed_at is None and any(p.exitcode for p in processes):
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() - failed_at > GRACE:
+                ended_here |= _signal(processes, signal.SIGKILL)
+        tick()
+    except BaseException:
+        _signal(processes, signal.SIGKILL)
+        raise
+    return ended_here
+
+
+def _signal(processes: list[Any], number: int) -> set[int]:
+    """Send a signal to the ranks that live, and return their places."""
+    alive = {place: p for place, p in enumerate(processes) if p.is_alive()}
+    for process in alive.values():
+        os.kill(process.pid, number)
+    return set(alive)
+
+
+def _forget_failures(run_dir: RunDir, seats: Sequence["Seat"]) -> None:
+    for seat in seats:
+        run_dir.failure(seat.rank).unlink(missing_ok=True)
+
+
+def _why(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
+    """The error of a failed run, from the rank that failed first.
+
+    dead: rank -> exit status, negative for a signal. A rank killed from outside leaves no reason and is the cause of
+    the others' failures; otherwise the earliest reason is.
+    """
+    reasons = {r: reason for r in dead if (reason := _reason(run_dir.failure(r)))}
+    silent = [r for r in dead if r not in reasons]
+    first = silent[0] if silent else min(reasons, key=lambda r: reasons[r]["time"])
+    cause = 0.0 if silent else reasons[first]["time"]
+    if free_bytes(run_dir.path) < FULL or any(r["errno"] == errno.ENOSPC for r in reasons.values()):
+        message = (
+            f"the disk of {run_dir.path} is full ({free_bytes(run_dir.path) / 2**20:.1f} MiB free): the run stopped. "
+            f"Free some or set run.dir=PATH on another disk"
+        )
+        return RankFailed(message, cause)
+    log = run_dir.rank_log(first)
+    if first in reasons and reasons[first]["ours"]:
+        return RankFailed(f"{reasons[first]['message']}\n(rank {first}; its log: {log})", cause, ours=True)
+    words = _words(dead[first]) if first in silent else f"failed: {reasons[first]['kind']}: {reasons[first]['message']}"
+    lines = [f"rank {first} {words}", f"its log: {log}", *_tail(log, shown=first in silent)]
+    return RankFailed("\n".join(lines), cause)
+
+
+def _words(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code} without a word"
+    name = signal.Signals(-code).name
+    hint = "; the kernel kills this way when memory runs out" if code == -signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"
+
+
+def _reason(file: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _tail(log: Path, *, shown: bool) -> list[str]:
+    if not shown or not log.exists():
+        return []
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
+    return ["its last lines:", *(f"  {line[:160]}" for line in lines)]
