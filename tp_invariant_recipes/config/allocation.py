@@ -1,9 +1,13 @@
 """How many nodes a run takes, and what a job must say to get them: one row a rule."""
 
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tp_invariant_recipes.config import layout
+from tp_invariant_recipes.config.environment import NAME
 
 Tree = dict[str, Any]
 
@@ -31,3 +35,237 @@ def ranks_per_node(tree: Tree) -> int | None:
     """The most ranks a node takes; None where the cluster does not say."""
     cluster = tree["cluster"]
     return cluster["ranks_per_node"] or cluster["gpus_per_node"]
+
+
+def problems(tree: Tree, environ: Mapping[str, str]) -> list[str]:
+    """Everything that keeps a job of this run from being submitted here, each with the key to change.
+
+    environ: of the process that submits.
+    """
+    return [*misfits(tree), *(problem for rule in SUBMITTED for problem in rule(tree, environ))]
+
+
+def misfits(tree: Tree) -> list[str]:
+    """What of `problems` holds wherever it is asked, so also on a node, in a container, without `tpi submit`."""
+    return [problem for rule in FITTING for problem in rule(tree)]
+
+
+def parse_time(text: str) -> int:
+    """Seconds of a time limit as sbatch takes it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. ValueError: it is none."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text}' is no time limit: minutes, or as in 30:00, 4:00:00, 2-12 or 2-12:00:00")
+    days, first, *rest = (int(part) for part in match.groups(default="0"))
+    # Without days the first of three is hours, the first of one or two is minutes.
+    if match["days"] is None and match["third"] is None:
+        return first * 60 + rest[0]
+    return days * 86400 + first * 3600 + rest[0] * 60 + rest[1]
+
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+)(?::(?P<third>\d+))?)?", re.ASCII)
+
+
+def _counts(tree: Tree) -> Iterator[str]:
+    """At least so much of these."""
+    lowest = {
+        "cluster.gpus_per_node": 0,
+        "cluster.ranks_per_node": 1,
+        "slurm.save_before": 1,
+        "slurm.tries": 1,
+        "slurm.meet": 1,
+    }
+    for key, low in lowest.items():
+        section, _, name = key.partition(".")
+        value = tree[section][name]
+        if value is not None and value < low:
+            yield f"{key}={value}: must be at least {low}"
+
+
+def _more_ranks_than_gpus(tree: Tree) -> Iterator[str]:
+    ranks, gpus = tree["cluster"]["ranks_per_node"], tree["cluster"]["gpus_per_node"]
+    if tree["device"]["kind"] == "gpu" and ranks and gpus and ranks > gpus:
+        yield f"cluster.ranks_per_node={ranks} is more than cluster.gpus_per_node={gpus}, and each rank takes a GPU"
+
+
+def _part_of_a_node(tree: Tree) -> Iterator[str]:
+    at, most = layout.of(tree), ranks_per_node(tree)
+    if most is None or most < 1 or _fills(at.world, most):
+        return
+    shard = at.world // at.dp
+    lower = next((dp for dp in range(at.dp - 1, 0, -1) if _fills(shard * dp, most)), None)
+    higher = next(dp for dp in range(at.dp + 1, at.dp + most + 1) if _fills(shard * dp, most))
+    nearest = " or ".join(f"dp={dp} ({shard * dp} ranks)" for dp in (lower, higher) if dp)
+    yield (
+        f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks do not fill nodes of {most}; the "
+        f"nearest that do: {nearest}; or other nodes: cluster.ranks_per_node=N"
+    )
+
+
+def _fills(world: int, most: int) -> bool:
+    return world <= most or world % most == 0
+
+
+def _nothing_to_go_on_with(tree: Tree) -> Iterator[str]:
+    save = tree["checkpoint"]["save_interval"]
+    if save and not tree["cluster"]["shared_files"]:
+        yield (
+            f"save={save} with cluster.shared_files=false: a checkpoint in parts on several nodes' disks cannot be "
+            f"read again; save=0, or run.dir on files that all nodes share and cluster.shared_files=true"
+        )
+
+
+FITTING: tuple[Callable[[Tree], Iterator[str]], ...] = (
+    _counts,
+    _more_ranks_than_gpus,
+    _part_of_a_node,
+    _nothing_to_go_on_with,
+)
+
+
+def _unknown_nodes(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
+    if ranks_per_node(tree) is None:
+        yield (
+            f"cluster={tree['cluster']['name']} does not say how many ranks a node takes: cluster=h100 (or h200, "
+            f"b300), --cluster-file FILE, or cluster.ranks_per_node=N"
+        )
+
+
+def _other_device(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
+    name, device, gpus = tree["cluster"]["name"], tree["device"]["kind"], tree["cluster"]["gpus_per_node"]
+    if device == "cpu" and gpus:
+        yield f"cluster={name} is of GPU nodes and device=cpu"
+    if device == "gpu" and gpus == 0:
+        yield f"cluster={name} has cluster.gpus_per_node=0 and device=gpu; device=cpu runs the toy models"
+
+
+def _time(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
+    time, before = tree["slurm"]["time"], tree["slurm"]["save_before"]
+    if time is None:
+        yield "slurm.time is not set: how long may one try take? as in slurm.time=4:00:00"
+        return
+    try:
+        seconds = parse_time(time)
+    except ValueError as error:
+        yield f"slurm.time={time}: {error}"
+    else:
+        if seconds <= before:
+            yield f"slurm.time={time} is {seconds} seconds, no longer than slurm.save_before={before}"
+
+
+def _words(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
+    for key in ("slurm.account", "slurm.partition", "slurm.qos", "cluster.gpu_type"):
+        section, _, name = key.partition(".")
+        value = tree[section][name]
+        if value is not None and not _WORD.fullmatch(value):
+            yield f"{key}={value!r}: must be a word, without spaces and what a shell would read"
+
+
+def _options(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
+    for option in tree["slurm"]["options"]:
+        name = re.split(r"[=\s]", option, maxsplit=1)[0]
+        if not _LONG_OPTION.fullmatch(name):
+            yield f"slurm.options: {option!r} does not begin with an option's long name, such as --reservation=NAME"
+        elif not option.isprintable():
+            yield f"slurm.options: {option!r} does not fit one line"
+        # sbatch takes any beginning of a name that fits no other.
+        elif taken := next((t for t in (name, *WRITTEN) if t in WRITTEN and t.startswith(name)), None):
+            yield f"slurm.options: {option}: the job says {taken} itself; {WRITTEN[taken]}"
+
+
+def _container(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
+    cluster = tree["cluster"]
+    image = cluster["container"]
+    if image is None:
+        if cluster["mounts"]:
+            yield "cluster.mounts is set and there is no container: cluster.container=IMAGE, or leave mounts out"
+        return
+    if cluster["python"] is None:
+        yield f"cluster.container={image}: which interpreter inside runs tpi? as in cluster.python=python3"
+    if image.endswith(".sqsh") and not image.startswith("/"):
+        yield f"cluster.container={image}: must be an absolute path, or pyxis looks for an image of this name"
+    elif image.startswith("/") and _missing(tree, image):
+        yield f"cluster.container={image} does not exist"
+
+
+def _mounts(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
+    for mount in tree["cluster"]["mounts"]:
+        match = _MOUNT.fullmatch(mount)
+        if match is None:
+            yield f"cluster.mounts: {mount!r} is not SOURCE:TARGET or SOURCE:TARGET:FLAGS with absolute paths"
+        elif _missing(tree, match["source"]):
+            yield f"cluster.mounts: {mount}: {match['source']} does not exist"
+
+
+def _missing(tree: Tree, path: str) -> bool:
+    """Whether a path that the nodes need is not there; where they share no files, this machine cannot know."""
+    return tree["cluster"]["shared_files"] and not os.path.exists(path)
+
+
+def _python(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
+    python = tree["cluster"]["python"]
+    if python is not None and "/" in python and not python.startswith("/"):
+        yield f"cluster.python={python}: must be an absolute path, or a name on the nodes' PATH such as python3"
+
+
+def _forwarded(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
+    for name in tree["cluster"]["forward"]:
+        if not NAME.fullmatch(name):
+            yield f"cluster.forward: {name!r} is no name of a variable; name it only, and set it where you submit"
+        elif name not in environ:
+            yield f"cluster.forward: {name} is not set here; export it, or leave it out of cluster.forward"
+
+
+SUBMITTED: tuple[Callable[[Tree, Mapping[str, str]], Iterator[str]], ...] = (
+    _unknown_nodes,
+    _other_device,
+    _time,
+    _words,
+    _options,
+    _container,
+    _mounts,
+    _python,
+    _forwarded,
+)
+
+_WORD = re.compile(r"[\w.,@+:/-]+", re.ASCII)
+_LONG_OPTION = re.compile(r"--[a-z][a-z0-9-]+", re.ASCII)
+_MOUNT = re.compile(r"(?P<source>/[^:,\s]*):(?P<target>/[^:,\s]*)(:[\w+=-]+)?", re.ASCII)
+
+_WHERE_LOGS_LIE = "what it prints is in logs/ of run.dir"
+_HOW_MANY = "how many is decided by the layout (tp, pp, cp, dp) and cluster.ranks_per_node"
+_WHICH_GPUS = "cluster.gpus_per_node and cluster.gpu_type"
+_WHAT_RANKS_SEE = "cluster.environment and cluster.forward"
+
+# Options of sbatch that the job's script has or that would undo what it relies on -> what to set instead.
+WRITTEN = {
+    "--account": "slurm.account",
+    "--partition": "slurm.partition",
+    "--qos": "slurm.qos",
+    "--time": "slurm.time",
+    "--time-min": "slurm.time",
+    "--signal": "slurm.save_before",
+    "--exclusive": "slurm.exclusive=true",
+    "--requeue": "slurm.tries",
+    "--no-requeue": "slurm.tries=1",
+    "--nodes": _HOW_MANY,
+    "--ntasks": _HOW_MANY,
+    "--ntasks-per-node": _HOW_MANY,
+    "--gres": _WHICH_GPUS,
+    "--gpus": _WHICH_GPUS,
+    "--gpus-per-node": _WHICH_GPUS,
+    "--gpus-per-task": _WHICH_GPUS,
+    "--container-image": "cluster.container",
+    "--container-mounts": "cluster.mounts",
+    "--job-name": "it is the last part of run.dir",
+    "--output": _WHERE_LOGS_LIE,
+    "--error": _WHERE_LOGS_LIE,
+    "--open-mode": _WHERE_LOGS_LIE,
+    "--chdir": "relative paths are those of the folder in which you submit",
+    "--export": _WHAT_RANKS_SEE,
+    "--export-file": _WHAT_RANKS_SEE,
+    "--array": "tpi submit --verify makes an array",
+    "--dependency": "tpi submit --verify makes jobs that wait for others",
+    "--kill-on-invalid-dep": "tpi submit --verify makes jobs that wait for others",
+    "--parsable": "tpi submit prints the job's id alone",
+    "--wrap": "the script is tpi's",
+}

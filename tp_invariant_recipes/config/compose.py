@@ -1,23 +1,23 @@
 """Compose `conf/` and the command line's overrides into one plain tree, with every mistake in one message."""
 
+import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from tp_invariant_recipes.config import invariance, layout, recording, schema, source
+from tp_invariant_recipes.config import environment, hydra_tree, invariance, layout, recording, schema, source
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.nearest import nearest
-from tp_invariant_recipes.config.settings import PATHS
+from tp_invariant_recipes.config.settings import AS_TYPED, OWN_SECTIONS
 from tp_invariant_recipes.config.values import WrongType, convert
 from tp_invariant_recipes.errors import ConfigError
+
+# To YAML 4:00:00 is 14400 and 010 is 8, so that text made of the value need not be what was written.
+UNQUOTED = "expected text; in a file, write it in quotes"
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,28 @@ class Composed:
 
 @dataclass(frozen=True)
 class _Assignment:
-    """One sound override: a group choice or a value for a dotted path."""
+    """One sound override: a group choice or a value for a dotted path.
+
+    file: of a cluster that is not one of ours, which was read.
+    """
 
     text: str
     path: str
     value: str
     group: bool
+    file: Path | None = None
 
 
 def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = None) -> Composed:
     """Compose a run of `model`.
 
-    overrides: `key=value` with short keys, Hydra groups, or the dotted path of any field of Bridge's.
+    overrides: `key=value` with short keys, Hydra groups, or the dotted path of any field of Bridge's; `cluster=FILE` of
+               YAML is a cluster that lies anywhere.
     device:    the group used where the overrides name none ("cpu" or "gpu").
     Raises ConfigError listing every problem that can be found without building the model.
     """
     groups = source.groups()
-    problems: list[str] = []
+    problems = source.problems()
     known = model in groups["model"]
     if not known:
         problems.append(f"unknown model '{model}'{nearest(model, groups['model'])}")
@@ -62,13 +67,14 @@ def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = N
         sound.append(_Assignment(f"device={device}", "device", device, group=True))
     if known:
         tree = _hydra(model, sound, problems)
-        wrong = _check_bridge_fields(tree, sound) | _lost_precision(model, sound, problems)
+        wrong = _check_fields(tree, sound) | _lost_precision(model, sound, problems)
         if wrong:
             problems += wrong.values()
             sound = [a for a in sound if a.path not in wrong]
             tree = _hydra(model, sound, problems)
-            _check_bridge_fields(tree, sound)
-        problems += [*layout.problems(tree), *invariance.problems(tree), *recording.problems(tree)]
+            _as_by_default(tree, _check_fields(tree, sound))
+        rules = (layout, invariance, recording, environment)
+        problems += [problem for rule in rules for problem in rule.problems(tree)]
     if problems:
         raise ConfigError(listed(problems), problems)
     return Composed(model, tuple(overrides), tree)
@@ -88,11 +94,21 @@ def _understand(overrides: Iterable[str], groups: dict[str, tuple[str, ...]], pr
             problems.append(f"{text}: one run takes one value for {key}")
         elif parsed.is_delete():
             problems.append(f"{text}: fields cannot be deleted; set {key}=null")
+        elif key == "cluster" and _names_file(value := str(parsed.value())):
+            file = Path(os.path.expanduser(value)).absolute()
+            try:
+                hydra_tree.read(file)
+            except ConfigError as error:
+                problems.append(f"cluster={error}")
+            else:
+                assignments.append(_Assignment(text, key, hydra_tree.GIVEN, group=True, file=file))
         elif key in groups:
             if problem := _group_problem(key, parsed.get_value_string(), groups):
                 problems.append(problem)
             else:
-                assignments.append(_Assignment(text, key, parsed.get_value_string(), group=True))
+                option = parsed.get_value_string()
+                own = source.users_file(key, option) if key == "cluster" else None
+                assignments.append(_Assignment(text, key, option, group=True, file=own))
         elif short := SHORT_KEYS.get(key) or next((k for k in SHORT_KEYS.values() if k.path == key), None):
             try:
                 # Converted before Hydra sees it, because interpolations and rules build on it: sp=off is no string.
@@ -109,11 +125,22 @@ def _understand(overrides: Iterable[str], groups: dict[str, tuple[str, ...]], pr
 
 
 def as_typed(text: str) -> str:
-    """Quote the value of a key that holds a path, so that Hydra does not read it as its grammar."""
+    """Quote the value of a key that holds a path or a text, so that Hydra does not read it as its grammar."""
     key, _, value = text.partition("=")
-    if key.lstrip("+") not in PATHS or value in ("", "null") or value[0] in "'\"":
+    name = key.lstrip("+")
+    typed = name in AS_TYPED or name.startswith("cluster.environment.") or (name == "cluster" and _names_file(value))
+    if not typed or value in ("", "null") or value[0] in "'\"":
         return text
-    return f'{key}="{value.replace(chr(34), chr(92) + chr(34))}"'
+    return f"{key}={_quoted(value)}"
+
+
+def _quoted(text: str) -> str:
+    return f'"{text.replace(chr(34), chr(92) + chr(34))}"'
+
+
+def _names_file(cluster: str) -> bool:
+    """Whether the value of `cluster=` is a file and not one of the group's options."""
+    return "/" in cluster or cluster.endswith((".yaml", ".yml"))
 
 
 def _group_problem(key: str, option: str, groups: dict[str, tuple[str, ...]]) -> str | None:
@@ -135,34 +162,82 @@ def _key_problem(key: str, groups: dict[str, tuple[str, ...]]) -> str | None:
     return None
 
 
-def _hydra(model: str, assignments: Iterable[_Assignment], problems: list[str]) -> dict[str, Any]:
-    OmegaConf.register_new_resolver("tpi.more_than_one", lambda n: isinstance(n, int) and n > 1, replace=True)
-    arguments = [f"model={model}"]
-    arguments += [f"{'' if a.group else '++'}{a.path}={a.value}" for a in assignments]
-    GlobalHydra.instance().clear()
+def _hydra(model: str, assignments: Sequence[_Assignment], problems: list[str]) -> dict[str, Any]:
+    """The tree, with every section in it a mapping. Raises ConfigError, with `problems`, when there is none."""
+    clusters = [a.file for a in assignments if a.group and a.path == "cluster"]
+    file = clusters[-1] if clusters else None
+    arguments = [f"{'' if a.group else '++'}{a.path}={a.value}" for a in assignments]
     try:
-        with initialize_config_dir(str(source.conf_dir()), version_base="1.3"):
-            tree: Any = OmegaConf.to_container(hydra_compose("config", overrides=arguments), resolve=True)
-            return tree
-    except (HydraException, OmegaConfBaseException) as error:
-        found = [*problems, str(error).splitlines()[0]]
+        named = _named(file) if file else []
+        tree = hydra_tree.composed([f"model={model}", *named, *arguments], file)
+    except ConfigError as error:
+        found = [*problems, *error.problems]
         raise ConfigError(listed(found), found) from error
+    found = [f"{name}: a file puts a value where fields belong, as in {name}.FIELD" for name in _not_sections(tree)]
+    if found:
+        found = [*problems, *found]
+        raise ConfigError(listed(found), found)
+    return tree
 
 
-def _check_bridge_fields(tree: dict[str, Any], assignments: Iterable[_Assignment]) -> dict[str, str]:
-    """Path -> problem, in the sections where the user set a field directly; plain values there get their type.
+def _not_sections(tree: dict[str, Any]) -> list[str]:
+    sections = [name for name in tree if name in schema.SECTIONS and name != "mixed_precision"]
+    # An override makes a section again of what a file has put there, but `config.yaml` holds all fields of these.
+    whole = {name: schema.fields(OWN_SECTIONS[name]).keys() for name in ("cluster", "slurm")}
+    return [name for name in sections if not isinstance(tree[name], dict) or whole.get(name, set()) - tree[name].keys()]
 
-    The other sections are as `conf/` has them; they are checked when the container is built.
+
+def _named(file: Path) -> list[str]:
+    """The argument that names a cluster after its file, unless the file names it: else it has the name of its base."""
+    written = hydra_tree.read(file)
+    section = written.get("cluster", written)  # a file without "# @package _global_" holds the section's fields alone
+    named = not isinstance(section, dict) or "name" in section
+    return [] if named else [f"++cluster.name={_quoted(file.stem)}"]
+
+
+def _check_fields(tree: dict[str, Any], assignments: Iterable[_Assignment]) -> dict[str, str]:
+    """Path -> problem, in our sections and in those of Bridge's where the user set a field directly; plain values there
+    get their type.
+
+    The other sections are as files have them; they are checked when the container is built.
     """
     short = {key.path for key in SHORT_KEYS.values()}
     touched = {a.path.partition(".")[0] for a in assignments if not a.group and a.path not in short}
-    wrong: dict[str, str] = {}
-    for section in sorted(touched):
+    wrong = {
+        section: f"{section}: no such section{nearest(section, schema.SECTIONS)}"
+        for section in tree
+        if section not in schema.SECTIONS
+    }
+    for section in sorted(touched | OWN_SECTIONS.keys()):
         if isinstance(tree[section], dict):
             values, problems = schema.convert_section(section, tree)
             tree[section] |= {name: value for name, value in values.items() if type(value) in (bool, int, float)}
             wrong |= problems
+    return _hinted(tree, wrong)
+
+
+def _hinted(tree: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
+    """The same, with what would mend it where files mostly go wrong."""
+    for path in [path for path in wrong if path.partition(".")[0] in OWN_SECTIONS]:
+        section, _, name = path.partition(".")
+        value = tree[section][name]
+        if name in schema.SECTIONS:
+            wrong[path] = f"{path}: a file with sections in it begins with the line '# @package _global_'"
+        elif path == "cluster.environment" and isinstance(value, dict):
+            # Without the values: one may be a secret.
+            each = {f"{path}.{key}": f"{path}.{key}: {UNQUOTED}" for key, v in value.items() if type(v) is not str}
+            wrong = {key: problem for key, problem in wrong.items() if key != path or not each} | each
+        elif "expected str" in wrong[path] and isinstance(value, bool | int | float):
+            wrong[path] = f"{path}={value}: {UNQUOTED}"
     return wrong
+
+
+def _as_by_default(tree: dict[str, Any], wrong: Iterable[str]) -> None:
+    """Put defaults where files hold what was said to be wrong, so that what else is wrong can be said as well."""
+    for section, _, name in (path.partition(".") for path in wrong):
+        if section in OWN_SECTIONS:
+            field = name.partition(".")[0]
+            tree[section][field] = asdict(OWN_SECTIONS[section]()).get(field)
 
 
 def _lost_precision(model: str, assignments: Sequence[_Assignment], problems: list[str]) -> dict[str, str]:

@@ -44,7 +44,8 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
     parts.setdefault("mixed_precision", tree["mixed_precision"])
     _numerics(parts["model"], tree)
     # Bridge sets these too, so that code which does not go through our launcher computes the same bits.
-    return ConfigContainer(**parts, env_vars=environment.settings(tree["device"]["kind"], os.environ))
+    variables = environment.settings(tree["device"]["kind"], os.environ, tree["cluster"]["environment"])
+    return ConfigContainer(**parts, env_vars=variables)
 
 
 def validate(container: ConfigContainer, world_size: int) -> None:

@@ -1,10 +1,13 @@
-"""Environment variables that numerics depend on: set before torch is imported, checked, and recorded.
+"""Environment variables: those that numerics depend on, and those that a cluster's nodes want beside them.
 
-One row a variable. A value that the user has set is kept if it is one the row accepts, and is an error otherwise.
+Set before torch is imported, checked, and recorded. One row a variable that numerics depend on. A value that the user
+or the cluster has set is kept if it is one the row accepts, and is an error otherwise.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
 
@@ -57,28 +60,67 @@ RECORDED_PREFIXES = (
     "NVIDIA_TF32",
 )
 
-# A name with one of these words is never recorded, whatever its prefix.
+# A name with one of these words is never recorded, whatever its prefix, and is no name for a cluster's variable.
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+# Words that contain one and are none: TOKENIZERS_PARALLELISM, NUM_OF_TOKENS_PER_CHUNK_COMBINE_API.
+NOT_SECRET = ("TOKENIZER", "TOKENS_PER")
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
-def settings(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables to set for `device` ("cpu" or "gpu"), given what is set already.
+def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables to set for `device` ("cpu" or "gpu"), given what is set already: it wins over the cluster's.
 
-    Raises ConfigError listing every variable whose value would change the bits.
+    cluster: `cluster.environment`. What has no row in the table is returned, too.
+    Raises ConfigError listing every variable whose value would change the bits, in the environment or the cluster's.
     """
-    rows = [v for v in VARIABLES if device in v.devices]
-    wrong = [
-        f"{v.name}={environment[v.name]} in the environment: {v.why}; unset it or set {v.name}={v.value}"
-        for v in rows
-        if v.name in environment and environment[v.name] not in (v.value, *v.accepted)
+    cluster = cluster or {}
+    shell = [
+        f"{v.name}={value} in the environment: {v.why}; unset it or set {v.name}={v.value}"
+        for v, value in _refused(device, environment)
     ]
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    return {v.name: environment.get(v.name, v.value) for v in rows}
+    if wrong := [*shell, *_changing_bits(device, cluster)]:
+        raise ConfigError("\n".join(wrong), wrong)
+    wanted = {v.name: v.value for v in VARIABLES if device in v.devices} | dict(cluster)
+    return {name: environment.get(name, value) for name, value in wanted.items()}
+
+
+def problems(tree: dict[str, Any]) -> list[str]:
+    """Everything wrong with the variables of a composed tree's cluster. A secret's value is never shown."""
+    cluster = tree["cluster"]["environment"]
+    names = [f"cluster.environment: {name!r} is no name of a variable" for name in cluster if not NAME.fullmatch(name)]
+    secrets = [
+        f"cluster.environment.{name}: looks like a secret, and what is configured is written down; set it where you "
+        f"start the run, and for a job name it in cluster.forward"
+        for name in cluster
+        if is_secret(name)
+    ]
+    return [*names, *secrets, *_changing_bits(tree["device"]["kind"], cluster)]
 
 
 def recorded(environment: Mapping[str, str]) -> dict[str, str]:
     """What a run directory and a ledger keep of the environment. Never a secret: only names listed here."""
     names = {v.name for v in VARIABLES}
     kept = {k: v for k, v in environment.items() if k in names or k.startswith(RECORDED_PREFIXES)}
-    return dict(sorted((k, v) for k, v in kept.items() if not any(word in k for word in SECRET_WORDS)))
+    return dict(sorted((k, v) for k, v in kept.items() if not is_secret(k)))
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name may hold what nobody else should read."""
+    rest = name.upper()
+    for word in NOT_SECRET:
+        rest = rest.replace(word, "")
+    return any(word in rest for word in SECRET_WORDS)
+
+
+def _refused(device: str, environment: Mapping[str, str]) -> list[tuple[Variable, str]]:
+    """The rows for `device` whose variable has a value that would change the bits, and that value."""
+    found = ((v, environment[v.name]) for v in VARIABLES if device in v.devices and v.name in environment)
+    return [(v, value) for v, value in found if value not in (v.value, *v.accepted)]
+
+
+def _changing_bits(device: str, cluster: Mapping[str, str]) -> list[str]:
+    return [
+        f"cluster.environment.{v.name}={value}: {v.why}; leave it out or set cluster.environment.{v.name}={v.value}"
+        for v, value in _refused(device, cluster)
+    ]

@@ -77,8 +77,8 @@ class ClusterSettings:
     compute_capability: of the GPUs, such as (9, 0).
     gpu_type:           the word between "gpu" and the count, where SLURM wants one: --gres=gpu:h100:8.
     environment:        variables for the ranks; one that is set where the run starts wins. Never a secret.
-    forward:            names of variables that must be set where a job is submitted, such as WANDB_API_KEY. Only the names
-                        are written down; sbatch hands the values on.
+    forward:            names of variables that must be set where a job is submitted, such as WANDB_API_KEY. Only the
+                        names are written down; sbatch hands the values on.
     container:          an image for pyxis: a path of a .sqsh file or the name of an image; None: no container.
     mounts:             what the container sees: "SOURCE:TARGET" or "SOURCE:TARGET:ro".
     python:             the interpreter that runs `tpi` on the nodes (in the container); None: the one that submits.
@@ -148,8 +148,19 @@ OWN_SECTIONS: dict[str, type] = {
     "logging": LoggingSettings,
 }
 
-# Keys that hold a path. It is taken as typed: to Hydra's grammar ~ = , and brackets would mean something.
-PATHS = ("run.dir", "data.path", "data.cache", "data.tokenizer", "checkpoint.pretrained_checkpoint", "cluster.container", "cluster.python")
+# Keys that hold a path.
+PATHS = (
+    "run.dir",
+    "data.path",
+    "data.cache",
+    "data.tokenizer",
+    "checkpoint.pretrained_checkpoint",
+    "cluster.container",
+    "cluster.python",
+)
+
+# Keys whose value is text, taken as typed: to Hydra's grammar ~ = , and brackets would mean something, 30 is a number.
+AS_TYPED = (*PATHS, "cluster.gpu_type", "slurm.account", "slurm.partition", "slurm.qos", "slurm.time")
 
 # Keys of ours inside a section of Bridge's: path -> type.
 OWN_KEYS: dict[str, type] = {"tokenizer.vocab_includes_eod": bool}

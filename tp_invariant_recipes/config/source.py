@@ -1,6 +1,9 @@
-"""Where the Hydra tree `conf/` lies: beside the package in a checkout, inside it in an installed wheel."""
+"""Where the Hydra trees lie: `conf/` (beside the package in a checkout, inside it in a wheel), and a user's own."""
 
+import os
 from pathlib import Path
+
+from tp_invariant_recipes.config.nearest import nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -11,16 +14,61 @@ def conf_dir() -> Path:
     return inside if inside.is_dir() else _PACKAGE.parent / "conf"
 
 
+def user_dir() -> Path:
+    """A user's own tree, laid out as `conf/`: `cluster/mysite.yaml` is `cluster=mysite`. It need not exist."""
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(home) / "tpi"
+
+
 def groups() -> dict[str, tuple[str, ...]]:
     """Every Hydra group and its options, e.g. {"numerics": ("stock",)}; names starting with _ are only bases."""
     return {
-        folder.name: tuple(sorted(f.stem for f in folder.glob("*.yaml") if not f.stem.startswith("_")))
-        for folder in sorted(conf_dir().iterdir())
-        if folder.is_dir()
+        group: tuple(sorted(f.stem for f in (*_options(conf_dir(), group), *_options(user_dir(), group))))
+        for group in _names()
     }
 
 
 def summary(group: str, option: str) -> str:
     """The first comment of an option's file: one line that says what it is."""
-    lines = (conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8").splitlines()
+    ours = conf_dir() / group / f"{option}.yaml"
+    file = ours if ours.exists() else user_dir() / group / f"{option}.yaml"
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((ln[1:].strip() for ln in lines if ln.startswith("#") and "@package" not in ln), "")
+
+
+def users_file(group: str, option: str) -> Path | None:
+    """The file of an option in the user's own tree; None where it is one of ours."""
+    file = user_dir() / group / f"{option}.yaml"
+    return file if file in _options(user_dir(), group) else None
+
+
+def problems() -> list[str]:
+    """Everything in the user's own tree that would be passed over in silence: one line a file."""
+    mine = user_dir()
+    if not mine.is_dir():
+        return []
+    found = ((file, _passed_over(file.relative_to(mine))) for file in sorted(mine.glob("**/[!.]*.y*ml")))
+    return [f"{file}: {why}" for file, why in found if why]
+
+
+def _passed_over(file: Path) -> str | None:
+    """Why a file of the user's tree would never be read. file: relative to the tree."""
+    group = file.parts[0]
+    if len(file.parts) != 2:
+        return "not in the folder of a group, such as cluster/mysite.yaml"
+    if group not in _names():
+        return f"'{group}' is no group{nearest(group, _names())}"
+    if file.suffix != ".yaml":
+        return "the name must end in .yaml"
+    if (conf_dir() / file).exists():
+        return f"{group}={file.stem} is one of tpi's own; give the file another name"
+    return None
+
+
+def _names() -> list[str]:
+    return sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir())
+
+
+def _options(tree: Path, group: str) -> list[Path]:
+    """The files that can be chosen."""
+    return [file for file in (tree / group).glob("*.yaml") if file.stem[0] not in "_."]

@@ -290,7 +290,7 @@ def completed(
     """
     tree = {name: dict(part) if isinstance(part, dict) else part for name, part in composed.tree.items()}
     at = layout.of(tree)
-    variables = environment.settings(tree["device"]["kind"], os.environ)
+    variables = environment.settings(tree["device"]["kind"], os.environ, tree["cluster"]["environment"])
     preflight.check(tree, at, run_dir, here=here)
     data = _prepare(tree, progress)
     tree["run"]["dir"] = str(run_dir.path)

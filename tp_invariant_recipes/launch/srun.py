@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from tp_invariant_recipes.config import allocation, environment, layout
+from tp_invariant_recipes.config.compose import listed
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.launch.node import Asked
 from tp_invariant_recipes.launch.plan import Plan, Request, device_on
@@ -41,7 +42,7 @@ def become(request: Request) -> NoReturn:
         request = replace(
             request, overrides=(f"device={device_on(request.model, request.overrides)}", *request.overrides)
         )
-    tree = request.composed().tree
+    tree = _fitting(request)
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
     if (taken := allocation.of(tree)).nodes > given:
         raise ConfigError(
@@ -56,14 +57,23 @@ def become(request: Request) -> NoReturn:
 
 def asked(request: Request, watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]) -> Asked:
     """What the task of each node is asked for. Raises ConfigError."""
-    tree = request.composed().tree
+    tree = _fitting(request)
     if request.resume is None and tree["run"]["dir"] is None:
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
     return Asked(
-        environment=environment.settings(tree["device"]["kind"], os.environ),
+        environment=environment.settings(tree["device"]["kind"], os.environ, tree["cluster"]["environment"]),
         lead=request.plan,
         follow=request.follow,
         meet=tree["slurm"]["meet"],
         tries=tree["slurm"]["tries"],
         watch=watch,
     )
+
+
+def _fitting(request: Request) -> dict[str, Any]:
+    """The composed tree. Raises ConfigError when the cluster's nodes cannot carry it."""
+    tree = request.composed().tree
+    problems = allocation.misfits(tree)
+    if problems:
+        raise ConfigError(listed(problems), problems)
+    return tree

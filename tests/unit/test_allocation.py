@@ -1,0 +1,284 @@
+"""How many nodes a run takes, and why a job of it is not submitted."""
+
+import copy
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.config import allocation, layout
+from tp_invariant_recipes.config.allocation import SUBMITTED, WRITTEN, Allocation, misfits, parse_time
+from tp_invariant_recipes.config.compose import compose
+
+GOOD = {"cluster.gpus_per_node": 8, "slurm.time": "4:00:00"}
+
+
+@cache
+def _composed(device: str):
+    return compose("qwen3_toy", device=device).tree
+
+
+def job(tp: int = 1, dp: int = 1, *, device: str = "gpu", **fields) -> dict:
+    """A tree with these values at these places: `cluster__ranks_per_node=4`."""
+    tree = copy.deepcopy(_composed(device))
+    places = GOOD | {name.replace("__", "."): value for name, value in fields.items()}
+    tree["model"]["tensor_model_parallel_size"] = tp
+    tree["parallel"]["data_parallel_size"] = dp
+    for path, value in places.items():
+        section, name = path.split(".")
+        assert name in tree[section], path
+        tree[section][name] = value
+    return tree
+
+
+def problems(*arguments, environ=None, **fields) -> list[str]:
+    return allocation.problems(job(*arguments, **fields), environ or {})
+
+
+# tp, dp, fields, what is taken.
+TAKEN = (
+    (1, 1, {}, Allocation(1, 1, 1)),
+    (2, 3, {}, Allocation(1, 6, 6)),
+    (8, 1, {}, Allocation(1, 8, 8)),
+    (8, 2, {}, Allocation(2, 8, 8)),
+    (2, 2, {"cluster__ranks_per_node": 2}, Allocation(2, 2, 2)),
+    (4, 4, {"device": "cpu", "cluster__gpus_per_node": 0, "cluster__ranks_per_node": 4}, Allocation(4, 4, 0)),
+)
+
+
+@pytest.mark.parametrize("tp, dp, fields, taken", TAKEN)
+def test_what_a_run_takes(tp, dp, fields, taken):
+    assert allocation.of(job(tp, dp, **fields)) == taken
+    assert problems(tp, dp, **fields) == []
+
+
+@given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 16))
+def test_a_run_without_problems_has_a_place_for_each_rank_and_no_other(tp, dp, most):
+    tree = job(tp, dp, cluster__gpus_per_node=most)
+    taken = allocation.of(tree)
+    if not misfits(tree):
+        assert taken.nodes * taken.ranks == tp * dp
+        assert taken.ranks <= most
+        assert taken.nodes == 1 or taken.ranks == most
+    else:
+        assert tp * dp > most
+        assert tp * dp % most
+
+
+@given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 16))
+def test_the_nearest_layouts_that_are_named_fit_and_none_between_does(tp, dp, most):
+    found = misfits(job(tp, dp, cluster__gpus_per_node=most))
+    if not found:
+        return
+    (problem,) = found
+    named = [int(part.split(" ")[0]) for part in problem.split("the nearest that do: ")[1].split("dp=")[1:]]
+    assert max(named) > dp
+    for other in range(min([*named, dp]), max(named) + 1):
+        assert (misfits(job(tp, other, cluster__gpus_per_node=most)) == []) == (other in named)
+
+
+def test_ranks_that_do_not_fill_nodes():
+    assert problems(4, 3) == [
+        "tp=4 * pp=1 * cp=1 * dp=3 = 12 ranks do not fill nodes of 8; the nearest that do: dp=2 (8 ranks) or dp=4 "
+        "(16 ranks); or other nodes: cluster.ranks_per_node=N"
+    ]
+    (problem,) = problems(8, 1, cluster__ranks_per_node=5)
+    assert "the nearest that do: dp=5 (40 ranks); or" in problem
+
+
+# Fields of a job of one rank, and how the one problem begins. On a node, these still hold.
+MISFITS = (
+    ({"cluster__gpus_per_node": -1}, "cluster.gpus_per_node=-1: must be at least 0"),
+    ({"cluster__ranks_per_node": 0}, "cluster.ranks_per_node=0: must be at least 1"),
+    ({"cluster__ranks_per_node": -2}, "cluster.ranks_per_node=-2: must be at least 1"),
+    ({"slurm__tries": 0}, "slurm.tries=0: must be at least 1"),
+    ({"slurm__meet": 0}, "slurm.meet=0: must be at least 1"),
+    ({"slurm__save_before": 0}, "slurm.save_before=0: must be at least 1"),
+    ({"cluster__ranks_per_node": 9}, "cluster.ranks_per_node=9 is more than cluster.gpus_per_node=8, and each rank"),
+    ({"cluster__shared_files": False, "checkpoint__save_interval": 5}, "save=5 with cluster.shared_files=false: a ch"),
+)
+
+
+@pytest.mark.parametrize("fields, says", MISFITS, ids=[says for _, says in MISFITS])
+def test_what_does_not_fit_anywhere(fields, says):
+    (problem,) = problems(**fields)
+    assert problem.startswith(says)
+    assert misfits(job(**fields)) == [problem]
+
+
+# And these are of the machine that submits, and of what sbatch is asked.
+SUBMITTING = (
+    ({"cluster__gpus_per_node": None}, "cluster=local does not say how many ranks a node takes: cluster=h100"),
+    ({"device": "cpu", "cluster__name": "h100"}, "cluster=h100 is of GPU nodes and device=cpu"),
+    ({"cluster__gpus_per_node": 0, "cluster__ranks_per_node": 8}, "cluster=local has cluster.gpus_per_node=0 and"),
+    ({"slurm__time": None}, "slurm.time is not set: how long may one try take? as in slurm.time=4:00:00"),
+    ({"slurm__time": "soon"}, "slurm.time=soon: 'soon' is no time limit: minutes, or as in 30:00, 4:00:00"),
+    ({"slurm__time": "2"}, "slurm.time=2 is 120 seconds, no longer than slurm.save_before=120"),
+    ({"slurm__time": "0:50", "slurm__save_before": 51}, "slurm.time=0:50 is 50 seconds, no longer than slurm.save_be"),
+    ({"slurm__account": "a b"}, "slurm.account='a b': must be a word"),
+    ({"slurm__partition": "$(rm)"}, "slurm.partition='$(rm)': must be a word"),
+    ({"slurm__qos": ""}, "slurm.qos='': must be a word"),
+    ({"slurm__qos": "a\n"}, "slurm.qos='a\\n': must be a word"),
+    ({"cluster__gpu_type": "h100;"}, "cluster.gpu_type='h100;': must be a word"),
+    ({"slurm__options": ["-p gpu"]}, "slurm.options: '-p gpu' does not begin with an option's long name"),
+    ({"slurm__options": ["reservation=x"]}, "slurm.options: 'reservation=x' does not begin with an option's long"),
+    ({"slurm__options": ["--"]}, "slurm.options: '--' does not begin with"),
+    ({"slurm__options": ["--comment=a\nb"]}, "slurm.options: '--comment=a\\nb' does not fit one line"),
+    ({"slurm__options": ["--partition=x"]}, "slurm.options: --partition=x: the job says --partition itself;"),
+    ({"slurm__options": ["--part x"]}, "slurm.options: --part x: the job says --partition itself; slurm.partition"),
+    ({"slurm__options": ["--time-min=5"]}, "slurm.options: --time-min=5: the job says --time-min itself; slurm.time"),
+    ({"cluster__mounts": ["/:/a"]}, "cluster.mounts is set and there is no container: cluster.container=IMAGE"),
+    ({"cluster__container": "nvcr.io#x"}, "cluster.container=nvcr.io#x: which interpreter inside runs tpi?"),
+    ({"cluster__container": "/no/such.sqsh", "cluster__python": "p"}, "cluster.container=/no/such.sqsh does not exist"),
+    ({"cluster__container": "~/a.sqsh", "cluster__python": "p"}, "cluster.container=~/a.sqsh: must be an abs"),
+    ({"cluster__container": "a", "cluster__python": "p", "cluster__mounts": ["/a"]}, "cluster.mounts: '/a' is not S"),
+    ({"cluster__python": "~/venv/bin/python"}, "cluster.python=~/venv/bin/python: must be an absolute path, or a name"),
+    ({"cluster__forward": ["A=b"]}, "cluster.forward: 'A=b' is no name of a variable; name it only"),
+    ({"cluster__forward": ["NOT_SET"]}, "cluster.forward: NOT_SET is not set here; export it, or leave it out"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields, says", SUBMITTING, ids=[says for _, says in SUBMITTING])
+def test_what_keeps_a_job_from_being_submitted(fields, says):
+    (problem,) = problems(**fields)
+    assert problem.startswith(says)
+    assert misfits(job(**fields)) == []
+
+
+def test_every_rule_of_submitting_is_in_the_table():
+    for rule in SUBMITTED:
+        assert any([*rule(job(**fields), {})] for fields, _ in SUBMITTING)
+
+
+# The same without the mistake.
+RIGHT = (
+    {"slurm__time": "2:01"},
+    {"cluster__ranks_per_node": 8},
+    {"slurm__account": "proj-1.a_b@site", "slurm__partition": "h100,h200"},
+    {"slurm__qos": "high+", "cluster__gpu_type": "h100"},
+    {"slurm__options": ["--reservation=x", "--comment=a b c", "--mem=0", "--nodelist=n[1-4]", "--hold"]},
+    {"cluster__python": "python3"},
+    {"cluster__python": "/no/venv/bin/python"},
+    {"cluster__container": "docker://nvcr.io#nvidia/nemo:25.09", "cluster__python": "python3"},
+    {"cluster__container": "/no/such.sqsh", "cluster__python": "python3", "cluster__shared_files": False},
+    {"cluster__shared_files": False},
+    {"checkpoint__save_interval": 5},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", RIGHT, ids=str)
+def test_a_job_that_can_be_submitted(fields):
+    assert problems(**fields) == []
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_the_job_says_itself_is_no_option(name):
+    (problem,) = problems(slurm__options=[f"{name}=1"])
+    assert problem == f"slurm.options: {name}=1: the job says {name} itself; {WRITTEN[name]}"
+
+
+@pytest.mark.parametrize("name", ("WANDB_API_KEY", "HF_TOKEN"))
+def test_what_is_forwarded_must_be_set_and_is_not_shown(name):
+    assert problems(cluster__forward=[name], environ={name: "hunter2"}) == []
+    assert len(problems(cluster__forward=[name])) == 1
+
+
+def test_mounts(tmp_path: Path):
+    image = {"cluster__container": "image", "cluster__python": "python3"}
+
+    def mounted(*mounts: str, shared: bool = True) -> list[str]:
+        return problems(**image, cluster__mounts=list(mounts), cluster__shared_files=shared)
+
+    assert mounted(f"{tmp_path}:/data", f"{tmp_path}:{tmp_path}:ro", f"{tmp_path}:/x:x-create=dir+rw") == []
+    wrong = ("/a", "a:/b", f"{tmp_path}:b", f"{tmp_path}:/a,/b:/c", f"{tmp_path}:/a b", "$HOME:/b", "~:/b", ":/a", "")
+    for problem, mount in zip(mounted(*wrong), wrong, strict=True):
+        assert problem.startswith(f"cluster.mounts: {mount!r} is not SOURCE:TARGET")
+    assert mounted(f"{tmp_path}/no:/a") == [f"cluster.mounts: {tmp_path}/no:/a: {tmp_path}/no does not exist"]
+    assert mounted(f"{tmp_path}/no:/a", shared=False) == []
+
+
+def test_an_image_that_is_there(tmp_path: Path):
+    (tmp_path / "a.sqsh").touch()
+    assert problems(cluster__container=f"{tmp_path}/a.sqsh", cluster__python="python3") == []
+
+
+def test_everything_is_said_at_once():
+    found = problems(
+        3,
+        5,
+        cluster__ranks_per_node=9,
+        slurm__tries=0,
+        slurm__time=None,
+        slurm__account="a b",
+        slurm__options=["-x", "--time=3"],
+        cluster__container="/no.sqsh",
+        cluster__forward=["A", "B"],
+    )
+    assert [problem.split()[0].split("=")[0] for problem in found] == [
+        "slurm.tries",
+        "cluster.ranks_per_node",
+        "tp",
+        "slurm.time",
+        "slurm.account",
+        "slurm.options:",
+        "slurm.options:",
+        "cluster.container",
+        "cluster.container",
+        "cluster.forward:",
+        "cluster.forward:",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, seconds",
+    (
+        ("0", 0),
+        ("30", 1800),
+        ("090", 5400),
+        ("1:30", 90),
+        ("90:00", 5400),
+        ("4:00:00", 14400),
+        ("36:00:01", 129601),
+        ("2-12", 216000),
+        ("2-12:30", 217800),
+        ("2-00:00:01", 172801),
+    ),
+)
+def test_time_limits(text, seconds):
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    (
+        *("", " 30", "30 ", "30\n", "-1", "1-", "-1:00", "1:", ":30", "1:2:3:4", "1-2:3:4:5", "1:-2", "1--2", "1-2-3"),
+        *("4h", "1.5", "+5", "٣", "INFINITE"),
+    ),
+)
+def test_what_is_no_time_limit(text):
+    with pytest.raises(ValueError, match="is no time limit: minutes, or as in 30:00, 4:00:00, 2-12 or 2-12:00:00"):
+        parse_time(text)
+
+
+@given(st.integers(0, 99), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
+def test_every_way_to_write_a_time_limit_means_the_same(days, hours, minutes, seconds):
+    whole = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    assert parse_time(f"{days}-{hours:02}:{minutes:02}:{seconds:02}") == whole
+    assert parse_time(f"{days * 24 + hours}:{minutes:02}:{seconds:02}") == whole
+    assert parse_time(f"{whole // 60}:{seconds}") == whole
+    assert parse_time(f"{days}-{hours}:{minutes}") == whole - seconds
+    assert parse_time(str(whole // 60)) == whole - seconds
+    assert parse_time(f"{days}-{hours}") == whole - seconds - 60 * minutes
+
+
+def test_what_comes_of_the_command_line_is_what_the_rules_read():
+    tree = compose(
+        "qwen3_toy",
+        ["cluster=h100", "tp=8", "dp=2", "gbs=2", "slurm.time=90", "slurm.options=['--reservation=x']", "save=5"],
+        device="gpu",
+    ).tree
+    assert allocation.problems(tree, {}) == []
+    assert allocation.of(tree) == Allocation(2, 8, 8)
+    assert layout.of(tree).world == 16

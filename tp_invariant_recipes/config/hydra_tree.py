@@ -1,0 +1,114 @@
+"""What Hydra is asked for: one tree out of `conf/`, the user's own tree and at most one cluster's file."""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tp_invariant_recipes.config import source
+from tp_invariant_recipes.errors import ConfigError
+
+# The option that stands for a cluster's file, wherever it lies. No file of a tree has this name.
+GIVEN = "_given_file"
+
+_folders: ContextVar[tuple[Path, ...]] = ContextVar("folders", default=())
+
+
+class _OtherTrees(SearchPathPlugin):
+    """Where Hydra looks after `conf/`.
+
+    Not `hydra.searchpath`: that warns of every other plugin's storage that is not set up, such as multistorageclient's.
+    """
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in _folders.get():
+            search_path.append("tpi", f"file://{folder}")
+
+
+def composed(arguments: Sequence[str], cluster: Path | None) -> dict[str, Any]:
+    """The tree that Hydra makes of `arguments`, interpolations resolved.
+
+    cluster: the file that `cluster=` GIVEN stands for; it is read as if it lay in `conf/cluster/`.
+    Raises ConfigError in the words of what failed, naming the file.
+    """
+    OmegaConf.register_new_resolver("tpi.more_than_one", lambda n: isinstance(n, int) and n > 1, replace=True)
+    Plugins.instance().register(_OtherTrees)
+    GlobalHydra.instance().clear()
+    try:
+        with _trees(cluster), initialize_config_dir(str(source.conf_dir()), version_base="1.3"):
+            tree: Any = OmegaConf.to_container(compose("config", overrides=[*arguments]), resolve=True)
+            return tree
+    except (HydraException, OmegaConfBaseException) as error:
+        found = [*_unreadable(), _first_line(error).replace(f"cluster/{GIVEN}", str(cluster))]
+        raise ConfigError("\n".join(found), found) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        found = _unreadable() or [_of_yaml(error, source.conf_dir())]
+        raise ConfigError("\n".join(found), found) from error
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror or error}") from error
+
+
+def read(file: Path) -> dict[str, Any]:
+    """One file as written, neither composed nor resolved. Raises ConfigError naming the file, and the line."""
+    try:
+        found: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(_of_yaml(error, file)) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{file}: {_first_line(error)}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: not a mapping of keys to values")
+    return found
+
+
+@contextmanager
+def _trees(cluster: Path | None) -> Iterator[None]:
+    """Let Hydra see the user's tree, and the file as an option of the group `cluster`."""
+    with ExitStack() as stack:
+        folders = [source.user_dir()] if source.user_dir().is_dir() else []
+        if cluster:
+            folders.append(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpi-"))))
+            (folders[-1] / "cluster").mkdir()
+            (folders[-1] / "cluster" / f"{GIVEN}.yaml").symlink_to(cluster)
+        stack.callback(_folders.reset, _folders.set(tuple(folders)))
+        yield
+
+
+def _unreadable() -> list[str]:
+    """What is wrong with the user's files: the words of Hydra and YAML mostly do not name one."""
+    return list(_wrong(sorted(source.user_dir().glob("*/*.yaml"))))
+
+
+def _wrong(files: Iterable[Path]) -> Iterator[str]:
+    for file in files:
+        try:
+            read(file)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _first_line(error: HydraException | OmegaConfBaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # what follows is OmegaConf's error
+    key = getattr(error, "full_key", None)
+    return f"{key}: {first}" if key else first
+
+
+def _of_yaml(error: yaml.YAMLError | UnicodeDecodeError, file: Path) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
+        return f"{mark.name}: not YAML: {error.problem}, line {mark.line + 1}"
+    return f"{file}: not YAML: {str(error).splitlines()[0]}"
