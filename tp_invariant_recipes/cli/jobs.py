@@ -1,0 +1,230 @@
+"""`tpi jobs`, `tpi logs`, `tpi cancel` and `tpi wait`."""
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from tp_invariant_recipes.cli.arguments import Json
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.launch.job_states import State
+
+SCHEMA = 1  # of `tpi jobs --json`
+
+_COLOURS = {0: "green", 1: "red", 2: "yellow", None: ""}  # by exit status; None: it has not ended
+
+
+def _jobs(incomplete: str) -> list[tuple[str, str]]:
+    from tp_invariant_recipes.launch.jobs import completions
+
+    return completions(incomplete)
+
+
+_HELP = "Id of a job, name of a run (the last part of its directory), or run directory."
+Job = Annotated[str, typer.Argument(metavar="JOB", help=_HELP, autocompletion=_jobs, show_default=False)]
+Jobs = Annotated[list[str], typer.Argument(metavar="JOB", help=_HELP, autocompletion=_jobs, show_default=False)]
+MaybeJobs = Annotated[
+    list[str] | None, typer.Argument(metavar="JOB", help=_HELP, autocompletion=_jobs, show_default=False)
+]
+
+
+def jobs(
+    names: MaybeJobs = None,
+    everything: Annotated[bool, typer.Option("--all", help="Also what ended more than a day ago.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the jobs of `tpi submit`: those in the queue, and those that ended within a day.
+
+    States are SLURM's as long as it knows a job, and then what the run directory says of the end; steps and losses are
+    read from the run directory. If SLURM does not answer, a warning says so, what it alone knows is "unknown", and the
+    exit status is 0 still.
+
+    \b
+    tpi jobs
+    tpi jobs 12 qwen3_8b-tp4-20260101-120000
+    tpi jobs --json | jq '.jobs[] | select(.alive)'
+
+    --json: schema (1), warning (why SLURM said nothing, or null) and jobs, one for each job or task of an array: job
+    (the id), role (train, cell, judge), run, directory, log, state, reason (why it is pending), alive (null: not
+    known), exit_status (as of `tpi wait`; null: not ended), tries, step, of, loss, seconds_left (of the time limit),
+    nodes, note.
+    """
+    from tp_invariant_recipes.launch import job_states
+    from tp_invariant_recipes.launch.jobs import find
+
+    found = job_states.look(find(names)) if names else job_states.look_around(everything=everything)
+    rows = [state for one in found.states for state in one]
+    if as_json:
+        print(json.dumps({"schema": SCHEMA, "warning": found.silence, "jobs": [state.as_dict() for state in rows]}))
+        return
+    if found.silence:
+        _say(f"warning: SLURM was not asked: {found.silence}")
+    console = Console(highlight=False)
+    if not rows:
+        _print("no job was submitted yet" if everything else "none in the queue or ended within a day; --all lists all")
+        return
+    console.print(_table(rows))
+    notes = [state for state in rows if state.note] if names else []
+    for state in notes:
+        console.print(Text(f"{state.part.id} {state.part.name}: {state.note}", style="dim"), soft_wrap=True)
+
+
+def logs(
+    name: Job,
+    following: Annotated[
+        bool, typer.Option("-f", "--follow", help="Go on with what is written until the job has ended.")
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="This rank's log instead of what the job prints.")
+    ] = None,
+    cell: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a verify, this cell's alone, such as tp2.")
+    ] = None,
+) -> None:
+    """Print what a job has printed: steps, losses, and why it failed. Of a verify, that of all its jobs.
+
+    With -f it waits for a job that is pending, stays when the job is queued again, and ends with the job, with the exit
+    status that `tpi wait` has. Ctrl-C ends the showing, not the job.
+
+    \b
+    tpi logs -f 12
+    tpi logs 12 --rank 3
+    tpi logs verify-qwen3_8b-20260101-120000 --cell tp2
+    """
+    from tp_invariant_recipes.launch import following as launch
+    from tp_invariant_recipes.launch.jobs import find, of_cell
+
+    submission = find([name])[0]
+    if cell is not None:
+        submission = of_cell(submission, cell)
+    sources = launch.sources(submission, rank)
+    if not following:
+        launch.show(submission, sources, sys.stdout.buffer)
+        return
+    states = launch.follow(submission, sources, sys.stdout.buffer, lambda line: _say(f"[{line}]"))
+    _say(_closing(states))
+    _leave([states])
+
+
+def cancel(names: Jobs) -> None:
+    """End jobs that run or wait; of a verify, the jobs of all its cells and the one that compares.
+
+    SLURM asks a job to end, and ends it by force after its KillWait (30 s by default). A run that can save a checkpoint
+    in that time does, and can be gone on with.
+
+    \b
+    tpi cancel 12
+    tpi cancel 12_1 qwen3_8b-tp4-20260101-120000
+    """
+    from tp_invariant_recipes.launch.cancel import cancel as launch
+    from tp_invariant_recipes.launch.jobs import find
+
+    before = [state for one in launch(find(names)) for state in one]
+    for state in before:
+        words = f"cancelled (was {state.text})" if state.alive else f"has ended already: {state.text}"
+        _print(f"{state.part.id} {state.part.name}: {words}")
+    begun = [state for state in before if state.alive and state.step is not None]
+    if begun:
+        _print("a run that can save in time does; go on with it:")
+    for state in begun:
+        _print(f"  tpi train --resume {shlex.quote(str(state.part.run.path))}")
+
+
+def wait(
+    names: Jobs,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0, help="Wait no longer; then the exit status is 2.")
+    ] = None,
+) -> None:
+    """Wait until jobs have ended, and say how. A job that is queued again has not ended.
+
+    Exit status: 0 the run completed, or all cells of the verify are identical; 1 the verify found a difference; 2 a run
+    failed, was cancelled or left no word. Of several jobs the highest.
+
+    \b
+    tpi wait 12 && tpi report runs/a
+    tpi wait 12 13 --timeout 3600
+    tpi wait $(tpi submit qwen3_8b tp=4 cluster=h100 slurm.time=1:00:00)
+    """
+    from tp_invariant_recipes.launch import following
+    from tp_invariant_recipes.launch.jobs import find
+
+    found = following.wait(find(names), _say, timeout)
+    for states in found:
+        _print(_closing(states))
+    _leave(found)
+
+
+def _leave(found: "Iterable[Sequence[State]]") -> None:
+    from tp_invariant_recipes.launch.job_states import exit_status
+
+    raise typer.Exit(max(exit_status(states) or 0 for states in found))
+
+
+def _closing(states: "Sequence[State]") -> str:
+    """How a submission ended: the verdict where there is one, and whatever failed."""
+    from tp_invariant_recipes.launch.jobs import JUDGE
+
+    faulty = [state for state in states if state.exit_status == 2]
+    told = [state for state in states if state.part.role == JUDGE] or states
+    return "\n".join(_ending(state) for state in states if state in told or state in faulty)
+
+
+def _ending(state: "State") -> str:
+    figures = "" if state.loss is None else f", loss {state.loss:.4f}"
+    at = "" if state.step is None else f" at step {_steps(state)}{figures}"
+    note = f": {state.note}" if state.note else ""
+    return f"{state.part.id} {state.part.name}: {state.word}{at}{note}"
+
+
+def _table(rows: "Sequence[State]") -> Table:
+    """Cells are Text, because a reason may hold what rich takes for markup."""
+    table = Table(
+        Column("job", no_wrap=True),
+        Column("run", overflow="fold"),
+        Column("state", overflow="fold"),
+        Column("step", justify="right", no_wrap=True),
+        Column("loss", justify="right", no_wrap=True),
+        Column("time left", justify="right", no_wrap=True),
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+    )
+    for row in rows:
+        first = f": {row.note.splitlines()[0]}" if row.exit_status == 2 and row.note else ""
+        table.add_row(
+            Text(row.part.id),
+            Text(row.part.name + (" (judge)" if row.part.role == "judge" else "")),
+            Text(row.text + first, style=_COLOURS[row.exit_status]),
+            Text(_steps(row)),
+            Text("" if row.loss is None else f"{row.loss:.4f}"),
+            Text("" if row.seconds_left is None else _clock(row.seconds_left)),
+        )
+    return table
+
+
+def _steps(state: "State") -> str:
+    if state.step is None:
+        return ""
+    return f"{state.step}" if state.of is None else f"{state.step} of {state.of}"
+
+
+def _clock(seconds: int) -> str:
+    """As SLURM writes it: 1-02:03:04."""
+    minutes, hours, days = seconds // 60 % 60, seconds // 3600 % 24, seconds // 86400
+    return (f"{days}-" if days else "") + f"{hours:02}:{minutes:02}:{seconds % 60:02}"
+
+
+def _print(text: str) -> None:
+    Console(highlight=False).print(Text(text), soft_wrap=True)
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, highlight=False).print(Text(text), soft_wrap=True)

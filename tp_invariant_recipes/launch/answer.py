@@ -1,0 +1,61 @@
+"""What SLURM says of the parts of submissions: its rows, and which of them is about which part."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.launch import slurm
+from tp_invariant_recipes.launch.jobs import Part
+from tp_invariant_recipes.launch.slurm import Accounted, Queued
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What SLURM says. silence: why it could not be asked; None: it was."""
+
+    queued: tuple[Queued, ...] = ()
+    accounted: Mapping[str, Accounted] = field(default_factory=dict)
+    silence: str | None = None
+
+    def queued_row(self, part: Part) -> Queued | None:
+        """What the controller says of a part; None: nothing (any more)."""
+        rows = [row for row in self.queued if part.ours and row.job == part.job]
+        if part.task is None:
+            return rows[0] if rows else None
+        own = next((row for row in rows if row.task == part.task), None)
+        return own or next((row for row in rows if row.task and _holds(row.task, int(part.task))), None)
+
+    def account(self, part: Part) -> Accounted | None:
+        """What the accounts say of a part. Tasks that were cancelled while they waited have one: "12_[0-4]"."""
+        if not part.ours or part.task is None or part.id in self.accounted:
+            return self.accounted.get(part.id) if part.ours else None
+        several = [id for id in self.accounted if id.startswith(f"{part.job}_[")]
+        found = (id for id in several if _holds(id.partition("_")[2], int(part.task)))
+        return next((self.accounted[id] for id in found), None)
+
+
+def ask(parts: Sequence[Part], queued: Iterable[Queued] | None = None) -> Answer:
+    """Ask about these. Raises RunError when SLURM is not there or does not answer.
+
+    queued: what the controller says, where it has been asked already.
+    """
+    if queued is None:
+        queued = slurm.queue(dict.fromkeys(part.job for part in parts if part.ours))
+    known = Answer(tuple(queued))
+    gone = [part.id for part in parts if part.ours and known.queued_row(part) is None]
+    return Answer(known.queued, slurm.accounting(gone))
+
+
+def mine() -> Answer:
+    """All jobs of this user that the controller knows; no accounts."""
+    try:
+        return Answer(tuple(slurm.queue()))
+    except RunError as error:
+        return Answer(silence=str(error))
+
+
+def _holds(listed: str, task: int) -> bool:
+    """Whether a list of tasks as SLURM writes it has this one: "0-4", "[0,2-4%2]" or, cut short, "0,2,..."."""
+    spans = [span.split("-") for span in re.sub(r"[\[\]]|%.*|\.\.\.", "", listed).split(",") if span]
+    return "..." in listed or any(int(span[0]) <= task <= int(span[-1]) for span in spans)

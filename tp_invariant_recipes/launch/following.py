@@ -1,0 +1,177 @@
+"""Waiting for jobs, and showing what they print meanwhile. Neither stopping nor killing this touches a job."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.launch import answer, job_states
+from tp_invariant_recipes.launch.job_states import State
+from tp_invariant_recipes.launch.jobs import JUDGE, Submission
+
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 15.0  # seconds between questions to the controller
+SLOWER = 1.25  # by this the pause grows while nothing happens
+SETTLE = 15.0  # seconds in which what a node wrote last is seen here, once its job has ended
+LOOK = 0.5  # seconds between looks at files
+
+
+@dataclass
+class Watch:
+    """Asks the controller about submissions, less and less often while nothing happens.
+
+    say:    told what has changed, a line each.
+    states: as of the last answer, a list for each submission.
+    """
+
+    submissions: Sequence[Submission]
+    say: Callable[[str], None]
+    states: list[list[State]] = field(default_factory=list)
+    _pause: float = 0.0
+    _next: float = 0.0
+    _ended: float | None = None
+    _said: dict[str, str] = field(default_factory=dict)
+    _silent: bool = False
+
+    def __call__(self) -> bool:
+        """Ask if it is time to; whether all have ended. Raises RunError when the first question has no answer."""
+        if time.monotonic() >= self._next:
+            self._ask()
+            self._next = time.monotonic() + (LOOK if self._ended else self._pause)
+        return self._over()
+
+    def _ask(self) -> None:
+        try:
+            told = answer.ask([part for one in self.submissions for part in one.parts])
+        except RunError as error:
+            if not self.states:
+                raise
+            if not self._silent:  # a controller may be away for a while, and jobs go on without it
+                self.say(f"no answer, asking again and again: {error}")
+            self._silent = True
+            return
+        self._silent = False
+        self.states = [job_states.states(one, told) for one in self.submissions]
+        self._tell([state for one in self.states for state in one if state.alive])
+        if all(state.end for one in self.states for state in one):
+            self._ended = self._ended or time.monotonic()
+        else:
+            self._ended = None
+
+    def _tell(self, alive: Sequence[State]) -> None:
+        news = {state.part.id: state.text for state in alive}
+        fresh = [state for state in alive if self._said.get(state.part.id) != state.text]
+        for state in fresh:
+            on = f" on {', '.join(state.nodes)}" if state.word == "RUNNING" and state.nodes else ""
+            self.say(f"{state.part.id} {state.part.name}: {state.text}{on}")
+        self._pause = FIRST_PAUSE if news != self._said else min(LONGEST_PAUSE, self._pause * SLOWER)
+        self._said = news
+
+    def _over(self) -> bool:
+        if self._ended is None:
+            return False
+        settled = all(state.end and state.end.settled for one in self.states for state in one)
+        return settled or time.monotonic() - self._ended > SETTLE
+
+
+def wait(
+    submissions: Sequence[Submission], say: Callable[[str], None], timeout: float | None = None
+) -> list[list[State]]:
+    """Return when all have ended; the states of each. A job that is queued again has not ended.
+
+    say: told what has changed. timeout: in seconds; then RunError, as when SLURM cannot be asked.
+    """
+    watch, until = Watch(submissions, say), None if timeout is None else time.monotonic() + timeout
+    while not watch():
+        if until is not None and time.monotonic() >= until:
+            alive = [state for one in watch.states for state in one if not state.end]
+            going = "\n".join(f"  {state.part.id} {state.part.name}: {state.text}" for state in alive)
+            raise RunError(f"not ended after {timeout:g} s:\n{going}" if going else f"not ended after {timeout:g} s")
+        time.sleep(LOOK)
+    return watch.states
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file to show, which need not be there yet. label: what it is called where there are several."""
+
+    label: str
+    file: Path
+
+
+@dataclass
+class Tails:
+    """Writes out what files grow by. One that was replaced, or has become shorter, is begun anew."""
+
+    sources: Sequence[Source]
+    out: BinaryIO
+    _places: dict[Path, tuple[int, int]] = field(default_factory=dict)  # inode and position
+    _shown: Source | None = None
+
+    def __call__(self, *, last: bool = False) -> bool:
+        """Write what is new in whole lines; with `last` the begun ones too. Returns whether there was anything."""
+        return any([self._show(source, last) for source in self.sources])
+
+    def _show(self, source: Source, last: bool) -> bool:
+        inode, position = self._places.get(source.file, (0, 0))
+        try:
+            with source.file.open("rb") as stream:
+                found = os.fstat(stream.fileno())
+                if found.st_ino != inode or found.st_size < position:
+                    position = 0
+                stream.seek(position)
+                data = stream.read()
+        except FileNotFoundError:
+            return False
+        whole = data if last else data[: data.rfind(b"\n") + 1]
+        self._places[source.file] = (found.st_ino, position + len(whole))
+        if whole and len(self.sources) > 1 and self._shown is not source:
+            self.out.write(f"{'' if self._shown is None else chr(10)}==> {source.label} <==\n".encode())
+        if whole:
+            self._shown = source
+            self.out.write(whole)
+            self.out.flush()
+        return bool(whole)
+
+
+def sources(submission: Submission, rank: int | None = None) -> list[Source]:
+    """What to show of a submission: what its jobs print or, with `rank`, that rank's log. Raises RunError.
+
+    RunError: the rank could be that of several runs.
+    """
+    if rank is None:
+        return [Source(part.name, part.log) for part in submission.parts]
+    trained = [part for part in submission.parts if part.role != JUDGE]
+    if len(trained) > 1:
+        cells = ", ".join(part.run.path.name for part in trained)
+        raise RunError(f"--rank {rank} of which run? say --cell NAME: {cells}")
+    return [Source(part.name, part.run.rank_log(rank)) for part in trained]
+
+
+def show(submission: Submission, shown: Sequence[Source], out: BinaryIO) -> None:
+    """Write out what there is now. Raises RunError when there is none of the files, with the state of the jobs."""
+    if any(source.file.exists() for source in shown):
+        Tails(shown, out)(last=True)
+        return
+    found = job_states.look([submission])
+    ranks = sorted({log.name for part in submission.parts for log in part.run.logs.glob("rank-*.log")})
+    missing = f"{shown[0].file} is not there" if len(shown) == 1 else f"no log of {submission.name} is there"
+    lines = [
+        f"{missing} yet; -f waits for it",
+        *(["logs of ranks that are there: " + ", ".join(ranks)] if ranks else []),
+        *(f"{s.part.id}: {s.text}" + (f": {s.note}" if s.note else "") for one in found.states for s in one),
+        *([found.silence] if found.silence else []),
+    ]
+    raise RunError("\n".join(lines))
+
+
+def follow(submission: Submission, sources: Sequence[Source], out: BinaryIO, say: Callable[[str], None]) -> list[State]:
+    """Write out files as they grow until the jobs have ended; the states then. Raises RunError as `Watch` does."""
+    watch, tails = Watch([submission], say), Tails(sources, out)
+    while not watch():
+        tails()
+        time.sleep(LOOK)
+    tails(last=True)
+    return watch.states[0]

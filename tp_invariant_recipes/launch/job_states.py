@@ -1,0 +1,245 @@
+"""What state a job is in: SLURM says it as long as it knows the job, its accounts and its run directory afterwards."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.launch import answer, slurm
+from tp_invariant_recipes.launch.answer import Answer
+from tp_invariant_recipes.launch.jobs import JUDGE, Part, Submission, attempts, every
+from tp_invariant_recipes.launch.slurm import Queued
+from tp_invariant_recipes.training.rundir import RunDir
+
+COMPLETED, UNKNOWN = "completed", "unknown"
+
+RECENT = 24 * 3600  # seconds
+_OF_SCRIPTS = (
+    "COMPLETED",
+    "FAILED",
+)  # SLURM's words for jobs that ended by themselves: these leave a word of their own
+_TAKEN = "its id is another job's now"
+_LAST_BYTES = 4096  # of progress.jsonl: more than two lines
+
+
+@dataclass(frozen=True)
+class End:
+    """How a part ended.
+
+    word:        SLURM's, a verify's verdict, or how the run's last attempt in the job ended.
+    exit_status: 0 completed or identical, 1 different, 2 otherwise.
+    settled:     whether nothing more is to be expected of it. Files may be seen later than the end of their job.
+    note:        what else there is to say, such as the reason of a failure.
+    """
+
+    word: str
+    exit_status: int
+    settled: bool
+    note: str | None
+
+
+@dataclass(frozen=True)
+class State:
+    """Of one part of a submission.
+
+    word:         SLURM's ("RUNNING") or, of one that has ended, the end's.
+    alive:        whether it runs or waits; None: SLURM cannot be asked, and its run directory does not say.
+    end:          of one that has ended; None otherwise.
+    tries:        how often SLURM has started it, as far as its run directory says.
+    step, of:     the last step recorded, and that at which the run will be done; None: not known.
+    reason:       SLURM's, why it is pending; None where there is none.
+    seconds_left: of this try's time limit.
+    """
+
+    part: Part
+    word: str
+    tries: int
+    step: int | None
+    of: int | None
+    loss: float | None
+    nodes: tuple[str, ...]
+    alive: bool | None = True
+    end: End | None = None
+    reason: str | None = None
+    seconds_left: int | None = None
+    note: str | None = None
+
+    @property
+    def exit_status(self) -> int | None:
+        """Its end's; None of one that has not ended."""
+        return self.end.exit_status if self.end else None
+
+    @property
+    def text(self) -> str:
+        """In a few words, such as "RUNNING try 2" or "PENDING (Resources)"."""
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"{self.word}{reason}" + (f" try {self.tries}" if self.alive and self.tries > 1 else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; documented in `tpi jobs --help`."""
+        return {
+            "job": self.part.id,
+            "role": self.part.role,
+            "run": self.part.name,
+            "directory": str(self.part.run.path),
+            "log": str(self.part.log),
+            "state": self.word,
+            "reason": self.reason,
+            "alive": self.alive,
+            "exit_status": self.exit_status,
+            "tries": self.tries,
+            "step": self.step,
+            "of": self.of,
+            "loss": self.loss,
+            "seconds_left": self.seconds_left,
+            "nodes": list(self.nodes),
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True)
+class Look:
+    """The states of several submissions; silence: why SLURM could not be asked, so that some are unknown."""
+
+    states: tuple[list[State], ...]
+    silence: str | None
+
+
+def look(submissions: Sequence[Submission]) -> Look:
+    """The states of these, with or without SLURM."""
+    return _looked(submissions)
+
+
+def look_around(*, everything: bool = False) -> Look:
+    """The states of the submissions that are in the queue, or were written to in the last day; or of all.
+
+    Of those whose directories are gone, only what SLURM still knows.
+    """
+    known = answer.mine()
+
+    def wanted(one: Submission) -> bool:
+        queued = any(known.queued_row(part) for part in one.parts)
+        return queued or (one.note is None and (everything or _recent(one)))
+
+    return _looked([one for one in every() if wanted(one)], known)
+
+
+def _looked(submissions: Sequence[Submission], known: Answer | None = None) -> Look:
+    """known: what SLURM has said already."""
+    told = known or Answer()
+    if told.silence is None:
+        try:
+            told = answer.ask([part for one in submissions for part in one.parts], known.queued if known else None)
+        except RunError as error:
+            told = Answer(silence=str(error))
+    return Look(tuple(states(one, told) for one in submissions), told.silence)
+
+
+def _recent(submission: Submission) -> bool:
+    runs = {RunDir(submission.directory), *(part.run for part in submission.parts)}
+    files = [file for run in runs for file in (run.submission, run.run, run.progress)]
+    return any(file.exists() and time.time() - file.stat().st_mtime < RECENT for file in files)
+
+
+def states(submission: Submission, told: Answer) -> list[State]:
+    """Of each of its parts."""
+    found = [_state(part, told) for part in submission.parts]
+    return [replace(state, note=submission.note) for state in found] if submission.note else found
+
+
+def exit_status(found: Sequence[State]) -> int | None:
+    """Of a submission by the states of its parts: that of the judge, or the worst; None: it has not ended."""
+    if any(one.exit_status is None for one in found):
+        return None
+    judged = [one for one in found if one.part.role == JUDGE]
+    return max(one.exit_status or 0 for one in judged or found)
+
+
+def _state(part: Part, told: Answer) -> State:
+    queued, accounted = told.queued_row(part), told.account(part)
+    last: dict[str, Any] = next((attempt for attempt in reversed(attempts(part.run)) if attempt.get("job")), {})
+    step, loss = _last_step(part.run.progress)
+    facts: dict[str, Any] = {
+        "part": part,
+        "tries": 1 + last["job"]["restart"] if last else 1,
+        "step": step,
+        "of": last.get("to_step"),
+        "loss": loss,
+        "nodes": queued.nodes if queued else (),
+    }
+    if queued is not None and not queued.over:
+        note = None if last or queued.state == "PENDING" else _elsewhere(part, queued.nodes)
+        return State(**facts, word=queued.state, reason=_reason(queued), seconds_left=queued.seconds_left, note=note)
+    word = queued.state if queued else accounted.state if accounted else None
+    if word not in slurm.OVER:
+        word = None  # accounts are written a while after the end
+    ended = _judged(part, word) if part.role == JUDGE else _ended(part, word, last)
+    if told.silence is not None and (not ended.settled or last.get("requeued")):
+        return State(**facts, word=UNKNOWN, alive=None)
+    return State(**facts, word=ended.word, alive=False, end=ended, note=ended.note)
+
+
+def _reason(queued: Queued) -> str | None:
+    return queued.reason if queued.state == "PENDING" and queued.reason not in ("", "None") else None
+
+
+def _ended(part: Part, word: str | None, last: dict[str, Any]) -> End:
+    """Of a run that SLURM has no job of any more. word: SLURM's; last: the last attempt by a job."""
+    outcome, note = last.get("outcome"), last.get("why")
+    if outcome is None:
+        elsewhere = None if last else _elsewhere(part)
+        note = elsewhere or _silent(part, "it left no word of its end" if last else "it left no word of having begun")
+        settled = elsewhere is not None or word not in (None, *_OF_SCRIPTS)
+        return End(word or UNKNOWN, _status(word == "COMPLETED"), settled, note if part.ours else f"{_TAKEN}; {note}")
+    settled = True
+    if last.get("requeued"):  # unless it was cancelled, SLURM has begun another try, and its word is to come
+        settled = word not in (None, *_OF_SCRIPTS)
+        note = "; ".join(filter(None, (note, "it was to be queued again, and is in the queue no more")))
+    return End(word or outcome, _status(outcome == COMPLETED), settled, note)
+
+
+def _status(completed: bool) -> int:
+    return 0 if completed else 2
+
+
+def _judged(part: Part, word: str | None) -> End:
+    """Of a judge that SLURM has no job of any more, by what it has written."""
+    from tp_invariant_recipes.launch.matrix import MatrixDir  # and with it Hydra, which only this needs
+
+    try:
+        found = json.loads(MatrixDir(part.directory).result.read_text(encoding="utf-8"))
+        return End(found["verdict"], int(found["exit_status"]), True, found["text"])
+    except (OSError, ValueError, KeyError, TypeError):
+        settled = word not in (None, *_OF_SCRIPTS)
+        return End(word or UNKNOWN, 2, settled, _silent(part, "it left no verdict"))
+
+
+def _silent(part: Part, words: str) -> str:
+    return f"{words}; its log: {part.log}" if part.log.exists() else f"{words}, and no log"
+
+
+def _elsewhere(part: Part, nodes: Sequence[str] = ()) -> str | None:
+    """Where to look for the files of a job that does not write them here; None: it does."""
+    try:
+        shared = part.run.read_config()["cluster"]["shared_files"]
+    except (RunError, KeyError, TypeError):
+        return None
+    where = nodes[0] if nodes else "the first of its nodes"
+    if shared:
+        return None
+    return f"its steps and losses are in {part.run.path} on {where}, its log in /tmp there (cluster.shared_files=false)"
+
+
+def _last_step(file: Path) -> tuple[int | None, float | None]:
+    """Number and loss of the last step that stands whole in a progress file."""
+    try:
+        with file.open("rb") as stream:
+            stream.seek(max(0, file.stat().st_size - _LAST_BYTES))
+            lines = stream.read().rpartition(b"\n")[0].splitlines()
+        event = json.loads(lines[-1])
+        return event["step"], event["loss"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None, None

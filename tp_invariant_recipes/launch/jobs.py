@@ -1,0 +1,276 @@
+"""The jobs that were submitted: which there are, and which one is meant by an id, a run's name or a directory.
+
+Every submission leaves a line in a registry of the user's, so that a job is found by its id also where SLURM keeps no
+accounts, and `submission.json` in its run directory, which says all about it.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.config.nearest import nearest
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.training.rundir import RunDir, cannot_write
+
+SCHEMA = 1  # of submission.json
+
+TRAIN, CELL, CELLS, JUDGE = "train", "cell", "cells", "judge"
+
+_ID = re.compile(r"(?P<job>[0-9]+)(_(?P<task>[0-9]+))?")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A job of SLURM's, or one task of an array.
+
+    job, task: its id, and its number in the array; None: it is in no array.
+    role:      "train", "cell" (of a verify) or "judge".
+    run:       what it trains; of a judge, the directory that holds its cells.
+    directory: of the submission.
+    ours:      whether SLURM means this job by the id. False where a later submission got the same one: it was made on
+               another cluster, or on one that was set up anew.
+    """
+
+    job: str
+    task: str | None
+    role: str
+    run: RunDir
+    directory: Path
+    ours: bool = True
+
+    @property
+    def id(self) -> str:
+        """As SLURM writes it: "12", or "12_0" in an array."""
+        return self.job if self.task is None else f"{self.job}_{self.task}"
+
+    @property
+    def name(self) -> str:
+        """Of its run: the last part of its directory, for a cell also that of the directory around it."""
+        return f"{self.directory.name}/{self.run.path.name}" if self.role == CELL else self.directory.name
+
+    @property
+    def log(self) -> Path:
+        """What the job prints, over all its tries."""
+        return self.directory / "logs" / f"job-{self.id}.log"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What one `tpi submit` has made. parts: its jobs, or those that were asked for.
+
+    note: why nothing but ids is known of it; None otherwise.
+    """
+
+    directory: Path
+    parts: tuple[Part, ...]
+    note: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The last part of its directory."""
+        return self.directory.name
+
+    @property
+    def judge(self) -> Part | None:
+        """The job that compares; of a verify only."""
+        return next((part for part in self.parts if part.role == JUDGE), None)
+
+
+def registry() -> Path:
+    """The file that lists the user's jobs: {"job": "12", "directory": "/path/of/run"} a line."""
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(home) / "tpi" / "jobs.jsonl"
+
+
+def remember(directory: Path, ids: Iterable[str]) -> None:
+    """Note the jobs of a submission. Raises RunError when the registry cannot be written."""
+    where = str(directory.resolve())
+    lines = "".join(json.dumps({"job": job, "directory": where}) + "\n" for job in ids)
+    file = registry()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            # One write, so that those of two submissions do not mix. It begins a line of its own, whatever a full disk
+            # has left of the last one.
+            os.write(descriptor, b"\n" + lines.encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RunError(cannot_write(file, error)) from error
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What the registry holds: (job id, directory) a line, oldest first."""
+
+    lines: tuple[tuple[str, Path], ...]
+
+    @property
+    def owners(self) -> dict[str, Path]:
+        """The directory of every id; of one that came twice, the later."""
+        return dict(self.lines)
+
+    @property
+    def directories(self) -> list[Path]:
+        """Of all submissions, oldest first."""
+        return list(dict.fromkeys(directory for _, directory in self.lines))
+
+
+def registered() -> Registered:
+    """All lines that are whole; none where there is no registry yet. Raises RunError when it cannot be read."""
+    try:
+        lines = registry().read_bytes().splitlines()
+    except FileNotFoundError:
+        return Registered(())
+    except OSError as error:
+        raise RunError(f"cannot read {registry()}: {error.strerror}") from error
+    found = []
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):  # torn: the disk was full
+            entry = json.loads(line)
+            found.append((str(entry["job"]), Path(entry["directory"])))
+    return Registered(tuple(found))
+
+
+def every() -> list[Submission]:
+    """All that are registered, oldest first, with or without their directories."""
+    known = registered()
+    return [_submission(directory, known) for directory in known.directories]
+
+
+def find(names: Sequence[str]) -> list[Submission]:
+    """The submissions that are meant, each with the parts that are meant. Raises RunError for all that are not found.
+
+    A name is an id ("12", "12_0" for one task of an array), a run's name (the last part of its directory) or a
+    directory that holds a `submission.json`. Digits are an id; a directory of that name is "./12".
+    """
+    known = registered()
+    found: list[Submission] = []
+    problems = []
+    for name in names:
+        try:
+            submission = _found(name, known)
+        except RunError as error:
+            problems.append(str(error))
+        else:
+            if submission not in found:
+                found.append(submission)
+    if problems:
+        raise RunError("\n".join(problems))
+    return found
+
+
+def of_cell(submission: Submission, cell: str) -> Submission:
+    """The submission with the job of one cell alone. Raises RunError."""
+    parts = tuple(part for part in submission.parts if part.role == CELL and part.run.path.name == cell)
+    if not parts:
+        cells = [part.run.path.name for part in submission.parts if part.role == CELL]
+        hint = nearest(cell, cells) if cells else "; it is no tpi submit --verify"
+        raise RunError(f"{submission.name} has no cell {cell}{hint}")
+    return replace(submission, parts=parts)
+
+
+def completions(incomplete: str) -> list[tuple[str, str]]:
+    """Ids and names that begin so, newest first, each with what it stands for, of runs whose directories are there."""
+    known = registered()
+    there = [directory for directory in reversed(known.directories) if directory.is_dir()]
+    ids = [(job, of.name) for directory in there for job, of in known.owners.items() if of == directory]
+    names = [(directory.name, str(directory)) for directory in there]
+    return [pair for pair in (*ids, *names) if pair[0].startswith(incomplete)]
+
+
+def _found(name: str, known: Registered) -> Submission:
+    """Raises RunError."""
+    by_id = _ID.fullmatch(name)
+    if by_id:
+        if by_id["job"] in known.owners:
+            return _narrowed(_submission(known.owners[by_id["job"]], known), by_id["job"], by_id["task"])
+        raise RunError(_unknown(f"job {name} was not submitted by tpi from this account", name, known))
+    directory = Path(name).expanduser().resolve()
+    if RunDir(directory).submission.exists():
+        return _read(directory, known)
+    named = [found for found in known.directories if found.name == name]
+    if len(named) > 1:
+        lines = [f"{name} is the name of {len(named)} runs; say which:", *(f"  {found}" for found in named)]
+        raise RunError("\n".join(lines))
+    if named:
+        return _submission(named[0], known)
+    what = f"{name} was not submitted: there is no submission.json in it" if directory.is_dir() else f"no job {name}"
+    raise RunError(_unknown(what, name, known))
+
+
+def _unknown(what: str, name: str, known: Registered) -> str:
+    names = {*known.owners, *(directory.name for directory in known.directories)}
+    return f"{what}{nearest(Path(name).name, names) or '; tpi jobs --all lists what there is'}"
+
+
+def _narrowed(submission: Submission, job: str, task: str | None) -> Submission:
+    """The one task that is asked for; without a task, the submission as a whole."""
+    if task is None:
+        return submission
+    parts = tuple(part for part in submission.parts if (part.job, part.task) == (job, task))
+    if not parts:
+        there = ", ".join(part.id for part in submission.parts)
+        raise RunError(f"job {job}_{task} is none of {submission.directory}; its jobs: {there}")
+    return replace(submission, parts=parts)
+
+
+def _submission(directory: Path, known: Registered) -> Submission:
+    """As its directory says or, where that is gone, as the registry does."""
+    try:
+        return _read(directory, known)
+    except RunError as error:
+        run = RunDir(directory)
+        ids = [job for job, owner in known.owners.items() if owner == directory]
+        note = str(error) if directory.is_dir() else f"{directory} is gone"
+        return Submission(directory, tuple(Part(job, None, TRAIN, run, directory) for job in ids), note)
+
+
+def _read(directory: Path, known: Registered) -> Submission:
+    """Raises RunError."""
+    file = RunDir(directory).submission
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+        if raw["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {raw['schema']}, and this version reads {SCHEMA}")
+        parts = [part for job in raw["jobs"] for part in _ROLES[job["role"]](directory, str(job["id"]), raw)]
+        if not parts:
+            raise ValueError("it names no job: tpi submit has not got as far")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{file} cannot be read: {error}") from error
+    owners = known.owners
+    ours = [replace(part, ours=owners.get(part.job, directory) == directory) for part in parts]
+    return Submission(directory, tuple(ours))
+
+
+def _train(directory: Path, job: str, raw: dict[str, Any]) -> list[Part]:
+    run = RunDir(directory)
+    ids = [(attempt.get("job") or {}).get("id") for attempt in attempts(run)]
+    # The script may have been handed to sbatch again, by hand: then the newest of those jobs counts.
+    return [Part(next((i for i in reversed(ids) if i), job), None, TRAIN, run, directory)]
+
+
+def _cells(directory: Path, job: str, raw: dict[str, Any]) -> list[Part]:
+    return [Part(job, str(n), CELL, RunDir(directory / name), directory) for n, name in enumerate(raw["cells"])]
+
+
+def _judge(directory: Path, job: str, raw: dict[str, Any]) -> list[Part]:
+    return [Part(job, None, JUDGE, RunDir(directory), directory)]
+
+
+# The role of a job in submission.json -> the parts that it stands for.
+_ROLES: dict[str, Callable[[Path, str, dict[str, Any]], list[Part]]] = {TRAIN: _train, CELLS: _cells, JUDGE: _judge}
+
+
+def attempts(run: RunDir) -> list[dict[str, Any]]:
+    """The attempts at a run, as `run.json` lists them; none where there is no such file."""
+    try:
+        return run.read_run().get("attempts", [])
+    except RunError:
+        return []
