@@ -8,7 +8,20 @@ import typer
 from rich.console import Console
 
 from tp_invariant_recipes import __version__
-from tp_invariant_recipes.cli import bench, bisect, certify, compare, data, doctor, report, show, train, verify
+from tp_invariant_recipes.cli import (
+    bench,
+    bisect,
+    certify,
+    compare,
+    data,
+    doctor,
+    jobs,
+    report,
+    show,
+    submit,
+    train,
+    verify,
+)
 from tp_invariant_recipes.errors import TpiError
 
 app = typer.Typer(
@@ -26,6 +39,11 @@ app.command("certify")(certify.certify)
 app.command("report")(report.report)
 app.command("bisect")(bisect.bisect)
 app.command("bench")(bench.bench)
+app.command("submit")(submit.submit)
+app.command("jobs")(jobs.jobs)
+app.command("logs")(jobs.logs)
+app.command("wait")(jobs.wait)
+app.command("cancel")(jobs.cancel)
 app.command("show")(show.show)
 app.command("models")(show.models)
 app.command("doctor")(doctor.doctor)

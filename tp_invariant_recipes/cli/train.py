@@ -105,7 +105,7 @@ def train(
 
 def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
     """Be one node's part of the run or, outside of srun, become srun, which starts this command on every node."""
-    from tp_invariant_recipes.launch import meeting, node, progress, srun
+    from tp_invariant_recipes.launch import meeting, node, progress, ranks, srun
 
     place = meeting.place(os.environ)
     if place is None:
@@ -117,7 +117,8 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
         with progress.watcher(planned, console, verbose=verbose) as tick:
             yield tick
 
-    ended = node.run(place, srun.asked(request, watch))
+    with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
+        ended = node.run(place, srun.asked(request, watch), stop)
     if ended.outcome is None:
         raise RunError(ended.why or "the run failed")
     if place.first:

@@ -138,6 +138,15 @@ def _quoted(text: str) -> str:
     return f'"{text.replace(chr(34), chr(92) + chr(34))}"'
 
 
+def cluster_files(overrides: Iterable[str]) -> list[Path]:
+    """The file that describes the cluster of these overrides, where it is not one of ours."""
+    given = [text.partition("=")[2] for text in overrides if text.startswith("cluster=")]
+    if not given:
+        return []
+    file = Path(given[-1]) if _names_file(given[-1]) else source.users_file("cluster", given[-1])
+    return [file] if file else []
+
+
 def _names_file(cluster: str) -> bool:
     """Whether the value of `cluster=` is a file and not one of the group's options."""
     return "/" in cluster or cluster.endswith((".yaml", ".yml"))

@@ -9,7 +9,7 @@ if they failed; "over" by the first, at any time; "left/N" by each other.
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,12 +23,12 @@ from tp_invariant_recipes.launch import attempts, plan, ranks, train
 from tp_invariant_recipes.launch.forwarding import Receiver, Sender
 from tp_invariant_recipes.launch.meeting import POLL, Meeting, Place, Stopped
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.launch.ranks import Outcome, RankFailed
+from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.launch.together import PeerFailed, Superseded, Together
 from tp_invariant_recipes.training import checkpoints
 
 NEXT = 600.0  # seconds that the first may take to start its ranks when all nodes are there
-LAST_WORDS = 30.0  # seconds that nodes get to say how they ended after one has failed, and to leave when all is said
+LAST_WORDS = 10.0  # seconds that nodes get to say how they ended after one has failed, and to leave when all is said
 
 # What the job's script reads in `RunDir.ended`, besides an outcome's own word.
 FAILED = "failed"
@@ -73,19 +73,19 @@ class _Over(Exception):
     """The first node has ended the run while another word was waited for."""
 
 
-def run(place: Place, asked: Asked) -> Ended:
+def run(place: Place, asked: Asked, stop: Stop) -> Ended:
     """Do this node's part of the run, to the end of the whole.
 
-    Raises RunError when the others cannot be reached, or not any more.
+    stop: of `ranks.stopping`, which notes signals for it. Raises RunError when the others cannot be reached, or not any
+    more.
     """
     from tp_invariant_recipes.host import bridge
 
     os.environ.update(asked.environment)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d warns of every address that has no name
-    with ranks.stopping() as stop:
-        bridge.load()  # now, while the other nodes do the same
-        meeting = Meeting(place, stop, asked.meet)
-        return _lead(meeting, asked) if place.first else _follow(meeting, asked)
+    bridge.load()  # now, while the other nodes do the same
+    meeting = Meeting(place, stop, asked.meet)
+    return _lead(meeting, asked) if place.first else _follow(meeting, asked)
 
 
 # The first node
@@ -145,7 +145,7 @@ def _tried(meeting: Meeting, asked: Asked, planned: Plan, number: int) -> Ended:
         again = number < asked.tries and not cause.ours
         more = "it is queued again" if again else "no more"
         return Ended(None, again, f"{cause}\n(try {number} of {asked.tries} from step {planned.start}; {more})")
-    return Ended(outcome, outcome is Outcome.STOPPED and meeting.stop.requeue)
+    return Ended(outcome, outcome is Outcome.STOPPED and meeting.stop.resumable)
 
 
 @contextmanager
@@ -352,10 +352,14 @@ def _others(
 ) -> list[dict[str, Any]]:
     """Wait until each other node has said its word, up to `patience` seconds; None: as long as `tick` raises nothing.
 
-    Returns what has been said. Raises Stopped when a signal comes.
+    Of a node that never arrived no later word is waited for. Returns what has been said. Raises Stopped when a signal
+    comes.
     """
     deadline = None if patience is None else time.monotonic() + patience
-    keys = [f"{key}/{number}" for number in range(1, meeting.place.count)]
+    numbers: Iterable[int] = range(1, meeting.place.count)
+    if key != "arrived":
+        numbers = [number for number in numbers if meeting.heard(f"arrived/{number}")]
+    keys = [f"{key}/{number}" for number in numbers]
     while True:
         said = [word for one in keys if (word := meeting.heard(one)) is not None]
         if len(said) == len(keys) or (deadline is not None and time.monotonic() > deadline):

@@ -68,6 +68,11 @@ class Stop:
         """How often the ranks are to be told."""
         return self.requests or int(self.requeue)
 
+    @property
+    def resumable(self) -> bool:
+        """Whether the run is to go on in another job: nothing else has asked it to stop."""
+        return self.requeue and not self.requests
+
 
 @contextmanager
 def stopping() -> Iterator[Stop]:

@@ -3,28 +3,47 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from tp_invariant_recipes.config import allocation, environment, layout
-from tp_invariant_recipes.config.compose import listed
+from tp_invariant_recipes.config.compose import cluster_files, listed
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.launch.node import Asked
 from tp_invariant_recipes.launch.plan import Plan, Request, device_on
 from tp_invariant_recipes.training.rundir import choose
 
+# srun would bind the one task of a node, and with it all its ranks, to one core.
+UNBOUND = {"SLURM_CPU_BIND": "none"}
+
 WAIT = 60  # seconds that srun gives the other nodes when one has ended
 
 
-def arguments(tree: dict[str, Any]) -> list[str]:
-    """srun's options for a run: as many nodes as it takes, one task on each, in the cluster's container if any."""
-    taken, cluster = allocation.of(tree), tree["cluster"]
+def arguments(tree: dict[str, Any], needed: Sequence[Path] = ()) -> list[str]:
+    """srun's options for a run: as many nodes as it takes, one task on each, in the cluster's container if any.
+
+    needed: as for `container`.
+    """
+    taken = allocation.of(tree)
     options = [f"--nodes={taken.nodes}", f"--ntasks={taken.nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
-    if cluster["container"]:
-        options += [f"--container-image={cluster['container']}", f"--container-mounts={','.join(cluster['mounts'])}"]
-    return options
+    return [*options, *container(tree, needed)]
+
+
+def container(tree: dict[str, Any], needed: Sequence[Path]) -> list[str]:
+    """Options of pyxis, which gives srun containers; none where the cluster has no container.
+
+    needed: what must be seen inside beside the cluster's mounts. Sources: pyxis's README, `srun --help` with it.
+    """
+    cluster = tree["cluster"]
+    if not cluster["container"]:
+        return []
+    mounts = [*cluster["mounts"], *(f"{path}:{path}" for path in needed if cluster["shared_files"])]
+    lists = {"mounts": mounts, "env": cluster["forward"]}  # env: the image's own values would win otherwise
+    options = [f"--container-{name}={','.join(values)}" for name, values in lists.items() if values]
+    return [f"--container-image={cluster['container']}", *options]
 
 
 def tpi(tree: dict[str, Any]) -> list[str]:
@@ -49,10 +68,18 @@ def become(request: Request) -> NoReturn:
             f"this run takes {taken.nodes} nodes with {taken.ranks} ranks on each, and the allocation has {given}: "
             f"salloc --nodes={taken.nodes}, or change the layout or cluster.ranks_per_node"
         )
-    if request.resume is None and tree["run"]["dir"] is None:
-        path = choose(None, f"{request.model}-tp{layout.of(tree).tp}").path.absolute()
+    if request.resume is None:
+        asked = tree["run"]["dir"]
+        there = request.go_on and asked is not None
+        found = Path(asked) if there else choose(asked, f"{request.model}-tp{layout.of(tree).tp}").path
+        path = found.expanduser().absolute()
         request = replace(request, overrides=(*request.overrides, f"run.dir={path}"))
-    os.execvp("srun", ["srun", *arguments(tree), *tpi(tree), "train", *request.words()])
+    else:
+        path = request.resume.absolute()
+    path.mkdir(parents=True, exist_ok=True)  # a container can show only what is there
+    os.environ |= UNBOUND
+    needed = [path, *cluster_files(request.overrides)]
+    os.execvp("srun", ["srun", *arguments(tree, needed), *tpi(tree), "train", *request.words()])
 
 
 def asked(request: Request, watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]) -> Asked:

@@ -1,0 +1,239 @@
+"""SLURM's commands as functions: what they are asked, what is read out of their answers, what their mistakes become.
+
+The commands are small programs on PATH that answer as SLURM 22.05 does.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.launch import slurm
+from tp_invariant_recipes.launch.slurm import Accounted, Partition, Queued
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch) -> Callable[..., None]:
+    """Put a command on PATH, where there is nothing else of SLURM's: command("squeue", out="…", err="…", status=1).
+
+    Each call of it is a line in `asked`: its name, words and environment.
+    """
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def put(name: str, out: str = "", err: str = "", status: int = 0, seconds: float = 0) -> None:
+        file = folder / name
+        file.write_text(
+            f"#!{sys.executable}\n"
+            f"import json, os, sys, time\n"
+            f"with open({str(tmp_path / 'asked')!r}, 'a') as stream:\n"
+            f"    print(json.dumps([sys.argv[1:], dict(os.environ)]), file=stream)\n"
+            f"print({err!r}, end='', file=sys.stderr, flush=True)\n"
+            f"time.sleep({seconds})\n"
+            f"print({out!r}, end='')\n"
+            f"sys.exit({status})\n"
+        )
+        file.chmod(0o755)
+
+    return put
+
+
+@pytest.fixture
+def asked(tmp_path) -> Callable[[], list]:
+    """What the commands were called with: words and environment of each call."""
+    return lambda: [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+
+
+ROWS = """\
+7|N/A|RUNNING|None|9:56|n1|tpi-a|b
+8|0-4|PENDING|Resources|10:00||tpi-v
+8|5|RUNNING|None|1-02:03:04|n[2-3]|tpi-v
+9|N/A|RUNNING|None|UNLIMITED|n1,m4|x
+10|N/A|COMPLETED|None|9:45|n1|y
+"""
+
+
+def test_the_queue_is_read(command, asked):
+    command("squeue", ROWS)
+    command("scontrol", "n2\nn3\n")
+    assert slurm.queue() == [
+        Queued("7", None, "tpi-a|b", "RUNNING", "None", 596, ("n1",)),
+        Queued("8", "0-4", "tpi-v", "PENDING", "Resources", None, ()),
+        Queued("8", "5", "tpi-v", "RUNNING", "None", 93784, ("n2", "n3")),
+        Queued("9", None, "x", "RUNNING", "None", None, ("n1", "m4")),
+        Queued("10", None, "y", "COMPLETED", "None", None, ("n1",)),
+    ]
+    assert "--me" in asked()[0][0]
+    assert asked()[1][0] == ["show", "hostnames", "n[2-3]"]
+
+
+def test_only_what_is_asked_for_is_looked_up(command, asked):
+    command("squeue")
+    assert slurm.queue(["7", "8_0"]) == []
+    assert slurm.queue([]) == []
+    assert [words for words, _ in asked()] == [
+        ["--noheader", "--states=all", "--format=%F|%K|%T|%r|%L|%N|%j", "--jobs=7,8_0"]
+    ]
+
+
+def test_a_job_that_is_forgotten_is_absent(command):
+    command("squeue", err="slurm_load_jobs error: Invalid job id specified\n", status=1)
+    assert slurm.queue(["7"]) == []
+
+
+@pytest.mark.parametrize("state", ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "REQUEUE_HOLD"))
+def test_a_job_that_can_run_again_is_not_over(state):
+    assert not Queued("7", None, "x", state, "None", None, ()).over
+
+
+@pytest.mark.parametrize("state", ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"))
+def test_a_job_that_has_ended_is_over(state):
+    assert Queued("7", None, "x", state, "None", None, ()).over
+
+
+def test_the_accounts_are_read(command, asked):
+    command("sacct", "7|COMPLETED|0:0\n8_0|FAILED|2:0\n8_1|CANCELLED by 1000|0:15\n9|RUNNING|0:0\n")
+    assert slurm.accounting(["7", "8", "9"]) == {
+        "7": Accounted("COMPLETED", 0),
+        "8_0": Accounted("FAILED", 2),
+        "8_1": Accounted("CANCELLED", 143),
+        "9": Accounted("RUNNING", 0),
+    }
+    assert asked()[0][0][-1] == "--jobs=7,8,9"
+
+
+def test_without_accounts_nothing_is_known(command):
+    assert slurm.accounting(["7"]) == {}  # no sacct
+    command("sacct", err="Slurm accounting storage is disabled\n", status=1)
+    assert slurm.accounting(["7"]) == {}
+    assert slurm.accounting([]) == {}
+
+
+def test_the_partitions_are_read(command):
+    command("sinfo", "cpu*|2/1/0/3|1-00:00:00\nshort|0/3/0/3|1:00\nfree|0/1/1/2|infinite\n")
+    assert slurm.partitions() == [
+        Partition("cpu", True, 3, 86400),
+        Partition("short", False, 3, 60),
+        Partition("free", False, 2, None),
+    ]
+
+
+def test_cancelling_asks_for_each_job_and_forgives_those_that_are_gone(command, asked):
+    command("scancel", err="scancel: error: Kill job error on job id 7: Invalid job id specified\n", status=1)
+    slurm.cancel(["7", "8_0"])
+    assert [words for words, _ in asked()] == [["7"], ["8_0"]]
+
+
+def test_a_job_of_somebody_else_is_not_cancelled_in_silence(command):
+    command("scancel", err="scancel: error: Kill job error on job id 7: Access/permission denied\n", status=1)
+    with pytest.raises(RunError, match=r"(?s)job id 7: Access/permission denied\nit is somebody else's"):
+        slurm.cancel(["7"])
+
+
+# Submitting
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A script that says which partition it wants, and until when."""
+    file = tmp_path / "job.sbatch"
+    file.write_text("#!/bin/bash\n#SBATCH --partition=gpu\n#SBATCH --time=5\n#SBATCH --export=ALL\nsrun x\n")
+    return file
+
+
+@pytest.mark.parametrize("answer", ("12\n", "12;cluster\n"))
+def test_submitting_gives_the_id(command, asked, script, answer):
+    command("sbatch", answer)
+    assert slurm.sbatch(script, ["--dependency=afterany:7"]) == "12"
+    assert asked()[0][0] == ["--parsable", "--dependency=afterany:7", str(script)]
+
+
+def test_the_script_says_more_than_variables(command, asked, script, monkeypatch):
+    command("sbatch", "12\n")
+    dropped = ("SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_TEST_ONLY")
+    kept = ("SBATCH_ACCOUNT", "SLURM_CONF", "SLURM_MEM_PER_NODE", "MY_OWN")
+    for name in (*dropped, *kept):
+        monkeypatch.setenv(name, "x")
+    slurm.sbatch(script, [])
+    given = asked()[0][1]
+    assert [name for name in dropped if name in given] == []
+    assert [name for name in kept if name not in given] == []
+
+
+def test_a_job_submitted_in_a_job_is_not_a_part_of_it(command, asked, script, monkeypatch):
+    command("sbatch", "12\n")
+    for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SLURM_NTASKS", "SLURM_CONF"):
+        monkeypatch.setenv(name, "x")
+    slurm.sbatch(script, [])
+    assert [name for name in asked()[0][1] if name.startswith("SLURM")] == ["SLURM_CONF"]
+
+
+# SLURM's words on standard error, and what the message must advise beside them.
+MISTAKES = (
+    ("invalid partition specified: nope\nsbatch: error: Batch job submission failed: Invalid partition name specified",
+     "slurm.partition=NAME"),
+    ("Batch job submission failed: Invalid account or account/partition combination specified", "slurm.account=NAME"),
+    ("Batch job submission failed: Invalid qos specification", "slurm.qos=NAME"),
+    ("Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)", "slurm.time=TIME"),
+    ("Batch job submission failed: Node count specification invalid", "fewer ranks"),
+    ("Batch job submission failed: Requested node configuration is not available", "another slurm.partition"),
+    ("Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time "
+     "limits)", "a limit on jobs is reached"),
+    ("Slurm temporarily unable to accept job, sleeping and retrying", "the queue is full for now"),
+    ("Batch job submission failed: Unable to contact slurm controller (connect failure)", "scontrol ping"),
+    ("Batch job submission failed: Access/permission denied", "closed to your group"),
+    ("Batch job submission failed: Invalid job array specification", "give keys fewer values"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words, advice", MISTAKES, ids=[advice for _, advice in MISTAKES])
+def test_a_mistake_is_slurms_words_and_what_to_do(command, script, words, advice):
+    command("sbatch", err=f"sbatch: error: {words}\n", status=1)
+    with pytest.raises(RunError) as raised:
+        slurm.sbatch(script, [])
+    message = str(raised.value)
+    assert words.splitlines()[-1].removeprefix("sbatch: error: ") in message
+    assert advice in message.splitlines()[-1]
+
+
+def test_words_that_are_not_in_the_table_are_shown_as_they_are(command, script):
+    command("sbatch", err="sbatch: error: lua: no more than 3 coffees\n", status=1)
+    with pytest.raises(RunError) as raised:
+        slurm.sbatch(script, [])
+    assert str(raised.value) == "sbatch: lua: no more than 3 coffees"
+
+
+@pytest.mark.usefixtures("command")
+def test_where_slurm_is_not_installed_that_is_said(script):
+    for call in (lambda: slurm.sbatch(script, []), slurm.queue, slurm.partitions, lambda: slurm.cancel(["7"])):
+        with pytest.raises(
+            RunError, match=r"^SLURM is not installed here: \w+ is not on PATH; .*scripts/slurm-cluster"
+        ):
+            call()
+
+
+def test_a_queue_that_stays_full_is_not_waited_for(command, script, monkeypatch):
+    monkeypatch.setattr(slurm, "PATIENCE", 1.0)
+    command("sbatch", err="sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying\n", seconds=60)
+    began = time.monotonic()
+    with pytest.raises(RunError, match="the queue is full for now"):
+        slurm.sbatch(script, [])
+    assert time.monotonic() - began < 30
+
+
+def test_a_controller_that_is_slow_is_waited_for(command, script, monkeypatch):
+    monkeypatch.setattr(slurm, "PATIENCE", 0.1)
+    command("sbatch", "12\n", seconds=1)
+    assert slurm.sbatch(script, []) == "12"
+
+
+def test_a_command_that_never_answers_is_given_up(command, script, monkeypatch):
+    monkeypatch.setattr(slurm, "PATIENCE", 0.1)
+    monkeypatch.setattr(slurm, "TIMEOUT", 0.3)
+    command("sbatch", seconds=60)
+    with pytest.raises(RunError, match="look with squeue --me before you repeat"):
+        slurm.sbatch(script, [])

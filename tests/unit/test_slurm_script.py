@@ -1,0 +1,295 @@
+"""The scripts of jobs: what stands in them, byte by byte, and what they do when bash runs them.
+
+tests/slurm/expected holds one for every cluster and model, as `tpi submit --dry-run` prints it. After a change that is
+meant, run this file to write them anew, and read the difference:
+
+    .venv/bin/python tests/unit/test_slurm_script.py
+"""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.config import source
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.launch import script, submit
+
+EXPECTED = Path(__file__).parents[1] / "slurm" / "expected"
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+
+GPU_CLUSTERS = ("h100", "h200", "b300")
+# Model -> a layout that one would train it in on nodes of eight GPUs.
+LAYOUTS = {
+    "qwen3_toy": ("tp=2",),
+    "qwen3_0p6b": ("dp=8", "gbs=8"),
+    "qwen3_8b": ("tp=8", "dp=2", "gbs=16", "numerics=tree", "save=500"),
+    "qwen3_moe_toy": ("tp=2", "dp=2", "ep=2", "gbs=2"),
+    "qwen3_30b_a3b": ("tp=4", "dp=4", "ep=8", "gbs=16", "save=500"),
+    "nemotron3_nano_toy": ("tp=2",),
+    "nemotron3_nano": ("tp=2", "dp=4", "ep=8", "gbs=8", "save=500"),
+}
+# Nodes without GPUs, as scripts/slurm-cluster has them.
+THROWAWAY = ("cluster.name=throwaway", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
+
+
+def _arguments(cluster: str, model: str) -> list[str]:
+    nodes = THROWAWAY if cluster == "throwaway" else (f"cluster={cluster}",)
+    run = f"run.dir=/runs/{cluster}-{model}"
+    return [model, *LAYOUTS[model], *nodes, "slurm.time=4:00:00", "cluster.python=python3", run]
+
+
+JOBS = [*((c, m) for c in GPU_CLUSTERS for m in LAYOUTS), ("throwaway", "qwen3_toy")]
+NAMES = [f"{cluster}-{model}" for cluster, model in JOBS]
+
+
+def test_every_model_has_a_script():
+    assert set(LAYOUTS) == set(source.groups()["model"])
+    assert sorted(file.stem for file in EXPECTED.iterdir()) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("cluster, model", JOBS, ids=NAMES)
+def test_the_script_is_the_expected_one(cli, monkeypatch, cluster, model):
+    monkeypatch.chdir("/")
+    ended = cli("submit", *_arguments(cluster, model), "--dry-run")
+    assert (ended.status, ended.out) == (0, (EXPECTED / f"{cluster}-{model}.sbatch").read_text())
+
+
+# What else a script may have to say: name -> what follows the model, and of a verify its directory.
+VARIANTS: dict[str, tuple[str, list[str], str | None]] = {
+    "plain": ("qwen3_toy", [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a"], None),
+    "hostile": (
+        "qwen3_toy",
+        [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a b'c%d", "cluster.python=/opt/my python",
+         'slurm.options=["--comment=it\'s a \\"b\\" #c","--hold"]'],
+        None,
+    ),
+    "everything": (
+        "qwen3_8b",
+        ["tp=8", "dp=2", "gbs=2", "cluster=h100", "cluster.gpu_type=h100", "slurm.time=2-00:00:00", "slurm.account=me",
+         "slurm.partition=gpu,long", "slurm.qos=high", "slurm.save_before=300", "run.dir=/runs/a"],
+        None,
+    ),
+    "container": (
+        "qwen3_8b",
+        ["tp=8", "cluster=h100", "slurm.time=60", "run.dir=/runs/a", "cluster.container=nvcr.io#nvidia/nemo",
+         "cluster.python=python3", "cluster.mounts=[/tmp:/data:ro,/usr:/opt/it]"],
+        None,
+    ),
+    "elsewhere": ("qwen3_toy", [*THROWAWAY, "slurm.time=5", "cluster.shared_files=false", "run.dir=/runs/a"], None),
+    "verify": ("qwen3_toy", ["tp=1,2,8", *THROWAWAY, "slurm.time=5"], "/runs/v"),
+    "verify-container": (
+        "qwen3_toy",
+        ["tp=1,2", "cluster=h100", "slurm.time=5", "cluster.container=/usr", "cluster.python=python3"],
+        "/runs/a b's",
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def scripts(name: str) -> tuple[str, ...]:
+    """The scripts of a variant."""
+    model, overrides, directory = VARIANTS[name]
+    if directory is None:
+        found = submit.train(model, overrides, dry=True)
+    else:
+        found = submit.verification(model, overrides, against=None, directory=Path(directory), dry=True)
+    return tuple(one.text for one in found.scripts)
+
+
+def _shellcheck(text: str) -> str:
+    ended = subprocess.run([SHELLCHECK, "--norc", "-"], input=text, text=True, capture_output=True)
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shellcheck_finds_nothing_in_the_expected(name):
+    assert _shellcheck((EXPECTED / f"{name}.sbatch").read_text()) == ""
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_shellcheck_finds_nothing_in_a_variant(name):
+    found = scripts(name)
+    assert len(found) == (2 if "verify" in name else 1)
+    assert [_shellcheck(text) for text in found] == [""] * len(found)
+
+
+def test_shellcheck_would_find_something():
+    assert "SC2086" in _shellcheck("#!/bin/bash\nrm $1\n")
+
+
+# Variant, which of its scripts, and lines that must stand in it.
+SAYS = (
+    ("hostile", 0, ['#SBATCH --job-name="tpi-a b\'c%d"',
+                    '#SBATCH --output="/runs/a b\'c%%d/logs/job-%j.log"',
+                    '#SBATCH --comment="it\'s a \\"b\\" #c"', "#SBATCH --hold", "#SBATCH --cpus-per-task=1",
+                    "    '/opt/my python' -m tp_invariant_recipes train qwen3_toy \\"]),
+    ("everything", 0, ["#SBATCH --gres=gpu:h100:8", "#SBATCH --time=2-00:00:00", "#SBATCH --account=me",
+                       "#SBATCH --partition=gpu,long", "#SBATCH --qos=high", "#SBATCH --signal=USR1@300",
+                       "#SBATCH --nodes=2", "#SBATCH --exclusive", "#SBATCH --mem=0", "    device=gpu \\",
+                       f"    {sys.executable} -m tp_invariant_recipes train qwen3_8b \\"]),
+    ("elsewhere", 0, ["#SBATCH --output=/tmp/tpi-%u-job-%j.log"]),
+    ("verify", 0, ["#SBATCH --array=0-2", "#SBATCH --nodes=2", "#SBATCH --cpus-per-task=4",
+                   "        srun=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --wait=60)",
+                   "        srun=(srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --wait=60)"]),
+    ("verify", 1, ["#SBATCH --nodes=1", "#SBATCH --time=5"]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name, number, lines", SAYS, ids=[f"{name}-{number}" for name, number, _ in SAYS])
+def test_a_variant_says(name, number, lines):
+    text = scripts(name)[number]
+    assert [line for line in lines if line not in text.splitlines()] == []
+
+
+def test_the_judge_takes_one_processor():
+    judge = scripts("verify")[1]
+    assert [word for word in ("--exclusive", "--gres", "--cpus", "--array", "--signal") if word in judge] == []
+
+
+def test_every_step_of_a_container_is_in_it():
+    train, cells, judge = *scripts("container"), *scripts("verify-container")
+    assert "'--container-image=nvcr.io#nvidia/nemo' --container-mounts=/tmp:/data:ro,/usr:/opt/it" in train
+    assert cells.count("--container-image=/usr") == 2
+    assert judge.count("--container-image=/usr") == 1
+
+
+@pytest.mark.parametrize("path", ("/runs/a\nb", "/runs/a\\b"))
+def test_a_directory_that_sbatch_cannot_be_told_is_refused(path):
+    with pytest.raises(ConfigError):
+        submit.train("qwen3_toy", [*THROWAWAY, "slurm.time=5", f"run.dir={path}"], dry=True)
+
+
+def test_the_templates_are_found_in_a_wheel(monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "_PACKAGE", tmp_path / "package")
+    assert script.templates() == tmp_path / "slurm"
+    (tmp_path / "package" / "slurm").mkdir(parents=True)
+    assert script.templates() == tmp_path / "package" / "slurm"
+
+
+# What bash does with a script, with commands in the place of SLURM's.
+
+
+@pytest.fixture
+def run_script(tmp_path) -> str:
+    """The script of a run in the folder `run`, which is there."""
+    (tmp_path / "run").mkdir()
+    return scripts("plain")[0].replace("/runs/a", f"{tmp_path}/run")
+
+
+@pytest.fixture
+def array_script(tmp_path) -> str:
+    """The script of the cells tp1, tp2 and tp8 in the folder `v`, which are there."""
+    for cell in ("tp1", "tp2", "tp8"):
+        (tmp_path / "v" / cell).mkdir(parents=True)
+    return scripts("verify")[0].replace("/runs/v", f"{tmp_path}/v")
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Run a script as SLURM would: play(text, srun, scontrol=…, **variables).
+
+    srun, scontrol: bash that stands for them; the words that they are given come into the file `said`, a line each.
+    """
+    (tmp_path / "bin").mkdir()
+
+    def run(text: str, srun: str, scontrol: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+        for name, body in (("srun", srun), ("scontrol", scontrol)):
+            command = tmp_path / "bin" / name
+            command.write_text(f'#!/bin/bash\nprintf "%s\\n" {name} "$@" >>{tmp_path}/said\n{body}\n')
+            command.chmod(0o755)
+        environment = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n1"}
+        return subprocess.run(
+            ["bash", "-s"], input=text, env=environment | variables, cwd=tmp_path, capture_output=True, text=True
+        )
+
+    return run
+
+
+# What srun does in the run directory, what the script's exit status is then, and whether it asks to be queued again.
+ENDS = (
+    ("echo completed >job.ended", 0, False),
+    ("echo completed >job.ended; exit 3", 0, False),
+    ("echo requeue >job.ended; exit 1", 0, True),
+    ("echo stopped >job.ended", 1, False),
+    ("echo failed >job.ended; exit 2", 2, False),
+    ("exit 137", 137, False),
+    ("exit 0", 1, False),
+)
+
+
+@pytest.mark.parametrize("srun, status, requeued", ENDS, ids=[srun for srun, *_ in ENDS])
+def test_a_job_ends_as_the_first_node_said(run_script, play, tmp_path, srun, status, requeued):
+    assert play(run_script, f"cd run; {srun}").returncode == status
+    assert ("scontrol\nrequeue\n12\n" in (tmp_path / "said").read_text()) == requeued
+
+
+@pytest.mark.parametrize("word", ("completed", "requeue"))
+def test_the_word_of_an_earlier_try_does_not_count(run_script, play, tmp_path, word):
+    (tmp_path / "run" / "job.ended").write_text(f"{word}\n")
+    assert play(run_script, "exit 7").returncode == 7
+    assert "scontrol" not in (tmp_path / "said").read_text()
+
+
+def test_a_job_that_cannot_be_queued_again_says_how_to_go_on(run_script, play, tmp_path):
+    ended = play(run_script, "echo requeue >run/job.ended", scontrol="exit 1")
+    assert ended.returncode == 1
+    assert f"sbatch {tmp_path}/run/job.sbatch" in ended.stderr
+
+
+def test_each_try_begins_with_a_line_in_the_log(run_script, play):
+    first, third = play(run_script, "").stdout, play(run_script, "", SLURM_RESTART_COUNT="2").stdout
+    assert first.endswith(" job 12, try 1, on n1\n")
+    assert third.endswith(" job 12, try 3, on n1\n")
+
+
+def test_every_word_reaches_the_run_as_typed(play, tmp_path):
+    path = f"{tmp_path}/it's $(touch {tmp_path}/evil) `b` %j"
+    asked = [*THROWAWAY, "slurm.time=5", "data=text", f"data.path={path}", f"run.dir={path}"]
+    play(submit.train("qwen3_toy", asked, dry=True).scripts[0].text, "")
+    said = (tmp_path / "said").read_text().splitlines()
+    words = ["train", "qwen3_toy", *asked[:-1], "device=cpu", asked[-1], "launcher=slurm", "--continue"]
+    assert said[said.index("train") :] == words
+    assert not (tmp_path / "evil").exists()
+
+
+def _task(number: int) -> dict[str, str]:
+    return {"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": str(number)}
+
+
+def test_each_task_of_an_array_trains_its_own_cell(array_script, play, tmp_path):
+    assert play(array_script, "echo completed >v/tp8/job.ended", **_task(2)).returncode == 0
+    said = (tmp_path / "said").read_text().splitlines()
+    assert {"--nodes=2", "tp=8", f"run.dir={tmp_path}/v/tp8"} <= set(said)
+    assert {"tp=1", "tp=2"} & set(said) == set()
+
+
+def test_a_task_of_an_array_is_queued_again_alone(array_script, play, tmp_path):
+    assert play(array_script, "echo requeue >v/tp1/job.ended", **_task(0)).returncode == 0
+    assert "scontrol\nrequeue\n11_0\n" in (tmp_path / "said").read_text()
+    ended = play(array_script, "echo requeue >v/tp1/job.ended", scontrol="exit 1", **_task(0))
+    assert ended.returncode == 1
+    assert f"sbatch --array=0 {tmp_path}/v/job.sbatch" in ended.stderr
+
+
+def test_a_task_that_is_no_cell_is_an_error(array_script, play):
+    ended = play(array_script, "", **_task(3))
+    assert (ended.returncode, ended.stderr) == (2, "there is no cell 3\n")
+
+
+def _write() -> None:
+    os.chdir("/")
+    shutil.rmtree(EXPECTED, ignore_errors=True)
+    EXPECTED.mkdir()
+    for cluster, model in JOBS:
+        name, *overrides = _arguments(cluster, model)
+        text = submit.train(name, overrides, dry=True).scripts[0].text
+        (EXPECTED / f"{cluster}-{model}.sbatch").write_text(text)
+
+
+if __name__ == "__main__":
+    _write()

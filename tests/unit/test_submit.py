@@ -1,0 +1,252 @@
+"""`tpi submit`: what is checked, what is written, what SLURM is handed, and what is left after a mistake.
+
+SLURM's commands are small programs on PATH; tests/slurm does the same on a real cluster.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.launch import submit
+from tp_invariant_recipes.launch.slurm import Partition
+from tp_invariant_recipes.training.rundir import RunDir
+
+pytestmark = pytest.mark.usefixtures("no_gpus")
+
+NODES = ("cluster.name=site", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
+RUN = ("qwen3_toy", *NODES, "slurm.time=5")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    """The current directory, empty; and a registry of jobs of one's own."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return folder
+
+
+class Slurm:
+    """SLURM of two partitions. sbatch gives ids from 12 on; scancel notes what it is given."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.put("sinfo", "printf '%s\\n' 'cpu*|0/3/0/3|1-00:00:00' 'short|0/3/0/3|1:00'")
+        self.put("sbatch", f"echo $((11 + $(wc -l <{folder}/sbatch.said)))")
+        self.put("scancel", "")
+
+    def put(self, name: str, body: str) -> None:
+        file = self.folder / name
+        file.write_text(f'#!/bin/bash\necho "$*" >>{self.folder}/{name}.said\n{body}\n')
+        file.chmod(0o755)
+
+    def said(self, name: str) -> list[str]:
+        file = self.folder / f"{name}.said"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch) -> Slurm:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return Slurm(folder)
+
+
+def _registered(tmp_path: Path) -> list[dict]:
+    file = tmp_path / "state" / "tpi" / "jobs.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines() if line] if file.exists() else []
+
+
+def test_a_run_is_written_and_submitted(cli, slurm, here, tmp_path):
+    ended = cli("submit", *RUN, "tp=2", "iters=7", "run.dir=a b")
+    assert (ended.status, ended.out) == (0, "12\n")
+    assert "tpi logs -f 12" in ended.err
+    where = RunDir(here / "a b")
+    assert slurm.said("sbatch") == [f"--parsable {where.script}"]
+    assert _registered(tmp_path) == [{"job": "12", "directory": str(where.path)}]
+    run = where.read_run()
+    assert (run["model"], run["device"], run["attempts"]) == ("qwen3_toy", "cpu", [])
+    given = [*RUN[1:], "tp=2", "iters=7", "device=cpu", f"run.dir={where.path}", "launcher=slurm"]
+    assert run["overrides"] == given
+    assert where.read_config()["run"]["dir"] == str(where.path)
+    assert where.logs.is_dir()
+    submission = json.loads(where.submission.read_text())
+    assert submission.pop("time")
+    assert submission == {
+        "schema": 1,
+        "kind": "train",
+        "model": "qwen3_toy",
+        "command": f"tpi submit {' '.join(RUN)} tp=2 iters=7 'run.dir=a b'",
+        "directory": str(where.path),
+        "jobs": [{"id": "12", "role": "train"}],
+    }
+
+
+def test_json_is_what_the_submission_holds(cli, slurm, here):
+    ended = cli("submit", *RUN, "--json")
+    where = next((here / "runs").iterdir())
+    assert json.loads(ended.out) == json.loads((where / "submission.json").read_text())
+    assert where.name.startswith("qwen3_toy-tp1-")
+
+
+def test_a_dry_run_prints_the_script_and_does_nothing(cli, slurm, here, tmp_path):
+    printed = cli("submit", *RUN, "run.dir=a", "--dry-run")
+    assert printed.status == 0
+    assert f"would run: sbatch --parsable {here}/a/job.sbatch" in printed.err
+    assert [*here.iterdir(), *_registered(tmp_path), *slurm.said("sinfo"), *slurm.said("sbatch")] == []
+    assert cli("submit", *RUN, "run.dir=a").status == 0
+    assert (here / "a" / "job.sbatch").read_text() == printed.out
+
+
+@pytest.mark.parametrize("nodes, device", (((), "gpu"), (("device=cpu", "cluster.gpus_per_node=0"), "cpu")))
+def test_the_device_is_that_of_the_nodes(cli, nodes, device):
+    ended = cli("submit", "qwen3_toy", "cluster=h100", *nodes, "slurm.time=5", "run.dir=a", "--dry-run")
+    assert ended.out.count(" device=") == 1
+    assert f"    device={device} \\\n" in ended.out
+
+
+def test_a_cluster_of_ones_own_travels_with_the_job(cli, here):
+    (here / "site.yaml").write_text("# @package _global_\ncluster:\n  gpus_per_node: 0\n  ranks_per_node: 2\n")
+    arguments = ("qwen3_toy", "tp=4", "slurm.time=5", "run.dir=a", "--cluster-file", "site.yaml", "--dry-run")
+    ended = cli("submit", *arguments)
+    assert ended.status == 0, ended.err
+    assert f"    cluster={here}/site.yaml \\\n" in ended.out
+    assert "#SBATCH --nodes=2\n" in ended.out
+
+
+# Arguments, and what must stand in the message.
+MISTAKES = (
+    (["qwen3_toi", "slurm.time=5"], ["did you mean 'qwen3_toy'?"]),
+    (["qwen3_toy", "slurm.time=5"], ["cluster=local does not say how many ranks a node takes"]),
+    ([*RUN, "launcher=local"], ["launcher=local: in a job srun starts the ranks; leave it out"]),
+    ([*RUN, "launcher=slurm", "tp=3", "lr=x"], ["problems", "launcher=slurm: ", "tp=3 does", "lr=x: "]),
+    ([*RUN, "slurm.partition=cpuu"], ["slurm.partition=cpuu: there is no cpuu; did you mean 'cpu'?", "cpu (default)"]),
+    ([*RUN, "slurm.partition=short"], ["slurm.time=5: partition short allows 0:01:00"]),
+    ([*RUN, "tp=8", "dp=2", "gbs=2"], ["4 nodes with 4 cpu ranks each are needed, and partition cpu has 3"]),
+    (["qwen3_toy", *NODES, "slurm.time=x", "slurm.partition=no"], ["2 problems", "slurm.time=x: ", "there is no no"]),
+    ([*RUN, "run.dir=taken"], ["run.dir=taken is not empty"]),
+    ([*RUN, "run.dir=back\\slash"], ["backslash"]),
+    ([*RUN, "data=text", "data.path=no/such"], ["no/such: "]),
+    ([*RUN, "--against", "x"], ["--against and --dir belong to --verify"]),
+    ([*RUN, "tp=1,2"], ["one run takes one value for tp"]),
+    ([*RUN, "--verify"], ["one cell has nothing to be compared with"]),
+    ([*RUN, "tp=1,2", "slurm.tries=5,6", "--verify"], ["slurm.tries=5, 6: the cells are one array"]),
+    ([*RUN, "tp=1,2", "cluster.shared_files=false", "--verify"], ["would not see their ledgers"]),
+    ([*RUN, "tp=1,8", "slurm.partition=short", "--verify"], ["partition short allows"]),
+    ([*RUN, "tp=1,2", "run.dir=x", "--verify"], ["--dir PATH"]),
+)
+
+
+@pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a[-3:]) for a, _ in MISTAKES])
+def test_a_mistake_is_one_message_and_leaves_nothing(cli, slurm, here, tmp_path, arguments, says):
+    (here / "taken").mkdir()
+    (here / "taken" / "file").touch()
+    ended = cli("submit", *arguments)
+    assert (ended.status, ended.out) == (2, "")
+    for part in says:
+        assert part in ended.err
+    assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
+    assert [*slurm.said("sbatch"), *_registered(tmp_path)] == []
+
+
+def test_where_slurm_is_not_that_is_said_beside_what_else_is_wrong(cli, here, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ended = cli("submit", *RUN[:-1])
+    assert ended.status == 2
+    for part in ("2 problems", "slurm.time is not set", "SLURM is not installed here: sinfo is not on PATH"):
+        assert part in ended.err
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("there", (False, True), ids=("new", "empty"))
+def test_a_submission_that_slurm_refuses_can_be_repeated(cli, slurm, here, tmp_path, there):
+    before = ["a"] if there else []
+    for name in before:
+        (here / name).mkdir()
+    slurm.put("sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid qos specification' >&2; exit 1")
+    ended = cli("submit", *RUN, "run.dir=a")
+    assert (ended.status, ended.out) == (2, "")
+    assert "Invalid qos specification\nslurm.qos=NAME" in ended.err
+    assert [str(p.relative_to(here)) for p in here.rglob("*")] == before
+    assert _registered(tmp_path) == []
+
+
+def test_a_matrix_is_an_array_and_a_judge_that_waits_for_it(cli, slurm, here, tmp_path):
+    ended = cli("submit", *RUN, "tp=1,8", "--verify", "--dir", "v")
+    assert (ended.status, ended.out) == (0, "12\n")
+    assert "job 13 compares when all have ended" in ended.err
+    path = here / "v"
+    assert slurm.said("sbatch") == [
+        f"--parsable {path}/job.sbatch",
+        f"--parsable --kill-on-invalid-dep=yes --dependency=afterany:12 {path}/judge.sbatch",
+    ]
+    assert _registered(tmp_path) == [{"job": job, "directory": str(path)} for job in ("12", "13")]
+    submission = json.loads((path / "submission.json").read_text())
+    assert submission["kind"] == "verify"
+    assert submission["jobs"] == [{"id": "12", "role": "cells"}, {"id": "13", "role": "judge"}]
+    assert submission["cells"] == ["tp1", "tp8"]
+    cells = json.loads((path / "matrix.json").read_text())["cells"]
+    assert [(cell["name"], cell["ranks"]) for cell in cells] == [("tp1", 1), ("tp8", 8)]
+    assert [RunDir(path / name).read_run()["attempts"] for name in submission["cells"]] == [[], []]
+
+
+def test_without_its_judge_an_array_is_not_left_behind(cli, slurm, here):
+    slurm.put("sbatch", "if [[ $* == *judge.sbatch ]]; then echo 'sbatch: error: no' >&2; exit 1; fi; echo 12")
+    ended = cli("submit", *RUN, "tp=1,2", "--verify", "--dir", "v")
+    assert (ended.status, ended.out) == (2, "")
+    assert slurm.said("scancel") == ["12"]
+    assert list(here.iterdir()) == []
+
+
+def test_an_array_that_cannot_be_ended_is_named(cli, slurm, here):
+    slurm.put("sbatch", "if [[ $* == *judge.sbatch ]]; then echo 'sbatch: error: no' >&2; exit 1; fi; echo 12")
+    slurm.put("scancel", "echo 'scancel: error: not now' >&2; exit 1")
+    ended = cli("submit", *RUN, "tp=1,2", "--verify", "--dir", "v")
+    assert "sbatch: no\nand job 12, submitted before it, could not be ended: scancel: not now" in ended.err
+    assert (here / "v" / "job.sbatch").exists()
+
+
+def test_a_job_that_cannot_be_noted_is_named(cli, slurm, tmp_path):
+    (tmp_path / "state").write_text("a file, and no folder")
+    ended = cli("submit", *RUN, "run.dir=a")
+    assert (ended.status, ended.out) == (2, "")
+    assert "job 12 is submitted, but tpi jobs may not find it: cannot write" in ended.err
+
+
+@functools.cache
+def _two_nodes() -> dict:
+    return compose("qwen3_toy", [*NODES, "tp=8"]).tree
+
+
+def _tree(**settings: str) -> dict:
+    """A run of two nodes with these settings of slurm."""
+    return _two_nodes() | {"slurm": _two_nodes()["slurm"] | settings}
+
+
+# The partitions a job may wait in, and what is wrong: settings of slurm.*, partitions, parts of the problems.
+CPU, LONG = Partition("cpu", False, 1, 60), Partition("long", False, 2, None)
+PLACES: tuple[tuple[dict, tuple[Partition, ...], tuple[str, ...]], ...] = (
+    ({"time": "2"}, (CPU, LONG), ("no default partition; set slurm.partition to one of: cpu, long",)),
+    ({"time": "2", "partition": "cpu"}, (CPU, LONG), ("partition cpu allows 0:01:00", "partition cpu has 1")),
+    ({"time": "2", "partition": "cpu,long"}, (CPU, LONG), ()),
+    ({"time": "1", "partition": "cpu"}, (Partition("cpu", True, 2, 60),), ()),
+)
+
+
+@pytest.mark.parametrize("settings, there, says", PLACES)
+def test_what_would_wait_for_ever_is_refused(settings: dict, there, says):
+    found = submit.unfit(_tree(**settings), there)
+    assert len(found) == len(says)
+    for problem, part in zip(found, says, strict=True):
+        assert part in problem
+
+
+def test_a_partition_of_the_environment_counts(monkeypatch):
+    monkeypatch.setenv("SBATCH_PARTITION", "long")
+    assert submit.unfit(_tree(time="2"), (CPU, LONG)) == []

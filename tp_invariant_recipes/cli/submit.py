@@ -1,0 +1,102 @@
+"""`tpi submit`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Model, Overrides, cluster_override
+from tp_invariant_recipes.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.launch.submit import Submission
+
+
+def submit(
+    model: Model,
+    overrides: Overrides = None,
+    cluster_file: ClusterFile = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the script and write nothing; SLURM need not be there.")
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Train several layouts, as tpi verify does: a job for each, and one that compares."
+        ),
+    ] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --verify: compare all with this certificate, run directory or ledger."),
+    ] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="With --verify: where to write; default runs/verify-MODEL-DATE-TIME."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a training to SLURM, or with --verify a whole matrix of them.
+
+    What can be checked here is checked before anything is written. The run directory then holds the configuration and
+    the script (job.sbatch); standard output is the job's id alone. Before its time limit the run saves and is queued
+    again, and goes on, until it is done; after the failure of a node likewise.
+
+    \b
+    tpi submit qwen3_8b tp=8 dp=2 gbs=16 save=500 cluster=h100 slurm.time=4:00:00
+    tpi submit qwen3_8b tp=4 cluster=h200 slurm.time=60 --dry-run
+    tpi submit qwen3_8b tp=1,2,4,8 numerics=tree cluster=h100 slurm.time=60 --verify
+    tpi wait $(tpi submit qwen3_toy tp=2 --cluster-file site.yaml slurm.time=10)
+    """
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.launch import submit as launch
+
+    asked = [*(overrides or []), *cluster_override(cluster_file)]
+    if not verify and (against is not None or directory is not None):
+        raise ConfigError("--against and --dir belong to --verify; the directory of a single run is run.dir=PATH")
+    with progress.preparing(progress.console()) as report:
+        if verify:
+            planned = launch.verification(
+                model, asked, against=against, directory=directory, dry=dry_run, progress=report
+            )
+        else:
+            planned = launch.train(model, asked, dry=dry_run, progress=report)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    if dry_run:
+        console.print(_foreseen(planned))
+        print(_scripts(planned), end="")
+        return
+    submitted = launch.execute(planned)
+    console.print(_said(planned, submitted))
+    print(json.dumps(submitted) if as_json else submitted["jobs"][0]["id"])
+
+
+def _scripts(planned: "Submission") -> str:
+    """All scripts; before each but the first a line with its name."""
+    first, *others = planned.scripts
+    return first.text + "".join(f"# ---- {one.file.name}\n{one.text}" for one in others)
+
+
+def _foreseen(planned: "Submission") -> str:
+    return "\n".join(
+        [
+            f"{planned.about}; nothing is written",
+            f"would write the run to {planned.directory.path}",
+            *(f"would run: {command}" for command in planned.commands()),
+        ]
+    )
+
+
+def _said(planned: "Submission", submitted: dict[str, Any]) -> str:
+    first, *others = (job["id"] for job in submitted["jobs"])
+    judged = f"; job {others[0]} compares when all have ended" if others else ""
+    return "\n".join(
+        [
+            f"job {first}: {planned.about}{judged}",
+            f"run directory {planned.directory.path}",
+            f"follow it: tpi logs -f {first}   all jobs: tpi jobs   wait for the end: tpi wait {first}",
+        ]
+    )

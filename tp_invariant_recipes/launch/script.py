@@ -1,0 +1,151 @@
+"""The scripts that SLURM runs: what a job asks for, and the templates in `slurm/` that say it."""
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from tp_invariant_recipes.config.allocation import Allocation, ranks_per_node
+from tp_invariant_recipes.config.compose import cluster_files
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.launch import srun
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_PLAIN = re.compile(r"[\w@%+=:,./\[\]*&|()-]+")  # needs no quotes on an #SBATCH line
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a script asks SLURM for.
+
+    about:       a sentence for who reads the script.
+    gres:        of each node, such as "gpu:8"; None: none. cpus: of each node; None: as the site has it.
+    whole:       whether nobody else may use the nodes.
+    save_before: seconds before the time limit at which the run is told; None: not at all.
+    directory:   that the job runs in.
+    log:         where its output goes, as sbatch's --output.
+    options:     more of sbatch's, as typed.
+    """
+
+    name: str
+    about: str
+    nodes: int
+    gres: str | None
+    cpus: int | None
+    whole: bool
+    time: str
+    account: str | None
+    partition: str | None
+    qos: str | None
+    save_before: int | None
+    directory: Path
+    log: str
+    options: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CellStep:
+    """A cell of a verify: its name, the words that start its step, what it is composed from."""
+
+    name: str
+    srun: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+
+def training(tree: dict[str, Any], taken: Allocation, *, name: str, about: str, log: str) -> Job:
+    """The job of a run of this configuration. taken: what it needs of the cluster."""
+    cluster, slurm = tree["cluster"], tree["slurm"]
+    kind = f"gpu:{cluster['gpu_type']}" if cluster["gpu_type"] else "gpu"
+    return Job(
+        name=name,
+        about=about,
+        nodes=taken.nodes,
+        gres=f"{kind}:{taken.gpus}" if taken.gpus else None,
+        cpus=None if taken.gpus else taken.ranks,  # on a CPU one thread a rank computes
+        # Unless told otherwise SLURM would give the one task of a node one processor, and its memory in proportion.
+        whole=slurm["exclusive"] or taken.ranks == ranks_per_node(tree),
+        time=slurm["time"],
+        account=slurm["account"],
+        partition=slurm["partition"],
+        qos=slurm["qos"],
+        save_before=slurm["save_before"],
+        directory=Path.cwd(),
+        log=log,
+        options=tuple(slurm["options"]),
+    )
+
+
+def train(job: Job, tree: dict[str, Any], model: str, overrides: Sequence[str], run: Path) -> str:
+    """The script of one run. overrides: all but run.dir and launcher."""
+    srun_ = ("srun", *srun.arguments(tree, [run, *cluster_files(overrides)]))
+    return _render("train", job=job, srun=srun_, tpi=srun.tpi(tree), model=model, overrides=overrides, run=run)
+
+
+def array(job: Job, tree: dict[str, Any], model: str, cells: Sequence[CellStep], directory: Path) -> str:
+    """The script of the cells of a verify, each in a directory of its name in `directory`."""
+    return _render("array", job=job, tpi=srun.tpi(tree), model=model, cells=cells, directory=directory)
+
+
+def judge(job: Job, tree: dict[str, Any], directory: Path, needed: Sequence[Path]) -> str:
+    """The script that compares them. needed: what it reads."""
+    return _render("judge", job=job, container=srun.container(tree, needed), tpi=srun.tpi(tree), directory=directory)
+
+
+def log_in(folder: Path, name: str) -> str:
+    """sbatch's --output for a file there. name: with SLURM's own placeholders, such as "job-%j.log".
+
+    Raises ConfigError: SLURM reads a backslash as an order to leave its placeholders alone.
+    """
+    if "\\" in str(folder):
+        raise ConfigError(f"run.dir={folder}: SLURM cannot write a log where a name has a backslash in it")
+    return f"{str(folder).replace('%', '%%')}/{name}"
+
+
+def templates() -> Path:
+    """The folder of the templates: beside the package in a checkout, inside it in an installed wheel."""
+    inside = _PACKAGE / "slurm"
+    return inside if inside.is_dir() else _PACKAGE.parent / "slurm"
+
+
+def _render(template: str, **values: Any) -> str:
+    environment = Environment(
+        loader=FileSystemLoader(templates()),
+        undefined=StrictUndefined,
+        autoescape=False,  # this is bash; every value goes through one of the filters
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"q": _quoted, "words": _words, "s": _sbatch, "option": _option}
+    return environment.get_template(f"{template}.sbatch.j2").render(values)
+
+
+def _quoted(value: object) -> str:
+    """One word of bash."""
+    return shlex.quote(str(value))
+
+
+def _words(values: Iterable[object]) -> str:
+    """Words of bash, one after the other."""
+    return " ".join(map(_quoted, values))
+
+
+def _sbatch(value: object) -> str:
+    """A value on an #SBATCH line, quoted as sbatch reads it, which is not how bash does. Raises ConfigError."""
+    text = str(value)
+    if not text.isprintable():
+        raise ConfigError(f"{text!r} cannot be told to sbatch: it has a line break or another invisible character")
+    if _PLAIN.fullmatch(text):
+        return text
+    escaped = re.sub(r'(["\\])', r"\\\1", text)
+    return f'"{escaped}"'
+
+
+def _option(text: str) -> str:
+    """An option as typed: --name or --name=value."""
+    name, is_, value = text.partition("=")
+    return f"{_sbatch(name)}={_sbatch(value)}" if is_ else _sbatch(name)

@@ -1,0 +1,249 @@
+"""SLURM's commands, as functions. No other module runs them, and nothing here knows what a run is."""
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tp_invariant_recipes.config import allocation
+from tp_invariant_recipes.errors import RunError
+
+TIMEOUT = 60.0  # seconds that a command may take
+PATIENCE = 20.0  # seconds in which sbatch may find room in a full queue; left alone it tries for minutes
+
+# States in which a job never runs again. COMPLETING is none: a job that is queued again passes through it.
+OVER = frozenset(
+    ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
+)
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A job, or tasks of an array, that the controller remembers; of ended ones it forgets after minutes.
+
+    job:          the id; of an array, of the whole array.
+    task:         of an array: one task such as "3", or several that wait, such as "0-4"; None: not an array.
+    state:        in SLURM's words: "PENDING", "RUNNING", "COMPLETED", …
+    reason:       why it waits or ended, in SLURM's words; "None" where there is none.
+    seconds_left: of its time limit; None: no limit, or it does not run.
+    nodes:        that it runs on or ran on last.
+    """
+
+    job: str
+    task: str | None
+    name: str
+    state: str
+    reason: str
+    seconds_left: int | None
+    nodes: tuple[str, ...]
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended for good."""
+        return self.state in OVER
+
+
+@dataclass(frozen=True)
+class Accounted:
+    """A job in the accounts. state: as in `Queued`; exit_status: of its script, 128 + N where signal N ended it."""
+
+    state: str
+    exit_status: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """nodes: how many it has. seconds: the longest time limit; None: no limit."""
+
+    name: str
+    default: bool
+    nodes: int
+    seconds: int | None
+
+
+# What SLURM says on standard error -> what to do about it. The first row that fits is shown, with SLURM's own line.
+ADVICE = (
+    (r"Unable to contact slurm controller|Connection refused|Socket timed out|s_p_parse_file|cannot stat file",
+     "SLURM's controller does not answer; scontrol ping says whether it runs"),
+    (r"temporarily unable to accept job",
+     "the queue is full for now; submit again when jobs have ended (squeue --me)"),
+    (r"invalid account|account/partition combination",
+     "slurm.account=NAME, slurm.partition=NAME: sacctmgr show associations user=$USER lists what you may use"),
+    (r"invalid qos", "slurm.qos=NAME: sacctmgr show qos lists them"),
+    (r"invalid partition", "slurm.partition=NAME: sinfo --summarize lists them"),
+    (r"time limit is invalid|Invalid --time", "slurm.time=TIME: sinfo --format='%P %l' shows each partition's limit"),
+    (r"node count|more processors than permitted|node configuration is not available",
+     "fewer ranks, or another slurm.partition: sinfo --Node --long shows the nodes"),
+    (r"MaxJobCount|MaxSubmit|accounting/QOS policy|QOSMax|Too many",
+     "a limit on jobs is reached; submit again when jobs have ended, or use another slurm.qos"),
+    (r"MaxArraySize|invalid job array", "the array has more tasks than this cluster takes; give keys fewer values"),
+    (r"dependency problem", "the job that it waits for is gone"),
+    (r"Access/permission denied|Permission denied", "it is somebody else's, or closed to your group"),
+)  # fmt: skip
+
+NOT_INSTALLED = (
+    "SLURM is not installed here: {command} is not on PATH; use a login node of your cluster, or try it with a "
+    "throw-away one: scripts/slurm-cluster"
+)
+
+
+def sbatch(script: Path, options: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> str:
+    """Submit a script; the id of its job.
+
+    options: more than the script says. environment: of the submitter, which the job gets; None: this process's.
+    Raises RunError. A queue that is full is tried again for PATIENCE seconds.
+    """
+    given = _of_the_script(script, os.environ if environment is None else environment)
+    return _run(["sbatch", "--parsable", *options, str(script)], given).strip().partition(";")[0]
+
+
+def queue(jobs: Iterable[str] | None = None) -> list[Queued]:
+    """The jobs of these ids ("12", or "12_0" of an array's task); None: all of mine.
+
+    Ended jobs are in it as long as the controller remembers them; one that it has forgotten, or never knew, is absent.
+    Raises RunError when SLURM is not there or does not answer.
+    """
+    whose = ["--me"] if jobs is None else [f"--jobs={','.join(jobs)}"]
+    if whose == ["--jobs="]:
+        return []
+    rows = _run(["squeue", "--noheader", "--states=all", "--format=%F|%K|%T|%r|%L|%N|%j", *whose], forgotten=True)
+    return [_queued(line.split("|", 6)) for line in rows.splitlines()]
+
+
+def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
+    """What the accounts say of these jobs, by "12" or, of an array's task, "12_0". Empty where no accounts are kept."""
+    asked = ",".join(jobs)
+    if not asked:
+        return {}
+    command = [
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        "--format=JobID,State,ExitCode",
+        f"--jobs={asked}",
+    ]
+    try:
+        lines = _run(command).splitlines()
+    except RunError:  # no accounts, or they do not answer: the run directory still says how a run ended
+        return {}
+    found = {}
+    for job, state, code in (line.split("|") for line in lines):
+        status, signal = map(int, code.split(":"))
+        found[job] = Accounted(state.split()[0], 128 + signal if signal else status)  # "CANCELLED by 1000"
+    return found
+
+
+def cancel(jobs: Iterable[str]) -> None:
+    """End these jobs, running or waiting; one that has ended already is no mistake. Raises RunError."""
+    for job in jobs:  # one by one: an id that is forgotten must not keep the others alive
+        _run(["scancel", job], forgotten=True)
+
+
+def partitions() -> list[Partition]:
+    """All partitions. Raises RunError when SLURM is not there or does not answer."""
+    lines = _run(["sinfo", "--noheader", "--summarize", "--format=%P|%F|%l"]).splitlines()
+    found = []
+    for name, nodes, limit in (line.rsplit("|", 2) for line in lines):
+        of_all = int(nodes.rpartition("/")[2])  # allocated/idle/other/total
+        found.append(Partition(name.removesuffix("*"), name.endswith("*"), of_all, _seconds(limit)))
+    return found
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *, forgotten: bool = False) -> str:
+    """Standard output. Raises RunError.
+
+    forgotten: an id that the controller does not know (any more) is no mistake but an empty answer.
+    """
+    try:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+        )
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise RunError(NOT_INSTALLED.format(command=command[0])) from None
+        raise RunError(f"{command[0]} cannot be started: {error}") from error
+    with process:
+        try:
+            out, said = _communicate(process)
+        except subprocess.TimeoutExpired as late:
+            process.kill()
+            raise RunError(_late(command[0], (late.stderr or b"").decode(errors="replace"))) from None
+    if process.returncode == 0 or (forgotten and "Invalid job id specified" in said):
+        return out
+    raise RunError(_mistake(command[0], said, process.returncode))
+
+
+def _communicate(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """Standard output and error. A controller that is slow to answer gets more time than a queue that is full."""
+    try:
+        return process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired as late:
+        if b"retrying" in (late.stderr or b""):
+            raise
+    return process.communicate(timeout=TIMEOUT - PATIENCE)
+
+
+def _late(command: str, said: str) -> str:
+    if said.strip():
+        return _mistake(command, said, None)
+    return f"{command} gave no answer in {TIMEOUT:.0f} s; look with squeue --me before you repeat the command"
+
+
+def _mistake(command: str, said: str, status: int | None) -> str:
+    """SLURM's own words, and what to do about them."""
+    words = [re.sub(rf"^{command}: (error: )?", "", line) for line in said.splitlines() if line.strip()]
+    own = "; ".join(dict.fromkeys(words)) or f"exit status {status}, without a word"
+    advice = next((text for pattern, text in ADVICE if re.search(pattern, said, re.IGNORECASE)), None)
+    return f"{command}: {own}" + (f"\n{advice}" if advice else "")
+
+
+def _queued(columns: Sequence[str]) -> Queued:
+    job, task, state, reason, left, nodes, name = columns
+    seconds = _seconds(left) if state == "RUNNING" else None
+    return Queued(job, None if task == "N/A" else task, name, state, reason, seconds, _hosts(nodes))
+
+
+def _seconds(text: str) -> int | None:
+    """A duration as squeue and sinfo print it; None for their words: UNLIMITED, infinite, INVALID, NOT_SET."""
+    return allocation.parse_time(text) if text[:1].isdigit() else None
+
+
+@cache
+def _hosts(listed: str) -> tuple[str, ...]:
+    """Node names out of SLURM's short form: n[1-3],m5."""
+    if "[" not in listed:
+        return tuple(filter(None, listed.split(",")))
+    return tuple(_run(["scontrol", "show", "hostnames", listed]).split())
+
+
+# Options whose variable has another name than the option.
+_VARIABLES = {"time": "TIMELIMIT", "array": "ARRAY_INX"}
+# What an allocation says to processes in it, but where SLURM is and who one is.
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+
+
+def _of_the_script(script: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what would make another job of this script.
+
+    To sbatch a variable such as SBATCH_PARTITION says more than the script. And in a job of one's own, variables like
+    SLURM_MEM_PER_NODE would be handed on to the new one.
+    """
+    options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE)
+    stated = {"SBATCH_" + _VARIABLES.get(name, name.upper().replace("-", "_")) for name in options}
+    outer = "SLURM_JOB_ID" in environment
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in stated
+        and name not in ("SBATCH_WAIT", "SBATCH_TEST_ONLY")
+        and not (outer and name.startswith("SLURM_") and name not in _KEPT)
+    }

@@ -1,0 +1,330 @@
+"""The story of `tpi submit`: compose for the cluster's nodes, check, write the run directory, hand its job to SLURM."""
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.config import allocation, layout
+from tp_invariant_recipes.config.allocation import Allocation
+from tp_invariant_recipes.config.compose import Composed, cluster_files, compose, listed
+from tp_invariant_recipes.config.nearest import nearest
+from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.launch import jobs, matrix, plan, script, slurm, srun, verify
+from tp_invariant_recipes.launch.script import CellStep, Job
+from tp_invariant_recipes.launch.slurm import Partition
+from tp_invariant_recipes.training.rundir import RunDir, choose, choose_for_several
+
+# Keys that the command itself decides -> how to say it instead.
+RESERVED = {
+    "launcher": "in a job srun starts the ranks; leave it out",
+    "launcher.kind": "in a job srun starts the ranks; leave it out",
+}
+# Sections of which a verify has one value a key: its cells are tasks of one array, which asks for the same for all.
+OF_THE_ARRAY = ("cluster", "slurm")
+
+JUDGE_TIME = "30:00"  # for comparing, or the time limit of the cells if that is shorter
+ON_THE_NODE = Path("/tmp")  # for logs where nodes do not see the run directory
+
+Progress = Callable[[int, int], None] | None
+
+
+@dataclass(frozen=True)
+class Script:
+    """One job. role: as in submission.json: "train", "cells" or "judge"."""
+
+    role: str
+    file: Path
+    text: str
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is to be submitted.
+
+    about:   in a few words, what it takes of the cluster.
+    cells:   of a verify, by name, in the order of the array's tasks; none of a single run.
+    scripts: in the order of submission; the second waits for the end of the first.
+    write:   writes the runs, before the scripts.
+    """
+
+    model: str
+    about: str
+    directory: RunDir
+    cells: tuple[str, ...]
+    scripts: tuple[Script, ...]
+    write: Callable[[], None]
+
+    def commands(self) -> list[str]:
+        """How each script is submitted, for people."""
+        numbered = enumerate(self.scripts)
+        return [shlex.join(["sbatch", "--parsable", *_options(number, "JOB"), str(s.file)]) for number, s in numbered]
+
+    def as_dict(self, ids: Sequence[str] = ()) -> dict[str, Any]:
+        """What submission.json holds. ids: of the jobs that are submitted, in the order of the scripts."""
+        done = zip(self.scripts, ids, strict=False)
+        return {
+            "schema": jobs.SCHEMA,
+            "kind": "verify" if self.cells else "train",
+            "model": self.model,
+            "command": shlex.join(["tpi", *sys.argv[1:]]),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "directory": str(self.directory.path),
+            "jobs": [{"id": job, "role": one.role} for one, job in done],
+            **({"cells": list(self.cells)} if self.cells else {}),
+        }
+
+
+def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: Progress = None) -> Submission:
+    """Plan the job of one run. Raises a TpiError that lists what is wrong; nothing but the data cache is written.
+
+    dry: only the script is wanted: SLURM is not asked, and no data prepared. progress: as for `plan.new`.
+    """
+    problems, sound = _reserved(overrides)
+    composed = _composed(model, sound, problems)
+    _check([composed.tree], problems, dry=dry)
+    where = _absolute(choose(composed.tree["run"]["dir"], f"{model}-tp{layout.of(composed.tree).tp}"))
+    taken = allocation.of(composed.tree)
+    about = f"{model}: {_nodes(taken, composed.tree)}"
+    log = _log(composed.tree, where, "job-%j.log")
+    job = script.training(composed.tree, taken, name=f"tpi-{where.path.name}", about=about, log=log)
+    of_the_run = [text for text in composed.overrides if _key(text) != "run.dir"]
+    text = script.train(job, composed.tree, model, of_the_run, where.path)
+
+    if dry:
+        return Submission(model, about, where, (), (Script(jobs.TRAIN, where.script, text),), lambda: None)
+    in_the_job = compose(model, [*of_the_run, f"run.dir={where.path}", "launcher=slurm"])
+    planned = plan.completed(in_the_job, where, progress, here=False)
+    return Submission(
+        model, about, where, (), (Script(jobs.TRAIN, where.script, text),), lambda: plan.write(planned, attempt=False)
+    )
+
+
+def verification(
+    model: str,
+    overrides: Sequence[str],
+    *,
+    against: Path | None,
+    directory: Path | None,
+    dry: bool = False,
+    progress: Progress = None,
+) -> Submission:
+    """Plan the jobs of a matrix: an array of the cells, and one that judges them. Raises as `train` does.
+
+    against, directory: as for `verify.new`.
+    """
+    problems, sound = _reserved(overrides)
+    axes, _ = matrix.spread(sound, [])
+    problems += [
+        f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one verify for each, and compare "
+        f"them with --against"
+        for axis in axes
+        if axis.key.partition(".")[0] in OF_THE_ARRAY
+    ]
+    if problems:
+        raise ConfigError(listed(problems), problems)
+    path = choose_for_several(directory, f"verify-{model}").absolute()
+    found = verify.new(
+        model, [*_device(model, sound), *sound], against=against, directory=path, progress=progress, here=False
+    )
+    trees = {name: planned.composed.tree for name, planned in found.plans.items()}
+    tree = next(iter(trees.values()))
+    if not tree["cluster"]["shared_files"]:
+        problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
+    _check(list(trees.values()), problems, dry=dry)
+    taken = _largest(map(allocation.of, trees.values()))
+    about = f"{model}: an array of {len(trees)} cells, {_nodes(taken, tree)} at most"
+    name = f"tpi-{path.name}"
+    where = found.directory
+    job = script.training(tree, taken, name=name, about=about, log=_log(tree, where, "job-%A_%a.log"))
+    reference = [] if found.matrix.against is None else [Path(found.matrix.against)]
+    needed = [path, *cluster_files(sound)]
+    steps = [
+        CellStep(cell.name, ("srun", *srun.arguments(trees[cell.name], needed)), cell.overrides)
+        for cell in found.matrix.cells
+    ]
+    judge = _judging(
+        job, name=f"{name}-judge", about=f"{model}: compares the cells", log=_log(tree, where, "job-%j.log")
+    )
+    cells = Script(jobs.CELLS, where.script, script.array(job, tree, model, steps, path))
+    compare = Script(jobs.JUDGE, path / "judge.sbatch", script.judge(judge, tree, path, [path, *reference]))
+    return Submission(model, about, where, tuple(trees), (cells, compare), lambda: _write_cells(found))
+
+
+def execute(submission: Submission) -> dict[str, Any]:
+    """Write the directory and submit. Returns what submission.json then holds. Raises RunError.
+
+    If SLURM refuses, the directory is removed again, so that the same command can be given when the mistake is mended.
+    """
+    where = submission.directory
+    made = not where.path.exists()
+    ids: list[str] = []
+    try:
+        submission.write()
+        where.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not make it, and a job without a log is lost
+        for one in submission.scripts:
+            where.write_text(one.file, one.text)
+        where.write(where.submission, submission.as_dict())
+        for number, one in enumerate(submission.scripts):
+            ids.append(slurm.sbatch(one.file, _options(number, *ids)))
+    except BaseException as error:
+        try:
+            slurm.cancel(ids)
+        except RunError as other:
+            raise RunError(f"{error}\nand job {ids[0]}, submitted before it, could not be ended: {other}") from error
+        _remove(where.path, whole=made)
+        raise
+    found = submission.as_dict(ids)
+    try:
+        jobs.remember(where.path, ids)
+        where.write(where.submission, found)
+    except RunError as error:
+        raise RunError(f"job {' and '.join(ids)} is submitted, but tpi jobs may not find it: {error}") from error
+    return found
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")
+
+
+def _reserved(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What is wrong with overrides that the command decides itself, and those that are left."""
+    problems = [f"{text}: {RESERVED[_key(text)]}" for text in overrides if _key(text) in RESERVED]
+    return problems, [text for text in overrides if _key(text) not in RESERVED]
+
+
+def _composed(model: str, overrides: Sequence[str], problems: list[str]) -> Composed:
+    """Raises ConfigError that lists `problems` and what is wrong beside them."""
+    try:
+        return compose(model, [*overrides, *_device(model, overrides)])
+    except ConfigError as error:
+        found = [*problems, *error.problems]
+        raise ConfigError(listed(found), found) from error
+
+
+def _device(model: str, overrides: Sequence[str]) -> list[str]:
+    """The nodes' device as an override, said outright because a login node has no GPU; none where it is given."""
+    if any(_key(text) == "device" for text in overrides):
+        return []
+    of_the_cluster = [text for text in overrides if _key(text).partition(".")[0] == "cluster"]
+    try:
+        return [f"device={plan.device_on(model, of_the_cluster)}"]
+    except ConfigError:
+        return ["device=gpu"]  # what is wrong there is found again, with all the rest
+
+
+def _check(trees: Sequence[dict[str, Any]], problems: list[str], *, dry: bool) -> None:
+    """Raises ConfigError that lists `problems` and what is wrong with a job of these trees.
+
+    dry: whether SLURM is not to be asked.
+    """
+    wrong = dict.fromkeys(problem for tree in trees for problem in allocation.problems(tree, os.environ))
+    problems = [*problems, *wrong]
+    if not dry:
+        try:
+            there = slurm.partitions()
+        except RunError as error:
+            problems.append(str(error))
+        else:
+            problems += dict.fromkeys(problem for tree in trees for problem in unfit(tree, there))
+    if problems:
+        raise ConfigError(listed(problems), problems)
+
+
+def unfit(tree: dict[str, Any], there: Sequence[Partition]) -> list[str]:
+    """Why a job of this tree would wait for ever in its partitions, although SLURM takes it."""
+    asked = tree["slurm"]["partition"] or os.environ.get("SBATCH_PARTITION")
+    names = asked.split(",") if asked else [p.name for p in there if p.default]
+    known = {partition.name: partition for partition in there}
+    listing = ", ".join(f"{p.name}{' (default)' if p.default else ''}" for p in there)
+    if not names:
+        return [f"this cluster has no default partition; set slurm.partition to one of: {listing}"]
+    problems = [
+        f"slurm.partition={asked}: there is no {name}{nearest(name, known)}; there are: {listing}"
+        for name in names
+        if name not in known
+    ]
+    if not problems:
+        chosen = [known[name] for name in names]
+        problems = [problem for rule in (_too_long, _too_many) if (problem := rule(tree, chosen, ",".join(names)))]
+    return problems
+
+
+def _too_long(tree: dict[str, Any], chosen: Sequence[Partition], names: str) -> str | None:
+    limits = [partition.seconds for partition in chosen]
+    longest = None if None in limits else max(seconds for seconds in limits if seconds is not None)
+    try:
+        asked = allocation.parse_time(tree["slurm"]["time"])
+    except (ValueError, TypeError):  # it has been said already
+        return None
+    if longest is None or asked <= longest:
+        return None
+    return f"slurm.time={tree['slurm']['time']}: partition {names} allows {timedelta(seconds=longest)}"
+
+
+def _too_many(tree: dict[str, Any], chosen: Sequence[Partition], names: str) -> str | None:
+    taken, most = allocation.of(tree), max(partition.nodes for partition in chosen)
+    if taken.nodes <= most:
+        return None
+    return f"{_nodes(taken, tree)} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"
+
+
+def _nodes(taken: Allocation, tree: dict[str, Any]) -> str:
+    """2 nodes with 8 gpu ranks each; 1 node with 1 cpu rank."""
+    ranks = f"{taken.ranks} {tree['device']['kind']} rank{'s' if taken.ranks > 1 else ''}"
+    return f"{taken.nodes} nodes with {ranks} each" if taken.nodes > 1 else f"1 node with {ranks}"
+
+
+def _absolute(run_dir: RunDir) -> RunDir:
+    return RunDir(run_dir.path.absolute())
+
+
+def _log(tree: dict[str, Any], where: RunDir, name: str) -> str:
+    """The job's output: among the logs of the run or, where nodes do not see these, on the first of them."""
+    if tree["cluster"]["shared_files"]:
+        return script.log_in(where.logs, name)
+    return script.log_in(ON_THE_NODE, f"tpi-%u-{name}")
+
+
+def _largest(all_taken: Iterable[Allocation]) -> Allocation:
+    """One that any of these fits in."""
+    cells = list(all_taken)
+    return Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
+
+
+def _judging(job: Job, *, name: str, about: str, log: str) -> Job:
+    """One processor of one node, for a while, where the cells were trained."""
+    shorter = allocation.parse_time(job.time) < allocation.parse_time(JUDGE_TIME)
+    limit = job.time if shorter else JUDGE_TIME
+    return replace(
+        job, name=name, about=about, nodes=1, gres=None, cpus=None, whole=False, time=limit, save_before=None, log=log
+    )
+
+
+def _options(number: int, *ids: str) -> list[str]:
+    """sbatch's options beside what the script says: the second job begins when the first has ended, well or not."""
+    return ["--kill-on-invalid-dep=yes", f"--dependency=afterany:{ids[0]}"] if number else []
+
+
+def _write_cells(found: verify.Verification) -> None:
+    found.directory.write_matrix(found.matrix)
+    for planned in found.plans.values():
+        plan.write(planned, attempt=False)
+
+
+def _remove(path: Path, *, whole: bool) -> None:
+    """What was written into a directory that was empty before or, if `whole`, was not there."""
+    if whole:
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    for entry in path.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
