@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bootstrap lint types unit gpu lock clean
+.PHONY: help demo test bootstrap lint types unit slurm gpu lock clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -19,15 +19,21 @@ test: lint types unit ## Everything that CI runs: lint, types, unit
 bootstrap: ## Make .venv from the locks
 	@scripts/bootstrap
 
-lint: bootstrap ## ruff, rules and format
+lint: bootstrap ## ruff, rules and format; shellcheck
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/shellcheck $(shell grep -lsE '^#!.*sh$$' scripts/* .ci/*)
 
 types: bootstrap ## mypy
 	$(BIN)/mypy
 
-unit: bootstrap ## pytest on JOBS processes, two unless told otherwise
+unit: bootstrap ## pytest on JOBS processes, two unless told otherwise; installs SLURM for it where apt and root can
+	@scripts/slurm-cluster install || echo 'so there will be no tests on SLURM' >&2
 	$(BIN)/pytest -n $(JOBS)
+
+slurm: bootstrap ## Only the tests on real SLURM, none skipped (docs/install.md)
+	scripts/slurm-cluster install
+	TPI_SLURM_TESTS=required $(BIN)/pytest -n $(JOBS) tests/slurm
 
 gpu: ## Build the GPU kernels into .venv, then run the GPU tests
 	@scripts/bootstrap --gpu

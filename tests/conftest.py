@@ -1,4 +1,4 @@
-"""What all tests share: an environment of their own, the command line in this process, GPU tests only with a GPU."""
+"""What all tests share: an environment of their own, the command line here and in forks, GPU tests only with a GPU."""
 
 import os
 import sys
@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tp_invariant_recipes.config.environment import VARIABLES
+from tests.forks import Tpi
+from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.quiet import VERBOSE
 
@@ -19,14 +20,16 @@ settings.register_profile("patient", deadline=None, suppress_health_check=[Healt
 settings.load_profile("patient")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-FOREIGN = {*(v.name for v in VARIABLES), VERBOSE, "WANDB_API_KEY", "WANDB_MODE"}
+FOREIGN = {*(v.name for v in environment.VARIABLES), VERBOSE, "WANDB_API_KEY", "WANDB_MODE"}
+SLURM = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "SQUEUE_", "SINFO_", "SCANCEL_")  # of a job that runs the tests
 
 
 @pytest.fixture(autouse=True)
 def _environment(tmp_path: Path):
     """Nothing of the machine's that decides what a run does, a cache of one's own, and no traces."""
-    own = {name: value for name, value in os.environ.items() if name not in FOREIGN}
-    with mock.patch.dict(os.environ, own | {"XDG_CACHE_HOME": str(tmp_path / "cache")}, clear=True):
+    own = {name: value for name, value in os.environ.items() if name not in FOREIGN and not name.startswith(SLURM)}
+    folders = {f"XDG_{kind}_HOME": str(tmp_path / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
+    with mock.patch.dict(os.environ, own | folders, clear=True):
         yield
 
 
@@ -66,3 +69,25 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose driver shows no GPU."""
     monkeypatch.setattr(gpus, "visible", lambda: [])
+
+
+@pytest.fixture(scope="session")
+def bridge() -> None:
+    """Megatron-Bridge, imported once for all the forks of this worker."""
+    os.environ.update(environment.settings("cpu", {}))
+    from tp_invariant_recipes.host import bridge
+
+    bridge.load()
+    import tp_invariant_recipes.launch.train  # noqa: F401
+
+
+@pytest.fixture
+def tpi(bridge: None, tmp_path: Path) -> Tpi:
+    """`tpi` in an empty folder."""
+    return Tpi(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared(bridge: None, tmp_path_factory: pytest.TempPathFactory) -> Tpi:
+    """`tpi` in a folder that the tests of a module share, for runs that several of them read."""
+    return Tpi(tmp_path_factory.mktemp("runs"))

@@ -1,141 +1,14 @@
-"""Real trainings on the CPU, ranks as processes.
-
-Importing Megatron-Bridge takes 10 to 20 s, so each worker of pytest does it once, and every `tpi` runs in a fork of
-the worker: the same code from `main()` on, in a process of its own that can be killed.
-"""
+"""Real trainings on the CPU, ranks as processes."""
 
 import os
-import signal
-import sys
-import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-from tp_invariant_recipes.config import environment
-from tp_invariant_recipes.ledger.record import read
 
 # One thread a rank, before any test module imports torch: eight ranks on two cores would wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 400
-
-
-@dataclass
-class Process:
-    """A `tpi` in a fork. `wait` gives its exit status, negative for a signal, as subprocess does."""
-
-    pid: int
-    out: Path
-    err: Path
-    status: int | None = None
-
-    def poll(self) -> int | None:
-        if self.status is None:
-            pid, raw = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.status = os.waitstatus_to_exitcode(raw)
-        return self.status
-
-    def wait(self) -> int:
-        if self.status is None:
-            self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.status
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something to happen while the process lives; pytest's own timeout is the limit."""
-        while not condition():
-            assert self.poll() is None, f"ended with {self.status}:\n{self.stderr}"
-            time.sleep(0.02)
-
-    @property
-    def stdout(self) -> str:
-        return self.out.read_text()
-
-    @property
-    def stderr(self) -> str:
-        return self.err.read_text()
-
-
-@pytest.fixture(scope="session")
-def bridge() -> None:
-    """Megatron-Bridge, imported once for all the forks of this worker."""
-    os.environ.update(environment.settings("cpu", {}))
-    from tp_invariant_recipes.host import bridge
-
-    bridge.load()
-    import tp_invariant_recipes.launch.train  # noqa: F401
-
-
-class Tpi:
-    """Starts `tpi` in a folder. Use as `tpi("train", "qwen3_toy", …)` or `tpi.start(…)`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.count = 0
-
-    def __call__(self, *arguments: object, before: Callable[[], None] | None = None) -> Process:
-        process = self.start(*arguments, before=before)
-        process.wait()
-        return process
-
-    def start(self, *arguments: object, before: Callable[[], None] | None = None) -> Process:
-        """before: run in the new process first, to plant a fault."""
-        self.count += 1
-        out, err = (self.folder / f".{self.count}.{name}" for name in ("out", "err"))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid == 0:
-            _become(self.folder, [str(a) for a in arguments], out, err, before)
-        return Process(pid, out, err)
-
-    def ledger(self, run: str) -> list:
-        """The steps of a run's ledger."""
-        return list(read(self.folder / run).steps)
-
-
-def _become(folder: Path, arguments: list[str], out: Path, err: Path, before: Callable[[], None] | None) -> None:
-    """Be `tpi` with these arguments, to the end of this process."""
-    status = 70
-    try:
-        os.chdir(folder)
-        for descriptor, file in ((1, out), (2, err)):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 -- for the whole process
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        os.environ["XDG_CACHE_HOME"] = str(folder / ".cache")
-        sys.argv = ["tpi", *arguments]
-        if before:
-            before()
-        from tp_invariant_recipes.cli.main import main
-
-        main()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-@pytest.fixture
-def tpi(bridge: None, tmp_path: Path) -> Tpi:
-    """`tpi` in an empty folder."""
-    return Tpi(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def shared(bridge: None, tmp_path_factory: pytest.TempPathFactory) -> Tpi:
-    """`tpi` in a folder that the tests of a module share, for runs that several of them read."""
-    return Tpi(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 
 import pytest
@@ -47,6 +48,14 @@ def gradient_of_fc1(step, tp):
     return plant
 
 
+@pytest.fixture(scope="module")
+def runs(shared):
+    """Folders "tp1" and "tp2": three steps, of which the second has the fault at tp=2. No test changes them."""
+    for tp in (1, 2):
+        train(shared, f"tp{tp}", f"tp={tp}", "iters=3", before=gradient_of_fc1(step=2, tp=2))
+    return shared
+
+
 # What both runs record, the step of the fault, and the step from which they are trained again first.
 SPARSE = (("ledger.digests=0", 2, 0), ("ledger.digests=3 save=2", 2, 0), ("ledger.digests=2 save=2", 3, 2))
 
@@ -71,18 +80,17 @@ def test_the_step_is_looked_for_where_digests_were_not_recorded_at_every_step(tp
     assert result["traced"] == [f"bisect/traced-step-{step}-{side}" for side in "ab"]
 
 
-def test_each_run_is_trained_again_in_its_own_environment(tpi):
+def test_each_run_is_trained_again_in_its_own_environment(runs):
     plant = gradient_of_fc1(step=2, tp=2)
 
     def ring():
         os.environ["NCCL_ALGO"] = "Ring"
         plant()
 
-    train(tpi, "tp1", "tp=1", "iters=2", before=plant)
-    train(tpi, "tp2", "tp=2", "iters=2", before=ring)
-    assert tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant).status == 1
-    for run, again in (("tp1", "traced-a"), ("tp2", "traced-b"), ("tp2", "dumped-b")):
-        then, now = (tpi.folder / path / "environment.json" for path in (run, f"bisect/{again}"))
+    train(runs, "ring", "tp=2", "iters=3", before=ring)
+    assert runs("bisect", "tp1", "ring", "--dir", "environment", before=plant).status == 1
+    for run, again in (("tp1", "traced-a"), ("ring", "traced-b"), ("ring", "dumped-b")):
+        then, now = (runs.folder / path / "environment.json" for path in (run, f"environment/{again}"))
         assert now.read_text() == then.read_text()
     assert json.loads(then.read_text())["NCCL_ALGO"] == "Ring"
 
@@ -92,17 +100,17 @@ def test_text_that_is_read_several_times_keeps_its_order(tpi):
     words = tpi.folder / "words"
     words.mkdir()
     for n in range(9):
-        (words / f"{n}.txt").write_text(f"It was the best of times number {n}. " * (3 + n))
+        (words / f"{n}.txt").write_text(f"It was the best of times number {n}. " * (1 + n))
     plant = gradient_of_fc1(step=2, tp=2)
     for tp in (1, 2):
-        train(tpi, f"tp{tp}", f"tp={tp}", "iters=40", "data=text", f"data.path={words}", before=plant)
+        train(tpi, f"tp{tp}", f"tp={tp}", "iters=20", "data=text", f"data.path={words}", before=plant)
     found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant)
     assert found.status == 1, found.stderr
     assert "does not repeat" not in found.stdout
     assert f"different at step 2: gradient of {FC1}.weight" in found.stdout
 
 
-def test_what_fails_after_the_step_does_not_matter(tpi):
+def test_what_fails_after_the_step_does_not_matter(runs):
     """A run that diverges at a step may well fail at the next."""
     plant = gradient_of_fc1(step=2, tp=2)
 
@@ -119,64 +127,54 @@ def test_what_fails_after_the_step_does_not_matter(tpi):
 
         Recorder.on_train_step_start = fail
 
-    for tp in (1, 2):
-        train(tpi, f"tp{tp}", f"tp={tp}", "iters=3", before=plant)
-    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=failing)
+    found = runs("bisect", "tp1", "tp2", "--dir", "failing", before=failing)
     assert found.status == 1, found.stderr
     assert f"different at step 2: gradient of {FC1}.weight" in found.stdout
-    assert "bisect/traced-a failed after step 2: rank 0 failed: RuntimeError: planted" in found.stdout
+    assert "failing/traced-a failed after step 2: rank 0 failed: RuntimeError: planted" in found.stdout
 
 
-def test_the_answer_about_a_run_that_does_not_repeat_itself_comes_first(tpi):
-    for tp in (1, 2):
-        train(tpi, f"tp{tp}", f"tp={tp}", "iters=2", before=gradient_of_fc1(step=2, tp=2))
-    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect")
+def test_the_answer_about_a_run_that_does_not_repeat_itself_comes_first(runs):
+    found = runs("bisect", "tp1", "tp2", "--dir", "sound")
     assert found.status == 1, found.stderr
     first, second = found.stdout.splitlines()[:2]
     assert first.startswith("tp2 does not repeat itself here: different at step 2: gradient of ")
     assert second == "trained again, the two do not differ: their difference is not reproducible here"
-    result = json.loads((tpi.folder / "bisect/bisect.json").read_text())
+    assert "tp1 does not repeat itself" not in found.stdout
+    result = json.loads((runs.folder / "sound/bisect.json").read_text())
     assert (result["repeats"], result["module"], result["operation"]) == ([True, False], None, None)
 
 
-def test_a_run_that_does_not_repeat_itself_may_still_differ(tpi):
+def test_a_run_that_does_not_repeat_itself_may_still_differ(runs):
     """At another step than it did."""
-    for tp in (1, 2):
-        train(tpi, f"tp{tp}", f"tp={tp}", "iters=3", before=gradient_of_fc1(step=2, tp=2))
-    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=gradient_of_fc1(step=1, tp=2))
+    found = runs("bisect", "tp1", "tp2", "--dir", "earlier", before=gradient_of_fc1(step=1, tp=2))
     assert found.status == 1, found.stderr
     first, second = found.stdout.splitlines()[:2]
     assert first.startswith("tp2 does not repeat itself here: different at step 1: ")
     assert second.startswith(f"trained again, the two are different at step 1: gradient of {FC1}.weight differs")
 
 
-def test_ctrl_c_stops_with_status_2(tpi):
-    plant = gradient_of_fc1(step=2, tp=2)
-    for tp in (1, 2):
-        train(tpi, f"tp{tp}", f"tp={tp}", "iters=2", before=plant)
-    before = [files(tpi.folder / run) for run in ("tp1", "tp2")]
-    process = tpi.start("bisect", "tp1", "tp2", "--dir", "bisect", before=plant)
-    process.until(lambda: any(tpi.folder.glob("bisect/*/ledger.jsonl")))
+def test_ctrl_c_stops_with_status_2(runs):
+    before = [files(runs.folder / run) for run in ("tp1", "tp2")]
+    process = runs.start("bisect", "tp1", "tp2", "--dir", "stopped", before=gradient_of_fc1(step=2, tp=2))
+    process.until(lambda: any(runs.folder.glob("stopped/*/ledger.jsonl")))
     os.kill(process.pid, signal.SIGINT)
     assert process.wait() == 2
-    assert "error: stopped; what was trained: bisect" in process.stderr
+    assert "error: stopped; what was trained: stopped" in process.stderr
     assert "Traceback" not in process.stderr
-    assert not (tpi.folder / "bisect/bisect.json").exists()
-    assert [files(tpi.folder / run) for run in ("tp1", "tp2")] == before
+    assert not (runs.folder / "stopped/bisect.json").exists()
+    assert [files(runs.folder / run) for run in ("tp1", "tp2")] == before
 
 
-def test_what_keeps_either_run_from_being_trained_again_is_one_message_and_nothing_is_written(tpi):
-    plant = gradient_of_fc1(step=1, tp=2)
-    for tp in (1, 2):
-        train(tpi, f"tp{tp}", f"tp={tp}", "iters=1", before=plant)
-    taken = tpi("bisect", "tp1", "tp2", "--dir", "tp1")
+def test_what_keeps_either_run_from_being_trained_again_is_one_message_and_nothing_is_written(runs, tpi):
+    taken = runs("bisect", "tp1", "tp2", "--dir", "tp1")
     assert (taken.status, taken.stdout) == (2, "")
     assert "--dir tp1 is there and is not an empty directory" in taken.stderr
     for run in ("tp1", "tp2"):
+        shutil.copytree(runs.folder / run, tpi.folder / run)
         file = tpi.folder / run / "run.json"
         was = json.loads(file.read_text())
         file.write_text(json.dumps(was | {"overrides": [*was["overrides"], "lr=1" if run == "tp1" else "nonsense=1"]}))
-    refused = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant)
+    refused = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=gradient_of_fc1(step=2, tp=2))
     assert (refused.status, refused.stdout) == (2, "")
     assert "tp1 cannot be repeated: it would be another run now." in refused.stderr
     assert "optimizer.lr was 0.003 and is 1.0 now" in refused.stderr

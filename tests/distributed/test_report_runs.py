@@ -53,6 +53,7 @@ def test_a_certificate_is_reported_like_the_run(run, shared):
 
 
 def test_figures_reach_an_offline_run(tpi):
+    """Offline, since there is no key: the environment of tests holds none."""
     done = tpi(*RUN, "tp=2", "logging=wandb", "run.dir=run")
     assert done.status == 0, done.stderr
     assert "warning" not in (tpi.folder / "run/logs/rank-1.log").read_text()

@@ -1,0 +1,247 @@
+"""Nodes of a job, without SLURM: each a process of this machine with the variables that srun would set."""
+
+import json
+import os
+import signal
+import socket
+
+import pytest
+
+from tp_invariant_recipes.launch import meeting, node, together
+from tp_invariant_recipes.training import checkpoints
+
+ALONE = ("train", "qwen3_toy", "tp=4", "iters=8", "save=4", "seq=32", "model.num_layers=1")
+RUN = (*ALONE, "launcher=slurm", "--continue")
+
+
+def free_job() -> str:
+    """An id whose port nobody uses."""
+    for job in range(os.getpid(), os.getpid() + 1000):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", meeting.PORTS[job % len(meeting.PORTS)])):
+                return str(job)
+    raise AssertionError("no port is free")
+
+
+class Nodes:
+    """Starts the same command on nodes n0, n1, … of one job, again and again."""
+
+    def __init__(self, tpi, count: int) -> None:
+        self.tpi, self.count, self.job = tpi, count, free_job()
+        self.restart = 0
+
+    def start(self, *arguments, absent=(), before=None, environment=None):
+        """before: node number -> a fault to plant there. environment: node number -> variables to set there."""
+        started = {}
+        for number in range(self.count):
+            if number not in absent:
+
+                def plant(number=number) -> None:
+                    os.environ.update(self.variables(number) | (environment or {}).get(number, {}))
+                    (before or {}).get(number, lambda: None)()
+
+                started[number] = self.tpi.start(*arguments, before=plant)
+        self.restart += 1
+        return started
+
+    def __call__(self, *arguments, **faults):
+        """The exit status of each node, and what they said together."""
+        started = self.start(*arguments, **faults)
+        statuses = {number: process.wait() for number, process in started.items()}
+        return statuses, "\n".join(process.stderr for process in started.values())
+
+    def variables(self, number: int) -> dict[str, str]:
+        return {
+            "SLURM_JOB_ID": self.job,
+            "SLURM_RESTART_COUNT": str(self.restart),
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NODELIST": f"localhost[0-{self.count - 1}]",  # of which the first is no name
+            "SLURM_STEP_NUM_NODES": str(self.count),
+            "SLURM_STEP_NUM_TASKS": str(self.count),
+            "SLURM_PROCID": str(number),
+            "SLURMD_NODENAME": f"n{number}",
+            "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
+        }
+
+    def attempts(self, run: str) -> list[dict]:
+        return json.loads((self.tpi.folder / run / "run.json").read_text())["attempts"]
+
+    def word(self, run: str) -> str:
+        return (self.tpi.folder / run / "job.ended").read_text()
+
+
+@pytest.fixture
+def nodes(tpi) -> Nodes:
+    return Nodes(tpi, 2)
+
+
+@pytest.fixture(scope="module")
+def whole(shared):
+    """The run on one machine, without nodes."""
+    done = shared(*ALONE, "run.dir=whole")
+    assert done.status == 0, done.stderr
+    return steps(shared.folder / "whole")
+
+
+def steps(folder) -> list[bytes]:
+    return (folder / "ledger.jsonl").read_bytes().split(b"\n")[1:]
+
+
+def recorded(nodes, count: int) -> bool:
+    ledger = nodes.tpi.folder / "run" / "ledger.jsonl"
+    return ledger.exists() and ledger.read_bytes().count(b"\n") > count
+
+
+def here(nodes) -> tuple[str, ...]:
+    return (*RUN, "cluster.ranks_per_node=2", f"run.dir={nodes.tpi.folder}/run")
+
+
+def test_two_nodes_compute_what_one_machine_does(nodes, whole):
+    statuses, said = nodes(*here(nodes))
+    assert statuses == {0: 0, 1: 0}, said
+    folder = nodes.tpi.folder / "run"
+    assert steps(folder) == whole
+    assert nodes.word("run") == "completed\n"
+    assert (nodes.attempts("run")[0]["outcome"], nodes.attempts("run")[0]["job"]["id"]) == ("completed", nodes.job)
+    assert sorted(file.name for file in (folder / "logs").glob("rank-*.log")) == [f"rank-{n}.log" for n in range(4)]
+    assert [c.step for c in checkpoints.finished(folder / "checkpoints")] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    "number, outcome, word", ((signal.SIGUSR1, "stopped", "requeue"), (signal.SIGTERM, "stopped", "stopped"))
+)
+def test_a_signal_saves_and_the_next_start_goes_on_with_the_same_bits(nodes, whole, number, outcome, word):
+    started = nodes.start(*here(nodes), "save=0")
+    started[0].until(lambda: recorded(nodes, 2))
+    for process in started.values():
+        os.kill(process.pid, number)
+    assert {process.wait() for process in started.values()} == {0}
+    assert nodes.word("run") == f"{word}\n"
+    last = nodes.attempts("run")[-1]
+    assert (last["outcome"], last["requeued"]) == (outcome, word == "requeue")
+    assert len(nodes.tpi.ledger("run")) < 8
+    statuses, said = nodes(*here(nodes))
+    assert statuses == {0: 0, 1: 0}, said
+    assert nodes.attempts("run")[1]["from_step"] > 0
+    assert steps(nodes.tpi.folder / "run") == whole
+
+
+def _fail_at(step: int, rank: int):
+    """Have one rank raise an error of its own in a step."""
+
+    def plant() -> None:
+        from tp_invariant_recipes.training.digests import Digests
+
+        original = Digests.on_train_step_start
+
+        def failing(self, context):
+            if context.state.train_state.step + 1 == step and os.environ["RANK"] == str(rank):
+                raise ValueError("planted")
+            return original(self, context)
+
+        Digests.on_train_step_start = failing
+
+    return plant
+
+
+def test_a_rank_that_fails_on_another_node_is_named_and_the_job_gives_up_after_its_tries(nodes):
+    faults = {"before": {1: _fail_at(6, 3)}}
+    first, said = nodes(*here(nodes), "slurm.tries=2", **faults)
+    assert first == {0: 2, 1: 2}
+    assert "rank 3 failed: ValueError: planted" in said
+    assert "(on n1)" in said
+    assert "(try 1 of 2 from step 0; it is queued again)" in said
+    assert nodes.word("run") == "requeue\n"
+    # The checkpoint of step 4 is progress, so the next tries are counted anew.
+    _, said = nodes(*here(nodes), "slurm.tries=2", **faults)
+    assert "(try 1 of 2 from step 4; it is queued again)" in said
+    _, said = nodes(*here(nodes), "slurm.tries=2", **faults)
+    assert "(try 2 of 2 from step 4; no more)" in said
+    assert nodes.word("run") == "failed\n"
+    assert [a["from_step"] for a in nodes.attempts("run")] == [0, 4, 4]
+    assert "planted" in nodes.attempts("run")[-1]["why"]
+
+
+def test_tries_that_end_without_a_word_count_too(nodes):
+    """A node that dies takes its word with it."""
+    arguments = (*here(nodes), "slurm.tries=2", "save=0")
+    for count in (1, 2):
+        started = nodes.start(*arguments)
+        started[0].until(lambda count=count: recorded(nodes, 1) and len(nodes.attempts("run")) == count)
+        for process in started.values():
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    assert [a["outcome"] for a in nodes.attempts("run")] == [None, None]
+    statuses, said = nodes(*arguments)
+    assert statuses == {0: 2, 1: 2}
+    assert "2 tries in a row began at step 0, and none reached another checkpoint; no more" in said
+    assert nodes.word("run") == "failed\n"
+    nodes.job = free_job()  # submitted again, it has its tries again
+    nodes.restart = 0
+    statuses, said = nodes(*arguments)
+    assert statuses == {0: 0, 1: 0}, said
+
+
+def test_a_node_that_does_not_come_is_said(nodes):
+    statuses, said = nodes(*here(nodes), "slurm.meet=3", absent=(1,))
+    assert statuses == {0: 2}
+    assert "1 of the nodes localhost[0-1] did not come within 3 s; here: n0" in said
+    statuses, said = nodes(*here(nodes), "slurm.meet=3", absent=(0,))
+    assert statuses == {1: 2}
+    assert "n1 did not reach the first of localhost[0-1] at 127.0.0.1, port " in said
+    assert "within 3 s" in said
+
+
+def test_a_node_that_falls_silent_ends_the_run(nodes):
+    def impatient() -> None:
+        together.LOST, node.LAST_WORDS = 3.0, 1.0
+
+    started = nodes.start(*here(nodes), "slurm.tries=1", "iters=2000", before={0: impatient})
+    started[0].until(lambda: recorded(nodes, 1))
+    os.kill(started[1].pid, signal.SIGSTOP)
+    assert started[0].wait() == 2
+    assert "n1 of localhost[0-1] has given no sign of life for 3 s" in started[0].stderr
+    os.kill(started[1].pid, signal.SIGKILL)
+    started[1].wait()
+
+
+def _another_version() -> None:
+    from tp_invariant_recipes.host import versions
+
+    found = versions.versions()
+    node.versions = lambda: found | {"megatron-core": "0.19.3"}
+
+
+# What a node may have that the first has not: how it comes by it, and what is said. Trying again would not help.
+DISAGREEMENTS = {
+    "version": ({"before": {1: _another_version}}, "n1 has another versions: megatron-core is 0.19.3, and "),
+    "variable": ({"environment": {1: {"NCCL_ALGO": "Ring"}}}, "n1 has another environment: NCCL_ALGO is Ring, and "),
+    "unaccepted": ({"environment": {1: {"OMP_NUM_THREADS": "7"}}}, "OMP_NUM_THREADS=7 in the environment"),
+}
+
+
+@pytest.mark.parametrize("fault", DISAGREEMENTS)
+def test_nodes_that_would_not_compute_the_same_do_not_begin(nodes, fault):
+    faults, words = DISAGREEMENTS[fault]
+    statuses, said = nodes(*here(nodes), "slurm.meet=20", **faults)
+    assert set(statuses.values()) == {2}
+    assert words in said
+    assert not (nodes.tpi.folder / "run" / "ledger.jsonl").exists()
+
+
+def test_a_run_for_another_number_of_nodes_does_not_begin(nodes):
+    statuses, said = nodes(*RUN, "cluster.ranks_per_node=1", f"run.dir={nodes.tpi.folder}/run")
+    assert set(statuses.values()) == {2}
+    assert "this run takes 4 nodes with 1 ranks on each, and srun started it on 2: srun --nodes=4" in said
+
+
+def test_without_a_run_directory_each_node_would_choose_its_own(nodes):
+    statuses, said = nodes(*RUN[:-1], "cluster.ranks_per_node=2")
+    assert set(statuses.values()) == {2}
+    assert "set run.dir=PATH" in said
+
+
+def test_outside_of_an_allocation_there_are_no_nodes(tpi):
+    refused = tpi(*RUN, "run.dir=run")
+    assert refused.status == 2
+    assert "launcher=slurm needs an allocation of SLURM: salloc, or tpi submit, which makes a job" in refused.stderr

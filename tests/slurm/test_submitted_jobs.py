@@ -1,0 +1,212 @@
+"""What people do with `tpi submit`, on a real SLURM: follow, requeue, lose a node, meet the time limit, verify."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.training import checkpoints
+
+# Long enough to be caught at work, short enough to be waited for.
+RUN = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=300", "save=20", "ledger.digests=10")
+SITE = f"""
+cluster: {{gpus_per_node: 0, ranks_per_node: 2, python: {sys.executable}}}
+slurm: {{time: "10"}}
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> str:
+    """The throw-away cluster as a file for `--cluster-file`."""
+    file = tmp_path / "throwaway.yaml"
+    file.write_text("# @package _global_\n" + SITE)
+    return f"--cluster-file={file}"
+
+
+@pytest.fixture
+def submit(tpi, cluster, site) -> Callable[..., str]:
+    """`tpi submit`; the job's id."""
+
+    def submitted(*arguments: object) -> str:
+        done = tpi("submit", *arguments, site)
+        assert done.status == 0, done.stderr
+        return done.stdout.strip()
+
+    return submitted
+
+
+@pytest.fixture(scope="module")
+def whole(shared) -> list[bytes]:
+    """The steps of the run that nothing interrupts, on one machine."""
+    done = shared("train", *RUN, "run.dir=whole")
+    assert done.status == 0, done.stderr
+    return steps(shared.folder / "whole")
+
+
+def steps(run: Path) -> list[bytes]:
+    ledger = run / "ledger.jsonl"
+    return ledger.read_bytes().split(b"\n")[1:-1] if ledger.exists() else []
+
+
+def attempts(run: Path) -> list[dict]:
+    return json.loads((run / "run.json").read_text())["attempts"]
+
+
+def test_a_run_that_is_queued_again_and_loses_a_node_has_the_ledger_of_one_that_is_not(
+    tpi, cluster, submit, whole
+) -> None:
+    run = tpi.folder / "run"
+    job = submit(*RUN, "run.dir=run", "cluster.ranks_per_node=1")
+    follower = tpi.start("logs", "-f", job)
+    cluster.until(lambda: len(steps(run)) > 30, within=200)
+    cluster.run("scontrol", "requeue", job)
+    cluster.until(lambda: cluster.job(job)["Restarts"] == "1", within=60)
+    before = len(steps(run))
+    assert 30 < before < 300
+    cluster.release(job)
+    cluster.until(lambda: len(attempts(run)) == 2 and len(steps(run)) > before + 30, within=200)
+    cluster.do("fail", "n2")
+    cluster.until(lambda: cluster.job(job)["Restarts"] == "2", within=60)
+    assert len(steps(run)) < 300
+    cluster.release(job)
+    waited = tpi("wait", job)
+    assert waited.status == 0, waited.stderr
+    assert steps(run) == whole
+    assert [a["outcome"] for a in attempts(run)][2] == "completed"
+    assert [a["job"]["nodes"] for a in attempts(run)] == ["n[1-2]", "n[1-2]", "n[1,3]"]
+    assert all(a["from_step"] > 0 and a["from_step"] % 20 == 0 for a in attempts(run)[2:])
+    assert follower.wait() == 0
+    for number in range(1, 4):
+        assert f"job {job}, try {number}, on n[1" in follower.stdout
+    assert "step   300/300" in follower.stdout
+    compared = tpi("compare", "run", "run")
+    assert compared.status == 0
+    listed = json.loads(tpi("jobs", "run", "--json").stdout)
+    assert "completed" in json.dumps(listed).lower()
+
+
+def test_the_time_limit_saves_and_queues_again_and_cancel_ends_it(tpi, cluster, submit, whole) -> None:
+    run = tpi.folder / "run"
+    job = submit(*RUN, "tp=1", "iters=300000", "save=0", "run.dir=run", "slurm.time=1", "slurm.save_before=10")
+    cluster.until(lambda: cluster.job(job)["Restarts"] == "1", within=150)
+    first = attempts(run)[0]
+    assert (first["outcome"], first["requeued"]) == ("stopped", True)
+    saved = [c.step for c in checkpoints.finished(run / "checkpoints")]
+    assert saved == [len(steps(run))]
+    cluster.release(job)
+    cluster.until(lambda: len(steps(run)) > saved[0], within=120)
+    assert attempts(run)[1]["from_step"] == saved[0]
+    cancelled = tpi("cancel", "run")
+    assert cancelled.status == 0, cancelled.stderr
+    waited = tpi("wait", job)
+    assert waited.status == 2
+    assert "CANCELLED" in waited.stdout + waited.stderr
+    again = tpi("cancel", "run")
+    assert again.status == 0
+    cluster.until(lambda: cluster.state(job) == "CANCELLED")
+    assert (run / "job.ended").read_text() == "stopped\n"
+
+
+def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, cluster, submit, site) -> None:
+    matrix = ("qwen3_toy", "tp=1,2", "seq=32", "model.num_layers=1", "iters=20", "--verify")
+    jobs = {mode: submit(*matrix, f"numerics={mode}", "--dir", mode) for mode in ("tree", "stock")}
+    for mode, status in (("tree", 0), ("stock", 1)):
+        waited = tpi("wait", jobs[mode])
+        assert waited.status == status, waited.stderr + waited.stdout
+        verdict = json.loads((tpi.folder / mode / "verify.json").read_text())
+        assert verdict["exit_status"] == status
+        judge = json.loads((tpi.folder / mode / "submission.json").read_text())["jobs"][1]["id"]
+        assert cluster.job(judge)["ExitCode"] == f"{status}:0"
+    assert "different: tp=2 computed other bits" in (tpi("jobs", "stock").stdout + verdict["text"])
+    # As on another cluster, which has only the certificate.
+    assert tpi("certify", "tree/tp1", "-o", "tree.tpicert").status == 0
+    one = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=20", "--verify", "--against", "tree.tpicert")
+    there = submit(*one, "numerics=tree", "--dir", "there")
+    assert tpi("wait", there).status == 0
+    assert "as tree" in json.loads((tpi.folder / "there" / "verify.json").read_text())["text"]
+
+
+def test_a_job_that_keeps_failing_gives_up_and_says_why(tpi, cluster, submit) -> None:
+    run = tpi.folder / "run"
+    arguments = ("qwen3_toy", "seq=32", "model.num_layers=1", "iters=20", "run.dir=run", "slurm.tries=2")
+    job = submit(*arguments, "checkpoint.pretrained_checkpoint=nowhere")
+    cluster.until(lambda: cluster.job(job)["Restarts"] == "1", within=120)
+    cluster.release(job)
+    waited = tpi("wait", job)
+    assert waited.status == 2
+    assert "(try 2 of 2 from step 0; no more)" in waited.stdout + waited.stderr
+    assert "nowhere" in waited.stdout + waited.stderr
+    assert [a["outcome"] for a in attempts(run)] == ["failed", "failed"]
+    cluster.until(lambda: cluster.state(job) == "FAILED")
+
+
+def test_nodes_that_share_no_files_bring_theirs_to_the_first(tpi, cluster, submit, shared) -> None:
+    private = cluster.folder / "private" / "run"
+    run = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=20")
+    (cluster.folder / "private").mkdir(exist_ok=True)
+    job = submit(*run, f"run.dir={private}", "cluster.ranks_per_node=1", "cluster.shared_files=false")
+    waited = tpi("wait", job)
+    assert waited.status == 0, waited.stdout + waited.stderr
+
+    def on(node: str, *command: str) -> str:
+        return cluster.run("srun", "-w", node, *command)
+
+    done = shared("train", *run, "run.dir=alone")
+    assert done.status == 0, done.stderr
+    assert on("n1", "tail", "-n+2", f"{private}/ledger.jsonl").encode().split(b"\n") == steps(shared.folder / "alone")
+    assert on("n1", "ls", f"{private}/logs").split() == ["bridge.log", "rank-0.log", "rank-1.log"]
+    assert on("n2", "ls", f"{private}/logs").split() == ["bridge.log", "rank-1.log"]
+
+
+def test_a_run_inside_an_allocation(tpi, cluster, site) -> None:
+    words = ["train", "qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=5", "run.dir=run", site]
+    salloc = ["salloc", "--nodes=1", sys.executable, "-m", "tp_invariant_recipes", *words, "--launcher=slurm"]
+    ended = subprocess.run(salloc, cwd=tpi.folder, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert len(steps(tpi.folder / "run")) == 5
+    assert attempts(tpi.folder / "run")[0]["job"]["nodes"] == "n1"
+
+
+def test_what_slurm_would_refuse_is_said_before_anything_is_written(tpi, cluster, site) -> None:
+    refused = tpi("submit", *RUN, "dp=8", "gbs=8", "slurm.partition=gpu", "slurm.time=soon", "run.dir=run", site)
+    assert refused.status == 2
+    assert "slurm.partition=gpu: there is no gpu" in refused.stderr
+    assert "cpu (default), short" in refused.stderr
+    assert "slurm.time" in refused.stderr
+    refused = tpi("submit", *RUN, "dp=8", "gbs=8", "slurm.partition=short", "slurm.time=2", "run.dir=run", site)
+    assert refused.status == 2
+    assert "partition short allows 0:01:00" in refused.stderr
+    assert "8 nodes with 2 cpu ranks each are needed, and partition short has 3" in refused.stderr
+    assert not (tpi.folder / "run").exists()
+
+
+def test_a_full_queue_a_controller_that_is_away_and_no_slurm_are_said(tpi, start_cluster, site, monkeypatch) -> None:
+    cluster = start_cluster(nodes=1, jobs=1)
+    cluster.run("sbatch", "--hold", "--output=/dev/null", "--wrap=true")
+    began = time.monotonic()
+    full = tpi("submit", *RUN, "run.dir=run", site)
+    assert full.status == 2
+    assert "queue" in full.stderr
+    assert time.monotonic() - began < 60
+    cluster.do("controller", "stop")
+    away = tpi("submit", *RUN, "run.dir=run", site)
+    assert away.status == 2
+    assert "controller" in away.stderr
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    absent = tpi("submit", *RUN, "run.dir=run", site)
+    assert absent.status == 2
+    assert "SLURM is not installed here" in absent.stderr
+    assert not (tpi.folder / "run").exists()
+
+
+EXPECTED = sorted((Path(__file__).parent / "expected").glob("*.sbatch"))
+
+
+def test_slurm_takes_the_expected_scripts(cluster) -> None:
+    assert len(EXPECTED) > 20
+    for script in EXPECTED:
+        cluster.run("sbatch", "--test-only", script)
