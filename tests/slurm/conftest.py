@@ -51,6 +51,7 @@ class Cluster:
     def release(self, job: str) -> None:
         """Start a requeued job again now, not after the two minutes that SLURM waits."""
         self.until(lambda: self.state(job) == "PENDING")  # while it completes, SLURM would forget the new time
+        time.sleep(3)  # slurmd takes a credential of the second in which it revoked the last try's for revoked, too
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def until(self, condition: Callable[[], bool], within: float = 120) -> None:

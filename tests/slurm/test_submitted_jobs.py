@@ -1,6 +1,7 @@
 """What people do with `tpi submit`, on a real SLURM: follow, requeue, lose a node, meet the time limit, verify."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -123,7 +124,7 @@ def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, clust
         assert cluster.job(judge)["ExitCode"] == f"{status}:0"
     assert "different: tp=2 computed other bits" in (tpi("jobs", "stock").stdout + verdict["text"])
     # As on another cluster, which has only the certificate.
-    assert tpi("certify", "tree/tp1", "-o", "tree.tpicert").status == 0
+    assert tpi("certify", "tree/tp1", "--out", "tree.tpicert").status == 0
     one = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=20", "--verify", "--against", "tree.tpicert")
     there = submit(*one, "numerics=tree", "--dir", "there")
     assert tpi("wait", there).status == 0
@@ -133,13 +134,13 @@ def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, clust
 def test_a_job_that_keeps_failing_gives_up_and_says_why(tpi, cluster, submit) -> None:
     run = tpi.folder / "run"
     arguments = ("qwen3_toy", "seq=32", "model.num_layers=1", "iters=20", "run.dir=run", "slurm.tries=2")
-    job = submit(*arguments, "checkpoint.pretrained_checkpoint=nowhere")
+    job = submit(*arguments, "cluster.environment.GLOO_SOCKET_IFNAME=absent0")
     cluster.until(lambda: cluster.job(job)["Restarts"] == "1", within=120)
     cluster.release(job)
     waited = tpi("wait", job)
     assert waited.status == 2
     assert "(try 2 of 2 from step 0; no more)" in waited.stdout + waited.stderr
-    assert "nowhere" in waited.stdout + waited.stderr
+    assert "absent0" in waited.stdout + waited.stderr
     assert [a["outcome"] for a in attempts(run)] == ["failed", "failed"]
     cluster.until(lambda: cluster.state(job) == "FAILED")
 
@@ -184,7 +185,7 @@ def test_what_slurm_would_refuse_is_said_before_anything_is_written(tpi, cluster
     assert not (tpi.folder / "run").exists()
 
 
-def test_a_full_queue_a_controller_that_is_away_and_no_slurm_are_said(tpi, start_cluster, site, monkeypatch) -> None:
+def test_a_full_queue_a_controller_that_is_away_and_no_slurm_are_said(tpi, start_cluster, site) -> None:
     cluster = start_cluster(nodes=1, jobs=1)
     cluster.run("sbatch", "--hold", "--output=/dev/null", "--wrap=true")
     began = time.monotonic()
@@ -196,8 +197,8 @@ def test_a_full_queue_a_controller_that_is_away_and_no_slurm_are_said(tpi, start
     away = tpi("submit", *RUN, "run.dir=run", site)
     assert away.status == 2
     assert "controller" in away.stderr
-    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
-    absent = tpi("submit", *RUN, "run.dir=run", site)
+    nowhere = {"PATH": str(Path(sys.executable).parent)}
+    absent = tpi("submit", *RUN, "run.dir=run", site, before=lambda: os.environ.update(nowhere))
     assert absent.status == 2
     assert "SLURM is not installed here" in absent.stderr
     assert not (tpi.folder / "run").exists()

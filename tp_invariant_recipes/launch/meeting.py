@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.launch.ranks import Stop
 
 PORTS = range(20_000, 32_000)  # below those that Linux gives away; which one, the job's id says
@@ -104,7 +105,8 @@ class Meeting:
         wait = timedelta(seconds=patience)
         host = "127.0.0.1" if place.first else place.address
         try:
-            self.store = TCPStore(host, place.port, is_master=place.first, wait_for_workers=False, timeout=wait)
+            with quiet():  # c10d warns of every address that has no name
+                self.store = TCPStore(host, place.port, is_master=place.first, wait_for_workers=False, timeout=wait)
         except DistError as error:
             raise RunError(self._not_joined(patience, error)) from error
         self.store.set_timeout(timedelta(seconds=ANSWER))

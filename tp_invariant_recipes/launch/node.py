@@ -82,7 +82,6 @@ def run(place: Place, asked: Asked, stop: Stop) -> Ended:
     from tp_invariant_recipes.host import bridge
 
     os.environ.update(asked.environment)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # c10d warns of every address that has no name
     bridge.load()  # now, while the other nodes do the same
     meeting = Meeting(place, stop, asked.meet)
     return _lead(meeting, asked) if place.first else _follow(meeting, asked)
@@ -286,10 +285,17 @@ def _fits(planned: Plan, place: Place) -> None:
 
 
 def _without_shared_files(planned: Plan) -> Plan:
-    """A checkpoint whose files lie on several nodes' own disks can never be read again, so none is written."""
+    """Where nodes share no files, what they would share otherwise is not written.
+
+    A checkpoint whose files lie on several disks can never be read again. And Megatron's first rank writes the indices
+    of a dataset for all others to read, unless the path of their cache is empty but not None: then each makes its own
+    (megatron/core/datasets/gpt_dataset.py, `not path_to_cache or …`).
+    """
     if planned.tree["cluster"]["shared_files"]:
         return planned
-    return replace(planned, tree=planned.tree | {"checkpoint": planned.tree["checkpoint"] | {"save": None}})
+    changes = {"checkpoint": {"save": None}, "dataset": {"path_to_cache": ""}}
+    sections = {name: planned.tree[name] | change for name, change in changes.items()}
+    return replace(planned, tree=planned.tree | sections)
 
 
 def _ranks(
