@@ -14,9 +14,10 @@ ALONE = ("train", "qwen3_toy", "tp=4", "iters=8", "save=4", "seq=32", "model.num
 RUN = (*ALONE, "launcher=slurm", "--continue")
 
 
-def free_job() -> str:
+def free_job(after: int = 0) -> str:
     """An id whose port nobody uses."""
-    for job in range(os.getpid(), os.getpid() + 1000):
+    first = max(os.getpid(), after + 1)
+    for job in range(first, first + 1000):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", meeting.PORTS[job % len(meeting.PORTS)])):
                 return str(job)
@@ -176,7 +177,7 @@ def test_tries_that_end_without_a_word_count_too(nodes):
     assert statuses == {0: 2, 1: 2}
     assert "2 tries in a row began at step 0, and none reached another checkpoint; no more" in said
     assert nodes.word("run") == "failed\n"
-    nodes.job = free_job()  # submitted again, it has its tries again
+    nodes.job = free_job(int(nodes.job))  # submitted again, it has its tries again
     nodes.restart = 0
     statuses, said = nodes(*arguments)
     assert statuses == {0: 0, 1: 0}, said
@@ -232,7 +233,7 @@ def test_nodes_that_would_not_compute_the_same_do_not_begin(nodes, fault):
 def test_a_run_for_another_number_of_nodes_does_not_begin(nodes):
     statuses, said = nodes(*RUN, "cluster.ranks_per_node=1", f"run.dir={nodes.tpi.folder}/run")
     assert set(statuses.values()) == {2}
-    assert "this run takes 4 nodes with 1 ranks on each, and srun started it on 2: srun --nodes=4" in said
+    assert "this run takes 4 nodes with 1 rank each, and srun started it on 2: srun --nodes=4" in said
 
 
 def test_without_a_run_directory_each_node_would_choose_its_own(nodes):

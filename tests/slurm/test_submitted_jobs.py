@@ -13,7 +13,7 @@ import pytest
 from tp_invariant_recipes.training import checkpoints
 
 # Long enough to be caught at work, short enough to be waited for.
-RUN = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=300", "save=20", "ledger.digests=10")
+RUN = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=100", "save=10", "ledger.digests=10")
 SITE = f"""
 cluster: {{gpus_per_node: 0, ranks_per_node: 2, python: {sys.executable}}}
 slurm: {{time: "10"}}
@@ -57,35 +57,34 @@ def attempts(run: Path) -> list[dict]:
     return json.loads((run / "run.json").read_text())["attempts"]
 
 
+@pytest.mark.timeout(600)
 def test_a_run_that_is_queued_again_and_loses_a_node_has_the_ledger_of_one_that_is_not(
     tpi, cluster, submit, whole
 ) -> None:
     run = tpi.folder / "run"
     job = submit(*RUN, "run.dir=run", "cluster.ranks_per_node=1")
     follower = tpi.start("logs", "-f", job)
-    cluster.until(lambda: len(steps(run)) > 30, within=200)
+    cluster.until(lambda: len(steps(run)) > 12, within=200)
     cluster.run("scontrol", "requeue", job)
     cluster.until(lambda: cluster.job(job)["Restarts"] == "1", within=60)
     before = len(steps(run))
-    assert 30 < before < 300
+    assert 12 < before < 80
     cluster.release(job)
-    cluster.until(lambda: len(attempts(run)) == 2 and len(steps(run)) > before + 30, within=200)
+    cluster.until(lambda: len(attempts(run)) == 2 and len(steps(run)) > before + 12, within=200)
     cluster.do("fail", "n2")
     cluster.until(lambda: cluster.job(job)["Restarts"] == "2", within=60)
-    assert len(steps(run)) < 300
+    assert len(steps(run)) < 100
     cluster.release(job)
     waited = tpi("wait", job)
     assert waited.status == 0, waited.stderr
     assert steps(run) == whole
     assert [a["outcome"] for a in attempts(run)][2] == "completed"
     assert [a["job"]["nodes"] for a in attempts(run)] == ["n[1-2]", "n[1-2]", "n[1,3]"]
-    assert all(a["from_step"] > 0 and a["from_step"] % 20 == 0 for a in attempts(run)[2:])
+    assert all(a["from_step"] > 0 and a["from_step"] % 10 == 0 for a in attempts(run)[2:])
     assert follower.wait() == 0
     for number in range(1, 4):
         assert f"job {job}, try {number}, on n[1" in follower.stdout
-    assert "step   300/300" in follower.stdout
-    compared = tpi("compare", "run", "run")
-    assert compared.status == 0
+    assert "step   100/100" in follower.stdout
     listed = json.loads(tpi("jobs", "run", "--json").stdout)
     assert "completed" in json.dumps(listed).lower()
 

@@ -838,7 +838,7 @@ def test_cancel_ends_the_judge_before_the_array(cli, slurm, submitted):
         "12_2 v/tp4: cancelled (was PENDING (Resources))",
         "13 v: cancelled (was PENDING (Dependency))",
         "a run that can save in time does; go on with it:",
-        f"  tpi train --resume {made.directory}/tp2",
+        f"  sbatch --array=1 {made.directory}/job.sbatch",
     ]
 
 

@@ -126,6 +126,7 @@ def cancel(names: Jobs) -> None:
     """
     from tp_invariant_recipes.launch.cancel import cancel as launch
     from tp_invariant_recipes.launch.jobs import find
+    from tp_invariant_recipes.training.rundir import RunDir
 
     before = [state for one in launch(find(names)) for state in one]
     for state in before:
@@ -135,7 +136,8 @@ def cancel(names: Jobs) -> None:
     if begun:
         _print("a run that can save in time does; go on with it:")
     for state in begun:
-        _print(f"  tpi train --resume {shlex.quote(str(state.part.run.path))}")
+        task = [] if state.part.task is None else [f"--array={state.part.task}"]
+        _print(f"  {shlex.join(['sbatch', *task, str(RunDir(state.part.directory).script)])}")
 
 
 def wait(

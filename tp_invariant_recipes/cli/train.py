@@ -119,8 +119,10 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
 
     with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
         ended = node.run(place, srun.asked(request, watch), stop)
-    if ended.outcome is None:
+    if ended.outcome is None and place.first:
         raise RunError(ended.why or "the run failed")
+    if ended.outcome is None:
+        raise typer.Exit(2)  # the first node says why, once for all
     if place.first:
         console.print(ended.word)
 

@@ -23,6 +23,11 @@ class Allocation:
     ranks: int
     gpus: int
 
+    def __str__(self) -> str:
+        """2 nodes with 8 ranks each; 1 node with 1 rank."""
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        return f"{self.nodes} nodes with {ranks} each" if self.nodes > 1 else f"1 node with {ranks}"
+
 
 def of(tree: Tree) -> Allocation:
     """The allocation a composed tree needs. Whole nodes but for a run that fits one."""

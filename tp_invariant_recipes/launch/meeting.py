@@ -124,6 +124,10 @@ class Meeting:
         """Put a word down for all."""
         self._asked(lambda: self.store.set(key, json.dumps(facts)))
 
+    def said(self, key: str) -> bool:
+        """Whether anything has been said under a key."""
+        return self._asked(lambda: self.store.check([key]))
+
     def heard(self, key: str) -> dict[str, Any] | None:
         """What has been said under a key so far."""
         return self._asked(lambda: json.loads(self.store.get(key)) if self.store.check([key]) else None)

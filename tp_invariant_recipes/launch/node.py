@@ -1,9 +1,9 @@
 """The story of one node of a job: meet the others, agree on the run, start this node's ranks, end it together.
 
 The first node decides: from which step, whether all nodes would compute the same, and what becomes of the job. What is
-said at the meeting, in this order: "orders" by the first, "arrived/N" by each other, "next" by the first (the port
-where ranks meet, or that it is over); each node "ended/N" when its ranks have ended, "failed/N" and "failing" before it
-if they failed; "over" by the first, at any time; "left/N" by each other.
+said at the meeting, in this order: "joined/N" by each other node; "orders" by the first; "arrived/N" by each other;
+"next" by the first (the port where ranks meet, or that it is over); each node "ended/N" when its ranks have ended,
+"failed/N" and "failing" before it if they failed; "over" by the first, at any time; "left/N" by each other.
 """
 
 import os
@@ -99,6 +99,7 @@ def _lead(meeting: Meeting, asked: Asked) -> Ended:
         ended = Ended(None, why="SLURM has started this job elsewhere: this try ends and leaves the run to the other")
     meeting.say("over", outcome=ended.outcome and ended.outcome.value, requeued=ended.requeued, why=ended.why)
     meeting.say("next", port=None)
+    _others(meeting, "joined", LAST_WORDS)
     _others(meeting, "left", LAST_WORDS)
     return ended
 
@@ -213,6 +214,7 @@ def _first_cause(meeting: Meeting, error: Exception) -> RankFailed:
 
 
 def _follow(meeting: Meeting, asked: Asked) -> Ended:
+    meeting.say(f"joined/{meeting.place.number}")
     try:
         planned, shared = _joined(meeting, asked)
         # Not asked for again and again: the first forks its ranks now, while no thread of its store has work to do.
@@ -279,7 +281,7 @@ def _fits(planned: Plan, place: Place) -> None:
     taken = allocation.of(planned.tree)
     if taken.nodes != place.count:
         raise ConfigError(
-            f"this run takes {taken.nodes} nodes with {taken.ranks} ranks on each, and srun started it on "
+            f"this run takes {taken}, and srun started it on "
             f"{place.count}: srun --nodes={taken.nodes}, or change cluster.ranks_per_node or the layout"
         )
 
@@ -338,7 +340,7 @@ def _told(
 ) -> dict[str, Any]:
     """Wait for a word of the first node's. Raises _Over when it ends the run instead, Stopped when a signal comes."""
     while (found := meeting.heard(key)) is None:
-        if meeting.heard("over"):
+        if meeting.said("over"):
             raise _Over
         if stoppable and meeting.stop.asked:
             raise Stopped
@@ -358,13 +360,13 @@ def _others(
 ) -> list[dict[str, Any]]:
     """Wait until each other node has said its word, up to `patience` seconds; None: as long as `tick` raises nothing.
 
-    Of a node that never arrived no later word is waited for. Returns what has been said. Raises Stopped when a signal
+    Of a node that never joined no later word is waited for. Returns what has been said. Raises Stopped when a signal
     comes.
     """
     deadline = None if patience is None else time.monotonic() + patience
     numbers: Iterable[int] = range(1, meeting.place.count)
-    if key != "arrived":
-        numbers = [number for number in numbers if meeting.heard(f"arrived/{number}")]
+    if key not in ("joined", "arrived"):
+        numbers = [number for number in numbers if meeting.said(f"joined/{number}")]
     keys = [f"{key}/{number}" for number in numbers]
     while True:
         said = [word for one in keys if (word := meeting.heard(one)) is not None]

@@ -65,7 +65,7 @@ def become(request: Request) -> NoReturn:
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
     if (taken := allocation.of(tree)).nodes > given:
         raise ConfigError(
-            f"this run takes {taken.nodes} nodes with {taken.ranks} ranks on each, and the allocation has {given}: "
+            f"this run takes {taken}, and the allocation has {given}: "
             f"salloc --nodes={taken.nodes}, or change the layout or cluster.ranks_per_node"
         )
     if request.resume is None:

@@ -50,7 +50,7 @@ class Together:
         self.meeting.say(f"alive/{place.number}", round=self.rounds)
         if self.files:
             self.files()
-        if self.meeting.heard("failing"):
+        if self.meeting.said("failing"):
             raise PeerFailed
         if place.first:
             if self._attempts() != self.attempts:
