@@ -127,26 +127,30 @@ def test_a_signal_saves_and_the_next_start_goes_on_with_the_same_bits(nodes, who
     assert steps(nodes.tpi.folder / "run") == whole
 
 
-def _fail_at(step: int, rank: int):
-    """Have one rank raise an error of its own in a step."""
+def _at(step: int, ranks: tuple[int, ...], happens):
+    """Have something happen to these ranks when a step begins. Forked ranks inherit the changed class."""
 
     def plant() -> None:
         from tp_invariant_recipes.training.digests import Digests
 
         original = Digests.on_train_step_start
 
-        def failing(self, context):
-            if context.state.train_state.step + 1 == step and os.environ["RANK"] == str(rank):
-                raise ValueError("planted")
+        def changed(self, context):
+            if context.state.train_state.step + 1 == step and int(os.environ["RANK"]) in ranks:
+                happens()
             return original(self, context)
 
-        Digests.on_train_step_start = failing
+        Digests.on_train_step_start = changed
 
     return plant
 
 
+def _fail() -> None:
+    raise ValueError("planted")
+
+
 def test_a_rank_that_fails_on_another_node_is_named_and_the_job_gives_up_after_its_tries(nodes):
-    faults = {"before": {1: _fail_at(6, 3)}}
+    faults = {"before": {1: _at(6, (3,), _fail)}}
     first, said = nodes(*here(nodes), "slurm.tries=2", **faults)
     assert first == {0: 2, 1: 2}
     assert "rank 3 failed: ValueError: planted" in said
@@ -161,6 +165,28 @@ def test_a_rank_that_fails_on_another_node_is_named_and_the_job_gives_up_after_i
     assert nodes.word("run") == "failed\n"
     assert [a["from_step"] for a in nodes.attempts("run")] == [0, 4, 4]
     assert "planted" in nodes.attempts("run")[-1]["why"]
+
+
+def test_ranks_that_hang_are_ended_when_another_node_fails(nodes):
+    faults = {"before": {0: _at(3, (0, 1), signal.pause), 1: _at(3, (2, 3), _fail)}}
+    statuses, said = nodes(*here(nodes), "slurm.tries=1", **faults)
+    assert statuses == {0: 2, 1: 2}
+    assert "failed: ValueError: planted" in said
+    assert "(on n1)" in said
+
+
+def test_a_try_that_slurm_took_for_dead_leaves_the_run_to_the_next(tpi):
+    alone = Nodes(tpi, 1)
+    started = alone.start(*here(alone), "tp=2", "iters=2000", "save=0")[0]
+    started.until(lambda: recorded(alone, 1))
+    run = tpi.folder / "run" / "run.json"
+    content = json.loads(run.read_text())
+    content["attempts"].append(content["attempts"][0])
+    run.write_text(json.dumps(content))
+    assert started.wait() == 2
+    assert "SLURM has started this job elsewhere: this try ends and leaves the run to the other" in started.stderr
+    assert json.loads(run.read_text()) == content
+    assert not (tpi.folder / "run" / "job.ended").exists()
 
 
 def test_tries_that_end_without_a_word_count_too(nodes):

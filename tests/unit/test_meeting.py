@@ -1,0 +1,166 @@
+"""What a node takes from SLURM's variables, which tries count, and what it lets another node write."""
+
+import json
+import socket
+
+import pytest
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.host.network import address_towards, interface
+from tp_invariant_recipes.launch import meeting
+from tp_invariant_recipes.launch.attempts import in_vain
+from tp_invariant_recipes.launch.forwarding import Receiver, Sender
+from tp_invariant_recipes.launch.ranks import Stop
+from tp_invariant_recipes.training.rundir import RunDir
+
+STEP = {
+    "SLURM_JOB_ID": "41",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[03-05,7]",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURMD_NODENAME": "n05",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.3",
+}
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Names that have an address; no other has one."""
+    known: dict[str, str] = {}
+
+    def look_up(name: str) -> str:
+        if name not in known:
+            raise socket.gaierror(name)
+        return known[name]
+
+    monkeypatch.setattr(socket, "gethostbyname", look_up)
+    return known
+
+
+def test_a_place_is_what_srun_says():
+    found = meeting.place(STEP)
+    assert (found.job, found.restart, found.number, found.count, found.name) == ("41", 0, 2, 4, "n05")
+    assert (found.first, found.address) == (False, "10.0.0.3")
+    assert meeting.place(STEP | {"SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "0"}).first
+    assert meeting.place({name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}) is None
+
+
+@pytest.mark.parametrize(
+    "listed, first", (("n[03-05,7]", "n03"), ("m1,n[2-3]", "m1"), ("gpu-a[7],b1", "gpu-a7"), ("alone", "alone"))
+)
+def test_the_first_node_is_found_by_its_name(names, listed, first):
+    names[first] = "10.9.9.9"
+    assert meeting.place(STEP | {"SLURM_STEP_NODELIST": listed}).address == "10.9.9.9"
+
+
+def test_more_than_one_task_a_node_is_refused():
+    with pytest.raises(RunError, match="8 tasks on 4 nodes; it must be one a node"):
+        meeting.place(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
+
+
+def test_ports_are_below_those_that_linux_gives_away():
+    ports = {meeting.place(STEP | {"SLURM_JOB_ID": str(job)}).port for job in range(12_000)}
+    assert len(ports) == 12_000
+    assert (min(ports), max(ports)) == (20_000, 31_999)
+
+
+@pytest.mark.parametrize(
+    "before, start, count",
+    (
+        ((), 0, 0),
+        (((0, "failed"), (0, None)), 0, 2),
+        (((0, "failed"), (0, "stopped"), (0, "failed")), 0, 1),
+        (((0, "failed"), (0, "failed")), 4, 0),
+        (((0, "failed"), (4, "failed")), 4, 1),
+        (((4, "failed"), (0, "failed")), 4, 0),
+        (((0, "completed"),), 0, 0),
+    ),
+)
+def test_only_tries_since_the_last_progress_count(before, start, count):
+    attempts = [{"from_step": step, "outcome": outcome} for step, outcome in before]
+    assert in_vain(attempts, start) == count
+
+
+@pytest.mark.parametrize(
+    "stop, asked, resumable",
+    (
+        (Stop(), 0, False),
+        (Stop(requeue=True), 1, True),
+        (Stop(requests=1), 1, False),
+        (Stop(requests=1, requeue=True), 1, False),
+        (Stop(requests=2, requeue=True), 2, False),
+    ),
+)
+def test_a_request_to_stop_wins_over_one_to_go_on_elsewhere(stop, asked, resumable):
+    assert (stop.asked, stop.resumable) == (asked, resumable)
+
+
+class Board:
+    """A meeting of two nodes in this process."""
+
+    def __init__(self, number: int, words: dict[str, bytes]) -> None:
+        self.words = words
+        self.place = meeting.place(STEP | {"SLURM_PROCID": str(number)})
+
+    def send(self, key: str, data: bytes) -> None:
+        self.words[key] = data
+
+    def take(self, key: str) -> bytes | None:
+        return self.words.pop(key, None)
+
+
+@pytest.fixture
+def two(tmp_path):
+    words: dict[str, bytes] = {}
+    there, here = RunDir(tmp_path / "there"), RunDir(tmp_path / "here")
+    for run_dir in (there, here):
+        run_dir.logs.mkdir(parents=True)
+    return words, there, here, Receiver(Board(0, words), here)
+
+
+def test_what_is_appended_on_one_node_is_appended_on_the_first(two, monkeypatch):
+    monkeypatch.setattr("tp_invariant_recipes.launch.forwarding.CHUNK", 5)
+    words, there, here, receive = two
+    there.progress.write_text("an earlier try\n")
+    here.progress.write_text("an earlier try\n")
+    send = Sender(Board(1, words), there)
+    for text in ("one\n", "two and more\n"):
+        for file in (there.ledger, there.progress, there.rank_log(3)):
+            with file.open("a") as stream:
+                stream.write(text)
+        send()
+        receive()
+    assert here.ledger.read_text() == here.rank_log(3).read_text() == "one\ntwo and more\n"
+    assert here.progress.read_text() == "an earlier try\none\ntwo and more\n"
+    assert words == {}
+
+
+def test_the_ledger_of_an_earlier_try_is_kept_beside(two):
+    words, there, here, receive = two
+    for run_dir in (there, here):
+        run_dir.ledger.write_text("old\n")
+    send = Sender(Board(1, words), there)
+    assert not there.ledger.exists()
+    there.ledger.write_text("new\n")
+    send()
+    receive()
+    for run_dir in (there, here):
+        assert run_dir.ledger.read_text() == "new\n"
+        assert (run_dir.path / "ledger.replaced-1.jsonl").read_text() == "old\n"
+
+
+@pytest.mark.parametrize("file", ("../outside", "/etc/passwd", "logs/../run.json", "run.json", "logs/rank-0.log\n"))
+def test_nothing_else_is_written_for_another_node(two, file):
+    words, _, here, receive = two
+    words["bytes/1/0"] = json.dumps({"file": file, "position": 0}).encode() + b"\nevil"
+    with pytest.raises(RunError, match="sends"):
+        receive()
+    assert list(here.path.iterdir()) == [here.logs]
+
+
+def test_the_interface_of_an_address():
+    assert interface("127.0.0.1") == "lo"
+    assert interface("192.0.2.77") is None
+    assert address_towards("127.0.0.1") == "127.0.0.1"
