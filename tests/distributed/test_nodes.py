@@ -262,6 +262,19 @@ def test_a_run_for_another_number_of_nodes_does_not_begin(nodes):
     assert "this run takes 4 nodes with 1 rank each, and srun started it on 2: srun --nodes=4" in said
 
 
+def test_a_run_that_cannot_be_gone_on_with_says_why_in_its_run_directory(nodes):
+    statuses, said = nodes(*here(nodes))
+    assert statuses == {0: 0, 1: 0}, said
+    newest = checkpoints.finished(nodes.tpi.folder / "run" / "checkpoints")[-1].path
+    (newest / "__0_0.distcp").unlink()
+    statuses, said = nodes(*here(nodes))
+    assert set(statuses.values()) == {2}
+    last = nodes.attempts("run")[-1]
+    assert (last["outcome"], last["job"]["restart"], len(nodes.attempts("run"))) == ("failed", 1, 2)
+    assert "__0_0.distcp is missing" in last["why"]
+    assert "__0_0.distcp is missing" in said
+
+
 def test_without_a_run_directory_each_node_would_choose_its_own(nodes):
     statuses, said = nodes(*RUN[:-1], "cluster.ranks_per_node=2")
     assert set(statuses.values()) == {2}

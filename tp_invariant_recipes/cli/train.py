@@ -86,6 +86,8 @@ def train(
         )
     request = plan.Request(model, tuple(arguments), resume, go_on)
     console = progress.console()
+    if request.launcher == "slurm" and as_json:
+        raise ConfigError("--json is for runs of this process; with launcher=slurm, run.dir/run.json says how it ended")
     if request.launcher == "slurm":
         _on_nodes(request, console, verbose=verbose)
         return

@@ -38,6 +38,15 @@ def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool
     run_dir.write(run_dir.run, run)
 
 
+def refused(run_dir: RunDir, why: str, job: dict[str, Any] | None) -> None:
+    """Say that a run which is there could not even be planned: an attempt that failed. Raises RunError."""
+    run = run_dir.read_run()
+    step = run["attempts"][-1]["from_step"] if run["attempts"] else 0
+    run["attempts"].append(begun(step, run_dir.read_config()["train"]["train_iters"], job))
+    run_dir.write(run_dir.run, run)
+    end(run_dir, "failed", why)
+
+
 def in_vain(attempts: Sequence[dict[str, Any]], start: int) -> int:
     """How many of the latest attempts began at step `start` and came to nothing, since one that did not.
 

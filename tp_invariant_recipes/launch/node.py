@@ -26,6 +26,7 @@ from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.launch.together import PeerFailed, Superseded, Together
 from tp_invariant_recipes.training import checkpoints
+from tp_invariant_recipes.training.rundir import RunDir
 
 NEXT = 600.0  # seconds that the first may take to start its ranks when all nodes are there
 LAST_WORDS = 10.0  # seconds that nodes get to say how they ended after one has failed, and to leave when all is said
@@ -39,6 +40,7 @@ REQUEUE = "requeue"
 class Asked:
     """What the command, the same on every node, asks for.
 
+    run_dir:     of the run.
     environment: variables to set before torch is imported.
     lead:        plans the run, on the first node.
     follow:      plans it on the others, from the step that the first has chosen.
@@ -47,6 +49,7 @@ class Asked:
     watch:       on the first node, shows the progress.
     """
 
+    run_dir: RunDir
     environment: dict[str, str]
     lead: Callable[[], Plan]
     follow: Callable[[int], Plan]
@@ -106,13 +109,19 @@ def _lead(meeting: Meeting, asked: Asked) -> Ended:
 
 def _led(meeting: Meeting, asked: Asked) -> Ended:
     """Raises a TpiError when there is nothing to try again."""
-    planned = _without_shared_files(asked.lead())
-    run_dir, place = planned.run_dir, meeting.place
-    _fits(planned, place)
+    run_dir, place = asked.run_dir, meeting.place
+    job = {"id": place.job, "restart": place.restart, "nodes": place.names}
+    try:
+        planned = _without_shared_files(asked.lead())
+        _fits(planned, place)
+    except TpiError as error:
+        with suppress(TpiError):  # where it is no run directory yet, the job's log has to do
+            attempts.refused(run_dir, str(error), job)
+        raise
     before = run_dir.read_run()["attempts"] if run_dir.run.exists() else []
     mine = [attempt for attempt in before if (attempt.get("job") or {}).get("id") == place.job]
     run_dir.ended.unlink(missing_ok=True)
-    plan.write(planned, job={"id": place.job, "restart": place.restart, "nodes": place.names})
+    plan.write(planned, job=job)
     try:
         ended = _tried(meeting, asked, planned, attempts.in_vain(mine, planned.start) + 1)
     except TpiError as error:

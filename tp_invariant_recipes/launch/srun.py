@@ -14,7 +14,7 @@ from tp_invariant_recipes.config.compose import cluster_files, listed
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.launch.node import Asked
 from tp_invariant_recipes.launch.plan import Plan, Request, device_on
-from tp_invariant_recipes.training.rundir import choose
+from tp_invariant_recipes.training.rundir import RunDir, choose
 
 # srun would bind the one task of a node, and with it all its ranks, to one core.
 UNBOUND = {"SLURM_CPU_BIND": "none"}
@@ -85,9 +85,11 @@ def become(request: Request) -> NoReturn:
 def asked(request: Request, watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]) -> Asked:
     """What the task of each node is asked for. Raises ConfigError."""
     tree = _fitting(request)
-    if request.resume is None and tree["run"]["dir"] is None:
+    where = request.resume or tree["run"]["dir"]
+    if where is None:
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
     return Asked(
+        run_dir=RunDir(Path(where).expanduser()),
         environment=environment.settings(tree["device"]["kind"], os.environ, tree["cluster"]["environment"]),
         lead=request.plan,
         follow=request.follow,
