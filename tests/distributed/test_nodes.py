@@ -259,7 +259,7 @@ def test_nodes_that_would_not_compute_the_same_do_not_begin(nodes, fault):
 def test_a_run_for_another_number_of_nodes_does_not_begin(nodes):
     statuses, said = nodes(*RUN, "cluster.ranks_per_node=1", f"run.dir={nodes.tpi.folder}/run")
     assert set(statuses.values()) == {2}
-    assert "this run takes 4 nodes with 1 rank each, and srun started it on 2: srun --nodes=4" in said
+    assert "this run takes 4 nodes with 1 cpu rank each, and srun started it on 2: srun --nodes=4" in said
 
 
 def test_a_run_that_cannot_be_gone_on_with_says_why_in_its_run_directory(nodes):

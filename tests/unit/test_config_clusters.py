@@ -121,7 +121,7 @@ def test_variables_are_typed_as_they_are_meant():
         ("slurm.partition", "a,b"),
         ("slurm.qos", "true"),
         ("cluster.gpu_type", "100"),
-        ("cluster.container", "docker://nvcr.io#nvidia/nemo:25.09"),
+        ("cluster.container", "docker://images.example#nvidia/nemo:25.09"),
     ),
 )
 def test_texts_are_taken_as_typed(key, value):

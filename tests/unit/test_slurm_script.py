@@ -64,7 +64,7 @@ VARIANTS: dict[str, tuple[str, list[str], str | None]] = {
     "plain": ("qwen3_toy", [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a"], None),
     "hostile": (
         "qwen3_toy",
-        [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a b'c%d", "cluster.python=/opt/my python",
+        [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a b'c%d", "cluster.python=/apps/my python",
          'slurm.options=["--comment=it\'s a \\"b\\" #c","--hold"]'],
         None,
     ),
@@ -76,8 +76,8 @@ VARIANTS: dict[str, tuple[str, list[str], str | None]] = {
     ),
     "container": (
         "qwen3_8b",
-        ["tp=8", "cluster=h100", "slurm.time=60", "run.dir=/runs/a", "cluster.container=nvcr.io#nvidia/nemo",
-         "cluster.python=python3", "cluster.mounts=[/tmp:/data:ro,/usr:/opt/it]"],
+        ["tp=8", "cluster=h100", "slurm.time=60", "run.dir=/runs/a", "cluster.container=images.example#nvidia/nemo",
+         "cluster.python=python3", "cluster.mounts=[/tmp:/data:ro,/usr:/apps/it]"],
         None,
     ),
     "elsewhere": ("qwen3_toy", [*THROWAWAY, "slurm.time=5", "cluster.shared_files=false", "run.dir=/runs/a"], None),
@@ -127,7 +127,7 @@ SAYS = (
     ("hostile", 0, ['#SBATCH --job-name="tpi-a b\'c%d"',
                     '#SBATCH --output="/runs/a b\'c%%d/logs/job-%j.log"',
                     '#SBATCH --comment="it\'s a \\"b\\" #c"', "#SBATCH --hold", "#SBATCH --cpus-per-task=1",
-                    "    '/opt/my python' -m tp_invariant_recipes train qwen3_toy \\"]),
+                    "    '/apps/my python' -m tp_invariant_recipes train qwen3_toy \\"]),
     ("everything", 0, ["#SBATCH --gres=gpu:h100:8", "#SBATCH --time=2-00:00:00", "#SBATCH --account=me",
                        "#SBATCH --partition=gpu,long", "#SBATCH --qos=high", "#SBATCH --signal=USR1@300",
                        "#SBATCH --nodes=2", "#SBATCH --exclusive", "#SBATCH --mem=0", "    device=gpu \\",
@@ -153,7 +153,7 @@ def test_the_judge_takes_one_processor():
 
 def test_every_step_of_a_container_is_in_it():
     train, cells, judge = *scripts("container"), *scripts("verify-container")
-    assert "'--container-image=nvcr.io#nvidia/nemo' --container-mounts=/tmp:/data:ro,/usr:/opt/it" in train
+    assert "'--container-image=images.example#nvidia/nemo' --container-mounts=/tmp:/data:ro,/usr:/apps/it" in train
     assert cells.count("--container-image=/usr") == 2
     assert judge.count("--container-image=/usr") == 1
 

@@ -24,8 +24,8 @@ class Allocation:
     gpus: int
 
     def __str__(self) -> str:
-        """2 nodes with 8 ranks each; 1 node with 1 rank."""
-        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        """2 nodes with 8 gpu ranks each; 1 node with 1 cpu rank."""
+        ranks = f"{self.ranks} {'gpu' if self.gpus else 'cpu'} rank{'s' if self.ranks > 1 else ''}"
         return f"{self.nodes} nodes with {ranks} each" if self.nodes > 1 else f"1 node with {ranks}"
 
 

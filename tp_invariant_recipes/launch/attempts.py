@@ -10,6 +10,11 @@ from typing import Any
 from tp_invariant_recipes.training.rundir import RunDir
 
 
+def of(run_dir: RunDir) -> list[dict[str, Any]]:
+    """The attempts at a run so far; none where there is no run yet. Raises RunError."""
+    return run_dir.read_run()["attempts"] if run_dir.run.exists() else []
+
+
 def begun(start: int, last: int, job: dict[str, Any] | None) -> dict[str, Any]:
     """A new attempt, of this command, on this host; it has not ended.
 

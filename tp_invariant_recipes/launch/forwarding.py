@@ -1,13 +1,13 @@
 """What ranks write on nodes that share no files, brought to the first node as it is written: ledger, progress, logs."""
 
 import json
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch.meeting import Meeting
+from tp_invariant_recipes.ledger.record import put_aside
 from tp_invariant_recipes.training.rundir import RunDir
 
 CHUNK = 1 << 20  # bytes
@@ -78,7 +78,7 @@ class Receiver:
 
 
 def _put_aside(ledger: Path) -> None:
-    """Keep the ledger of an earlier attempt as `ledger.replaced-K.jsonl`, as a resumed run does."""
+    """Keep the ledger of an earlier attempt beside the one to come."""
     if ledger.exists():
-        names = (ledger.with_name(f"{ledger.stem}.replaced-{k}{ledger.suffix}") for k in range(1, 1_000_000))
-        os.rename(ledger, next(name for name in names if not name.exists()))
+        put_aside(ledger, ledger.read_bytes())
+        ledger.unlink()

@@ -17,10 +17,8 @@ from tp_invariant_recipes.training.rundir import RunDir
 COMPLETED, UNKNOWN = "completed", "unknown"
 
 RECENT = 24 * 3600  # seconds
-_OF_SCRIPTS = (
-    "COMPLETED",
-    "FAILED",
-)  # SLURM's words for jobs that ended by themselves: these leave a word of their own
+# SLURM's words for jobs that ended by themselves: these leave a word of their own.
+_OF_SCRIPTS = ("COMPLETED", "FAILED")
 _TAKEN = "its id is another job's now"
 _LAST_BYTES = 4096  # of progress.jsonl: more than two lines
 

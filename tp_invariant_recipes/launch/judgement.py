@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.launch import attempts
 from tp_invariant_recipes.launch.matrix import Cell, Matrix, MatrixDir
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.compare import Comparison, Verdict, compare
@@ -166,11 +167,11 @@ def _ended(where: MatrixDir, cell: Cell, ledger: Ledger | None) -> tuple[str, st
     """State and reason of a cell that did not run to its end."""
     run = where.cell(cell.name)
     at = f"at step {len(ledger.steps) if ledger else 0} of {cell.steps}"
-    attempts = run.read_run()["attempts"] if run.run.exists() else []
-    if attempts and attempts[-1].get("outcome") == STOPPED:
+    so_far = attempts.of(run)
+    if so_far and so_far[-1].get("outcome") == STOPPED:
         return STOPPED, at
-    if attempts and attempts[-1].get("outcome") == FAILED:
-        why = attempts[-1]["why"]
+    if so_far and so_far[-1].get("outcome") == FAILED:
+        why = so_far[-1]["why"]
         return FAILED, why if "\n" in why else f"{why} ({at})"
     if ledger is None:
         return NOT_RUN, "its run directory has no ledger"

@@ -118,8 +118,7 @@ def _led(meeting: Meeting, asked: Asked) -> Ended:
         with suppress(TpiError):  # where it is no run directory yet, the job's log has to do
             attempts.refused(run_dir, str(error), job)
         raise
-    before = run_dir.read_run()["attempts"] if run_dir.run.exists() else []
-    mine = [attempt for attempt in before if (attempt.get("job") or {}).get("id") == place.job]
+    mine = [attempt for attempt in attempts.of(run_dir) if (attempt.get("job") or {}).get("id") == place.job]
     run_dir.ended.unlink(missing_ok=True)
     plan.write(planned, job=job)
     try:

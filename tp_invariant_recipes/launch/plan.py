@@ -15,8 +15,7 @@ from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import preflight
-from tp_invariant_recipes.launch.attempts import begun
+from tp_invariant_recipes.launch import attempts, preflight
 from tp_invariant_recipes.ledger.lines import Header
 from tp_invariant_recipes.ledger.reader import read
 from tp_invariant_recipes.training import checkpoints
@@ -252,9 +251,9 @@ def write(plan: Plan, *, attempt: bool = True, job: dict[str, Any] | None = None
     attempt: whether this is one; a job that is only submitted is none yet. job: of SLURM, that makes it.
     """
     run_dir = plan.run_dir
-    attempts = run_dir.read_run()["attempts"] if run_dir.run.exists() else []
+    so_far = attempts.of(run_dir)
     if attempt:
-        attempts = [*attempts, begun(plan.start, plan.steps, job)]
+        so_far = [*so_far, attempts.begun(plan.start, plan.steps, job)]
     run = {
         "model": plan.composed.model,
         "overrides": list(plan.composed.overrides),
@@ -264,7 +263,7 @@ def write(plan: Plan, *, attempt: bool = True, job: dict[str, Any] | None = None
         "identity": plan.identity,
         "identity_hash": identity_hash(plan.identity),
         "notes": _notes(plan.tree),
-        "attempts": attempts,
+        "attempts": so_far,
     }
     run_dir.write(run_dir.config, plan.tree)
     run_dir.write(run_dir.environment, environment.recorded(os.environ | plan.environment))

@@ -91,7 +91,7 @@ def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: 
     _check([composed.tree], problems, dry=dry)
     where = _absolute(choose(composed.tree["run"]["dir"], f"{model}-tp{layout.of(composed.tree).tp}"))
     taken = allocation.of(composed.tree)
-    about = f"{model}: {_nodes(taken, composed.tree)}"
+    about = f"{model}: {taken}"
     log = _log(composed.tree, where, "job-%j.log")
     job = script.training(composed.tree, taken, name=f"tpi-{where.path.name}", about=about, log=log)
     of_the_run = [text for text in composed.overrides if _key(text) != "run.dir"]
@@ -139,7 +139,7 @@ def verification(
         problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
     _check(list(trees.values()), problems, dry=dry)
     taken = _largest(map(allocation.of, trees.values()))
-    about = f"{model}: an array of {len(trees)} cells, {_nodes(taken, tree)} at most"
+    about = f"{model}: an array of {len(trees)} cells, {taken} at most"
     name = f"tpi-{path.name}"
     where = found.directory
     job = script.training(tree, taken, name=name, about=about, log=_log(tree, where, "job-%A_%a.log"))
@@ -272,13 +272,7 @@ def _too_many(tree: dict[str, Any], chosen: Sequence[Partition], names: str) -> 
     taken, most = allocation.of(tree), max(partition.nodes for partition in chosen)
     if taken.nodes <= most:
         return None
-    return f"{_nodes(taken, tree)} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"
-
-
-def _nodes(taken: Allocation, tree: dict[str, Any]) -> str:
-    """2 nodes with 8 gpu ranks each; 1 node with 1 cpu rank."""
-    ranks = f"{taken.ranks} {tree['device']['kind']} rank{'s' if taken.ranks > 1 else ''}"
-    return f"{taken.nodes} nodes with {ranks} each" if taken.nodes > 1 else f"1 node with {ranks}"
+    return f"{taken} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"
 
 
 def _absolute(run_dir: RunDir) -> RunDir:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.launch import attempts
 from tp_invariant_recipes.launch.forwarding import Receiver, Sender
 from tp_invariant_recipes.launch.meeting import Meeting
 from tp_invariant_recipes.launch.plan import Plan
@@ -28,7 +29,7 @@ class Together:
         """files: what brings files from node to node; None where all nodes share them."""
         self.meeting, self.run_dir, self.files = meeting, planned.run_dir, files
         self.show: Callable[[], None] = lambda: None
-        self.attempts = self._attempts()
+        self.attempts = len(attempts.of(self.run_dir))
         self.rounds = 0
         self.looked = 0.0
         self.signs: dict[int, tuple[Any, float]] = {}  # of each other node, the last and when it was seen
@@ -53,7 +54,7 @@ class Together:
         if self.meeting.said("failing"):
             raise PeerFailed
         if place.first:
-            if self._attempts() != self.attempts:
+            if len(attempts.of(self.run_dir)) != self.attempts:
                 raise Superseded
             for number in range(1, place.count):
                 self._look_for(number)
@@ -65,6 +66,3 @@ class Together:
         if time.monotonic() - self.signs[number][1] > LOST:
             name = (self.meeting.heard(f"arrived/{number}") or {}).get("name", f"node {number}")
             raise RunError(f"{name} of {self.meeting.place.names} has given no sign of life for {LOST:.0f} s")
-
-    def _attempts(self) -> int:
-        return len(self.run_dir.read_run()["attempts"]) if self.run_dir.run.exists() else 0

@@ -18,7 +18,7 @@ from tp_invariant_recipes.ledger.lines import (
 from tp_invariant_recipes.ledger.reader import Ledger, contents, ledger_file, parse, read
 
 # All that a caller needs to record a run and read it back.
-__all__ = ["Header", "Ledger", "LedgerWriter", "StepRecord", "ledger_file", "read", "resume"]
+__all__ = ["Header", "Ledger", "LedgerWriter", "StepRecord", "ledger_file", "put_aside", "read", "resume"]
 
 _RESUMED = "resumed"  # the note of a header that says which steps ran elsewhere
 
@@ -121,7 +121,7 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
     writer.header = continued
     try:
         if after != before:
-            _put_aside(file, before)
+            put_aside(file, before)
             _replace(file, after)
         writer._open()
     except OSError as error:
@@ -144,8 +144,8 @@ def _continued(old: Header, new: Header, step: int) -> Header:
     return replace(old, notes=notes | ({_RESUMED: resumed} if resumed else {}))
 
 
-def _put_aside(file: Path, data: bytes) -> None:
-    """Keep `data` as `<stem>.replaced-K<suffix>` beside the file, K the first number that is free."""
+def put_aside(file: Path, data: bytes) -> None:
+    """Keep `data`, which was in a ledger, as `<stem>.replaced-K<suffix>` beside it, K the first number that is free."""
     for k in itertools.count(1):
         try:
             _write_durably(file.with_name(f"{file.stem}.replaced-{k}{file.suffix}"), data, "xb")
