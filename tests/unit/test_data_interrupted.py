@@ -255,6 +255,16 @@ def test_lock_lets_one_in_although_its_file_is_removed(tmp_path):
     assert not (tmp_path / "lock").exists()
 
 
+def test_a_lock_file_that_was_removed_or_replaced_is_not_the_one_held(tmp_path):
+    path = tmp_path / "lock"
+    with path.open("a") as stream:
+        assert files._is_at(stream.fileno(), path)
+        path.unlink()
+        assert not files._is_at(stream.fileno(), path)
+        path.touch()
+        assert not files._is_at(stream.fileno(), path)
+
+
 def _hold_often(folder):
     for _ in range(30):
         hold(folder / "lock", folder / "inside", folder / "log")

@@ -88,7 +88,7 @@ def locked(path: Path) -> Iterator[None]:
         with path.open("a") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
             # Its last holder may have removed the file. A lock on that keeps nobody out: start over.
-            if not path.exists() or path.stat().st_ino != os.fstat(stream.fileno()).st_ino:
+            if not _is_at(stream.fileno(), path):
                 continue
             try:
                 yield
@@ -119,6 +119,14 @@ def _indexed_dataset() -> ModuleType:
     """Megatron's module, imported on first use: it takes seconds, and what comes along is talkative."""
     with quiet():
         return import_module("megatron.core.datasets.indexed_dataset")
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is the one at this path. Others may remove or replace it between any two calls."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _sync(path: Path) -> None:
