@@ -12,7 +12,9 @@ import pytest
 PROGRAM = """
 import torch
 from tests.distributed.ranks import same_bits
-from tp_invariant_recipes.kernels import digest, grad_norm, rms_norm, token_sum, tree_add
+from tp_invariant_recipes.kernels import (
+    digest, grad_norm, grouped_product, rms_norm, row_sum, token_sum, tree_add, weighted_activation,
+)
 
 torch.manual_seed(0)
 
@@ -74,6 +76,52 @@ def digest_lanes_are_those_of_numpy():
         if dtype in digest.WITH_MAGNITUDE:
             assert most == grad_norm.largest([piece.values.view(dtype) for piece in pieces])
 
+def experts_products_are_right_whoever_lies_beside():
+    sizes, n, k = (70, 0, 1, 130), 72, 80
+    memory = torch.randn(2 * len(sizes), n, k)
+    weights = [memory[i] for i in (5, 0, 3, 6)]
+    x, dy = torch.randn(sum(sizes), k), torch.randn(sum(sizes), n)
+
+    def all_of(x, dy, weights, sizes):
+        groups = grouped_product.Groups(sizes, x.device)
+        y, dx = torch.full((len(x), n), 7.0), torch.full_like(x, 7.0)
+        grouped_product.grouped_product(x, weights, y, groups, transposed=True)
+        grouped_product.grouped_product(dy, weights, dx, groups, transposed=False)
+        outs = [torch.ones(n, k) for _ in sizes]
+        grouped_product.grouped_weight_gradient(dy, x, outs, groups)
+        return y, dx, outs
+
+    y, dx, outs = all_of(x, dy, weights, sizes)
+    at = 0
+    for size, weight, out in zip(sizes, weights, outs):
+        rows = slice(at, at + size)
+        torch.testing.assert_close(y[rows], x[rows] @ weight.t(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(dx[rows], dy[rows] @ weight, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out, 1 + dy[rows].t() @ x[rows], rtol=1e-4, atol=1e-4)
+        alone = all_of(x[rows].contiguous(), dy[rows].contiguous(), [weight.clone()], (size,))
+        assert same_bits(alone[0], y[rows]) and same_bits(alone[1], dx[rows]) and same_bits(alone[2][0], out)
+        at += size
+
+def row_sums_have_the_bits_of_their_twin():
+    for features in (40, 1500):
+        rows, at = torch.randn(9, features), torch.randint(-1, 9, (13, 3))
+        twin = row_sum._row_sum_torch(rows, at, torch.empty(13, features))
+        assert same_bits(row_sum._row_sum_triton(rows, at, torch.empty(13, features)), twin)
+
+def activations_are_right_row_by_row():
+    for kind, width in (("swiglu", 400), ("squared_relu", 200)):
+        x, p, dy = torch.randn(11, width), torch.rand(11), torch.randn(11, 200)
+        y, twin = weighted_activation._forward_triton(x, p, kind), weighted_activation._forward_torch(x, p, kind)
+        torch.testing.assert_close(y, twin)
+        both = weighted_activation._backward_triton(dy, x, p, kind), weighted_activation._backward_torch(dy, x, p, kind)
+        for mine, other in zip(*both):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+        for row in range(11):
+            one = slice(row, row + 1)
+            assert same_bits(weighted_activation._forward_triton(x[one], p[one], kind), y[one])
+            alone = weighted_activation._backward_triton(dy[one], x[one], p[one], kind)
+            assert all(same_bits(a, b[one]) for a, b in zip(alone, both[0]))
+
 NAME()
 """
 
@@ -85,6 +133,9 @@ NAME()
         "norms_are_right_and_slices_of_each_other",
         "token_sums_are_right_and_slices_of_each_other",
         "digest_lanes_are_those_of_numpy",
+        "experts_products_are_right_whoever_lies_beside",
+        "row_sums_have_the_bits_of_their_twin",
+        "activations_are_right_row_by_row",
     ),
 )
 def test_kernel(name):

@@ -1,0 +1,131 @@
+"""The experts' kernels on one GPU: right, and no bit of a row or an expert depends on what lies beside it."""
+
+import pytest
+import torch
+
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product, grouped_weight_gradient
+from tp_invariant_recipes.kernels.row_sum import _row_sum_torch, row_sum
+from tp_invariant_recipes.kernels.weighted_activation import (
+    KINDS,
+    _backward_torch,
+    _forward_torch,
+    weighted_activation,
+    weighted_activation_backward,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+DTYPES = (torch.float32, torch.bfloat16)
+# Tokens of each expert, n, k: Qwen3-30B-A3B's and Nemotron-3-Nano's, both products of each, and a small ragged one.
+CASES = (
+    ((512, 0, 700, 1, 129, 128, 60), 1536, 2048),
+    ((512, 0, 700, 1, 129, 128, 60), 2048, 768),
+    ((300, 1000), 1856, 2688),
+    ((300, 1000), 2688, 1856),
+    ((3, 0, 70), 40, 24),
+)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def _all(x, dy, weights, sizes):
+    """Output, input gradient and weight gradients of experts."""
+    groups = Groups(sizes, x.device)
+    y, dx = torch.empty(len(x), weights[0].shape[0], dtype=x.dtype, device="cuda"), torch.empty_like(x)
+    grouped_product(x, weights, y, groups, transposed=True)
+    grouped_product(dy, weights, dx, groups, transposed=False)
+    outs = [torch.ones(weight.shape, device="cuda") for weight in weights]
+    grouped_weight_gradient(dy, x, outs, groups)
+    return y, dx, outs
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_experts_products(case, dtype):
+    sizes, n, k = case
+    x, dy = torch.randn(sum(sizes), k, device="cuda").to(dtype), torch.randn(sum(sizes), n, device="cuda").to(dtype)
+    weights = [torch.randn(n, k, device="cuda").to(dtype) for _ in sizes]
+    y, dx, outs = _all(x, dy, weights, sizes)
+    at = 0
+    for size, weight, out in zip(sizes, weights, outs, strict=True):
+        rows = slice(at, at + size)
+        at += size
+        expected = (x[rows].double() @ weight.double().t(), dy[rows].double() @ weight.double())
+        for found, right in zip((y[rows], dx[rows]), expected, strict=True):
+            assert (found - right).norm() <= (1e-4 if dtype == torch.float32 else 5e-3) * right.norm()
+        right = 1 + dy[rows].double().t() @ x[rows].double()
+        assert (out - right).norm() < 1e-4 * right.norm()
+        alone = _all(x[rows].clone(), dy[rows].clone(), [weight.clone()], (size,))
+        assert same_bits(alone[0], y[rows])
+        assert same_bits(alone[1], dx[rows])
+        assert same_bits(alone[2][0], out)
+
+
+def test_a_library_product_does_depend_on_its_rows():
+    """Why this is needed: cuBLAS chooses by the number of rows."""
+    differs = False
+    for n, k in ((1536, 2048), (2048, 768), (256, 8192), (4096, 12288)):
+        x, weight = torch.randn(2048, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
+        whole = x @ weight.t()
+        differs |= not all(same_bits(x[:rows] @ weight.t(), whole[:rows]) for rows in (1, 8, 60, 129, 512))
+    assert differs
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_row_sums_have_the_bits_of_the_cpu(dtype):
+    rows, at = torch.randn(500, 2048).to(dtype), torch.randint(-1, 500, (300, 8))
+    expected = _row_sum_torch(rows, at, rows.new_empty(300, 2048))
+    assert same_bits(row_sum(rows.cuda(), at.cuda()).cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weights", DTYPES, ids=str)
+@pytest.mark.parametrize("features", (768, 1856, 64))
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations(kind, features, weights, dtype):
+    width = features * (2 if kind == "swiglu" else 1)
+    x, dy = torch.randn(700, width, device="cuda").to(dtype), torch.randn(700, features, device="cuda").to(dtype)
+    p = torch.rand(700, device="cuda").to(weights)
+    y, (dx, dp) = weighted_activation(x, p, kind), weighted_activation_backward(dy, x, p, kind)
+    twins = (_forward_torch(x.cpu(), p.cpu(), kind), *_backward_torch(dy.cpu(), x.cpu(), p.cpu(), kind))
+    for found, right in zip((y, dx, dp), twins, strict=True):
+        error = 1e-5 if found.dtype == torch.float32 else 5e-3
+        assert (found.cpu().double() - right.double()).norm() < error * right.double().norm()
+    for some in (slice(5, 6), slice(100, 433)):
+        alone = weighted_activation_backward(dy[some].clone(), x[some].clone(), p[some].clone(), kind)
+        assert same_bits(weighted_activation(x[some].clone(), p[some].clone(), kind), y[some])
+        assert same_bits(alone[0], dx[some])
+        assert same_bits(alone[1], dp[some])
+
+
+@pytest.mark.parametrize("experts, topk", ((8, 2), (128, 8), (128, 6)))
+@pytest.mark.parametrize("score", ("softmax", "sigmoid"))
+def test_megatrons_routing_is_row_by_row(score, experts, topk):
+    """What the invariant router leaves to Megatron and torch, forward and backward."""
+    from megatron.core.transformer.moe.moe_utils import (
+        compute_routing_scores_for_aux_loss,
+        topk_routing_with_score_function,
+    )
+
+    torch.use_deterministic_algorithms(True)
+    logits, seen = torch.randn(4096, experts, device="cuda"), torch.randn(4096, experts, device="cuda")
+
+    def routed(rows):
+        x = logits[rows].clone().requires_grad_()
+        probs, chosen = topk_routing_with_score_function(x, topk, score_function=score, scaling_factor=2.5)
+        chosen_too, scores = compute_routing_scores_for_aux_loss(x, topk, score)
+        ((probs + scores) * seen[rows]).sum().backward()
+        return probs.detach(), chosen, scores.detach(), chosen_too, x.grad
+
+    try:
+        whole = routed(slice(None))
+        for rows in (slice(0, 1024), slice(1024, 1536), slice(4000, 4096)):
+            assert all(torch.equal(part, all_of[rows]) for part, all_of in zip(routed(rows), whole, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,79 @@
+"""Tokens to experts and back on one rank: what arrives, what is added up, and the gradients."""
+
+import pytest
+import torch
+
+from tests.distributed.ranks import same_bits
+
+
+@pytest.fixture
+def dispatch(bridge):
+    from tp_invariant_recipes.numerics import dispatch
+
+    return dispatch
+
+
+TOKENS, EXPERTS, TOPK, WIDTH = 11, 4, 2, 3
+
+
+def _map(drop: bool):
+    torch.manual_seed(1)
+    chosen = torch.rand(TOKENS, EXPERTS).topk(TOPK).indices
+    routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter(1, chosen, True)
+    if drop:
+        routing_map &= torch.rand(TOKENS, EXPERTS) < 0.6
+        routing_map[:, 2] = False  # an expert that gets nothing
+        routing_map[4] = False  # a token that goes nowhere
+    return routing_map
+
+
+def _owners(**changes):
+    from tp_invariant_recipes.numerics.owners import Owners
+
+    return Owners(**({"experts": EXPERTS, "size": 1, "ep": 1} | changes))
+
+
+@pytest.mark.parametrize("drop", (False, True), ids=("dropless", "dropped"))
+class TestOneRank:
+    def test_slots_lie_by_expert_then_token(self, dispatch, drop):
+        routing_map = _map(drop)
+        plan = dispatch.route(routing_map, TOPK, _owners())
+        x, probs = torch.arange(TOKENS * WIDTH).float().view(TOKENS, WIDTH), torch.rand(TOKENS, EXPERTS)
+        rows, weights = dispatch.to_slots(x, probs, plan)
+        expert, token = routing_map.t().nonzero().unbind(1)
+        assert same_bits(rows, x[token])
+        assert same_bits(weights, probs[token, expert])
+        assert plan.batches.sizes == tuple(routing_map.sum(0).tolist())
+
+    def test_copies_are_added_by_expert(self, dispatch, drop):
+        routing_map = _map(drop)
+        plan = dispatch.route(routing_map, TOPK, _owners())
+        rows = torch.randn(int(routing_map.sum()), WIDTH)
+        expected = torch.zeros(TOKENS, WIDTH)
+        for (_, token), row in zip(routing_map.t().nonzero().tolist(), rows, strict=True):  # experts in order
+            expected[token] += row
+        assert same_bits(dispatch.from_slots(rows, plan), expected)
+
+    def test_gradients(self, dispatch, drop):
+        routing_map = _map(drop)
+        plan = dispatch.route(routing_map, TOPK, _owners())
+        x = torch.randn(TOKENS, WIDTH, dtype=torch.float64).float().requires_grad_()
+        probs = torch.rand(TOKENS, EXPERTS).requires_grad_()
+        rows, weights = dispatch.to_slots(x, probs, plan)
+        dispatch.from_slots(rows * weights.unsqueeze(1), plan).square().sum().backward()
+        found = x.grad.clone(), probs.grad.clone()
+        x.grad = probs.grad = None
+        (x * (probs * routing_map).sum(1, keepdim=True)).square().sum().backward()
+        for mine, right in zip(found, (x.grad, probs.grad), strict=True):
+            torch.testing.assert_close(mine, right)
+        assert not found[1][~routing_map].any()
+
+
+def test_batches_of_two_sources(dispatch):
+    batches = dispatch.Batches((3, 1, 0, 2), first=4, sources=2)
+    assert [(batches.expert(b), batches.source(b)) for b in range(4)] == [(4, 0), (4, 1), (5, 0), (5, 1)]
+
+
+def test_rows_from_ranks_are_sorted_by_expert(dispatch):
+    counts = torch.tensor([[2, 0, 1], [1, 2, 0]])  # from two ranks, of three experts
+    assert dispatch._by_expert(counts, 6).tolist() == [0, 1, 3, 4, 5, 2]

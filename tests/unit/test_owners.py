@@ -1,0 +1,43 @@
+"""Every expert has one rank that computes it, which holds its weights."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics.owners import Owners
+
+DEGREES = st.sampled_from((1, 2, 4, 8))
+
+
+class Group:
+    def __init__(self, size, rank=0):
+        self.size, self.rank = lambda: size, lambda: rank
+
+
+def _ranks(tp, ep, experts):
+    """The Owners of all ranks that share tokens, as Megatron numbers them."""
+    size = max(tp, ep)
+    return [Owners.of(experts, Group(tp, rank % tp), Group(ep, rank % ep)) for rank in range(size)]
+
+
+@given(tp=DEGREES, ep=DEGREES, each=st.integers(1, 3))
+def test_experts_are_divided(tp, ep, each):
+    experts = max(tp, ep) * each
+    ranks = _ranks(tp, ep, experts)
+    assert sorted(ranks[0].order()) == list(range(experts))
+    for number, owners in enumerate(ranks):
+        assert owners.rank == number
+        assert owners.sources == max(1, ep // tp)
+        first = owners.first(number)
+        assert owners.order()[number * owners.each :][: owners.each] == list(range(first, first + owners.each))
+        held = range(number % ep * (experts // ep), (number % ep + 1) * (experts // ep))
+        assert first in held
+        assert first + owners.each - 1 in held
+        assert owners.first_local == first - held[0]
+
+
+@pytest.mark.parametrize("tp, ep, experts", ((2, 3, 12), (4, 4, 6), (3, 2, 12), (2, 4, 2)))
+def test_what_does_not_divide_is_refused(tp, ep, experts):
+    with pytest.raises(ConfigError, match=f"tp={tp} and ep={ep}: one must divide the other, both {experts} experts"):
+        Owners.of(experts, Group(tp), Group(ep))

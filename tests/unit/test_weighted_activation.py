@@ -1,0 +1,43 @@
+"""The CPU's form of the experts' activation: right, and row by row."""
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.kernels.weighted_activation import KINDS, weighted_activation, weighted_activation_backward
+
+
+def _reference(x, p, kind):
+    if kind == "swiglu":
+        gate, up = x.chunk(2, -1)
+        return silu(gate) * up * p.unsqueeze(1)
+    return x.relu() ** 2 * p.unsqueeze(1)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+class TestWeightedActivation:
+    def test_it_and_its_gradients_are_those_of_autograd(self, kind, dtype):
+        torch.manual_seed(0)
+        x, p, dy = torch.randn(9, 64).to(dtype), torch.rand(9), torch.randn(9, 32 if kind == "swiglu" else 64)
+        wide, weight = x.double().requires_grad_(), p.double().requires_grad_()
+        expected = _reference(wide, weight, kind)
+        expected.backward(dy.to(dtype).double())
+        error = 1e-6 if dtype == torch.float32 else 1e-2
+        y = weighted_activation(x, p, kind)
+        dx, dp = weighted_activation_backward(dy.to(dtype), x, p, kind)
+        assert y.dtype == dx.dtype == dtype
+        assert dp.dtype == torch.float32
+        for found, right in ((y, expected), (dx, wide.grad), (dp, weight.grad)):
+            assert (found.double() - right).norm() < error * right.norm()
+
+    def test_a_row_does_not_know_its_neighbours(self, kind, dtype):
+        torch.manual_seed(0)
+        x, p, dy = torch.randn(9, 64).to(dtype), torch.rand(9), torch.randn(9, 32 if kind == "swiglu" else 64).to(dtype)
+        y, (dx, dp) = weighted_activation(x, p, kind), weighted_activation_backward(dy, x, p, kind)
+        some = slice(3, 8)
+        assert same_bits(weighted_activation(x[some], p[some], kind), y[some])
+        dx_alone, dp_alone = weighted_activation_backward(dy[some], x[some], p[some], kind)
+        assert same_bits(dx_alone, dx[some])
+        assert same_bits(dp_alone, dp[some])

@@ -1,0 +1,158 @@
+"""Products of the rows of many experts, each with its expert's weight, in one launch.
+
+As in kernels/fixed_tile_product.py one program makes one tile, always with the same instructions over k in order, so
+the bits of a row of `out` depend on that row of the operand and on its expert's weight; those of a weight gradient on
+the expert's own rows, from its first on. Neither the number of experts nor of rows, nor an expert's place, decides.
+
+The weights of a layer are tensors of their own, wherever they lie: the kernels get the first and how far the others
+are from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.launch import Kernel
+
+# Of the operands' dtype: tile of the output, step of the sum, warps. Part of the bits' definition.
+TILES = {torch.bfloat16: (128, 128, 64, 8), torch.float32: (64, 64, 32, 4)}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows that belong together, group after group. sizes: of each; ends: the same as a tensor, summed up."""
+
+    sizes: tuple[int, ...]
+    device: torch.device
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[groups] int64: one past the last row of each."""
+        return torch.tensor(self.sizes, device=self.device).cumsum(0)
+
+    def tiles(self, height: int) -> tuple[Tensor, Tensor]:
+        """The group and the first row of every tile of `height` rows, int64; no tile holds rows of two groups."""
+        if height not in self._tiles:
+            counts = [-(-size // height) for size in self.sizes]
+            total = sum(counts)
+            every = torch.tensor(counts, device=self.device)
+            group = torch.repeat_interleave(every, output_size=total)
+            first = (every.cumsum(0) - every)[group]
+            starts = self.ends - torch.tensor(self.sizes, device=self.device)
+            self._tiles[height] = group, starts[group] + (torch.arange(total, device=self.device) - first) * height
+        return self._tiles[height]
+
+    @cached_property
+    def _tiles(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+
+def grouped_product(x: Tensor, weights: Sequence[Tensor], out: Tensor, groups: Groups, *, transposed: bool) -> None:
+    """out[rows of g] = x[rows of g] @ weights[g], or its transpose; summed in fp32 over k in order, rounded once.
+
+    x:       [rows, k] contiguous, on a GPU; out: [rows, n] of x's dtype.
+    weights: of each group, contiguous, of x's dtype: [k, n], or [n, k] if `transposed`.
+    """
+    tile_m, tile_n, tile_k, warps = TILES[x.dtype]
+    group, first = groups.tiles(tile_m)
+    k, n = x.shape[1], out.shape[1]
+    strides = (1, k) if transposed else (n, 1)
+    across = triton.cdiv(n, tile_n)
+    if len(group):
+        tensors = (x, weights[0], out, _offsets(weights), group, first, groups.ends)
+        constants = (n, k, *strides, _aligned(weights), tile_m, tile_n, tile_k)
+        PRODUCT.launch((len(group) * across, 1), tensors, (), constants, warps)
+
+
+def grouped_weight_gradient(dy: Tensor, x: Tensor, outs: Sequence[Tensor], groups: Groups) -> None:
+    """outs[g] += dy[rows of g]^T @ x[rows of g]; the sum over the rows is fp32, in order, then added.
+
+    dy:   [rows, n] contiguous, on a GPU; x: [rows, k] of dy's dtype.
+    outs: of each group [n, k] fp32, contiguous.
+    """
+    tile_n, tile_k, step, warps = TILES[x.dtype]
+    n, k = dy.shape[1], x.shape[1]
+    grid = (triton.cdiv(n, tile_n) * triton.cdiv(k, tile_k), len(outs))
+    constants = (n, k, _aligned(outs), tile_n, tile_k, step)
+    WEIGHT_GRADIENT.launch(grid, (dy, x, outs[0], _offsets(outs), groups.ends), (), constants, warps)
+
+
+_known: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
+
+
+def _offsets(tensors: Sequence[Tensor]) -> Tensor:
+    """[groups] int64: how many elements each begins after the first. They seldom move, so they are kept."""
+    first, size = tensors[0].data_ptr(), tensors[0].element_size()
+    key = tensors[0].device, tuple((tensor.data_ptr() - first) // size for tensor in tensors)
+    if key not in _known:
+        _known[key] = torch.tensor(key[1], device=key[0])
+    return _known[key]
+
+
+def _aligned(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+@triton.jit
+def _product(
+    x, weights, out, offsets, group, first, ends,
+    N: tl.constexpr, K: tl.constexpr, W_ROW: tl.constexpr, W_COLUMN: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    across: tl.constexpr = (N + TILE_N - 1) // TILE_N
+    tile = tl.program_id(0) // across
+    g = tl.load(group + tile)
+    offset = tl.load(offsets + g)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 4)
+    row = tl.load(first + tile) + tl.arange(0, TILE_M).to(tl.int64)[:, None]
+    inside = row < tl.load(ends + g)
+    column = (tl.program_id(0) % across * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)[None, :]
+    i = tl.arange(0, TILE_K).to(tl.int64)
+    x_at = x + row * K + i[None, :]
+    w_at = weights + offset + i[:, None] * W_ROW + column * W_COLUMN
+    total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for done in range(0, K, TILE_K):
+        left = i < K - done
+        a = tl.load(x_at, mask=inside & left[None, :], other=0.0)
+        b = tl.load(w_at, mask=left[:, None] & (column < N), other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+        x_at += TILE_K
+        w_at += TILE_K * W_ROW
+    tl.store(out + row * N + column, total.to(out.dtype.element_ty), mask=inside & (column < N))
+
+
+@triton.jit
+def _weight_gradient(
+    dy, x, outs, offsets, ends,
+    N: tl.constexpr, K: tl.constexpr, ALIGNED: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    across: tl.constexpr = (K + TILE_K - 1) // TILE_K
+    g = tl.program_id(1)
+    end = tl.load(ends + g)
+    begin = tl.where(g > 0, tl.load(ends + tl.maximum(g, 1) - 1), 0)
+    offset = tl.load(offsets + g)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 4)
+    row = (tl.program_id(0) // across * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
+    column = (tl.program_id(0) % across * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
+    i = tl.arange(0, STEP).to(tl.int64)
+    total = tl.zeros((TILE_N, TILE_K), dtype=tl.float32)
+    for token in range(begin, end, STEP):
+        at = token + i
+        a = tl.load(dy + at[None, :] * N + row[:, None], mask=(at < end)[None, :] & (row < N)[:, None], other=0.0)
+        b = tl.load(x + at[:, None] * K + column[None, :], mask=(at < end)[:, None] & (column < K)[None, :], other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    inside = (row < N)[:, None] & (column < K)[None, :]
+    at_out = outs + offset + row[:, None] * K + column[None, :]
+    tl.store(at_out, total + tl.load(at_out, mask=inside), mask=inside)
+
+
+PRODUCT = Kernel(_product)
+WEIGHT_GRADIENT = Kernel(_weight_gradient)

@@ -1,0 +1,113 @@
+"""An expert's activation times the router's probability, row by row; a row's bits depend on that row alone.
+
+    swiglu:        y = silu(gate) · up · p        x is [gate | up]
+    squared_relu:  y = relu(x)² · p
+
+The gradient of p is a sum over a row's features, which a library may split by how many rows there are. Here one program
+has one row. All is computed in fp32 and rounded once; CPU and GPU agree to rounding, each with itself to the last bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.folding_sum import folding_sum
+from tp_invariant_recipes.kernels.launch import Kernel
+
+KINDS = ("swiglu", "squared_relu")
+
+
+def weighted_activation(x: Tensor, p: Tensor, kind: str) -> Tensor:
+    """[rows, 2f] for swiglu, [rows, f] for squared_relu, contiguous, and p [rows] → [rows, f] of x's dtype."""
+    return _forward_triton(x, p, kind) if x.is_cuda else _forward_torch(x, p, kind)
+
+
+def weighted_activation_backward(dy: Tensor, x: Tensor, p: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """The gradients of x and p, of their shapes and dtypes. dy: [rows, f] contiguous."""
+    return _backward_triton(dy, x, p, kind) if x.is_cuda else _backward_torch(dy, x, p, kind)
+
+
+def _forward_torch(x: Tensor, p: Tensor, kind: str) -> Tensor:
+    return (_parts(x.float(), kind)[0] * p.float().unsqueeze(1)).to(x.dtype)
+
+
+def _forward_triton(x: Tensor, p: Tensor, kind: str) -> Tensor:
+    y = x.new_empty(x.shape[0], x.shape[1] // (2 if kind == "swiglu" else 1))
+    if y.numel():
+        FORWARD.launch((x.shape[0], 1), (x, p.contiguous(), y), (), _constants(y.shape[1], kind))
+    return y
+
+
+def _backward_torch(dy: Tensor, x: Tensor, p: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    act, *slopes = _parts(x.float(), kind)
+    wide = dy.float()
+    dp = folding_sum(wide * act, -1).to(p.dtype)
+    weighted = wide * p.float().unsqueeze(1)
+    return torch.cat([weighted * slope for slope in slopes], -1).to(x.dtype), dp
+
+
+def _backward_triton(dy: Tensor, x: Tensor, p: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    dx, dp = torch.empty_like(x), torch.empty_like(p, memory_format=torch.contiguous_format)
+    if dy.numel():
+        tensors = (dy, x, p.contiguous(), dx, dp)
+        BACKWARD.launch((x.shape[0], 1), tensors, (), _constants(dy.shape[1], kind))
+    return dx, dp
+
+
+def _parts(x: Tensor, kind: str) -> tuple[Tensor, ...]:
+    """The activation, and its derivative by each half of x, or by x."""
+    if kind == "squared_relu":
+        positive = x.relu()
+        return positive * positive, positive * 2.0
+    gate, up = x.chunk(2, -1)
+    chance = 1.0 / (1.0 + torch.exp(-gate))
+    silu = gate * chance
+    return silu * up, (chance + silu * (1.0 - chance)) * up, silu
+
+
+def _constants(features: int, kind: str) -> tuple[int, int, bool]:
+    return features, max(128, triton.next_power_of_2(features)), kind == "swiglu"
+
+
+@triton.jit
+def _forward(x, p, y, F: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < F
+    weight = tl.load(p + row).to(tl.float32)
+    if GATED:
+        gate = tl.load(x + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
+        act = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        positive = tl.maximum(tl.load(x + row * F + column, mask=inside, other=0.0).to(tl.float32), 0.0)
+        act = positive * positive
+    tl.store(y + row * F + column, (act * weight).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(dy, x, p, dx, dp, F: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < F
+    weight = tl.load(p + row).to(tl.float32)
+    grad = tl.load(dy + row * F + column, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        gate = tl.load(x + row * 2 * F + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x + row * 2 * F + F + column, mask=inside, other=0.0).to(tl.float32)
+        chance = 1.0 / (1.0 + tl.exp(-gate))
+        silu = gate * chance
+        act = silu * up
+        dgate = grad * weight * ((chance + silu * (1.0 - chance)) * up)
+        tl.store(dx + row * 2 * F + column, dgate.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + row * 2 * F + F + column, (grad * weight * silu).to(dx.dtype.element_ty), mask=inside)
+    else:
+        positive = tl.maximum(tl.load(x + row * F + column, mask=inside, other=0.0).to(tl.float32), 0.0)
+        act = positive * positive
+        tl.store(dx + row * F + column, (grad * weight * positive * 2.0).to(dx.dtype.element_ty), mask=inside)
+    tl.store(dp + row, tl.sum(grad * act, 0).to(dp.dtype.element_ty))
+
+
+FORWARD = Kernel(_forward)
+BACKWARD = Kernel(_backward)

@@ -1,0 +1,30 @@
+"""Megatron's mixture-of-experts layer with its dispatcher replaced; router and experts come by the specification."""
+
+from typing import Any
+
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from torch import Tensor
+
+from tp_invariant_recipes.numerics.dispatch import Batches, InvariantTokenDispatcher
+from tp_invariant_recipes.numerics.experts import activation_kind, expert_mlp
+
+
+class InvariantMoELayer(MoELayer):
+    """Router, dispatch, experts, combination, shared experts."""
+
+    def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+        pg_collection = get_default_pg_collection() if pg_collection is None else pg_collection
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        self.token_dispatcher = InvariantTokenDispatcher(self.config, pg_collection)
+
+
+class InvariantSequentialMLP(SequentialMLP):
+    """Experts that are modules of their own, as Megatron has them without Transformer Engine."""
+
+    def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
+        """[r, h] → the same, and no bias."""
+        fc1 = [expert.linear_fc1.weight for expert in self.local_experts]
+        fc2 = [expert.linear_fc2.weight for expert in self.local_experts]
+        return expert_mlp(rows, probs, batches, fc1, fc2, activation_kind(self.config)), None

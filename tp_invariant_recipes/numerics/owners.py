@@ -1,0 +1,55 @@
+"""Which rank computes which expert. In each layout all of an expert's tokens come together on one rank."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tp_invariant_recipes.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The ranks that share tokens, in the order of the tokens, and the experts that each computes.
+
+    Ranks of one tensor-parallel group hold slices of the same sequences. With ep < tp several of them hold an expert's
+    weights; only one, its owner, computes with them, so that it sees the expert's tokens of the whole micro-batch. The
+    others have zeros for its weight gradient, so Megatron's sum over expert-data-parallel ranks leaves it as it is.
+    With ep > tp an owner also gets tokens of other data-parallel ranks, and keeps these sources apart.
+
+    experts: E, of the layer. size: ranks that share tokens, max(tp, ep). ep: ranks that the weights are divided among.
+    rank:    this rank's place in `group`, which is None when size is 1.
+    sources: data-parallel ranks whose tokens an owner gets.
+    """
+
+    experts: int
+    size: int
+    ep: int
+    rank: int = 0
+    sources: int = 1
+    group: Any = None
+
+    @classmethod
+    def of(cls, experts: int, tp: Any, ep: Any) -> "Owners":
+        """From Megatron's process groups: tensor-parallel, and expert-parallel with expert tensor parallelism of 1."""
+        size = max(tp.size(), ep.size())
+        if size % tp.size() or size % ep.size() or experts % size:
+            raise ConfigError(f"tp={tp.size()} and ep={ep.size()}: one must divide the other, both {experts} experts")
+        group = tp if tp.size() >= ep.size() else ep
+        return cls(experts, size, ep.size(), group.rank(), size // tp.size(), group if size > 1 else None)
+
+    @property
+    def each(self) -> int:
+        """Experts that one rank computes."""
+        return self.experts // self.size
+
+    def first(self, rank: int) -> int:
+        """The first of the consecutive experts that `rank` computes."""
+        return rank % self.ep * (self.experts // self.ep) + rank // self.ep * self.each
+
+    @property
+    def first_local(self) -> int:
+        """The first that this rank computes, among those whose weights it holds."""
+        return self.rank // self.ep * self.each
+
+    def order(self) -> list[int]:
+        """All experts, by the rank that computes them."""
+        return [self.first(rank) + n for rank in range(self.size) for n in range(self.each)]

@@ -1,0 +1,123 @@
+"""Megatron's top-k router with invariant sums over tokens: the weight gradient and the load-balancing loss.
+
+Everything else is row by row. Expert capacity is that of a virtual shard's tokens, as Megatron has it on V ranks.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.numerics.layers import OnMesh
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.partial_gradient import deliver
+from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics.tree import tree_all_reduce
+
+DTYPES = {None: None, "fp32": torch.float32}
+
+
+class InvariantTopKRouter(OnMesh, TopKRouter):
+    """Which experts a token goes to."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        self.capacity = config.moe_expert_capacity_factor, config.moe_token_drop_policy
+        # Megatron's would count a rank's tokens; ours is applied in `routing`.
+        config = copy.copy(config)
+        config.moe_expert_capacity_factor = None
+        super().__init__(config, *args, **kwargs)
+
+    def gating(self, input: Tensor) -> Tensor:
+        """[s/t, b, h] → logits [s/t, b, E]."""
+        dtype = DTYPES[self.config.moe_router_dtype] or input.dtype
+        return _Gating.apply(input, self.weight, self.mesh, dtype)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[s/t, b, E] → probabilities and routing map, [n, E]."""
+        if padding_mask is not None:
+            raise NotImplementedError("a padding mask has no invariant version")
+        probs, routing_map = super().routing(logits)
+        factor, policy = self.capacity
+        if factor is not None:
+            parts = zip(probs.chunk(self.mesh.local), routing_map.chunk(self.mesh.local), strict=True)
+            kept = [moe_utils.apply_router_token_dropping(*part, self.topk, factor, policy) for part in parts]
+            probs, routing_map = (torch.cat(some) for some in zip(*kept, strict=True))
+        super()._apply_expert_bias(routing_map)
+        return probs, routing_map
+
+    def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
+        """Not yet: `routing` counts what is left after dropping."""
+
+    def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False):
+        return self._balanced(probs, scores, routing_map, 1, "aux_loss", "load_balancing_loss")
+
+    def _apply_seq_aux_loss(
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, seq_length: int, bsz: int, with_padding_mask=False
+    ):
+        scores, routing_map = scores.reshape(seq_length, -1), routing_map.reshape(seq_length, -1)
+        return self._balanced(probs, scores, routing_map, bsz, "seq_aux_loss", "seq_load_balancing_loss")
+
+    def _balanced(self, probs: Tensor, scores: Tensor, routing_map: Tensor, sequences: int, kind: str, name: str):
+        """Attach the loss of Switch Transformer (arXiv 2101.03961), for each sequence on its own or for all as one.
+
+        scores, routing_map: [s/t, b · E] or [n, E].
+        """
+        coefficient = self.get_aux_loss_coeff(kind)
+        if coefficient == 0:
+            return probs
+        counts, here, tokens = moe_utils.get_tokens_per_expert_and_token_count(routing_map, self.tp_cp_group)
+        factor = self.num_experts * coefficient / (self.topk * tokens * tokens)
+        loss = _LoadBalance.apply(scores, counts, factor, self.mesh) / sequences
+        return self.attach_and_log_load_balancing_loss(
+            probs, coefficient, loss, name, self.tp_cp_group, valid_token_count=here * sequences
+        )
+
+
+class _Gating(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.mesh = mesh
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        logits = rows.new_empty(len(rows), len(weight))
+        product(rows, weight.to(dtype).t(), logits, rows=mesh.local)
+        return logits.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        mesh, grad = ctx.mesh, gradients[0].reshape(-1, len(weight))
+        rows = x.reshape(-1, x.shape[-1]).to(grad.dtype)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.empty_like(rows)
+            dx = product(grad, weight.to(grad.dtype), dx, rows=mesh.local).to(x.dtype).view(x.shape)
+        if ctx.needs_input_grad[1]:
+            leaves = torch.empty(mesh.local, 1, *weight.shape, dtype=torch.float32, device=x.device)
+            for leaf, some, theirs in zip(leaves, grad.chunk(mesh.local), rows.chunk(mesh.local), strict=True):
+                product(some.t(), theirs, leaf[0])
+            dw = deliver(weight, leaves.view(mesh.local, 1, -1), mesh, everywhere=False)
+        return dx, dw, None, None
+
+
+class _LoadBalance(torch.autograd.Function):
+    """The loss' value is that of the whole micro-batch on the first rank and 0 on others: Megatron logs their sum."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, counts: Tensor, factor: float, mesh: VirtualMesh) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.shape, ctx.factor = scores.shape, factor
+        leaves = token_sum(scores, mesh.local).contiguous()
+        sums = tree_add(leaves, leaves.new_empty(mesh.local, scores.shape[1]), mesh.local)
+        total = tree_all_reduce(sums, mesh, torch.float32)
+        return (total * counts).sum() * (0.0 if mesh.rank else factor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (counts,) = ctx.saved_tensors
+        return (gradients[0] * ctx.factor * counts).expand(ctx.shape), None, None, None
