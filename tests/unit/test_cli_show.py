@@ -12,6 +12,7 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
 from tp_invariant_recipes.launch import diagnosis
 from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.patches.patch import Patch, Verdict
 from tp_invariant_recipes.replacement import Replacement
 
 H200 = Gpu("NVIDIA H200", (9, 0), 139 * 2**30)
@@ -70,9 +71,23 @@ def test_models_as_json(cli):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Make this machine one with these GPUs and versions; with one patch that applies and one that does not."""
-    here = Replacement("os.path:join", str, "joins")
-    patches = tuple(registry.Patch(f"of-{needed}", here, lambda needed=needed: needed) for needed in (True, False))
+    """Make this machine one with these GPUs and versions; with a patch of every kind."""
+
+    class Need:
+        versions = "<2"
+
+        def __init__(self, state):
+            self.state = state
+
+        def verdict(self, package):
+            return Verdict(self.state, f"{package} 1.9")
+
+    here = (Replacement("os.path:join", str, "joins"),)
+    link = "https://github.com/NVIDIA/TransformerEngine/issues/3051"
+    patches = tuple(
+        Patch(state.replace(" ", "-"), "package", Need(state), here, "joins", link)
+        for state in ("applies", "not needed", "refused")
+    )
 
     def make(found=(), versions=None):
         proven = {r.distribution: r.proven for r in diagnosis.REQUIREMENTS}
@@ -93,18 +108,31 @@ def test_doctor_as_json(cli, machine):
     assert (ended.status, ended.err) == (0, "")
     rows = json.loads(ended.out)
     for row in rows:
-        assert row.keys() == {"what", "found", "state", "advice"}
+        more = {"reason", "versions", "upstream"} if row["what"].startswith("patch ") else set()
+        assert row.keys() == {"what", "found", "state", "advice"} | more
         assert row["state"] in MARKS
         assert isinstance(row["what"], str)
         assert isinstance(row["advice"], str)
         assert isinstance(row["found"], str | None)
     found = {row["what"]: row["found"] for row in rows}
     assert found["GPUs"] == "2 × NVIDIA H200 (sm_90, 139 GiB)"
-    assert found["patch of-True"] == "applies"
-    assert found["patch of-False"] == "not needed"
+    for state in ("applies", "not needed", "refused"):
+        assert found[f"patch {state.replace(' ', '-')}"] == state
     assert {"Python", "C compiler", "free disk here"} < found.keys()
     assert {r.distribution for r in diagnosis.REQUIREMENTS} < found.keys()
-    assert set(states(ended).values()) == {"ok"}
+    assert {what for what, state in states(ended).items() if state != "ok"} == {"patch refused"}
+    (applies,) = (row for row in rows if row["what"] == "patch applies")
+    assert (applies["reason"], applies["versions"], applies["advice"]) == ("package 1.9", "package <2", "joins")
+    assert applies["upstream"].endswith("/issues/3051")
+
+
+def test_doctor_shows_the_patches_with_whole_links(cli, machine, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    machine([H200])
+    lines = cli("doctor").out.splitlines()
+    assert "patch refused: refused (package 1.9)" in lines
+    assert "patch not-needed: not needed (package 1.9)" in lines
+    assert [line.strip() for line in lines].count("https://github.com/NVIDIA/TransformerEngine/issues/3051") == 3
 
 
 def test_doctor_of_a_machine_without_gpus_misses_nothing_that_needs_one(cli, machine):

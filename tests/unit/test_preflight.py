@@ -145,3 +145,12 @@ def test_digests_of_many_experts_need_room(machine, tmp_path):
     )
     check(tmp_path, *run, "ledger.digests=100")
     check(tmp_path, *run, "ledger.digests=0")
+
+
+def test_a_patch_that_cannot_be_applied_is_said_with_all_else(machine, tmp_path):
+    machine()
+    found = problems(tmp_path, "qwen3_8b", "patches.off=[core-save]")
+    assert found[0].startswith("device=gpu, but this machine shows no GPU")
+    assert any(
+        line.startswith("patches.off=core-save: there is no such patch; there are: core-save-") for line in found
+    )

@@ -10,7 +10,7 @@ from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
-from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.patches import bridge_helpers
 from tp_invariant_recipes.recipes import RECIPES, recipe
 from tp_invariant_recipes.recipes.__main__ import main, publish
 
@@ -114,8 +114,8 @@ def test_bridges_runner_finds_them(bridges, tmp_path, monkeypatch, capsys):
     runpy.run_module(recipes.__name__, run_name="__main__")
     said = capsys.readouterr().out
     assert said.startswith(f"## __main__ ['--recipe', '{name}'] 36 ")
-    if any(patch.name == "bridge-compile-helpers" and patch.needed() for patch in registry.PATCHES):
-        assert said.endswith(f" {registry.__name__}\n")
+    if bridge_helpers.PATCH.verdict().state == "applies":
+        assert said.endswith(f" {bridge_helpers.__name__}\n")
 
 
 def test_without_a_runner_the_usage_is_said(monkeypatch):

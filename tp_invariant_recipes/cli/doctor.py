@@ -4,17 +4,25 @@ import json
 
 import typer
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from tp_invariant_recipes.cli.arguments import Json
 
-MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "other": "[yellow]untested[/]", "optional": "[dim]–[/]"}
+MARKS = {
+    "ok": "[green]ok[/]",
+    "missing": "[red]missing[/]",
+    "other": "[yellow]untested[/]",
+    "optional": "[dim]–[/]",
+    "refused": "[yellow]refused[/]",
+}
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what this machine has, what is missing and how to get it.
+    """Say what this machine has, what is missing and how to get it; then which patches apply here (docs/patches.md).
 
-    Exit status 1 when something is missing that training here needs.
+    Exit status 1 when something is missing that training here needs. A refused patch is no reason: it stops the runs
+    that come to the code it is for.
     """
     from tp_invariant_recipes.launch import diagnosis
 
@@ -22,9 +30,18 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps([finding.__dict__ for finding in findings], indent=2))
     else:
+        console = Console(highlight=False)
+        patches = [finding for finding in findings if isinstance(finding, diagnosis.PatchFinding)]
         table = Table("what", "found", "", "for what it is and how to get it")
         for finding in findings:
-            table.add_row(finding.what, finding.found or "", MARKS[finding.state], finding.advice)
-        Console().print(table)
+            if finding not in patches:
+                table.add_row(finding.what, finding.found or "", MARKS[finding.state], finding.advice)
+        console.print(table)
+        # A table of these columns would break names and links in a terminal of 80.
+        for patch in patches:
+            state = MARKS["refused"] if patch.state == "refused" else patch.found
+            console.print(f"[bold]{patch.what}[/]: {state} ({patch.reason})")
+            lines = (f"needed by {patch.versions}", f"without it: {patch.advice}", patch.upstream)
+            console.print(Padding("\n".join(line for line in lines if line), (0, 0, 0, 2)))
     if any(finding.state == "missing" for finding in findings):
         raise typer.Exit(1)

@@ -69,6 +69,16 @@ class LedgerSettings:
 
 
 @dataclass(frozen=True)
+class PatchesSettings:
+    """Which fixes to installed packages a run goes without (docs/patches.md).
+
+    off: their names, as `tpi doctor` lists them.
+    """
+
+    off: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class ClusterSettings:
     """The nodes the run is for; `conf/cluster/NAME.yaml`, or a file of one's own (slurm/README.md).
 
@@ -142,6 +152,7 @@ OWN_SECTIONS: dict[str, type] = {
     "data": DataSettings,
     "device": DeviceSettings,
     "ledger": LedgerSettings,
+    "patches": PatchesSettings,
     "cluster": ClusterSettings,
     "slurm": SlurmSettings,
     "launcher": LauncherSettings,

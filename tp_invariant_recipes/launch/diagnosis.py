@@ -13,12 +13,30 @@ from tp_invariant_recipes.training.rundir import free_bytes
 
 @dataclass(frozen=True)
 class Finding:
-    """One row. state: ok, missing (needed here), other (a version nobody has tried), optional (absent, not needed)."""
+    """One row.
+
+    state: ok, missing (needed here), other (a version nobody has tried), optional (absent, not needed), refused (of a
+           patch: needed by this version, whose code it does not know).
+    """
 
     what: str
     found: str | None
     state: str
     advice: str
+
+
+@dataclass(frozen=True)
+class PatchFinding(Finding):
+    """A fix to an installed package. found: what becomes of it here; advice: what goes wrong without it.
+
+    reason:   why that becomes of it.
+    versions: of the package, that need it.
+    upstream: the change that makes it unnecessary, or where that is discussed.
+    """
+
+    reason: str
+    versions: str
+    upstream: str | None
 
 
 @dataclass(frozen=True)
@@ -90,11 +108,20 @@ def _compiler() -> Finding:
     return Finding("C compiler", path, "ok" if path else "optional", "Triton builds its launcher with it on a GPU")
 
 
-def _patches() -> list[Finding]:
+def _patches() -> list[PatchFinding]:
     if installed("megatron-core") is None:
         return []
-    from tp_invariant_recipes.patches.registry import PATCHES
+    from tp_invariant_recipes.patches import registry
 
     return [
-        Finding(f"patch {p.name}", "applies" if p.needed() else "not needed", "ok", p.replacement.why) for p in PATCHES
+        PatchFinding(
+            what=f"patch {patch.name}",
+            found=verdict.state,
+            state="refused" if verdict.state == "refused" else "ok",
+            advice=patch.why,
+            reason=verdict.reason,
+            versions=f"{patch.package} {patch.need.versions}",
+            upstream=patch.upstream,
+        )
+        for patch, verdict in registry.verdicts()
     ]

@@ -10,6 +10,7 @@ from tp_invariant_recipes.config.size import parameters
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.training.rundir import RunDir, free_bytes
 
 # What a run writes besides checkpoints and sample indices: configuration, logs, ledger.
@@ -32,7 +33,8 @@ def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir, *, here: bool =
 
     here: whether ranks will run on it; the disk of the run directory must do in any case.
     """
-    problems = [*(_gpus(tree, layout) if here else ()), *_disk(tree, run_dir)]
+    of_machine = (*_gpus(tree, layout), *registry.problems(tree)) if here else ()
+    problems = [*of_machine, *_disk(tree, run_dir)]
     if problems:
         raise ConfigError(listed(problems), problems)
 

@@ -1,1 +1,1 @@
-"""Fixes to installed packages where they offer no seam. `registry.py` holds the table."""
+"""Fixes to installed packages where they offer no seam (docs/patches.md). `registry.py` holds the table."""

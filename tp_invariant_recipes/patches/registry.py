@@ -1,91 +1,61 @@
-"""The patches, one row each: what, which code needs it, why. Those that are needed here are applied for a block."""
+"""The patches, one row each. Those that the installed packages need, and the run, are applied for a block."""
 
-import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes import replacement
-from tp_invariant_recipes.replacement import Replacement
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.patches import bridge_helpers, core_save, te_grouped_linear, te_grouped_wgrad
+from tp_invariant_recipes.patches.patch import Patch, Verdict
 
-
-@dataclass(frozen=True)
-class Patch:
-    """One fix.
-
-    needed: whether the installed code needs it, decided by looking at that code.
-    """
-
-    name: str
-    replacement: Replacement
-    needed: Callable[[], bool]
-
-
-def _core(part: str) -> Path:
-    """A file or folder of Megatron-Core. Found, not imported: `tpi doctor` asks too, and should not wait for torch."""
-    spec = find_spec("megatron.core")
-    folders = spec.submodule_search_locations if spec else None
-    return Path(folders[0] if folders else "/nonexistent", part)
-
-
-def _helpers_without_makefile() -> bool:
-    folder = _core("datasets")
-    return not (folder / "Makefile").exists() and any(folder.glob("helpers_cpp*.so"))
-
-
-def _nothing(original: Any) -> Callable[[], None]:
-    return lambda: None
-
-
-def _queue_in_this_process(original: Any) -> Callable[..., Any]:
-    """For a save that writes in this process; asynchronous saves have made Megatron's shared queue before."""
-
-    def get_write_results_queue(mp_mode: str | None = None) -> Any:
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-        if mp_mode is None and filesystem_async._results_queue is None:
-            return queue.Queue()
-        return original(mp_mode or "spawn")
-
-    return get_write_results_queue
-
-
-def _manager_for_every_save() -> bool:
-    file = _core("dist_checkpointing/strategies/filesystem_async.py")
-    source = file.read_text(encoding="utf-8") if file.is_file() else ""
-    return "Manager()" in source.partition("def get_write_results_queue")[2].partition("\ndef ")[0]
-
-
-PATCHES = (
-    Patch(
-        name="core-save-without-manager",
-        replacement=Replacement(
-            target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
-            make=_queue_in_this_process,
-            why="a save, even in this process, starts a manager process that outlives a killed rank "
-            "with 0.3 GB, and takes seconds to start",
-        ),
-        needed=_manager_for_every_save,
-    ),
-    Patch(
-        name="bridge-compile-helpers",
-        replacement=Replacement(
-            target="megatron.bridge.training.initialize:compile_helpers",
-            make=_nothing,
-            why="runs make in a folder where the megatron-core wheel has no Makefile, and exits; "
-            "the wheel carries the compiled helpers",
-        ),
-        needed=_helpers_without_makefile,
-    ),
+PATCHES: tuple[Patch, ...] = (
+    core_save.PATCH,
+    bridge_helpers.PATCH,
+    te_grouped_linear.PATCH,
+    *te_grouped_wgrad.PATCHES,
 )
 
 
+def verdicts(off: Sequence[str] = ()) -> list[tuple[Patch, Verdict]]:
+    """Every patch and what becomes of it on this machine. Imports nothing of what the patches are for."""
+    return [(patch, patch.verdict(patch.name in off)) for patch in PATCHES]
+
+
+def problems(tree: dict[str, Any] | None = None) -> list[str]:
+    """What stands against a run: unknown names in `patches.off`, patches that it needs and that cannot be applied.
+
+    tree: the run's configuration; None when it is unknown, and then all that is installed counts as used.
+    """
+    off = _off(tree)
+    known = [patch.name for patch in PATCHES]
+    unknown = [
+        f"patches.off={name}: there is no such patch; there are: {', '.join(known)}"
+        for name in off
+        if name not in known
+    ]
+    return unknown + [
+        f"{verdict.reason}, and needs patch {patch.name} ({patch.why}): install a version that docs/patches.md lists, "
+        f"or train without the patch by patches.off=[{patch.name}]"
+        for patch, verdict in verdicts(off)
+        if verdict.state == "refused" and patch.concerns(tree)
+    ]
+
+
 @contextmanager
-def applied() -> Iterator[list[str]]:
-    """Apply the patches that the installed packages need; yields their names."""
-    needed = [p for p in PATCHES if p.needed()]
-    with replacement.applied(p.replacement for p in needed):
-        yield [p.name for p in needed]
+def applied(tree: dict[str, Any] | None = None) -> Iterator[list[str]]:
+    """Apply the patches that the installed packages and the run need; yields their names.
+
+    tree: as in `problems`.
+    Raises ConfigError, and applies none, when one that the run needs is refused or `patches.off` has an unknown name.
+    """
+    if wrong := problems(tree):
+        raise ConfigError("\n".join(wrong), wrong)
+    chosen = [patch for patch, verdict in verdicts(_off(tree)) if verdict.state == "applies" and patch.concerns(tree)]
+    with replacement.applied(r for patch in chosen for r in patch.replacements):
+        yield [patch.name for patch in chosen]
+
+
+def _off(tree: dict[str, Any] | None) -> list[str]:
+    # A run directory of an earlier version has no such section.
+    return list((tree or {}).get("patches", {}).get("off") or ())

@@ -105,7 +105,7 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
             from tp_invariant_recipes.training.lean import Lean
 
             callbacks = [*callbacks, Lean()]
-        stack.enter_context(registry.applied())
+        stack.enter_context(registry.applied(tree))
         stack.enter_context(applied(spec.replacements(tree["numerics"])))
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain as bridge_pretrain

@@ -1,0 +1,366 @@
+"""A patch applies to the code that needs it and to no other, and leaves nothing behind."""
+
+import dataclasses
+import importlib
+import re
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.patches import bridge_helpers, code, core_save, registry, te_grouped_linear
+from tp_invariant_recipes.patches.patch import Function, Patch, Versions, within
+from tp_invariant_recipes.patches.te_grouped_linear import place_of_flag
+from tp_invariant_recipes.replacement import applied
+
+GRAPHS = {"device": {"kind": "gpu"}, "model": {"cuda_graph_impl": "transformer_engine"}}
+NAME = "te-grouped-linear-graph"
+
+# Transformer Engine's GroupedLinear, in so far as the patch is concerned.
+SOURCE = '''
+import torch
+
+
+class FP8GlobalStateManager:
+    capturing, tensor = False, None
+
+    @classmethod
+    def fp8_graph_capturing(cls):
+        return cls.capturing
+
+    @classmethod
+    def get_skip_fp8_weight_update_tensor(cls):
+        return cls.tensor
+
+
+class _GroupedLinear(torch.autograd.Function):
+    seen = []
+
+    @staticmethod
+    def forward(ctx, inp, non_tensor_args, *weights_and_biases):
+        """Docstring."""
+        (
+            m_splits,
+            is_first_microbatch,
+            skip_fp8_weight_update,
+            debug,
+        ) = non_tensor_args
+        _GroupedLinear.seen.append((m_splits, is_first_microbatch, skip_fp8_weight_update, debug))
+        return inp * weights_and_biases[0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None, None
+
+
+class GroupedLinear:
+    weight = torch.ones(1)
+
+    def forward(self, inp, m_splits, is_first_microbatch=None):
+        arguments = (m_splits, is_first_microbatch, None, "debug")
+        if torch.is_grad_enabled():
+            return _GroupedLinear.apply(inp, arguments, self.weight)
+        return _GroupedLinear.forward(None, inp, arguments, self.weight)
+'''
+
+
+@pytest.fixture
+def installs(tmp_path, monkeypatch):
+    """Install a Transformer Engine of this version and source; returns its folder."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(version: str, source: str = SOURCE, start: str = "") -> Path:
+        for information in tmp_path.glob("*.dist-info"):
+            (information / "METADATA").unlink()
+            information.rmdir()
+        folder = tmp_path / "transformer_engine"
+        (folder / "pytorch/module").mkdir(parents=True, exist_ok=True)
+        for package, text in (("", ""), ("pytorch", start), ("pytorch/module", "")):
+            (folder / package / "__init__.py").write_text(text)
+        (folder / "pytorch/module/grouped_linear.py").write_text(source)
+        metadata = tmp_path / f"transformer_engine-{version}.dist-info/METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: transformer_engine\nVersion: {version}\n")
+        importlib.invalidate_caches()
+        return folder
+
+    yield install
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def patch(installs, monkeypatch) -> Patch:
+    """The row, made for the small source above, alone in the table."""
+    file = installs("0") / te_grouped_linear.FILE
+    need = te_grouped_linear.PATCH.need
+    assert isinstance(need, Versions)
+    functions = tuple(Function(f.file, f.name, {"here": str(code.fingerprint(file, f.name))}) for f in need.functions)
+    made = dataclasses.replace(te_grouped_linear.PATCH, need=dataclasses.replace(need, functions=functions))
+    monkeypatch.setattr(registry, "PATCHES", (made,))
+    return made
+
+
+@pytest.mark.parametrize(
+    "version, state",
+    (
+        ("2.9.0", "applies"),
+        ("2.12.0", "applies"),
+        ("2.14.0+71bbefbf", "applies"),
+        ("2.16.1", "applies"),
+        ("2.17.0.dev0+abc", "applies"),
+        ("2.17.0rc1", "applies"),
+        ("2.17.0", "not needed"),
+        ("2.17.0+abc", "not needed"),
+        ("2.20.2", "not needed"),
+    ),
+)
+def test_the_versions_that_need_it_get_it(installs, patch, version, state):
+    installs(version)
+    verdict = patch.verdict()
+    assert verdict.state == state
+    assert version in verdict.reason
+    with registry.applied(GRAPHS) as names:
+        assert names == ([NAME] if state == "applies" else [])
+
+
+@pytest.mark.parametrize(
+    "change, state",
+    (
+        (("inp * weights_and_biases[0]", "inp*weights_and_biases[0]  # faster"), "applies"),
+        (("Docstring.", "Other words."), "applies"),
+        (('        """Docstring."""\n', ""), "applies"),
+        (("inp * weights_and_biases[0]", "weights_and_biases[0] * inp"), "refused"),
+        (("m_splits, is_first_microbatch, None", "m_splits, is_first_microbatch, False"), "refused"),
+        (("class GroupedLinear:", "class Grouped:"), "refused"),
+        (("import torch\n", "import torch (\n"), "refused"),
+    ),
+)
+def test_only_known_code_is_patched(installs, patch, change, state):
+    assert change[0] in SOURCE
+    installs("2.13.0", SOURCE.replace(*change, 1))
+    assert patch.verdict().state == state
+
+
+def test_a_missing_file_is_unknown_code(installs, patch):
+    (installs("2.13.0") / te_grouped_linear.FILE).unlink()
+    assert patch.verdict().state == "refused"
+
+
+def test_a_run_with_a_refused_patch_does_not_start(installs, patch):
+    installs("2.13.0", SOURCE.replace("inp *", "2 * inp *"))
+    with pytest.raises(ConfigError) as error, registry.applied(GRAPHS):
+        pytest.fail("the block must not run")
+    (problem,) = error.value.problems
+    assert problem.startswith("transformer-engine 2.13.0 has an unknown _GroupedLinear.forward (pytorch/module/")
+    assert f"needs patch {NAME}" in problem
+    assert problem.endswith(f"patches.off=[{NAME}]")
+
+
+@pytest.mark.parametrize(
+    "device, graphs, refused",
+    (
+        ("gpu", "transformer_engine", True),
+        ("gpu", "local", True),
+        ("gpu", "none", False),
+        ("gpu", None, False),
+        ("cpu", "transformer_engine", False),
+    ),
+)
+def test_a_run_that_does_not_come_to_the_code_starts_without(installs, patch, device, graphs, refused):
+    installs("2.13.0", SOURCE.replace("inp *", "2 * inp *"))
+    tree = {"device": {"kind": device}, "model": {"cuda_graph_impl": graphs}}
+    assert bool(registry.problems(tree)) is refused
+    installs("2.13.0")
+    with registry.applied(tree) as names:
+        assert bool(names) is refused
+
+
+def test_of_an_unknown_run_every_installed_package_counts(installs, patch):
+    installs("2.13.0", SOURCE.replace("inp *", "2 * inp *"))
+    assert len(registry.problems()) == 1
+    installs("2.13.0")
+    with registry.applied() as names:
+        assert names == [NAME]
+
+
+def test_off(installs, patch):
+    for source in (SOURCE, SOURCE.replace("inp *", "2 * inp *")):
+        installs("2.13.0", source)
+        with registry.applied(GRAPHS | {"patches": {"off": [NAME]}}) as names:
+            assert names == []
+    assert patch.verdict(off=True).state == "off"
+
+
+def test_unknown_names_are_said_with_the_known_ones():
+    names = [patch.name for patch in registry.PATCHES]
+    tree = {"device": {"kind": "cpu"}, "model": {}, "patches": {"off": ["te-grouped", names[0], "nothing"]}}
+    with pytest.raises(ConfigError) as error, registry.applied(tree):
+        pytest.fail("the block must not run")
+    assert [problem.partition(":")[0] for problem in error.value.problems] == [
+        "patches.off=te-grouped",
+        "patches.off=nothing",
+    ]
+    assert all(name in error.value.problems[0] for name in names)
+
+
+def test_the_key_can_be_set():
+    assert compose("qwen3_toy", [], device="cpu").tree["patches"] == {"off": []}
+    assert compose("qwen3_toy", [f"patches.off=[{NAME}]"], device="cpu").tree["patches"] == {"off": [NAME]}
+    with pytest.raises(ConfigError, match=r"patches\.off"):
+        compose("qwen3_toy", ["patches.off=3"], device="cpu")
+
+
+def test_nothing_is_needed_where_there_is_no_package(patch, monkeypatch):
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not (Path(path) / "transformer_engine").is_dir()])
+    importlib.invalidate_caches()
+    assert patch.verdict().state == "not needed"
+
+
+def test_nor_where_there_is_a_placeholder(installs, patch, monkeypatch):
+    installs("2.12.0")
+    placeholder = ModuleType("transformer_engine")
+    placeholder.__path__ = []
+    placeholder.__spec__ = ModuleSpec("transformer_engine", loader=None, is_package=True)
+    monkeypatch.setitem(sys.modules, "transformer_engine", placeholder)
+    assert patch.verdict().state == "not needed"
+    del placeholder.__spec__
+    assert patch.verdict().state == "not needed"
+
+
+@pytest.mark.parametrize("error", ("OSError('libcuda.so.1')", "ImportError('transformer_engine_torch')"))
+def test_a_package_that_cannot_be_imported_is_left_alone(installs, patch, error):
+    installs("2.12.0", start=f"raise {error}")
+    assert patch.verdict().state == "applies"
+    with registry.applied(GRAPHS) as names:
+        assert names == []
+
+
+def test_the_table_is_read_without_importing_what_it_is_for(installs, tmp_path):
+    installs("2.12.0")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from tp_invariant_recipes.patches import registry\n"
+        "print([verdict.state for _, verdict in registry.verdicts()])\n"
+        "assert not {'torch', 'transformer_engine', 'megatron.core', 'megatron.bridge'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "refused" in done.stdout
+
+
+def test_the_code_is_the_very_same_afterwards(installs, patch):
+    installs("2.12.0")
+    module = importlib.import_module("transformer_engine.pytorch.module.grouped_linear")
+    before = [dict(vars(thing)) for thing in (module, module.GroupedLinear, module._GroupedLinear)]
+    with registry.applied(GRAPHS):
+        assert vars(module.GroupedLinear)["forward"] is not before[1]["forward"]
+        assert vars(module._GroupedLinear)["forward"] is not before[2]["forward"]
+    after = [dict(vars(thing)) for thing in (module, module.GroupedLinear, module._GroupedLinear)]
+    for one, other in zip(before, after, strict=True):
+        assert one.keys() == other.keys()
+        assert all(one[name] is other[name] for name in one)
+
+
+@pytest.mark.parametrize("gradients", (True, False))
+@pytest.mark.parametrize("first", (True, False, None))
+@pytest.mark.parametrize("patched", (True, False))
+def test_a_capture_hands_on_the_flag_and_is_no_first_micro_batch(installs, patch, patched, first, gradients):
+    installs("2.12.0")
+    module = importlib.import_module("transformer_engine.pytorch.module.grouped_linear")
+    layer, state, seen = module.GroupedLinear(), module.FP8GlobalStateManager, module._GroupedLinear.seen
+    x, tensor = torch.ones(1, requires_grad=gradients), torch.zeros(1)
+    with applied(patch.replacements if patched else ()), torch.set_grad_enabled(gradients):
+        for capturing, held in ((True, tensor), (True, None), (False, tensor)):
+            state.capturing, state.tensor = capturing, held
+            assert layer.forward(x, [1], is_first_microbatch=first).item() == 1
+    cured = ([1], False, tensor, "debug")
+    plain = ([1], first, None, "debug")
+    wanted = [cured if patched else plain, plain, plain]
+    assert [one[:2] + one[3:] for one in seen] == [one[:2] + one[3:] for one in wanted]
+    assert all(one[2] is other[2] for one, other in zip(seen, wanted, strict=True))
+
+
+def test_an_autograd_function_without_the_flag_is_not_patched(installs, patch):
+    installs(
+        "2.12.0", SOURCE.replace("skip_fp8_weight_update,", "skip,").replace("microbatch, skip_f", "microbatch, f")
+    )
+    module = importlib.import_module("transformer_engine.pytorch.module.grouped_linear")
+    with pytest.raises(ValueError, match="skip_fp8_weight_update"):
+        place_of_flag(module._GroupedLinear.forward)
+    with pytest.raises(ValueError, match="non_tensor_args"):
+        place_of_flag(module.GroupedLinear.forward)
+
+
+@pytest.mark.parametrize("patch", registry.PATCHES, ids=lambda patch: patch.name)
+def test_rows_are_whole(patch):
+    assert re.fullmatch(r"[a-z]+(-[a-z]+)+", patch.name)
+    assert patch.why
+    assert patch.replacements
+    if isinstance(patch.need, Versions):
+        assert patch.upstream
+        for function in patch.need.functions:
+            assert len(set(function.known.values())) == len(function.known)
+            for versions, digits in function.known.items():
+                assert re.fullmatch("[0-9a-f]{16}", digits)
+                named = re.findall(r"\d[\d.]+", versions)
+                assert named
+                assert all(within(version, patch.need.versions) for version in named)
+
+
+def test_names_are_unique():
+    names = [patch.name for patch in registry.PATCHES]
+    assert len(set(names)) == len(names)
+
+
+def core(tmp_path, monkeypatch, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(code, "folder", lambda package: tmp_path)
+
+
+WRITER = "dist_checkpointing/strategies/filesystem_async.py"
+MANAGER = "def get_write_results_queue(mode=None):\n    return Manager()\n"
+
+
+@pytest.mark.parametrize(
+    "source, needed",
+    (
+        (MANAGER, True),
+        ("def get_write_results_queue():\n    return SimpleQueue()\ndef other():\n    Manager()\n", False),
+        ("", False),
+    ),
+)
+def test_a_manager_for_every_save_is_found_in_the_code(tmp_path, monkeypatch, source, needed):
+    core(tmp_path, monkeypatch, {WRITER: source})
+    assert core_save.PATCH.verdict().state == ("applies" if needed else "not needed")
+
+
+@pytest.mark.parametrize(
+    "files, needed",
+    (
+        (("datasets/helpers_cpp.cpython-312.so",), True),
+        (("datasets/helpers_cpp.cpython-312.so", "datasets/Makefile"), False),
+        (("datasets/helpers.cpp",), False),
+    ),
+)
+def test_compiled_helpers_without_a_makefile_are_found_in_the_folder(tmp_path, monkeypatch, files, needed):
+    core(tmp_path, monkeypatch, dict.fromkeys(files, ""))
+    assert bridge_helpers.PATCH.verdict().state == ("applies" if needed else "not needed")
+
+
+def test_neither_is_needed_without_megatron(monkeypatch):
+    monkeypatch.setattr(code, "folder", lambda package: None)
+    assert not core_save.manager_for_every_save()
+    assert not bridge_helpers.helpers_without_makefile()
+
+
+def test_a_folder_of_a_package_without_its_parent():
+    assert code.folder("no_such_package.part") is None

@@ -1,0 +1,35 @@
+"""Megatron-Bridge compiles Megatron-Core's dataset helpers at every start, which a wheel does not allow."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tp_invariant_recipes.patches import code
+from tp_invariant_recipes.patches.patch import Looks, Patch
+from tp_invariant_recipes.replacement import Replacement
+
+WHY = (
+    "runs make in a folder where the megatron-core wheel has no Makefile, and exits; "
+    "the wheel carries the compiled helpers"
+)
+
+
+def nothing(original: Any) -> Callable[[], None]:
+    """In place of a function without arguments: done."""
+    return lambda: None
+
+
+def helpers_without_makefile() -> bool:
+    """Whether Megatron-Core has its helpers compiled and nothing to compile them with."""
+    core = code.folder("megatron.core")
+    if core is None:
+        return False
+    return not (core / "datasets/Makefile").exists() and any((core / "datasets").glob("helpers_cpp*.so"))
+
+
+PATCH = Patch(
+    name="bridge-compile-helpers",
+    package="megatron-bridge",
+    need=Looks(helpers_without_makefile, "a megatron-core with compiled helpers and no Makefile"),
+    replacements=(Replacement("megatron.bridge.training.initialize:compile_helpers", nothing, WHY),),
+    why=WHY,
+)

@@ -1,0 +1,136 @@
+"""What a patch is: a row that says which installed code it is for, and what becomes of it here."""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.patches import code
+from tp_invariant_recipes.replacement import Replacement
+
+State = Literal["applies", "not needed", "refused", "off"]
+
+COMPARISONS = {">=": operator.ge, "<": operator.lt}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What becomes of a patch on this machine, and why.
+
+    applies:    the installed code is known to need it.
+    not needed: the package is not there, or does without.
+    refused:    the version needs it, but the code is not the one that the patch was written for.
+    off:        the user has switched it off.
+    """
+
+    state: State
+    reason: str
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that a patch replaces or reads, and what of it is known.
+
+    file:  in the package's folder.
+    name:  "name" or "Class.name".
+    known: version -> fingerprint (`code.fingerprint`).
+    """
+
+    file: str
+    name: str
+    known: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Needed by a range of versions, and made for the code of some.
+
+    module:    where the code lies, such as "transformer_engine".
+    versions:  ">=2.14,<2.16"; "" for all.
+    functions: all must be known. One that is not there at all is not known.
+    """
+
+    module: str
+    versions: str
+    functions: tuple[Function, ...]
+
+    def verdict(self, package: str) -> Verdict:
+        """Found out from the files; imports nothing."""
+        version, folder = installed(package), code.folder(self.module)
+        if version is None or folder is None:
+            return Verdict("not needed", f"{package} is not installed")
+        if not within(version, self.versions):
+            return Verdict("not needed", f"{package} {version} does without; needed by {self.versions}")
+        strange = [f for f in self.functions if code.fingerprint(folder / f.file, f.name) not in f.known.values()]
+        if strange:
+            names = ", ".join(f.name for f in strange)
+            return Verdict("refused", f"{package} {version} has an unknown {names} ({strange[0].file})")
+        return Verdict("applies", f"{package} {version}")
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Needed by code that looks like this, whatever its version.
+
+    needed:   decides by looking at the files.
+    versions: the same in words.
+    """
+
+    needed: Callable[[], bool]
+    versions: str
+
+    def verdict(self, package: str) -> Verdict:
+        """Found out from the files; imports nothing."""
+        version = installed(package)
+        if version is None:
+            return Verdict("not needed", f"{package} is not installed")
+        if self.needed():
+            return Verdict("applies", f"{package} {version}")
+        return Verdict("not needed", f"{package} {version} does without; needed by {self.versions}")
+
+
+def always(tree: dict[str, Any] | None) -> bool:
+    """Of a patch that every run needs."""
+    return True
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One fix.
+
+    name:     what `patches.off` calls it.
+    package:  the distribution that it mends.
+    need:     which installed code needs it.
+    replacements: what is put in place, in this order.
+    why:      what goes wrong without it.
+    upstream: the change that makes it unnecessary, or where that is discussed; None: neither is known.
+    concerns: whether a run with this configuration (None: unknown) comes to the code at all. Where it does not, the
+              patch is neither applied nor a reason to refuse the run.
+    """
+
+    name: str
+    package: str
+    need: Versions | Looks
+    replacements: tuple[Replacement, ...]
+    why: str
+    upstream: str | None = None
+    concerns: Callable[[dict[str, Any] | None], bool] = always
+
+    def verdict(self, off: bool = False) -> Verdict:
+        """What becomes of it here. off: the user wants it so."""
+        return Verdict("off", "by patches.off") if off else self.need.verdict(self.package)
+
+
+def within(version: str, versions: str) -> bool:
+    """Whether a version is in a range of ">=" and "<".
+
+    A pre-release comes before its release, so a build on the way to the version with the fix counts as without it:
+    packaging's own rule would leave it out.
+    """
+    return all(
+        COMPARISONS[bound.operator](Version(version), Version(bound.version)) for bound in SpecifierSet(versions)
+    )

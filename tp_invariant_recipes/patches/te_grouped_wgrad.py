@@ -1,0 +1,213 @@
+"""Grouped layers that return to autograd what they must not (wgrad_contract.py): the returned values are put right.
+
+Nothing is computed anew: the gradient is where the layer has put it, in `main_grad` or in the queue of delayed ones.
+`overwrite_main_grad` (Megatron-FSDP) changes how `main_grad` is written, not what is to be returned.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from tp_invariant_recipes.patches.patch import Function, Patch, Versions
+from tp_invariant_recipes.patches.transformer_engine import MODULE, PACKAGE, for_runs
+from tp_invariant_recipes.patches.wgrad_contract import CONTRACT, Mode
+from tp_invariant_recipes.replacement import Replacement
+
+DISCUSSED = "https://github.com/NVIDIA/TransformerEngine/pull/2871"
+
+
+def settled(weight: Any, returned: Any, mode: Mode) -> Any:
+    """What autograd may have for `weight` in place of what its layer returns."""
+    wanted = CONTRACT[mode]
+    if wanted == "wgrad":
+        return returned
+    if wanted == "none":
+        return None
+    weight.grad_added_to_main_grad = True
+    return dummy(weight)
+
+
+def dummy(weight: Any) -> Any:
+    """Transformer Engine's own placeholder for a gradient that is in `main_grad`."""
+    from transformer_engine.pytorch.module.base import get_dummy_wgrad
+
+    return get_dummy_wgrad(list(weight.size()), weight.dtype, zero=getattr(weight, "zero_out_wgrad", False))
+
+
+def within_main_grad(returned: Any, weight: Any) -> bool:
+    """Whether a tensor is `main_grad` or a view of it."""
+    return returned.untyped_storage().data_ptr() == weight.main_grad.untyped_storage().data_ptr()
+
+
+def nothing_when_delayed(original: Callable[..., tuple]) -> Any:
+    """`_GroupedLinear.backward`: a delayed gradient's buffer is not returned before it is written."""
+
+    @wraps(original)
+    def backward(ctx: Any, *gradients: Any) -> tuple:
+        returned = original(ctx, *gradients)
+        delayed = ctx.wgrad_store is not None and ctx.wgrad_store.delay_wgrad_compute()
+        if not delayed or ctx.fuse_wgrad_accumulation:
+            return returned
+        weights = 1 if getattr(ctx, "single_grouped_weight", False) else ctx.num_gemms
+        start = _arguments_before_weights()
+        return (*returned[:start], *[None] * weights, *returned[start + weights :])
+
+    return staticmethod(backward)
+
+
+def _arguments_before_weights() -> int:
+    """How many of what `_GroupedLinear` takes, `ctx` aside, comes before the weights."""
+    from transformer_engine.pytorch.module.grouped_linear import _GroupedLinear
+
+    kinds = [parameter.kind for parameter in inspect.signature(_GroupedLinear.forward).parameters.values()]
+    return kinds.index(inspect.Parameter.VAR_POSITIONAL) - 1
+
+
+def settled_op(original: Callable[..., tuple]) -> Callable[..., tuple]:
+    """`GroupedLinear.fuser_backward` of the operations: it always writes into `main_grad` when it is to."""
+
+    @wraps(original)
+    def fuser_backward(self: Any, basic_op_ctxs: list, *arguments: Any, **keywords: Any) -> tuple:
+        grad_input, (parameters,), extra = original(self, basic_op_ctxs, *arguments, **keywords)
+        if basic_op_ctxs[0].weight_requires_grad:
+            parameters = settled_parameters(self, parameters, lambda weight, returned: self._accumulate_into_main_grad)
+        return grad_input, [parameters], extra
+
+    return fuser_backward
+
+
+def settled_mlp(original: Callable[..., list]) -> Callable[..., list]:
+    """`_compute_grad_params` of the fused grouped MLP."""
+
+    @wraps(original)
+    def compute_grad_params(fc_op: Any, ctx: Any, *arguments: Any, **keywords: Any) -> list:
+        parameters = original(fc_op, ctx, *arguments, **keywords)
+        if not ctx.weight_requires_grad:
+            return parameters
+
+        def accumulates(weight: Any, returned: Any) -> bool:
+            if not (fc_op.single_grouped_weight and getattr(weight, "overwrite_main_grad", False)):
+                return fc_op._accumulate_into_main_grad
+            # 2.14 does not write into a main_grad that is to be overwritten, if it is of a single grouped weight.
+            said = getattr(weight, "grad_added_to_main_grad", False)
+            return said or (returned is not None and within_main_grad(returned, weight))
+
+        return settled_parameters(fc_op, parameters, accumulates)
+
+    return compute_grad_params
+
+
+def settled_parameters(op: Any, returned: Sequence[Any], accumulates: Callable[[Any, Any], bool]) -> list:
+    """The returned gradients of an operation's parameters, those of weights put right.
+
+    returned:    in the order in which the parameters are registered: weights before biases, but a single grouped
+                 weight after biases of their own.
+    accumulates: of a weight and what is returned for it, whether the gradient is in `main_grad`.
+    """
+    single = getattr(op, "single_grouped_weight", False)
+    weights = [op.weight] if single else [getattr(op, f"weight{group}") for group in range(op.num_groups)]
+    start = op.num_groups if single and op.has_bias and not op.single_grouped_bias else 0
+    store = getattr(op, "wgrad_store", None)
+    delayed = store is not None and store.delay_wgrad_compute()
+    settled_ones = []
+    for weight, gradient in zip(weights, returned[start : start + len(weights)], strict=True):
+        into = accumulates(weight, gradient)
+        mode = Mode(delayed, into, into and hasattr(weight, "grad_added_to_main_grad"))
+        settled_ones.append(settled(weight, gradient, mode))
+    return [*returned[:start], *settled_ones, *returned[start + len(weights) :]]
+
+
+DELAYED_WHY = (
+    "with delayed weight gradients and none accumulated, autograd takes memory that nothing has been written to yet "
+    "for the gradient, and hands it to hooks"
+)
+OP_WHY = (
+    "with delayed weight gradients autograd gets None for a gradient that is in main_grad, which Megatron refuses when "
+    "it overlaps the reduction of gradients; a main_grad that is to be overwritten is returned itself: doubled"
+)
+MLP_WHY = "main_grad itself is returned as a gradient of the experts' weights, and is added to itself: doubled"
+
+PATCHES = (
+    Patch(
+        name="te-grouped-linear-delayed-wgrad",
+        package=PACKAGE,
+        need=Versions(
+            MODULE,
+            ">=2.11",
+            (
+                Function(
+                    "pytorch/module/grouped_linear.py",
+                    "_GroupedLinear.backward",
+                    {
+                        "2.11.0 to 2.14.1": "fb01fbea80b2ff90",
+                        "2.15.0": "807e1115ea6ce537",
+                        "2.16.0, 2.16.1": "fa6416acf866ba7b",
+                        "2.17.0, 2.17.1": "5412440c994868d0",
+                        "2.18.0": "b4272f7a032d964d",
+                        "2.19.0": "8d72841c97ebb6bb",
+                        "2.20.2": "1ed992848d4f4128",
+                    },
+                ),
+            ),
+        ),
+        replacements=(
+            Replacement(
+                f"{MODULE}.pytorch.module.grouped_linear:_GroupedLinear.backward", nothing_when_delayed, DELAYED_WHY
+            ),
+        ),
+        why=DELAYED_WHY,
+        upstream=DISCUSSED,
+        concerns=for_runs(
+            lambda model: bool(
+                model.get("delay_wgrad_compute") or model.get("overlap_dispatch_backward_with_experts_wgrad")
+            )
+        ),
+    ),
+    Patch(
+        name="te-grouped-op-wgrad",
+        package=PACKAGE,
+        need=Versions(
+            MODULE,
+            ">=2.13,<2.16",
+            (
+                Function(
+                    "pytorch/ops/basic/grouped_linear.py",
+                    "GroupedLinear.fuser_backward",
+                    {
+                        "2.13.0": "20bc2c5449843b6d",
+                        "2.14.0, 2.14.1": "823005f9ee562d6d",
+                        "2.15.0": "1d7ae770ba5c4de4",
+                    },
+                ),
+            ),
+        ),
+        replacements=(
+            Replacement(f"{MODULE}.pytorch.ops.basic.grouped_linear:GroupedLinear.fuser_backward", settled_op, OP_WHY),
+        ),
+        why=OP_WHY,
+        upstream=DISCUSSED,
+        concerns=for_runs(lambda model: bool(model.get("use_transformer_engine_op_fuser"))),
+    ),
+    Patch(
+        name="te-grouped-mlp-wgrad",
+        package=PACKAGE,
+        need=Versions(
+            MODULE,
+            ">=2.14,<2.16",
+            (
+                Function(
+                    "pytorch/ops/fused/backward_grouped_mlp.py",
+                    "_compute_grad_params",
+                    {"2.14.0, 2.14.1": "e40e83bb7a6e6258", "2.15.0": "a9fbacde32de0747"},
+                ),
+            ),
+        ),
+        replacements=(
+            Replacement(f"{MODULE}.pytorch.ops.fused.backward_grouped_mlp:_compute_grad_params", settled_mlp, MLP_WHY),
+        ),
+        why=MLP_WHY,
+        upstream=DISCUSSED,
+        concerns=for_runs(lambda model: bool(model.get("use_transformer_engine_op_fuser"))),
+    ),
+)
