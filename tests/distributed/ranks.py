@@ -59,15 +59,18 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @contextmanager
-def megatron(mesh: VirtualMesh) -> Iterator[None]:
-    """Megatron's process groups over the ranks of `mesh`, on the CPU. Ask for the fixture `bridge` as well."""
+def megatron(mesh: VirtualMesh, **degrees: int) -> Iterator[None]:
+    """Megatron's process groups over the ranks of `mesh`, on the CPU. Ask for the fixture `bridge` as well.
+
+    degrees: others than tp, such as expert_model_parallel_size.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from tp_invariant_recipes.host import cpu
 
     with cpu.installed():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=mesh.size)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=mesh.size, **degrees)
         model_parallel_cuda_manual_seed(1)
         yield
 

@@ -115,15 +115,21 @@ def test_compositions_do_not_touch_each_other():
     assert compose("qwen3_toy").tree["model"]["num_layers"] == 2
 
 
+GPU_ONLY = ("cuda_graph", "precision")  # some of their options
+PRECISIONS = {"bf16": "bf16_mixed", "fp32": None, "fp8_tensorwise": "tensorwise"}
+GRAPHS = {"off": "none", "te": "transformer_engine", "full": "full_iteration"}
 GROUPS = [(group, option) for group, options in source.groups().items() for option in options if group != "model"]
 
 
 @pytest.mark.parametrize("group, option", GROUPS, ids="=".join)
 def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
-    needs = ["data.path=x"] if (group, option) == ("data", "text") else []
+    needs = ["data.path=x"] if (group, option) == ("data", "text") else ["device=gpu"] if group in GPU_ONLY else []
     tree = compose("qwen3_toy", [f"{group}={option}", *needs]).tree
     if group == "precision":
-        assert tree["mixed_precision"] == {"bf16": "bf16_mixed", "fp32": None}[option]
+        found = tree["mixed_precision"]
+        assert (found["fp8_recipe"] if isinstance(found, dict) else found) == PRECISIONS[option]
+    elif group == "cuda_graph":
+        assert tree["model"]["cuda_graph_impl"] == GRAPHS[option]
     else:
         assert tree[group][{"numerics": "mode", "cluster": "name"}.get(group, "kind")] == option
 

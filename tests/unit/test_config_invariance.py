@@ -30,8 +30,7 @@ def test_the_toy_is_covered_in_every_layout():
 
 # What is changed, and what the line about it says after "numerics=tree: ".
 BEYOND = (
-    ({"model__num_moe_experts": 8}, "experts"),
-    ({"model__hybrid_layer_pattern": "ME"}, "Mamba layers"),
+    ({"model__use_mamba_mem_eff_path": False}, "Megatron's other path through a Mamba layer"),
     ({"model__normalization": "LayerNorm"}, "only model.normalization=RMSNorm"),
     ({"numerics__initial_weights": "megatron"}, "Megatron draws other weights"),
     ({"numerics__grad_norm": "fp64"}, "an fp64 sum still depends on its order"),
@@ -122,6 +121,7 @@ def test_a_cpu_wants_whole_vectors():
 def test_precisions_that_scale_are_refused():
     tree = copy.deepcopy(TREE)
     assert invariance.problems(tree) == []
-    tree["mixed_precision"] = "bf16_with_fp8_hybrid"
-    (problem,) = invariance.problems(tree)
-    assert "only bf16_mixed is covered" in problem
+    for name, says in (("fp16_mixed", "only bf16_mixed is covered"), ("bf16_with_fp8_hybrid", "FP8 and FP4 scales")):
+        tree["mixed_precision"] = name
+        (problem,) = invariance.problems(tree)
+        assert says in problem

@@ -308,11 +308,11 @@ def test_std_of_can_be_given(as_rank):
 
 def test_parameters_without_a_rule_are_named_and_nothing_is_changed(as_rank):
     made = model(1)
-    made.decoder.layers[2].mlp.router = Holder(weight=parameter(4, HIDDEN))
+    made.decoder.layers[2].mlp.gate = Holder(weight=parameter(4, HIDDEN))
     made.embedding.position_embeddings = Holder(weight=parameter(8, HIDDEN))
     with pytest.raises(ConfigError) as refused:
         initialise([made], seed=5)
-    for name in ("decoder.layers.2.mlp.router.weight", "embedding.position_embeddings.weight"):
+    for name in ("decoder.layers.2.mlp.gate.weight", "embedding.position_embeddings.weight"):
         assert name in str(refused.value)
     assert all(p.isnan().all() for p in made.parameters())
 

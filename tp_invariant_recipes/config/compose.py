@@ -9,7 +9,17 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from tp_invariant_recipes.config import environment, hydra_tree, invariance, layout, recording, schema, source
+from tp_invariant_recipes.config import (
+    cuda_graphs,
+    environment,
+    hydra_tree,
+    invariance,
+    layout,
+    low_precision,
+    recording,
+    schema,
+    source,
+)
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.settings import AS_TYPED, OWN_SECTIONS
@@ -73,7 +83,7 @@ def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = N
             sound = [a for a in sound if a.path not in wrong]
             tree = _hydra(model, sound, problems)
             _as_by_default(tree, _check_fields(tree, sound))
-        rules = (layout, invariance, recording, environment)
+        rules = (layout, invariance, cuda_graphs, low_precision, recording, environment)
         problems += [problem for rule in rules for problem in rule.problems(tree)]
     if problems:
         raise ConfigError(listed(problems), problems)

@@ -14,8 +14,18 @@ from tp_invariant_recipes.errors import ConfigError
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
-# A layer specification for each provider when `model.transformer_impl=local`: Megatron-Core's own layers.
-LOCAL_SPECS = {"GPTModelProvider": "megatron.bridge.models.gpt_provider.local_layer_spec"}
+# The field of each provider that says which layers it has.
+SPEC_FIELDS = {"GPTModelProvider": "transformer_layer_spec", "HybridModelProvider": "hybrid_stack_spec"}
+# What stands there when `model.transformer_impl=local`: Megatron-Core's own layers.
+LOCAL_SPECS = {
+    "GPTModelProvider": "megatron.bridge.models.gpt_provider.local_layer_spec",
+    "HybridModelProvider": "tp_invariant_recipes.numerics.hybrid_spec.local_hybrid_spec",
+}
+# What stands there under any numerics but stock.
+INVARIANT_SPECS = {
+    "GPTModelProvider": "tp_invariant_recipes.numerics.spec.invariant_layer_spec",
+    "HybridModelProvider": "tp_invariant_recipes.numerics.hybrid_spec.invariant_hybrid_spec",
+}
 
 
 def build(tree: dict[str, Any]) -> ConfigContainer:
@@ -29,13 +39,12 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
         if name in schema.SECTIONS and isinstance(tree[name], dict):
             sections[name], wrong = schema.convert_section(name, tree)
             problems += wrong.values()
-    problems += _no_local_layers(tree)
     if problems:
         raise ConfigError(listed(problems))
     from megatron.bridge.training.config import ConfigContainer
 
     _null_tokenizer(sections["tokenizer"])
-    _local_layers(tree, sections["model"])
+    _layers(tree, sections["model"])
     parts = {
         name: schema.section_class(name, tree)(**values)
         for name, values in sections.items()
@@ -64,18 +73,15 @@ def validate(container: ConfigContainer, world_size: int) -> None:
             raise ConfigError(f"Megatron-Bridge refuses this configuration: {str(error).strip() or error!r}") from error
 
 
-def _no_local_layers(tree: dict[str, Any]) -> list[str]:
-    provider = tree["model"]["_target_"].rpartition(".")[2]
-    if tree["model"]["transformer_impl"] != "local" or provider in LOCAL_SPECS:
-        return []
-    return ["this model's Mamba layers need a GPU: run it with device=gpu on a machine that has one"]
-
-
-def _local_layers(tree: dict[str, Any], model: dict[str, Any]) -> None:
+def _layers(tree: dict[str, Any], model: dict[str, Any]) -> None:
+    """The provider's layers, unless the tree names some of its own or stock ones of Transformer Engine are meant."""
     from hydra.utils import get_method
 
-    if model["transformer_impl"] == "local" and "transformer_layer_spec" not in model:
-        model["transformer_layer_spec"] = get_method(LOCAL_SPECS[tree["model"]["_target_"].rpartition(".")[2]])
+    provider = tree["model"]["_target_"].rpartition(".")[2]
+    local = LOCAL_SPECS if model["transformer_impl"] == "local" else {}
+    specs = local if tree["numerics"]["mode"] == "stock" else INVARIANT_SPECS
+    if provider in specs:
+        model.setdefault(SPEC_FIELDS[provider], get_method(specs[provider]))
 
 
 def _numerics(provider: Any, tree: dict[str, Any]) -> None:

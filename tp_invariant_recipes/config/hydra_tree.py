@@ -17,7 +17,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tp_invariant_recipes.config import source
+from tp_invariant_recipes.config import cuda_graphs, invariance, source
 from tp_invariant_recipes.errors import ConfigError
 
 # The option that stands for a cluster's file, wherever it lies. No file of a tree has this name.
@@ -44,6 +44,8 @@ def composed(arguments: Sequence[str], cluster: Path | None) -> dict[str, Any]:
     Raises ConfigError in the words of what failed, naming the file.
     """
     OmegaConf.register_new_resolver("tpi.more_than_one", lambda n: isinstance(n, int) and n > 1, replace=True)
+    OmegaConf.register_new_resolver("tpi.graphed_modules", _graphed_modules, replace=True)
+    OmegaConf.register_new_resolver("tpi.shards", _shards, replace=True)
     Plugins.instance().register(_OtherTrees)
     GlobalHydra.instance().clear()
     try:
@@ -73,6 +75,15 @@ def read(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: not a mapping of keys to values")
     return found
+
+
+def _graphed_modules(*, _parent_: Any) -> list[str]:
+    model: Any = OmegaConf.to_container(_parent_, resolve=False)
+    return cuda_graphs.graphed_modules(model)
+
+
+def _shards(*, _root_: Any) -> int:
+    return invariance.default_shards({name: OmegaConf.select(_root_, f"model.{name}") for name in invariance.SHARDED})
 
 
 @contextmanager

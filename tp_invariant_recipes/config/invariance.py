@@ -1,30 +1,27 @@
 """What the invariant numerics can cover: one row a rule, so that a run it cannot is refused before it starts."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-Tree = dict[str, Any]
+from tp_invariant_recipes.config import invariant_experts, low_precision
+from tp_invariant_recipes.config.limit import VECTORS, Limit, Tree, asked
 
 # Numbers of the model that are split into V shards.
-SHARDED = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size", "seq_length")
+SHARDED = (
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "mamba_num_heads",
+    "mamba_num_groups",
+    "vocab_size",
+    "seq_length",
+)
 
-# Numbers that torch's vector code on a CPU takes at a time, at most.
-VECTORS = 32
+# Mamba-2, attention, MLP, experts; what separates pipeline stages.
+HYBRID_LAYERS = {*"M*-E|"}
 
-
-@dataclass(frozen=True)
-class Limit:
-    """wrong: whether the tree is beyond what is covered. why: what there is no invariant version of yet."""
-
-    wrong: Callable[[Tree], bool]
-    why: str
-
-
-def _asked(field: str) -> Callable[[Tree], bool]:
-    return lambda t: bool(t["model"].get(field))
-
+DEFAULT_SHARDS = 8
 
 # Fields of the model that put other layers, or other sums, where the invariant ones stand.
 OFF = (
@@ -54,8 +51,19 @@ LIMITS = (
         lambda t: t["numerics"]["mode"] == "tree" and t["numerics"]["grad_norm"] != "exact",
         "an fp64 sum still depends on its order; numerics.grad_norm=exact",
     ),
-    Limit(lambda t: bool(t["model"].get("num_moe_experts")), "experts have no invariant version yet"),
-    Limit(lambda t: "hybrid_layer_pattern" in t["model"], "Mamba layers have no invariant version yet"),
+    *invariant_experts.LIMITS,
+    Limit(
+        lambda t: t["numerics"]["mode"] != "tree" and "hybrid_layer_pattern" in t["model"],
+        "Mamba layers are covered by numerics=tree only",
+    ),
+    Limit(
+        lambda t: bool(set(t["model"].get("hybrid_layer_pattern") or "") - HYBRID_LAYERS),
+        "of hybrid layers only M, *, - and E have invariant versions; model.hybrid_layer_pattern",
+    ),
+    Limit(
+        lambda t: t["model"].get("use_mamba_mem_eff_path") is False,
+        "Megatron's other path through a Mamba layer is not covered; model.use_mamba_mem_eff_path=true",
+    ),
     Limit(lambda t: t["model"].get("normalization") != "RMSNorm", "only model.normalization=RMSNorm is covered"),
     Limit(
         lambda t: bool(t["model"].get("layernorm_zero_centered_gamma")),
@@ -89,24 +97,25 @@ LIMITS = (
     ),
     Limit(
         lambda t: t["model"].get("cuda_graph_impl", "none") != "none",
-        "CUDA graphs are not covered yet; model.cuda_graph_impl=none",
+        "CUDA graphs are not covered yet; cuda_graph=off",
     ),
     Limit(
         lambda t: t["model"].get("position_embedding_type", "rope") not in ("rope", "none"),
         "only rotary positions are covered; model.position_embedding_type=rope",
     ),
     Limit(
-        lambda t: isinstance(t.get("mixed_precision"), str) and t["mixed_precision"] != "bf16_mixed",
+        lambda t: t.get("mixed_precision") not in (None, "bf16_mixed") and not low_precision.asked(t),
         "of Bridge's precisions only bf16_mixed is covered; precision=bf16 or precision=fp32",
     ),
     Limit(
         lambda t: (t["model"].get("gtp_weight_remat_size") or 1) > 1,
         "weights spread over more ranks are not covered; model.gtp_weight_remat_size=1",
     ),
-    *(Limit(_asked(field), f"model.{field} is not covered; leave it unset") for field in OFF),
+    *(Limit(asked(field), f"model.{field} is not covered; leave it unset") for field in OFF),
     Limit(
-        lambda t: bool(t["model"].get("fp8") or t["model"].get("fp4")),
-        "FP8 and FP4 scales depend on how a tensor is cut; model.fp8=null, model.fp4=null",
+        low_precision.asked,
+        "FP8 and FP4 scales depend on how a tensor is cut; precision=bf16 or precision=fp32, model.fp8=null, "
+        "model.fp4=null",
     ),
     Limit(
         lambda t: bool(t["model"].get("tp_comm_overlap")),
@@ -123,6 +132,12 @@ LIMITS = (
 )  # fmt: skip
 
 
+def default_shards(model: dict[str, Any]) -> int:
+    """V where none is given: 8, or the largest power of two below that divides the model's sizes, in every layout."""
+    sizes = [model.get(name) for name in SHARDED]
+    return math.gcd(DEFAULT_SHARDS, *(size for size in sizes if isinstance(size, int)))
+
+
 def problems(tree: Tree) -> list[str]:
     """Everything that keeps the tree's numerics mode from being invariant; nothing for stock."""
     mode, shards = tree["numerics"]["mode"], tree["numerics"].get("shards")
@@ -135,7 +150,7 @@ def problems(tree: Tree) -> list[str]:
 def _shards(tree: Tree, shards: Any) -> list[str]:
     if not isinstance(shards, int) or shards < 1 or shards & (shards - 1):
         return [f"numerics.shards={shards}: must be a power of two"]
-    totals = {f"model.{n}": tree["model"][n] for n in SHARDED}
+    totals = {f"model.{n}": tree["model"][n] for n in SHARDED if tree["model"].get(n) is not None}
     wrong = [f"{field}={total}" for field, total in totals.items() if total % shards]
     if wrong:
         common = math.gcd(*totals.values())

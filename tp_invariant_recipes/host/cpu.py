@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.host import bridge, mamba
 from tp_invariant_recipes.replacement import Replacement, applied
 
 CPU = torch.device("cpu")
@@ -181,6 +181,14 @@ MEGATRON = (
         ),
         "the final norm is otherwise Apex's or Transformer Engine's",
     ),
+    Replacement(
+        "megatron.core.models.hybrid.hybrid_block:TENorm",
+        lambda original: (
+            __import__("megatron.core.transformer.torch_norm", fromlist=["WrappedTorchNorm"]).WrappedTorchNorm
+        ),
+        "the final norm is otherwise Transformer Engine's",
+    ),
+    *mamba.REPLACEMENTS,
     Replacement(
         "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
         _instead(_splits_as_numpy),

@@ -48,6 +48,19 @@ def get_grad_norm_fp32(
     return exact_grad_norm(grads, groups, _known[-1] if _known else None)
 
 
+@torch.no_grad()
+def chained_grad_norm(self: Any) -> float:
+    """Stand in for ChainedOptimizer.get_grad_norm: one norm of the gradients of all its optimizers.
+
+    With experts there are two, each with the ranks that it sums over; which parameters are whose depends on the layout.
+    """
+    chained = self.chained_optimizers
+    parts = [
+        _as_megatron_means(one.get_grads_for_grad_norm(), 2, one.get_grad_stats_parallel_group()) for one in chained
+    ]
+    return _exact_norm(parts, _known[-1] if len(chained) == 1 and _known else None)
+
+
 _known: list[Tensor] = []
 
 
@@ -124,30 +137,42 @@ def exact_grad_norm(grads: Sequence[Tensor], groups: Iterable[Any] = (), known: 
     known:  this rank's largest, where it is known already.
     returns: nan if there is a NaN anywhere, else inf if there is an infinity or the norm is beyond fp32.
     """
-    groups = list(groups)
-    for grad in grads:
+    return _exact_norm([(grads, list(groups))], known)
+
+
+def _exact_norm(parts: Sequence[tuple[Sequence[Tensor], list[Any]]], known: Tensor | None = None) -> float:
+    """Of gradients in several parts, each with the groups that its own sum goes over."""
+    for grad in (grad for grads, _ in parts for grad in grads):
         if grad.dtype not in DTYPES:
             raise TypeError(f"a gradient of {grad.dtype}; the exact norm is for fp32, bf16 and fp16")
-    device = _device(grads, groups)
-    together = [[grad for grad in grads if grad.device == place] for place in {grad.device for grad in grads}]
+    device = _device([g for grads, _ in parts for g in grads], [group for _, groups in parts for group in groups])
 
     largest = torch.zeros((), dtype=torch.int64, device=device)
-    for found in (known,) if known is not None else map(kernels.largest, together):
+    everything = [some for grads, _ in parts for some in _by_device(grads)]
+    for found in (known,) if known is not None else map(kernels.largest, everything):
         largest = torch.maximum(largest, found.to(device))
-    for group in groups:
+    # The scale is common to all parts. That of one part's ranks is not that of another's.
+    for group in parts[0][1] if len(parts) == 1 else [dist.group.WORLD]:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
 
-    limbs = torch.zeros(kernels.LIMBS, dtype=torch.int64, device=device)
-    for some in together:
-        limbs += kernels.square_limbs(some, largest.to(some[0].device)).to(device)
-    for group in groups:
-        dist.all_reduce(limbs, op=dist.ReduceOp.SUM, group=group)
+    total = torch.zeros(kernels.LIMBS, dtype=torch.int64, device=device)
+    for grads, groups in parts:
+        limbs = torch.zeros_like(total)
+        for some in _by_device(grads):
+            limbs += kernels.square_limbs(some, largest.to(some[0].device)).to(device)
+        for group in groups:
+            dist.all_reduce(limbs, op=dist.ReduceOp.SUM, group=group)
+        total += limbs
 
-    bits, *parts = torch.cat((largest.view(1), limbs)).tolist()
+    bits, *places = torch.cat((largest.view(1), total)).tolist()
     if bits >= INFINITE:
         return math.nan if bits > INFINITE else math.inf
-    total = sum(part << (kernels.LIMB * place) for place, part in enumerate(parts))
-    return _rounded_root(total, max(bits >> 23, 1) - 150 - 7)
+    whole = sum(part << (kernels.LIMB * place) for place, part in enumerate(places))
+    return _rounded_root(whole, max(bits >> 23, 1) - 150 - 7)
+
+
+def _by_device(grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    return [[grad for grad in grads if grad.device == place] for place in {grad.device for grad in grads}]
 
 
 @torch.no_grad()

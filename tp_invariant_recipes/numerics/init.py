@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,13 @@ class Rule:
     """How parameters of one kind start.
 
     name:   matches the canonical name: as in Megatron, with the layer's number in the whole model.
-    value:  "normal", "ones" or "zeros".
-    dim:    for "normal": the dimension that tensor parallelism splits.
+    value:  "normal"; "ones" (of a norm), "always ones" or "zeros"; or MODULE:FUNCTION of this package, which makes
+            numbers in fp64 of 52 random bits each.
+    dim:    for what is drawn: the dimension that tensor parallelism splits, in the segments that Megatron notes on the
+            parameter (partition_sizes) or in one.
     method: for "normal": which of Megatron's three configured methods gives the standard deviation.
     gated:  the rows are gate and up, each split on its own, if config.gated_linear_unit.
+    whole:  tensor parallelism does not split it: routers, and experts, whose own tensor parallelism is 1.
     """
 
     name: str
@@ -48,11 +52,16 @@ class Rule:
     dim: int = 0
     method: str = ""
     gated: bool = False
+    whole: bool = False
 
 
 _LAYER = r"decoder\.layers\.\d+\."
-_NORM = rf"({_LAYER}(input_layernorm|pre_mlp_layernorm|self_attention\.[qk]_layernorm)|decoder\.final_layernorm)\."
-_FUSED = rf"{_LAYER}(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_"  # Transformer Engine's norm + linear
+_NORM = (
+    rf"({_LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.[qk]_layernorm)|decoder\.final_(layer)?norm)\."
+)
+# Transformer Engine's norm + linear
+_FUSED = rf"{_LAYER}(mixer\.in_proj|self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_"
+_MIXER = rf"{_LAYER}mixer\."  # Mamba-2
 _LINEAR = rf"{_LAYER}(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\."
 
 RULES = (
@@ -63,6 +72,17 @@ RULES = (
     Rule(_LAYER + r"self_attention\.linear_proj\.weight", "normal", 1, "output_layer_init_method"),
     Rule(_LAYER + r"mlp\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
     Rule(_LAYER + r"mlp\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
+    Rule(_LAYER + r"mlp\.shared_experts\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
+    Rule(_LAYER + r"mlp\.shared_experts\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
+    Rule(_LAYER + r"mlp\.router\.weight", "normal", 0, "init_method", whole=True),
+    Rule(_LAYER + r"mlp\.experts\.\d+\.linear_fc1\.weight", "normal", 0, "init_method", whole=True),
+    Rule(_LAYER + r"mlp\.experts\.\d+\.linear_fc2\.weight", "normal", 1, "output_layer_init_method", whole=True),
+    Rule(_MIXER + r"in_proj\.weight", "normal", 0, "init_method"),
+    Rule(_MIXER + r"out_proj\.weight", "normal", 1, "output_layer_init_method"),
+    Rule(_MIXER + r"conv1d_(weight|bias)", "mamba_init:conv"),
+    Rule(_MIXER + r"A_log", "mamba_init:a_log"),
+    Rule(_MIXER + r"dt_bias", "mamba_init:dt_bias"),
+    Rule(_MIXER + r"(D|norm\.weight)", "always ones"),
     Rule(_NORM + "weight", "ones"),
     Rule(_FUSED + "weight", "ones"),
     Rule(_NORM + "bias", "zeros"),
@@ -107,7 +127,7 @@ def initialise(model_chunks: list[Any], *, seed: int, std_of: Callable[[Rule, An
                 problems.append(f"{name}: no rule says how it starts (numerics/init.py); use numerics=stock")
             elif parameter.is_meta:
                 problems.append(f"{name}: has no memory yet; set model.init_model_with_meta_device=false")
-            elif rule.value == "normal" and size > 1 and not _is_split(parameter, rule.dim):
+            elif _is_drawn(rule) and size > 1 and not (rule.whole or _is_split(parameter, rule.dim)):
                 problems.append(f"{name}: not split over tensor-parallel ranks along dimension {rule.dim}")
             else:
                 plan.append((name, parameter, rule, chunk.config))
@@ -116,16 +136,30 @@ def initialise(model_chunks: list[Any], *, seed: int, std_of: Callable[[Rule, An
     stds = [std_of(rule, config) if rule.value == "normal" else 0.0 for _, _, rule, config in plan]
 
     for (name, parameter, rule, config), std in zip(plan, stds, strict=True):
-        if rule.value == "normal":
+        if _is_drawn(rule):
             gated = rule.gated and config.gated_linear_unit
-            shape, ranges = place(parameter.shape, rule.dim, rank, size, segments=2 if gated else 1)
+            segments = getattr(parameter, "partition_sizes", 2 if gated else 1)
+            at, of = (0, 1) if rule.whole else (rank, size)
+            shape, ranges = place(parameter.shape, rule.dim, at, of, segments)
             parameter.copy_(
-                normal(shape, ranges, seed=seed, name=name, std=std, dtype=parameter.dtype, device=parameter.device)
-            )
+                drawn(shape, ranges, _quantile(rule, std), seed=seed, name=name,
+                      dtype=parameter.dtype, device=parameter.device)
+            )  # fmt: skip
         else:
             centred = rule.value == "ones" and getattr(config, "layernorm_zero_centered_gamma", False)
-            parameter.fill_(1.0 if rule.value == "ones" and not centred else 0.0)
+            parameter.fill_(1.0 if rule.value != "zeros" and not centred else 0.0)
     return model_chunks
+
+
+def _is_drawn(rule: Rule) -> bool:
+    return rule.value not in ("ones", "always ones", "zeros")
+
+
+def _quantile(rule: Rule, std: float) -> Callable[[Tensor], Tensor]:
+    if rule.value == "normal":
+        return lambda bits: _ppnd16(bits) * std
+    module, _, name = rule.value.partition(":")
+    return getattr(import_module(f"tp_invariant_recipes.numerics.{module}"), name)
 
 
 def canonical_parameters(chunk: Any) -> Iterator[tuple[str, Tensor]]:
@@ -138,9 +172,23 @@ def canonical_parameters(chunk: Any) -> Iterator[tuple[str, Tensor]]:
         if found:
             number = chunk.decoder.layers[int(found[1])].layer_number - 1
             name = f"decoder.layers.{number}.{name[found.end() :]}"
+            name = _expert_numbered(name, chunk.config)
         elif name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
             name = "embedding.word_embeddings.weight"
         yield name, parameter
+
+
+def _expert_numbered(name: str, config: Any) -> str:
+    """The same name for an expert's weight whichever class holds it, with the expert's number in the whole layer."""
+    from megatron.core import parallel_state
+
+    # A module for each expert, or one for all whose weights are numbered.
+    found = re.fullmatch(rf"({_LAYER}mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(linear_fc\d\.[a-z]+)(\d+))", name)
+    if not found:
+        return name
+    local = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    number = parallel_state.get_expert_model_parallel_rank() * local + int(found[2] or found[5])
+    return f"{found[1]}{number}.{found[3] or found[4]}"
 
 
 def _is_split(parameter: Tensor, dim: int) -> bool:
@@ -148,20 +196,23 @@ def _is_split(parameter: Tensor, dim: int) -> bool:
 
 
 def place(
-    local: Sequence[int], dim: int, rank: int, size: int, segments: int = 1
+    local: Sequence[int], dim: int, rank: int, size: int, segments: int | Sequence[int] = 1
 ) -> tuple[list[int], list[list[tuple[int, int]]]]:
     """The whole shape, and where rank `rank` of `size`'s tensor of shape `local` lies in it.
 
-    segments: how many equal parts the split dimension has, each split on its own. With two, gate and up, and size 2:
+    segments: how many equal parts the split dimension has, each split on its own, or the sizes of the local ones. With
+              two, gate and up, and size 2:
 
         whole  [ gate 0 | gate 1 | up 0 | up 1 ]        rank 1  [ gate 1 | up 1 ]
     """
     shape = [n * size if d == dim else n for d, n in enumerate(local)]
     ranges = [[(0, n)] for n in shape]
-    step, segment = local[dim] // segments, shape[dim] // segments
-    if step * segments != local[dim]:
-        raise ValueError(f"{local[dim]} rows are not {segments} equal segments")
-    ranges[dim] = [(s * segment + rank * step, s * segment + (rank + 1) * step) for s in range(segments)]
+    steps = [local[dim] // segments] * segments if isinstance(segments, int) else list(segments)
+    if sum(steps) != local[dim]:
+        what = f"{segments} equal segments" if isinstance(segments, int) else f"segments of {steps}"
+        raise ValueError(f"{local[dim]} rows are not {what}")
+    starts = [size * sum(steps[:n]) + rank * step for n, step in enumerate(steps)]
+    ranges[dim] = [(start, start + step) for start, step in zip(starts, steps, strict=True)]
     return shape, ranges
 
 
@@ -176,10 +227,28 @@ def normal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A part of the normally distributed tensor `name`; the same bits as in the whole tensor and on any device.
+    """A part of the normally distributed tensor `name`, as `drawn` draws it."""
+    return drawn(
+        shape_global, index_ranges, lambda bits: _ppnd16(bits) * std + mean,
+        seed=seed, name=name, dtype=dtype, device=device,
+    )  # fmt: skip
+
+
+def drawn(
+    shape_global: Sequence[int],
+    index_ranges: Sequence[Segments],
+    quantile: Callable[[Tensor], Tensor],
+    *,
+    seed: int,
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """A part of the random tensor `name`; the same bits as in the whole tensor and on any device.
 
     shape_global: of the whole. The sizes of the first dimension and of the last do not change the values.
     index_ranges: per dimension the (start, stop) that the part holds, in the order in which it holds them.
+    quantile:     52 random bits in int64 -> fp64, element by element.
     returns: rounded to fp32, then to `dtype`.
     """
     if not 0 <= seed < 1 << 64:
@@ -205,7 +274,7 @@ def normal(
             step = max(1, chunk // (last - first))
             for row in range(0, len(rows), step):
                 bits = _bits(rows[row : row + step], first, last, seed=seed, name=name)
-                out[row : row + step, at : at + last - first] = (_ppnd16(bits) * std + mean).to(torch.float32).to(dtype)
+                out[row : row + step, at : at + last - first] = quantile(bits).to(torch.float32).to(dtype)
             at += last - first
     return out.view(sizes)
 

@@ -13,6 +13,7 @@ from tp_invariant_recipes.numerics import gather, linear
 from tp_invariant_recipes.numerics.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
+from tp_invariant_recipes.numerics.product import Parts
 
 # config.invariant_mode -> the module whose column_parallel and row_parallel the layers call.
 STRATEGIES: dict[str, Any] = {"tree": linear, "gather": gather}
@@ -46,7 +47,7 @@ class OnMesh:
 class ColumnForward(OnMesh):
     """Forward of a column-parallel layer, which has config, weight, bias, segments and a group."""
 
-    segments: int
+    segments: Parts
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s/t or s, b, k] → [s, b, n/t]."""

@@ -5,7 +5,8 @@ A rank's rows of a column-parallel weight are segments (gate, up), each split in
     [ segment 0: shard v0, v0+1, … | segment 1: shard v0, v0+1, … ]
 
 so partial v of a sum over output features is the sum over segments, in order, of that segment's shard v. QKV is one
-segment: Megatron interleaves its rows by query group, so a shard is whole groups.
+segment: Megatron interleaves its rows by query group, so a shard is whole groups. Segments are `segments` equal ones,
+or have the sizes that it lists (Mamba's z, x, B, C and dt).
 
 The two lowest levels of the tree cost nothing: a segment's product, and the right neighbour's, are added to what is
 there by the product itself (`product(…, add=True)`), which rounds as a separate addition would.
@@ -15,17 +16,18 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics.product import Parts, product
 from tp_invariant_recipes.numerics.tree import Reducing, all_gather, start_all_gather, start_reduce_scatter
 from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 
-def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: int, sequence_parallel: bool) -> Tensor:
+def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool) -> Tensor:
     """x @ weight^T for a weight split along its output features.
 
-    x:       [s/t, b, k] with sequence parallelism, [s, b, k] without.
-    weight:  [n/t, k], this rank's segments and shards.
-    returns: [s, b, n/t] of x's dtype.
+    x:        [s/t, b, k] with sequence parallelism, [s, b, k] without.
+    weight:   [n/t, k], this rank's segments and shards.
+    segments: how many, or the rows of each in `weight`.
+    returns:  [s, b, n/t] of x's dtype.
     """
     return _ColumnParallel.apply(x, weight, mesh, segments, sequence_parallel)
 
@@ -49,7 +51,7 @@ class _ColumnParallel(torch.autograd.Function):
         tokens = _tokens(whole)
         # Not a view: the logits are this layer's output, and some losses change them in place.
         y = tokens.new_empty(*whole.shape[:-1], weight.shape[0])
-        product(tokens, weight.t(), _tokens(y), columns=segments * mesh.local)
+        product(tokens, weight.t(), _tokens(y), columns=_shards(segments, mesh))
         return y
 
     @staticmethod
@@ -64,7 +66,7 @@ class _ColumnParallel(torch.autograd.Function):
         if wants_dw:  # while the nodes of dx are on their way
             tokens = _tokens(gathering.arrived() if gathering else x)
             dw = weight_gradient(
-                weight, lambda out, add: product(grad.t(), tokens, out, rows=segments * mesh.local, add=add)
+                weight, lambda out, add: product(grad.t(), tokens, out, rows=_shards(segments, mesh), add=add)
             )
         if reducing is not None:
             dx = _finished(reducing, x.dtype, mesh, sequence_parallel).view(x.shape)
@@ -96,22 +98,32 @@ class _RowParallel(torch.autograd.Function):
         return dx, dw, None, None
 
 
-def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: int) -> Reducing:
+def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts) -> Reducing:
     """Begin a @ b where the summed dimension is divided among the ranks.
 
     a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k.
     """
-    size = a.shape[1] // (segments * mesh.local)
+    if isinstance(segments, int):
+        segments = (a.shape[1] // segments,) * segments
     # A partial of several segments is a sum itself and needs a place of its own.
-    width = 1 if segments > 1 else min(2, mesh.local)
+    width = 1 if len(segments) > 1 else min(2, mesh.local)
     nodes = torch.empty((mesh.local // width, a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
     for shard in range(mesh.local):
         node, add = nodes[shard // width], shard % width > 0
-        for segment in range(segments):
-            start = (segment * mesh.local + shard) * size
+        before = 0
+        for segment in segments:
+            size = segment // mesh.local
+            start = before + shard * size
             product(a.narrow(1, start, size), b.narrow(0, start, size), node, add=add)
-            add = True
+            before, add = before + segment, True
     return start_reduce_scatter(nodes, mesh)
+
+
+def _shards(segments: Parts, mesh: VirtualMesh) -> Parts:
+    """The shards of all segments, as `product` takes them."""
+    if isinstance(segments, int):
+        return segments * mesh.local
+    return tuple(segment // mesh.local for segment in segments for _ in range(mesh.local))
 
 
 def _finished(reducing: Reducing, dtype: torch.dtype, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:

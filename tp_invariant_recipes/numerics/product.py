@@ -7,7 +7,7 @@ So the faster form, one launch that reads slices where they are and writes or ad
 and strides for which it was seen, on this machine and in this process, to give the bits of the definition.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor
 # (shapes, strides, dtypes, alignment, shards, add) -> whether the product in one launch has the bits of the definition.
 _in_place_is_right: dict[tuple[Any, ...], bool] = {}
 
+Parts = int | tuple[int, ...]  # a number of equal parts, or the size of each
 
-def product(a: Tensor, b: Tensor, out: Tensor, *, rows: int = 1, columns: int = 1, add: bool = False) -> Tensor:
+
+def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Parts = 1, add: bool = False) -> Tensor:
     """out = a @ b, or out += a @ b: fp32 accumulation, rounded once to out's dtype, then added.
 
     a:             [m, k]; b: [k, n], of a's dtype; either may be a slice or transposed.
@@ -42,20 +44,24 @@ def shown() -> dict[tuple[Any, ...], bool]:
     return dict(_in_place_is_right)
 
 
-def _defined(a: Tensor, b: Tensor, out: Tensor, rows: int, columns: int, add: bool) -> Tensor:
+def _defined(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> Tensor:
     for part, x, y in _shards(a, b, out, rows, columns):
         result = _multiplied(_without_gaps(x), _without_gaps(y), out.dtype)
         part.add_(result) if add else part.copy_(result)
     return out
 
 
-def _shards(a: Tensor, b: Tensor, out: Tensor, rows: int, columns: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    if rows > 1:
-        for part, x in zip(out.chunk(rows), a.chunk(rows), strict=True):
+def _shards(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    if rows != 1:
+        for part, x in zip(_parts(out, rows, 0), _parts(a, rows, 0), strict=True):
             yield part, x, b
     else:
-        for part, y in zip(out.chunk(columns, 1), b.chunk(columns, 1), strict=True):
+        for part, y in zip(_parts(out, columns, 1), _parts(b, columns, 1), strict=True):
             yield part, a, y
+
+
+def _parts(matrix: Tensor, parts: Parts, dim: int) -> Sequence[Tensor]:
+    return matrix.chunk(parts, dim) if isinstance(parts, int) else matrix.split(parts, dim)
 
 
 def _multiplied(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -83,7 +89,7 @@ def _without_gaps(matrix: Tensor) -> Tensor:
     return dense.clone() if dense.data_ptr() % 16 else dense
 
 
-def _seen_to_be_right(a: Tensor, b: Tensor, out: Tensor, rows: int, columns: int, add: bool) -> bool:
+def _seen_to_be_right(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> bool:
     """Try both forms on random numbers that lie in memory as these operands do, without touching `out`."""
     with torch.random.fork_rng(devices=[a.device]):
         torch.manual_seed(0)

@@ -14,11 +14,16 @@ SUBSTITUTES = {
     "ColumnParallelLinear": "local_layers:InvariantColumnParallelLinear",
     "RowParallelLinear": "local_layers:InvariantRowParallelLinear",
     "WrappedTorchNorm": "local_layers:InvariantRMSNorm",
+    "MambaMixer": "mamba:InvariantMambaMixer",
     "TEColumnParallelLinear": "te_layers:InvariantTEColumnParallelLinear",
     "TELayerNormColumnParallelLinear": "te_layers:InvariantTELayerNormColumnParallelLinear",
     "TERowParallelLinear": "te_layers:InvariantTERowParallelLinear",
     "TENorm": "te_layers:InvariantTERMSNorm",
     "_TENormWithResidual": "te_layers:InvariantTERMSNorm",
+    "MoELayer": "moe_layer:InvariantMoELayer",
+    "TopKRouter": "router:InvariantTopKRouter",
+    "SequentialMLP": "moe_layer:InvariantSequentialMLP",
+    "TEGroupedMLP": "te_layers:InvariantTEGroupedMLP",
 }
 # The same for a norm of queries or keys, by the field of the specification that holds it.
 HEAD_NORMS = {"WrappedTorchNorm": "local_layers:InvariantHeadNorm", "TENorm": "te_layers:InvariantTEHeadNorm"}
@@ -28,8 +33,15 @@ AS_THEY_ARE = (
     "TransformerLayer",
     "SelfAttention",
     "MLP",
+    "HybridStack",
+    "MambaLayer",
+    "MLPLayer",
+    "MoETransformerLayer",
     "DotProductAttention",
     "TEDotProductAttention",
+    "TEActivationOp",
+    "TEColumnParallelGroupedLinear",
+    "TERowParallelGroupedLinear",
     "IdentityOp",
     "IdentityFuncOp",
 )
@@ -66,7 +78,8 @@ def invariant(part: Any, field: str = "") -> Any:
             return part
         raise ConfigError(f"{field or 'model'}: {part.__name__} has no invariant version; use numerics=stock")
     if isinstance(part, partial):
-        return partial(part.func, *part.args, **{k: invariant(v, k) for k, v in part.keywords.items()})
+        built = invariant(part.func, field)
+        return partial(built, *part.args, **{k: invariant(v, k) for k, v in part.keywords.items()})
     if isinstance(part, list):
         return [invariant(p, field) for p in part]
     if is_dataclass(part) and not isinstance(part, type):
@@ -95,6 +108,11 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
             _cross_entropy(numerics["shards"]),
             "sum(exp) over the vocabulary crosses ranks",
         ),
+        Replacement(
+            "megatron.core.models.hybrid.hybrid_block:TENorm",
+            lambda original: _named(SUBSTITUTES[original.__name__]),
+            "HybridStack builds its final norm by name",
+        ),
         *(
             Replacement(
                 f"megatron.core.optimizer.{module}:get_grad_norm_fp32",
@@ -102,6 +120,16 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
                 _NORM_WHY,
             )
             for module in ("optimizer", "layer_wise_optimizer")
+        ),
+        Replacement(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
+            _chained_norm(numerics["grad_norm"]),
+            "the norms of experts and of all else are rounded before they are put together",
+        ),
+        Replacement(
+            "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
+            lambda original: _named("experts:add_second_sources")(original),
+            "experts that several data-parallel ranks share add up each rank's tokens first",
         ),
     ]
     if numerics["clip_rounding"] == "pow2":
@@ -113,6 +141,10 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
             )
         )
     return tuple(rows)
+
+
+def _chained_norm(grad_norm: str) -> Callable[[Any], Any]:
+    return lambda original: _named("grad_norm:chained_grad_norm") if grad_norm == "exact" else original
 
 
 def _built_by_name(name: str, substitute: str) -> Replacement:

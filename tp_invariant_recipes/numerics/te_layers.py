@@ -7,8 +7,11 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
     _get_extra_te_kwargs,
 )
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
+from tp_invariant_recipes.numerics.dispatch import Batches
+from tp_invariant_recipes.numerics.experts import activation_kind, expert_mlp
 from tp_invariant_recipes.numerics.layers import (
     ColumnForward,
     HeadNormForward,
@@ -68,3 +71,15 @@ class InvariantTERMSNorm(NormForward, te.RMSNorm):
 
 class InvariantTEHeadNorm(HeadNormForward, InvariantTERMSNorm):
     """RMSNorm of queries or keys."""
+
+
+class InvariantTEGroupedMLP(TEGroupedMLP):
+    """Experts whose weights Transformer Engine holds in two modules; the products are ours."""
+
+    def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
+        """[r, h] → the same, and no bias."""
+        fc1, fc2 = (
+            [getattr(linear, f"weight{expert}") for expert in range(self.num_local_experts)]
+            for linear in (self.linear_fc1, self.linear_fc2)
+        )
+        return expert_mlp(rows, probs, batches, fc1, fc2, activation_kind(self.config)), None

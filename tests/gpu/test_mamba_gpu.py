@@ -1,0 +1,255 @@
+"""The Mamba-2 mixer between its projections on one GPU: what a rank with all shards computes is what ranks have."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.host import mamba as twin
+from tp_invariant_recipes.kernels import causal_conv, group_norm
+from tp_invariant_recipes.numerics import mamba_parts
+from tp_invariant_recipes.numerics.init import place
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.product import product
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+DTYPES = (torch.float32, torch.bfloat16)
+SHARDS = 8
+DEGREES = (2, 4, 8)
+
+
+def _random(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).cuda().to(dtype)
+
+
+def _near(found, expected, tolerance):
+    error = (found.double().cpu() - expected.double().cpu()).norm() / expected.double().norm().cpu()
+    assert error < tolerance, float(error)
+
+
+def _conv(x, dy, weight, bias, step):
+    y = causal_conv.causal_conv_forward(x, weight, bias, step)
+    return (y, *causal_conv.causal_conv_backward(dy, x, weight, bias, step))
+
+
+def _norm(x, dy, weight):
+    y, scale = group_norm.group_norm_forward(x, weight, 1e-5)
+    return (y, scale, *group_norm.group_norm_backward(dy, x, weight, scale))
+
+
+def _slices_agree(function, tensors, *others):
+    whole = function(*tensors, *others)
+    for degree in DEGREES:
+        parts = [function(*part, *others) for part in zip(*(t.chunk(degree) for t in tensors), strict=True)]
+        assert all(same_bits(one, torch.cat(part)) for one, part in zip(whole, zip(*parts, strict=True), strict=True))
+    return whole
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, channels, step", ((2048, 768, 1), (1000, 320, 2), (96, 37, 4)))
+def test_convolution_of_a_slice_is_the_slice_of_it(dtype, rows, channels, step):
+    x, dy = (_random(SHARDS, rows, channels, dtype=dtype, seed=n) for n in (1, 2))
+    weight, bias = _random(SHARDS, channels, 4, dtype=dtype, seed=3), _random(SHARDS, channels, dtype=dtype, seed=4)
+    found = _slices_agree(_conv, (x, dy, weight, bias), step)
+    expected = _conv(*(t.float().cpu() for t in (x, dy, weight, bias)), step)
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        _near(a, b, 1e-5 if dtype == torch.float32 else 1e-2)
+    _near(found[2].sum(1), expected[2].sum(1), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, groups, width", ((2048, 1, 512), (1000, 2, 256), (96, 3, 20)))
+def test_norm_of_a_slice_is_the_slice_of_it(dtype, rows, groups, width):
+    x, dy = (_random(SHARDS, rows, groups, width, dtype=dtype, seed=n) for n in (1, 2))
+    weight = _random(SHARDS, groups, width, dtype=dtype, seed=3)
+    found = _slices_agree(_norm, (x, dy, weight))
+    expected = _norm(*(t.float().cpu() for t in (x, dy, weight)))
+    for a, b in zip(found[:3], expected[:3], strict=True):
+        _near(a, b, 1e-5 if dtype == torch.float32 else 1e-2)
+    _near(found[3].sum(1), expected[3].sum(1), 1e-4)
+
+
+# Rows of one shard of Nemotron-3-Nano's z, x, B, C and dt, V = 8.
+IN_PROJ = (512, 512, 128, 128, 8)
+
+
+@pytest.mark.parametrize("held", (1, 2, 8))
+def test_products_of_segments_of_unlike_sizes_are_those_of_their_shards(held):
+    """in_proj, forward and weight gradient, of a rank with `held` shards."""
+    tokens, k = 2048, 2688
+    sizes = tuple(size for size in IN_PROJ for _ in range(held))
+    x, weight = _random(tokens, k, dtype=torch.bfloat16), _random(sum(sizes), k, dtype=torch.bfloat16, seed=1)
+    y = product(x, weight.t(), x.new_empty(tokens, sum(sizes)), columns=sizes)
+    dw = product(y.t(), x, torch.zeros(weight.shape, device="cuda"), rows=sizes, add=True)
+    for part, mine, rows in zip(y.split(sizes, 1), dw.split(sizes), weight.split(sizes), strict=True):
+        assert same_bits(part.contiguous(), torch.mm(x, rows.clone().t()))
+        assert same_bits(mine, torch.zeros_like(mine) + torch.mm(part.contiguous().t(), x, out_dtype=torch.float32))
+
+
+# --- the mixer, without its projections ---
+
+HEADS, HEAD, GROUPS, STATE, SEQUENCE, CHUNK = 64, 64, 8, 128, 1024, 128  # Nemotron-3-Nano's
+INNER, CHANNELS = HEADS * HEAD, HEADS * HEAD + 2 * GROUPS * STATE
+# name -> size of the dimension that is split, its segments, and the dimensions after it
+PARAMETERS = {
+    "conv1d_weight": ((INNER, GROUPS * STATE, GROUPS * STATE), (1, 4)),
+    "conv1d_bias": ((INNER, GROUPS * STATE, GROUPS * STATE), ()),
+    "A_log": ((HEADS,), ()),
+    "D": ((HEADS,), ()),
+    "dt_bias": ((HEADS,), ()),
+    "norm": ((INNER,), ()),
+}
+SEGMENTS = (INNER, INNER, GROUPS * STATE, GROUPS * STATE, HEADS)
+
+
+def _part(whole, sizes, dim, rank, size):
+    """A rank's slice of every segment."""
+    local = list(whole.shape)
+    local[dim] //= size
+    _, ranges = place(local, dim, rank, size, [n // size for n in sizes])
+    return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges[dim]], dim).contiguous()
+
+
+def _joined(parts, sizes, dim):
+    split = [part.split([n // len(parts) for n in sizes], dim) for part in parts]
+    return torch.cat([torch.cat(slices, dim) for slices in zip(*split, strict=True)], dim)
+
+
+def _mixer(kind, rank, size, dtype):
+    """A mixer as rank `rank` of `size` has it, without projections and process groups."""
+    from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
+    from megatron.core.ssm.mamba_mixer import ExtendedRMSNorm
+
+    mixer = kind.__new__(kind)
+    torch.nn.Module.__init__(mixer)
+    for seed, (name, (sizes, more)) in enumerate(PARAMETERS.items()):
+        kept = torch.float32 if name in ("A_log", "D") else dtype
+        whole = _random(sum(sizes), *more, dtype=kept, seed=seed, scale=0.5)
+        parameter = torch.nn.Parameter(_part(whole, sizes, 0, rank, size))
+        parameter.partition_sizes = [n // size for n in sizes]
+        if name != "norm":
+            setattr(mixer, name, parameter)
+            continue
+        mixer.norm = ExtendedRMSNorm(
+            INNER // size, eps=1e-5, group_size=INNER // GROUPS, norm_before_gate=False, device="cuda", dtype=dtype
+        )
+        mixer.norm.weight = parameter
+    own = dict(
+        d_inner=INNER, ngroups=GROUPS, headdim=HEAD, d_state=STATE, chunk_size=CHUNK, D_has_hdim=False, rmsnorm=True,
+        activation="silu", norm_before_gate=False, mesh=VirtualMesh(SHARDS, size, rank),
+        segments=tuple(n // size for n in SEGMENTS), mamba_training_ssm_states_dtype=dtype,
+    )  # fmt: skip
+    mixer.__dict__.update(own)
+    mixer.cp = MambaContextParallel(
+        cp_group=SimpleNamespace(size=lambda: 1), d_inner_local_tp=INNER // size, nheads_local_tp=HEADS // size,
+        ngroups_local_tp=GROUPS // size, d_state=STATE, conv1d_weight_cp1=mixer.conv1d_weight,
+        conv1d_bias_cp1=mixer.conv1d_bias, conv1d_padding=3, dt_bias_cp1=mixer.dt_bias, A_log_cp1=mixer.A_log,
+        D_cp1=mixer.D, D_has_hdim=False,
+    )  # fmt: skip
+    return mixer
+
+
+def _run(kind, size, dtype, batch):
+    """What `size` ranks compute, put together: name -> tensor."""
+    whole = _random(SEQUENCE, batch, sum(SEGMENTS), dtype=dtype, seed=20, scale=0.5)
+    gradient = _random(SEQUENCE, batch, INNER, dtype=dtype, seed=21)
+    ranks = []
+    for rank in range(size):
+        mixer = _mixer(kind, rank, size, dtype)
+        x = _part(whole, SEGMENTS, 2, rank, size).requires_grad_()
+        y = mixer._ssm_training(x)
+        y.backward(_part(gradient, (INNER,), 2, rank, size))
+        gradients = {name.removesuffix(".weight"): p.grad for name, p in mixer.named_parameters()}
+        ranks.append({"y": y.detach(), "dx": x.grad} | {name: gradients[name] for name in PARAMETERS})
+    split = {"y": ((INNER,), 2), "dx": (SEGMENTS, 2)} | {name: (sizes, 0) for name, (sizes, _) in PARAMETERS.items()}
+    return {name: _joined([rank[name] for rank in ranks], *how) for name, how in split.items()}
+
+
+@pytest.fixture(scope="module")
+def kinds():
+    """Ours and Megatron's, which comes second: `repeatable` has no atomics left then, so it repeats its own bits."""
+    pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    from tp_invariant_recipes.numerics.mamba import InvariantMambaMixer
+
+    return InvariantMambaMixer, MambaMixer
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_mixer_has_one_result_for_all_degrees(kinds, dtype, batch):
+    one = _run(kinds[0], 1, dtype, batch)
+    for degree in DEGREES:
+        other = _run(kinds[0], degree, dtype, batch)
+        assert [name for name in one if not same_bits(one[name], other[name])] == [], degree
+
+
+def test_megatrons_has_several_and_they_agree_but_for_rounding(kinds):
+    ours, one, four = (_run(kind, size, torch.bfloat16, 1) for kind, size in zip((*kinds, kinds[1]), (1, 1, 4),
+                                                                                 strict=True))  # fmt: skip
+    assert not same_bits(one["norm"], four["norm"])
+    for name, value in ours.items():
+        _near(value, one[name], 5e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_scan_is_that_of_the_cpu(kinds, dtype):
+    """One shard: forward and all gradients."""
+    heads, groups, seq = 8, 1, 512
+    inputs = {
+        "x": _random(1, seq, heads, HEAD, dtype=dtype, seed=1),
+        "dt": _random(1, seq, heads, dtype=dtype, seed=2),
+        "log_a": _random(heads, seed=3),
+        "B": _random(1, seq, groups, STATE, dtype=dtype, seed=4, scale=0.3),
+        "C": _random(1, seq, groups, STATE, dtype=dtype, seed=5, scale=0.3),
+        "z": _random(1, seq, heads, HEAD, dtype=dtype, seed=6),
+        "D": _random(heads, seed=7),
+        "dt_bias": _random(heads, seed=8) - 2.0,
+    }
+    dy = _random(1, seq, heads, HEAD, dtype=dtype, seed=9)
+    found = []
+    for device, wide in (("cuda", dtype), ("cpu", torch.float32)):
+        leaves = {n: t.to(device, t.dtype if device == "cuda" else wide, copy=True).requires_grad_()
+                  for n, t in inputs.items()}  # fmt: skip
+        y = mamba_parts.chunk_scan(**leaves, chunk_size=CHUNK)
+        y.backward(dy.to(y))
+        found.append([y.detach(), *(leaf.grad for leaf in leaves.values())])
+    for on_gpu, on_cpu in zip(*found, strict=True):
+        _near(on_gpu, on_cpu, 1e-2 if dtype == torch.float32 else 5e-2)
+
+
+def test_one_configuration_a_kernel(kinds):
+    from importlib import import_module
+
+    from triton.runtime.autotuner import Autotuner
+
+    mamba_parts.repeatable()
+    assert import_module("mamba_ssm.utils.determinism").use_deterministic_mode()
+    kernels = [
+        kernel
+        for module in mamba_parts.TUNED
+        for kernel in vars(import_module(f"mamba_ssm.ops.triton.{module}")).values()
+        if isinstance(kernel, Autotuner)
+    ]
+    assert len(kernels) > 20
+    assert all(len(kernel.configs) == 1 for kernel in kernels)
+
+
+def test_the_whole_twin_is_megatrons_mixer(kinds):
+    """host/mamba.py's convolution, scan and gate against mamba_ssm's in one kernel launch each."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_split_conv1d_scan_combined
+
+    batch, seq, heads, groups = 2, 300, 8, 2
+    channels = heads * HEAD + 2 * groups * STATE
+    arguments = (
+        _random(batch, seq, heads * HEAD + channels + heads, seed=1), _random(channels, 4, seed=2, scale=0.5),
+        _random(channels, seed=3, scale=0.5), _random(heads, seed=4), -_random(heads, seed=5).exp(), _random(heads),
+    )  # fmt: skip
+    options = dict(chunk_size=CHUNK, headdim=HEAD, ngroups=groups, norm_before_gate=False)
+    expected = mamba_split_conv1d_scan_combined(*arguments, **options)
+    _near(expected, twin.split_conv1d_scan(*(t.cpu() for t in arguments), **options), 1e-2)

@@ -1,0 +1,161 @@
+"""Convolution and norm of the invariant Mamba layer: right, and a shard's bits whatever lies beside it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.kernels import causal_conv, group_norm
+from tp_invariant_recipes.numerics.mamba_parts import by_shard, side_by_side
+from tp_invariant_recipes.numerics.mamba_parts import causal_conv as conv
+from tp_invariant_recipes.numerics.mamba_parts import group_norm as norm
+
+SHARDS, STEP, ROWS, CHANNELS = 4, 2, 96, 37
+
+
+def _random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def conv_inputs(dtype=torch.float32):
+    x, dy = (_random(SHARDS, ROWS, CHANNELS, seed=n).to(dtype) for n in (1, 2))
+    return x, dy, _random(SHARDS, CHANNELS, causal_conv.TAPS, seed=3).to(dtype), _random(SHARDS, CHANNELS).to(dtype)
+
+
+def norm_inputs(dtype=torch.float32):
+    x, dy = (_random(SHARDS, ROWS, 3, 20, seed=n).to(dtype) for n in (1, 2))
+    return x, dy, _random(SHARDS, 3, 20, seed=3).to(dtype)
+
+
+def slices(tensors, degree):
+    """What each of `degree` ranks has of tensors whose first dimension is the shards."""
+    return zip(*(tensor.chunk(degree) for tensor in tensors), strict=True)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_a_rank_with_some_shards_has_their_bits(dtype):
+    x, dy, weight, bias = conv_inputs(dtype)
+    whole = (causal_conv.causal_conv_forward(x, weight, bias, STEP),
+             *causal_conv.causal_conv_backward(dy, x, weight, bias, STEP))  # fmt: skip
+    for degree in (2, 4):
+        parts = [
+            (causal_conv.causal_conv_forward(a, w, b, STEP), *causal_conv.causal_conv_backward(d, a, w, b, STEP))
+            for a, d, w, b in slices((x, dy, weight, bias), degree)
+        ]
+        assert all(same_bits(one, torch.cat(p)) for one, p in zip(whole, zip(*parts, strict=True), strict=True))
+    x, dy, weight = norm_inputs(dtype)
+    y, scale = group_norm.group_norm_forward(x, weight, 1e-5)
+    whole = (y, scale, *group_norm.group_norm_backward(dy, x, weight, scale))
+    for degree in (2, 4):
+        parts = []
+        for a, d, w in slices((x, dy, weight), degree):
+            y, scale = group_norm.group_norm_forward(a, w, 1e-5)
+            parts.append((y, scale, *group_norm.group_norm_backward(d, a, w, scale)))
+        assert all(same_bits(one, torch.cat(p)) for one, p in zip(whole, zip(*parts, strict=True), strict=True))
+
+
+def test_the_convolution_is_torchs():
+    """Two sequences side by side: rows are [s, b], so the token before is two rows before."""
+    x, dy, weight, bias = conv_inputs()
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    y = conv(*leaves, STEP)
+    y.backward(dy)
+    x64, weight64, bias64 = (t.detach().double().requires_grad_() for t in leaves)
+    by_sequence = x64.unflatten(1, (-1, STEP)).permute(2, 0, 3, 1).flatten(1, 2)  # b, all channels, s
+    y64 = F.conv1d(by_sequence, weight64.flatten(0, 1)[:, None], bias64.flatten(), padding=3,
+                   groups=SHARDS * CHANNELS)[..., : ROWS // STEP]  # fmt: skip
+    y64 = F.silu(y64).unflatten(1, (SHARDS, -1)).permute(1, 3, 0, 2).flatten(1, 2)
+    y64.backward(dy.double())
+    torch.testing.assert_close(y.double(), y64, rtol=1e-5, atol=1e-5)
+    for found, expected in zip(leaves, (x64, weight64, bias64), strict=True):
+        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_the_norm_is_torchs():
+    x, dy, weight = norm_inputs()
+    leaves = [t.requires_grad_() for t in (x, weight)]
+    y = norm(*leaves, 1e-5)
+    y.backward(dy)
+    x64, weight64 = (t.detach().double().requires_grad_() for t in leaves)
+    y64 = F.rms_norm(x64, (20,), eps=1e-5) * weight64[:, None]
+    y64.backward(dy.double())
+    torch.testing.assert_close(y.double(), y64, rtol=1e-5, atol=1e-5)
+    for found, expected in zip(leaves, (x64, weight64), strict=True):
+        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_other_widths_and_rows_with_gaps_are_refused():
+    x, _, weight, bias = conv_inputs()
+    for wrong in ((x, weight[..., :3]), (x[..., ::2], weight)):
+        with pytest.raises(ValueError, match="4 weights a channel and contiguous rows"):
+            causal_conv.causal_conv_forward(*wrong, bias, STEP)
+    with pytest.raises(ValueError, match="one after the other"):
+        group_norm.group_norm_forward(norm_inputs()[0][..., ::2], weight, 1e-5)
+
+
+def test_shards_first_and_back():
+    """Rank 1 of 2, V = 4: of every segment its shards 2 and 3."""
+    segments = [torch.arange(8.0).view(1, 8), torch.arange(10.0, 14.0).view(1, 4)]
+    shards = by_shard([segment.chunk(2, 1)[1] for segment in segments], 2)
+    assert shards.tolist() == [[[4.0, 5.0, 12.0]], [[6.0, 7.0, 13.0]]]
+    assert shards.is_contiguous()
+    assert by_shard([segments[0].squeeze(0), segments[1].squeeze(0)], 4, 0).tolist()[1] == [2.0, 3.0, 11.0]
+    assert torch.equal(side_by_side(by_shard([segments[0]], 4)), segments[0])
+
+
+PROGRAM = """
+import torch
+from tests.distributed.ranks import same_bits
+from tests.unit.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
+from tp_invariant_recipes.kernels import causal_conv, group_norm
+
+def near(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+def convolved(x, dy, weight, bias):
+    y = causal_conv._forward_triton(x, weight, bias, STEP)
+    return (y, *causal_conv._backward_triton(dy, x, weight, bias, STEP))
+
+def convolution():
+    whole = convolved(*conv_inputs())
+    x, dy, weight, bias = conv_inputs()
+    near(whole[0], causal_conv._forward_torch(x, weight, bias, STEP))
+    dx, sums = causal_conv._backward_torch(dy, x, weight, bias, STEP)
+    near(whole[1], dx)
+    near(whole[2].sum(1), sums.sum(1))
+    assert whole[2].shape[1] > 1
+    parts = [convolved(*part) for part in slices(conv_inputs(), 2)]
+    assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts)))
+
+def normed(x, dy, weight):
+    y, scale = group_norm._forward_triton(x, weight, 1e-5)
+    return (y, scale, *group_norm._backward_triton(dy, x, weight, scale))
+
+def norm():
+    group_norm.TILE = 512  # several tiles a leaf, several leaves
+    x, dy, weight = norm_inputs()
+    whole = normed(x, dy, weight)
+    y, scale = group_norm._forward_torch(x, weight, 1e-5)
+    dx, sums = group_norm._backward_torch(dy, x, weight, scale)
+    for found, expected in zip(whole, (y, scale, dx)):
+        near(found, expected)
+    near(whole[3].sum(1), sums.sum(1))
+    assert whole[3].shape[1] > 1
+    parts = [normed(*part) for part in slices((x, dy, weight), 2)]
+    assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts)))
+
+convolution()
+norm()
+"""
+
+
+def test_the_triton_kernels_in_its_interpreter():
+    """Right, and slices of each other."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,260 @@
+"""What CUDA graphs need of the rest of a configuration: one row a rule, and one row a module that can be captured.
+
+From Megatron-Core 0.19.2 (`TransformerConfig.__post_init__`, `TECudaGraphHelper`) and Megatron-Bridge 0.6.2
+(`validate_cuda_graph_configuration`), which say the same one assertion at a time, some only on the GPU.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Tree = dict[str, Any]
+Model = Mapping[str, Any]
+
+TE, FULL = "transformer_engine", "full_iteration"
+IMPLEMENTATIONS = {TE: "te", FULL: "full"}
+
+
+# --- Modules ---
+
+
+@dataclass(frozen=True)
+class Module:
+    """A part of a layer that Transformer Engine's graphs can hold.
+
+    name:    as `model.cuda_graph_modules` has it.
+    problem: why it cannot be captured in a model, with what to change; None: it can.
+    default: whether it is captured where nothing else is asked for, given that it can be.
+    """
+
+    name: str
+    problem: Callable[[Model], str | None]
+    default: Callable[[Model], bool] = lambda model: True
+
+
+def graphed_modules(model: Model) -> list[str]:
+    """What `cuda_graph=te` captures of a model unless told otherwise."""
+    return [module.name for module in MODULES if module.problem(model) is None and module.default(model)]
+
+
+def padded(model: Model) -> bool:
+    """Whether every expert gets the same number of tokens at every step, so that its products can be replayed."""
+    return model.get("moe_expert_capacity_factor") is not None and bool(model.get("moe_pad_expert_input_to_capacity"))
+
+
+def _layers(model: Model, kind: str) -> bool:
+    pattern = model.get("hybrid_layer_pattern")
+    return pattern is not None and kind in pattern.partition("/")[0]
+
+
+def _experts(model: Model) -> bool:
+    return (model.get("num_moe_experts") or 0) > 1
+
+
+def _attention(model: Model) -> str | None:
+    hybrid = model.get("hybrid_layer_pattern") is not None
+    return "this model has no attention layers" if hybrid and not _layers(model, "*") else None
+
+
+def _mlp(model: Model) -> str | None:
+    frequency = model.get("moe_layer_freq", 1)
+    if _experts(model) and (frequency == 1 or (isinstance(frequency, list) and 0 not in frequency)):
+        return "for dense layers, of which this model has none"
+    hybrid = model.get("hybrid_layer_pattern") is not None
+    return "for dense layers, of which this model has none" if hybrid and not _layers(model, "-") else None
+
+
+def _mamba(model: Model) -> str | None:
+    return None if _layers(model, "M") else "this model has no Mamba layers"
+
+
+def _moe(model: Model) -> str | None:
+    if not _experts(model):
+        return "this model has no experts"
+    if padded(model):
+        return None
+    return (
+        "experts get another number of tokens at every step; pad them: model.moe_expert_capacity_factor=1.0 "
+        "model.moe_pad_expert_input_to_capacity=true, or capture moe_router and moe_preprocess"
+    )
+
+
+def _router(model: Model) -> str | None:
+    return None if _experts(model) else "this model has no experts"
+
+
+def _preprocess(model: Model) -> str | None:
+    if not _experts(model):
+        return "this model has no experts"
+    waits = model.get("moe_expert_capacity_factor") is not None or model.get("moe_router_padding_for_fp8")
+    if padded(model) or model.get("moe_token_dispatcher_type") != "alltoall" or not waits:
+        return None
+    return (
+        "waits for numbers from the GPU; model.moe_expert_capacity_factor=null and "
+        "model.moe_router_padding_for_fp8=false, or leave moe_preprocess out"
+    )
+
+
+MODULES = (
+    Module("attn", _attention),
+    Module("mamba", _mamba),
+    Module("mlp", _mlp),
+    Module("moe", _moe),
+    Module("moe_router", _router, default=lambda model: not padded(model)),
+    Module("moe_preprocess", _preprocess, default=lambda model: not padded(model)),
+)
+_BY_NAME = {module.name: module for module in MODULES}
+
+
+# --- Rules ---
+
+
+@dataclass(frozen=True)
+class Rule:
+    """wrong: whether the tree breaks it. why: what is wrong, and the key to change."""
+
+    wrong: Callable[[Tree], Any]
+    why: str
+    implementations: tuple[str, ...] = (TE, FULL)
+
+
+def _model(field: str) -> Callable[[Tree], Any]:
+    return lambda tree: tree["model"].get(field)
+
+
+def _checked(section: str, field: str) -> Callable[[Tree], bool]:
+    """Whether a check is on; left alone, it is."""
+    return lambda tree: tree.get(section, {}).get(field, True) is not False
+
+
+def _captures(tree: Tree, *names: str) -> bool:
+    modules = tree["model"].get("cuda_graph_modules")
+    return isinstance(modules, list) and any(name in modules for name in names)
+
+
+def _recomputes(tree: Tree, module: str) -> bool:
+    model = tree["model"]
+    return model.get("recompute_granularity") == "selective" and module in (model.get("recompute_modules") or ())
+
+
+def _expandable(tree: Tree) -> bool:
+    variables = tree["cluster"]["environment"] | dict(os.environ)
+    allocator = variables.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    return "expandable_segments:True" in allocator and variables.get("NCCL_GRAPH_REGISTER") != "0"
+
+
+# Fields that earlier versions had for the same; Core would move their values over without a word.
+REPLACED = ("cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph")
+
+RULES = (
+    Rule(
+        lambda t: not t["model"].get("use_te_rng_tracker") or not t.get("rng", {}).get("te_rng_tracker"),
+        "a graph cannot hold the state of other random numbers; model.use_te_rng_tracker=true rng.te_rng_tracker=true",
+    ),
+    Rule(
+        lambda t: t["model"].get("recompute_granularity") == "full",
+        "whole layers that are computed again can only be captured with the whole step; "
+        "model.recompute_granularity=null, or cuda_graph=full",
+        (TE,),
+    ),
+    Rule(
+        lambda t: _recomputes(t, "moe") and _captures(t, "moe_router"),
+        "experts that are computed again cannot have a captured router; leave moe out of model.recompute_modules, or "
+        "moe_router and moe_preprocess out of model.cuda_graph_modules",
+        (TE,),
+    ),
+    Rule(
+        _model("cpu_offloading"),
+        "activations that are moved to the host cannot be captured; model.cpu_offloading=false",
+        (TE,),
+    ),
+    Rule(
+        lambda t: t["model"].get("overlap_moe_expert_parallel_comm") and _captures(t, "moe", "mlp"),
+        "moe and mlp cannot be captured with overlapped expert communication; "
+        "model.overlap_moe_expert_parallel_comm=false, or other model.cuda_graph_modules",
+        (TE,),
+    ),
+    Rule(
+        lambda t: _captures(t, "moe") and _captures(t, "moe_router", "moe_preprocess"),
+        "moe holds moe_router and moe_preprocess already; leave one or the others out of model.cuda_graph_modules",
+        (TE,),
+    ),
+    Rule(
+        lambda t: _captures(t, "moe_preprocess") and not _captures(t, "moe_router", "moe"),
+        "moe_preprocess is captured with moe_router only; add it to model.cuda_graph_modules",
+        (TE,),
+    ),
+    Rule(
+        lambda t: t["model"].get("cuda_graph_modules"),
+        "the whole step is captured, so there are no modules to choose; model.cuda_graph_modules=[]",
+        (FULL,),
+    ),
+    Rule(
+        lambda t: _experts(t["model"]) and not padded(t["model"]),
+        "experts get another number of tokens at every step; model.moe_expert_capacity_factor=1.0 "
+        "model.moe_pad_expert_input_to_capacity=true",
+        (FULL,),
+    ),
+    Rule(
+        _checked("ddp", "check_for_nan_in_grad"),
+        "a captured step cannot wait for a check of the gradients; ddp.check_for_nan_in_grad=false",
+        (FULL,),
+    ),
+    Rule(
+        _checked("rerun_state_machine", "check_for_nan_in_loss"),
+        "a captured step cannot wait for a check of the loss; rerun_state_machine.check_for_nan_in_loss=false",
+        (FULL,),
+    ),
+    Rule(
+        lambda t: t.get("rerun_state_machine", {}).get("check_for_spiky_loss"),
+        "a captured step cannot wait for a check of the loss; rerun_state_machine.check_for_spiky_loss=false",
+        (FULL,),
+    ),
+    Rule(
+        _expandable,
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets NCCL write to memory that has moved; "
+        "set NCCL_GRAPH_REGISTER=0 too, there or as cluster.environment.NCCL_GRAPH_REGISTER=0",
+        (TE,),
+    ),
+)  # fmt: skip
+
+
+def problems(tree: Tree) -> list[str]:
+    """Everything that keeps the tree's CUDA graphs from being captured; nothing where there are none."""
+    model = tree["model"]
+    replaced = [f"model.{f}={model[f]}: cuda_graph=te or cuda_graph=full instead" for f in REPLACED if model.get(f)]
+    implementation = model.get("cuda_graph_impl") or "none"
+    if implementation == "none":
+        return replaced
+    if implementation not in IMPLEMENTATIONS:
+        return [*replaced, f"model.cuda_graph_impl={implementation}: cuda_graph=off, cuda_graph=te or cuda_graph=full"]
+    asked = f"cuda_graph={IMPLEMENTATIONS[implementation]}"
+    if tree["device"]["kind"] != "gpu":
+        return [*replaced, f"{asked}: CUDA graphs need a GPU; device=gpu, or cuda_graph=off"]
+    warmup = model.get("cuda_graph_warmup_steps", 3)
+    steps = [] if type(warmup) is int and warmup >= 1 else [_of_warmup(warmup)]
+    rules = [f"{asked}: {rule.why}" for rule in RULES if implementation in rule.implementations and rule.wrong(tree)]
+    modules = [f"{asked}: {problem}" for problem in _modules(model)] if implementation == TE else []
+    return [*replaced, *steps, *modules, *rules]
+
+
+def _of_warmup(warmup: Any) -> str:
+    # Without a step before, Transformer Engine captures layers whose lazily made state is not there yet.
+    return f"model.cuda_graph_warmup_steps={warmup}: must be a number of steps, at least 1"
+
+
+def _modules(model: Model) -> list[str]:
+    """What is wrong with the modules that are to be captured."""
+    modules = model.get("cuda_graph_modules")
+    fits = ",".join(graphed_modules(model))
+    if not isinstance(modules, list) or not modules:
+        return [f"model.cuda_graph_modules={modules}: a list of what to capture, as in [{fits}]"]
+    unknown = [name for name in modules if name not in _BY_NAME]
+    found = [
+        f"model.cuda_graph_modules: '{name}' is none of {', '.join(_BY_NAME)}; for this model [{fits}]"
+        for name in unknown
+    ]
+    known = [_BY_NAME[name] for name in modules if name in _BY_NAME]
+    reasons = ((module.name, module.problem(model)) for module in known)
+    return [*found, *(f"model.cuda_graph_modules: {name}: {why}" for name, why in reasons if why)]

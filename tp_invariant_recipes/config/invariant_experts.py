@@ -1,0 +1,106 @@
+"""What the invariant experts cannot cover, for models that have experts."""
+
+from collections.abc import Callable
+
+from tp_invariant_recipes.config.limit import VECTORS, Limit, Tree, asked
+
+BALANCING = ("aux_loss", "seq_aux_loss", "none")
+
+# Fields that put other sums, other orders or other modules where the invariant experts stand.
+OFF = (
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_router_fusion",
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+    "moe_router_padding_for_quantization",
+    "moe_router_padding_for_fp8",
+    "moe_enable_routing_replay",
+    "moe_apply_probs_on_input",
+    "moe_latent_size",
+    "moe_shared_expert_gate",
+    "moe_shared_expert_overlap",
+    "moe_single_grouped_weight",
+    "moe_mlp_glu_interleave_size",
+    "use_grouped_gemm_for_shared_expert",
+    "overlap_moe_expert_parallel_comm",
+    "overlap_dispatch_backward_with_experts_wgrad",
+    "use_te_activation_func",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+)
+
+
+def _row(wrong: Callable[[Tree], bool], why: str) -> Limit:
+    return Limit(lambda t: bool(t["model"].get("num_moe_experts")) and wrong(t), why)
+
+
+def _owners_differ(tree: Tree) -> bool:
+    tp, ep = tree["model"]["tensor_model_parallel_size"], tree["model"]["expert_model_parallel_size"]
+    return bool(max(tp, ep) % min(tp, ep) or tree["model"]["num_moe_experts"] % max(tp, ep))
+
+
+def _expert_width(tree: Tree) -> int:
+    return tree["model"].get("moe_ffn_hidden_size") or tree["model"]["ffn_hidden_size"]
+
+
+def _routed(tree: Tree) -> int:
+    """Numbers that the router makes of a virtual shard of one sequence, or 0 where V is not known to be one."""
+    shards, model = tree["numerics"].get("shards"), tree["model"]
+    return model["seq_length"] // shards * model["num_moe_experts"] if isinstance(shards, int) and shards > 0 else 0
+
+
+def _of_experts(tree: Tree) -> str | None:
+    """What numerics/experts.py calls the activation; `activation_func` is a name or, in a plain program, a function."""
+    function = tree["model"].get("activation_func")
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    kinds = {("silu", True): "swiglu", ("squared_relu", False): "squared_relu"}
+    return kinds.get((name.rpartition(".")[2], bool(tree["model"].get("gated_linear_unit"))))
+
+
+# What a model with experts must not ask for, and why.
+LIMITS = (
+    _row(lambda t: t["numerics"]["mode"] != "tree", "experts are covered by numerics=tree only"),
+    _row(
+        lambda t: t["model"]["expert_tensor_parallel_size"] > 1,
+        "experts split over ranks have no invariant version; etp=1",
+    ),
+    _row(
+        lambda t: t["model"]["tensor_model_parallel_size"] > 1 and not t["model"]["sequence_parallel"],
+        "experts under tensor parallelism need sequence parallelism; sp=true",
+    ),
+    _row(
+        lambda t: _owners_differ(t),
+        "each expert needs one rank that computes it: of tp and ep one must divide the other, and both "
+        "model.num_moe_experts",
+    ),
+    _row(
+        lambda t: t["device"]["kind"] == "cpu" and bool(_expert_width(t) % VECTORS),
+        f"on a CPU model.moe_ffn_hidden_size must be a multiple of {VECTORS}",
+    ),
+    _row(
+        lambda t: t["device"]["kind"] == "cpu" and bool(_routed(t) % VECTORS),
+        f"on a CPU seq / numerics.shards * model.num_moe_experts must be a multiple of {VECTORS}",
+    ),
+    _row(
+        lambda t: _of_experts(t) is None,
+        "of the experts' activations only SwiGLU and squared ReLU are covered",
+    ),
+    _row(
+        lambda t: t["model"].get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,
+        f"other sums stand in the router; model.moe_router_load_balancing_type one of {', '.join(BALANCING)}",
+    ),
+    _row(
+        lambda t: t["model"].get("moe_router_dtype") not in (None, "fp32"),
+        "only model.moe_router_dtype=fp32 or null is covered",
+    ),
+    _row(
+        lambda t: t["model"].get("moe_token_dispatcher_type", "allgather") == "flex",
+        "the flex dispatcher has no invariant version; model.moe_token_dispatcher_type=alltoall",
+    ),
+    _row(
+        lambda t: bool(t["model"].get("add_bias_linear")),
+        "experts with biases are not covered; model.add_bias_linear=false",
+    ),
+    *(_row(asked(field), f"model.{field} is not covered; leave it unset") for field in OFF),
+)

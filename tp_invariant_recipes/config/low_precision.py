@@ -1,0 +1,56 @@
+"""What products in FP8 or FP4 need of the rest of a configuration."""
+
+from typing import Any
+
+Tree = dict[str, Any]
+
+MULTIPLE = 16  # cuBLAS multiplies FP8 matrices whose sides are multiples of it; Transformer Engine refuses others
+WORDS = ("fp8", "fp4")  # in the names of Bridge's recipes for them: mxfp8 and nvfp4, too
+
+
+def asked(tree: Tree) -> bool:
+    """Whether any product is in FP8 or FP4."""
+    precision, model = tree.get("mixed_precision"), tree["model"]
+    if isinstance(precision, str):
+        return any(word in precision or model.get(word) for word in WORDS)
+    return any((precision or {}).get(word) or model.get(word) for word in WORDS)
+
+
+def problems(tree: Tree) -> list[str]:
+    """Everything that keeps such products from being computed; nothing where there are none."""
+    if not asked(tree):
+        return []
+    if tree["device"]["kind"] != "gpu":
+        return ["FP8 and FP4 products need Transformer Engine on a GPU; precision=bf16, or device=gpu"]
+    return [
+        f"FP8 and FP4 products have sides that are multiples of {MULTIPLE}, and {words} is {side:g}; "
+        f"change it, or precision=bf16"
+        for words, side in _sides(tree).items()
+        if side % MULTIPLE
+    ]
+
+
+def _sides(tree: Tree) -> dict[str, float]:
+    """The sides of the products on one rank, by what they are made of."""
+    model = tree["model"]
+    tp, etp = model["tensor_model_parallel_size"], model["expert_tensor_parallel_size"]
+    mbs = tree["train"]["micro_batch_size"]
+    queries = model["num_attention_heads"]
+    heads = queries + 2 * (model.get("num_query_groups") or queries)
+    width = model.get("kv_channels") or model["hidden_size"] / queries
+    sides = {
+        "seq * mbs / cp": model["seq_length"] * mbs / model["context_parallel_size"],
+        "model.hidden_size": model["hidden_size"],
+        "the width of queries, keys and values / tp": heads * width / tp,
+    }
+    if model.get("num_moe_experts"):
+        sides["model.moe_ffn_hidden_size / etp"] = (model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]) / etp
+        if shared := model.get("moe_shared_expert_intermediate_size"):
+            sides["model.moe_shared_expert_intermediate_size / tp"] = shared / tp
+    else:
+        sides["model.ffn_hidden_size / tp"] = model["ffn_hidden_size"] / tp
+    if "M" in (model.get("hybrid_layer_pattern") or ""):
+        inner = model["mamba_num_heads"] * model["mamba_head_dim"]
+        states = model["mamba_num_groups"] * model["mamba_state_dim"]
+        sides["the width of Mamba's in_proj / tp"] = (2 * (inner + states) + model["mamba_num_heads"]) / tp
+    return sides

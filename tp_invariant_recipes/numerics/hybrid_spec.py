@@ -1,0 +1,102 @@
+"""Layer specifications for hybrid models (Mamba-2, attention, MLP and expert layers in one stack)."""
+
+from dataclasses import replace
+from typing import Any
+
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics import spec
+
+# The sign of a layer in model.hybrid_layer_pattern -> the field of Megatron's specification.
+LAYERS = {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "moe_layer"}
+SEPARATOR = "|"  # of pipeline stages
+
+
+def local_hybrid_spec(config: Any) -> Any:
+    """Megatron-Core's hybrid stack of its own local layers, which it has none of. For `model.hybrid_stack_spec`.
+
+    As Megatron's with Transformer Engine, but the norms are modules of their own; checkpoints have the same names.
+    """
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    backend = LocalSpecProvider()
+    mixer = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
+    attention = SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+    )
+    layers = {
+        "mamba_layer": ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=WrappedTorchNorm,
+                mixer=ModuleSpec(module=MambaMixer, submodules=mixer),
+                mamba_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+            ),
+        ),
+        "attention_layer": ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=WrappedTorchNorm,
+                self_attention=ModuleSpec(
+                    module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                ),
+                self_attn_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+            ),
+        ),
+        "mlp_layer": ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm,
+                mlp=get_mlp_module_spec_for_backend(backend),
+                mlp_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+            ),
+        ),
+    }
+    if config.num_moe_experts:
+        layers["moe_layer"] = ModuleSpec(
+            module=MoETransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm,
+                mlp=get_mlp_module_spec_for_backend(backend, num_experts=config.num_moe_experts),
+                mlp_bda=get_bias_dropout_add,
+            ),
+        )
+    return ModuleSpec(module=HybridStack, submodules=HybridStackSubmodules(**layers))
+
+
+def invariant_hybrid_spec(config: Any) -> Any:
+    """The same, or Megatron's with Transformer Engine, of invariant layers. For `model.hybrid_stack_spec`.
+
+    Raises ConfigError for a layer that has no invariant version.
+    """
+    from megatron.core.models.hybrid import hybrid_block, hybrid_layer_specs
+
+    stock = local_hybrid_spec(config) if config.transformer_impl == "local" else hybrid_layer_specs.hybrid_stack_spec
+    signs = set(config.hybrid_layer_pattern) - {SEPARATOR}
+    if unknown := sorted(signs - set(LAYERS)):
+        raise ConfigError(
+            f"model.hybrid_layer_pattern: {' '.join(unknown)} have no invariant version, only {' '.join(LAYERS)} have; "
+            f"numerics=stock"
+        )
+    # Megatron's has every kind of layer; those that the model has none of need no invariant version.
+    used = {LAYERS[sign]: getattr(stock.submodules, LAYERS[sign]) for sign in signs}
+    return spec.invariant(replace(stock, submodules=hybrid_block.HybridStackSubmodules(**used)))

@@ -1,0 +1,81 @@
+"""Megatron-Core's Mamba-2 mixer with one result for every tensor-parallel degree.
+
+Only its two projections sum across ranks. in_proj's rows are five segments of unlike sizes:
+
+    [ z: shard v0, … | x: shard v0, … | B: shard v0, … | C: shard v0, … | dt: shard v0, … ]
+
+so the convolution, the scan and the norm take a shard's part of each, and out_proj its y. Their parameters are sharded,
+and every rank has all tokens, so no gradient of theirs is to be added up across ranks.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from torch import Tensor
+
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics.mamba_parts import by_shard, causal_conv, chunk_scan, group_norm, side_by_side
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+
+
+class InvariantMambaMixer(MambaMixer):
+    """A Mamba-2 mixer, in training; parameters, names and checkpoints are MambaMixer's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._check()
+        self.segments = tuple(self.in_proj.weight.partition_sizes)  # of z, x, B, C and dt on this rank
+        self.in_proj.segments = self.segments
+
+    def _check(self) -> None:
+        shards = self.config.virtual_shards
+        problems = [
+            problem
+            for wrong, problem in (
+                (self.config.invariant_mode != "tree", "Mamba layers are covered by numerics=tree only"),
+                (self.ngroups % shards, f"numerics.shards={shards} must divide model.mamba_num_groups={self.ngroups}"),
+                (not self.use_mem_eff_path, "set model.use_mamba_mem_eff_path=true"),
+                (self.cp.cp_size > 1, "Mamba layers with cp have no invariant version; cp=1"),
+                (self.D_has_hdim or not self.rmsnorm, "a mixer without norm, or with D for every channel"),
+            )
+            if wrong
+        ]
+        if problems:
+            raise ConfigError("no invariant Mamba layer: " + "; ".join(problems))
+
+    @cached_property
+    def mesh(self) -> VirtualMesh:
+        """Looked up once, when the mixer first runs."""
+        return VirtualMesh.of(self.config.virtual_shards, self.pg_collection.tp)
+
+    def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:
+        """What in_proj gives → what out_proj takes: [s, b, (z | x | B | C | dt)/t] → [s, b, d_inner/t]."""
+        if packed_seq_params is not None:
+            raise NotImplementedError("packed sequences in Mamba layers have no invariant version")
+        shards, batch = self.mesh.local, zxBCdt.shape[1]
+        z, *xBC, dt = zxBCdt.split(self.segments, -1)
+        y = self._scanned(self._convolved(by_shard(xBC, shards), batch), by_shard([z], shards), by_shard([dt], shards))
+        groups = y.view(shards, -1, self.ngroups // self.mesh.shards, self.d_inner // self.ngroups)
+        weight = self.norm.weight.view(shards, *groups.shape[2:])
+        return side_by_side(group_norm(groups, weight, self.norm.eps).view(y.shape))
+
+    def _convolved(self, xBC: Tensor, batch: int) -> Tensor:
+        """[n, s, b, c] → the same."""
+        shards, sizes = xBC.shape[0], self.conv1d_weight.partition_sizes
+        weight, bias = (by_shard(p.split(sizes), shards, 0) for p in (self.conv1d_weight, self.conv1d_bias))
+        return causal_conv(xBC.flatten(1, 2), weight.squeeze(2), bias, batch).view(xBC.shape)
+
+    def _scanned(self, xBC: Tensor, z: Tensor, dt: Tensor) -> Tensor:
+        """[n, s, b, x | B | C], [n, s, b, x], [n, s, b, heads] → [n, s, b, x]."""
+        inner, state = z.shape[-1], (xBC.shape[-1] - z.shape[-1]) // 2
+        per_head = [p.view(xBC.shape[0], -1).unbind() for p in (self.A_log, self.D, self.dt_bias)]
+        shards = []
+        for one, gate, steps, a, d, bias in zip(xBC.unbind(), z.unbind(), dt.unbind(), *per_head, strict=True):
+            parts = [part.transpose(0, 1) for part in (*one.split((inner, state, state), -1), gate, steps)]
+            x, gate = (part.unflatten(-1, (-1, self.headdim)) for part in (parts[0], parts[3]))
+            b, c = (part.unflatten(-1, (-1, self.d_state)) for part in parts[1:3])
+            y = chunk_scan(x, parts[4], a, b, c, gate, d, bias, self.chunk_size)
+            shards.append(y.flatten(2).transpose(0, 1))
+        return torch.stack(shards)
