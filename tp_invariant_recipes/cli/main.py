@@ -9,6 +9,7 @@ from rich.console import Console
 
 from tp_invariant_recipes import __version__
 from tp_invariant_recipes.cli import (
+    audit,
     bench,
     bisect,
     certify,
@@ -39,6 +40,7 @@ app.command("certify")(certify.certify)
 app.command("report")(report.report)
 app.command("bisect")(bisect.bisect)
 app.command("bench")(bench.bench)
+app.command("audit")(audit.audit)
 app.command("submit")(submit.submit)
 app.command("jobs")(jobs.jobs)
 app.command("logs")(jobs.logs)

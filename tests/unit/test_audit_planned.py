@@ -1,0 +1,134 @@
+"""`tpi audit` up to the point where Bridge would be imported, and what it makes of a finished training."""
+
+import json
+import math
+
+import pytest
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.launch import audit, plan, preflight
+from tp_invariant_recipes.ledger.norm_ratios import Norms
+from tp_invariant_recipes.training.auditdir import AuditedRun
+from tp_invariant_recipes.training.shards import Place
+from tp_invariant_recipes.training.whole_norms import whole_norms
+
+GRAPHS = ("nothing is replayed with cuda_graph=off; cuda_graph=te or cuda_graph=full, or another pair",)
+
+# Arguments of `tpi audit` on a machine without a GPU, and what must stand in the message.
+MISTAKES = (
+    (["qwen3_toi", "--against", "tp=2"], ["unknown model 'qwen3_toi'; did you mean 'qwen3_toy'?"]),
+    (["qwen3_toy"], GRAPHS),
+    (["qwen3_toy", "cuda_graph=te"], ["cuda_graph=te: CUDA graphs need a GPU; device=gpu, or cuda_graph=off"]),
+    (["qwen3_toy", "--against", "tp=3"], ["tp=3 does not divide"]),
+    (["qwen3_toy", "--against", "iters=3"], ["--against iters=3: both train for as long"]),
+    (["qwen3_toy", "--against", "run.dir=x"], ["run.dir=x: an audit has its own directory: --dir PATH"]),
+    (["qwen3_toy", "iters=3", "--steps", "3", "--against", "tp=2"], ["--steps 3 and iters say the same"]),
+    (["qwen3_toy", "--steps", "0", "--against", "tp=2"], ["--steps 0: must be at least 1"]),
+    (["qwen3_toy", "--dir", "taken", "--against", "tp=2"], ["--dir taken is there and is not an empty directory"]),
+    (
+        ["qwen3_toy", "save=2", "gbs=3", "mbs=2", "ledger.trace=1:1"],
+        [
+            "3 problems",
+            "save=2: an audit saves no checkpoints",
+            "an audit traces no modules",
+            "gbs=3 is not a multiple",
+        ],
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The current directory: one folder that holds a file."""
+    folder = tmp_path / "here"
+    (folder / "taken").mkdir(parents=True)
+    (folder / "taken" / "file").touch()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.usefixtures("no_gpus")
+@pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
+def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, arguments, says):
+    ended = cli("audit", *arguments)
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("error: ")
+    assert "Traceback" not in ended.err
+    for part in says:
+        assert ended.err.count(part) == 1
+    assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """A machine that could carry any run on GPUs."""
+    monkeypatch.setattr(plan, "detect_device", lambda: "gpu")
+    monkeypatch.setattr(preflight, "check", lambda *_, **__: None)
+
+
+NEMOTRON = (
+    "cuda_graph=te",
+    "precision=fp8_tensorwise",
+    "model.moe_expert_capacity_factor=1.0",
+    "model.moe_pad_expert_input_to_capacity=true",
+    "model.gradient_accumulation_fusion=true",
+    "gbs=4",
+)
+
+
+def test_the_pair_differs_in_nothing_but_when_graphs_are_captured(a_gpu):
+    planned = audit.new("nemotron3_nano_toy", NEMOTRON)
+    assert list(planned.plans) == ["eager", "replayed", "rounded"]
+    assert planned.counts_from == 4
+    trees = {name: run.tree | {"run": None, "checkpoint": None} for name, run in planned.plans.items()}
+    assert trees["eager"] == trees["rounded"]
+    assert trees["eager"]["model"].pop("cuda_graph_warmup_steps") == audit.NEVER
+    assert trees["replayed"]["model"].pop("cuda_graph_warmup_steps") == 3
+    assert trees["eager"] == trees["replayed"]
+    assert trees["eager"]["model"]["cuda_graph_modules"] == ["attn", "mamba", "moe"]
+    assert trees["eager"]["train"]["train_iters"] == audit.STEPS
+    assert len({run.run_dir.path for run in planned.plans.values()}) == 3
+
+
+def test_steps_are_those_asked_for_and_enough_to_replay_one(a_gpu):
+    for asked in (("iters=5",), ("train.train_iters=5",)):
+        assert audit.new("qwen3_toy", ["cuda_graph=full", *asked]).first.steps == 5
+    assert audit.new("qwen3_toy", ["cuda_graph=te", "model.cuda_graph_warmup_steps=1"], steps=2).counts_from == 2
+    with pytest.raises(audit.ConfigError, match="captured after 3 steps, and there are 3; --steps 8"):
+        audit.new("qwen3_toy", ["cuda_graph=te"], steps=3)
+
+
+def norms(*graphs: int) -> list[Norms]:
+    return [Norms(step, count, {"w": 1.0}) for step, count in enumerate(graphs, start=1)]
+
+
+def test_an_audit_in_which_nothing_was_replayed_proves_nothing():
+    audit._replayed(norms(0, 0, 0, 0), norms(0, 0, 7, 7), counts_from=3)
+    for second in (norms(0, 0, 0, 0), norms(0, 0, 7, 0), norms(0, 0, 0, 7)):
+        with pytest.raises(RunError, match="no CUDA graph was replayed at step"):
+            audit._replayed(norms(0, 0, 0, 0), second, counts_from=3)
+    with pytest.raises(RunError, match="the eager training replayed CUDA graphs too"):
+        audit._replayed(norms(0, 0, 7, 7), norms(0, 0, 7, 7), counts_from=3)
+
+
+def test_a_training_of_which_steps_are_missing_is_no_answer(tmp_path):
+    run = AuditedRun(tmp_path)
+    run.norms.parent.mkdir()
+    lines = [{"step": step, "graphs": 0, "norms": {"w": 1.0}} for step in (1, 3)]
+    run.norms.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RunError, match="not one line for each of 3 steps"):
+        audit._complete(run, 3)
+
+
+def part(name: str, row: int, square: float, rows: int = 2) -> tuple:
+    return name, (4, 3), Place(row, 1, rows, 0, 3), square
+
+
+def test_the_norm_of_the_whole_counts_replicas_once_and_needs_every_part():
+    parts = [part("w", 0, 9.0), part("w", 2, 16.0), part("w", 0, 9.0), part("v", 0, 4.0, rows=4)]
+    assert whole_norms(parts) == {"v": 2.0, "w": 5.0}
+    assert whole_norms(reversed(parts)) == whole_norms(parts)
+    assert math.isnan(whole_norms([part("w", 0, math.nan, rows=4)])["w"])
+    for wrong in ([part("w", 0, 9.0)], [part("w", 0, 9.0), part("w", 1, 1.0), part("w", 2, 1.0)]):
+        with pytest.raises(RunError, match="cannot tell whose these gradients are: w"):
+            whole_norms(wrong)

@@ -1,0 +1,120 @@
+"""`tpi audit`."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from tp_invariant_recipes.cli.arguments import Json, Model, Overrides
+
+_COLOURS = {"same": "green", "equal": "green", "rounding": "green", "different": "red"}
+
+
+def audit(
+    model: Model,
+    overrides: Overrides = None,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Another pair: the model as given, and with this override too. Repeat it for several.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each training, the same as iters=N; 8 where neither is given.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the run directories also where nothing differs.")] = False,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", help="Where to write; default runs/audit-MODEL-tpN-DATE-TIME.", metavar="DIR"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Do replayed CUDA graphs compute the gradients that eager code computes?
+
+    Trains a few steps twice from the same weights on the same data: once with graphs replayed after the warm-up
+    steps, once with their capture delayed beyond the end. Compares the norm of every parameter's gradient, before
+    clipping, by what the parameter is for. Where they are not the same to the last bit, a third training with rounded
+    weights measures what rounding does. Exit status: 0 the same but for rounding, 1 different, 2 not known.
+
+    \b
+    tpi audit qwen3_8b cuda_graph=te
+    tpi audit nemotron3_nano_toy cuda_graph=te precision=fp8_tensorwise gbs=4
+    tpi audit qwen3_toy seq=64 --against model.recompute_granularity=selective
+    """
+    from tp_invariant_recipes.launch import audit as launch
+    from tp_invariant_recipes.launch import progress
+
+    console = progress.console()
+    with progress.preparing(console) as report:
+        planned = launch.new(
+            model, list(overrides or []), against=against or (), steps=steps, directory=directory, progress=report
+        )
+    with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
+        launch.check(planned)
+    console.print(f"audit directory {planned.directory.path}", soft_wrap=True)
+
+    @contextmanager
+    def watch(name: str, run: Any) -> Iterator[Any]:
+        console.print(Text(name, style="bold") + Text(f", {run.steps} steps"))
+        with progress.watcher(run, console) as tick:
+            yield tick
+
+    found = launch.execute(planned, watch, keep=keep)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _print(found)
+    raise typer.Exit(found["exit_status"])
+
+
+def _print(found: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    console.print(_table(found))
+    line = Text(found["text"])
+    line.stylize(f"bold {_COLOURS[found['verdict']]}", 0, len(found["verdict"]))
+    console.print(line, soft_wrap=True)
+    for group in found["groups"]:
+        if group["state"] == "different":
+            console.print(Text(_worst(group["name"], group["worst"])), soft_wrap=True)
+    for sentence in found["remarks"]:
+        console.print(Text(sentence, style="dim"), soft_wrap=True)
+
+
+def _table(found: dict[str, Any]) -> Table:
+    """80 characters wide."""
+    numbers = ("params", found["pair"]["first"], found["pair"]["second"], "least", "median", "most", "allowed")
+    table = Table(
+        Column("group", no_wrap=True),
+        *(Column(title, justify="right", no_wrap=True) for title in numbers),
+        Column("", no_wrap=True),
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+        caption="least, median, most: how many times the one norm the other is, over the parameters of a group",
+        caption_justify="left",
+    )
+    for group in found["groups"]:
+        ratios = (group[name] for name in ("low", "median", "high"))
+        table.add_row(
+            group["name"],
+            str(group["parameters"]),
+            *(f"{group[name]:.3g}" for name in ("first", "second")),
+            *("–" if ratio is None else f"{ratio:.3g}" for ratio in ratios),
+            "" if group["allowed"] is None else f"±{100 * (group['allowed'] - 1):.2g} %",
+            Text(group["state"], style=_COLOURS[group["state"]]),
+        )
+    return table
+
+
+def _worst(group: str, worst: dict[str, Any]) -> str:
+    times = "" if worst["ratio"] is None else f", ×{worst['ratio']:.3g}"
+    norms = f"{worst['first']:.3g} and {worst['second']:.3g}{times}"
+    return f"{group}, furthest: {worst['name']} at step {worst['step']}: {norms}"

@@ -1,0 +1,312 @@
+"""The story of `tpi audit`: train the same twice, once with CUDA graphs replayed, and compare the gradients' norms."""
+
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.config import layout
+from tp_invariant_recipes.config.compose import Composed, compose, listed
+from tp_invariant_recipes.config.keys import SHORT_KEYS
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
+from tp_invariant_recipes.launch import attempts, local, plan
+from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.ledger import norm_ratios
+from tp_invariant_recipes.ledger.norm_ratios import GroupRatio, Judged, Norms
+from tp_invariant_recipes.training import audit as rank
+from tp_invariant_recipes.training.auditdir import AuditDir, AuditedRun
+from tp_invariant_recipes.training.rundir import choose_for_several
+
+STEPS = 8  # of each training, where nothing else is asked for
+NEVER = 1_000_000  # warm-up steps before a capture that does not come
+ROUNDED = "rounded"  # the third training
+
+# Keys that the audit itself decides -> how to say it instead.
+RESERVED = {
+    "checkpoint.save_interval": "an audit saves no checkpoints; leave it out",
+    "launcher": "an audit runs on this machine; leave it out",
+    "launcher.kind": "an audit runs on this machine; leave it out",
+    "run.dir": "an audit has its own directory: --dir PATH",
+    "ledger.trace": "an audit traces no modules; leave it out",
+    "ledger.dump": "an audit dumps no tensors; leave it out",
+}
+# An audit looks at the norms; digests are recorded where they are asked for.
+DEFAULTS = ("ledger.digests=0",)
+
+# Given the name of a training and its plan, shows its progress.
+Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two trainings that should have the same gradients: their names, and the overrides that tell them apart.
+
+    replays: whether the second replays CUDA graphs, which the first never does.
+    """
+
+    first: str
+    second: str
+    of_first: tuple[str, ...]
+    of_second: tuple[str, ...]
+    replays: bool
+
+
+@dataclass(frozen=True)
+class Audit:
+    """An audit, ready to start.
+
+    plans:       the run of each training of the pair, and of the one that shows what rounding does.
+    counts_from: the first step that is judged.
+    """
+
+    directory: AuditDir
+    pair: Pair
+    plans: dict[str, Plan]
+    counts_from: int
+
+    @property
+    def first(self) -> Plan:
+        """The run of the first training."""
+        return self.plans[self.pair.first]
+
+
+def new(
+    model: str,
+    overrides: Sequence[str],
+    *,
+    against: Sequence[str] = (),
+    steps: int | None = None,
+    directory: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Audit:
+    """Plan an audit. Raises a TpiError that lists what is wrong with it; nothing is written.
+
+    against: overrides of the second training; none: it replays the CUDA graphs that the first does not.
+    steps:   of each training; None: as `iters` says, or 8. progress: as for `plan.new`.
+    """
+    pair = _against(against) if against else _graphs()
+    problems = [f"{text}: {RESERVED[path]}" for text in (*overrides, *against) if (path := _path(text)) in RESERVED]
+    problems += _steps_problems(overrides, steps)
+    problems += [f"--against {text}: both train for as long" for text in against if _path(text) == "train.train_iters"]
+    sound = [text for text in overrides if _path(text) not in RESERVED]
+    length = [] if _given_length(overrides) else [f"iters={steps if steps and steps > 0 else STEPS}"]
+    common = [*DEFAULTS, *sound, *length, "save=0"]
+    composed = _composed(model, common, pair, problems)
+    counts_from = 1
+    if pair.replays:
+        counts_from = _warmup(composed[pair.second].tree) + 1
+    where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(composed[pair.first].tree).tp}"))
+    names = {pair.first: pair.first, pair.second: pair.second, ROUNDED: pair.first}
+    plans = {name: _planned(composed[of], where, name, progress) for name, of in names.items()}
+    return Audit(where, pair, plans, counts_from)
+
+
+def check(audit: Audit) -> None:
+    """Let Bridge validate both trainings. Imports Bridge, 10 to 20 s. Raises ConfigError."""
+    from tp_invariant_recipes.launch import train
+
+    for name in (audit.pair.first, audit.pair.second):
+        train.check(audit.plans[name])
+
+
+def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]:
+    """Train the pair, and where it is not the same to the last bit what rounding does, and return what `audit.json`
+    then holds. Raises RunError.
+
+    keep: keep the run directories also where no group differs.
+    """
+    first, second = (_train(audit, name, watch) for name in (audit.pair.first, audit.pair.second))
+    if audit.pair.replays:
+        _replayed(first, second, audit.counts_from)
+    alike = norm_ratios.same(first, second)
+    rounded = None if alike else _train(audit, ROUNDED, watch, rounded_from=audit.counts_from)
+    judged = norm_ratios.judge(first, second, rounded, counts_from=audit.counts_from)
+    found = result(audit, judged)
+    audit.directory.write(audit.directory.result, found)
+    if not (judged.different or keep):
+        for name in audit.plans:
+            shutil.rmtree(audit.directory.training(name).path, ignore_errors=True)
+    return found
+
+
+def result(audit: Audit, judged: Judged) -> dict[str, Any]:
+    """What an audit found, as JSON."""
+    first = audit.first
+    return {
+        "schema": 1,
+        "exit_status": 1 if judged.different else 0,
+        "verdict": "different" if judged.different else "same",
+        "text": _text(audit, judged),
+        "remarks": _remarks(audit, judged),
+        "directory": str(audit.directory.path),
+        "model": first.composed.model,
+        "overrides": [text for text in first.composed.overrides if text not in DEFAULTS],
+        "pair": asdict(audit.pair),
+        "layout": first.layout.as_dict(),
+        "ranks": first.layout.world,
+        "device": first.device,
+        "host": os.uname().nodename,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": shlex.join(["tpi", *sys.argv[1:]]),
+        "steps": first.steps,
+        "counts_from": audit.counts_from,
+        "margin": norm_ratios.MARGIN,
+        "groups": [_group(group) for group in judged.groups],
+        "parameters": [_finite(asdict(ratio)) for ratio in judged.ratios],
+    }
+
+
+# --- Planning ---
+
+
+def _graphs() -> Pair:
+    delayed = f"model.cuda_graph_warmup_steps={NEVER}"
+    return Pair("eager", "replayed", (delayed,), (), replays=True)
+
+
+def _against(overrides: Sequence[str]) -> Pair:
+    return Pair("first", "second", (), tuple(overrides), replays=False)
+
+
+def _path(override: str) -> str:
+    key = override.partition("=")[0].lstrip("+")
+    return SHORT_KEYS[key].path if key in SHORT_KEYS else key
+
+
+def _given_length(overrides: Sequence[str]) -> bool:
+    return any(_path(text) == "train.train_iters" for text in overrides)
+
+
+def _steps_problems(overrides: Sequence[str], steps: int | None) -> list[str]:
+    if steps is None:
+        return []
+    if _given_length(overrides):
+        return [f"--steps {steps} and iters say the same; leave one out"]
+    return [f"--steps {steps}: must be at least 1"] if steps < 1 else []
+
+
+def _replay_problems(tree: dict[str, Any]) -> list[str]:
+    """Why the second training would replay nothing."""
+    if tree["model"].get("cuda_graph_impl", "none") in (None, "none"):
+        return [
+            "nothing is replayed with cuda_graph=off; cuda_graph=te or cuda_graph=full, or another pair of trainings: "
+            "--against KEY=VALUE"
+        ]
+    warmup, iters = _warmup(tree), tree["train"]["train_iters"]
+    if warmup < iters:
+        return []
+    return [f"graphs are captured after {warmup} steps, and there are {iters}; --steps {warmup + 5}"]
+
+
+def _warmup(tree: dict[str, Any]) -> int:
+    return tree["model"].get("cuda_graph_warmup_steps", 3)  # Core's own
+
+
+def _composed(model: str, overrides: Sequence[str], pair: Pair, problems: list[str]) -> dict[str, Composed]:
+    """Compose both trainings. Raises ConfigError that lists `problems` and what is wrong with either, each once."""
+    device = plan.detect_device()
+    composed = {}
+    for name, own in ((pair.second, pair.of_second), (pair.first, pair.of_first)):
+        try:
+            composed[name] = compose(model, [*overrides, *own], device=device)
+            if pair.replays and name == pair.second:
+                problems += _replay_problems(composed[name].tree)
+        except ConfigError as error:
+            problems += (problem for problem in error.problems if problem not in problems)
+        if pair.replays and problems:
+            break  # the other differs in a number of steps; to check that field is to import Bridge
+    if problems:
+        raise ConfigError(listed(problems), problems)
+    return composed
+
+
+def _planned(composed: Composed, where: AuditDir, name: str, progress: Callable[[int, int], None] | None) -> Plan:
+    """The run of one training: it shares the index of the data with the others, and ends at once when told to."""
+    planned = plan.completed(composed, where.training(name), progress)
+    dataset = planned.tree["dataset"] | {"path_to_cache": str(where.index_cache)}
+    train = planned.tree["train"] | {"exit_signal_handler": False}
+    return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
+
+
+# --- Training ---
+
+
+def _train(audit: Audit, name: str, watch: Watch, *, rounded_from: int | None = None) -> list[Norms]:
+    """The norms of every step. In processes of its own: what a library keeps of a graph outlives a training."""
+    planned, run = audit.plans[name], audit.directory.training(name)
+    plan.write(planned)
+    run.write_task(rounded_from)
+    try:
+        with watch(name, planned) as tick:
+            outcome = local.run(planned, tick, story=rank.measure)
+    except TpiError as error:
+        with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
+            attempts.end(run, "failed", str(error))
+        raise RunError(f"the training {name} failed, so that nothing can be compared\n{error}") from error
+    attempts.end(run, outcome.value)
+    if outcome is local.Outcome.STOPPED:
+        raise RunError(f"the audit was stopped before its end, in the training {name}: {run.path}")
+    return _complete(run, planned.steps)
+
+
+def _complete(run: AuditedRun, steps: int) -> list[Norms]:
+    norms = run.read_norms()
+    if [one.step for one in norms] != list(range(1, steps + 1)):
+        raise RunError(
+            f"{run.norms} has not one line for each of {steps} steps: a step that is skipped has no gradients"
+        )
+    return norms
+
+
+def _replayed(first: Sequence[Norms], second: Sequence[Norms], counts_from: int) -> None:
+    """Raises RunError unless the second training replayed graphs at every step that counts, and the first none."""
+    if any(one.graphs for one in first):
+        raise RunError("the eager training replayed CUDA graphs too: there is nothing to compare with")
+    missing = [one.step for one in second if one.step >= counts_from and not one.graphs]
+    if missing:
+        raise RunError(
+            f"no CUDA graph was replayed at step {missing[0]}: Transformer Engine captured no layer; "
+            f"capture more: model.cuda_graph_modules"
+        )
+
+
+# --- What was found ---
+
+
+def _text(audit: Audit, judged: Judged) -> str:
+    pair, counted = audit.pair, f"over steps {audit.counts_from} to {audit.first.steps}"
+    if not judged.different:
+        rounding = [group.name for group in judged.groups if group.state == "rounding"]
+        how = "bit for bit" if not rounding else f"but for rounding ({', '.join(rounding)})"
+        return f"same: gradient norms of {pair.first} and {pair.second} are equal {how} {counted}"
+    named = ", ".join(f"{group.name} {_times(group)}" for group in judged.different)
+    return f"different: gradients of {pair.second} are not those of {pair.first} {counted}: {named}"
+
+
+def _times(group: GroupRatio) -> str:
+    """How many times the first's norm the second's is, as a whole group."""
+    return f"×{group.second / group.first:.3g}" if group.first else f"{group.second:.3g} instead of 0"
+
+
+def _remarks(audit: Audit, judged: Judged) -> list[str]:
+    if judged.repeats:
+        return []
+    return [
+        f"the steps before {audit.counts_from} are the same computation in both and have other norms: these trainings "
+        f"do not repeat themselves (model.deterministic_mode=true), and by how much counts as rounding"
+    ]
+
+
+def _group(group: GroupRatio) -> dict[str, Any]:
+    return asdict(group) | {"worst": _finite(asdict(group.worst))}
+
+
+def _finite(ratio: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity."""
+    return ratio | {"deviation": None if ratio["ratio"] is None else ratio["deviation"]}

@@ -1,0 +1,44 @@
+"""What a parameter is for, by its name in the whole model: one row a group."""
+
+import functools
+import re
+from dataclasses import dataclass
+
+OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Group:
+    """name: as a table shows it. pattern: found in the names of its parameters."""
+
+    name: str
+    pattern: re.Pattern[str]
+
+
+# The first row that fits counts. Transformer Engine keeps the weight of a norm in the product after it, and Mamba's
+# gated norm lies in the mixer, so norms come first.
+GROUPS = tuple(
+    Group(name, re.compile(pattern))
+    for name, pattern in (
+        ("norms", r"layer_?norm|\b(final_)?norm\b"),
+        ("experts", r"\.experts\."),
+        ("shared expert", r"\.shared_experts?\."),
+        ("router", r"\.router\."),
+        ("attention", r"\.(self|cross)_attention\."),
+        ("Mamba", r"\.mixer\."),
+        ("dense MLP", r"\.mlp\."),
+        ("embedding", r"^embedding\."),
+        ("output layer", r"^output_layer\."),
+    )
+)
+
+
+@functools.cache  # the same names at every step
+def group_of(name: str) -> str:
+    """The group of a parameter, named as in Megatron's distributed checkpoints; "other" where no row fits."""
+    return next((group.name for group in GROUPS if group.pattern.search(name)), OTHER)
+
+
+def in_order(groups: set[str]) -> list[str]:
+    """Groups in the order of the table, without those that are not there."""
+    return [name for name in (*(group.name for group in GROUPS[1:]), GROUPS[0].name, OTHER) if name in groups]

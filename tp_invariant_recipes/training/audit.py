@@ -1,0 +1,29 @@
+"""The story of one rank of an audit's training."""
+
+from typing import Any
+
+from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.training import rank
+from tp_invariant_recipes.training.auditdir import AuditedRun
+from tp_invariant_recipes.training.rundir import RunDir
+
+
+def measure(run_dir: RunDir, seat: rank.Seat) -> None:
+    """Train what the run directory holds and write down the gradient norms of every step."""
+    run = AuditedRun(run_dir.path)
+    tree, described = run.read_config(), run.read_run()
+    bridge.load()
+    callbacks = [*rank.recording(run, seat, described, tree["ledger"]), *_callbacks(run, seat)]
+    try:
+        rank.pretrain(tree, callbacks)
+    finally:
+        for callback in callbacks:
+            getattr(callback, "close", lambda: None)()
+
+
+def _callbacks(run: AuditedRun, seat: rank.Seat) -> list[Any]:
+    from tp_invariant_recipes.training.gradient_norms import GradientNorms, Rounded
+
+    rounded_from = run.read_task()["rounded_from"]
+    norms = GradientNorms(run.norms if seat.rank == 0 else None)
+    return [norms] if rounded_from is None else [norms, Rounded(rounded_from)]

@@ -1,0 +1,50 @@
+"""The files of an audit's directory."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.ledger.norm_ratios import Norms
+from tp_invariant_recipes.training.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class AuditedRun(RunDir):
+    """One training of an audit: a run directory with the gradient norms of every step."""
+
+    @property
+    def task(self) -> Path:
+        """What its ranks do beside training."""
+        return self.path / "audit" / "task.json"
+
+    @property
+    def norms(self) -> Path:
+        """Gradient norms, one line a step."""
+        return self.path / "audit" / "norms.jsonl"
+
+    def write_task(self, rounded_from: int | None) -> None:
+        """Write the task. rounded_from: the step from which weights are changed by rounding. Raises RunError."""
+        self.write(self.task, {"rounded_from": rounded_from})
+
+    def read_task(self) -> dict[str, Any]:
+        """The task. Raises RunError when this is no training of an audit."""
+        return self._read(self.task, json.load)
+
+    def read_norms(self) -> list[Norms]:
+        """What the training found. Raises RunError."""
+        return self._read(self.norms, lambda stream: [Norms(**json.loads(line)) for line in stream])
+
+
+@dataclass(frozen=True)
+class AuditDir(RunDir):
+    """A directory with one run directory for each training of an audit."""
+
+    @property
+    def result(self) -> Path:
+        """What the audit found."""
+        return self.path / "audit.json"
+
+    def training(self, name: str) -> AuditedRun:
+        """The run directory of a training."""
+        return AuditedRun(self.path / name)
