@@ -190,11 +190,11 @@ def test_a_mixer_has_one_result_for_all_degrees(kinds, dtype, batch):
 
 
 def test_megatrons_has_several_and_they_agree_but_for_rounding(kinds):
-    ours, one, four = (_run(kind, size, torch.bfloat16, 1) for kind, size in zip((*kinds, kinds[1]), (1, 1, 4),
-                                                                                 strict=True))  # fmt: skip
+    """In fp32: rounded to bf16, a sum of another order is seldom another number."""
+    ours, one, four = (_run(kinds[n], size, torch.float32, 1) for n, size in ((0, 1), (1, 1), (1, 4)))
     assert not same_bits(one["norm"], four["norm"])
     for name, value in ours.items():
-        _near(value, one[name], 5e-2)
+        _near(value, one[name], 1e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -50,6 +50,12 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         super()._apply_expert_bias(routing_map)
         return probs, routing_map
 
+    def _maintain_float32_expert_bias(self) -> None:
+        """The counts of tokens as well: in bf16, which Megatron makes of them, a rank's count is rounded from 257 on."""
+        super()._maintain_float32_expert_bias()
+        if self.local_tokens_per_expert is not None:
+            self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.float()
+
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
         """Not yet: `routing` counts what is left after dropping."""
 
