@@ -43,7 +43,7 @@ def test_what_is_no_range_of_steps_is_refused(text):
         ({"ledger__digests": -1}, "ledger.digests=-1: must be 0 (never) or a number of steps"),
         ({"ledger__digests": True}, "ledger.digests=True"),
         ({"ledger__trace": "99:101"}, "the run ends at step 50; raise iters or trace less"),
-        ({"ledger__trace": "1:2", "model__cuda_graph_impl": "local"}, "model.cuda_graph_impl=local must be none"),
+        ({"ledger__trace": "1:2", "model__cuda_graph_impl": "local"}, "model.cuda_graph_impl=local; cuda_graph=off"),
         ({"ledger__dump": ["weights/x"]}, "at which steps? set ledger.trace=FIRST:LAST"),
         ({"ledger__dump": ["weights/x", "loss", "forward/x"], "ledger__trace": "1:1"}, "ledger.dump: loss, forward/x:"),
         ({"ddp__overlap_param_gather": True}, "ddp.overlap_param_gather=false"),

@@ -48,7 +48,8 @@ def _graphs(tree: Tree) -> str | None:
     implementation = tree["model"].get("cuda_graph_impl")
     if tree["ledger"]["trace"] is None or implementation in (None, "none"):
         return None
-    return f"ledger.trace: a replayed CUDA graph calls no module; model.cuda_graph_impl={implementation} must be none"
+    asked = f"model.cuda_graph_impl={implementation}"
+    return f"ledger.trace: a replayed CUDA graph calls no module, and {asked}; cuda_graph=off"
 
 
 def _dump(tree: Tree) -> str | None:

@@ -231,6 +231,8 @@ def installed() -> Iterator[None]:
         # OMP_NUM_THREADS says so too, but only to a torch that is imported afterwards.
         torch.set_num_threads(1)
         stack.callback(torch.set_num_threads, threads)
+        # What Megatron has compiled for a GPU would be compiled by each rank anew, which takes longer than a short run.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(applied((*TORCH, *MEGATRON)))
         stack.enter_context(CudaMeansCpu())
         yield

@@ -30,7 +30,7 @@ def activation_kind(config: Any) -> str | None:
     return kinds.get((config.activation_func, config.gated_linear_unit)) if plain else None
 
 
-def expert_mlp(x: Tensor, probs: Tensor, batches: Batches, fc1: Weights, fc2: Weights, kind: str) -> Tensor:
+def expert_mlp(x: Tensor, probs: Tensor, batches: Batches, fc1: Weights, fc2: Weights, kind: str | None) -> Tensor:
     """fc2(activation(fc1(x)) · probs), each row with its expert's weights.
 
     x: [r, h], batch after batch; probs: [r]. fc1: of every local expert [f or 2f, h]; fc2: [h, f].

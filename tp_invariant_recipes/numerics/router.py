@@ -51,7 +51,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         return probs, routing_map
 
     def _maintain_float32_expert_bias(self) -> None:
-        """The counts of tokens as well: in bf16, which Megatron makes of them, a rank's count is rounded from 257 on."""
+        """The counts of tokens as well: in bf16, as Megatron has them, a rank's are rounded from 257 on."""
         super()._maintain_float32_expert_bias()
         if self.local_tokens_per_expert is not None:
             self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.float()
