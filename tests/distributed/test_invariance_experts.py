@@ -27,13 +27,12 @@ CAPACITY = "model.moe_expert_capacity_factor=1.0 model.moe_pad_expert_input_to_c
 
 # Model, what is held fixed -> the layouts that must agree, with digests of all gradients and weights at every step.
 GROUPS = {
-    ("qwen3_moe_toy", "iters=30"): ("tp=1", "tp=2", "tp=4", "tp=2 ep=2", "tp=4 ep=2"),
-    ("qwen3_moe_toy", "iters=3 dp=2 gbs=4"): ("tp=1", "tp=1 ep=2", "tp=2", "tp=2 ep=4"),
-    ("qwen3_moe_toy", f"iters=3 mbs=2 gbs=4 precision=fp32 {CAPACITY}"): ("tp=1", "tp=4", "tp=4 ep=4"),
-    ("qwen3_moe_toy", "iters=3 pp=2 gbs=2"): ("tp=1", "tp=2 ep=2"),
-    ("nemotron3_nano_toy", "iters=30"): ("tp=1", "tp=2", "tp=4", "tp=2 ep=2"),
-    ("nemotron3_nano_toy", f"iters=3 gbs=2 {CAPACITY}"): ("tp=1", "tp=4 ep=2"),
-    ("nemotron3_nano_toy", "iters=3 dp=2 gbs=2"): ("tp=1 ep=2", "tp=2"),
+    ("qwen3_moe_toy", "iters=30"): ("tp=1", "tp=2", "tp=4", "tp=4 ep=2"),
+    ("qwen3_moe_toy", "iters=2 dp=2 gbs=4"): ("tp=1", "tp=1 ep=2", "tp=2 ep=4"),
+    ("qwen3_moe_toy", f"iters=2 mbs=2 gbs=4 precision=fp32 {CAPACITY}"): ("tp=1", "tp=4 ep=4"),
+    ("qwen3_moe_toy", "iters=2 pp=2 gbs=2"): ("tp=1", "tp=2"),
+    ("nemotron3_nano_toy", "iters=30"): ("tp=1", "tp=2 ep=2", "tp=4"),
+    ("nemotron3_nano_toy", f"iters=2 dp=2 gbs=4 {CAPACITY}"): ("tp=1 ep=2", "tp=2"),
 }
 
 
@@ -59,13 +58,14 @@ def test_one_ledger_for_all_layouts(tpi, model, fixed):
     assert tpi("compare", "run-0", "run-1").status == 0
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("layout", ("tp=2", "tp=2 ep=2"))
+@pytest.mark.parametrize("model, layout", (("qwen3_moe_toy", "tp=2"), ("nemotron3_nano_toy", "tp=2 ep=2")))
 def test_stock_does_not(tpi, model, layout):
-    fixed = "numerics=stock numerics.initial_weights=invariant iters=3"
-    first, other = (_train(tpi, model, fixed, at, at.replace(" ", "-")) for at in ("tp=1", layout))
-    assert first[0].digests.gradients != other[0].digests.gradients
-    assert tpi("compare", "tp=1", layout.replace(" ", "-")).status == 1
+    fixed = "numerics=stock numerics.initial_weights=invariant iters=1"
+    first, other = (_train(tpi, model, fixed, *of) for of in (("tp=1", "one"), (layout, "two")))
+    assert first != other
+    compared = tpi("compare", "one", "two")
+    assert compared.status == 1
+    assert "different at step 1" in compared.stdout
 
 
 def _norms_put_together() -> None:
@@ -77,7 +77,7 @@ def _norms_put_together() -> None:
 
 def test_the_norm_of_experts_and_all_else_is_one(tpi):
     """Left to Megatron it is put together of two rounded ones, as soon as experts have ranks of their own."""
-    fixed = "numerics=tree iters=8"
+    fixed = "numerics=tree iters=5"
     one, two = (_train(tpi, "qwen3_moe_toy", fixed, at, at, before=_norms_put_together) for at in ("tp=1", "tp=2"))
     assert [step.grad_norm for step in one] != [step.grad_norm for step in two]
 
