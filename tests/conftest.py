@@ -1,5 +1,6 @@
 """What all tests share: an environment of their own, the command line here and in forks, GPU tests only with a GPU."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -79,6 +80,10 @@ def bridge() -> None:
 
     bridge.load()
     import tp_invariant_recipes.launch.train  # noqa: F401
+
+    # Megatron collects garbage as it starts: every rank would go through all of Bridge, and copy what it visits.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.record import read
 
-SMALL = ("qwen3_toy", "seq=64", "iters=2")
+SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=2")
 NORM = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
 

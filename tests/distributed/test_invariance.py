@@ -2,23 +2,25 @@
 
 import pytest
 
-SMALL = ("qwen3_toy", "seq=64")
+# Two micro-batches a step, so that gradients are added up over them, unless a row says otherwise.
+SMALL = ("qwen3_toy", "seq=64", "gbs=2")
 
 # What is held fixed -> the layouts that must agree, with digests of all gradients and weights at every step. Sequence
-# parallelism is on where tp > 1 unless said otherwise. One row is long: on two cores, eight ranks take minutes for it.
+# parallelism is on where tp > 1 unless said otherwise. One row has many steps, of one micro-batch each: on two cores,
+# eight ranks take a second for it.
 GROUPS = {
-    "iters=50": ("tp=1", "tp=2", "tp=4", "tp=8"),
-    "iters=8 mbs=4": ("tp=1", "tp=2", "tp=2 sp=false", "tp=4", "tp=4 sp=false", "tp=8"),
-    "iters=5 dp=2": ("tp=1", "tp=2", "tp=4", "tp=8"),
-    "iters=5 pp=2": ("tp=1", "tp=2", "tp=4", "tp=8"),
-    "iters=4 model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1": (
+    "iters=50 gbs=1": ("tp=1", "tp=2", "tp=4", "tp=8"),
+    "iters=4 gbs=4 mbs=4": ("tp=1", "tp=2", "tp=2 sp=false", "tp=4", "tp=4 sp=false", "tp=8"),
+    "iters=3 gbs=4 dp=2": ("tp=1", "tp=2", "tp=4", "tp=8"),
+    "iters=3 gbs=4 pp=2": ("tp=1", "tp=2", "tp=4", "tp=8"),
+    "iters=3 model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1": (
         "tp=1",
         "tp=2",
         "tp=4 sp=false",
     ),
-    "iters=4 precision=fp32": ("tp=1", "tp=4 sp=false"),
-    "iters=4 model.share_embeddings_and_output_weights=false": ("tp=1", "tp=4"),
-    "iters=4 numerics.shards=4": ("tp=1", "tp=4"),
+    "iters=3 precision=fp32": ("tp=1", "tp=4 sp=false"),
+    "iters=3 model.share_embeddings_and_output_weights=false": ("tp=1", "tp=4"),
+    "iters=3 numerics.shards=4": ("tp=1", "tp=4"),
 }
 
 
@@ -43,12 +45,12 @@ def test_one_ledger_for_all_layouts(tpi, fixed):
 
 def test_gather_has_one_ledger_for_all_layouts(tpi):
     layouts = ("tp=1", "tp=2", "tp=2 sp=false", "tp=4", "tp=4 sp=false")
-    first, *others = _steps(tpi, "gather", "iters=4", layouts)
+    first, *others = _steps(tpi, "gather", "iters=3", layouts)
     for layout, other in zip(layouts[1:], others, strict=True):
         assert other == first, layout
 
 
-@pytest.mark.parametrize("fixed", ("iters=4", "iters=4 pp=2", "iters=4 precision=fp32"))
+@pytest.mark.parametrize("fixed", ("iters=3", "iters=3 pp=2", "iters=3 precision=fp32"))
 def test_stock_does_not(tpi, fixed):
     first, last = _steps(tpi, "stock", fixed, ("tp=1", "tp=2"))
     assert first[0].loss != last[0].loss
@@ -121,6 +123,6 @@ INGREDIENTS = {
 def test_each_ingredient_is_needed(tpi, ingredient):
     plant, layout = INGREDIENTS[ingredient]
     for name, degree in (("one", "tp=1"), ("several", layout)):
-        done = tpi("train", *SMALL, "numerics=tree", "iters=4", *degree.split(), f"run.dir={name}", before=plant)
+        done = tpi("train", *SMALL, "numerics=tree", "iters=2", *degree.split(), f"run.dir={name}", before=plant)
         assert done.status == 0, done.stderr
     assert tpi("compare", "one", "several").status == 1

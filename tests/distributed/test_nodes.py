@@ -10,7 +10,7 @@ import pytest
 from tp_invariant_recipes.launch import meeting, node, together
 from tp_invariant_recipes.training import checkpoints
 
-ALONE = ("train", "qwen3_toy", "tp=4", "iters=8", "save=4", "seq=32", "model.num_layers=1")
+ALONE = ("train", "qwen3_toy", "tp=4", "iters=8", "save=4", "seq=32", "gbs=2", "model.num_layers=1")
 RUN = (*ALONE, "launcher=slurm", "--continue")
 
 

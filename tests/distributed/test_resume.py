@@ -12,7 +12,7 @@ import pytest
 
 from tp_invariant_recipes.training import checkpoints
 
-RUN = ("train", "qwen3_toy", "tp=2", "iters=12", "save=4", "seq=64")
+RUN = ("train", "qwen3_toy", "tp=2", "iters=12", "save=4", "seq=64", "gbs=2")
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(copied, words):
 
 
 def test_a_foreign_checkpoint_is_refused(copied, tmp_path):
-    other = copied("train", "qwen3_toy", "tp=2", "iters=12", "save=12", "seq=64", "seed=9", "run.dir=other")
+    other = copied(*RUN, "save=12", "seed=9", "run.dir=other")
     assert other.status == 0, other.stderr
     newest = copied.folder / "run" / "checkpoints" / "iter_0000012"
     shutil.rmtree(newest)

@@ -13,6 +13,8 @@ from tp_invariant_recipes.ledger.bits import bits_float
 # What trains on a CPU besides one rank: each row a layout, as typed. Others train in test_digests.py.
 LAYOUTS = ("tp=8", "tp=2 dp=2 mbs=2", "tp=2 precision=fp32")
 
+TEXT = ("seq=64", "gbs=1", "data=text")
+
 SMALL_MOE = (
     "qwen3_moe_toy seq=32 model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.num_query_groups=4 "
     "model.kv_channels=16 model.ffn_hidden_size=64 model.moe_ffn_hidden_size=32 model.vocab_size=256"
@@ -21,11 +23,9 @@ SMALL_MOE = (
 
 @pytest.fixture(scope="module")
 def runs(shared, text):
-    """One training at each of two tensor-parallel degrees, and each again."""
+    """One training at each of two tensor-parallel degrees, and the second again."""
     for name, tp in (("tp1", 1), ("tp2", 2), ("tp2-again", 2)):
-        done = shared(
-            "train", "qwen3_toy", f"tp={tp}", "iters=30", "seq=64", "data=text", f"data.path={text}", f"run.dir={name}"
-        )
+        done = shared("train", "qwen3_toy", f"tp={tp}", "iters=30", *TEXT, f"data.path={text}", f"run.dir={name}")
         assert done.status == 0, done.stderr
     return shared
 
@@ -54,24 +54,16 @@ def test_another_seed_or_model_or_text_is_not_comparable(runs, text, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().replace("best", "bест"))
     for name, change in (("seed", "seed=7"), ("lr", "lr=1e-3"), ("text", f"data.path={other}")):
-        arguments = [
-            "tp=1",
-            "iters=1",
-            "scheduler.lr_decay_iters=30",
-            "seq=64",
-            "data=text",
-            f"data.path={text}",
-            change,
-        ]
-        assert runs("train", "qwen3_toy", *arguments, f"run.dir={name}").status == 0
+        arguments = ("tp=1", "iters=1", "scheduler.lr_decay_iters=30", f"data.path={text}", change)
+        assert runs("train", "qwen3_toy", *TEXT, *arguments, f"run.dir={name}").status == 0
         compared = runs("compare", "tp1", name)
         assert compared.status == 2
         assert "not comparable" in compared.stdout
 
 
 def test_a_shorter_run_of_the_same_schedule_is_a_prefix(runs, text):
-    arguments = ["tp=1", "iters=3", "scheduler.lr_decay_iters=30", "seq=64", "data=text", f"data.path={text}"]
-    assert runs("train", "qwen3_toy", *arguments, "run.dir=short").status == 0
+    arguments = ("tp=1", "iters=3", "scheduler.lr_decay_iters=30", f"data.path={text}")
+    assert runs("train", "qwen3_toy", *TEXT, *arguments, "run.dir=short").status == 0
     compared = runs("compare", "tp1", "short")
     assert compared.status == 0
     assert "3 of 30 steps" in compared.stdout

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-SMALL = ("qwen3_toy", "seq=64", "iters=3")
+SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=3")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_a_cell_that_fails_is_named_and_the_others_still_run(tpi):
     assert tpi("verify", "--judge", "m").status == 2
 
 
-LONGER = ("qwen3_toy", "seq=64", "numerics=tree", "iters=12", "tp=1,2", "--dir", "m")
+LONGER = ("qwen3_toy", "seq=64", "gbs=2", "numerics=tree", "iters=12", "tp=1,2", "--dir", "m")
 
 
 def _stop_in(tpi, cell: str, number: signal.Signals):
