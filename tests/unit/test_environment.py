@@ -13,6 +13,7 @@ DEFAULTS = {
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
         "NCCL_ALGO": "^NVLS",
         "NCCL_NVLS_ENABLE": "0",
+        "MAMBA_DETERMINISTIC": "1",
         "NVIDIA_TF32_OVERRIDE": "0",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     },

@@ -40,6 +40,7 @@ VARIABLES = (
         ("Ring", "Tree", "CollnetDirect", "CollnetChain"),
     ),
     Variable("NCCL_NVLS_ENABLE", "0", _GPU, "in-switch reduction (NVLS) adds in an order of its own"),
+    Variable("MAMBA_DETERMINISTIC", "1", _GPU, "mamba_ssm times its kernels in every process, and adds atomically"),
     Variable("NVIDIA_TF32_OVERRIDE", "0", _GPU, "fp32 products must not round their inputs to TF32"),
     Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", _GPU, "Megatron orders collectives by launch order", ("8", "32")),
     Variable("OMP_NUM_THREADS", "1", ("cpu",), "the number of threads decides how a CPU splits its sums"),
@@ -57,6 +58,7 @@ RECORDED_PREFIXES = (
     "PYTORCH_",
     "OMP_",
     "MKL_",
+    "MAMBA_",
     "NVIDIA_TF32",
 )
 
