@@ -17,10 +17,10 @@ PUBLISHED = (
     ("qwen3_0p6b", 0.596e9, [1, 2, 4, 8], True),
     ("qwen3_8b", 8.19e9, [1, 2, 4, 8], True),
     ("qwen3_30b_a3b", 30.5e9, [1, 2, 4], True),
-    ("nemotron3_nano", 31.6e9, [1, 2], False),
+    ("nemotron3_nano", 31.6e9, [1, 2], True),
     ("qwen3_toy", 512 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256), [1, 2, 4, 8], True),
     ("qwen3_moe_toy", 2 * 151936 * 2048 + 4 * (2048 * 128 * 72 + 3 * 2048 * 768 * 8), [1, 2, 4], True),
-    ("nemotron3_nano_toy", 0.127e9, [1, 2], False),
+    ("nemotron3_nano_toy", 0.127e9, [1, 2], True),
 )
 
 

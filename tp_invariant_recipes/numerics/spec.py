@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
@@ -110,7 +111,7 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
         ),
         Replacement(
             "megatron.core.models.hybrid.hybrid_block:TENorm",
-            lambda original: _named(SUBSTITUTES[original.__name__]),
+            _hybrid_norm,
             "HybridStack builds its final norm by name",
         ),
         *(
@@ -141,6 +142,12 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
             )
         )
     return tuple(rows)
+
+
+def _hybrid_norm(original: Any) -> Any:
+    """Without Transformer Engine, and not on our CPU host, there is no such norm; nor can a hybrid model be built."""
+    absent = original.__name__ == "TENorm" and find_spec("transformer_engine") is None
+    return original if absent else _named(SUBSTITUTES[original.__name__])
 
 
 def _chained_norm(grad_norm: str) -> Callable[[Any], Any]:
