@@ -67,6 +67,16 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory: one folder that holds a file."""
+    folder = tmp_path / "here"
+    (folder / "taken").mkdir(parents=True)
+    (folder / "taken" / "file").touch()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose driver shows no GPU."""
     monkeypatch.setattr(gpus, "visible", lambda: [])

@@ -12,6 +12,8 @@ from tp_invariant_recipes.training.auditdir import AuditedRun
 from tp_invariant_recipes.training.shards import Place
 from tp_invariant_recipes.training.whole_norms import whole_norms
 
+pytestmark = pytest.mark.usefixtures("here")
+
 GRAPHS = ("nothing is replayed with cuda_graph=off; cuda_graph=te or cuda_graph=full, or another pair",)
 
 # Arguments of `tpi audit` on a machine without a GPU, and what must stand in the message.
@@ -35,16 +37,6 @@ MISTAKES = (
         ],
     ),
 )
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """The current directory: one folder that holds a file."""
-    folder = tmp_path / "here"
-    (folder / "taken").mkdir(parents=True)
-    (folder / "taken" / "file").touch()
-    monkeypatch.chdir(folder)
-    return folder
 
 
 @pytest.mark.usefixtures("no_gpus")

@@ -4,17 +4,7 @@ import pytest
 
 from tp_invariant_recipes.launch import bench
 
-pytestmark = pytest.mark.usefixtures("no_gpus")
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """The current directory: one folder that holds a file."""
-    folder = tmp_path / "here"
-    (folder / "taken").mkdir(parents=True)
-    (folder / "taken" / "file").touch()
-    monkeypatch.chdir(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
 
 # Arguments of `tpi bench`, and what must stand in the message.

@@ -1,12 +1,12 @@
 """What the invariant experts cover, and V where none is given."""
 
-import copy
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trees import with_fields
 from tp_invariant_recipes.config import invariance, invariant_experts
 from tp_invariant_recipes.config.compose import compose
 
@@ -14,11 +14,7 @@ TREE = compose("qwen3_moe_toy", ["numerics=tree"], device="cpu").tree
 
 
 def changed(**fields) -> dict:
-    tree = copy.deepcopy(TREE)
-    for name, value in fields.items():
-        section, field = name.split("__")
-        tree[section][field] = value
-    return tree
+    return with_fields(TREE, **fields)
 
 
 @pytest.mark.parametrize("model", ("qwen3_moe_toy", "qwen3_30b_a3b", "nemotron3_nano_toy", "nemotron3_nano"))
@@ -52,6 +48,13 @@ def test_what_has_no_invariant_version_is_refused_under_tree_only(fields, says):
     assert problem.startswith(f"numerics=tree: {says}")
     assert invariance.problems(changed(**fields, numerics__mode="stock")) == []
     assert invariance.problems(changed(**(fields | {"model__num_moe_experts": None}))) == []
+
+
+def test_shared_experts_on_a_cpu_are_whole_vectors():
+    """As every width that is divided among ranks and followed by an activation."""
+    (problem,) = invariance.problems(changed(model__moe_shared_expert_intermediate_size=64))
+    assert problem == "model.moe_shared_expert_intermediate_size=64: on a CPU it must be a multiple of 128"
+    assert invariance.problems(changed(model__moe_shared_expert_intermediate_size=128)) == []
 
 
 def test_gather_has_no_experts():

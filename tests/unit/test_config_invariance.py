@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trees import with_fields
 from tp_invariant_recipes.config import invariance
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
@@ -16,11 +17,7 @@ TREE = compose("qwen3_toy", ["numerics=tree"], device="cpu").tree
 
 def changed(**fields) -> dict:
     """The toy under numerics=tree with other fields, named section__field."""
-    tree = copy.deepcopy(TREE)
-    for name, value in fields.items():
-        section, field = name.split("__")
-        tree[section][field] = value
-    return tree
+    return with_fields(TREE, **fields)
 
 
 def test_the_toy_is_covered_in_every_layout():

@@ -16,7 +16,7 @@ from tp_invariant_recipes.launch.matrix import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 
-pytestmark = pytest.mark.usefixtures("no_gpus")
+pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
 
 def spread(*overrides: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[str]]:
@@ -68,16 +68,6 @@ def test_hydras_ways_to_give_several_values(text, values, names):
 @pytest.mark.parametrize("text", ("data.path=a,b", "iters=3", "model.x=[1,2]", "model.x='1,2'", "no override", "~tp"))
 def test_one_value_is_no_axis(text):
     assert spread(text) == ([("", "", (text,))], [])
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """The current directory: one folder that holds a file."""
-    folder = tmp_path / "here"
-    (folder / "taken").mkdir(parents=True)
-    (folder / "taken" / "file").touch()
-    monkeypatch.chdir(folder)
-    return folder
 
 
 # Arguments of `tpi verify`, and what must stand in the message.

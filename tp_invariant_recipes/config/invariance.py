@@ -5,6 +5,7 @@ from typing import Any
 
 from tp_invariant_recipes.config import invariant_experts, low_precision
 from tp_invariant_recipes.config.limit import VECTORS, Limit, Tree, asked
+from tp_invariant_recipes.numerics import hybrid_spec
 
 # Numbers of the model that are split into V shards.
 SHARDED = (
@@ -18,8 +19,11 @@ SHARDED = (
     "seq_length",
 )
 
-# Mamba-2, attention, MLP, experts; what separates pipeline stages.
-HYBRID_LAYERS = {*"M*-E|"}
+HYBRID_SIGNS = {*hybrid_spec.LAYERS, hybrid_spec.SEPARATOR}
+*_OTHERS, _LAST = hybrid_spec.LAYERS
+
+# Of SHARDED, what an activation follows.
+ACTIVATED = ("ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
 DEFAULT_SHARDS = 8
 
@@ -57,8 +61,8 @@ LIMITS = (
         "Mamba layers are covered by numerics=tree only",
     ),
     Limit(
-        lambda t: bool(set(t["model"].get("hybrid_layer_pattern") or "") - HYBRID_LAYERS),
-        "of hybrid layers only M, *, - and E have invariant versions; model.hybrid_layer_pattern",
+        lambda t: bool(set(t["model"].get("hybrid_layer_pattern") or "") - HYBRID_SIGNS),
+        f"of hybrid layers only {', '.join(_OTHERS)} and {_LAST} have invariant versions; model.hybrid_layer_pattern",
     ),
     Limit(
         lambda t: t["model"].get("use_mamba_mem_eff_path") is False,
@@ -162,7 +166,10 @@ def _shards(tree: Tree, shards: Any) -> list[str]:
     if shards % tp:
         return [f"tp={tp} does not divide numerics.shards={shards}; raise numerics.shards or change tp"]
     width = VECTORS * shards
-    if tree["device"]["kind"] == "cpu" and tree["model"]["ffn_hidden_size"] % width:
-        # The last numbers of a row, which fill no vector, go through code that rounds in another way.
-        return [f"model.ffn_hidden_size={tree['model']['ffn_hidden_size']}: on a CPU it must be a multiple of {width}"]
-    return []
+    ragged = [field for field in ACTIVATED if (tree["model"].get(field) or 0) % width]
+    # The last numbers of a row, which fill no vector, go through code that rounds in another way.
+    return [
+        f"model.{field}={tree['model'][field]}: on a CPU it must be a multiple of {width}"
+        for field in ragged
+        if tree["device"]["kind"] == "cpu"
+    ]

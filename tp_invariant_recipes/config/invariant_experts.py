@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from tp_invariant_recipes.config.limit import VECTORS, Limit, Tree, asked
+from tp_invariant_recipes.numerics import owners
 
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 
@@ -35,9 +36,10 @@ def _row(wrong: Callable[[Tree], bool], why: str) -> Limit:
     return Limit(lambda t: bool(t["model"].get("num_moe_experts")) and wrong(t), why)
 
 
-def _owners_differ(tree: Tree) -> bool:
-    tp, ep = tree["model"]["tensor_model_parallel_size"], tree["model"]["expert_model_parallel_size"]
-    return bool(max(tp, ep) % min(tp, ep) or tree["model"]["num_moe_experts"] % max(tp, ep))
+def _owned(tree: Tree) -> bool:
+    model = tree["model"]
+    degrees = model["tensor_model_parallel_size"], model["expert_model_parallel_size"]
+    return owners.fits(model["num_moe_experts"], *degrees)
 
 
 def _expert_width(tree: Tree) -> int:
@@ -70,7 +72,7 @@ LIMITS = (
         "experts under tensor parallelism need sequence parallelism; sp=true",
     ),
     _row(
-        lambda t: _owners_differ(t),
+        lambda t: not _owned(t),
         "each expert needs one rank that computes it: of tp and ep one must divide the other, and both "
         "model.num_moe_experts",
     ),

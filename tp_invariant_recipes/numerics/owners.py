@@ -6,6 +6,11 @@ from typing import Any
 from tp_invariant_recipes.errors import ConfigError
 
 
+def fits(experts: int, tp: int, ep: int) -> bool:
+    """Whether each expert can have one owner: of tp and ep one divides the other, and both the number of experts."""
+    return max(tp, ep) % min(tp, ep) == 0 and experts % max(tp, ep) == 0
+
+
 @dataclass(frozen=True)
 class Owners:
     """The ranks that share tokens, in the order of the tokens, and the experts that each computes.
@@ -31,7 +36,7 @@ class Owners:
     def of(cls, experts: int, tp: Any, ep: Any) -> "Owners":
         """From Megatron's process groups: tensor-parallel, and expert-parallel with expert tensor parallelism of 1."""
         size = max(tp.size(), ep.size())
-        if size % tp.size() or size % ep.size() or experts % size:
+        if not fits(experts, tp.size(), ep.size()):
             raise ConfigError(f"tp={tp.size()} and ep={ep.size()}: one must divide the other, both {experts} experts")
         group = tp if tp.size() >= ep.size() else ep
         return cls(experts, size, ep.size(), group.rank(), size // tp.size(), group if size > 1 else None)
