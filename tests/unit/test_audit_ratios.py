@@ -49,9 +49,9 @@ def test_one_expert_at_one_step_beyond_rounding_is_found(factor, step):
     judged = judge(training(), training(**{f"{name}@{step}": factor}), ROUNDED, counts_from=3)
     (group,) = judged.different
     assert (group.name, group.parameters) == ("experts", 4)
-    assert (group.worst.name, group.worst.step) == (name, step)
+    assert (group.worst.name, group.worst.step, group.since) == (name, step, step)
     assert group.worst.ratio == pytest.approx(factor)
-    assert group.allowed == pytest.approx(1.001**MARGIN)
+    assert group.worst.allowed == pytest.approx(MARGIN * math.log(1.001))
     assert {group.low, group.high} == {1.0, group.worst.ratio}
 
 
@@ -66,6 +66,21 @@ def test_a_group_may_move_as_far_as_rounding_moves_it_and_no_further():
     loose = training(**{f"{ROUTER}@3": 1.1} | {f"{name}@3": 1.001 for name in (*NAMES, EMBEDDING)})
     assert states(training(**{f"{ROUTER}@4": 1.4}), loose)["router"] == "rounding"
     assert states(training(**{f"{NAMES[0]}@4": 1.4}), loose)["experts"] == "different"
+
+
+def test_what_rounding_does_later_excuses_nothing_before():
+    apart = training(**{f"{name}@3": 1.001 for name in ALL} | {f"{name}@4": 1.2 for name in ALL})
+    both = training(**{f"{ROUTER}@3": 1.1, f"{ROUTER}@4": 1.3, f"{EMBEDDING}@4": 1.3})
+    judged = judge(training(), both, apart, counts_from=3)
+    (router,) = judged.different
+    assert (router.name, router.since, router.worst.step) == ("router", 3, 3)  # further at 4, but less beyond rounding
+    assert states(both, apart)["embedding"] == "rounding"
+
+
+def test_each_group_has_the_step_from_which_on_it_differs():
+    second = training(**{f"{NAMES[0]}@3": 0.4, f"{NAMES[0]}@4": 0.4, f"{ROUTER}@4": 1.1})
+    since = {group.name: group.since for group in judge(training(), second, ROUNDED, counts_from=3).groups}
+    assert since == {"experts": 3, "router": 4, "embedding": None}
 
 
 def test_a_single_parameter_that_rounding_left_alone_by_chance_may_move_as_the_others():

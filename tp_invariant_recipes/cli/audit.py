@@ -1,6 +1,7 @@
 """`tpi audit`."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,7 +109,7 @@ def _table(found: dict[str, Any]) -> Table:
             str(group["parameters"]),
             *(f"{group[name]:.3g}" for name in ("first", "second")),
             *("–" if ratio is None else f"{ratio:.3g}" for ratio in ratios),
-            "" if group["allowed"] is None else f"±{100 * (group['allowed'] - 1):.2g} %",
+            "" if group["worst"]["allowed"] is None else f"±{100 * math.expm1(group['worst']['allowed']):.2g} %",
             Text(group["state"], style=_COLOURS[group["state"]]),
         )
     return table

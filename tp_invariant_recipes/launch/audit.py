@@ -285,8 +285,9 @@ def _text(audit: Audit, judged: Judged) -> str:
         rounding = [group.name for group in judged.groups if group.state == "rounding"]
         how = "bit for bit" if not rounding else f"but for rounding ({', '.join(rounding)})"
         return f"same: gradient norms of {pair.first} and {pair.second} are equal {how} {counted}"
-    named = ", ".join(f"{group.name} {_times(group)}" for group in judged.different)
-    return f"different: gradients of {pair.second} are not those of {pair.first} {counted}: {named}"
+    in_time = sorted(judged.different, key=lambda group: group.since or 0)
+    named = ", ".join(f"{group.name} {_times(group)} from step {group.since}" for group in in_time)
+    return f"different: gradients of {pair.second} are not those of {pair.first}: {named}"
 
 
 def _times(group: GroupRatio) -> str:
@@ -295,12 +296,15 @@ def _times(group: GroupRatio) -> str:
 
 
 def _remarks(audit: Audit, judged: Judged) -> list[str]:
-    if judged.repeats:
-        return []
-    return [
-        f"the steps before {audit.counts_from} are the same computation in both and have other norms: these trainings "
-        f"do not repeat themselves (model.deterministic_mode=true), and by how much counts as rounding"
-    ]
+    remarks = []
+    if len({group.since for group in judged.different}) > 1:
+        remarks.append("groups that differ later may do so for what the first did to the weights")
+    if not judged.repeats:
+        remarks.append(
+            f"the steps before {audit.counts_from} are the same computation in both and have other norms: these "
+            f"trainings do not repeat themselves (model.deterministic_mode=true), and by how much counts as rounding"
+        )
+    return remarks
 
 
 def _group(group: GroupRatio) -> dict[str, Any]:

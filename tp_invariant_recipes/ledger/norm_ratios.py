@@ -4,16 +4,17 @@ What rounding does is measured, not guessed: a third training computes as the fi
 one unit in its last place at each step that counts (training/gradient_norms.py). By how much that moves a norm is by
 how much rounding may move it.
 
-    deviation(a, b)  = |ln(b / a)|,  0 where both are the same number
-    allowed(group)   = MARGIN × the largest deviation that rounding gave a parameter of the group at any step
-                       (and no less than that of half of all parameters, since a group may have one parameter only)
+    deviation(a, b)        = |ln(b / a)|,  0 where both are the same number
+    allowed(group, step)   = MARGIN × the largest deviation that rounding gave a parameter of the group up to this step
+                             (and no less than that of half of all parameters, since a group may have one parameter)
 
-A step before those that count is the same computation in both; if it is not the same number, the trainings do not
-repeat themselves, and by how much they do not counts as rounding, too.
+Up to this step: trainings that differ by rounding move apart, so that what is allowed at the last step would hide a
+fault at the first. A step before those that count is the same computation in both; if it is not the same number, the
+trainings do not repeat themselves, and by how much they do not counts as rounding, too.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -38,9 +39,11 @@ class Norms:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A parameter at the step at which the second training is furthest from the first.
+    """A parameter at the step at which its deviation is the largest part, or multiple, of what is allowed.
 
-    ratio: second / first; None: one is 0 or no number, and the other is not.
+    ratio:   second / first; None: one is 0 or no number, and the other is not.
+    allowed: the deviation that rounding may make at that step; None: not measured, all bits are the same.
+    since:   the first step at which it is further; None: at no step.
     """
 
     name: str
@@ -50,6 +53,8 @@ class Ratio:
     second: float
     ratio: float | None
     deviation: float
+    allowed: float | None
+    since: int | None
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,8 @@ class GroupRatio:
 
     first, second: root of the sum of the squares of their norms, of the mean step.
     low, median, high: of their ratios; None: there is none (see `Ratio`).
-    allowed:       how far from 1 a ratio may be, as a factor; None: it was not measured, since all bits are the same.
+    worst:         the one that is furthest by what is allowed.
+    since:         the first step at which one of them is too far; None: none is at any.
     state:         "equal", "rounding" or "different".
     """
 
@@ -70,7 +76,7 @@ class GroupRatio:
     median: float | None
     high: float | None
     worst: Ratio
-    allowed: float | None
+    since: int | None
     state: str
 
 
@@ -103,13 +109,11 @@ def judge(
     """
     _alike(first, second, *([rounded] if rounded is not None else []))
     counted, before = _split(first, second, counts_from)
-    names = list(first[0].norms)
-    ratios = {name: _furthest(name, counted) for name in names}
-    noise = None if rounded is None else _noise(names, _split(first, rounded, counts_from)[0], before)
-    groups = {name: [ratio for ratio in ratios.values() if ratio.group == name] for name in map(group_of, names)}
-    allowed = {} if noise is None else _allowed(groups, noise)
-    found = tuple(_group(name, groups[name], counted, allowed.get(name)) for name in in_order(set(groups)))
-    return Judged(found, tuple(ratios.values()), all(a.norms == b.norms for a, b in before))
+    noise = None if rounded is None else _noise(_split(first, rounded, counts_from)[0], before)
+    ratios = [_furthest(name, counted, noise) for name in first[0].norms]
+    groups = {name: [ratio for ratio in ratios if ratio.group == name] for name in (one.group for one in ratios)}
+    found = tuple(_group(name, groups[name], counted) for name in in_order(set(groups)))
+    return Judged(found, tuple(ratios), all(a.norms == b.norms for a, b in before))
 
 
 def deviation(first: float, second: float) -> float:
@@ -137,37 +141,68 @@ def _split(first: Sequence[Norms], second: Sequence[Norms], counts_from: int) ->
     return [p for p in pairs if p[0].step >= counts_from], [p for p in pairs if p[0].step < counts_from]
 
 
-def _furthest(name: str, pairs: Pairs) -> Ratio:
-    apart = [(deviation(a.norms[name], b.norms[name]), a, b) for a, b in pairs]
-    far, a, b = max(apart, key=lambda one: one[0])
-    first, second = a.norms[name], b.norms[name]
-    ratio = 1.0 if far == 0 else None if math.isinf(far) else second / first
-    return Ratio(name, group_of(name), a.step, first, second, ratio, far)
+def _furthest(name: str, pairs: Pairs, allowed: list[dict[str, float]] | None) -> Ratio:
+    """allowed: of each pair, group → deviation; None: all norms are the same numbers."""
+    group = group_of(name)
+    limits = [one[group] for one in allowed] if allowed else [0.0] * len(pairs)
+    apart = [deviation(a.norms[name], b.norms[name]) for a, b in pairs]
+    beyond = [pair[0].step for pair, far, limit in zip(pairs, apart, limits, strict=True) if far > limit]
+    at = max(range(len(pairs)), key=lambda n: _excess(apart[n], limits[n]))
+    a, b = pairs[at]
+    return Ratio(
+        name=name,
+        group=group,
+        step=a.step,
+        first=a.norms[name],
+        second=b.norms[name],
+        ratio=1.0 if apart[at] == 0 else None if math.isinf(apart[at]) else b.norms[name] / a.norms[name],
+        deviation=apart[at],
+        allowed=limits[at] if allowed else None,
+        since=beyond[0] if beyond else None,
+    )
 
 
-def _noise(names: Iterable[str], rounded: Pairs, before: Pairs) -> dict[str, float]:
-    """Parameter → the largest deviation that rounding gave it. Raises RunError when rounding changed nothing."""
-    if all(a.norms == b.norms for a, b in rounded):
+def _excess(apart: float, limit: float) -> float:
+    """A deviation as a multiple of what is allowed, which may be 0."""
+    return apart / limit if limit else math.inf if apart else 0.0
+
+
+def _noise(rounded: Pairs, before: Pairs) -> list[dict[str, float]]:
+    """Of each step that counts: group → the deviation that is allowed. Raises RunError when rounding changed nothing.
+
+    rounded: the first training and the rounded one. before: what should have been the same in the pair.
+    """
+    start = rounded[0]
+    if start[0].norms == start[1].norms:
         raise RunError(
-            "changing all weights by rounding changed no gradient, so that nothing is known of rounding: "
-            "weights that are gathered late are not reached; ddp.overlap_param_gather=false"
+            f"changing all weights by rounding changed no gradient of step {start[0].step}, so that nothing is known "
+            "of rounding: weights that are gathered late are not reached; ddp.overlap_param_gather=false"
         )
-    largest = {name: max(deviation(a.norms[name], b.norms[name]) for a, b in [*rounded, *before]) for name in names}
-    if any(math.isinf(one) for one in largest.values()):
-        wrong = next(name for name, one in largest.items() if math.isinf(one))
-        raise RunError(f"rounding alone takes the gradient of {wrong} from 0 or to no number: nothing can be judged")
-    return largest
+    largest = {name: max((_moved(name, *pair) for pair in before), default=0.0) for name in start[0].norms}
+    allowed = []
+    for pair in rounded:
+        largest = {name: max(far, _moved(name, *pair)) for name, far in largest.items()}
+        least = median(largest.values())
+        groups = {group_of(name): least for name in largest}
+        for name, far in largest.items():
+            groups[group_of(name)] = max(groups[group_of(name)], far)
+        allowed.append({group: MARGIN * far for group, far in groups.items()})
+    return allowed
 
 
-def _allowed(groups: dict[str, list[Ratio]], noise: dict[str, float]) -> dict[str, float]:
-    least = median(noise.values())
-    return {name: MARGIN * max(least, *(noise[one.name] for one in members)) for name, members in groups.items()}
+def _moved(name: str, first: Norms, second: Norms) -> float:
+    """The deviation of a parameter that only rounding moved. Raises RunError when it is without end."""
+    far = deviation(first.norms[name], second.norms[name])
+    if math.isinf(far):
+        raise RunError(f"rounding alone takes the gradient of {name} from 0 or to no number: nothing can be judged")
+    return far
 
 
-def _group(name: str, members: list[Ratio], counted: Pairs, allowed: float | None) -> GroupRatio:
-    worst = max(members, key=lambda one: one.deviation)
+def _group(name: str, members: list[Ratio], counted: Pairs) -> GroupRatio:
+    worst = max(members, key=lambda one: _excess(one.deviation, one.allowed or 0.0))
     ratios = sorted(one.ratio for one in members if one.ratio is not None)
-    beyond = worst.deviation > (allowed or 0.0)
+    since = min((one.since for one in members if one.since is not None), default=None)
+    moved = any(one.deviation for one in members)
     return GroupRatio(
         name=name,
         parameters=len(members),
@@ -177,8 +212,8 @@ def _group(name: str, members: list[Ratio], counted: Pairs, allowed: float | Non
         median=median(ratios) if ratios else None,
         high=ratios[-1] if ratios else None,
         worst=worst,
-        allowed=None if allowed is None else math.exp(allowed),
-        state="different" if beyond else "rounding" if worst.deviation else "equal",
+        since=since,
+        state="different" if since is not None else "rounding" if moved else "equal",
     )
 
 
