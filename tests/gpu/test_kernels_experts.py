@@ -36,7 +36,7 @@ def _seeded():
 
 def _all(x, dy, weights, sizes):
     """Output, input gradient and weight gradients of experts."""
-    groups = Groups(sizes, x.device)
+    groups = Groups(sizes, torch.tensor(sizes, device=x.device))
     y, dx = torch.empty(len(x), weights[0].shape[0], dtype=x.dtype, device="cuda"), torch.empty_like(x)
     grouped_product(x, weights, y, groups, transposed=True)
     grouped_product(dy, weights, dx, groups, transposed=False)

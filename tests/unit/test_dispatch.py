@@ -70,10 +70,12 @@ class TestOneRank:
 
 
 def test_batches_of_two_sources(dispatch):
-    batches = dispatch.Batches((3, 1, 0, 2), first=4, sources=2)
+    batches = dispatch.Batches((3, 1, 0, 2), torch.tensor((3, 1, 0, 2)), first=4, sources=2)
     assert [(batches.expert(b), batches.source(b)) for b in range(4)] == [(4, 0), (4, 1), (5, 0), (5, 1)]
 
 
-def test_rows_from_ranks_are_sorted_by_expert(dispatch):
+def test_rows_from_ranks_are_regrouped_by_expert_and_back(dispatch):
     counts = torch.tensor([[2, 0, 1], [1, 2, 0]])  # from two ranks, of three experts
-    assert dispatch._by_expert(counts, 6).tolist() == [0, 1, 3, 4, 5, 2]
+    by_expert, back = dispatch._regrouped(counts, 6), dispatch._regrouped(counts.t(), 6)
+    assert by_expert.tolist() == [0, 1, 3, 4, 5, 2]
+    assert by_expert[back].tolist() == list(range(6))

@@ -83,7 +83,7 @@ def experts_products_are_right_whoever_lies_beside():
     x, dy = torch.randn(sum(sizes), k), torch.randn(sum(sizes), n)
 
     def all_of(x, dy, weights, sizes):
-        groups = grouped_product.Groups(sizes, x.device)
+        groups = grouped_product.Groups(sizes, torch.tensor(sizes))
         y, dx = torch.full((len(x), n), 7.0), torch.full_like(x, 7.0)
         grouped_product.grouped_product(x, weights, y, groups, transposed=True)
         grouped_product.grouped_product(dy, weights, dx, groups, transposed=False)

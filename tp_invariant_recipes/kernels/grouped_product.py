@@ -25,26 +25,26 @@ TILES = {torch.bfloat16: (128, 128, 64, 8), torch.float32: (64, 64, 32, 4)}
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows that belong together, group after group. sizes: of each; ends: the same as a tensor, summed up."""
+    """Rows that belong together, group after group. sizes: of each; counts: [groups] int64, the same on the rows'
+    device, which need not come from the host then."""
 
     sizes: tuple[int, ...]
-    device: torch.device
+    counts: Tensor
 
     @cached_property
     def ends(self) -> Tensor:
         """[groups] int64: one past the last row of each."""
-        return torch.tensor(self.sizes, device=self.device).cumsum(0)
+        return self.counts.cumsum(0)
 
     def tiles(self, height: int) -> tuple[Tensor, Tensor]:
         """The group and the first row of every tile of `height` rows, int64; no tile holds rows of two groups."""
         if height not in self._tiles:
-            counts = [-(-size // height) for size in self.sizes]
-            total = sum(counts)
-            every = torch.tensor(counts, device=self.device)
+            total = sum(-(-size // height) for size in self.sizes)
+            every = (self.counts + height - 1) // height
             group = torch.repeat_interleave(every, output_size=total)
-            first = (every.cumsum(0) - every)[group]
-            starts = self.ends - torch.tensor(self.sizes, device=self.device)
-            self._tiles[height] = group, starts[group] + (torch.arange(total, device=self.device) - first) * height
+            # Of each group: where its rows begin, less the rows of all tiles before.
+            shift = self.ends - self.counts - (every.cumsum(0) - every) * height
+            self._tiles[height] = group, shift[group] + torch.arange(0, total * height, height, device=group.device)
         return self._tiles[height]
 
     @cached_property

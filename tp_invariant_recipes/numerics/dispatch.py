@@ -23,10 +23,12 @@ from tp_invariant_recipes.numerics.owners import Owners
 class Batches:
     """The tokens that this rank computes with, one batch for each of its experts and each source.
 
-    sizes: tokens of each batch, expert after expert, source after source. first: the first expert's local number.
+    sizes:  tokens of each batch, expert after expert, source after source.
+    counts: [batches] int64, the same where the tokens are. first: the first expert's local number.
     """
 
     sizes: tuple[int, ...]
+    counts: Tensor
     first: int
     sources: int
 
@@ -44,7 +46,8 @@ class Route:
     """Where everything goes in one layer and micro-batch. n tokens here, E experts, m slots; r rows arrive here.
 
     map:      [n, E] bool, which experts a token goes to; slot: [n, E] int64, where its copy lies, if it does.
-    copies:   [n, topk] int64, a token's slots by expert, -1 for none; token: [m] int64, of each slot.
+    copies:   [n, topk] int64, a token's slots by expert, -1 for none.
+    token:    [m] int64, of each slot; place: [m] int64, where in the flattened map it is from.
     send:     slots for each rank; receive: rows from each; empty if this rank is alone.
     sorted:   [r] int64, the rows that arrive in the order of the batches; arrived: [r], the inverse.
     """
@@ -53,6 +56,7 @@ class Route:
     slot: Tensor
     copies: Tensor
     token: Tensor
+    place: Tensor
     send: list[int]
     receive: list[int]
     sorted: Tensor | None
@@ -62,47 +66,56 @@ class Route:
 
 @torch.no_grad()
 def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
-    """Plan the way of a micro-batch. routing_map: [n, E] bool. One collective of counts, and one wait for them."""
+    """Plan the way of a micro-batch. routing_map: [n, E] bool. One collective of counts, and one wait for them.
+
+    What has a place is found by searching the numbers of places before it: torch's deterministic scatter would sort,
+    and add up whatever has none in one place, one after the other.
+    """
     n, experts = routing_map.shape
-    order = torch.tensor(owners.order(), device=routing_map.device)
-    by_owner = routing_map.t()[order]
+    by_owner = owners.by_owner(routing_map.t())
     counts = by_owner.sum(1)
     everyone = counts
     if owners.group is not None:
         everyone = counts.new_empty(owners.size * experts)
         dist.all_gather_into_tensor(everyone, counts, group=owners.group)
-    known: list[list[list[int]]] = everyone.view(owners.size, owners.size, owners.each).tolist()  # [from][to][expert]
+    everyone = everyone.view(owners.size, owners.size, owners.each)
+    known: list[list[list[int]]] = everyone.tolist()  # [from][to][expert]
 
-    total = sum(map(sum, known[owners.rank]))
-    slot = torch.empty(experts, n, dtype=torch.int64, device=routing_map.device)
-    slot[order] = (by_owner.flatten().cumsum(0) - 1).view(experts, n)
-    slot = slot.t().contiguous()
-    # A place of its own for whatever there is no slot for.
-    nth = (routing_map.cumsum(1) - 1).where(routing_map, topk)
-    copies = slot.new_full((n, topk + 1), -1).scatter_(1, nth, slot)[:, :topk].contiguous()
-    tokens = torch.arange(n, device=slot.device).unsqueeze(1).expand(n, experts)
-    token = slot.new_empty(total + 1).scatter_(0, slot.where(routing_map, total).flatten(), tokens.flatten())[:total]
+    before = by_owner.flatten().cumsum(0)
+    at = torch.searchsorted(before, _first(sum(map(sum, known[owners.rank])), before))
+    number = owners.by_owner(torch.arange(experts, device=at.device))
+    token, place = at % n, at % n * experts + number[at // n]
+    slot = owners.by_number((before - 1).view(experts, n)).t().contiguous()
+    nth = routing_map.cumsum(1)
+    expert = torch.searchsorted(nth, _first(topk, nth).expand(n, topk).contiguous())  # E: a token with fewer
+    copies = slot.gather(1, expert.clamp(max=experts - 1)).where(expert < experts, -1)
 
-    mine = [known[rank][owners.rank] for rank in range(owners.size)]  # [from][expert]
-    per_source = owners.size // owners.sources
+    mine = everyone[:, owners.rank]  # [from, expert]
+    per_source = mine.view(owners.sources, -1, owners.each).sum(1).t().flatten()
+    ranks = owners.size // owners.sources
     sizes = tuple(
-        sum(mine[rank][e] for rank in range(source * per_source, (source + 1) * per_source))
+        sum(known[rank][owners.rank][e] for rank in range(source * ranks, (source + 1) * ranks))
         for e in range(owners.each)
         for source in range(owners.sources)
     )
-    batches = Batches(sizes, owners.first_local, owners.sources)
-    if owners.group is None:
-        return Route(routing_map, slot, copies, token, [], [], None, None, batches)
-    in_order = _by_expert(torch.tensor(mine, device=slot.device), sum(sizes))
-    arrived = torch.empty_like(in_order).scatter_(0, in_order, torch.arange(len(in_order), device=slot.device))
-    send = [sum(to) for to in known[owners.rank]]
-    return Route(routing_map, slot, copies, token, send, [sum(row) for row in mine], in_order, arrived, batches)
+    batches = Batches(sizes, per_source, owners.first_local, owners.sources)
+    send, receive = [], []
+    arriving = arrived = None
+    if owners.group is not None:
+        send, receive = [sum(to) for to in known[owners.rank]], [sum(row[owners.rank]) for row in known]
+        arriving, arrived = _regrouped(mine, sum(sizes)), _regrouped(mine.t(), sum(sizes))
+    return Route(routing_map, slot, copies, token, place, send, receive, arriving, arrived, batches)
 
 
-def _by_expert(counts: Tensor, total: int) -> Tensor:
-    """[total] int64: rows that lie by rank, then expert, in the order by expert, then rank.
+def _first(count: int, like: Tensor) -> Tensor:
+    """1, 2, … count."""
+    return torch.arange(1, count + 1, device=like.device)
 
-    counts: [ranks, experts].
+
+def _regrouped(counts: Tensor, total: int) -> Tensor:
+    """[total] int64: where the rows of (i, j) lie that come i after i, in the order j after j.
+
+    counts: [i, j], of rows; total: their sum. With the counts transposed it is the inverse.
     """
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
     lengths = counts.t().flatten()
@@ -130,9 +143,7 @@ class _ToSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, plan: Route) -> tuple[Tensor, Tensor]:
         ctx.plan = plan
-        total = len(plan.token)
-        slot = plan.slot.where(plan.map, total).flatten()
-        return x[plan.token], probs.new_empty(total + 1).scatter_(0, slot, probs.flatten())[:total]
+        return x[plan.token], probs.flatten()[plan.place]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:

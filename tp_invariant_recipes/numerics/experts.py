@@ -38,7 +38,7 @@ def expert_mlp(x: Tensor, probs: Tensor, batches: Batches, fc1: Weights, fc2: We
     """
     if kind is None:
         raise NotImplementedError("of activations only SwiGLU and squared ReLU have an invariant version for experts")
-    groups = Groups(batches.sizes, x.device)
+    groups = Groups(batches.sizes, batches.counts)
     inner = _GroupedLinear.apply(x, batches, groups, *fc1)
     return _GroupedLinear.apply(_WeightedActivation.apply(inner, probs, kind), batches, groups, *fc2)
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from tp_invariant_recipes.errors import ConfigError
 
 
@@ -55,6 +57,10 @@ class Owners:
         """The first that this rank computes, among those whose weights it holds."""
         return self.rank // self.ep * self.each
 
-    def order(self) -> list[int]:
-        """All experts, by the rank that computes them."""
-        return [self.first(rank) + n for rank in range(self.size) for n in range(self.each)]
+    def by_owner(self, x: Tensor) -> Tensor:
+        """[E, …], expert after expert → the same, rank after rank, a rank's experts in order."""
+        return x.unflatten(0, (self.ep, -1, self.each)).transpose(0, 1).flatten(0, 2)
+
+    def by_number(self, x: Tensor) -> Tensor:
+        """The way back from `by_owner`."""
+        return x.unflatten(0, (-1, self.ep, self.each)).transpose(0, 1).flatten(0, 2)

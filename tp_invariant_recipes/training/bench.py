@@ -42,5 +42,15 @@ def _settle() -> None:
     collector."""
     import torch
 
+    _forget_probabilities()
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _forget_probabilities() -> None:
+    """Megatron's dispatchers keep those of the last micro-batch; their autograd graph holds the model where the
+    collector cannot look, so that one with experts would stay beside the next pass's."""
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+    for one in [one for one in gc.get_objects() if isinstance(one, MoETokenDispatcher)]:
+        vars(one).pop("probs", None)
