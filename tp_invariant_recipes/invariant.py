@@ -16,6 +16,7 @@ from typing import Any
 from tp_invariant_recipes.config import environment, invariance
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.replacement import Replacement, apply
 
 SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"
@@ -136,13 +137,14 @@ def _checked(original: Callable[..., None], shards: int) -> Callable[..., None]:
 def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict[str, Any] | None = None) -> list[str]:
     """What a recipe would be refused for, told of a TransformerConfig.
 
-    The length of the sequences is not known here; a norm whose weight gradient V does not divide refuses them.
+    The length of the sequences is not known here: any is as good as one that every rule takes. A norm whose weight
+    gradient V does not divide refuses them, and the router of experts on a CPU.
     """
     from megatron.core import parallel_state
 
     model = {name: value for name, value in vars(config).items() if name != "hybrid_layer_pattern"} | {
         "vocab_size": vocab_size or shards,
-        "seq_length": shards,
+        "seq_length": shards * VECTORS,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }

@@ -34,7 +34,9 @@ def model(config, positions="rope"):
 
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization),
+        get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        ),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         position_embedding_type=positions,
@@ -42,7 +44,13 @@ def model(config, positions="rope"):
     )
 
 
-def program(mesh, bf16):
+EXPERTS = {
+    "num_moe_experts": 8, "moe_ffn_hidden_size": 32, "moe_router_topk": 2, "moe_aux_loss_coeff": 1e-2,
+    "moe_token_dispatcher_type": "alltoall", "expert_tensor_parallel_size": 1,
+}  # fmt: skip
+
+
+def program(mesh, bf16, fields):
     """Train for four steps as one would without us; losses, gradient norms and this rank's weights."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -51,7 +59,7 @@ def program(mesh, bf16):
     from tp_invariant_recipes.numerics.init import initialise
 
     dtype = torch.bfloat16 if bf16 else torch.float32
-    settings = config(mesh, bf16=bf16, params_dtype=dtype)
+    settings = config(mesh, bf16=bf16, params_dtype=dtype, **fields)
     torch.manual_seed(1)
     gpt = model(settings)
     initialise([gpt], seed=torch.initial_seed())  # what the switch does too: without it, only sums can differ
@@ -71,17 +79,16 @@ def program(mesh, bf16):
         finalize_model_grads([ddp])
         _, norm, _ = optimizer.step()
         seen.append((loss.item(), norm))
-    weights = {
-        name: (p.detach(), getattr(p, "partition_dim", -1) if getattr(p, "tensor_model_parallel", False) else None)
-        for name, p in gpt.named_parameters()
-    }
+    # Every rank of these has all experts, whole.
+    cut = [n for n, p in gpt.named_parameters() if getattr(p, "tensor_model_parallel", False) and "experts" not in n]
+    weights = {name: (p.detach(), p.partition_dim if name in cut else None) for name, p in gpt.named_parameters()}
     return seen, weights
 
 
 def switched(mesh, value, function, *arguments):
     os.environ |= {"NVTE_TP_INVARIANT_MODE": value, "TPI_SHARDS": str(V)}
     sys.modules.pop("tp_invariant_recipes.invariant")  # this module has imported it, switched off
-    with megatron(mesh):
+    with megatron(mesh, expert_tensor_parallel_size=1):
         import tp_invariant_recipes.invariant  # noqa: F401
 
         return function(mesh, *arguments)
@@ -91,23 +98,34 @@ def _whole(ranks):
     found = {}
     for name, (first, dim) in ranks[0][1].items():
         parts, segments = [rank[1][name][0] for rank in ranks], 2 if "linear_fc1" in name else 1
+        assert dim is not None or all(same_bits(part, first) for part in parts), name
         found[name] = first if dim is None else joined(parts, dim, segments)
     return found
 
 
-@pytest.mark.parametrize("bf16", (False, True))
-def test_a_plain_program_has_one_result(bridge, bf16):
-    one, two = (on_ranks(t, V, switched, "1", program, bf16) for t in (1, 2))
+PROGRAMS = pytest.mark.parametrize(
+    "bf16, fields", ((False, {}), (True, {}), (True, EXPERTS)), ids=("fp32", "bf16", "experts")
+)
+
+
+@PROGRAMS
+def test_a_plain_program_has_one_result(bridge, bf16, fields):
+    one, two = (on_ranks(t, V, switched, "1", program, bf16, fields) for t in (1, 2))
     assert all(rank[0] == one[0][0] for rank in two)
     a, b = _whole(one), _whole(two)
     assert a.keys() == b.keys()
     assert [name for name in a if not same_bits(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize("bf16", (False, True))
-def test_without_the_switch_it_has_several(bridge, bf16):
-    one, two = (on_ranks(t, V, switched, "0", program, bf16) for t in (1, 2))
+@PROGRAMS
+def test_without_the_switch_it_has_several(bridge, bf16, fields):
+    one, two = (on_ranks(t, V, switched, "0", program, bf16, fields) for t in (1, 2))
     assert one[0][0] != two[0][0]
+
+
+def test_a_sequence_that_fills_no_vectors_of_a_routers_is_refused(bridge):
+    with pytest.raises(RuntimeError, match="ConfigError.*must be a multiple of 32, not 16"):
+        on_ranks(1, V, switched, "1", program, True, EXPERTS | {"num_moe_experts": 4})
 
 
 def _refused(mesh, fields, positions):

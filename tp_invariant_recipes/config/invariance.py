@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from tp_invariant_recipes.config import invariant_experts, low_precision
-from tp_invariant_recipes.config.limit import VECTORS, Limit, Tree, asked
+from tp_invariant_recipes.config.limit import Limit, Tree, asked
+from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import hybrid_spec
 
 # Numbers of the model that are split into V shards.

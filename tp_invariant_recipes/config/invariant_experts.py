@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from tp_invariant_recipes.config.limit import VECTORS, Limit, Tree, asked
+from tp_invariant_recipes.config.limit import Limit, Tree, asked
+from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import owners
 
 BALANCING = ("aux_loss", "seq_aux_loss", "none")

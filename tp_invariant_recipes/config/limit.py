@@ -6,9 +6,6 @@ from typing import Any
 
 Tree = dict[str, Any]
 
-# Numbers that torch's vector code on a CPU takes at a time, at most.
-VECTORS = 32
-
 
 @dataclass(frozen=True)
 class Limit:

@@ -1,11 +1,12 @@
 """Which rank computes which expert. In each layout all of an expert's tokens come together on one rank."""
 
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # the rules of a configuration need no torch
 
 
 def fits(experts: int, tp: int, ep: int) -> bool:
@@ -57,10 +58,10 @@ class Owners:
         """The first that this rank computes, among those whose weights it holds."""
         return self.rank // self.ep * self.each
 
-    def by_owner(self, x: Tensor) -> Tensor:
+    def by_owner(self, x: "Tensor") -> "Tensor":
         """[E, …], expert after expert → the same, rank after rank, a rank's experts in order."""
-        return x.unflatten(0, (self.ep, -1, self.each)).transpose(0, 1).flatten(0, 2)
+        return x.view(self.ep, -1, self.each, *x.shape[1:]).transpose(0, 1).flatten(0, 2)
 
-    def by_number(self, x: Tensor) -> Tensor:
+    def by_number(self, x: "Tensor") -> "Tensor":
         """The way back from `by_owner`."""
-        return x.unflatten(0, (-1, self.ep, self.each)).transpose(0, 1).flatten(0, 2)
+        return x.view(-1, self.ep, self.each, *x.shape[1:]).transpose(0, 1).flatten(0, 2)

@@ -11,6 +11,8 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.layers import OnMesh
@@ -33,7 +35,10 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         super().__init__(config, *args, **kwargs)
 
     def gating(self, input: Tensor) -> Tensor:
-        """[s/t, b, h] → logits [s/t, b, E]."""
+        """[s/t, b, h] → logits [s/t, b, E]. Raises ConfigError: on a CPU a shard's logits must be whole vectors."""
+        each = input.shape[0] // self.mesh.local * self.config.num_moe_experts
+        if not input.is_cuda and each % VECTORS:
+            raise ConfigError(f"on a CPU seq / V * model.num_moe_experts must be a multiple of {VECTORS}, not {each}")
         dtype = DTYPES[self.config.moe_router_dtype] or input.dtype
         return _Gating.apply(input, self.weight, self.mesh, dtype)
 
