@@ -124,7 +124,7 @@ def test_without_the_switch_it_has_several(bridge, bf16, fields):
 
 
 def test_a_sequence_that_fills_no_vectors_of_a_routers_is_refused(bridge):
-    with pytest.raises(RuntimeError, match="ConfigError.*must be a multiple of 32, not 16"):
+    with pytest.raises(RuntimeError, match=r"ConfigError.*must be a multiple of 32, not 16"):
         on_ranks(1, V, switched, "1", program, True, EXPERTS | {"num_moe_experts": 4})
 
 

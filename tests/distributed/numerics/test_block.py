@@ -1,18 +1,14 @@
 """Megatron-Core's transformer block on invariant layers: one result for every degree; on its own layers, several."""
 
-import zlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from tests.distributed.ranks import joined, megatron, on_ranks, same_bits
+from tests.distributed.numerics.module_runs import DTYPES, cases, run, set_weights, split_of, whole
+from tests.distributed.ranks import megatron, on_ranks, same_bits
 from tp_invariant_recipes.numerics import spec
-from tp_invariant_recipes.numerics.init import place
 
 SHARDS = 4
 SEQUENCE, BATCH, HIDDEN, HEADS = 64, 2, 128, 4
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _config(size, dtype, sequence_parallel):
@@ -39,92 +35,27 @@ def _block(config, invariant):
     return TransformerBlock(config, spec.invariant(parts) if invariant else parts)
 
 
-def _segments(name):
-    return 2 if "linear_fc1" in name else 1
-
-
-def _split(parameter):
-    """The dimension that is split over the ranks; None for what every rank has whole."""
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-
-
-def _set_weights(block, mesh):
-    """This rank's part of whole tensors that depend on nothing but their names."""
-    for name, parameter in block.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        dim = _split(parameter)
-        rank, size = (0, 1) if dim is None else (mesh.rank, mesh.size)
-        shape, ranges = place(parameter.shape, dim or 0, rank, size, _segments(name))
-        part = torch.randn(shape, generator=generator) * (0.1 if parameter.ndim > 1 else 1.0)
-        for at, pieces in enumerate(ranges):
-            part = torch.cat([part.narrow(at, start, stop - start) for start, stop in pieces], at)
-        parameter.data.copy_(part)
-
-
-def _micro_batch(n, dtype):
-    generator = torch.Generator().manual_seed(n)
-    return (torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(dtype) for _ in range(2))
-
-
 def _run(mesh, invariant, dtype, sequence_parallel, main_grad):
-    """Output, input gradient, and by name (weight gradient, the dimension that is split, its segments)."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    config = _config(mesh.size, dtype, sequence_parallel)
-    block = _block(config, invariant)
-    _set_weights(block, mesh)
-    if main_grad:
-        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), block)
-    else:
-        model = block
-        model.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+    block = _block(_config(mesh.size, dtype, sequence_parallel), invariant)
+    parameters = {
+        name: (parameter, split_of(parameter, 2 if "linear_fc1" in name else 1))
+        for name, parameter in block.named_parameters()
+    }
+    set_weights(parameters, mesh, 0.1)
     rotary = RotaryEmbedding(HIDDEN // HEADS, rotary_percent=1.0)(SEQUENCE)
     mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    for n in range(2 if main_grad else 1):
-        x, dy = (v.chunk(mesh.size)[mesh.rank] if sequence_parallel else v for v in _micro_batch(n, dtype))
-        x = x.clone().requires_grad_()
-        y = model(hidden_states=x, attention_mask=mask, rotary_pos_emb=rotary)
-        y.backward(dy)
-    _allreduce_non_tensor_model_parallel_grads([model], config)
-    gradients = {
-        name: (p.main_grad.clone() if main_grad else p.grad, _split(p), _segments(name))
-        for name, p in block.named_parameters()
-    }
-    return y.detach(), x.grad, gradients
-
-
-def _cases(size):
-    return [
-        (invariant, dtype, sequence_parallel, main_grad)
-        for invariant in (True, False)
-        for dtype in DTYPES
-        for sequence_parallel in ((False, True) if size > 1 else (False,))
-        for main_grad in (False, True)
-    ]
+    return run(
+        block, parameters, mesh, (SEQUENCE, BATCH, HIDDEN),
+        lambda model, x: model(hidden_states=x, attention_mask=mask, rotary_pos_emb=rotary),
+        sequence_parallel=sequence_parallel, main_grad=main_grad,
+    )  # fmt: skip
 
 
 def _every_case(mesh):
     with megatron(mesh):
-        return {case: _run(mesh, *case) for case in _cases(mesh.size)}
-
-
-def _whole(ranks, sequence_parallel):
-    """What the ranks computed, put together: name -> tensor."""
-    ys, dxs, gradients = zip(*ranks, strict=True)
-    whole = {}
-    for name, parts in (("output", ys), ("input gradient", dxs)):
-        assert sequence_parallel or all(same_bits(part, parts[0]) for part in parts)
-        whole[name] = torch.cat(parts) if sequence_parallel else parts[0]
-    for name, (first, dim, segments) in gradients[0].items():
-        parts = [rank[name][0] for rank in gradients]
-        if dim is None:
-            assert all(same_bits(part, first) for part in parts), name
-            whole[name] = first
-        else:
-            whole[name] = joined(parts, dim, segments)
-    return whole
+        return {case: _run(mesh, *case) for case in cases(mesh.size)}
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +64,7 @@ def results(bridge):
     found = {}
     for size in (1, 2, 4):
         ranks = on_ranks(size, SHARDS, _every_case)
-        found |= {(size, case): _whole([rank[case] for rank in ranks], case[2]) for case in _cases(size)}
+        found |= {(size, case): whole([rank[case] for rank in ranks], case[2]) for case in cases(size)}
     return found
 
 
@@ -210,7 +141,7 @@ def _without(mesh, ingredient):
 
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(bridge, ingredient):
-    one, two = (_whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
+    one, two = (whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
     assert {name for name in NAMES if not same_bits(one[name], two[name])} == INGREDIENTS[ingredient][1]
 
 

@@ -1,19 +1,15 @@
 """Megatron-Core's Mamba layer with an invariant mixer: one result for every degree; with its own, several."""
 
-import zlib
-from types import SimpleNamespace
-
 import pytest
 import torch
 
+from tests.distributed.numerics.module_runs import DTYPES, cases, run, set_weights, split_of, whole
 from tests.distributed.ranks import megatron, on_ranks, same_bits
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.init import place
 
 SHARDS = 4
 SEQUENCE, BATCH, HIDDEN, HEADS, HEAD, GROUPS, STATE = 40, 2, 64, 8, 12, 4, 8
 CHUNK = 16  # the sequence is two and a half of them
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _config(size, dtype, sequence_parallel, **settings):
@@ -44,89 +40,19 @@ def _layer(config, invariant):
     )
 
 
-def _split(parameter):
-    """The dimension that is split over the ranks and the sizes of its local segments; None for what every rank has."""
-    if not getattr(parameter, "tensor_model_parallel", False):
-        return None
-    dim = parameter.partition_dim
-    return dim, list(getattr(parameter, "partition_sizes", [parameter.shape[dim]]))
-
-
-def _set_weights(layer, mesh):
-    """This rank's part of whole tensors that depend on nothing but their names."""
-    for name, parameter in layer.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        split = _split(parameter)
-        dim, sizes = split or (0, [parameter.shape[0]])
-        shape, ranges = place(parameter.shape, dim, *((mesh.rank, mesh.size) if split else (0, 1)), sizes)
-        part = torch.randn(shape, generator=generator) * (0.1 if parameter.ndim == 2 else 1.0)
-        for at, pieces in enumerate(ranges):
-            part = torch.cat([part.narrow(at, start, stop - start) for start, stop in pieces], at)
-        parameter.data.copy_(part)
-
-
-def _micro_batch(n, dtype):
-    generator = torch.Generator().manual_seed(n)
-    return (torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(dtype) for _ in range(2))
-
-
 def _run(mesh, invariant, dtype, sequence_parallel, main_grad):
-    """Output, input gradient, and by name (weight gradient, how it is split)."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
-
-    config = _config(mesh.size, dtype, sequence_parallel)
-    layer = _layer(config, invariant)
-    _set_weights(layer, mesh)
-    if main_grad:
-        model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer)
-    else:
-        model = layer
-        model.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
-    for n in range(2 if main_grad else 1):
-        x, dy = (v.chunk(mesh.size)[mesh.rank] if sequence_parallel else v for v in _micro_batch(n, dtype))
-        x = x.clone().requires_grad_()
-        y = model(hidden_states=x)
-        y.backward(dy)
-    _allreduce_non_tensor_model_parallel_grads([model], config)
-    gradients = {
-        name: (p.main_grad.clone() if main_grad else p.grad, _split(p)) for name, p in layer.named_parameters()
-    }
-    return y.detach(), x.grad, gradients
-
-
-def _cases(size):
-    return [
-        (invariant, dtype, sequence_parallel, main_grad)
-        for invariant in (True, False)
-        for dtype in DTYPES
-        for sequence_parallel in ((False, True) if size > 1 else (False,))
-        for main_grad in (False, True)
-    ]
+    layer = _layer(_config(mesh.size, dtype, sequence_parallel), invariant)
+    parameters = {name: (parameter, split_of(parameter)) for name, parameter in layer.named_parameters()}
+    set_weights(parameters, mesh, 0.1)
+    return run(
+        layer, parameters, mesh, (SEQUENCE, BATCH, HIDDEN), lambda model, x: model(hidden_states=x),
+        sequence_parallel=sequence_parallel, main_grad=main_grad,
+    )  # fmt: skip
 
 
 def _every_case(mesh):
     with megatron(mesh):
-        return {case: _run(mesh, *case) for case in _cases(mesh.size)}
-
-
-def _joined(parts, dim, sizes):
-    split = [part.split(sizes, dim) for part in parts]
-    return torch.cat([torch.cat(slices, dim) for slices in zip(*split, strict=True)], dim)
-
-
-def _whole(ranks, sequence_parallel):
-    """What the ranks computed, put together: name -> tensor."""
-    ys, dxs, gradients = zip(*ranks, strict=True)
-    whole = {}
-    for name, parts in (("output", ys), ("input gradient", dxs)):
-        assert sequence_parallel or all(same_bits(part, parts[0]) for part in parts)
-        whole[name] = torch.cat(parts) if sequence_parallel else parts[0]
-    for name, (first, split) in gradients[0].items():
-        parts = [rank[name][0] for rank in gradients]
-        assert split or all(same_bits(part, first) for part in parts), name
-        whole[name] = _joined(parts, *split) if split else first
-    return whole
+        return {case: _run(mesh, *case) for case in cases(mesh.size)}
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +61,7 @@ def results(bridge):
     found = {}
     for size in (1, 2, 4):
         ranks = on_ranks(size, SHARDS, _every_case)
-        found |= {(size, case): _whole([rank[case] for rank in ranks], case[2]) for case in _cases(size)}
+        found |= {(size, case): whole([rank[case] for rank in ranks], case[2]) for case in cases(size)}
     return found
 
 
@@ -200,7 +126,7 @@ def _without(mesh, ingredient):
 
 @pytest.mark.parametrize("ingredient", INGREDIENTS)
 def test_each_ingredient_is_needed(bridge, ingredient):
-    one, two = (_whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
+    one, two = (whole(on_ranks(t, SHARDS, _without, ingredient), t > 1) for t in (1, 2))
     assert {name for name in NAMES if not same_bits(one[name], two[name])} >= INGREDIENTS[ingredient][1]
 
 

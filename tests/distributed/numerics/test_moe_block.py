@@ -1,18 +1,17 @@
 """Megatron-Core's mixture-of-experts layer on invariant parts: one result for every tp and ep; on its own, several."""
 
 import re
-import zlib
 
 import pytest
 import torch
 
-from tests.distributed.ranks import joined, megatron, on_ranks, same_bits
+from tests.distributed.numerics.module_runs import DTYPES, run, set_weights, split_of, whole
+from tests.distributed.ranks import megatron, on_ranks, same_bits
 from tp_invariant_recipes.numerics import spec
 
 SHARDS = 4
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 32, 2, 64, 8
 LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))  # tp, ep
-DTYPES = (torch.float32, torch.bfloat16)
 
 # Qwen3's way and Nemotron-3's, without and with a limit to an expert's tokens.
 QWEN = {
@@ -61,61 +60,27 @@ def _layer(config, invariant):
 
 
 def _named(layer, ep):
-    """Parameters by a name that no layout changes."""
+    """Parameters by a name that no layout changes. Of experts, every rank that has one has it whole."""
     from megatron.core import parallel_state
 
     first = parallel_state.get_expert_model_parallel_rank() * (EXPERTS // ep)
     for name, parameter in layer.named_parameters():
-        yield re.sub(r"local_experts\.(\d+)", lambda at: f"expert.{first + int(at[1])}", name), parameter
-
-
-def _segments(name, config):
-    return 2 if "linear_fc1" in name and config.gated_linear_unit else 1
-
-
-def _split(name, parameter):
-    return parameter.partition_dim if "shared" in name and parameter.tensor_model_parallel else None
-
-
-def _set_weights(layer, mesh, ep):
-    for name, parameter in _named(layer, ep):
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        dim, shape = _split(name, parameter), list(parameter.shape)
-        if dim is not None:
-            shape[dim] *= mesh.size
-        whole = torch.randn(shape, generator=generator) * 0.2
-        segments = whole.chunk(_segments(name, layer.config), dim or 0)
-        parts = [s.chunk(mesh.size, dim)[mesh.rank] if dim is not None else s for s in segments]
-        parameter.data.copy_(torch.cat(parts, dim or 0))
-
-
-def _micro_batch(n, dtype):
-    generator = torch.Generator().manual_seed(n)
-    return (torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+        segments = 2 if "linear_fc1" in name and layer.config.gated_linear_unit else 1
+        split = split_of(parameter, segments) if "shared" in name else None
+        yield re.sub(r"local_experts\.(\d+)", lambda at: f"expert.{first + int(at[1])}", name), (parameter, split)
 
 
 def _run(mesh, ep, invariant, dtype, kind):
-    """Output and input gradient of the second of two micro-batches; weight gradients of both; counts for the bias."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
-
-    config = _config(mesh.size, ep, dtype, kind)
-    layer = _layer(config, invariant)
-    _set_weights(layer, mesh, ep)
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer)
-    for n in range(2):
-        x, dy = (value.chunk(mesh.size)[mesh.rank] for value in _micro_batch(n, dtype))
-        x = x.clone().requires_grad_()
-        y, _ = model(x)
-        y.backward(dy)
-    model.finish_grad_sync()
-    _allreduce_non_tensor_model_parallel_grads([model], config)
-    gradients = {
-        name: (parameter.main_grad.clone(), _split(name, parameter), _segments(name, config))
-        for name, parameter in _named(layer, ep)
-    }
+    """As `run` returns it, and counts for the bias."""
+    layer = _layer(_config(mesh.size, ep, dtype, kind), invariant)
+    parameters = dict(_named(layer, ep))
+    set_weights(parameters, mesh, 0.2)
+    done = run(
+        layer, parameters, mesh, (SEQUENCE, BATCH, HIDDEN), lambda model, x: model(x)[0],
+        sequence_parallel=True, main_grad=True,
+    )  # fmt: skip
     counts = layer.router.local_tokens_per_expert
-    return y.detach(), x.grad, gradients, None if counts is None else counts.clone()
+    return done, None if counts is None else counts.clone()
 
 
 # The stock layer where it is compared: with itself, and at tp=V with the invariant one.
@@ -137,21 +102,8 @@ def _every_case(mesh, ep):
 
 
 def _whole(ranks):
-    """What the ranks computed, put together: name -> tensor."""
-    ys, dxs, gradients, counts = zip(*ranks, strict=True)
-    whole = {"output": torch.cat(ys), "input gradient": torch.cat(dxs)}
-    if counts[0] is not None:
-        whole["counts"] = torch.stack(counts).sum(0)
-    for name in sorted(set().union(*gradients)):
-        held = [rank[name] for rank in gradients if name in rank]
-        _, dim, segments = held[0]
-        parts = [part for part, _, _ in held]
-        if dim is None:
-            assert all(same_bits(part, parts[0]) for part in parts), name
-            whole[name] = parts[0]
-        else:
-            whole[name] = joined(parts, dim, segments)
-    return whole
+    done, counts = zip(*ranks, strict=True)
+    return whole(done, True) | ({} if counts[0] is None else {"counts": torch.stack(counts).sum(0)})
 
 
 @pytest.fixture(scope="module")
