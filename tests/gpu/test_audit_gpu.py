@@ -79,3 +79,5 @@ def test_without_the_fix_they_do_not(tmp_path):
     assert status == 1, f"{said}\n{found.get('text')}"
     different = {group["name"]: group for group in found["groups"] if group["state"] == "different"}
     assert different["experts"]["median"] < 0.8
+    at_once = {name for name, group in different.items() if group["since"] == 4}
+    assert at_once == {"experts"}  # others follow, if any, with the weights

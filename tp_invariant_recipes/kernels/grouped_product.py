@@ -25,8 +25,10 @@ TILES = {torch.bfloat16: (128, 128, 64, 8), torch.float32: (64, 64, 32, 4)}
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows that belong together, group after group. sizes: of each; counts: [groups] int64, the same on the rows'
-    device, which need not come from the host then."""
+    """Rows that belong together, group after group.
+
+    sizes: of each. counts: [groups] int64, the same where the rows are.
+    """
 
     sizes: tuple[int, ...]
     counts: Tensor
