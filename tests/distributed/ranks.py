@@ -75,7 +75,10 @@ def megatron(mesh: VirtualMesh, **degrees: int) -> Iterator[None]:
         yield
 
 
-def joined(parts: Sequence[torch.Tensor], dim: int, segments: int = 1) -> torch.Tensor:
-    """The whole of a tensor of `segments` segments, of each of which every rank has its slice along `dim`."""
-    split = [part.chunk(segments, dim) for part in parts]
+def joined(parts: Sequence[torch.Tensor], dim: int, segments: int | list[int] = 1) -> torch.Tensor:
+    """The whole of a tensor in segments, of each of which every rank has its slice along `dim`.
+
+    segments: how many equal ones, or the sizes of a rank's slices.
+    """
+    split = [part.chunk(segments, dim) if isinstance(segments, int) else part.split(segments, dim) for part in parts]
     return torch.cat([torch.cat(slices, dim) for slices in zip(*split, strict=True)], dim)

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from tests.distributed.ranks import joined, megatron, on_ranks, same_bits
+from tests.distributed.numerics.module_runs import put_together, split_of
+from tests.distributed.ranks import megatron, on_ranks, same_bits
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.invariant import switched_on
 
@@ -80,8 +81,10 @@ def program(mesh, bf16, fields):
         _, norm, _ = optimizer.step()
         seen.append((loss.item(), norm))
     # Every rank of these has all experts, whole.
-    cut = [n for n, p in gpt.named_parameters() if getattr(p, "tensor_model_parallel", False) and "experts" not in n]
-    weights = {name: (p.detach(), p.partition_dim if name in cut else None) for name, p in gpt.named_parameters()}
+    weights = {
+        name: (p.detach(), None if "experts" in name else split_of(p, 2 if "linear_fc1" in name else 1))
+        for name, p in gpt.named_parameters()
+    }
     return seen, weights
 
 
@@ -94,15 +97,6 @@ def switched(mesh, value, function, *arguments):
         return function(mesh, *arguments)
 
 
-def _whole(ranks):
-    found = {}
-    for name, (first, dim) in ranks[0][1].items():
-        parts, segments = [rank[1][name][0] for rank in ranks], 2 if "linear_fc1" in name else 1
-        assert dim is not None or all(same_bits(part, first) for part in parts), name
-        found[name] = first if dim is None else joined(parts, dim, segments)
-    return found
-
-
 PROGRAMS = pytest.mark.parametrize(
     "bf16, fields", ((False, {}), (True, {}), (True, EXPERTS)), ids=("fp32", "bf16", "experts")
 )
@@ -112,7 +106,7 @@ PROGRAMS = pytest.mark.parametrize(
 def test_a_plain_program_has_one_result(bridge, bf16, fields):
     one, two = (on_ranks(t, V, switched, "1", program, bf16, fields) for t in (1, 2))
     assert all(rank[0] == one[0][0] for rank in two)
-    a, b = _whole(one), _whole(two)
+    a, b = (put_together([weights for _, weights in ranks]) for ranks in (one, two))
     assert a.keys() == b.keys()
     assert [name for name in a if not same_bits(a[name], b[name])] == []
 

@@ -43,7 +43,7 @@ class TestOneRank:
         expert, token = routing_map.t().nonzero().unbind(1)
         assert same_bits(rows, x[token])
         assert same_bits(weights, probs[token, expert])
-        assert plan.batches.sizes == tuple(routing_map.sum(0).tolist())
+        assert plan.batches.groups.sizes == tuple(routing_map.sum(0).tolist())
 
     def test_copies_are_added_by_expert(self, dispatch, drop):
         routing_map = _map(drop)
@@ -70,7 +70,10 @@ class TestOneRank:
 
 
 def test_batches_of_two_sources(dispatch):
-    batches = dispatch.Batches((3, 1, 0, 2), torch.tensor((3, 1, 0, 2)), first=4, sources=2)
+    from tp_invariant_recipes.kernels.grouped_product import Groups
+
+    groups = Groups((3, 1, 0, 2), torch.tensor((3, 1, 0, 2)))
+    batches = dispatch.Batches(groups, first=4, sources=2)
     assert [(batches.expert(b), batches.source(b)) for b in range(4)] == [(4, 0), (4, 1), (5, 0), (5, 1)]
 
 

@@ -31,7 +31,7 @@ def test_experts_are_divided(tp, ep, each):
     for number, owners in enumerate(ranks):
         assert owners.rank == number
         assert owners.sources == max(1, ep // tp)
-        first = owners.first(number)
+        first = number % ep * (experts // ep) + number // ep * each
         assert order[number * owners.each :][: owners.each].tolist() == list(range(first, first + owners.each))
         held = range(number % ep * (experts // ep), (number % ep + 1) * (experts // ep))
         assert first in held

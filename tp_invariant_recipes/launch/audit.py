@@ -280,10 +280,11 @@ def _replayed(first: Sequence[Norms], second: Sequence[Norms], counts_from: int)
 
 
 def _text(audit: Audit, judged: Judged) -> str:
-    pair, counted = audit.pair, f"over steps {audit.counts_from} to {audit.first.steps}"
+    pair = audit.pair
     if not judged.different:
         rounding = [group.name for group in judged.groups if group.state == "rounding"]
         how = "bit for bit" if not rounding else f"but for rounding ({', '.join(rounding)})"
+        counted = f"over steps {audit.counts_from} to {audit.first.steps}"
         return f"same: gradient norms of {pair.first} and {pair.second} are equal {how} {counted}"
     in_time = sorted(judged.different, key=lambda group: group.since or 0)
     named = ", ".join(f"{group.name} {_times(group)} from step {group.since}" for group in in_time)

@@ -111,7 +111,7 @@ def judge(
     counted, before = _split(first, second, counts_from)
     noise = None if rounded is None else _noise(_split(first, rounded, counts_from)[0], before)
     ratios = [_furthest(name, counted, noise) for name in first[0].norms]
-    groups = {name: [ratio for ratio in ratios if ratio.group == name] for name in (one.group for one in ratios)}
+    groups = {name: [ratio for ratio in ratios if ratio.group == name] for name in {one.group for one in ratios}}
     found = tuple(_group(name, groups[name], counted) for name in in_order(set(groups)))
     return Judged(found, tuple(ratios), all(a.norms == b.norms for a, b in before))
 
@@ -183,10 +183,10 @@ def _noise(rounded: Pairs, before: Pairs) -> list[dict[str, float]]:
     for pair in rounded:
         largest = {name: max(far, _moved(name, *pair)) for name, far in largest.items()}
         least = median(largest.values())
-        groups = {group_of(name): least for name in largest}
+        groups = {group_of(name): [least] for name in largest}
         for name, far in largest.items():
-            groups[group_of(name)] = max(groups[group_of(name)], far)
-        allowed.append({group: MARGIN * far for group, far in groups.items()})
+            groups[group_of(name)].append(far)
+        allowed.append({group: MARGIN * max(moved) for group, moved in groups.items()})
     return allowed
 
 

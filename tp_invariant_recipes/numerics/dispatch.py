@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.row_sum import row_sum
 from tp_invariant_recipes.numerics.owners import Owners
 
@@ -23,12 +24,10 @@ from tp_invariant_recipes.numerics.owners import Owners
 class Batches:
     """The tokens that this rank computes with, one batch for each of its experts and each source.
 
-    sizes:  tokens of each batch, expert after expert, source after source.
-    counts: [batches] int64, the same where the tokens are. first: the first expert's local number.
+    groups: tokens of each batch, expert after expert, source after source. first: the first expert's local number.
     """
 
-    sizes: tuple[int, ...]
-    counts: Tensor
+    groups: Groups
     first: int
     sources: int
 
@@ -98,7 +97,7 @@ def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
         for e in range(owners.each)
         for source in range(owners.sources)
     )
-    batches = Batches(sizes, per_source, owners.first_local, owners.sources)
+    batches = Batches(Groups(sizes, per_source), owners.first_local, owners.sources)
     send, receive = [], []
     arriving = arrived = None
     if owners.group is not None:

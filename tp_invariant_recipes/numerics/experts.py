@@ -38,9 +38,8 @@ def expert_mlp(x: Tensor, probs: Tensor, batches: Batches, fc1: Weights, fc2: We
     """
     if kind is None:
         raise NotImplementedError("of activations only SwiGLU and squared ReLU have an invariant version for experts")
-    groups = Groups(batches.sizes, batches.counts)
-    inner = _GroupedLinear.apply(x, batches, groups, *fc1)
-    return _GroupedLinear.apply(_WeightedActivation.apply(inner, probs, kind), batches, groups, *fc2)
+    inner = _GroupedLinear.apply(x, batches, *fc1)
+    return _GroupedLinear.apply(_WeightedActivation.apply(inner, probs, kind), batches, *fc2)
 
 
 class _WeightedActivation(torch.autograd.Function):
@@ -58,33 +57,33 @@ class _WeightedActivation(torch.autograd.Function):
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, batches: Batches, groups: Groups, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, batches: Batches, *weights: Tensor) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, *weights)
-        ctx.batches, ctx.groups = batches, groups
-        return _rows(x, _of(batches, weights), x.new_empty(len(x), weights[0].shape[0]), groups, transposed=True)
+        ctx.batches = batches
+        out = x.new_empty(len(x), weights[0].shape[0])
+        return _rows(x, _of(batches, weights), out, batches.groups, transposed=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        batches, groups = ctx.batches, ctx.groups
+        batches = ctx.batches
         dy = gradients[0].contiguous()
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _rows(dy, _of(batches, weights), torch.empty_like(x), groups, transposed=False)
-        wanted = [w for w, needed in zip(weights, ctx.needs_input_grad[3:], strict=True) if needed]
+            dx = _rows(dy, _of(batches, weights), torch.empty_like(x), batches.groups, transposed=False)
+        wanted = [w for w, needed in zip(weights, ctx.needs_input_grad[2:], strict=True) if needed]
         if wanted and len(wanted) < len(weights):
             raise NotImplementedError("either all of a layer's experts are trained or none")
         return (
             dx,
             None,
-            None,
-            *(_weight_gradients(dy, x, weights, batches, groups) if wanted else [None] * len(weights)),
+            *(_weight_gradients(dy, x, weights, batches) if wanted else [None] * len(weights)),
         )
 
 
 def _of(batches: Batches, tensors: Weights) -> list[Tensor]:
-    return [tensors[batches.expert(batch)] for batch in range(len(batches.sizes))]
+    return [tensors[batches.expert(batch)] for batch in range(len(batches.groups.sizes))]
 
 
 def _rows(x: Tensor, weights: Weights, out: Tensor, groups: Groups, *, transposed: bool) -> Tensor:
@@ -97,8 +96,9 @@ def _rows(x: Tensor, weights: Weights, out: Tensor, groups: Groups, *, transpose
     return out
 
 
-def _weight_gradients(dy: Tensor, x: Tensor, weights: Weights, batches: Batches, groups: Groups) -> list[Tensor]:
+def _weight_gradients(dy: Tensor, x: Tensor, weights: Weights, batches: Batches) -> list[Tensor]:
     """What goes back to autograd for every local expert; those that other ranks compute get zeros."""
+    groups = batches.groups
     if all(getattr(weight, "main_grad", None) is None for weight in weights):
         plain = torch.zeros(len(weights), *weights[0].shape, dtype=torch.float32, device=x.device)
         later = torch.zeros_like(plain) if batches.sources > 1 else plain

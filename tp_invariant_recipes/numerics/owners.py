@@ -49,10 +49,6 @@ class Owners:
         """Experts that one rank computes."""
         return self.experts // self.size
 
-    def first(self, rank: int) -> int:
-        """The first of the consecutive experts that `rank` computes."""
-        return rank % self.ep * (self.experts // self.ep) + rank // self.ep * self.each
-
     @property
     def first_local(self) -> int:
         """The first that this rank computes, among those whose weights it holds."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.distributed.ranks import same_bits
+from tests.distributed.ranks import joined, megatron, on_ranks, same_bits
 from tp_invariant_recipes.numerics.init import place
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 
@@ -76,23 +76,24 @@ def run(
 
 
 def whole(ranks: Sequence[tuple], sequence_parallel: bool) -> dict[str, Tensor]:
-    """What `run` returned on the ranks, put together: name → tensor. What several hold whole must be the same."""
+    """What `run` returned on the ranks, put together: name → tensor."""
     ys, dxs, gradients = zip(*ranks, strict=True)
     found = {}
     for name, parts in (("output", ys), ("input gradient", dxs)):
         assert sequence_parallel or all(same_bits(part, parts[0]) for part in parts)
         found[name] = torch.cat(parts) if sequence_parallel else parts[0]
-    for name in sorted(set().union(*gradients)):
-        held = [rank[name] for rank in gradients if name in rank]
+    return found | put_together(gradients)
+
+
+def put_together(ranks: Sequence[dict[str, tuple[Tensor, Split]]]) -> dict[str, Tensor]:
+    """What ranks hold of named tensors → name → the whole. What several hold whole must be the same."""
+    found = {}
+    for name in sorted(set().union(*ranks)):
+        held = [rank[name] for rank in ranks if name in rank]
         (first, split), parts = held[0], [part for part, _ in held]
         assert split or all(same_bits(part, first) for part in parts), name
-        found[name] = _joined(parts, *split) if split else first
+        found[name] = joined(parts, *split) if split else first
     return found
-
-
-def _joined(parts: Sequence[Tensor], dim: int, sizes: list[int]) -> Tensor:
-    split = [part.split(sizes, dim) for part in parts]
-    return torch.cat([torch.cat(slices, dim) for slices in zip(*split, strict=True)], dim)
 
 
 def cases(size: int) -> list[tuple[bool, torch.dtype, bool, bool]]:
@@ -104,3 +105,17 @@ def cases(size: int) -> list[tuple[bool, torch.dtype, bool, bool]]:
         for sequence_parallel in ((False, True) if size > 1 else (False,))
         for main_grad in (False, True)
     ]
+
+
+def on_all_degrees(shards: int, one: Callable[..., tuple]) -> dict[tuple[int, tuple], dict[str, Tensor]]:
+    """(degree, case) → the whole tensors. one: called as one(mesh, *case) on every rank, returns what `run` does."""
+
+    def every(mesh: VirtualMesh) -> dict[tuple, tuple]:
+        with megatron(mesh):
+            return {case: one(mesh, *case) for case in cases(mesh.size)}
+
+    found = {}
+    for size in (1, 2, 4):
+        ranks = on_ranks(size, shards, every)
+        found |= {(size, case): whole([rank[case] for rank in ranks], case[2]) for case in cases(size)}
+    return found

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.numerics.module_runs import DTYPES, cases, run, set_weights, split_of, whole
+from tests.distributed.numerics.module_runs import DTYPES, on_all_degrees, run, set_weights, split_of, whole
 from tests.distributed.ranks import megatron, on_ranks, same_bits
 from tp_invariant_recipes.errors import ConfigError
 
@@ -50,19 +50,9 @@ def _run(mesh, invariant, dtype, sequence_parallel, main_grad):
     )  # fmt: skip
 
 
-def _every_case(mesh):
-    with megatron(mesh):
-        return {case: _run(mesh, *case) for case in cases(mesh.size)}
-
-
 @pytest.fixture(scope="module")
 def results(bridge):
-    """(degree, case) -> the whole tensors."""
-    found = {}
-    for size in (1, 2, 4):
-        ranks = on_ranks(size, SHARDS, _every_case)
-        found |= {(size, case): whole([rank[case] for rank in ranks], case[2]) for case in cases(size)}
-    return found
+    return on_all_degrees(SHARDS, _run)
 
 
 OWN = {"A_log", "D", "dt_bias", "conv1d_weight", "conv1d_bias", "norm.weight"}
