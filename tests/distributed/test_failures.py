@@ -86,20 +86,31 @@ def test_a_second_sigterm_does_not_wait(tpi):
     process = tpi.start(*RUN)
     ledger = tpi.folder / "run" / "ledger.jsonl"
     process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
-    for pid in _ranks(process.pid):
+    ranks = _ranks(process.pid)
+    assert len(ranks) == 2
+    for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
+    process.until(lambda: all(map(_stopped, ranks)))  # else SIGTERM may be taken before: the lower number goes first
     os.kill(process.pid, signal.SIGTERM)
-    process.until(lambda: process.poll() is None and _pending_term(process.pid))
+    process.until(lambda: all(map(_has_pending_signals, ranks)))
+    assert process.poll() is None
     os.kill(process.pid, signal.SIGTERM)
     process.wait()
     assert _ranks(process.pid) == []
 
 
-def _pending_term(launcher: int) -> bool:
-    """Whether the stopped ranks have been sent SIGTERM, which waits until they run again."""
-    for pid in _ranks(launcher):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        status = dict(line.split(":\t") for line in lines if ":\t" in line)
-        if not int(status["SigPnd"], 16) | int(status["ShdPnd"], 16):
-            return False
-    return True
+def _status(file: Path) -> dict[str, str]:
+    return dict(line.split(":\t", 1) for line in file.read_text().splitlines() if ":\t" in line)
+
+
+def _stopped(pid: int) -> bool:
+    """Whether no thread of it runs any more."""
+    try:
+        return all(_status(task)["State"].startswith("T") for task in Path(f"/proc/{pid}/task").glob("*/status"))
+    except (FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile: look again
+        return False
+
+
+def _has_pending_signals(pid: int) -> bool:
+    status = _status(Path(f"/proc/{pid}/status"))
+    return bool(int(status["SigPnd"], 16) | int(status["ShdPnd"], 16))
