@@ -5,12 +5,14 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+import tp_invariant_recipes
 from tests.forks import Tpi
 from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.host import gpus
@@ -89,7 +91,12 @@ def bridge() -> None:
     from tp_invariant_recipes.host import bridge
 
     bridge.load()
-    import tp_invariant_recipes.launch.train  # noqa: F401
+    # And what a launcher or its ranks would import, each anew.
+    for package in ("cli", "launch", "numerics", "training"):
+        folder = Path(tp_invariant_recipes.__file__).parent / package
+        for name in sorted(file.stem for file in folder.glob("*.py")):
+            if name != "te_layers":
+                import_module(f"tp_invariant_recipes.{package}.{name}")
 
     # Megatron collects garbage as it starts: every rank would go through all of Bridge, and copy what it visits.
     gc.collect()

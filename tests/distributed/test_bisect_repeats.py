@@ -60,7 +60,6 @@ def runs(shared):
 SPARSE = (("ledger.digests=0", 2, 0), ("ledger.digests=3 save=2", 2, 0), ("ledger.digests=2 save=2", 3, 2))
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("recorded, step, start", SPARSE)
 def test_the_step_is_looked_for_where_digests_were_not_recorded_at_every_step(tpi, recorded, step, start):
     """The loss shows it a step later; a checkpoint from after it would make an innocent module look guilty."""

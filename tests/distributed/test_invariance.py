@@ -9,18 +9,18 @@ SMALL = ("qwen3_toy", "seq=64", "gbs=2")
 # parallelism is on where tp > 1 unless said otherwise. One row has many steps, of one micro-batch each: on two cores,
 # eight ranks take a second for it.
 GROUPS = {
-    "iters=50 gbs=1": ("tp=1", "tp=2", "tp=4", "tp=8"),
-    "iters=4 gbs=4 mbs=4": ("tp=1", "tp=2", "tp=2 sp=false", "tp=4", "tp=4 sp=false", "tp=8"),
-    "iters=3 gbs=4 dp=2": ("tp=1", "tp=2", "tp=4", "tp=8"),
-    "iters=3 gbs=4 pp=2": ("tp=1", "tp=2", "tp=4", "tp=8"),
-    "iters=3 model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1": (
+    "iters=50 gbs=1 seq=32": ("tp=1", "tp=2", "tp=4", "tp=8"),
+    "iters=2 gbs=4 mbs=4": ("tp=1", "tp=2", "tp=2 sp=false", "tp=4", "tp=4 sp=false", "tp=8"),
+    "iters=2 gbs=4 dp=2": ("tp=1", "tp=2", "tp=4", "tp=8"),
+    "iters=2 gbs=4 pp=2": ("tp=1", "tp=2", "tp=4", "tp=8"),
+    "iters=2 model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1": (
         "tp=1",
         "tp=2",
         "tp=4 sp=false",
     ),
-    "iters=3 precision=fp32": ("tp=1", "tp=4 sp=false"),
-    "iters=3 model.share_embeddings_and_output_weights=false": ("tp=1", "tp=4"),
-    "iters=3 numerics.shards=4": ("tp=1", "tp=4"),
+    "iters=2 precision=fp32": ("tp=1", "tp=4 sp=false"),
+    "iters=2 model.share_embeddings_and_output_weights=false": ("tp=1", "tp=4"),
+    "iters=2 numerics.shards=4": ("tp=1", "tp=4"),
 }
 
 

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from tests.distributed.faults import at_step, fail, reached, wait_for_ever, wait_for_sigterm
 from tp_invariant_recipes.launch import meeting, node, together
 from tp_invariant_recipes.training import checkpoints
 
@@ -112,45 +113,24 @@ def test_two_nodes_compute_what_one_machine_does(nodes, whole):
     "number, outcome, word", ((signal.SIGUSR1, "stopped", "requeue"), (signal.SIGTERM, "stopped", "stopped"))
 )
 def test_a_signal_saves_and_the_next_start_goes_on_with_the_same_bits(nodes, whole, number, outcome, word):
-    started = nodes.start(*here(nodes), "save=0")
-    started[0].until(lambda: recorded(nodes, 2))
+    held = at_step(4, wait_for_sigterm)
+    started = nodes.start(*here(nodes), "save=0", before={0: held, 1: held})
+    started[0].until(reached(nodes.tpi.folder, 4))
     for process in started.values():
         os.kill(process.pid, number)
     assert {process.wait() for process in started.values()} == {0}
     assert nodes.word("run") == f"{word}\n"
     last = nodes.attempts("run")[-1]
     assert (last["outcome"], last["requeued"]) == (outcome, word == "requeue")
-    assert len(nodes.tpi.ledger("run")) < 8
+    assert len(nodes.tpi.ledger("run")) == 4
     statuses, said = nodes(*here(nodes))
     assert statuses == {0: 0, 1: 0}, said
-    assert nodes.attempts("run")[1]["from_step"] > 0
+    assert nodes.attempts("run")[1]["from_step"] == 4
     assert steps(nodes.tpi.folder / "run") == whole
 
 
-def _at(step: int, ranks: tuple[int, ...], happens):
-    """Have something happen to these ranks when a step begins. Forked ranks inherit the changed class."""
-
-    def plant() -> None:
-        from tp_invariant_recipes.training.digests import Digests
-
-        original = Digests.on_train_step_start
-
-        def changed(self, context):
-            if context.state.train_state.step + 1 == step and int(os.environ["RANK"]) in ranks:
-                happens()
-            return original(self, context)
-
-        Digests.on_train_step_start = changed
-
-    return plant
-
-
-def _fail() -> None:
-    raise ValueError("planted")
-
-
 def test_a_rank_that_fails_on_another_node_is_named_and_the_job_gives_up_after_its_tries(nodes):
-    faults = {"before": {1: _at(6, (3,), _fail)}}
+    faults = {"before": {1: at_step(6, fail, ranks=(3,))}}
     first, said = nodes(*here(nodes), "slurm.tries=2", **faults)
     assert first == {0: 2, 1: 2}
     assert "rank 3 failed: ValueError: planted" in said
@@ -168,7 +148,7 @@ def test_a_rank_that_fails_on_another_node_is_named_and_the_job_gives_up_after_i
 
 
 def test_ranks_that_hang_are_ended_when_another_node_fails(nodes):
-    faults = {"before": {0: _at(3, (0, 1), signal.pause), 1: _at(3, (2, 3), _fail)}}
+    faults = {"before": {0: at_step(3, wait_for_ever), 1: at_step(3, fail)}}
     statuses, said = nodes(*here(nodes), "slurm.tries=1", **faults)
     assert statuses == {0: 2, 1: 2}
     assert "failed: ValueError: planted" in said
@@ -192,9 +172,10 @@ def test_a_try_that_slurm_took_for_dead_leaves_the_run_to_the_next(tpi):
 def test_tries_that_end_without_a_word_count_too(nodes):
     """A node that dies takes its word with it."""
     arguments = (*here(nodes), "slurm.tries=2", "save=0")
-    for count in (1, 2):
-        started = nodes.start(*arguments)
-        started[0].until(lambda count=count: recorded(nodes, 1) and len(nodes.attempts("run")) == count)
+    for step in (2, 3):
+        held = at_step(step, wait_for_ever)
+        started = nodes.start(*arguments, before={0: held, 1: held})
+        started[0].until(reached(nodes.tpi.folder, step))
         for process in started.values():
             os.kill(process.pid, signal.SIGKILL)
             process.wait()

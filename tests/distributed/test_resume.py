@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.faults import at_step, reached, wait_for_ever, wait_for_sigterm
 from tp_invariant_recipes.training import checkpoints
 
 RUN = ("train", "qwen3_toy", "tp=2", "iters=12", "save=4", "seq=64", "gbs=2")
@@ -86,9 +87,8 @@ def test_killed_while_saving(whole, tpi, where):
 
 
 def test_killed_between_saves(whole, tpi):
-    process = tpi.start(*RUN, "run.dir=run")
-    ledger = tpi.folder / "run" / "ledger.jsonl"
-    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 6)
+    process = tpi.start(*RUN, "run.dir=run", before=at_step(8, wait_for_ever))
+    process.until(reached(tpi.folder, 8))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     resumed = tpi("train", "--resume", "run")
@@ -126,14 +126,13 @@ def _processes_with(mark: str) -> list[str]:
 
 
 def test_sigterm_saves_and_the_run_goes_on(whole, tpi):
-    process = tpi.start(*RUN, "save=0", "run.dir=run")
-    ledger = tpi.folder / "run" / "ledger.jsonl"
-    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 3)
+    process = tpi.start(*RUN, "save=0", "run.dir=run", before=at_step(5, wait_for_sigterm))
+    process.until(reached(tpi.folder, 5))
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 0, process.stderr
     assert "tpi train --resume run" in process.stderr
     saved = checkpoints.finished(tpi.folder / "run" / "checkpoints")
-    assert [c.step for c in saved] == [len(tpi.ledger("run"))]
+    assert [c.step for c in saved] == [len(tpi.ledger("run"))] == [5]
     resumed = tpi("train", "--resume", "run")
     assert resumed.status == 0, resumed.stderr
     assert steps(tpi.folder / "run") == steps(whole.folder / "whole")

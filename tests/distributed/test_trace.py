@@ -12,7 +12,7 @@ from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.dumps import distance, read_step, steps
 from tp_invariant_recipes.training.placement import Site
 
-SMALL = ("qwen3_toy", "seq=64", "iters=3", "ledger.trace=1:2")
+SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=3", "ledger.trace=1:2")
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 
 # Each must have the trace of tp=1, every bit of it. Sequence parallelism is on where tp > 1 unless said otherwise.

@@ -115,7 +115,7 @@ def test_mixture_of_experts_trains(tpi, layout):
 
 
 def test_tensorboard_gets_bridges_curves(tpi):
-    assert tpi("train", "qwen3_toy", "iters=2", "seq=64", "logging=tensorboard", "run.dir=run").status == 0
+    assert tpi("train", "qwen3_toy", "iters=2", "seq=64", "gbs=2", "logging=tensorboard", "run.dir=run").status == 0
     assert any((tpi.folder / "run" / "tensorboard").glob("events.out.tfevents.*"))
 
 

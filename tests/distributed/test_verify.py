@@ -7,6 +7,8 @@ import zipfile
 
 import pytest
 
+from tests.distributed.faults import at_step, reached, wait_for_sigterm
+
 SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=3")
 
 
@@ -127,14 +129,13 @@ def test_a_cell_that_fails_is_named_and_the_others_still_run(tpi):
     assert tpi("verify", "--judge", "m").status == 2
 
 
-LONGER = ("qwen3_toy", "seq=64", "gbs=2", "numerics=tree", "iters=12", "tp=1,2", "--dir", "m")
+LONGER = ("qwen3_toy", "seq=64", "gbs=2", "numerics=tree", "iters=6", "tp=1,2", "--dir", "m")
 
 
-def _stop_in(tpi, cell: str, number: signal.Signals):
-    """Verify, and send a signal while this cell trains."""
-    process = tpi.start("verify", *LONGER)
-    ledger = tpi.folder / "m" / cell / "ledger.jsonl"
-    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 1)
+def _stop_in(tpi, tp: int, number: signal.Signals):
+    """Verify, and send a signal while the cell of this tp trains."""
+    process = tpi.start("verify", *LONGER, before=at_step(3, wait_for_sigterm, world=tp))
+    process.until(reached(tpi.folder, 3))
     os.kill(process.pid, number)
     assert process.wait() == 2
     assert "Traceback" not in process.stderr
@@ -142,7 +143,7 @@ def _stop_in(tpi, cell: str, number: signal.Signals):
 
 
 def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi):
-    said = _stop_in(tpi, "tp2", signal.SIGINT)
+    said = _stop_in(tpi, 2, signal.SIGINT)
     first, second = rows(said)
     assert (first[0], first[-1]) == ("tp=1", "reference")
     assert "stopped:" in second
@@ -151,11 +152,11 @@ def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi)
     assert tpi("train", "--resume", "m/tp2").status == 0
     judged = tpi("verify", "--judge", "m")
     assert judged.status == 0, judged.stdout
-    assert "identical: tp=1, 2 computed the same bits over 12 steps" in judged.stdout
+    assert "identical: tp=1, 2 computed the same bits over 6 steps" in judged.stdout
 
 
 def test_after_sigterm_no_further_cell_starts_and_another_launcher_can_run_them(tpi):
-    said = _stop_in(tpi, "tp1", signal.SIGTERM)
+    said = _stop_in(tpi, 1, signal.SIGTERM)
     assert "incomplete: tp=1 was stopped; tp=2 did not run" in said
     assert not (tpi.folder / "m" / "tp2").exists()
     assert tpi("train", "--resume", "m/tp1").status == 0

@@ -13,13 +13,11 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.container import LOCAL_SPECS
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.host.versions import installed
 
 MODELS = source.groups()["model"]
 ON_CPU = [m for m in MODELS if compose(m).tree["model"]["_target_"].rpartition(".")[2] in LOCAL_SPECS]
 QWEN3 = ("qwen3_0p6b", "qwen3_8b", "qwen3_30b_a3b")
-
-# What Megatron-Core refuses without Transformer Engine; the rest of a GPU configuration can be checked anywhere.
-WITHOUT_TE = ("model.apply_rope_fusion=false", "model.moe_permute_fusion=false")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,9 +31,9 @@ def build(model: str, *overrides: str, device: str = "gpu"):
 
 def validated(model: str, *overrides: str, device: str = "gpu"):
     """As a rank sees it."""
-    tree = compose(model, (*(WITHOUT_TE if device == "gpu" else ()), *overrides), device=device).tree
+    tree = compose(model, overrides, device=device).tree
     made = container.build(tree)
-    container.validate(made, layout.of(tree).world)
+    container.validate(made, layout.of(tree).world, here=device == "cpu")
     return made
 
 
@@ -399,6 +397,27 @@ def test_validation_is_for_the_ranks_asked_for_and_leaves_the_environment(monkey
     assert os.environ == before
 
 
+@pytest.mark.skipif(installed("transformer-engine") is not None, reason="Transformer Engine is installed")
+@pytest.mark.parametrize(
+    "overrides, says",
+    (
+        (("qwen3_30b_a3b",), "fus"),
+        (
+            ("qwen3_30b_a3b", "precision=fp8_tensorwise", *(f"model.{field}=false" for field in container.NEED_TE)),
+            "transformer-engine",
+        ),
+    ),
+)
+def test_what_needs_transformer_engine_is_for_the_nodes_to_judge(overrides, says):
+    from megatron.core.utils import get_te_version
+
+    before = get_te_version()
+    container.validate(build(*overrides), 1, here=False)
+    assert get_te_version() == before
+    with pytest.raises(ConfigError, match=says):
+        container.validate(build(*overrides), 1)
+
+
 def test_the_decay_is_as_long_as_the_run():
     assert validated("qwen3_toy", "iters=7", device="cpu").scheduler.lr_decay_iters == 7
     made = validated("qwen3_toy", "iters=7", "scheduler.lr_decay_iters=50", device="cpu")
@@ -447,7 +466,7 @@ def test_bridges_own_command_line_takes_the_overrides_that_are_shown(model):
     """Each container is changed to what the other's overrides say, by Bridge's code."""
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
-    shown = compose(model, [*WITHOUT_TE, "tp=2", "lr=1e-3", "seed=7", "dp=2", "gbs=8"], device="gpu").tree
+    shown = compose(model, ["tp=2", "lr=1e-3", "seed=7", "dp=2", "gbs=8"], device="gpu").tree
     lines = [line for line in describe.bridge_overrides(shown) if not line.startswith("mixed_precision=")]
     theirs = process_config_with_overrides(build(model), cli_overrides=lines)
     ours = container.build(shown)

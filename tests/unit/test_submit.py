@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.launch import submit
 from tp_invariant_recipes.launch.slurm import Partition
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
 
 NODES = ("cluster.name=site", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
 RUN = ("qwen3_toy", *NODES, "slurm.time=5")
+ON_GPUS = ("qwen3_30b_a3b", "tp=4", "ep=2", "dp=2", "gbs=2", "cluster=h100", "slurm.time=5")
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +122,25 @@ def test_a_cluster_of_ones_own_travels_with_the_job(cli, here):
     assert "#SBATCH --nodes=2\n" in ended.out
 
 
+@pytest.mark.parametrize("more", ((), ("precision=fp8_tensorwise", "cuda_graph=te")), ids=("bf16", "fp8"))
+def test_a_login_node_needs_no_transformer_engine(cli, slurm, here, more):
+    before = dict(os.environ)
+    ended = cli("submit", *ON_GPUS, *more, "run.dir=a")
+    assert (ended.status, ended.out) == (0, "12\n"), ended.err
+    assert RunDir(here / "a").read_config()["model"]["moe_permute_fusion"] is True
+    assert os.environ == before  # sbatch gives the job what there is
+
+
+def test_where_bridge_cannot_be_imported_the_nodes_are_left_to_ask_it(cli, slurm, monkeypatch):
+    def load(*_):
+        raise OSError("libcuda.so.1: no such file")
+
+    monkeypatch.setattr(container, "build", load)
+    ended = cli("submit", *RUN, "run.dir=a")
+    assert (ended.status, ended.out) == (0, "12\n")
+    assert "the nodes will ask Megatron-Bridge, which fails here: OSError: libcuda.so.1: no such file" in ended.err
+
+
 # Arguments, and what must stand in the message.
 MISTAKES = (
     (["qwen3_toi", "slurm.time=5"], ["did you mean 'qwen3_toy'?"]),
@@ -133,6 +154,9 @@ MISTAKES = (
     ([*RUN, "run.dir=taken"], ["run.dir=taken is not empty"]),
     ([*RUN, "run.dir=back\\slash"], ["backslash"]),
     ([*RUN, "data=text", "data.path=no/such"], ["no/such: "]),
+    ([*RUN, "model.recompute_granularity=full"], ["Megatron-Bridge refuses this configuration: ", "recompute_method"]),
+    ([*RUN, "tp=1,2", "dataset.seq_length=64", "--verify"], ["Megatron-Bridge refuses this configuration: ", "64"]),
+    ([*ON_GPUS, "model.recompute_granularity=full"], ["Megatron-Bridge refuses this configuration: "]),
     ([*RUN, "--against", "x"], ["--against and --dir belong to --verify"]),
     ([*RUN, "tp=1,2"], ["one run takes one value for tp"]),
     ([*RUN, "--verify"], ["one cell has nothing to be compared with"]),

@@ -19,7 +19,8 @@ def submit(
     overrides: Overrides = None,
     cluster_file: ClusterFile = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the script and write nothing; SLURM need not be there.")
+        bool,
+        typer.Option("--dry-run", help="Print the script and write nothing; neither SLURM nor Bridge is asked."),
     ] = False,
     verify: Annotated[
         bool,
@@ -41,9 +42,9 @@ def submit(
 ) -> None:
     """Submit a training to SLURM, or with --verify a whole matrix of them.
 
-    What can be checked here is checked before anything is written. The run directory then holds the configuration and
-    the script (job.sbatch); standard output is the job's id alone. Before its time limit the run saves and is queued
-    again, and goes on, until it is done; after the failure of a node likewise.
+    What can be checked here, by Megatron-Bridge too, is checked before anything is written. The run directory then
+    holds the configuration and the script (job.sbatch); standard output is the job's id alone. Before its time limit
+    the run saves and is queued again, and goes on, until it is done; after the failure of a node likewise.
 
     \b
     tpi submit qwen3_8b tp=8 dp=2 gbs=16 save=500 cluster=h100 slurm.time=4:00:00
@@ -57,7 +58,8 @@ def submit(
     asked = [*(overrides or []), *cluster_override(cluster_file)]
     if not verify and (against is not None or directory is not None):
         raise ConfigError("--against and --dir belong to --verify; the directory of a single run is run.dir=PATH")
-    with progress.preparing(progress.console()) as report:
+    to_person = progress.console()
+    with progress.preparing(to_person) as report:
         if verify:
             planned = launch.verification(
                 model, asked, against=against, directory=directory, dry=dry_run, progress=report
@@ -69,6 +71,10 @@ def submit(
         console.print(_foreseen(planned))
         print(_scripts(planned), end="")
         return
+    with progress.busy(to_person, "importing Megatron-Bridge and checking the configuration"):
+        unasked = launch.check(planned)
+    if unasked is not None:
+        console.print(unasked)
     submitted = launch.execute(planned)
     console.print(_said(planned, submitted))
     print(json.dumps(submitted) if as_json else submitted["jobs"][0]["id"])

@@ -6,10 +6,14 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from tp_invariant_recipes.config import environment, schema
 from tp_invariant_recipes.config.compose import listed
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.replacement import Replacement, applied
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
@@ -26,6 +30,15 @@ INVARIANT_SPECS = {
     "GPTModelProvider": "tp_invariant_recipes.numerics.spec.invariant_layer_spec",
     "HybridModelProvider": "tp_invariant_recipes.numerics.hybrid_spec.invariant_hybrid_spec",
 }
+
+# What Megatron-Core refuses where Transformer Engine is not installed, although the nodes may have it: these fields,
+NEED_TE = ("apply_rope_fusion", "moe_permute_fusion")
+# and all that asks for its version.
+NEWEST_TE = Replacement(
+    "megatron.core.utils:_te_version",
+    lambda _: Version("999"),
+    "a login node without Transformer Engine would refuse whatever needs some version of it",
+)
 
 
 def build(tree: dict[str, Any]) -> ConfigContainer:
@@ -57,16 +70,22 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
     return ConfigContainer(**parts, env_vars=variables)
 
 
-def validate(container: ConfigContainer, world_size: int) -> None:
+def validate(container: ConfigContainer, world_size: int, *, here: bool = True) -> None:
     """Run Bridge's own validation as a rank would, for `world_size` ranks.
 
+    here: whether they will run on this machine. If not, and Transformer Engine is missing here, what it takes is left
+          for the nodes to find out.
     It finalizes the container in place, so give it one that is not used afterwards. Raises ConfigError.
     """
     from unittest.mock import patch
 
     from megatron.bridge.training.config import runtime_config_update
 
-    with patch.dict(os.environ, {"WORLD_SIZE": str(world_size), "RANK": "0"}):
+    elsewhere = not here and installed("transformer-engine") is None
+    for field in NEED_TE if elsewhere else ():
+        setattr(container.model, field, False)
+    variables = {"WORLD_SIZE": str(world_size), "RANK": "0"}
+    with patch.dict(os.environ, variables), applied([NEWEST_TE] if elsewhere else []):
         try:
             runtime_config_update(container)
         except (AssertionError, ValueError, NotImplementedError) as error:

@@ -35,6 +35,7 @@ class Plan:
     tree:        the composed tree with data, tokenizer and checkpoint filled in.
     environment: variables to set before torch is imported.
     start:       completed steps to start from; 0 for a new run.
+    here:        whether ranks will run on this machine; False where their job is only submitted.
     """
 
     composed: Composed
@@ -44,6 +45,7 @@ class Plan:
     identity: dict[str, Any]
     environment: dict[str, str]
     start: int = 0
+    here: bool = True
 
     @property
     def steps(self) -> int:
@@ -285,7 +287,7 @@ def completed(
 ) -> Plan:
     """Fill in what only this machine knows, and check that it can carry the run. Raises a TpiError.
 
-    here: whether ranks will run on this machine; False where their job is only submitted.
+    here: as in Plan.
     """
     tree = {name: dict(part) if isinstance(part, dict) else part for name, part in composed.tree.items()}
     at = layout.of(tree)
@@ -303,7 +305,7 @@ def completed(
         tree["logger"] |= {"wandb_exp_name": run_dir.path.name, "wandb_save_dir": str(run_dir.path)}
         if "WANDB_API_KEY" not in os.environ:
             variables |= {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
-    return Plan(composed, tree, at, run_dir, identity(tree, data.digest if data else None), variables)
+    return Plan(composed, tree, at, run_dir, identity(tree, data.digest if data else None), variables, here=here)
 
 
 def _prepare(tree: dict[str, Any], progress: Callable[[int, int], None] | None) -> PreparedData | None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from tp_invariant_recipes.config import allocation, layout
 from tp_invariant_recipes.config.allocation import Allocation
 from tp_invariant_recipes.config.compose import Composed, cluster_files, compose, listed
 from tp_invariant_recipes.config.nearest import nearest
-from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
 from tp_invariant_recipes.launch import jobs, matrix, plan, script, slurm, srun, verify
 from tp_invariant_recipes.launch.script import CellStep, Job
 from tp_invariant_recipes.launch.slurm import Partition
+from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.training.rundir import RunDir, choose, choose_for_several
 
 # Keys that the command itself decides -> how to say it instead.
@@ -48,10 +50,11 @@ class Script:
 class Submission:
     """What is to be submitted.
 
-    about:   in a few words, what it takes of the cluster.
-    cells:   of a verify, by name, in the order of the array's tasks; none of a single run.
-    scripts: in the order of submission; the second waits for the end of the first.
-    write:   writes the runs, before the scripts.
+    about:    in a few words, what it takes of the cluster.
+    cells:    of a verify, by name, in the order of the array's tasks; none of a single run.
+    scripts:  in the order of submission; the second waits for the end of the first.
+    validate: lets Bridge validate the runs. Raises ConfigError.
+    write:    writes the runs, before the scripts.
     """
 
     model: str
@@ -59,6 +62,7 @@ class Submission:
     directory: RunDir
     cells: tuple[str, ...]
     scripts: tuple[Script, ...]
+    validate: Callable[[], None]
     write: Callable[[], None]
 
     def commands(self) -> list[str]:
@@ -97,13 +101,13 @@ def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: 
     of_the_run = [text for text in composed.overrides if _key(text) != "run.dir"]
     text = script.train(job, composed.tree, model, of_the_run, where.path)
 
+    scripts = (Script(jobs.TRAIN, where.script, text),)
     if dry:
-        return Submission(model, about, where, (), (Script(jobs.TRAIN, where.script, text),), lambda: None)
+        return Submission(model, about, where, (), scripts, _nothing, _nothing)
     in_the_job = compose(model, [*of_the_run, f"run.dir={where.path}", "launcher=slurm"])
     planned = plan.completed(in_the_job, where, progress, here=False)
-    return Submission(
-        model, about, where, (), (Script(jobs.TRAIN, where.script, text),), lambda: plan.write(planned, attempt=False)
-    )
+    validate, write = partial(train_check, planned), partial(plan.write, planned, attempt=False)
+    return Submission(model, about, where, (), scripts, validate, write)
 
 
 def verification(
@@ -154,7 +158,22 @@ def verification(
     )
     cells = Script(jobs.CELLS, where.script, script.array(job, tree, model, steps, path))
     compare = Script(jobs.JUDGE, path / "judge.sbatch", script.judge(judge, tree, path, [path, *reference]))
-    return Submission(model, about, where, tuple(trees), (cells, compare), lambda: _write_cells(found))
+    validate, write = partial(verify.check, found), partial(_write_cells, found)
+    return Submission(model, about, where, tuple(trees), (cells, compare), validate, write)
+
+
+def check(submission: Submission) -> str | None:
+    """Let Bridge validate the runs. Imports it, 10 to 20 s. Raises ConfigError.
+
+    returns: why it cannot be asked on this machine, which may lack a driver or a library of the nodes'; they will ask.
+    """
+    try:
+        submission.validate()
+    except TpiError:
+        raise
+    except Exception as error:
+        return f"the nodes will ask Megatron-Bridge, which fails here: {type(error).__name__}: {error}"
+    return None
 
 
 def execute(submission: Submission) -> dict[str, Any]:
@@ -304,6 +323,10 @@ def _judging(job: Job, *, name: str, about: str, log: str) -> Job:
 def _options(number: int, *ids: str) -> list[str]:
     """sbatch's options beside what the script says: the second job begins when the first has ended, well or not."""
     return ["--kill-on-invalid-dep=yes", f"--dependency=afterany:{ids[0]}"] if number else []
+
+
+def _nothing() -> None:
+    """What a dry run checks with Bridge, and writes."""
 
 
 def _write_cells(found: verify.Verification) -> None:

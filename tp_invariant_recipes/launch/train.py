@@ -17,9 +17,10 @@ from tp_invariant_recipes.training import checkpoints
 
 def check(planned: Plan) -> None:
     """Build the run's ConfigContainer and let Bridge validate it. Imports Bridge, 10 to 20 s. Raises ConfigError."""
-    os.environ.update(planned.environment)
+    if planned.here:
+        os.environ.update(planned.environment)
     with quiet():
-        container.validate(container.build(planned.tree), planned.layout.world)
+        container.validate(container.build(planned.tree), planned.layout.world, here=planned.here)
 
 
 def execute(planned: Plan, watch: Callable[[], None]) -> local.Outcome:

@@ -1,0 +1,64 @@
+"""What tests plant in a `tpi` in a fork (tests/forks.py), whose ranks inherit it.
+
+A signal that must come while a run trains finds its ranks waiting at a step, so that no test depends on how long steps
+take.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def at_step(
+    step: int, happens: Callable[[Any], None], *, ranks: Sequence[int] | None = None, world: int | None = None
+) -> Callable[[], None]:
+    """What to do `before` the command: have `happens(context)` called on these ranks as a step begins.
+
+    step: counted from 1; the ledger may then lack the line of the one before. ranks, world: None: any.
+    """
+
+    def plant() -> None:
+        from tp_invariant_recipes.training.digests import Digests
+
+        original = Digests.on_train_step_start
+
+        def changed(self, context):
+            here = ranks is None or int(os.environ["RANK"]) in ranks
+            there = world is None or int(os.environ["WORLD_SIZE"]) == world
+            if here and there and context.state.train_state.step + 1 == step:
+                _marker(Path(), step).touch()
+                happens(context)
+            return original(self, context)
+
+        Digests.on_train_step_start = changed
+
+    return plant
+
+
+def reached(folder: Path, step: int) -> Callable[[], bool]:
+    """Whether a rank of a `tpi` in this folder has come to the fault at this step; all have done the one before."""
+    return _marker(folder, step).exists
+
+
+def _marker(folder: Path, step: int) -> Path:
+    return folder / f"reached-{step}"
+
+
+def fail(context: Any) -> None:
+    """Fail for a reason of one's own."""
+    raise ValueError("planted")
+
+
+def wait_for_ever(context: Any) -> None:
+    """Until SIGKILL."""
+    while True:
+        signal.pause()
+
+
+def wait_for_sigterm(context: Any) -> None:
+    """Until Bridge has noted it, to save after this step."""
+    while not context.state.signal_handler._signal_received:
+        time.sleep(0.01)
