@@ -45,19 +45,24 @@ def shown() -> dict[tuple[Any, ...], bool]:
 
 
 def _defined(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> Tensor:
+    if not a.is_cuda:  # in bf16 most CPUs multiply number by number, several times slower
+        wide = torch.promote_types(a.dtype, torch.float32)
+        a, b = a.to(wide), b.to(wide)
     for part, x, y in _shards(a, b, out, rows, columns):
-        result = _multiplied(_without_gaps(x), _without_gaps(y), out.dtype)
+        result = _multiplied(x, y, out.dtype)
         part.add_(result) if add else part.copy_(result)
     return out
 
 
 def _shards(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     if rows != 1:
+        b = _without_gaps(b)
         for part, x in zip(_parts(out, rows, 0), _parts(a, rows, 0), strict=True):
-            yield part, x, b
+            yield part, _without_gaps(x), b
     else:
+        a = _without_gaps(a)
         for part, y in zip(_parts(out, columns, 1), _parts(b, columns, 1), strict=True):
-            yield part, a, y
+            yield part, a, _without_gaps(y)
 
 
 def _parts(matrix: Tensor, parts: Parts, dim: int) -> Sequence[Tensor]:
@@ -65,11 +70,9 @@ def _parts(matrix: Tensor, parts: Parts, dim: int) -> Sequence[Tensor]:
 
 
 def _multiplied(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == a.dtype:
-        return torch.mm(a, b)
-    if a.is_cuda:
+    if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a.to(dtype), b.to(dtype))
+    return torch.mm(a, b).to(dtype)
 
 
 def _in_place(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
