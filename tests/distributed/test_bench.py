@@ -42,7 +42,7 @@ def test_modes_took_turns_in_the_same_ranks(found, shared):
         assert [(line["pass"], line["mode"], line["step"], line["counts"]) for line in timed] == [
             (number, mode, step, step > 1) for number, mode in enumerate(TURNS) for step in (1, 2, 3)
         ]
-        assert all(line["seconds"] > 0 and line["tokens"] == 256 for line in lines)
+        assert all(line["seconds"] > 0 and line["tokens"] == 128 for line in lines)
     logs = sorted(f.name for f in (shared.folder / "bench" / "logs").iterdir())
     assert logs == ["bridge.log", "rank-0.log", "rank-1.log"]
 
@@ -54,7 +54,7 @@ def test_figures_and_ratios_of_every_mode(found):
         assert all(len(one["step_ms"]) == 2 for one in mode["rounds"])
         step = mode["step_ms"]
         assert 0 < step["min"] <= step["median"] <= step["max"]
-        assert mode["tokens_per_second"] == pytest.approx(256 * 1000 / step["median"])
+        assert mode["tokens_per_second"] == pytest.approx(128 * 1000 / step["median"])
         assert mode["peak_gib"] is None  # a CPU's memory is not counted
     assert stock["time_ratio"] is None
     rounds = [b["median_ms"] / a["median_ms"] for a, b in zip(stock["rounds"], tree["rounds"], strict=True)]
