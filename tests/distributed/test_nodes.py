@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.faults import at_step, fail, reached, wait_for_ever, wait_for_sigterm
 from tp_invariant_recipes.launch import meeting, node, together
-from tp_invariant_recipes.training import checkpoints
+from tp_invariant_recipes.runs import checkpoints
 
 ALONE = ("train", "qwen3_toy", "tp=4", "iters=8", "save=4", "seq=32", "gbs=2", "model.num_layers=1")
 RUN = (*ALONE, "launcher=slurm", "--continue")

@@ -64,7 +64,7 @@ def test_figures_reach_an_offline_run(tpi):
 
 
 def test_figures_tables_and_summary_are_those_of_the_ledger(run):
-    from tp_invariant_recipes.training.rundir import RunDir
+    from tp_invariant_recipes.runs.run_dir import RunDir
     from tp_invariant_recipes.training.wandb_report import WandbReport
 
     logger = Logger()
@@ -89,7 +89,7 @@ def test_figures_tables_and_summary_are_those_of_the_ledger(run):
 
 
 def test_without_a_logger_nothing_is_read(tmp_path):
-    from tp_invariant_recipes.training.rundir import RunDir
+    from tp_invariant_recipes.runs.run_dir import RunDir
     from tp_invariant_recipes.training.wandb_report import WandbReport
 
     WandbReport(RunDir(tmp_path / "none")).on_train_end(_context(None))

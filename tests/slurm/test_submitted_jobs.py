@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.training import checkpoints
+from tp_invariant_recipes.runs import checkpoints
 
 # Every try of a job imports Megatron-Bridge on every node, several at once: on a busy machine that takes minutes.
 pytestmark = pytest.mark.timeout(1200)

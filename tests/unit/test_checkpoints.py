@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.errors import CheckpointError
-from tp_invariant_recipes.training.checkpoints import (
+from tp_invariant_recipes.runs.checkpoints import (
     ASIDE,
     MANIFEST,
     Checkpoint,

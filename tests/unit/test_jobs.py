@@ -20,7 +20,7 @@ import pytest
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch import following, jobs
 from tp_invariant_recipes.launch.following import Source, Tails
-from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 SQUEUE = r"""#!/bin/bash
 echo "squeue $*" >>{folder}/calls

@@ -8,10 +8,10 @@ import pytest
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.launch import meeting
-from tp_invariant_recipes.launch.attempts import in_vain
 from tp_invariant_recipes.launch.forwarding import Receiver, Sender
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.runs.attempts import in_vain
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 STEP = {
     "SLURM_JOB_ID": "41",

@@ -10,7 +10,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
 from tp_invariant_recipes.launch import preflight
-from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 H200 = Gpu("NVIDIA H200", (9, 0), 139 * 2**30)
 B300 = Gpu("NVIDIA B300", (10, 3), 268 * 2**30)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.training import rundir
-from tp_invariant_recipes.training.rundir import RunDir, choose, free_bytes
+from tp_invariant_recipes.runs import run_dir
+from tp_invariant_recipes.runs.run_dir import RunDir, choose, free_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def everything(folder) -> list[str]:
 
 
 def test_a_new_run_gets_a_name_of_its_own(here, monkeypatch):
-    monkeypatch.setattr(rundir.time, "strftime", lambda form: "20260102-030405")
+    monkeypatch.setattr(run_dir.time, "strftime", lambda form: "20260102-030405")
     chosen = []
     for _ in range(3):
         chosen.append(choose(None, "qwen3_toy-tp2").path)
@@ -92,7 +92,7 @@ TREES = st.dictionaries(st.text("ab.", min_size=1), SCALARS | st.lists(SCALARS, 
 
 @given(TREES)
 def test_what_is_written_is_read_back(tree):
-    run = RunDir(rundir.Path("written"))
+    run = RunDir(run_dir.Path("written"))
     run.write(run.config, tree)
     run.write(run.run, tree)
     assert run.read_config() == tree
@@ -121,7 +121,7 @@ def test_a_file_is_whole_or_not_there(here, monkeypatch, file):
         seen.append(path.read_text())
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(rundir.os, "fsync", full)
+    monkeypatch.setattr(run_dir.os, "fsync", full)
     with pytest.raises(RunError):
         run.write(path, {"new": True})
     assert seen == [before]
@@ -130,17 +130,17 @@ def test_a_file_is_whole_or_not_there(here, monkeypatch, file):
 
 def test_it_is_on_the_disk_before_it_takes_the_place_of_the_old(here, monkeypatch):
     steps = []
-    sync, replace = os.fsync, rundir.Path.replace
-    monkeypatch.setattr(rundir.os, "fsync", lambda d: (steps.append("sync"), sync(d)))
-    monkeypatch.setattr(rundir.Path, "replace", lambda *a: (steps.append("replace"), replace(*a)))
+    sync, replace = os.fsync, run_dir.Path.replace
+    monkeypatch.setattr(run_dir.os, "fsync", lambda d: (steps.append("sync"), sync(d)))
+    monkeypatch.setattr(run_dir.Path, "replace", lambda *a: (steps.append("replace"), replace(*a)))
     RunDir(here).write(RunDir(here).config, {"a": 1})
     assert steps == ["sync", "replace"]
 
 
 def test_a_full_disk_is_said_with_what_is_free_and_what_to_change(here, monkeypatch):
     usage = namedtuple("usage", "total used free")(10 * 2**20, 9 * 2**20, 2**20)
-    monkeypatch.setattr(rundir.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(rundir.os, "fsync", lambda d: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+    monkeypatch.setattr(run_dir.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(run_dir.os, "fsync", lambda d: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
     with pytest.raises(RunError) as error:
         RunDir(here).write(RunDir(here).run, {})
     assert str(error.value) == f"cannot write {here}/run.json: the disk is full (1.0 MiB free); set run.dir=PATH"
@@ -160,9 +160,9 @@ def test_free_space_is_that_of_the_disk_where_a_directory_would_be(here, monkeyp
         asked.append(path)
         return namedtuple("usage", "free")(123)
 
-    monkeypatch.setattr(rundir.shutil, "disk_usage", disk_usage)
+    monkeypatch.setattr(run_dir.shutil, "disk_usage", disk_usage)
     assert free_bytes(here / "not" / "yet") == 123
-    assert free_bytes(rundir.Path("not/yet")) == 123
+    assert free_bytes(run_dir.Path("not/yet")) == 123
     assert asked == [here, here]
 
 

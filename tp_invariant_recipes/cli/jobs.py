@@ -126,7 +126,7 @@ def cancel(names: Jobs) -> None:
     """
     from tp_invariant_recipes.launch.cancel import cancel as launch
     from tp_invariant_recipes.launch.jobs import find
-    from tp_invariant_recipes.training.rundir import RunDir
+    from tp_invariant_recipes.runs.run_dir import RunDir
 
     before = [state for one in launch(find(names)) for state in one]
     for state in before:

@@ -15,13 +15,14 @@ from tp_invariant_recipes.config import layout
 from tp_invariant_recipes.config.compose import Composed, compose, listed
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
-from tp_invariant_recipes.launch import attempts, local, plan
+from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger import norm_ratios
 from tp_invariant_recipes.ledger.norm_ratios import GroupRatio, Judged, Norms
+from tp_invariant_recipes.runs import attempts
+from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun
+from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.training import audit as rank
-from tp_invariant_recipes.training.auditdir import AuditDir, AuditedRun
-from tp_invariant_recipes.training.rundir import choose_for_several
 
 STEPS = 8  # of each training, where nothing else is asked for
 NEVER = 1_000_000  # warm-up steps before a capture that does not come

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from tp_invariant_recipes.launch.progress import PLAIN, Tail
-from tp_invariant_recipes.training.benchdir import BenchDir, Pass
+from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
 
 
 class Passes:

@@ -24,8 +24,8 @@ from tp_invariant_recipes.ledger.explanation import run_name
 from tp_invariant_recipes.ledger.magnitude import magnitude_line, magnitude_report
 from tp_invariant_recipes.ledger.reader import Ledger, contents, read
 from tp_invariant_recipes.ledger.wording import exit_status, one, verdict_line
-from tp_invariant_recipes.training import checkpoints
-from tp_invariant_recipes.training.rundir import RunDir, choose_for_several
+from tp_invariant_recipes.runs import checkpoints
+from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 
 SCHEMA = 1
 SIDES = ("a", "b")

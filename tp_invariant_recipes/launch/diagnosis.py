@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
-from tp_invariant_recipes.training.rundir import free_bytes
+from tp_invariant_recipes.runs.run_dir import free_bytes
 
 
 @dataclass(frozen=True)

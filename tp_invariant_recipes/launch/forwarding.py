@@ -8,7 +8,7 @@ from pathlib import Path
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch.meeting import Meeting
 from tp_invariant_recipes.ledger.record import put_aside
-from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 CHUNK = 1 << 20  # bytes
 FILES = re.compile(r"ledger\.jsonl|progress\.jsonl|logs/[\w-]+\.log")  # all that is sent, and all that is accepted

@@ -12,7 +12,7 @@ from tp_invariant_recipes.launch import answer, slurm
 from tp_invariant_recipes.launch.answer import Answer
 from tp_invariant_recipes.launch.jobs import JUDGE, Part, Submission, attempts, every
 from tp_invariant_recipes.launch.slurm import Queued
-from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 COMPLETED, UNKNOWN = "completed", "unknown"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.training.rundir import RunDir, cannot_write
+from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 
 SCHEMA = 1  # of submission.json
 

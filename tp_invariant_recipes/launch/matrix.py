@@ -16,7 +16,7 @@ from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import as_typed
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 SCHEMA = 1
 MOST = 100  # cells: more is a slip of the hand, and each takes a training

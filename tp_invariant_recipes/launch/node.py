@@ -19,14 +19,14 @@ from tp_invariant_recipes.config.compose import listed
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import attempts, plan, ranks, train
+from tp_invariant_recipes.launch import plan, ranks, train
 from tp_invariant_recipes.launch.forwarding import Receiver, Sender
 from tp_invariant_recipes.launch.meeting import POLL, Meeting, Place, Stopped
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.launch.together import PeerFailed, Superseded, Together
-from tp_invariant_recipes.training import checkpoints
-from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 NEXT = 600.0  # seconds that the first may take to start its ranks when all nodes are there
 LAST_WORDS = 10.0  # seconds that nodes get to say how they ended after one has failed, and to leave when all is said

@@ -15,12 +15,12 @@ from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import attempts, preflight
+from tp_invariant_recipes.launch import preflight
 from tp_invariant_recipes.ledger.lines import Header
 from tp_invariant_recipes.ledger.reader import read
-from tp_invariant_recipes.training import checkpoints
-from tp_invariant_recipes.training.checkpoints import Checkpoint, iteration_dir
-from tp_invariant_recipes.training.rundir import RunDir, choose
+from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs.checkpoints import Checkpoint, iteration_dir
+from tp_invariant_recipes.runs.run_dir import RunDir, choose
 
 # Overrides of one attempt at a run and not of the run: which step it resumed from, and what started its ranks.
 OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher")

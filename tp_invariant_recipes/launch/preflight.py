@@ -11,7 +11,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.patches import registry
-from tp_invariant_recipes.training.rundir import RunDir, free_bytes
+from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
 
 # What a run writes besides checkpoints and sample indices: configuration, logs, ledger.
 SMALL_FILES = 8 * 2**20

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.training.rundir import RunDir, free_bytes
+from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.training.rank import Seat

@@ -14,7 +14,7 @@ from tp_invariant_recipes.config.compose import cluster_files, listed
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.launch.node import Asked
 from tp_invariant_recipes.launch.plan import Plan, Request, device_on
-from tp_invariant_recipes.training.rundir import RunDir, choose
+from tp_invariant_recipes.runs.run_dir import RunDir, choose
 
 # srun would bind the one task of a node, and with it all its ranks, to one core.
 UNBOUND = {"SLURM_CPU_BIND": "none"}

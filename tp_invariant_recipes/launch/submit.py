@@ -21,7 +21,7 @@ from tp_invariant_recipes.launch import jobs, matrix, plan, script, slurm, srun,
 from tp_invariant_recipes.launch.script import CellStep, Job
 from tp_invariant_recipes.launch.slurm import Partition
 from tp_invariant_recipes.launch.train import check as train_check
-from tp_invariant_recipes.training.rundir import RunDir, choose, choose_for_several
+from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 
 # Keys that the command itself decides -> how to say it instead.
 RESERVED = {

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch import attempts
 from tp_invariant_recipes.launch.forwarding import Receiver, Sender
 from tp_invariant_recipes.launch.meeting import Meeting
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.runs import attempts
 
 ROUND = 1.0  # seconds between looks at the other nodes
 LOST = 60.0  # seconds without a sign of life after which a node counts as lost

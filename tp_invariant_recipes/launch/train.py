@@ -8,11 +8,11 @@ from typing import Any
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host.quiet import quiet
-from tp_invariant_recipes.launch import attempts, local, plan
+from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.record import read
-from tp_invariant_recipes.training import checkpoints
+from tp_invariant_recipes.runs import attempts, checkpoints
 
 
 def check(planned: Plan) -> None:

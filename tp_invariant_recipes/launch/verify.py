@@ -17,7 +17,7 @@ from tp_invariant_recipes.launch.matrix import Axis, Cell, Choice, Matrix, Matri
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.lines import Header, identity_differences
 from tp_invariant_recipes.ledger.reader import Ledger, read
-from tp_invariant_recipes.training.rundir import choose_for_several
+from tp_invariant_recipes.runs.run_dir import choose_for_several
 
 __all__ = ["Judgement", "Verification", "check", "execute", "judge", "new"]
 

@@ -3,9 +3,9 @@
 from typing import Any
 
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.runs.audit_dir import AuditedRun
+from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
-from tp_invariant_recipes.training.auditdir import AuditedRun
-from tp_invariant_recipes.training.rundir import RunDir
 
 
 def measure(run_dir: RunDir, seat: rank.Seat) -> None:

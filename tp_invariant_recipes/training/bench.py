@@ -5,9 +5,9 @@ import os
 from typing import Any
 
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
+from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
-from tp_invariant_recipes.training.benchdir import BenchDir, Pass
-from tp_invariant_recipes.training.rundir import RunDir
 
 
 def measure(run_dir: RunDir, seat: rank.Seat) -> None:

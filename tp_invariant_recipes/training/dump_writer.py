@@ -9,7 +9,7 @@ import torch
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import Piece
 from tp_invariant_recipes.ledger.dumps import RANKS, Part, file_of
-from tp_invariant_recipes.training.rundir import cannot_write
+from tp_invariant_recipes.runs.run_dir import cannot_write
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.bridge.training.callbacks import Callback
 
-from tp_invariant_recipes.training.checkpoints import iteration_dir, write_manifest
+from tp_invariant_recipes.runs.checkpoints import iteration_dir, write_manifest
 
 
 class ManifestWriter(Callback):

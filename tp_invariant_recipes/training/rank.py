@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.replacement import applied
-from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 
 @dataclass(frozen=True)

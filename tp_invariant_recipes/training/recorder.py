@@ -13,8 +13,8 @@ from tp_invariant_recipes.config.environment import recorded
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
+from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.training.digests import Digests, Recorded
-from tp_invariant_recipes.training.rundir import RunDir, cannot_write
 from tp_invariant_recipes.training.trace import Tracing
 
 LOSS = "lm loss"  # Bridge's name for the language-model loss

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
-from tp_invariant_recipes.training.benchdir import Pass
+from tp_invariant_recipes.runs.bench_dir import Pass
 from tp_invariant_recipes.training.profile import STEP, TRACED
 
 

@@ -14,10 +14,10 @@ from megatron.core import parallel_state
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.digests import Traced, tensor_digest
+from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training.dump_writer import DumpWriter
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
 from tp_invariant_recipes.training.placement import Site
-from tp_invariant_recipes.training.rundir import RunDir
 from tp_invariant_recipes.training.shards import Place, covers, unwrapped
 from tp_invariant_recipes.training.watch import BACKWARD, FORWARD, Seen, Watch
 

@@ -11,7 +11,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from tp_invariant_recipes.ledger.digests import group_digests, whole_digest
 from tp_invariant_recipes.ledger.lines import DIGESTED
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 PREFIX = "ledger"  # of all that we send, beside Bridge's own names
 

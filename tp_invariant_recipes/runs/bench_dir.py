@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 
 @dataclass(frozen=True)

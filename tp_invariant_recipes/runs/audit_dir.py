@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.ledger.norm_ratios import Norms
-from tp_invariant_recipes.training.rundir import RunDir
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 
 @dataclass(frozen=True)
