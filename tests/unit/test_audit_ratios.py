@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tp_invariant_recipes.compare import norm_ratios
+from tp_invariant_recipes.compare.norm_ratios import MARGIN, Norms, deviation, judge, same
+from tp_invariant_recipes.compare.parameter_groups import GROUPS, group_of, in_order
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.ledger import norm_ratios
-from tp_invariant_recipes.ledger.norm_ratios import MARGIN, Norms, deviation, judge, same
-from tp_invariant_recipes.ledger.parameter_groups import GROUPS, group_of, in_order
 
 FC1 = "decoder.layers.{}.mlp.experts.{}.linear_fc1.weight"
 NAMES = [FC1.format(layer, expert) for layer in (1, 4) for expert in (0, 1)]

@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.ledger.certificate import MANIFEST, MEMBERS, certify, check, open_certificate
-from tp_invariant_recipes.ledger.compare import Verdict, compare
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.reader import read
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord

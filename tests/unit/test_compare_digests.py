@@ -13,12 +13,12 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from tp_invariant_recipes.cli.compare import compare as compare_command
+from tp_invariant_recipes.compare.compare import Coverage, TraceCoverage, Verdict, compare
+from tp_invariant_recipes.compare.text import one, parameter_line, parameter_rows, proved, remarks, verdict_line
 from tp_invariant_recipes.ledger import dumps
-from tp_invariant_recipes.ledger.compare import Coverage, TraceCoverage, Verdict, compare
 from tp_invariant_recipes.ledger.digests import Parameter, Traced, in_order, tensor_digest
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
-from tp_invariant_recipes.ledger.wording import one, parameter_line, parameter_rows, proved, remarks, verdict_line
 
 STEPS = 5
 LAYERS = 2

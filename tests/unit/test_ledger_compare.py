@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tp_invariant_recipes.cli.compare import compare as compare_command
-from tp_invariant_recipes.ledger.compare import Verdict, compare
-from tp_invariant_recipes.ledger.execution import FIELDS
+from tp_invariant_recipes.compare.compare import Verdict, compare
+from tp_invariant_recipes.compare.step_order import FIELDS
+from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
-from tp_invariant_recipes.ledger.wording import verdict_line
 
 HEADER = Header(identity={"model.num_layers": 36, "rng.seed": 1234}, layout={"tp": 1}, versions={"torch": "2.11.0"})
 FLOATS = {"loss": "loss", "grad_norm": "gradient norm (norm)", "learning_rate": "learning rate (update)"}

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.errors import LedgerError, RunError
-from tp_invariant_recipes.ledger.compare import Verdict, compare
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.reader import parse
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, read, resume

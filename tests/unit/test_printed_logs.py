@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tp_invariant_recipes.cli.compare import compare as compare_command
+from tp_invariant_recipes.compare.log_compare import Likeness, alike, compare_printed, line, remarks
+from tp_invariant_recipes.compare.log_parser import Log, digits, parse_log, read_log
 from tp_invariant_recipes.ledger.bits import float_bits
-from tp_invariant_recipes.ledger.likeness import Likeness, alike, compare_printed, line, remarks
-from tp_invariant_recipes.ledger.printed import Log, digits, parse_log, read_log
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.ledger.bits import float_bits
-from tp_invariant_recipes.ledger.compare import compare
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.dumps import Distance
 from tp_invariant_recipes.ledger.reader import Ledger

@@ -34,10 +34,10 @@ def bisect(
     \b
     tpi bisect runs/qwen3_8b-tp2-… runs/qwen3_8b-tp4-…
     """
+    from tp_invariant_recipes.compare.compare import Comparison
+    from tp_invariant_recipes.compare.text import one, verdict_line
     from tp_invariant_recipes.launch import bisect as launch
     from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.ledger.compare import Comparison
-    from tp_invariant_recipes.ledger.wording import one, verdict_line
 
     if verbose:
         os.environ[VERBOSE] = "1"

@@ -9,14 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger import likeness
-from tp_invariant_recipes.ledger.compare import UNREADABLE, Comparison
-from tp_invariant_recipes.ledger.compare import compare as compare_ledgers
-from tp_invariant_recipes.ledger.likeness import PrintedComparison, Run, compare_printed
-from tp_invariant_recipes.ledger.printed import read_log
-from tp_invariant_recipes.ledger.reader import Ledger, read
-from tp_invariant_recipes.ledger.wording import (
+from tp_invariant_recipes.compare import log_compare
+from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison
+from tp_invariant_recipes.compare.compare import compare as compare_ledgers
+from tp_invariant_recipes.compare.log_compare import PrintedComparison, Run, compare_printed
+from tp_invariant_recipes.compare.log_parser import read_log
+from tp_invariant_recipes.compare.text import (
     error_report,
     exit_status,
     header_rows,
@@ -28,6 +26,8 @@ from tp_invariant_recipes.ledger.wording import (
     run_name,
     verdict_line,
 )
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger.reader import Ledger, read
 
 _COLOURS = {0: "green", 1: "red", 2: "yellow"}  # by exit status
 _ROWS = 12  # of parameters, without --all
@@ -84,7 +84,7 @@ def _print(comparisons: tuple[Comparison | PrintedComparison, ...], every: bool)
     console = Console(highlight=False)
     said = set()
     for one in comparisons:
-        line = Text(verdict_line(one) if isinstance(one, Comparison) else likeness.line(one))
+        line = Text(verdict_line(one) if isinstance(one, Comparison) else log_compare.line(one))
         line.stylize(f"bold {_COLOURS[one.exit_status]}", 0, len(one.verdict.value))
         prefix = f"{likeness.called(one.b)}: " if len(comparisons) > 1 else ""
         console.print(Text(prefix) + line, soft_wrap=True)
@@ -93,7 +93,7 @@ def _print(comparisons: tuple[Comparison | PrintedComparison, ...], every: bool)
             rows = header_rows(one)
             if rows:
                 console.print(_table(one, rows))
-        for sentence in remarks(one) if isinstance(one, Comparison) else likeness.remarks(one):
+        for sentence in remarks(one) if isinstance(one, Comparison) else log_compare.remarks(one):
             if sentence not in said:
                 console.print(Text(sentence, style="dim"), soft_wrap=True)
             said.add(sentence)

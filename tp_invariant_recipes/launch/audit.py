@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.compare import norm_ratios
+from tp_invariant_recipes.compare.norm_ratios import GroupRatio, Judged, Norms
 from tp_invariant_recipes.config import layout
 from tp_invariant_recipes.config.compose import Composed, compose, listed
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.ledger import norm_ratios
-from tp_invariant_recipes.ledger.norm_ratios import GroupRatio, Judged, Norms
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun
 from tp_invariant_recipes.runs.run_dir import choose_for_several

@@ -13,17 +13,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
+from tp_invariant_recipes.compare.explanation import run_name
+from tp_invariant_recipes.compare.magnitude import magnitude_line, magnitude_report
+from tp_invariant_recipes.compare.text import exit_status, one, verdict_line
 from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, train
 from tp_invariant_recipes.launch.parting import distances, module_of, operation, worth_dumping
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.ledger.compare import Comparison, Verdict, compare
-from tp_invariant_recipes.ledger.explanation import run_name
-from tp_invariant_recipes.ledger.magnitude import magnitude_line, magnitude_report
 from tp_invariant_recipes.ledger.reader import Ledger, contents, read
-from tp_invariant_recipes.ledger.wording import exit_status, one, verdict_line
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
+from tp_invariant_recipes.compare.explanation import run_name
+from tp_invariant_recipes.compare.text import proved, remarks, report, verdict_line
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.launch.matrix import Cell, Matrix, MatrixDir
 from tp_invariant_recipes.ledger.bits import readable
-from tp_invariant_recipes.ledger.compare import Comparison, Verdict, compare
-from tp_invariant_recipes.ledger.explanation import run_name
 from tp_invariant_recipes.ledger.lines import DIGESTED
 from tp_invariant_recipes.ledger.reader import Ledger, read
-from tp_invariant_recipes.ledger.wording import proved, remarks, report, verdict_line
 from tp_invariant_recipes.runs import attempts
 
 SCHEMA = 1

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from tp_invariant_recipes.compare.compare import Comparison
+from tp_invariant_recipes.compare.explanation import modules_of
+from tp_invariant_recipes.compare.magnitude import DUMPED
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger.compare import Comparison
-from tp_invariant_recipes.ledger.explanation import modules_of
-from tp_invariant_recipes.ledger.magnitude import DUMPED
 
 # Kind of the first difference, or name of the field -> the operation it comes from where all before it matched.
 OPERATIONS = {

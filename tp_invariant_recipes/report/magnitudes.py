@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from tp_invariant_recipes.compare.compare import Comparison
 from tp_invariant_recipes.ledger import dumps
-from tp_invariant_recipes.ledger.compare import Comparison
 from tp_invariant_recipes.ledger.dumps import Distance
 
 

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from tp_invariant_recipes.ledger.compare import Comparison
+from tp_invariant_recipes.compare.compare import Comparison
 from tp_invariant_recipes.ledger.digests import group_of, in_order
 
 ROWS = 64  # that still can be read

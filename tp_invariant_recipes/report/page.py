@@ -9,11 +9,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from tp_invariant_recipes import __version__
+from tp_invariant_recipes.compare.compare import Comparison
+from tp_invariant_recipes.compare.text import parameter_rows, remarks, verdict_line
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
-from tp_invariant_recipes.ledger.compare import Comparison
 from tp_invariant_recipes.ledger.lines import DIGESTED, IDENTITY, INFORMATIVE, canonical
-from tp_invariant_recipes.ledger.wording import parameter_rows, remarks, verdict_line
 from tp_invariant_recipes.report import figures
 from tp_invariant_recipes.report.figures import Drawing
 from tp_invariant_recipes.report.magnitudes import Measured, largest, measure

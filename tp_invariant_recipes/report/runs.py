@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.compare.compare import Comparison, compare
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger.compare import Comparison, compare
 from tp_invariant_recipes.ledger.reader import Ledger, read
 
 PROGRESS = "progress.jsonl"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.ledger.norm_ratios import Norms
+from tp_invariant_recipes.compare.norm_ratios import Norms
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 

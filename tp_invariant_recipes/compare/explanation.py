@@ -4,9 +4,9 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tp_invariant_recipes.compare.step_order import FIELDS, INITIAL, MODEL, REPLICAS, Found, digest, tensors
 from tp_invariant_recipes.ledger.bits import readable, ulp_distance
 from tp_invariant_recipes.ledger.digests import Traced
-from tp_invariant_recipes.ledger.execution import FIELDS, INITIAL, MODEL, REPLICAS, Found, digest, tensors
 from tp_invariant_recipes.ledger.reader import Ledger
 
 # A module's name -> the name its parameters have in checkpoints, where that is another one. Local layers keep their

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from tp_invariant_recipes.compare.parameter_groups import group_of, in_order
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.ledger.parameter_groups import group_of, in_order
 
 # One sample of rounding is not its largest. Faults that drop or repeat a micro-batch change norms by far more.
 MARGIN = 4.0

@@ -3,8 +3,8 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tp_invariant_recipes.compare.compare import Comparison
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger.compare import Comparison
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.ledger.dumps import Distance

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tp_invariant_recipes.ledger import likeness
+from tp_invariant_recipes.compare import log_compare
+from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, Coverage, FirstDifference, Verdict
+from tp_invariant_recipes.compare.explanation import run_name
+from tp_invariant_recipes.compare.log_compare import PrintedComparison
+from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line, magnitude_report
+from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.ledger.bits import readable
-from tp_invariant_recipes.ledger.compare import UNREADABLE, Comparison, Coverage, FirstDifference, Verdict
-from tp_invariant_recipes.ledger.execution import FIELD, FIELDS, INITIAL
-from tp_invariant_recipes.ledger.explanation import run_name
-from tp_invariant_recipes.ledger.likeness import PrintedComparison
 from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, Difference
-from tp_invariant_recipes.ledger.magnitude import DUMPED, magnitude_line, magnitude_report
 from tp_invariant_recipes.ledger.reader import Ledger
 
 REPORT_SCHEMA = 2
@@ -192,7 +192,9 @@ def report(comparisons: Sequence[Comparison | PrintedComparison]) -> dict:
         "exit_status": exit_status(comparisons),
         "error": None,
         "compared_fields": [field.name for field in FIELDS],
-        "comparisons": [one(found) if isinstance(found, Comparison) else likeness.one(found) for found in comparisons],
+        "comparisons": [
+            one(found) if isinstance(found, Comparison) else log_compare.one(found) for found in comparisons
+        ],
     }
 
 

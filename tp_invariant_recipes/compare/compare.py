@@ -4,10 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from tp_invariant_recipes.compare.explanation import explain
+from tp_invariant_recipes.compare.step_order import (
+    FIELD,
+    INITIAL,
+    MODEL,
+    RECORDS,
+    Found,
+    differences,
+    differing,
+    traced,
+)
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
-from tp_invariant_recipes.ledger.execution import FIELD, INITIAL, MODEL, RECORDS, Found, differences, differing, traced
-from tp_invariant_recipes.ledger.explanation import explain
 from tp_invariant_recipes.ledger.lines import (
     DIGESTED,
     FLOATS,

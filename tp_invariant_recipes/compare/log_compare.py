@@ -6,8 +6,8 @@ from decimal import Decimal, InvalidOperation
 from enum import Enum
 from typing import Any
 
-from tp_invariant_recipes.ledger.explanation import run_name
-from tp_invariant_recipes.ledger.printed import LOSS, NORM, RATE, Log, digits, is_count, printed_ledger
+from tp_invariant_recipes.compare.explanation import run_name
+from tp_invariant_recipes.compare.log_parser import LOSS, NORM, RATE, Log, digits, is_count, printed_ledger
 from tp_invariant_recipes.ledger.reader import Ledger
 
 Run = Ledger | Log

@@ -1,0 +1,1 @@
+"""How two ledgers, logs or lists of norms are compared, and worded. Imports neither torch nor Megatron."""
