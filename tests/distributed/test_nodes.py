@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from tests.distributed.faults import at_step, fail, reached, wait_for_ever, wait_for_sigterm
-from tp_invariant_recipes.launch import meeting, node, together
+from tp_invariant_recipes.multinode import agent, heartbeat, rendezvous
 from tp_invariant_recipes.runs import checkpoints
 
 ALONE = ("train", "qwen3_toy", "tp=4", "iters=8", "save=4", "seq=32", "gbs=2", "model.num_layers=1")
@@ -20,7 +20,7 @@ def free_job(after: int = 0) -> str:
     first = max(os.getpid(), after + 1)
     for job in range(first, first + 1000):
         with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", meeting.PORTS[job % len(meeting.PORTS)])):
+            if probe.connect_ex(("127.0.0.1", rendezvous.PORTS[job % len(rendezvous.PORTS)])):
                 return str(job)
     raise AssertionError("no port is free")
 
@@ -202,7 +202,7 @@ def test_a_node_that_does_not_come_is_said(nodes):
 
 def test_a_node_that_falls_silent_ends_the_run(nodes):
     def impatient() -> None:
-        together.LOST, node.LAST_WORDS = 3.0, 1.0
+        heartbeat.LOST, agent.LAST_WORDS = 3.0, 1.0
 
     started = nodes.start(*here(nodes), "slurm.tries=1", "iters=2000", before={0: impatient})
     started[0].until(lambda: recorded(nodes, 1))
@@ -217,7 +217,7 @@ def _another_version() -> None:
     from tp_invariant_recipes.host import versions
 
     found = versions.versions()
-    node.versions = lambda: found | {"megatron-core": "0.19.3"}
+    agent.versions = lambda: found | {"megatron-core": "0.19.3"}
 
 
 # What a node may have that the first has not: how it comes by it, and what is said. Trying again would not help.

@@ -107,9 +107,10 @@ def train(
 
 def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
     """Be one node's part of the run or, outside of srun, become srun, which starts this command on every node."""
-    from tp_invariant_recipes.launch import meeting, node, progress, ranks, srun
+    from tp_invariant_recipes.launch import progress, ranks
+    from tp_invariant_recipes.multinode import agent, rendezvous, srun
 
-    place = meeting.place(os.environ)
+    place = rendezvous.place(os.environ)
     if place is None:
         srun.become(request)
 
@@ -120,7 +121,7 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
             yield tick
 
     with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
-        ended = node.run(place, srun.asked(request, watch), stop)
+        ended = agent.run(place, srun.asked(request, watch), stop)
     if ended.outcome is None and place.first:
         raise RunError(ended.why or "the run failed")
     if ended.outcome is None:

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from tp_invariant_recipes.config.allocation import Allocation, ranks_per_node
 from tp_invariant_recipes.config.compose import cluster_files
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.launch import srun
+from tp_invariant_recipes.multinode import srun
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]*&|()-]+")  # needs no quotes on an #SBATCH line

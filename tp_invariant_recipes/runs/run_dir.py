@@ -92,7 +92,7 @@ class RunDir:
 
     @property
     def ended(self) -> Path:
-        """One word for the job's script: how the last try in a job ended (launch/node.py)."""
+        """One word for the job's script: how the last try in a job ended (multinode/agent.py)."""
         return self.path / "job.ended"
 
     def rank_log(self, rank: int) -> Path:

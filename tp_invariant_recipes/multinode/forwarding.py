@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch.meeting import Meeting
 from tp_invariant_recipes.ledger.record import put_aside
+from tp_invariant_recipes.multinode.rendezvous import Meeting
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 CHUNK = 1 << 20  # bytes

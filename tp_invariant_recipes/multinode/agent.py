@@ -20,11 +20,11 @@ from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import plan, ranks, train
-from tp_invariant_recipes.launch.forwarding import Receiver, Sender
-from tp_invariant_recipes.launch.meeting import POLL, Meeting, Place, Stopped
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
-from tp_invariant_recipes.launch.together import PeerFailed, Superseded, Together
+from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
+from tp_invariant_recipes.multinode.heartbeat import PeerFailed, Superseded, Together
+from tp_invariant_recipes.multinode.rendezvous import POLL, Meeting, Place, Stopped
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.run_dir import RunDir
 

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 from tp_invariant_recipes.config import allocation, environment, layout
 from tp_invariant_recipes.config.compose import cluster_files, listed
 from tp_invariant_recipes.errors import ConfigError, RunError
-from tp_invariant_recipes.launch.node import Asked
 from tp_invariant_recipes.launch.plan import Plan, Request, device_on
+from tp_invariant_recipes.multinode.agent import Asked
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 
 # srun would bind the one task of a node, and with it all its ranks, to one core.

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch.forwarding import Receiver, Sender
-from tp_invariant_recipes.launch.meeting import Meeting
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
+from tp_invariant_recipes.multinode.rendezvous import Meeting
 from tp_invariant_recipes.runs import attempts
 
 ROUND = 1.0  # seconds between looks at the other nodes
