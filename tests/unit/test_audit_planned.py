@@ -7,10 +7,11 @@ import pytest
 
 from tp_invariant_recipes.compare.norm_ratios import Norms
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch import audit, plan, preflight
+from tp_invariant_recipes.launch import plan, preflight
 from tp_invariant_recipes.runs.audit_dir import AuditedRun
 from tp_invariant_recipes.training.shards import Place
 from tp_invariant_recipes.training.whole_norms import whole_norms
+from tp_invariant_recipes.workflows import audit
 
 pytestmark = pytest.mark.usefixtures("here")
 

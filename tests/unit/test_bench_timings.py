@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.launch.timings import Spread, ratio, slowest, spread
+from tp_invariant_recipes.workflows.timings import Spread, ratio, slowest, spread
 
 SECONDS = st.floats(min_value=1e-6, max_value=1e4)
 STEPS = st.lists(SECONDS, min_size=1, max_size=20)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tp_invariant_recipes.launch import bench
+from tp_invariant_recipes.workflows import bench
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 

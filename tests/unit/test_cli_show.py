@@ -10,10 +10,10 @@ from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
-from tp_invariant_recipes.launch import diagnosis
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.patches.patch import Patch, Verdict
 from tp_invariant_recipes.replacement import Replacement
+from tp_invariant_recipes.workflows import doctor
 
 H200 = Gpu("NVIDIA H200", (9, 0), 139 * 2**30)
 
@@ -90,10 +90,10 @@ def machine(monkeypatch):
     )
 
     def make(found=(), versions=None):
-        proven = {r.distribution: r.proven for r in diagnosis.REQUIREMENTS}
+        proven = {r.distribution: r.proven for r in doctor.REQUIREMENTS}
         monkeypatch.setattr(registry, "PATCHES", patches)
         monkeypatch.setattr(gpus, "visible", lambda: list(found))
-        monkeypatch.setattr(diagnosis, "installed", (proven | (versions or {})).get)
+        monkeypatch.setattr(doctor, "installed", (proven | (versions or {})).get)
 
     return make
 
@@ -119,7 +119,7 @@ def test_doctor_as_json(cli, machine):
     for state in ("applies", "not needed", "refused"):
         assert found[f"patch {state.replace(' ', '-')}"] == state
     assert {"Python", "C compiler", "free disk here"} < found.keys()
-    assert {r.distribution for r in diagnosis.REQUIREMENTS} < found.keys()
+    assert {r.distribution for r in doctor.REQUIREMENTS} < found.keys()
     assert {what for what, state in states(ended).items() if state != "ok"} == {"patch refused"}
     (applies,) = (row for row in rows if row["what"] == "patch applies")
     assert (applies["reason"], applies["versions"], applies["advice"]) == ("package 1.9", "package <2", "joins")

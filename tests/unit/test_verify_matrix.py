@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.errors import LedgerError, RunError
-from tp_invariant_recipes.launch import judgement, matrix, verify
-from tp_invariant_recipes.launch.judgement import judge
-from tp_invariant_recipes.launch.matrix import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.workflows import matrix, verdict, verify
+from tp_invariant_recipes.workflows.matrix import Axis, Cell, Matrix, MatrixDir
+from tp_invariant_recipes.workflows.verdict import judge
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
@@ -231,7 +231,7 @@ def ran(where: MatrixDir, tp: int, steps: int = 3, mode: str = "tree", **changes
     write_ledger(where.cell(f"tp{tp}").ledger, header(tp, mode), steps, **changes)
 
 
-def states(judged: judgement.Judgement) -> list[tuple[str, str]]:
+def states(judged: verdict.Judgement) -> list[tuple[str, str]]:
     return [(row.label, row.words) for row in judged.rows]
 
 
@@ -497,7 +497,9 @@ def test_the_command_prints_a_table_a_line_and_json(cli, here):
 
 
 def test_judging_needs_neither_torch_nor_bridge(here):
-    script = "import sys, tp_invariant_recipes.launch.judgement as j; print({'torch', 'megatron'} & sys.modules.keys())"
+    script = (
+        "import sys, tp_invariant_recipes.workflows.verdict as j; print({'torch', 'megatron'} & sys.modules.keys())"
+    )
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, text=True)
     assert result.stdout == "set()\n", result.stderr

@@ -50,8 +50,8 @@ def audit(
     tpi audit nemotron3_nano_toy cuda_graph=te precision=fp8_tensorwise gbs=4
     tpi audit qwen3_toy seq=64 --against model.recompute_granularity=selective
     """
-    from tp_invariant_recipes.launch import audit as launch
     from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.workflows import audit as launch
 
     console = progress.console()
     with progress.preparing(console) as report:

@@ -45,10 +45,10 @@ def bench(
     tpi bench qwen3_8b tp=4 --modes tree,tree+digests
     tpi bench qwen3_toy tp=2 seq=64 --rounds 3 --profile
     """
-    from tp_invariant_recipes.launch import bench as launch
     from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.launch.bench_progress import Passes
     from tp_invariant_recipes.launch.train import check
+    from tp_invariant_recipes.workflows import bench as launch
+    from tp_invariant_recipes.workflows.bench_progress import Passes
 
     console = progress.console()
     with progress.preparing(console) as report:

@@ -36,8 +36,8 @@ def bisect(
     """
     from tp_invariant_recipes.compare.compare import Comparison
     from tp_invariant_recipes.compare.text import one, verdict_line
-    from tp_invariant_recipes.launch import bisect as launch
     from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.workflows import bisect as launch
 
     if verbose:
         os.environ[VERBOSE] = "1"

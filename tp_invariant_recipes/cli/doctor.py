@@ -24,14 +24,14 @@ def doctor(as_json: Json = False) -> None:
     Exit status 1 when something is missing that training here needs. A refused patch is no reason: it stops the runs
     that come to the code it is for.
     """
-    from tp_invariant_recipes.launch import diagnosis
+    from tp_invariant_recipes.workflows import doctor
 
-    findings = diagnosis.examine()
+    findings = doctor.examine()
     if as_json:
         print(json.dumps([finding.__dict__ for finding in findings], indent=2))
     else:
         console = Console(highlight=False)
-        patches = [finding for finding in findings if isinstance(finding, diagnosis.PatchFinding)]
+        patches = [finding for finding in findings if isinstance(finding, doctor.PatchFinding)]
         table = Table("what", "found", "", "for what it is and how to get it")
         for finding in findings:
             if finding not in patches:

@@ -18,7 +18,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.quiet import VERBOSE
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.launch.judgement import Judgement, Row
+    from tp_invariant_recipes.workflows.verdict import Judgement, Row
 
 _COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
 
@@ -62,7 +62,7 @@ def verify(
     if judge is not None:
         if model is not None or overrides or directory is not None:
             raise ConfigError("--judge DIR takes its runs from the directory: leave MODEL, overrides and --dir out")
-        from tp_invariant_recipes.launch.judgement import judge as judge_directory
+        from tp_invariant_recipes.workflows.verdict import judge as judge_directory
 
         judgement = judge_directory(judge.expanduser(), against)
     elif model is None:
@@ -78,7 +78,7 @@ def verify(
 
 def _run(model: str, overrides: list[str], against: Path | None, directory: Path | None, verbose: bool) -> "Judgement":
     from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.launch import verify as launch
+    from tp_invariant_recipes.workflows import verify as launch
 
     if verbose:
         os.environ[VERBOSE] = "1"

@@ -205,7 +205,7 @@ def _status(completed: bool) -> int:
 
 def _judged(part: Part, word: str | None) -> End:
     """Of a judge that SLURM has no job of any more, by what it has written."""
-    from tp_invariant_recipes.launch.matrix import MatrixDir  # and with it Hydra, which only this needs
+    from tp_invariant_recipes.workflows.matrix import MatrixDir  # and with it Hydra, which only this needs
 
     try:
         found = json.loads(MatrixDir(part.directory).result.read_text(encoding="utf-8"))

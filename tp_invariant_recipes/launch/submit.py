@@ -17,12 +17,13 @@ from tp_invariant_recipes.config.allocation import Allocation
 from tp_invariant_recipes.config.compose import Composed, cluster_files, compose, listed
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
-from tp_invariant_recipes.launch import jobs, matrix, plan, script, slurm, verify
+from tp_invariant_recipes.launch import jobs, plan, script, slurm
 from tp_invariant_recipes.launch.script import CellStep, Job
 from tp_invariant_recipes.launch.slurm import Partition
 from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.multinode import srun
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
+from tp_invariant_recipes.workflows import matrix, verify
 
 # Keys that the command itself decides -> how to say it instead.
 RESERVED = {

@@ -11,11 +11,11 @@ from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.text import proved, remarks, report, verdict_line
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.launch.matrix import Cell, Matrix, MatrixDir
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.lines import DIGESTED
 from tp_invariant_recipes.ledger.reader import Ledger, read
 from tp_invariant_recipes.runs import attempts
+from tp_invariant_recipes.workflows.matrix import Cell, Matrix, MatrixDir
 
 SCHEMA = 1
 

@@ -21,11 +21,11 @@ from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, train
-from tp_invariant_recipes.launch.parting import distances, module_of, operation, worth_dumping
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.reader import Ledger, contents, read
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
+from tp_invariant_recipes.workflows.first_divergence import distances, module_of, operation, worth_dumping
 
 SCHEMA = 1
 SIDES = ("a", "b")

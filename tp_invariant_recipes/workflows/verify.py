@@ -10,14 +10,15 @@ from typing import Any
 from tp_invariant_recipes.config import layout
 from tp_invariant_recipes.config.compose import Composed, compose, listed
 from tp_invariant_recipes.errors import ConfigError, LedgerError, TpiError
-from tp_invariant_recipes.launch import matrix, plan
-from tp_invariant_recipes.launch.judgement import Judgement, judge
+from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
-from tp_invariant_recipes.launch.matrix import Axis, Cell, Choice, Matrix, MatrixDir
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.lines import Header, identity_differences
 from tp_invariant_recipes.ledger.reader import Ledger, read
 from tp_invariant_recipes.runs.run_dir import choose_for_several
+from tp_invariant_recipes.workflows import matrix
+from tp_invariant_recipes.workflows.matrix import Axis, Cell, Choice, Matrix, MatrixDir
+from tp_invariant_recipes.workflows.verdict import Judgement, judge
 
 __all__ = ["Judgement", "Verification", "check", "execute", "judge", "new"]
 

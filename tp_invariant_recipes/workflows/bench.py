@@ -16,12 +16,12 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.launch.timings import Spread, ratio, slowest, spread
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.training import bench as rank
 from tp_invariant_recipes.training import profile
 from tp_invariant_recipes.training.profile import Trace
+from tp_invariant_recipes.workflows.timings import Spread, ratio, slowest, spread
 
 # Keys that the benchmark itself decides -> how to say it instead.
 RESERVED = {

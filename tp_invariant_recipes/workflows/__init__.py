@@ -1,0 +1,1 @@
+"""Commands that make several runs and judge them: verify, bisect, audit, bench. And doctor."""
