@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch import following, jobs
-from tp_invariant_recipes.launch.following import Source, Tails
+from tp_invariant_recipes.jobs import follow, registry
+from tp_invariant_recipes.jobs.follow import Source, Tails
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 SQUEUE = r"""#!/bin/bash
@@ -74,7 +74,7 @@ def _state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.chdir(tmp_path)
     for name, value in {"FIRST_PAUSE": 0.0, "LONGEST_PAUSE": 0.01, "LOOK": 0.01}.items():
-        monkeypatch.setattr(following, name, value)
+        monkeypatch.setattr(follow, name, value)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def submitted(tmp_path: Path) -> Callable[..., Made]:
             RunDir(run).config.write_text(f"cluster: {{shared_files: {str(shared).lower()}}}\n")
             RunDir(run).run.write_text('{"attempts": []}')
         if known:
-            jobs.remember(directory, [job, *(one["id"] for one in judge)])
+            registry.remember(directory, [job, *(one["id"] for one in judge)])
         return Made(directory)
 
     return make
@@ -174,24 +174,24 @@ def age(directory: Path, seconds: float = 2 * 24 * 3600) -> None:
 
 
 def test_the_registry_gives_ids_their_directories_in_order(tmp_path):
-    jobs.remember(tmp_path / "a", ["12"])
-    jobs.remember(tmp_path / "b", ["13", "14"])
-    assert jobs.registered().lines == (("12", tmp_path / "a"), ("13", tmp_path / "b"), ("14", tmp_path / "b"))
-    assert jobs.registry() == tmp_path / "state" / "tpi" / "jobs.jsonl"
+    registry.remember(tmp_path / "a", ["12"])
+    registry.remember(tmp_path / "b", ["13", "14"])
+    assert registry.registered().lines == (("12", tmp_path / "a"), ("13", tmp_path / "b"), ("14", tmp_path / "b"))
+    assert registry.registry() == tmp_path / "state" / "tpi" / "jobs.jsonl"
 
 
 def test_the_registry_lies_in_the_home_where_nothing_else_is_said(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    jobs.remember(tmp_path / "a", ["12"])
+    registry.remember(tmp_path / "a", ["12"])
     assert (tmp_path / ".local/state/tpi/jobs.jsonl").is_file()
 
 
 def test_an_id_that_comes_twice_is_that_of_the_later_submission(tmp_path):
     for name in ("a", "b"):
-        jobs.remember(tmp_path / name, ["12"])
-    assert jobs.registered().owners == {"12": tmp_path / "b"}
-    assert jobs.registered().directories == [tmp_path / "a", tmp_path / "b"]
+        registry.remember(tmp_path / name, ["12"])
+    assert registry.registered().owners == {"12": tmp_path / "b"}
+    assert registry.registered().directories == [tmp_path / "a", tmp_path / "b"]
 
 
 TORN = ('{"job": "13', '{"job": "13"}', "[]", "null", '{"job": "13", "directory": 5}', "\xff")
@@ -199,34 +199,34 @@ TORN = ('{"job": "13', '{"job": "13"}', "[]", "null", '{"job": "13", "directory"
 
 @pytest.mark.parametrize("torn", TORN)
 def test_a_torn_line_costs_no_other(tmp_path, torn):
-    jobs.remember(tmp_path / "a", ["12"])
-    with jobs.registry().open("a", encoding="latin-1") as stream:
+    registry.remember(tmp_path / "a", ["12"])
+    with registry.registry().open("a", encoding="latin-1") as stream:
         stream.write(torn)
-    jobs.remember(tmp_path / "c", ["14"])
-    assert jobs.registered().owners == {"12": tmp_path / "a", "14": tmp_path / "c"}
+    registry.remember(tmp_path / "c", ["14"])
+    assert registry.registered().owners == {"12": tmp_path / "a", "14": tmp_path / "c"}
 
 
 def test_submissions_at_the_same_time_do_not_mix(tmp_path):
     def submit(first: int) -> None:
         for n in range(first, first + 100, 2):
-            jobs.remember(tmp_path / str(n), [str(n), str(n + 1)])
+            registry.remember(tmp_path / str(n), [str(n), str(n + 1)])
 
     threads = [threading.Thread(target=submit, args=(100 * k,)) for k in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert jobs.registered().owners == {str(n): tmp_path / str(n - n % 2) for n in range(800)}
+    assert registry.registered().owners == {str(n): tmp_path / str(n - n % 2) for n in range(800)}
 
 
 def test_a_registry_that_cannot_be_written_is_said(tmp_path):
-    jobs.registry().mkdir(parents=True)
+    registry.registry().mkdir(parents=True)
     with pytest.raises(RunError, match=r"cannot write .*jobs\.jsonl: Is a directory"):
-        jobs.remember(tmp_path, ["12"])
+        registry.remember(tmp_path, ["12"])
 
 
 def test_a_registry_that_cannot_be_read_is_said(cli):
-    jobs.registry().mkdir(parents=True)
+    registry.registry().mkdir(parents=True)
     ended = cli("jobs")
     assert (ended.status, ended.err) == (2, f"error: cannot read {jobs.registry()}: Is a directory\n")
 
@@ -239,7 +239,7 @@ def test_a_job_is_found_by_its_id_its_name_and_its_directory(submitted, tmp_path
     monkeypatch.setenv("HOME", str(tmp_path / "runs"))
     made = submitted("a")
     submitted("b", "14")
-    (found,) = jobs.find([name])
+    (found,) = registry.find([name])
     assert found.directory == made.directory
     assert [(part.id, part.role, part.run.path, part.ours) for part in found.parts] == [
         ("12", "train", made.directory, True)
@@ -248,21 +248,21 @@ def test_a_job_is_found_by_its_id_its_name_and_its_directory(submitted, tmp_path
 
 def test_a_directory_needs_no_registry(submitted):
     made = submitted("a", known=False)
-    assert jobs.find(["runs/a"])[0].directory == made.directory
+    assert registry.find(["runs/a"])[0].directory == made.directory
     with pytest.raises(RunError, match="no job a"):
-        jobs.find(["a"])
+        registry.find(["a"])
 
 
 def test_a_verify_is_an_array_and_a_judge(submitted):
     made = submitted("v", cells=("tp1", "tp2"))
     for name in ("12", "13", "v"):
-        (found,) = jobs.find([name])
+        (found,) = registry.find([name])
         assert [(part.id, part.role, part.run.path) for part in found.parts] == [
             ("12_0", "cell", made.directory / "tp1"),
             ("12_1", "cell", made.directory / "tp2"),
             ("13", "judge", made.directory),
         ]
-    (found,) = jobs.find(["12_1"])
+    (found,) = registry.find(["12_1"])
     assert [part.name for part in found.parts] == ["v/tp2"]
 
 
@@ -270,7 +270,7 @@ def test_a_name_of_several_runs_is_refused_with_their_directories(submitted, tmp
     submitted("x/a")
     submitted("y/a", "14")
     with pytest.raises(RunError) as refused:
-        jobs.find(["a"])
+        registry.find(["a"])
     assert str(refused.value).splitlines() == [
         "a is the name of 2 runs; say which:",
         f"  {tmp_path}/runs/x/a",
@@ -292,14 +292,14 @@ def test_an_unknown_job_is_named_with_near_ones(submitted, tmp_path, name, says)
     submitted("v", "13", cells=("tp1", "tp2"))
     (tmp_path / "runs" / "x").mkdir()
     with pytest.raises(RunError) as refused:
-        jobs.find([name])
+        registry.find([name])
     assert str(refused.value).startswith(says)
 
 
 def test_all_that_is_unknown_is_said_at_once(submitted):
     submitted("a")
     with pytest.raises(RunError) as refused:
-        jobs.find(["99", "a", "b"])
+        registry.find(["99", "a", "b"])
     assert [line.split(";")[0] for line in str(refused.value).splitlines()] == [
         "job 99 was not submitted by tpi from this account",
         "no job b",
@@ -314,7 +314,7 @@ def test_a_broken_submission_is_an_error_that_names_the_file(submitted, text):
     made = submitted("a", known=False)
     RunDir(made.directory).submission.write_text(text)
     with pytest.raises(RunError, match=r"runs/a/submission\.json cannot be read"):
-        jobs.find(["runs/a"])
+        registry.find(["runs/a"])
 
 
 def test_completion_offers_ids_and_names_of_what_is_there(submitted):
@@ -322,8 +322,8 @@ def test_completion_offers_ids_and_names_of_what_is_there(submitted):
     submitted("a2", "14")
     gone = submitted("a3", "16")
     os.rename(gone.directory, gone.directory.with_name("elsewhere"))
-    assert jobs.completions("1") == [("14", "a2"), ("12", "a1")]
-    assert [name for name, _ in jobs.completions("a")] == ["a2", "a1"]
+    assert registry.completions("1") == [("14", "a2"), ("12", "a1")]
+    assert [name for name, _ in registry.completions("a")] == ["a2", "a1"]
 
 
 # States: what squeue, run.json and sacct say -> word, exit status (None: not ended), and words of the note.
@@ -581,20 +581,20 @@ def test_wait_does_not_take_the_word_of_an_earlier_try_for_the_last(cli, slurm, 
 def test_wait_goes_on_when_a_job_that_has_ended_is_started_again(slurm, submitted, monkeypatch):
     made = submitted()
     clock = [0.0]
-    monkeypatch.setattr(following.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])
     slurm.scene(row("12", "FAILED"))
     for _ in range(20):
         slurm.scene(row("12", "RUNNING"))
     slurm.scene(before=made.attempt(outcome="completed"))
-    watch = following.Watch(jobs.find(["12"]), lambda line: None)
+    watch = follow.Watch(registry.find(["12"]), lambda line: None)
     while not watch():
         clock[0] += 1.0
     assert [state.word for state in watch.states[0]] == ["completed"]
-    assert clock[0] > following.SETTLE
+    assert clock[0] > follow.SETTLE
 
 
 def test_wait_for_a_job_that_leaves_no_word_ends_in_the_end(cli, slurm, submitted, monkeypatch):
-    monkeypatch.setattr(following, "SETTLE", 1.0)
+    monkeypatch.setattr(follow, "SETTLE", 1.0)
     made = submitted()
     now(made.attempt())
     log = made.directory / "logs" / "job-12.log"
@@ -680,14 +680,14 @@ def test_the_controller_is_asked_less_and_less_often(slurm, submitted, monkeypat
     made = submitted()
     clock = [0.0]
     asked = []
-    monkeypatch.setattr(following, "FIRST_PAUSE", 2.0)
-    monkeypatch.setattr(following, "LONGEST_PAUSE", 15.0)
-    monkeypatch.setattr(following.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(follow, "FIRST_PAUSE", 2.0)
+    monkeypatch.setattr(follow, "LONGEST_PAUSE", 15.0)
+    monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])
     slurm.scene(row("12", "PENDING"))
     for _ in range(14):
         slurm.scene(row("12", "RUNNING"))
     slurm.scene(before=made.attempt(outcome="completed"))
-    watch = following.Watch(jobs.find(["12"]), lambda line: None)
+    watch = follow.Watch(registry.find(["12"]), lambda line: None)
     while True:
         before = len(slurm.calls("squeue"))
         over = watch()
@@ -796,7 +796,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cli, slurm, submitted, monkey
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(following.time, "sleep", interrupt)
+    monkeypatch.setattr(follow.time, "sleep", interrupt)
     assert cli("logs", "-f", "12").status == 130
     assert cli("wait", "12").status == 130
     assert slurm.calls("scancel") == []

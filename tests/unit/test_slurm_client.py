@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch import slurm
-from tp_invariant_recipes.launch.slurm import Accounted, Partition, Queued
+from tp_invariant_recipes.jobs import slurm_client
+from tp_invariant_recipes.jobs.slurm_client import Accounted, Partition, Queued
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ ROWS = """\
 def test_the_queue_is_read(command, asked):
     command("squeue", ROWS)
     command("scontrol", "n2\nn3\n")
-    assert slurm.queue() == [
+    assert slurm_client.queue() == [
         Queued("7", None, "tpi-a|b", "RUNNING", "None", 596, ("n1",)),
         Queued("8", "0-4", "tpi-v", "PENDING", "Resources", None, ()),
         Queued("8", "5", "tpi-v", "RUNNING", "None", 93784, ("n2", "n3")),
@@ -73,8 +73,8 @@ def test_the_queue_is_read(command, asked):
 
 def test_only_what_is_asked_for_is_looked_up(command, asked):
     command("squeue")
-    assert slurm.queue(["7", "8_0"]) == []
-    assert slurm.queue([]) == []
+    assert slurm_client.queue(["7", "8_0"]) == []
+    assert slurm_client.queue([]) == []
     assert [words for words, _ in asked()] == [
         ["--noheader", "--states=all", "--format=%F|%K|%T|%r|%L|%N|%j", "--jobs=7,8_0"]
     ]
@@ -82,7 +82,7 @@ def test_only_what_is_asked_for_is_looked_up(command, asked):
 
 def test_a_job_that_is_forgotten_is_absent(command):
     command("squeue", err="slurm_load_jobs error: Invalid job id specified\n", status=1)
-    assert slurm.queue(["7"]) == []
+    assert slurm_client.queue(["7"]) == []
 
 
 @pytest.mark.parametrize("state", ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "REQUEUE_HOLD"))
@@ -97,7 +97,7 @@ def test_a_job_that_has_ended_is_over(state):
 
 def test_the_accounts_are_read(command, asked):
     command("sacct", "7|COMPLETED|0:0\n8_0|FAILED|2:0\n8_1|CANCELLED by 1000|0:15\n9|RUNNING|0:0\n")
-    assert slurm.accounting(["7", "8", "9"]) == {
+    assert slurm_client.accounting(["7", "8", "9"]) == {
         "7": Accounted("COMPLETED", 0),
         "8_0": Accounted("FAILED", 2),
         "8_1": Accounted("CANCELLED", 143),
@@ -107,15 +107,15 @@ def test_the_accounts_are_read(command, asked):
 
 
 def test_without_accounts_nothing_is_known(command):
-    assert slurm.accounting(["7"]) == {}  # no sacct
+    assert slurm_client.accounting(["7"]) == {}  # no sacct
     command("sacct", err="Slurm accounting storage is disabled\n", status=1)
-    assert slurm.accounting(["7"]) == {}
-    assert slurm.accounting([]) == {}
+    assert slurm_client.accounting(["7"]) == {}
+    assert slurm_client.accounting([]) == {}
 
 
 def test_the_partitions_are_read(command):
     command("sinfo", "cpu*|2/1/0/3|1-00:00:00\nshort|0/3/0/3|1:00\nfree|0/1/1/2|infinite\n")
-    assert slurm.partitions() == [
+    assert slurm_client.partitions() == [
         Partition("cpu", True, 3, 86400),
         Partition("short", False, 3, 60),
         Partition("free", False, 2, None),
@@ -124,14 +124,14 @@ def test_the_partitions_are_read(command):
 
 def test_cancelling_asks_for_each_job_and_forgives_those_that_are_gone(command, asked):
     command("scancel", err="scancel: error: Kill job error on job id 7: Invalid job id specified\n", status=1)
-    slurm.cancel(["7", "8_0"])
+    slurm_client.cancel(["7", "8_0"])
     assert [words for words, _ in asked()] == [["7"], ["8_0"]]
 
 
 def test_a_job_of_somebody_else_is_not_cancelled_in_silence(command):
     command("scancel", err="scancel: error: Kill job error on job id 7: Access/permission denied\n", status=1)
     with pytest.raises(RunError, match=r"(?s)job id 7: Access/permission denied\nit is somebody else's"):
-        slurm.cancel(["7"])
+        slurm_client.cancel(["7"])
 
 
 # Submitting
@@ -148,7 +148,7 @@ def script(tmp_path):
 @pytest.mark.parametrize("answer", ("12\n", "12;cluster\n"))
 def test_submitting_gives_the_id(command, asked, script, answer):
     command("sbatch", answer)
-    assert slurm.sbatch(script, ["--dependency=afterany:7"]) == "12"
+    assert slurm_client.sbatch(script, ["--dependency=afterany:7"]) == "12"
     assert asked()[0][0] == ["--parsable", "--dependency=afterany:7", str(script)]
 
 
@@ -158,7 +158,7 @@ def test_the_script_says_more_than_variables(command, asked, script, monkeypatch
     kept = ("SBATCH_ACCOUNT", "SLURM_CONF", "SLURM_MEM_PER_NODE", "MY_OWN")
     for name in (*dropped, *kept):
         monkeypatch.setenv(name, "x")
-    slurm.sbatch(script, [])
+    slurm_client.sbatch(script, [])
     given = asked()[0][1]
     assert [name for name in dropped if name in given] == []
     assert [name for name in kept if name not in given] == []
@@ -168,7 +168,7 @@ def test_a_job_submitted_in_a_job_is_not_a_part_of_it(command, asked, script, mo
     command("sbatch", "12\n")
     for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SLURM_NTASKS", "SLURM_CONF"):
         monkeypatch.setenv(name, "x")
-    slurm.sbatch(script, [])
+    slurm_client.sbatch(script, [])
     assert [name for name in asked()[0][1] if name.startswith("SLURM")] == ["SLURM_CONF"]
 
 
@@ -194,7 +194,7 @@ MISTAKES = (
 def test_a_mistake_is_slurms_words_and_what_to_do(command, script, words, advice):
     command("sbatch", err=f"sbatch: error: {words}\n", status=1)
     with pytest.raises(RunError) as raised:
-        slurm.sbatch(script, [])
+        slurm_client.sbatch(script, [])
     message = str(raised.value)
     assert words.splitlines()[-1].removeprefix("sbatch: error: ") in message
     assert advice in message.splitlines()[-1]
@@ -203,13 +203,18 @@ def test_a_mistake_is_slurms_words_and_what_to_do(command, script, words, advice
 def test_words_that_are_not_in_the_table_are_shown_as_they_are(command, script):
     command("sbatch", err="sbatch: error: lua: no more than 3 coffees\n", status=1)
     with pytest.raises(RunError) as raised:
-        slurm.sbatch(script, [])
+        slurm_client.sbatch(script, [])
     assert str(raised.value) == "sbatch: lua: no more than 3 coffees"
 
 
 @pytest.mark.usefixtures("command")
 def test_where_slurm_is_not_installed_that_is_said(script):
-    for call in (lambda: slurm.sbatch(script, []), slurm.queue, slurm.partitions, lambda: slurm.cancel(["7"])):
+    for call in (
+        lambda: slurm_client.sbatch(script, []),
+        slurm_client.queue,
+        slurm_client.partitions,
+        lambda: slurm_client.cancel(["7"]),
+    ):
         with pytest.raises(
             RunError, match=r"^SLURM is not installed here: \w+ is not on PATH; .*scripts/slurm-cluster"
         ):
@@ -217,23 +222,23 @@ def test_where_slurm_is_not_installed_that_is_said(script):
 
 
 def test_a_queue_that_stays_full_is_not_waited_for(command, script, monkeypatch):
-    monkeypatch.setattr(slurm, "PATIENCE", 1.0)
+    monkeypatch.setattr(slurm_client, "PATIENCE", 1.0)
     command("sbatch", err="sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying\n", seconds=60)
     began = time.monotonic()
     with pytest.raises(RunError, match="the queue is full for now"):
-        slurm.sbatch(script, [])
+        slurm_client.sbatch(script, [])
     assert time.monotonic() - began < 30
 
 
 def test_a_controller_that_is_slow_is_waited_for(command, script, monkeypatch):
-    monkeypatch.setattr(slurm, "PATIENCE", 0.1)
+    monkeypatch.setattr(slurm_client, "PATIENCE", 0.1)
     command("sbatch", "12\n", seconds=1)
-    assert slurm.sbatch(script, []) == "12"
+    assert slurm_client.sbatch(script, []) == "12"
 
 
 def test_a_command_that_never_answers_is_given_up(command, script, monkeypatch):
-    monkeypatch.setattr(slurm, "PATIENCE", 0.1)
-    monkeypatch.setattr(slurm, "TIMEOUT", 0.3)
+    monkeypatch.setattr(slurm_client, "PATIENCE", 0.1)
+    monkeypatch.setattr(slurm_client, "TIMEOUT", 0.3)
     command("sbatch", seconds=60)
     with pytest.raises(RunError, match="look with squeue --me before you repeat"):
-        slurm.sbatch(script, [])
+        slurm_client.sbatch(script, [])

@@ -17,7 +17,7 @@ import pytest
 
 from tp_invariant_recipes.config import source
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.launch import script, submit
+from tp_invariant_recipes.jobs import script, submit
 
 EXPECTED = Path(__file__).parents[1] / "slurm" / "expected"
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")

@@ -12,8 +12,8 @@ import pytest
 
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.launch import submit
-from tp_invariant_recipes.launch.slurm import Partition
+from tp_invariant_recipes.jobs import submit
+from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 pytestmark = pytest.mark.usefixtures("no_gpus")

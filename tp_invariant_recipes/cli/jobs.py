@@ -15,7 +15,7 @@ from rich.text import Text
 from tp_invariant_recipes.cli.arguments import Json
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.launch.job_states import State
+    from tp_invariant_recipes.jobs.states import State
 
 SCHEMA = 1  # of `tpi jobs --json`
 
@@ -23,7 +23,7 @@ _COLOURS = {0: "green", 1: "red", 2: "yellow", None: ""}  # by exit status; None
 
 
 def _jobs(incomplete: str) -> list[tuple[str, str]]:
-    from tp_invariant_recipes.launch.jobs import completions
+    from tp_invariant_recipes.jobs.registry import completions
 
     return completions(incomplete)
 
@@ -57,10 +57,10 @@ def jobs(
     known), exit_status (as of `tpi wait`; null: not ended), tries, step, of, loss, seconds_left (of the time limit),
     nodes, note.
     """
-    from tp_invariant_recipes.launch import job_states
-    from tp_invariant_recipes.launch.jobs import find
+    from tp_invariant_recipes.jobs import states
+    from tp_invariant_recipes.jobs.registry import find
 
-    found = job_states.look(find(names)) if names else job_states.look_around(everything=everything)
+    found = states.look(find(names)) if names else states.look_around(everything=everything)
     rows = [state for one in found.states for state in one]
     if as_json:
         print(json.dumps({"schema": SCHEMA, "warning": found.silence, "jobs": [state.as_dict() for state in rows]}))
@@ -99,8 +99,8 @@ def logs(
     tpi logs 12 --rank 3
     tpi logs verify-qwen3_8b-20260101-120000 --cell tp2
     """
-    from tp_invariant_recipes.launch import following as launch
-    from tp_invariant_recipes.launch.jobs import find, of_cell
+    from tp_invariant_recipes.jobs import follow as launch
+    from tp_invariant_recipes.jobs.registry import find, of_cell
 
     submission = find([name])[0]
     if cell is not None:
@@ -124,8 +124,8 @@ def cancel(names: Jobs) -> None:
     tpi cancel 12
     tpi cancel 12_1 qwen3_8b-tp4-20260101-120000
     """
-    from tp_invariant_recipes.launch.cancel import cancel as launch
-    from tp_invariant_recipes.launch.jobs import find
+    from tp_invariant_recipes.jobs.cancel import cancel as launch
+    from tp_invariant_recipes.jobs.registry import find
     from tp_invariant_recipes.runs.run_dir import RunDir
 
     before = [state for one in launch(find(names)) for state in one]
@@ -156,24 +156,24 @@ def wait(
     tpi wait 12 13 --timeout 3600
     tpi wait $(tpi submit qwen3_8b tp=4 cluster=h100 slurm.time=1:00:00)
     """
-    from tp_invariant_recipes.launch import following
-    from tp_invariant_recipes.launch.jobs import find
+    from tp_invariant_recipes.jobs import follow
+    from tp_invariant_recipes.jobs.registry import find
 
-    found = following.wait(find(names), _say, timeout)
+    found = follow.wait(find(names), _say, timeout)
     for states in found:
         _print(_closing(states))
     _leave(found)
 
 
 def _leave(found: "Iterable[Sequence[State]]") -> None:
-    from tp_invariant_recipes.launch.job_states import exit_status
+    from tp_invariant_recipes.jobs.states import exit_status
 
     raise typer.Exit(max(exit_status(states) or 0 for states in found))
 
 
 def _closing(states: "Sequence[State]") -> str:
     """How a submission ended: the verdict where there is one, and whatever failed."""
-    from tp_invariant_recipes.launch.jobs import JUDGE
+    from tp_invariant_recipes.jobs.registry import JUDGE
 
     faulty = [state for state in states if state.exit_status == 2]
     told = [state for state in states if state.part.role == JUDGE] or states

@@ -11,7 +11,7 @@ from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Model, Overrid
 from tp_invariant_recipes.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.launch.submit import Submission
+    from tp_invariant_recipes.jobs.submit import Submission
 
 
 def submit(
@@ -52,8 +52,8 @@ def submit(
     tpi submit qwen3_8b tp=1,2,4,8 numerics=tree cluster=h100 slurm.time=60 --verify
     tpi wait $(tpi submit qwen3_toy tp=2 --cluster-file site.yaml slurm.time=10)
     """
+    from tp_invariant_recipes.jobs import submit as launch
     from tp_invariant_recipes.launch import progress
-    from tp_invariant_recipes.launch import submit as launch
 
     asked = [*(overrides or []), *cluster_override(cluster_file)]
     if not verify and (against is not None or directory is not None):

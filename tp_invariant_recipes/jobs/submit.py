@@ -17,9 +17,10 @@ from tp_invariant_recipes.config.allocation import Allocation
 from tp_invariant_recipes.config.compose import Composed, cluster_files, compose, listed
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
-from tp_invariant_recipes.launch import jobs, plan, script, slurm
-from tp_invariant_recipes.launch.script import CellStep, Job
-from tp_invariant_recipes.launch.slurm import Partition
+from tp_invariant_recipes.jobs import registry, script, slurm_client
+from tp_invariant_recipes.jobs.script import CellStep, Job
+from tp_invariant_recipes.jobs.slurm_client import Partition
+from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.multinode import srun
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
@@ -76,7 +77,7 @@ class Submission:
         """What submission.json holds. ids: of the jobs that are submitted, in the order of the scripts."""
         done = zip(self.scripts, ids, strict=False)
         return {
-            "schema": jobs.SCHEMA,
+            "schema": registry.SCHEMA,
             "kind": "verify" if self.cells else "train",
             "model": self.model,
             "command": shlex.join(["tpi", *sys.argv[1:]]),
@@ -103,7 +104,7 @@ def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: 
     of_the_run = [text for text in composed.overrides if _key(text) != "run.dir"]
     text = script.train(job, composed.tree, model, of_the_run, where.path)
 
-    scripts = (Script(jobs.TRAIN, where.script, text),)
+    scripts = (Script(registry.TRAIN, where.script, text),)
     if dry:
         return Submission(model, about, where, (), scripts, _nothing, _nothing)
     in_the_job = compose(model, [*of_the_run, f"run.dir={where.path}", "launcher=slurm"])
@@ -158,8 +159,8 @@ def verification(
     judge = _judging(
         job, name=f"{name}-judge", about=f"{model}: compares the cells", log=_log(tree, where, "job-%j.log")
     )
-    cells = Script(jobs.CELLS, where.script, script.array(job, tree, model, steps, path))
-    compare = Script(jobs.JUDGE, path / "judge.sbatch", script.judge(judge, tree, path, [path, *reference]))
+    cells = Script(registry.CELLS, where.script, script.array(job, tree, model, steps, path))
+    compare = Script(registry.JUDGE, path / "judge.sbatch", script.judge(judge, tree, path, [path, *reference]))
     validate, write = partial(verify.check, found), partial(_write_cells, found)
     return Submission(model, about, where, tuple(trees), (cells, compare), validate, write)
 
@@ -193,17 +194,17 @@ def execute(submission: Submission) -> dict[str, Any]:
             where.write_text(one.file, one.text)
         where.write(where.submission, submission.as_dict())
         for number, one in enumerate(submission.scripts):
-            ids.append(slurm.sbatch(one.file, _options(number, *ids)))
+            ids.append(slurm_client.sbatch(one.file, _options(number, *ids)))
     except BaseException as error:
         try:
-            slurm.cancel(ids)
+            slurm_client.cancel(ids)
         except RunError as other:
             raise RunError(f"{error}\nand job {ids[0]}, submitted before it, could not be ended: {other}") from error
         _remove(where.path, whole=made)
         raise
     found = submission.as_dict(ids)
     try:
-        jobs.remember(where.path, ids)
+        registry.remember(where.path, ids)
         where.write(where.submission, found)
     except RunError as error:
         raise RunError(f"job {' and '.join(ids)} is submitted, but tpi jobs may not find it: {error}") from error
@@ -249,7 +250,7 @@ def _check(trees: Sequence[dict[str, Any]], problems: list[str], *, dry: bool) -
     problems = [*problems, *wrong]
     if not dry:
         try:
-            there = slurm.partitions()
+            there = slurm_client.partitions()
         except RunError as error:
             problems.append(str(error))
         else:

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch import slurm
-from tp_invariant_recipes.launch.jobs import Part
-from tp_invariant_recipes.launch.slurm import Accounted, Queued
+from tp_invariant_recipes.jobs import slurm_client
+from tp_invariant_recipes.jobs.registry import Part
+from tp_invariant_recipes.jobs.slurm_client import Accounted, Queued
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ def ask(parts: Sequence[Part], queued: Iterable[Queued] | None = None) -> Answer
     queued: what the controller says, where it has been asked already.
     """
     if queued is None:
-        queued = slurm.queue(dict.fromkeys(part.job for part in parts if part.ours))
+        queued = slurm_client.queue(dict.fromkeys(part.job for part in parts if part.ours))
     known = Answer(tuple(queued))
     gone = [part.id for part in parts if part.ours and known.queued_row(part) is None]
-    return Answer(known.queued, slurm.accounting(gone))
+    return Answer(known.queued, slurm_client.accounting(gone))
 
 
 def mine() -> Answer:
     """All jobs of this user that the controller knows; no accounts."""
     try:
-        return Answer(tuple(slurm.queue()))
+        return Answer(tuple(slurm_client.queue()))
     except RunError as error:
         return Answer(silence=str(error))
 

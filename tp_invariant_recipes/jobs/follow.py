@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch import answer, job_states
-from tp_invariant_recipes.launch.job_states import State
-from tp_invariant_recipes.launch.jobs import JUDGE, Submission
+from tp_invariant_recipes.jobs import states, status_query
+from tp_invariant_recipes.jobs.registry import JUDGE, Submission
+from tp_invariant_recipes.jobs.states import State
 
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 15.0  # seconds between questions to the controller
 SLOWER = 1.25  # by this the pause grows while nothing happens
@@ -44,7 +44,7 @@ class Watch:
 
     def _ask(self) -> None:
         try:
-            told = answer.ask([part for one in self.submissions for part in one.parts])
+            told = status_query.ask([part for one in self.submissions for part in one.parts])
         except RunError as error:
             if not self.states:
                 raise
@@ -53,7 +53,7 @@ class Watch:
             self._silent = True
             return
         self._silent = False
-        self.states = [job_states.states(one, told) for one in self.submissions]
+        self.states = [states.states(one, told) for one in self.submissions]
         self._tell([state for one in self.states for state in one if state.alive])
         if all(state.end for one in self.states for state in one):
             self._ended = self._ended or time.monotonic()
@@ -155,7 +155,7 @@ def show(submission: Submission, shown: Sequence[Source], out: BinaryIO) -> None
     if any(source.file.exists() for source in shown):
         Tails(shown, out)(last=True)
         return
-    found = job_states.look([submission])
+    found = states.look([submission])
     ranks = sorted({log.name for part in submission.parts for log in part.run.logs.glob("rank-*.log")})
     missing = f"{shown[0].file} is not there" if len(shown) == 1 else f"no log of {submission.name} is there"
     lines = [

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.launch import answer, slurm
-from tp_invariant_recipes.launch.answer import Answer
-from tp_invariant_recipes.launch.jobs import JUDGE, Part, Submission, attempts, every
-from tp_invariant_recipes.launch.slurm import Queued
+from tp_invariant_recipes.jobs import slurm_client, status_query
+from tp_invariant_recipes.jobs.registry import JUDGE, Part, Submission, attempts, every
+from tp_invariant_recipes.jobs.slurm_client import Queued
+from tp_invariant_recipes.jobs.status_query import Answer
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 COMPLETED, UNKNOWN = "completed", "unknown"
@@ -116,7 +116,7 @@ def look_around(*, everything: bool = False) -> Look:
 
     Of those whose directories are gone, only what SLURM still knows.
     """
-    known = answer.mine()
+    known = status_query.mine()
 
     def wanted(one: Submission) -> bool:
         queued = any(known.queued_row(part) for part in one.parts)
@@ -130,7 +130,9 @@ def _looked(submissions: Sequence[Submission], known: Answer | None = None) -> L
     told = known or Answer()
     if told.silence is None:
         try:
-            told = answer.ask([part for one in submissions for part in one.parts], known.queued if known else None)
+            told = status_query.ask(
+                [part for one in submissions for part in one.parts], known.queued if known else None
+            )
         except RunError as error:
             told = Answer(silence=str(error))
     return Look(tuple(states(one, told) for one in submissions), told.silence)
@@ -172,7 +174,7 @@ def _state(part: Part, told: Answer) -> State:
         note = None if last or queued.state == "PENDING" else _elsewhere(part, queued.nodes)
         return State(**facts, word=queued.state, reason=_reason(queued), seconds_left=queued.seconds_left, note=note)
     word = queued.state if queued else accounted.state if accounted else None
-    if word not in slurm.OVER:
+    if word not in slurm_client.OVER:
         word = None  # accounts are written a while after the end
     ended = _judged(part, word) if part.role == JUDGE else _ended(part, word, last)
     if told.silence is not None and (not ended.settled or last.get("requeued")):

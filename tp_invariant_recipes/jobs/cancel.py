@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
-from tp_invariant_recipes.launch import answer, job_states, slurm
-from tp_invariant_recipes.launch.job_states import State
-from tp_invariant_recipes.launch.jobs import JUDGE, Submission
+from tp_invariant_recipes.jobs import slurm_client, states, status_query
+from tp_invariant_recipes.jobs.registry import JUDGE, Submission
+from tp_invariant_recipes.jobs.states import State
 
 
 def cancel(submissions: Sequence[Submission]) -> list[list[State]]:
     """Cancel all jobs of these that run or wait; the states that each had before. Raises RunError without SLURM."""
-    told = answer.ask([part for one in submissions for part in one.parts])
-    found = [job_states.states(one, told) for one in submissions]
+    told = status_query.ask([part for one in submissions for part in one.parts])
+    found = [states.states(one, told) for one in submissions]
     alive = [(one, state.part) for one, of in zip(submissions, found, strict=True) for state in of if state.alive]
     # The judge first: it waits for the end of the others, and would begin. An array that is meant as a whole goes by
     # its own id.
     alive.sort(key=lambda pair: pair[1].role != JUDGE)
-    slurm.cancel(dict.fromkeys(part.job if one.judge else part.id for one, part in alive))
+    slurm_client.cancel(dict.fromkeys(part.job if one.judge else part.id for one, part in alive))
     return found
