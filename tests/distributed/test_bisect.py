@@ -42,12 +42,12 @@ def _wrong_order(faulty):
     def act(module, on):
         import torch.distributed as dist
 
-        from tp_invariant_recipes.numerics import linear, tree
+        from tp_invariant_recipes.numerics import tree, tree_linear
 
         if not faulty(module.config):
             return
         if not on:
-            linear._start_contraction = module.original
+            tree_linear._start_contraction = module.original
             return
 
         def in_rank_order(partials, mesh):
@@ -55,18 +55,18 @@ def _wrong_order(faulty):
             dist.all_reduce(node, group=mesh.group)
             return tree.Reducing(tree.Moving(node.chunk(mesh.size)[mesh.rank].unsqueeze(0)))
 
-        original = module.original = linear._start_contraction
+        original = module.original = tree_linear._start_contraction
 
         def start(a, b, mesh, segments):
-            sound = linear.start_reduce_scatter
+            sound = tree_linear.start_reduce_scatter
             if b.data_ptr() == module.weight.data_ptr():
-                linear.start_reduce_scatter = in_rank_order
+                tree_linear.start_reduce_scatter = in_rank_order
             try:
                 return original(a, b, mesh, segments)
             finally:
-                linear.start_reduce_scatter = sound
+                tree_linear.start_reduce_scatter = sound
 
-        linear._start_contraction = start
+        tree_linear._start_contraction = start
 
     return act
 

@@ -97,7 +97,7 @@ def _stock_weights() -> None:
 def _adding_in_rank_order() -> None:
     import torch.distributed as dist
 
-    from tp_invariant_recipes.numerics import linear, tree
+    from tp_invariant_recipes.numerics import tree, tree_linear
 
     def start(partials, mesh):
         node = tree.tree_sum(partials)
@@ -105,7 +105,7 @@ def _adding_in_rank_order() -> None:
             dist.all_reduce(node, group=mesh.group)
         return tree.Reducing(tree.Moving(node.chunk(mesh.size)[mesh.rank].unsqueeze(0)))
 
-    linear.start_reduce_scatter = start
+    tree_linear.start_reduce_scatter = start
 
 
 # Each with the layout that shows it: two ranks add in one order only. What changes the last bits of a gradient and no

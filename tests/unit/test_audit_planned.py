@@ -9,7 +9,7 @@ from tp_invariant_recipes.compare.norm_ratios import Norms
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch import plan, preflight
 from tp_invariant_recipes.runs.audit_dir import AuditedRun
-from tp_invariant_recipes.training.shards import Place
+from tp_invariant_recipes.training.shards import GlobalSlice
 from tp_invariant_recipes.training.whole_norms import whole_norms
 from tp_invariant_recipes.workflows import audit
 
@@ -114,7 +114,7 @@ def test_a_training_of_which_steps_are_missing_is_no_answer(tmp_path):
 
 
 def part(name: str, row: int, square: float, rows: int = 2) -> tuple:
-    return name, (4, 3), Place(row, 1, rows, 0, 3), square
+    return name, (4, 3), GlobalSlice(row, 1, rows, 0, 3), square
 
 
 def test_the_norm_of_the_whole_counts_replicas_once_and_needs_every_part():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.training import profile
-from tp_invariant_recipes.training.profile import STEP, Kernel, Trace
+from tp_invariant_recipes.training.profile import STEP, KernelTime, Trace
 
 # Names as traces have them, and the category each belongs to.
 NAMES = (
@@ -70,9 +70,9 @@ def test_an_operators_own_time_leaves_out_the_operators_inside_it():
         100.0,
         10.0,
         (
-            Kernel("outer", "other", 60.0, 2.0),
-            Kernel("middle", "other", 30.0, 1.0),
-            Kernel("inner", "other", 20.0, 2.0),
+            KernelTime("outer", "other", 60.0, 2.0),
+            KernelTime("middle", "other", 30.0, 1.0),
+            KernelTime("inner", "other", 20.0, 2.0),
         ),
     )
 
@@ -90,8 +90,8 @@ def test_only_what_starts_inside_a_marked_step_counts_and_is_divided_by_the_step
         10.0,
         4.0,
         (
-            Kernel("gemm", "matrix products", 6.0, 1.5),
-            Kernel("Memcpy HtoD", "copies, concatenation", 0.5, 0.5),
+            KernelTime("gemm", "matrix products", 6.0, 1.5),
+            KernelTime("Memcpy HtoD", "copies, concatenation", 0.5, 0.5),
         ),
     )
 
@@ -137,7 +137,7 @@ def test_nothing_runs_while_no_stream_runs_a_kernel(runs):
 NUMBERS = st.integers(0, 999).map(float)  # whole, so that sums are exact in any order
 KERNELS = st.lists(
     st.builds(
-        lambda name, milliseconds, launches: Kernel(name, profile.category(name), milliseconds, launches),
+        lambda name, milliseconds, launches: KernelTime(name, profile.category(name), milliseconds, launches),
         st.sampled_from(["gemm", "nccl", "_tree_add", "x"]),
         NUMBERS,
         NUMBERS,

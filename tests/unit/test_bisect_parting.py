@@ -129,7 +129,7 @@ def test_distances_of_all_that_was_written_out(tmp_path):
         bits = np.arange(6, dtype=np.uint32).reshape(2, 3)
         other = bits.copy()
         other[1, 2] = last
-        parts = {str(n): dumps.Part(name, "float32", (2, 3), 0, 1, 0).text() for n, name in enumerate(("x", "y"))}
+        parts = {str(n): dumps.DumpedPart(name, "float32", (2, 3), 0, 1, 0).text() for n, name in enumerate(("x", "y"))}
         save_file({"0": other, "1": bits}, file, metadata={dumps.RANKS: "1", **parts})
         runs.append(replace(ledger(), path=tmp_path / name / "ledger.jsonl"))
     found = distances(compare(*runs), 2, ["x", "y", "z"])

@@ -683,7 +683,7 @@ def dump(run: str, *values: float, shape: tuple[int, ...] = (2, 2), name: str = 
     file = dumps.file_of(Path(run), 3, 0)
     file.parent.mkdir(parents=True, exist_ok=True)
     bits = np.array(values, dtype=np.float32).view(np.uint32).reshape(shape)
-    part = dumps.Part(name, "float32", shape, row=0, step=1, column=0)
+    part = dumps.DumpedPart(name, "float32", shape, row=0, step=1, column=0)
     save_file({"0": bits}, file, {dumps.RANKS: "1", "0": part.text()})
     return file
 

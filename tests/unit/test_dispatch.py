@@ -8,7 +8,6 @@ from tests.distributed.ranks import same_bits
 
 @pytest.fixture
 def dispatch(bridge):
-    from tp_invariant_recipes.numerics import dispatch
 
     return dispatch
 
@@ -28,39 +27,39 @@ def _map(drop: bool):
 
 
 def _owners(**changes):
-    from tp_invariant_recipes.numerics.owners import Owners
+    from tp_invariant_recipes.numerics.expert_placement import Owners
 
     return Owners(**({"experts": EXPERTS, "size": 1, "ep": 1} | changes))
 
 
 @pytest.mark.parametrize("drop", (False, True), ids=("dropless", "dropped"))
 class TestOneRank:
-    def test_slots_lie_by_expert_then_token(self, dispatch, drop):
+    def test_slots_lie_by_expert_then_token(self, token_dispatcher, drop):
         routing_map = _map(drop)
-        plan = dispatch.route(routing_map, TOPK, _owners())
+        plan = token_dispatcher.route(routing_map, TOPK, _owners())
         x, probs = torch.arange(TOKENS * WIDTH).float().view(TOKENS, WIDTH), torch.rand(TOKENS, EXPERTS)
-        rows, weights = dispatch.to_slots(x, probs, plan)
+        rows, weights = token_dispatcher.to_slots(x, probs, plan)
         expert, token = routing_map.t().nonzero().unbind(1)
         assert same_bits(rows, x[token])
         assert same_bits(weights, probs[token, expert])
         assert plan.batches.groups.sizes == tuple(routing_map.sum(0).tolist())
 
-    def test_copies_are_added_by_expert(self, dispatch, drop):
+    def test_copies_are_added_by_expert(self, token_dispatcher, drop):
         routing_map = _map(drop)
-        plan = dispatch.route(routing_map, TOPK, _owners())
+        plan = token_dispatcher.route(routing_map, TOPK, _owners())
         rows = torch.randn(int(routing_map.sum()), WIDTH)
         expected = torch.zeros(TOKENS, WIDTH)
         for (_, token), row in zip(routing_map.t().nonzero().tolist(), rows, strict=True):  # experts in order
             expected[token] += row
-        assert same_bits(dispatch.from_slots(rows, plan), expected)
+        assert same_bits(token_dispatcher.from_slots(rows, plan), expected)
 
-    def test_gradients(self, dispatch, drop):
+    def test_gradients(self, token_dispatcher, drop):
         routing_map = _map(drop)
-        plan = dispatch.route(routing_map, TOPK, _owners())
+        plan = token_dispatcher.route(routing_map, TOPK, _owners())
         x = torch.randn(TOKENS, WIDTH, dtype=torch.float64).float().requires_grad_()
         probs = torch.rand(TOKENS, EXPERTS).requires_grad_()
-        rows, weights = dispatch.to_slots(x, probs, plan)
-        dispatch.from_slots(rows * weights.unsqueeze(1), plan).square().sum().backward()
+        rows, weights = token_dispatcher.to_slots(x, probs, plan)
+        token_dispatcher.from_slots(rows * weights.unsqueeze(1), plan).square().sum().backward()
         found = x.grad.clone(), probs.grad.clone()
         x.grad = probs.grad = None
         (x * (probs * routing_map).sum(1, keepdim=True)).square().sum().backward()
@@ -69,16 +68,16 @@ class TestOneRank:
         assert not found[1][~routing_map].any()
 
 
-def test_batches_of_two_sources(dispatch):
+def test_batches_of_two_sources(token_dispatcher):
     from tp_invariant_recipes.kernels.grouped_product import Groups
 
     groups = Groups((3, 1, 0, 2), torch.tensor((3, 1, 0, 2)))
-    batches = dispatch.Batches(groups, first=4, sources=2)
+    batches = token_dispatcher.Batches(groups, first=4, sources=2)
     assert [(batches.expert(b), batches.source(b)) for b in range(4)] == [(4, 0), (4, 1), (5, 0), (5, 1)]
 
 
-def test_rows_from_ranks_are_regrouped_by_expert_and_back(dispatch):
+def test_rows_from_ranks_are_regrouped_by_expert_and_back(token_dispatcher):
     counts = torch.tensor([[2, 0, 1], [1, 2, 0]])  # from two ranks, of three experts
-    by_expert, back = dispatch._regrouped(counts, 6), dispatch._regrouped(counts.t(), 6)
+    by_expert, back = token_dispatcher._regrouped(counts, 6), token_dispatcher._regrouped(counts.t(), 6)
     assert by_expert.tolist() == [0, 1, 3, 4, 5, 2]
     assert by_expert[back].tolist() == list(range(6))

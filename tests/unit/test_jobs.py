@@ -228,7 +228,7 @@ def test_a_registry_that_cannot_be_written_is_said(tmp_path):
 def test_a_registry_that_cannot_be_read_is_said(cli):
     registry.registry().mkdir(parents=True)
     ended = cli("jobs")
-    assert (ended.status, ended.err) == (2, f"error: cannot read {jobs.registry()}: Is a directory\n")
+    assert (ended.status, ended.err) == (2, f"error: cannot read {registry.registry()}: Is a directory\n")
 
 
 # Finding
@@ -586,7 +586,7 @@ def test_wait_goes_on_when_a_job_that_has_ended_is_started_again(slurm, submitte
     for _ in range(20):
         slurm.scene(row("12", "RUNNING"))
     slurm.scene(before=made.attempt(outcome="completed"))
-    watch = follow.Watch(registry.find(["12"]), lambda line: None)
+    watch = follow.SubmissionWatch(registry.find(["12"]), lambda line: None)
     while not watch():
         clock[0] += 1.0
     assert [state.word for state in watch.states[0]] == ["completed"]
@@ -687,7 +687,7 @@ def test_the_controller_is_asked_less_and_less_often(slurm, submitted, monkeypat
     for _ in range(14):
         slurm.scene(row("12", "RUNNING"))
     slurm.scene(before=made.attempt(outcome="completed"))
-    watch = follow.Watch(registry.find(["12"]), lambda line: None)
+    watch = follow.SubmissionWatch(registry.find(["12"]), lambda line: None)
     while True:
         before = len(slurm.calls("squeue"))
         over = watch()

@@ -10,7 +10,7 @@ from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.multinode import rendezvous
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
-from tp_invariant_recipes.runs.attempts import in_vain
+from tp_invariant_recipes.runs.attempts import consecutive_failures
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 STEP = {
@@ -80,7 +80,7 @@ def test_ports_are_below_those_that_linux_gives_away():
 )
 def test_only_tries_since_the_last_progress_count(before, start, count):
     attempts = [{"from_step": step, "outcome": outcome} for step, outcome in before]
-    assert in_vain(attempts, start) == count
+    assert consecutive_failures(attempts, start) == count
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tp_invariant_recipes.kernels.digest import Piece, lanes
 from tp_invariant_recipes.training import placement
-from tp_invariant_recipes.training.placement import Row, Site, row_of
+from tp_invariant_recipes.training.placement import ModuleRow, Site, row_of
 from tp_invariant_recipes.training.shards import covers
 
 CONFIG = SimpleNamespace(
@@ -189,7 +189,7 @@ def test_a_constant_counts_once():
     ),
 )
 def test_what_covers_a_table(places, whole):
-    assert covers([placement.Place(*place) for place in places], (2, 3)) is whole
+    assert covers([placement.GlobalSlice(*place) for place in places], (2, 3)) is whole
 
 
 def made(name, *bases):
@@ -216,5 +216,5 @@ def test_every_row_is_reachable():
             assert not shadowed, row
 
 
-def hides(row: Row, kind: str, name: str) -> bool:
+def hides(row: ModuleRow, kind: str, name: str) -> bool:
     return kind in row.classes and (not row.names or name in row.names)

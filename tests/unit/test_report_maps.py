@@ -18,7 +18,7 @@ from tp_invariant_recipes.ledger.record import Header, StepRecord
 from tp_invariant_recipes.report.curves import POINTS, curve, distances, recorded
 from tp_invariant_recipes.report.figures import in_words, rectangles
 from tp_invariant_recipes.report.magnitudes import Measured, largest
-from tp_invariant_recipes.report.maps import COLUMNS, ROWS, State, parameter_map
+from tp_invariant_recipes.report.maps import COLUMNS, ROWS, CellState, parameter_map
 
 LAYERS = tuple(f"decoder.layers.{n}.mlp.linear_fc{k}.weight" for n in range(3) for k in (1, 2))
 EQUAL, OTHER = "0" * 32, "f" * 32
@@ -103,7 +103,7 @@ def test_a_map_shows_every_difference_where_it_is(apart):
     assert rows == list(LAYERS)
     for row, name in enumerate(rows):
         for column, (step, _) in enumerate(found.columns):
-            expected = State.DIFFERENT if (step, name) in apart else State.IDENTICAL
+            expected = CellState.DIFFERENT if (step, name) in apart else CellState.IDENTICAL
             assert found.states[row, column] == expected
     assert (found.differing, found.compared) == (len(apart), 9 * len(LAYERS))
     assert found.first == min(step for step, _ in apart)
@@ -119,9 +119,9 @@ def test_one_difference_among_many_steps_is_seen(steps, data):
     assert len(found.columns) <= COLUMNS
     assert [first for first, _ in found.columns[1:]] == [last + 1 for _, last in found.columns[:-1]]
     (column,) = (n for n, (first, last) in enumerate(found.columns) if first <= step <= last)
-    expected = np.full((2, len(found.columns)), State.IDENTICAL)
+    expected = np.full((2, len(found.columns)), CellState.IDENTICAL)
     alone = found.columns[column][0] == found.columns[column][1]
-    expected[1, column] = State.DIFFERENT if alone else State.SOME_DIFFER
+    expected[1, column] = CellState.DIFFERENT if alone else CellState.SOME_DIFFER
     assert (found.states == expected).all()
 
 
@@ -134,8 +134,8 @@ def test_one_difference_among_thousands_of_parameters_is_seen(layers, experts):
     assert len(found.rows) <= ROWS
     assert sorted(name for row in found.rows for name in row.parameters) == sorted(names)
     (row,) = (n for n, row in enumerate(found.rows) if culprit in row.parameters)
-    expected = np.full((len(found.rows), 2), State.IDENTICAL)
-    expected[row, 1] = State.SOME_DIFFER
+    expected = np.full((len(found.rows), 2), CellState.IDENTICAL)
+    expected[row, 1] = CellState.SOME_DIFFER
     assert (found.states == expected).all()
     assert in_words(found).startswith(f"1 of {2 * len(names):,} digests of gradients differ: those of 1 of ")
 
@@ -149,8 +149,8 @@ def test_steps_at_which_one_run_alone_has_digests_are_left_out():
 
 def test_a_parameter_that_one_run_lacks_is_not_compared():
     found = map_of(ledger(2), ledger(2, LAYERS[:-1]))
-    assert (found.states[:-1] == State.IDENTICAL).all()
-    assert (found.states[-1] == State.NOT_COMPARED).all()
+    assert (found.states[:-1] == CellState.IDENTICAL).all()
+    assert (found.states[-1] == CellState.NOT_COMPARED).all()
 
 
 def test_dumps_say_how_far_apart():

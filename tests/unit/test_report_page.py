@@ -159,7 +159,7 @@ def test_dumps_say_how_far_apart_tensors_are(different):
     name = f"gradients/{NAMES[1]}"
     for run, last in zip(different, (0x3F800000, 0x3F800009), strict=True):
         bits = np.array([[0x3F800000] * 7 + [last]], dtype=np.uint32)
-        part = dumps.Part(name, "float32", (2, 4), 0, 1, 0)
+        part = dumps.DumpedPart(name, "float32", (2, 4), 0, 1, 0)
         file = dumps.file_of(run, 4, 0)
         file.parent.mkdir(parents=True)
         save_file({"0": bits}, file, {dumps.RANKS: "1", "0": part.text()})

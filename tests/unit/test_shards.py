@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.kernels.digest import Piece, lanes
-from tp_invariant_recipes.training.shards import Place, Shards, _Part, _table, _within, covers, whole_name
+from tp_invariant_recipes.training.shards import GlobalSlice, Shards, _Part, _table, _within, covers, whole_name
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_any_range_of_a_flat_gradient_is_cut_into_blocks_that_cover_it(rows, col
     offset = data.draw(st.integers(0, 4))
     stride = columns + gap
     owner = torch.arange(offset + rows * stride, dtype=torch.float32)
-    part = _Part("w", (20, 20), owner, offset, stride, Place(5, 1, rows, 7, columns))
+    part = _Part("w", (20, 20), owner, offset, stride, GlobalSlice(5, 1, rows, 7, columns))
     edges = data.draw(st.lists(st.integers(0, owner.numel()), max_size=3).map(sorted))
     edges = [0, *edges, owner.numel()]
     blocks = [block for start, end in itertools.pairwise(edges) for block in _within(part, start, end)]
@@ -65,7 +65,7 @@ def test_any_range_of_a_flat_gradient_is_cut_into_blocks_that_cover_it(rows, col
         assert len(list(_within(part, start, end))) <= 3
 
 
-PLACES = [Place(0, 1, 2, 0, 4), Place(2, 1, 2, 0, 4)]
+PLACES = [GlobalSlice(0, 1, 2, 0, 4), GlobalSlice(2, 1, 2, 0, 4)]
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ PLACES = [Place(0, 1, 2, 0, 4), Place(2, 1, 2, 0, 4)]
         (PLACES, (4, 4), True),
         (PLACES[:1], (4, 4), False),  # a lost shard
         ([*PLACES, PLACES[0]], (4, 4), False),  # one twice
-        ([PLACES[0], Place(1, 1, 2, 0, 4)], (4, 4), False),  # as many elements, but an overlap and a gap
+        ([PLACES[0], GlobalSlice(1, 1, 2, 0, 4)], (4, 4), False),  # as many elements, but an overlap and a gap
         (PLACES, (4, 5), False),
-        ([Place(0, 1, 2, 0, 4), Place(2, 1, 2, 1, 4)], (4, 4), False),  # beyond the edge
-        ([Place(0, 1, 1, 0, 3), Place(0, 1, 1, 3, 2)], (5,), True),
-        ([Place(0, 1, 1, 0, 1)], (), True),
+        ([GlobalSlice(0, 1, 2, 0, 4), GlobalSlice(2, 1, 2, 1, 4)], (4, 4), False),  # beyond the edge
+        ([GlobalSlice(0, 1, 1, 0, 3), GlobalSlice(0, 1, 1, 3, 2)], (5,), True),
+        ([GlobalSlice(0, 1, 1, 0, 1)], (), True),
         ([], (0, 3), True),
     ),
 )

@@ -231,7 +231,7 @@ def ran(where: MatrixDir, tp: int, steps: int = 3, mode: str = "tree", **changes
     write_ledger(where.cell(f"tp{tp}").ledger, header(tp, mode), steps, **changes)
 
 
-def states(judged: verdict.Judgement) -> list[tuple[str, str]]:
+def states(judged: verdict.MatrixVerdict) -> list[tuple[str, str]]:
     return [(row.label, row.words) for row in judged.rows]
 
 

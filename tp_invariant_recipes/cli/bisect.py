@@ -35,7 +35,7 @@ def bisect(
     tpi bisect runs/qwen3_8b-tp2-… runs/qwen3_8b-tp4-…
     """
     from tp_invariant_recipes.compare.compare import Comparison
-    from tp_invariant_recipes.compare.text import one, verdict_line
+    from tp_invariant_recipes.compare.text import comparison_json, verdict_line
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import bisect as launch
 
@@ -44,7 +44,7 @@ def bisect(
     found = launch.new(run_a.expanduser(), run_b.expanduser(), directory)
     if isinstance(found, Comparison):
         print(
-            json.dumps({"recorded": one(found)})
+            json.dumps({"recorded": comparison_json(found)})
             if as_json
             else f"{verdict_line(found)}\nthere is no step to train again"
         )

@@ -86,7 +86,7 @@ def _print(comparisons: tuple[Comparison | PrintedComparison, ...], every: bool)
     for one in comparisons:
         line = Text(verdict_line(one) if isinstance(one, Comparison) else log_compare.line(one))
         line.stylize(f"bold {_COLOURS[one.exit_status]}", 0, len(one.verdict.value))
-        prefix = f"{likeness.called(one.b)}: " if len(comparisons) > 1 else ""
+        prefix = f"{log_compare.called(one.b)}: " if len(comparisons) > 1 else ""
         console.print(Text(prefix) + line, soft_wrap=True)
         if isinstance(one, Comparison):
             _print_parameters(console, one, every)

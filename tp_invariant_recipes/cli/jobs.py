@@ -15,7 +15,7 @@ from rich.text import Text
 from tp_invariant_recipes.cli.arguments import Json
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.jobs.states import State
+    from tp_invariant_recipes.jobs.states import JobState
 
 SCHEMA = 1  # of `tpi jobs --json`
 
@@ -165,13 +165,13 @@ def wait(
     _leave(found)
 
 
-def _leave(found: "Iterable[Sequence[State]]") -> None:
+def _leave(found: "Iterable[Sequence[JobState]]") -> None:
     from tp_invariant_recipes.jobs.states import exit_status
 
     raise typer.Exit(max(exit_status(states) or 0 for states in found))
 
 
-def _closing(states: "Sequence[State]") -> str:
+def _closing(states: "Sequence[JobState]") -> str:
     """How a submission ended: the verdict where there is one, and whatever failed."""
     from tp_invariant_recipes.jobs.registry import JUDGE
 
@@ -180,14 +180,14 @@ def _closing(states: "Sequence[State]") -> str:
     return "\n".join(_ending(state) for state in states if state in told or state in faulty)
 
 
-def _ending(state: "State") -> str:
+def _ending(state: "JobState") -> str:
     figures = "" if state.loss is None else f", loss {state.loss:.4f}"
     at = "" if state.step is None else f" at step {_steps(state)}{figures}"
     note = f": {state.note}" if state.note else ""
     return f"{state.part.id} {state.part.name}: {state.word}{at}{note}"
 
 
-def _table(rows: "Sequence[State]") -> Table:
+def _table(rows: "Sequence[JobState]") -> Table:
     """Cells are Text, because a reason may hold what rich takes for markup."""
     table = Table(
         Column("job", no_wrap=True),
@@ -212,7 +212,7 @@ def _table(rows: "Sequence[State]") -> Table:
     return table
 
 
-def _steps(state: "State") -> str:
+def _steps(state: "JobState") -> str:
     if state.step is None:
         return ""
     return f"{state.step}" if state.of is None else f"{state.step} of {state.of}"

@@ -11,7 +11,7 @@ from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Model, Overrid
 from tp_invariant_recipes.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.jobs.submit import Submission
+    from tp_invariant_recipes.jobs.submit import PlannedSubmission
 
 
 def submit(
@@ -80,13 +80,13 @@ def submit(
     print(json.dumps(submitted) if as_json else submitted["jobs"][0]["id"])
 
 
-def _scripts(planned: "Submission") -> str:
+def _scripts(planned: "PlannedSubmission") -> str:
     """All scripts; before each but the first a line with its name."""
     first, *others = planned.scripts
     return first.text + "".join(f"# ---- {one.file.name}\n{one.text}" for one in others)
 
 
-def _foreseen(planned: "Submission") -> str:
+def _foreseen(planned: "PlannedSubmission") -> str:
     return "\n".join(
         [
             f"{planned.about}; nothing is written",
@@ -96,7 +96,7 @@ def _foreseen(planned: "Submission") -> str:
     )
 
 
-def _said(planned: "Submission", submitted: dict[str, Any]) -> str:
+def _said(planned: "PlannedSubmission", submitted: dict[str, Any]) -> str:
     first, *others = (job["id"] for job in submitted["jobs"])
     judged = f"; job {others[0]} compares when all have ended" if others else ""
     return "\n".join(

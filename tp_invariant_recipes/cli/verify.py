@@ -18,7 +18,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.quiet import VERBOSE
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.workflows.verdict import Judgement, Row
+    from tp_invariant_recipes.workflows.verdict import CellResult, MatrixVerdict
 
 _COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
 
@@ -76,7 +76,9 @@ def verify(
     raise typer.Exit(judgement.exit_status)
 
 
-def _run(model: str, overrides: list[str], against: Path | None, directory: Path | None, verbose: bool) -> "Judgement":
+def _run(
+    model: str, overrides: list[str], against: Path | None, directory: Path | None, verbose: bool
+) -> "MatrixVerdict":
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import verify as launch
 
@@ -101,7 +103,7 @@ def _run(model: str, overrides: list[str], against: Path | None, directory: Path
     return launch.execute(planned, watch)
 
 
-def _print(judgement: "Judgement") -> None:
+def _print(judgement: "MatrixVerdict") -> None:
     console = Console(highlight=False)
     console.print(_table(judgement.rows))
     line = Text(judgement.line)
@@ -113,7 +115,7 @@ def _print(judgement: "Judgement") -> None:
         console.print(Text(f"go on with: {judgement.advice}"), soft_wrap=True)
 
 
-def _table(rows: "tuple[Row, ...]") -> Table:
+def _table(rows: "tuple[CellResult, ...]") -> Table:
     """Cells are Text, because a reason may hold what rich takes for markup."""
     table = Table(
         Column("cell", overflow="fold"),

@@ -135,7 +135,7 @@ def remarks(comparison: PrintedComparison) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def one(comparison: PrintedComparison) -> dict[str, Any]:
+def comparison_json(comparison: PrintedComparison) -> dict[str, Any]:
     """Everything, as JSON. Documented in docs/ledger.md."""
     return {
         "kind": "printed",

@@ -193,7 +193,8 @@ def report(comparisons: Sequence[Comparison | PrintedComparison]) -> dict:
         "error": None,
         "compared_fields": [field.name for field in FIELDS],
         "comparisons": [
-            one(found) if isinstance(found, Comparison) else log_compare.one(found) for found in comparisons
+            comparison_json(found) if isinstance(found, Comparison) else log_compare.comparison_json(found)
+            for found in comparisons
         ],
     }
 
@@ -204,7 +205,7 @@ def error_report(error: Exception) -> dict:
     return start | {"compared_fields": [], "comparisons": []}
 
 
-def one(comparison: Comparison) -> dict:
+def comparison_json(comparison: Comparison) -> dict:
     """One comparison as JSON."""
     return {
         "kind": "bits",

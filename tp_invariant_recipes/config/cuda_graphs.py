@@ -111,7 +111,7 @@ _BY_NAME = {module.name: module for module in MODULES}
 
 
 @dataclass(frozen=True)
-class Rule:
+class Requirement:
     """wrong: whether the tree breaks it. why: what is wrong, and the key to change."""
 
     wrong: Callable[[Tree], Any]
@@ -148,70 +148,70 @@ def _expandable(tree: Tree) -> bool:
 REPLACED = ("cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph")
 
 RULES = (
-    Rule(
+    Requirement(
         lambda t: not t["model"].get("use_te_rng_tracker") or not t.get("rng", {}).get("te_rng_tracker"),
         "a graph cannot hold the state of other random numbers; model.use_te_rng_tracker=true rng.te_rng_tracker=true",
     ),
-    Rule(
+    Requirement(
         lambda t: t["model"].get("recompute_granularity") == "full",
         "whole layers that are computed again can only be captured with the whole step; "
         "model.recompute_granularity=null, or cuda_graph=full",
         (TE,),
     ),
-    Rule(
+    Requirement(
         lambda t: _recomputes(t, "moe") and _captures(t, "moe_router"),
         "experts that are computed again cannot have a captured router; leave moe out of model.recompute_modules, or "
         "moe_router and moe_preprocess out of model.cuda_graph_modules",
         (TE,),
     ),
-    Rule(
+    Requirement(
         _model("cpu_offloading"),
         "activations that are moved to the host cannot be captured; model.cpu_offloading=false",
         (TE,),
     ),
-    Rule(
+    Requirement(
         lambda t: t["model"].get("overlap_moe_expert_parallel_comm") and _captures(t, "moe", "mlp"),
         "moe and mlp cannot be captured with overlapped expert communication; "
         "model.overlap_moe_expert_parallel_comm=false, or other model.cuda_graph_modules",
         (TE,),
     ),
-    Rule(
+    Requirement(
         lambda t: _captures(t, "moe") and _captures(t, "moe_router", "moe_preprocess"),
         "moe holds moe_router and moe_preprocess already; leave one or the others out of model.cuda_graph_modules",
         (TE,),
     ),
-    Rule(
+    Requirement(
         lambda t: _captures(t, "moe_preprocess") and not _captures(t, "moe_router", "moe"),
         "moe_preprocess is captured with moe_router only; add it to model.cuda_graph_modules",
         (TE,),
     ),
-    Rule(
+    Requirement(
         lambda t: t["model"].get("cuda_graph_modules"),
         "the whole step is captured, so there are no modules to choose; model.cuda_graph_modules=[]",
         (FULL,),
     ),
-    Rule(
+    Requirement(
         lambda t: _experts(t["model"]) and not padded(t["model"]),
         "experts get another number of tokens at every step; model.moe_expert_capacity_factor=1.0 "
         "model.moe_pad_expert_input_to_capacity=true",
         (FULL,),
     ),
-    Rule(
+    Requirement(
         _checked("ddp", "check_for_nan_in_grad"),
         "a captured step cannot wait for a check of the gradients; ddp.check_for_nan_in_grad=false",
         (FULL,),
     ),
-    Rule(
+    Requirement(
         _checked("rerun_state_machine", "check_for_nan_in_loss"),
         "a captured step cannot wait for a check of the loss; rerun_state_machine.check_for_nan_in_loss=false",
         (FULL,),
     ),
-    Rule(
+    Requirement(
         lambda t: t.get("rerun_state_machine", {}).get("check_for_spiky_loss"),
         "a captured step cannot wait for a check of the loss; rerun_state_machine.check_for_spiky_loss=false",
         (FULL,),
     ),
-    Rule(
+    Requirement(
         _expandable,
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True lets NCCL write to memory that has moved; "
         "set NCCL_GRAPH_REGISTER=0 too, there or as cluster.environment.NCCL_GRAPH_REGISTER=0",

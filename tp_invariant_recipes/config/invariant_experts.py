@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tp_invariant_recipes.config.limit import Limit, Tree, asked
 from tp_invariant_recipes.host.vectors import VECTORS
-from tp_invariant_recipes.numerics import owners
+from tp_invariant_recipes.numerics import expert_placement
 
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 
@@ -40,7 +40,7 @@ def _row(wrong: Callable[[Tree], bool], why: str) -> Limit:
 def _owned(tree: Tree) -> bool:
     model = tree["model"]
     degrees = model["tensor_model_parallel_size"], model["expert_model_parallel_size"]
-    return owners.fits(model["num_moe_experts"], *degrees)
+    return expert_placement.fits(model["num_moe_experts"], *degrees)
 
 
 def _expert_width(tree: Tree) -> int:

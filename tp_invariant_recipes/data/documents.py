@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from io import BufferedIOBase
 
-from tp_invariant_recipes.data.source import READ_ERRORS, Part, Segment, SourceFile, reason
+from tp_invariant_recipes.data.source import READ_ERRORS, Segment, SourceFile, TextBatch, reason
 from tp_invariant_recipes.errors import DataError
 
 
@@ -37,7 +37,7 @@ class SegmentReader:
             self._stream = None
 
 
-def documents(reader: SegmentReader, part: Part, json_key: str, problems: list[str]) -> Iterator[bytes]:
+def documents(reader: SegmentReader, part: TextBatch, json_key: str, problems: list[str]) -> Iterator[bytes]:
     """The part's documents in order, without the empty ones: an end without a text teaches nothing.
 
     problems: gets one line, with file and place, for each document that cannot be used.

@@ -8,7 +8,7 @@ from pathlib import Path
 from tp_invariant_recipes.data.documents import SegmentReader, documents
 from tp_invariant_recipes.data.files import beside, indexed, publish_index
 from tp_invariant_recipes.data.prepared import SCHEMA_VERSION, describe, metadata_text
-from tp_invariant_recipes.data.source import Corpus, Part, sha256_of
+from tp_invariant_recipes.data.source import Corpus, TextBatch, sha256_of
 from tp_invariant_recipes.data.tokenizer import Identity, Tokenizer
 from tp_invariant_recipes.errors import DataError
 
@@ -32,7 +32,7 @@ class Input:
         """64 hex digits for all of it."""
         return sha256_of([SCHEMA_VERSION, self.corpus.sha256, self.identity.sha256, self.json_key])
 
-    def parts(self, folder: Path) -> list[tuple[Path, Part]]:
+    def parts(self, folder: Path) -> list[tuple[Path, TextBatch]]:
         """Each part with the prefix of its files, whose name digests the part's text and how it is read."""
         how = (str(SCHEMA_VERSION), self.identity.sha256, self.json_key)
         return [(folder / part.key(*how), part) for part in self.corpus.parts]
@@ -70,7 +70,7 @@ def write_parts(text: Input, folder: Path, tokenizer: Tokenizer, progress: Progr
 
 
 def _write_part(
-    path: Path, part: Part, tokenizer: Tokenizer, reader: SegmentReader, json_key: str, problems: list[str]
+    path: Path, part: TextBatch, tokenizer: Tokenizer, reader: SegmentReader, json_key: str, problems: list[str]
 ) -> None:
     """Tokenize one part, unless it or one before has problems."""
     texts = list(documents(reader, part, json_key, problems))

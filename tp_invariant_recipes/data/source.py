@@ -60,7 +60,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Part:
+class TextBatch:
     """Consecutive segments that are tokenized, and saved, in one go."""
 
     segments: tuple[Segment, ...]
@@ -84,7 +84,7 @@ class Corpus:
 
     name: str
     files: tuple[tuple[str, int, str], ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TextBatch, ...]
     has_jsonl: bool
 
     @property
@@ -194,7 +194,7 @@ def _segments(file: SourceFile, part_bytes: int, whole: "hashlib._Hash") -> Iter
             line += data.count(b"\n")
 
 
-def _parts(segments: Iterable[Segment], part_bytes: int) -> Iterator[Part]:
+def _parts(segments: Iterable[Segment], part_bytes: int) -> Iterator[TextBatch]:
     """Group small segments until `part_bytes` are reached."""
     group: list[Segment] = []
     size = 0
@@ -202,10 +202,10 @@ def _parts(segments: Iterable[Segment], part_bytes: int) -> Iterator[Part]:
         group.append(segment)
         size += segment.size
         if size >= part_bytes:
-            yield Part(tuple(group))
+            yield TextBatch(tuple(group))
             group, size = [], 0
     if group:
-        yield Part(tuple(group))
+        yield TextBatch(tuple(group))
 
 
 def _suffixes() -> str:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from tp_invariant_recipes.jobs import slurm_client, states, status_query
 from tp_invariant_recipes.jobs.registry import JUDGE, Submission
-from tp_invariant_recipes.jobs.states import State
+from tp_invariant_recipes.jobs.states import JobState
 
 
-def cancel(submissions: Sequence[Submission]) -> list[list[State]]:
+def cancel(submissions: Sequence[Submission]) -> list[list[JobState]]:
     """Cancel all jobs of these that run or wait; the states that each had before. Raises RunError without SLURM."""
     told = status_query.ask([part for one in submissions for part in one.parts])
     found = [states.states(one, told) for one in submissions]

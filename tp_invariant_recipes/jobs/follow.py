@@ -10,7 +10,7 @@ from typing import BinaryIO
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import states, status_query
 from tp_invariant_recipes.jobs.registry import JUDGE, Submission
-from tp_invariant_recipes.jobs.states import State
+from tp_invariant_recipes.jobs.states import JobState
 
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 15.0  # seconds between questions to the controller
 SLOWER = 1.25  # by this the pause grows while nothing happens
@@ -19,7 +19,7 @@ LOOK = 0.5  # seconds between looks at files
 
 
 @dataclass
-class Watch:
+class SubmissionWatch:
     """Asks the controller about submissions, less and less often while nothing happens.
 
     say:    told what has changed, a line each.
@@ -28,7 +28,7 @@ class Watch:
 
     submissions: Sequence[Submission]
     say: Callable[[str], None]
-    states: list[list[State]] = field(default_factory=list)
+    states: list[list[JobState]] = field(default_factory=list)
     _pause: float = 0.0
     _next: float = 0.0
     _ended: float | None = None
@@ -60,7 +60,7 @@ class Watch:
         else:
             self._ended = None
 
-    def _tell(self, alive: Sequence[State]) -> None:
+    def _tell(self, alive: Sequence[JobState]) -> None:
         news = {state.part.id: state.text for state in alive}
         fresh = [state for state in alive if self._said.get(state.part.id) != state.text]
         for state in fresh:
@@ -78,12 +78,12 @@ class Watch:
 
 def wait(
     submissions: Sequence[Submission], say: Callable[[str], None], timeout: float | None = None
-) -> list[list[State]]:
+) -> list[list[JobState]]:
     """Return when all have ended; the states of each. A job that is queued again has not ended.
 
     say: told what has changed. timeout: in seconds; then RunError, as when SLURM cannot be asked.
     """
-    watch, until = Watch(submissions, say), None if timeout is None else time.monotonic() + timeout
+    watch, until = SubmissionWatch(submissions, say), None if timeout is None else time.monotonic() + timeout
     while not watch():
         if until is not None and time.monotonic() >= until:
             alive = [state for one in watch.states for state in one if not state.end]
@@ -167,9 +167,11 @@ def show(submission: Submission, shown: Sequence[Source], out: BinaryIO) -> None
     raise RunError("\n".join(lines))
 
 
-def follow(submission: Submission, sources: Sequence[Source], out: BinaryIO, say: Callable[[str], None]) -> list[State]:
+def follow(
+    submission: Submission, sources: Sequence[Source], out: BinaryIO, say: Callable[[str], None]
+) -> list[JobState]:
     """Write out files as they grow until the jobs have ended; the states then. Raises RunError as `Watch` does."""
-    watch, tails = Watch([submission], say), Tails(sources, out)
+    watch, tails = SubmissionWatch([submission], say), Tails(sources, out)
     while not watch():
         tails()
         time.sleep(LOOK)

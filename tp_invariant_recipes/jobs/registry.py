@@ -25,7 +25,7 @@ _ID = re.compile(r"(?P<job>[0-9]+)(_(?P<task>[0-9]+))?")
 
 
 @dataclass(frozen=True)
-class Part:
+class JobPart:
     """A job of SLURM's, or one task of an array.
 
     job, task: its id, and its number in the array; None: it is in no array.
@@ -67,7 +67,7 @@ class Submission:
     """
 
     directory: Path
-    parts: tuple[Part, ...]
+    parts: tuple[JobPart, ...]
     note: str | None = None
 
     @property
@@ -76,7 +76,7 @@ class Submission:
         return self.directory.name
 
     @property
-    def judge(self) -> Part | None:
+    def judge(self) -> JobPart | None:
         """The job that compares; of a verify only."""
         return next((part for part in self.parts if part.role == JUDGE), None)
 
@@ -229,7 +229,7 @@ def _submission(directory: Path, known: Registered) -> Submission:
         run = RunDir(directory)
         ids = [job for job, owner in known.owners.items() if owner == directory]
         note = str(error) if directory.is_dir() else f"{directory} is gone"
-        return Submission(directory, tuple(Part(job, None, TRAIN, run, directory) for job in ids), note)
+        return Submission(directory, tuple(JobPart(job, None, TRAIN, run, directory) for job in ids), note)
 
 
 def _read(directory: Path, known: Registered) -> Submission:
@@ -249,23 +249,23 @@ def _read(directory: Path, known: Registered) -> Submission:
     return Submission(directory, tuple(ours))
 
 
-def _train(directory: Path, job: str, raw: dict[str, Any]) -> list[Part]:
+def _train(directory: Path, job: str, raw: dict[str, Any]) -> list[JobPart]:
     run = RunDir(directory)
     ids = [(attempt.get("job") or {}).get("id") for attempt in attempts(run)]
     # The script may have been handed to sbatch again, by hand: then the newest of those jobs counts.
-    return [Part(next((i for i in reversed(ids) if i), job), None, TRAIN, run, directory)]
+    return [JobPart(next((i for i in reversed(ids) if i), job), None, TRAIN, run, directory)]
 
 
-def _cells(directory: Path, job: str, raw: dict[str, Any]) -> list[Part]:
-    return [Part(job, str(n), CELL, RunDir(directory / name), directory) for n, name in enumerate(raw["cells"])]
+def _cells(directory: Path, job: str, raw: dict[str, Any]) -> list[JobPart]:
+    return [JobPart(job, str(n), CELL, RunDir(directory / name), directory) for n, name in enumerate(raw["cells"])]
 
 
-def _judge(directory: Path, job: str, raw: dict[str, Any]) -> list[Part]:
-    return [Part(job, None, JUDGE, RunDir(directory), directory)]
+def _judge(directory: Path, job: str, raw: dict[str, Any]) -> list[JobPart]:
+    return [JobPart(job, None, JUDGE, RunDir(directory), directory)]
 
 
 # The role of a job in submission.json -> the parts that it stands for.
-_ROLES: dict[str, Callable[[Path, str, dict[str, Any]], list[Part]]] = {TRAIN: _train, CELLS: _cells, JUDGE: _judge}
+_ROLES: dict[str, Callable[[Path, str, dict[str, Any]], list[JobPart]]] = {TRAIN: _train, CELLS: _cells, JUDGE: _judge}
 
 
 def attempts(run: RunDir) -> list[dict[str, Any]]:

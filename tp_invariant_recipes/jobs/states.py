@@ -9,7 +9,7 @@ from typing import Any
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import slurm_client, status_query
-from tp_invariant_recipes.jobs.registry import JUDGE, Part, Submission, attempts, every
+from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, attempts, every
 from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.jobs.status_query import Answer
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -40,7 +40,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class State:
+class JobState:
     """Of one part of a submission.
 
     word:         SLURM's ("RUNNING") or, of one that has ended, the end's.
@@ -52,7 +52,7 @@ class State:
     seconds_left: of this try's time limit.
     """
 
-    part: Part
+    part: JobPart
     word: str
     tries: int
     step: int | None
@@ -102,7 +102,7 @@ class State:
 class Look:
     """The states of several submissions; silence: why SLURM could not be asked, so that some are unknown."""
 
-    states: tuple[list[State], ...]
+    states: tuple[list[JobState], ...]
     silence: str | None
 
 
@@ -144,13 +144,13 @@ def _recent(submission: Submission) -> bool:
     return any(file.exists() and time.time() - file.stat().st_mtime < RECENT for file in files)
 
 
-def states(submission: Submission, told: Answer) -> list[State]:
+def states(submission: Submission, told: Answer) -> list[JobState]:
     """Of each of its parts."""
     found = [_state(part, told) for part in submission.parts]
     return [replace(state, note=submission.note) for state in found] if submission.note else found
 
 
-def exit_status(found: Sequence[State]) -> int | None:
+def exit_status(found: Sequence[JobState]) -> int | None:
     """Of a submission by the states of its parts: that of the judge, or the worst; None: it has not ended."""
     if any(one.exit_status is None for one in found):
         return None
@@ -158,7 +158,7 @@ def exit_status(found: Sequence[State]) -> int | None:
     return max(one.exit_status or 0 for one in judged or found)
 
 
-def _state(part: Part, told: Answer) -> State:
+def _state(part: JobPart, told: Answer) -> JobState:
     queued, accounted = told.queued_row(part), told.account(part)
     last: dict[str, Any] = next((attempt for attempt in reversed(attempts(part.run)) if attempt.get("job")), {})
     step, loss = _last_step(part.run.progress)
@@ -172,21 +172,21 @@ def _state(part: Part, told: Answer) -> State:
     }
     if queued is not None and not queued.over:
         note = None if last or queued.state == "PENDING" else _elsewhere(part, queued.nodes)
-        return State(**facts, word=queued.state, reason=_reason(queued), seconds_left=queued.seconds_left, note=note)
+        return JobState(**facts, word=queued.state, reason=_reason(queued), seconds_left=queued.seconds_left, note=note)
     word = queued.state if queued else accounted.state if accounted else None
     if word not in slurm_client.OVER:
         word = None  # accounts are written a while after the end
     ended = _judged(part, word) if part.role == JUDGE else _ended(part, word, last)
     if told.silence is not None and (not ended.settled or last.get("requeued")):
-        return State(**facts, word=UNKNOWN, alive=None)
-    return State(**facts, word=ended.word, alive=False, end=ended, note=ended.note)
+        return JobState(**facts, word=UNKNOWN, alive=None)
+    return JobState(**facts, word=ended.word, alive=False, end=ended, note=ended.note)
 
 
 def _reason(queued: Queued) -> str | None:
     return queued.reason if queued.state == "PENDING" and queued.reason not in ("", "None") else None
 
 
-def _ended(part: Part, word: str | None, last: dict[str, Any]) -> End:
+def _ended(part: JobPart, word: str | None, last: dict[str, Any]) -> End:
     """Of a run that SLURM has no job of any more. word: SLURM's; last: the last attempt by a job."""
     outcome, note = last.get("outcome"), last.get("why")
     if outcome is None:
@@ -205,7 +205,7 @@ def _status(completed: bool) -> int:
     return 0 if completed else 2
 
 
-def _judged(part: Part, word: str | None) -> End:
+def _judged(part: JobPart, word: str | None) -> End:
     """Of a judge that SLURM has no job of any more, by what it has written."""
     from tp_invariant_recipes.workflows.matrix import MatrixDir  # and with it Hydra, which only this needs
 
@@ -217,11 +217,11 @@ def _judged(part: Part, word: str | None) -> End:
         return End(word or UNKNOWN, 2, settled, _silent(part, "it left no verdict"))
 
 
-def _silent(part: Part, words: str) -> str:
+def _silent(part: JobPart, words: str) -> str:
     return f"{words}; its log: {part.log}" if part.log.exists() else f"{words}, and no log"
 
 
-def _elsewhere(part: Part, nodes: Sequence[str] = ()) -> str | None:
+def _elsewhere(part: JobPart, nodes: Sequence[str] = ()) -> str | None:
     """Where to look for the files of a job that does not write them here; None: it does."""
     try:
         shared = part.run.read_config()["cluster"]["shared_files"]

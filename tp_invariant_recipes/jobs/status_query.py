@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import slurm_client
-from tp_invariant_recipes.jobs.registry import Part
+from tp_invariant_recipes.jobs.registry import JobPart
 from tp_invariant_recipes.jobs.slurm_client import Accounted, Queued
 
 
@@ -18,7 +18,7 @@ class Answer:
     accounted: Mapping[str, Accounted] = field(default_factory=dict)
     silence: str | None = None
 
-    def queued_row(self, part: Part) -> Queued | None:
+    def queued_row(self, part: JobPart) -> Queued | None:
         """What the controller says of a part; None: nothing (any more)."""
         rows = [row for row in self.queued if part.ours and row.job == part.job]
         if part.task is None:
@@ -26,7 +26,7 @@ class Answer:
         own = next((row for row in rows if row.task == part.task), None)
         return own or next((row for row in rows if row.task and _holds(row.task, int(part.task))), None)
 
-    def account(self, part: Part) -> Accounted | None:
+    def account(self, part: JobPart) -> Accounted | None:
         """What the accounts say of a part. Tasks that were cancelled while they waited have one: "12_[0-4]"."""
         if not part.ours or part.task is None or part.id in self.accounted:
             return self.accounted.get(part.id) if part.ours else None
@@ -35,7 +35,7 @@ class Answer:
         return next((self.accounted[id] for id in found), None)
 
 
-def ask(parts: Sequence[Part], queued: Iterable[Queued] | None = None) -> Answer:
+def ask(parts: Sequence[JobPart], queued: Iterable[Queued] | None = None) -> Answer:
     """Ask about these. Raises RunError when SLURM is not there or does not answer.
 
     queued: what the controller says, where it has been asked already.

@@ -41,7 +41,7 @@ Progress = Callable[[int, int], None] | None
 
 
 @dataclass(frozen=True)
-class Script:
+class JobScript:
     """One job. role: as in submission.json: "train", "cells" or "judge"."""
 
     role: str
@@ -50,7 +50,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Submission:
+class PlannedSubmission:
     """What is to be submitted.
 
     about:    in a few words, what it takes of the cluster.
@@ -64,7 +64,7 @@ class Submission:
     about: str
     directory: RunDir
     cells: tuple[str, ...]
-    scripts: tuple[Script, ...]
+    scripts: tuple[JobScript, ...]
     validate: Callable[[], None]
     write: Callable[[], None]
 
@@ -88,7 +88,7 @@ class Submission:
         }
 
 
-def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: Progress = None) -> Submission:
+def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: Progress = None) -> PlannedSubmission:
     """Plan the job of one run. Raises a TpiError that lists what is wrong; nothing but the data cache is written.
 
     dry: only the script is wanted: SLURM is not asked, and no data prepared. progress: as for `plan.new`.
@@ -104,13 +104,13 @@ def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: 
     of_the_run = [text for text in composed.overrides if _key(text) != "run.dir"]
     text = script.train(job, composed.tree, model, of_the_run, where.path)
 
-    scripts = (Script(registry.TRAIN, where.script, text),)
+    scripts = (JobScript(registry.TRAIN, where.script, text),)
     if dry:
-        return Submission(model, about, where, (), scripts, _nothing, _nothing)
+        return PlannedSubmission(model, about, where, (), scripts, _nothing, _nothing)
     in_the_job = compose(model, [*of_the_run, f"run.dir={where.path}", "launcher=slurm"])
-    planned = plan.completed(in_the_job, where, progress, here=False)
+    planned = plan.resolve(in_the_job, where, progress, here=False)
     validate, write = partial(train_check, planned), partial(plan.write, planned, attempt=False)
-    return Submission(model, about, where, (), scripts, validate, write)
+    return PlannedSubmission(model, about, where, (), scripts, validate, write)
 
 
 def verification(
@@ -121,7 +121,7 @@ def verification(
     directory: Path | None,
     dry: bool = False,
     progress: Progress = None,
-) -> Submission:
+) -> PlannedSubmission:
     """Plan the jobs of a matrix: an array of the cells, and one that judges them. Raises as `train` does.
 
     against, directory: as for `verify.new`.
@@ -159,13 +159,13 @@ def verification(
     judge = _judging(
         job, name=f"{name}-judge", about=f"{model}: compares the cells", log=_log(tree, where, "job-%j.log")
     )
-    cells = Script(registry.CELLS, where.script, script.array(job, tree, model, steps, path))
-    compare = Script(registry.JUDGE, path / "judge.sbatch", script.judge(judge, tree, path, [path, *reference]))
+    cells = JobScript(registry.CELLS, where.script, script.array(job, tree, model, steps, path))
+    compare = JobScript(registry.JUDGE, path / "judge.sbatch", script.judge(judge, tree, path, [path, *reference]))
     validate, write = partial(verify.check, found), partial(_write_cells, found)
-    return Submission(model, about, where, tuple(trees), (cells, compare), validate, write)
+    return PlannedSubmission(model, about, where, tuple(trees), (cells, compare), validate, write)
 
 
-def check(submission: Submission) -> str | None:
+def check(submission: PlannedSubmission) -> str | None:
     """Let Bridge validate the runs. Imports it, 10 to 20 s. Raises ConfigError.
 
     returns: why it cannot be asked on this machine, which may lack a driver or a library of the nodes'; they will ask.
@@ -179,7 +179,7 @@ def check(submission: Submission) -> str | None:
     return None
 
 
-def execute(submission: Submission) -> dict[str, Any]:
+def execute(submission: PlannedSubmission) -> dict[str, Any]:
     """Write the directory and submit. Returns what submission.json then holds. Raises RunError.
 
     If SLURM refuses, the directory is removed again, so that the same command can be given when the mistake is mended.

@@ -6,10 +6,10 @@ from typing import Any
 
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.launch.ranks import Outcome, Story
+from tp_invariant_recipes.launch.ranks import Outcome, RankFn
 
 
-def run(plan: Plan, tick: Callable[[], None], *, story: Story | None = None, meetings: int = 1) -> Outcome:
+def run(plan: Plan, tick: Callable[[], None], *, story: RankFn | None = None, meetings: int = 1) -> Outcome:
     """Run all ranks to their end. Raises RunError naming the rank that died, its log and its last words.
 
     tick:     called about ten times a second while ranks live.
@@ -31,8 +31,8 @@ def _store() -> Any:
 
 
 def _seats(world: int, ports: tuple[int, ...]) -> list[Any]:
-    from tp_invariant_recipes.training.rank import Seat
+    from tp_invariant_recipes.training.rank import RankInfo
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the processor
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo would look this host's name up, which may not resolve
-    return [Seat(r, r, world, world, "127.0.0.1", ports) for r in range(world)]
+    return [RankInfo(r, r, world, world, "127.0.0.1", ports) for r in range(world)]

@@ -87,16 +87,16 @@ class Request:
     def plan(self, progress: Callable[[int, int], None] | None = None) -> Plan:
         """Plan the run. Raises a TpiError."""
         if self.resume is not None:
-            return again(self.resume, self.model, self.overrides, progress=progress)
+            return resume_run(self.resume, self.model, self.overrides, progress=progress)
         if self.go_on:
-            return proceed(self._model(), self.overrides, progress=progress)
+            return resume_or_start(self._model(), self.overrides, progress=progress)
         return new(self._model(), self.overrides, progress=progress)
 
     def follow(self, start: int) -> Plan:
         """Plan the same where another machine has planned it to start after step `start`. Raises a TpiError."""
         if self.resume is not None:
-            return again(self.resume, self.model, self.overrides, start=start)
-        return proceed(self._model(), self.overrides, start=start)
+            return resume_run(self.resume, self.model, self.overrides, start=start)
+        return resume_or_start(self._model(), self.overrides, start=start)
 
     def words(self) -> list[str]:
         """What follows `tpi train`, to ask for the same again."""
@@ -128,10 +128,10 @@ def new(model: str, overrides: Sequence[str], *, progress: Callable[[int, int], 
     """
     composed = compose(model, overrides, device=detect_device())
     run_dir = choose(composed.tree["run"]["dir"], f"{model}-tp{layout.of(composed.tree).tp}")
-    return completed(composed, run_dir, progress)
+    return resolve(composed, run_dir, progress)
 
 
-def again(
+def resume_run(
     run: Path,
     model: str | None,
     overrides: Sequence[str],
@@ -152,7 +152,7 @@ def again(
     return _going_on(f"--resume {run}", run_dir, _composed_again(run_dir, overrides), progress, start)
 
 
-def proceed(
+def resume_or_start(
     model: str,
     overrides: Sequence[str],
     *,
@@ -170,7 +170,7 @@ def proceed(
     run_dir = RunDir(Path(where).expanduser())
     if run_dir.run.exists():
         return _going_on(f"--continue run.dir={where}", run_dir, composed, progress, start)
-    return completed(composed, choose(where, model), progress)
+    return resolve(composed, choose(where, model), progress)
 
 
 def _composed_again(run_dir: RunDir, overrides: Sequence[str]) -> Composed:
@@ -191,7 +191,7 @@ def _going_on(
     start: int | None = None,
 ) -> Plan:
     """asked: the words of the command, for messages. start: as for `again`."""
-    plan = completed(composed, run_dir, progress)
+    plan = resolve(composed, run_dir, progress)
     before = run_dir.read_run()
     if composed.model != before["model"]:
         raise ConfigError(f"{asked} is a run of {before['model']}, not of {composed.model}")
@@ -230,7 +230,7 @@ def rerun(
     # without a word to callbacks, so the ledger has the digests of a step only if another one follows.
     shorter = f"train.exit_interval={last_step + 1}"
     changes = [*record, "save=0", "logging=none", shorter, "train.exit_duration_in_mins=null"]
-    plan = completed(
+    plan = resolve(
         compose(before["model"], [*_asked(before, NOT_REPEATED), *changes], device=before["device"]), run_dir, progress
     )
     _same_identity(before["identity"], plan.identity, f"{run} cannot be repeated: it would be another run now.")
@@ -253,7 +253,7 @@ def write(plan: Plan, *, attempt: bool = True, job: dict[str, Any] | None = None
     attempt: whether this is one; a job that is only submitted is none yet. job: of SLURM, that makes it.
     """
     run_dir = plan.run_dir
-    so_far = attempts.of(run_dir)
+    so_far = attempts.read_attempts(run_dir)
     if attempt:
         so_far = [*so_far, attempts.begun(plan.start, plan.steps, job)]
     run = {
@@ -278,7 +278,7 @@ def identity_hash(identity: dict[str, Any]) -> str:
     return Header(identity=identity).identity_hash
 
 
-def completed(
+def resolve(
     composed: Composed,
     run_dir: RunDir,
     progress: Callable[[int, int], None] | None = None,

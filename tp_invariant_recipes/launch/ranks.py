@@ -21,7 +21,7 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.training.rank import Seat
+    from tp_invariant_recipes.training.rank import RankInfo
 
 START_METHODS = {"cpu": "fork", "gpu": "spawn"}
 GRACE = 5.0  # seconds that the other ranks get to say why they failed, after the first has
@@ -30,7 +30,7 @@ FULL = 64 * 1024  # bytes: a disk with less free is what stopped the ranks
 TAIL = 12  # lines of a dead rank's log to show
 
 # What a rank does: a function of a module, of (run directory, seat).
-Story = Callable[[RunDir, "Seat"], None]
+RankFn = Callable[[RunDir, "RankInfo"], None]
 
 
 class Outcome(Enum):
@@ -96,11 +96,11 @@ def stopping() -> Iterator[Stop]:
 def run(
     run_dir: RunDir,
     device: str,
-    seats: Sequence["Seat"],
+    seats: Sequence["RankInfo"],
     tick: Callable[[], None],
     stop: Stop,
     *,
-    story: Story | None = None,
+    story: RankFn | None = None,
     started: Callable[[], None] | None = None,
 ) -> Outcome:
     """Run the ranks of these seats to their end. Raises RankFailed: which rank died, its log, its last words.
@@ -171,7 +171,7 @@ def _signal(processes: list[Any], number: int) -> set[int]:
     return set(alive)
 
 
-def _forget_failures(run_dir: RunDir, seats: Sequence["Seat"]) -> None:
+def _forget_failures(run_dir: RunDir, seats: Sequence["RankInfo"]) -> None:
     for seat in seats:
         run_dir.failure(seat.rank).unlink(missing_ok=True)
 

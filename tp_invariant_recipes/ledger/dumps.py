@@ -21,7 +21,7 @@ RANKS = "ranks"  # the metadata that says how many files a step has
 
 
 @dataclass(frozen=True)
-class Part:
+class DumpedPart:
     """A piece in a file: of which tensor, and where it lies in that tensor's table of rows and columns."""
 
     name: str
@@ -73,7 +73,7 @@ class Dumps:
     """The dumps of one step of a run. parts: of each tensor, the file and key of every piece."""
 
     folder: Path
-    parts: dict[str, tuple[tuple[Path, str, Part], ...]]
+    parts: dict[str, tuple[tuple[Path, str, DumpedPart], ...]]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class Dumps:
         """
         if name not in self.parts:
             raise LedgerError(f"{self.folder} has no {name}; it has {', '.join(self.names) or 'none'}")
-        whole: dict[tuple[str, tuple[int, ...]], list[tuple[Part, np.ndarray]]] = {}
+        whole: dict[tuple[str, tuple[int, ...]], list[tuple[DumpedPart, np.ndarray]]] = {}
         for file, key, part in self.parts[name]:
             with _opened(file) as stream:
                 whole.setdefault((part.dtype, part.shape), []).append((part, stream.get_tensor(key)))
@@ -120,7 +120,7 @@ def read_step(run: Path, step: int) -> Dumps:
     files = sorted(folder_of(run, step).glob("rank-*.safetensors"), key=lambda file: (len(file.name), file.name))
     if not files:
         raise LedgerError(f"{run} has no dumps of step {step}; they need ledger.trace={step}:{step} ledger.dump=[NAME]")
-    parts: dict[str, list[tuple[Path, str, Part]]] = {}
+    parts: dict[str, list[tuple[Path, str, DumpedPart]]] = {}
     ranks = 0
     for file in files:
         written, described = _described(file)
@@ -180,7 +180,7 @@ def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
     return bits.view(dtype).astype(np.float64)
 
 
-def _assembled(pieces: Sequence[tuple[Part, np.ndarray]], total: int) -> np.ndarray | None:
+def _assembled(pieces: Sequence[tuple[DumpedPart, np.ndarray]], total: int) -> np.ndarray | None:
     """The whole table; of places held twice, the first. None: not every element is held."""
     rows = max(part.row + part.step * (len(bits) - 1) + 1 for part, bits in pieces)
     columns = max(part.column + bits.shape[1] for part, bits in pieces)
@@ -203,7 +203,7 @@ def _opened(file: Path) -> Any:
     return safe_open(file, framework="np")
 
 
-def _described(file: Path) -> tuple[int, dict[str, Part]]:
+def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
     """How many ranks wrote files, and the pieces in this one. LedgerError: it cannot be read or is no dump."""
     from safetensors import SafetensorError
 
@@ -211,7 +211,7 @@ def _described(file: Path) -> tuple[int, dict[str, Part]]:
         with _opened(file) as stream:
             metadata, keys = stream.metadata() or {}, set(stream.keys())
         ranks = int(metadata.pop(RANKS))
-        parts = {key: Part(**json.loads(text)) for key, text in metadata.items()}
+        parts = {key: DumpedPart(**json.loads(text)) for key, text in metadata.items()}
         if set(parts) != keys:
             raise ValueError("its metadata describes other tensors")
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:

@@ -23,8 +23,8 @@ from tp_invariant_recipes.launch import plan, ranks, train
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
-from tp_invariant_recipes.multinode.heartbeat import PeerFailed, Superseded, Together
-from tp_invariant_recipes.multinode.rendezvous import POLL, Meeting, Place, Stopped
+from tp_invariant_recipes.multinode.heartbeat import Heartbeat, PeerFailed, Superseded
+from tp_invariant_recipes.multinode.rendezvous import POLL, NodeInfo, Rendezvous, Stopped
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -37,7 +37,7 @@ REQUEUE = "requeue"
 
 
 @dataclass(frozen=True)
-class Asked:
+class NodeTask:
     """What the command, the same on every node, asks for.
 
     run_dir:     of the run.
@@ -76,7 +76,7 @@ class _Over(Exception):
     """The first node has ended the run while another word was waited for."""
 
 
-def run(place: Place, asked: Asked, stop: Stop) -> Ended:
+def run(place: NodeInfo, asked: NodeTask, stop: Stop) -> Ended:
     """Do this node's part of the run, to the end of the whole.
 
     stop: of `ranks.stopping`, which notes signals for it. Raises RunError when the others cannot be reached, or not any
@@ -86,28 +86,28 @@ def run(place: Place, asked: Asked, stop: Stop) -> Ended:
 
     os.environ.update(asked.environment)
     bridge.load()  # now, while the other nodes do the same
-    meeting = Meeting(place, stop, asked.meet)
+    meeting = Rendezvous(place, stop, asked.meet)
     return _lead(meeting, asked) if place.first else _follow(meeting, asked)
 
 
 # The first node
 
 
-def _lead(meeting: Meeting, asked: Asked) -> Ended:
+def _lead(meeting: Rendezvous, asked: NodeTask) -> Ended:
     try:
         ended = _led(meeting, asked)
     except TpiError as error:
         ended = Ended(None, why=str(error))
     except Superseded:
         ended = Ended(None, why="SLURM has started this job elsewhere: this try ends and leaves the run to the other")
-    meeting.say("over", outcome=ended.outcome and ended.outcome.value, requeued=ended.requeued, why=ended.why)
-    meeting.say("next", port=None)
+    meeting.set("over", outcome=ended.outcome and ended.outcome.value, requeued=ended.requeued, why=ended.why)
+    meeting.set("next", port=None)
     _others(meeting, "joined", LAST_WORDS)
     _others(meeting, "left", LAST_WORDS)
     return ended
 
 
-def _led(meeting: Meeting, asked: Asked) -> Ended:
+def _led(meeting: Rendezvous, asked: NodeTask) -> Ended:
     """Raises a TpiError when there is nothing to try again."""
     run_dir, place = asked.run_dir, meeting.place
     job = {"id": place.job, "restart": place.restart, "nodes": place.names}
@@ -118,11 +118,11 @@ def _led(meeting: Meeting, asked: Asked) -> Ended:
         with suppress(TpiError):  # where it is no run directory yet, the job's log has to do
             attempts.refused(run_dir, str(error), job)
         raise
-    mine = [attempt for attempt in attempts.of(run_dir) if (attempt.get("job") or {}).get("id") == place.job]
+    mine = [attempt for attempt in attempts.read_attempts(run_dir) if (attempt.get("job") or {}).get("id") == place.job]
     run_dir.ended.unlink(missing_ok=True)
     plan.write(planned, job=job)
     try:
-        ended = _tried(meeting, asked, planned, attempts.in_vain(mine, planned.start) + 1)
+        ended = _tried(meeting, asked, planned, attempts.consecutive_failures(mine, planned.start) + 1)
     except TpiError as error:
         ended = Ended(None, why=str(error))
     with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
@@ -132,7 +132,7 @@ def _led(meeting: Meeting, asked: Asked) -> Ended:
     return ended
 
 
-def _tried(meeting: Meeting, asked: Asked, planned: Plan, number: int) -> Ended:
+def _tried(meeting: Rendezvous, asked: NodeTask, planned: Plan, number: int) -> Ended:
     """number: of this try among those of this job that began at the same step. Raises as `_led`."""
     if number > asked.tries:
         raise RunError(
@@ -157,18 +157,18 @@ def _tried(meeting: Meeting, asked: Asked, planned: Plan, number: int) -> Ended:
 
 
 @contextmanager
-def _announced(meeting: Meeting, planned: Plan) -> Iterator[None]:
+def _announced(meeting: Rendezvous, planned: Plan) -> Iterator[None]:
     """Give orders; a file in the run directory meanwhile shows the other nodes whether they see the same one."""
     word, run_dir = secrets.token_hex(8), planned.run_dir
     run_dir.write_text(run_dir.token, word)
-    meeting.say("orders", start=planned.start, token=word, agreed=_agreed(planned))
+    meeting.set("orders", start=planned.start, token=word, agreed=_agreed(planned))
     try:
         yield
     finally:
         run_dir.token.unlink(missing_ok=True)
 
 
-def _all_arrived(meeting: Meeting, patience: float) -> str | None:
+def _all_arrived(meeting: Rendezvous, patience: float) -> str | None:
     """The address at which the others found this node; None where there is no other.
 
     Raises RunError when one does not come, ConfigError when one cannot take part.
@@ -188,15 +188,15 @@ def _all_arrived(meeting: Meeting, patience: float) -> str | None:
     return arrived[0]["reached"] if arrived else None
 
 
-def _trained(meeting: Meeting, asked: Asked, planned: Plan, reached: str | None) -> Outcome:
+def _trained(meeting: Rendezvous, asked: NodeTask, planned: Plan, reached: str | None) -> Outcome:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    together = Together(meeting, planned, Receiver(meeting, planned.run_dir))
+    together = Heartbeat(meeting, planned, Receiver(meeting, planned.run_dir))
     through = interface(reached) if reached else "lo"
 
     def started() -> None:
-        meeting.say("next", port=store.port)
+        meeting.set("next", port=store.port)
 
     with asked.watch(planned) as together.show:
         outcome = _ranks(meeting, planned, "127.0.0.1", store.port, through, together, started)
@@ -206,12 +206,12 @@ def _trained(meeting: Meeting, asked: Asked, planned: Plan, reached: str | None)
     return outcome
 
 
-def _first_cause(meeting: Meeting, error: Exception) -> RankFailed:
+def _first_cause(meeting: Rendezvous, error: Exception) -> RankFailed:
     """Of all that failed on any node, what failed first; `error` where no rank did."""
-    meeting.say("failing")
+    meeting.set("failing")
     _others(meeting, "ended", LAST_WORDS)
-    said = [meeting.heard(f"failed/{number}") for number in range(meeting.place.count)]
-    first = min((one for one in said if one), key=lambda one: one["cause"], default=None)
+    has = [meeting.get(f"failed/{number}") for number in range(meeting.place.count)]
+    first = min((one for one in has if one), key=lambda one: one["cause"], default=None)
     if first is None:
         return RankFailed(str(error), time.time())
     where = f"\n(on {first['name']})" if meeting.place.count > 1 else ""
@@ -221,8 +221,8 @@ def _first_cause(meeting: Meeting, error: Exception) -> RankFailed:
 # The other nodes
 
 
-def _follow(meeting: Meeting, asked: Asked) -> Ended:
-    meeting.say(f"joined/{meeting.place.number}")
+def _follow(meeting: Rendezvous, asked: NodeTask) -> Ended:
+    meeting.set(f"joined/{meeting.place.number}")
     try:
         planned, shared = _joined(meeting, asked)
         # Not asked for again and again: the first forks its ranks now, while no thread of its store has work to do.
@@ -231,17 +231,17 @@ def _follow(meeting: Meeting, asked: Asked) -> Ended:
             raise _Over
         if not shared:
             plan.write(planned, job={"id": meeting.place.job})
-        together = Together(meeting, planned, None if shared else Sender(meeting, planned.run_dir))
+        together = Heartbeat(meeting, planned, None if shared else Sender(meeting, planned.run_dir))
         address = meeting.place.address
         _ranks(meeting, planned, address, port, interface(address_towards(address)), together)
         over = _told(meeting, "over", tick=together)
     except (_Over, Stopped, PeerFailed, RankFailed):
         over = _told(meeting, "over")
-    meeting.say(f"left/{meeting.place.number}")
+    meeting.set(f"left/{meeting.place.number}")
     return Ended(Outcome(over["outcome"]) if over["outcome"] else None, over["requeued"], over["why"])
 
 
-def _joined(meeting: Meeting, asked: Asked) -> tuple[Plan, bool]:
+def _joined(meeting: Rendezvous, asked: NodeTask) -> tuple[Plan, bool]:
     """Plan as ordered and say so. Returns the plan, and whether this node shares the run directory with the first.
 
     Raises _Over when this node cannot take part.
@@ -261,7 +261,7 @@ def _joined(meeting: Meeting, asked: Asked) -> tuple[Plan, bool]:
         train.check(planned)
     except TpiError as error:
         problems.append(f"{place.name}: {error}")
-    meeting.say(f"arrived/{place.number}", name=place.name, problems=problems, reached=place.address)
+    meeting.set(f"arrived/{place.number}", name=place.name, problems=problems, reached=place.address)
     if problems:
         raise _Over
     return planned, shared
@@ -272,7 +272,7 @@ def _agreed(planned: Plan) -> dict[str, dict[str, Any]]:
     return {"identity": planned.identity, "environment": planned.environment, "versions": versions()}
 
 
-def _differences(theirs: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]], place: Place) -> list[str]:
+def _differences(theirs: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]], place: NodeInfo) -> list[str]:
     return [
         f"{place.name} has another {part}: {key} is {ours[part].get(key)}, and {theirs[part].get(key)} on the first of "
         f"{place.names}"
@@ -285,7 +285,7 @@ def _differences(theirs: dict[str, dict[str, Any]], ours: dict[str, dict[str, An
 # All nodes
 
 
-def _fits(planned: Plan, place: Place) -> None:
+def _fits(planned: Plan, place: NodeInfo) -> None:
     taken = allocation.of(planned.tree)
     if taken.nodes != place.count:
         raise ConfigError(
@@ -309,19 +309,19 @@ def _without_shared_files(planned: Plan) -> Plan:
 
 
 def _ranks(
-    meeting: Meeting,
+    meeting: Rendezvous,
     planned: Plan,
     address: str,
     port: int,
     interface: str | None,
-    together: Together,
+    together: Heartbeat,
     started: Callable[[], None] | None = None,
 ) -> Outcome:
     """Run this node's ranks; tell the others how they ended. Raises RankFailed, and what `together` raises.
 
     address, port: of the store where all ranks meet. interface: through which Gloo reaches the other nodes.
     """
-    from tp_invariant_recipes.training.rank import Seat
+    from tp_invariant_recipes.training.rank import RankInfo
 
     place, count = meeting.place, allocation.of(planned.tree).ranks
     os.environ.update(planned.environment)
@@ -329,26 +329,26 @@ def _ranks(
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # Gloo would look the host's name up
     first = place.number * count
-    seats = [Seat(first + n, n, planned.layout.world, count, address, (port,)) for n in range(count)]
+    seats = [RankInfo(first + n, n, planned.layout.world, count, address, (port,)) for n in range(count)]
     try:
         return ranks.run(planned.run_dir, planned.device, seats, together, meeting.stop, started=started)
     except RankFailed as error:
         facts = {"cause": error.cause, "why": str(error), "ours": error.ours}
-        meeting.say(f"failed/{place.number}", name=place.name, **facts)
-        meeting.say("failing")
+        meeting.set(f"failed/{place.number}", name=place.name, **facts)
+        meeting.set("failing")
         raise
     finally:
         if together.files:
             together.files()
-        meeting.say(f"ended/{place.number}")
+        meeting.set(f"ended/{place.number}")
 
 
 def _told(
-    meeting: Meeting, key: str, *, tick: Callable[[], None] | None = None, stoppable: bool = False
+    meeting: Rendezvous, key: str, *, tick: Callable[[], None] | None = None, stoppable: bool = False
 ) -> dict[str, Any]:
     """Wait for a word of the first node's. Raises _Over when it ends the run instead, Stopped when a signal comes."""
-    while (found := meeting.heard(key)) is None:
-        if meeting.said("over"):
+    while (found := meeting.get(key)) is None:
+        if meeting.has("over"):
             raise _Over
         if stoppable and meeting.stop.asked:
             raise Stopped
@@ -359,7 +359,7 @@ def _told(
 
 
 def _others(
-    meeting: Meeting,
+    meeting: Rendezvous,
     key: str,
     patience: float | None,
     *,
@@ -374,12 +374,12 @@ def _others(
     deadline = None if patience is None else time.monotonic() + patience
     numbers: Iterable[int] = range(1, meeting.place.count)
     if key not in ("joined", "arrived"):
-        numbers = [number for number in numbers if meeting.said(f"joined/{number}")]
+        numbers = [number for number in numbers if meeting.has(f"joined/{number}")]
     keys = [f"{key}/{number}" for number in numbers]
     while True:
-        said = [word for one in keys if (word := meeting.heard(one)) is not None]
-        if len(said) == len(keys) or (deadline is not None and time.monotonic() > deadline):
-            return said
+        has = [word for one in keys if (word := meeting.get(one)) is not None]
+        if len(has) == len(keys) or (deadline is not None and time.monotonic() > deadline):
+            return has
         if stoppable and meeting.stop.asked:
             raise Stopped
         if tick:

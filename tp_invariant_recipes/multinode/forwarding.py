@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.record import put_aside
-from tp_invariant_recipes.multinode.rendezvous import Meeting
+from tp_invariant_recipes.multinode.rendezvous import Rendezvous
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 CHUNK = 1 << 20  # bytes
@@ -21,7 +21,7 @@ class Sender:
     Nothing is gone on with where files are not shared, so every attempt has a ledger of its own.
     """
 
-    meeting: Meeting
+    meeting: Rendezvous
     run_dir: RunDir
     sent: int = 0
     positions: dict[Path, int] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Sender:
 class Receiver:
     """On the first node, writes what the others send into its own run directory."""
 
-    meeting: Meeting
+    meeting: Rendezvous
     run_dir: RunDir
     taken: dict[int, int] = field(default_factory=dict)
 

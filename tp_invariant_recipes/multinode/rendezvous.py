@@ -25,7 +25,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeInfo:
     """This node among those of a job's step.
 
     job:     its id. restart: how often SLURM has started it again.
@@ -52,7 +52,7 @@ class Place:
         return PORTS[int(self.job) % len(PORTS)]
 
 
-def place(environment: Mapping[str, str]) -> Place | None:
+def place(environment: Mapping[str, str]) -> NodeInfo | None:
     """This process's place by the variables that srun sets; None outside of a step. Raises RunError.
 
     RunError: the step has more than one task on a node.
@@ -66,7 +66,7 @@ def place(environment: Mapping[str, str]) -> Place | None:
             f"srun started {tasks} tasks on {count} nodes; it must be one a node, which starts the ranks: "
             f"--ntasks-per-node=1"
         )
-    return Place(
+    return NodeInfo(
         job=environment["SLURM_JOB_ID"],
         restart=int(environment.get("SLURM_RESTART_COUNT", 0)),
         number=int(environment["SLURM_PROCID"]),
@@ -91,10 +91,10 @@ def _address(name: str, launcher: str) -> str:
         return launcher
 
 
-class Meeting:
+class Rendezvous:
     """The meeting, joined. Its methods raise RunError when the first node is gone."""
 
-    def __init__(self, place: Place, stop: Stop, patience: float) -> None:
+    def __init__(self, place: NodeInfo, stop: Stop, patience: float) -> None:
         """Join, waiting up to `patience` seconds for the first node; on that one, open the meeting. Raises RunError."""
         from datetime import timedelta
 
@@ -120,15 +120,15 @@ class Meeting:
             f"(slurm.meet=SECONDS waits longer)"
         )
 
-    def say(self, key: str, **facts: Any) -> None:
+    def set(self, key: str, **facts: Any) -> None:
         """Put a word down for all."""
         self._asked(lambda: self.store.set(key, json.dumps(facts)))
 
-    def said(self, key: str) -> bool:
+    def has(self, key: str) -> bool:
         """Whether anything has been said under a key."""
         return self._asked(lambda: self.store.check([key]))
 
-    def heard(self, key: str) -> dict[str, Any] | None:
+    def get(self, key: str) -> dict[str, Any] | None:
         """What has been said under a key so far."""
         return self._asked(lambda: json.loads(self.store.get(key)) if self.store.check([key]) else None)
 

@@ -13,7 +13,7 @@ from tp_invariant_recipes.config import allocation, environment, layout
 from tp_invariant_recipes.config.compose import cluster_files, listed
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.launch.plan import Plan, Request, device_on
-from tp_invariant_recipes.multinode.agent import Asked
+from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 
 # srun would bind the one task of a node, and with it all its ranks, to one core.
@@ -82,13 +82,13 @@ def become(request: Request) -> NoReturn:
     os.execvp("srun", ["srun", *arguments(tree, needed), *tpi(tree), "train", *request.words()])
 
 
-def asked(request: Request, watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]) -> Asked:
+def asked(request: Request, watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]) -> NodeTask:
     """What the task of each node is asked for. Raises ConfigError."""
     tree = _fitting(request)
     where = request.resume or tree["run"]["dir"]
     if where is None:
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
-    return Asked(
+    return NodeTask(
         run_dir=RunDir(Path(where).expanduser()),
         environment=environment.settings(tree["device"]["kind"], os.environ, tree["cluster"]["environment"]),
         lead=request.plan,

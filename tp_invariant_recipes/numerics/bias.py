@@ -8,7 +8,7 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.partial_gradient import deliver
+from tp_invariant_recipes.numerics.partial_gradient import reduce_weight_gradient
 from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 
@@ -62,4 +62,4 @@ class _RowBias(torch.autograd.Function):
             return gradients[0], None, None, None
         mesh, everywhere = ctx.mesh, not ctx.sequence_parallel
         leaves = token_sum(gradients[0].reshape(-1, bias.shape[0]), mesh.shards if everywhere else mesh.local)
-        return gradients[0], deliver(bias, leaves, mesh, everywhere), None, None
+        return gradients[0], reduce_weight_gradient(bias, leaves, mesh, everywhere), None, None

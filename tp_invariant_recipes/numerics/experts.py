@@ -1,5 +1,5 @@
 """The experts: products of each expert's tokens with its weights. On the owner of an expert they are the same products,
-of the same shapes, in every layout (numerics/dispatch.py), so whatever computes them gives the same bits.
+of the same shapes, in every layout (numerics/token_dispatcher.py), so whatever computes them gives the same bits.
 
 Weight gradients of further sources (data-parallel ranks, where ep > tp) wait in memory of their own until all
 micro-batches are done: where every data-parallel rank has the expert to itself, each adds up its own before ranks are
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.kernels.weighted_activation import weighted_activation, weighted_activation_backward
-from tp_invariant_recipes.numerics.dispatch import Batches
 from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.weight_gradient import added_to_main_grad
 
 Weights = Sequence[Tensor]

@@ -8,10 +8,10 @@ ranks have slices of, both operands are brought together first, in the order of 
     of the activation:  this rank's tokens with all features, by all-to-all, where the result is divided by tokens
                         (sequence parallelism); all tokens with all features, all-gathered, where it is not
 
-A rank's rows of a column-parallel weight are segments (gate, up), numerics/linear.py draws them. In the whole tensor a
-segment is in one piece, so that is the order which slices are brought into.
+A rank's rows of a column-parallel weight are segments (gate, up), drawn in numerics/tree_linear.py. In the whole tensor
+a segment is in one piece, so that is the order which slices are brought into.
 
-What is gathered is dropped after its product. Compared with numerics/linear.py this moves and holds whole weights, and
+What is gathered is dropped after its product. Unlike numerics/tree_linear.py this moves and holds whole weights, and
 without sequence parallelism makes products over sharded features on every rank. Its products know no virtual shards.
 """
 

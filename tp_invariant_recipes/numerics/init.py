@@ -34,7 +34,7 @@ Segments = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Rule:
+class InitRule:
     """How parameters of one kind start.
 
     name:   matches the canonical name: as in Megatron, with the layer's number in the whole model.
@@ -65,33 +65,33 @@ _MIXER = rf"{_LAYER}mixer\."  # Mamba-2
 _LINEAR = rf"{_LAYER}(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\."
 
 RULES = (
-    Rule(r"embedding\.word_embeddings\.weight", "normal", 0, "embedding_init_method"),
-    Rule(r"output_layer\.weight", "normal", 0, "init_method"),
+    InitRule(r"embedding\.word_embeddings\.weight", "normal", 0, "embedding_init_method"),
+    InitRule(r"output_layer\.weight", "normal", 0, "init_method"),
     # Rows go by query group (q heads, k, v), so a rank's rows are consecutive in the whole, too.
-    Rule(_LAYER + r"self_attention\.linear_qkv\.weight", "normal", 0, "init_method"),
-    Rule(_LAYER + r"self_attention\.linear_proj\.weight", "normal", 1, "output_layer_init_method"),
-    Rule(_LAYER + r"mlp\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
-    Rule(_LAYER + r"mlp\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
-    Rule(_LAYER + r"mlp\.shared_experts\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
-    Rule(_LAYER + r"mlp\.shared_experts\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
-    Rule(_LAYER + r"mlp\.router\.weight", "normal", 0, "init_method", whole=True),
-    Rule(_LAYER + r"mlp\.experts\.\d+\.linear_fc1\.weight", "normal", 0, "init_method", whole=True),
-    Rule(_LAYER + r"mlp\.experts\.\d+\.linear_fc2\.weight", "normal", 1, "output_layer_init_method", whole=True),
-    Rule(_MIXER + r"in_proj\.weight", "normal", 0, "init_method"),
-    Rule(_MIXER + r"out_proj\.weight", "normal", 1, "output_layer_init_method"),
-    Rule(_MIXER + r"conv1d_(weight|bias)", "mamba_init:conv"),
-    Rule(_MIXER + r"A_log", "mamba_init:a_log"),
-    Rule(_MIXER + r"dt_bias", "mamba_init:dt_bias"),
-    Rule(_MIXER + r"(D|norm\.weight)", "always ones"),
-    Rule(_NORM + "weight", "ones"),
-    Rule(_FUSED + "weight", "ones"),
-    Rule(_NORM + "bias", "zeros"),
-    Rule(_FUSED + "bias", "zeros"),
-    Rule(_LINEAR + "bias", "zeros"),
+    InitRule(_LAYER + r"self_attention\.linear_qkv\.weight", "normal", 0, "init_method"),
+    InitRule(_LAYER + r"self_attention\.linear_proj\.weight", "normal", 1, "output_layer_init_method"),
+    InitRule(_LAYER + r"mlp\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
+    InitRule(_LAYER + r"mlp\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
+    InitRule(_LAYER + r"mlp\.shared_experts\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
+    InitRule(_LAYER + r"mlp\.shared_experts\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
+    InitRule(_LAYER + r"mlp\.router\.weight", "normal", 0, "init_method", whole=True),
+    InitRule(_LAYER + r"mlp\.experts\.\d+\.linear_fc1\.weight", "normal", 0, "init_method", whole=True),
+    InitRule(_LAYER + r"mlp\.experts\.\d+\.linear_fc2\.weight", "normal", 1, "output_layer_init_method", whole=True),
+    InitRule(_MIXER + r"in_proj\.weight", "normal", 0, "init_method"),
+    InitRule(_MIXER + r"out_proj\.weight", "normal", 1, "output_layer_init_method"),
+    InitRule(_MIXER + r"conv1d_(weight|bias)", "mamba_init:conv"),
+    InitRule(_MIXER + r"A_log", "mamba_init:a_log"),
+    InitRule(_MIXER + r"dt_bias", "mamba_init:dt_bias"),
+    InitRule(_MIXER + r"(D|norm\.weight)", "always ones"),
+    InitRule(_NORM + "weight", "ones"),
+    InitRule(_FUSED + "weight", "ones"),
+    InitRule(_NORM + "bias", "zeros"),
+    InitRule(_FUSED + "bias", "zeros"),
+    InitRule(_LINEAR + "bias", "zeros"),
 )
 
 
-def megatron_std(rule: Rule, config: Any) -> float:
+def megatron_std(rule: InitRule, config: Any) -> float:
     """The standard deviation of the normal distribution that Megatron itself would draw from.
 
     init_method_std, and init_method_std / sqrt(2 · num_layers) for linear_proj and linear_fc2; read from the methods
@@ -109,7 +109,9 @@ def megatron_std(rule: Rule, config: Any) -> float:
 
 
 @torch.no_grad()
-def initialise(model_chunks: list[Any], *, seed: int, std_of: Callable[[Rule, Any], float] = megatron_std) -> list[Any]:
+def initialise(
+    model_chunks: list[Any], *, seed: int, std_of: Callable[[InitRule, Any], float] = megatron_std
+) -> list[Any]:
     """Set every parameter of this rank's GPTModel chunks; a Megatron-Bridge pre-wrap hook.
 
     std_of: the standard deviation for a rule and the model's config.
@@ -151,11 +153,11 @@ def initialise(model_chunks: list[Any], *, seed: int, std_of: Callable[[Rule, An
     return model_chunks
 
 
-def _is_drawn(rule: Rule) -> bool:
+def _is_drawn(rule: InitRule) -> bool:
     return rule.value not in ("ones", "always ones", "zeros")
 
 
-def _quantile(rule: Rule, std: float) -> Callable[[Tensor], Tensor]:
+def _quantile(rule: InitRule, std: float) -> Callable[[Tensor], Tensor]:
     if rule.value == "normal":
         return lambda bits: _ppnd16(bits) * std
     module, _, name = rule.value.partition(":")

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from tp_invariant_recipes.numerics import gather, linear
+from tp_invariant_recipes.numerics import gather, tree_linear
 from tp_invariant_recipes.numerics.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
 from tp_invariant_recipes.numerics.product import Parts
 
 # config.invariant_mode -> the module whose column_parallel and row_parallel the layers call.
-STRATEGIES: dict[str, Any] = {"tree": linear, "gather": gather}
+STRATEGIES: dict[str, Any] = {"tree": tree_linear, "gather": gather}
 
 
 def segments_of(config: Any, tp_comm_buffer_name: str | None) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.partial_gradient import deliver
+from tp_invariant_recipes.numerics.partial_gradient import reduce_weight_gradient
 
 
 class NormShards(Enum):
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of
     returns: x's shape and dtype; a row's bits, here and in its gradient, depend on that row alone.
 
     The weight gradient is the sum over the rows of all ranks, the same bits for every t dividing V; where it goes,
-    says `partial_gradient.deliver`.
+    says `partial_gradient.reduce_weight_gradient`.
     """
     if weight.requires_grad and torch.is_grad_enabled():
         _check(x, mesh, shards_of)
@@ -68,5 +68,5 @@ class _RMSNorm(torch.autograd.Function):
             _rows(gradients[0], shards_of), _rows(x, shards_of), weight, scale,
             mesh.shards if everywhere else mesh.local, shards_of is NormShards.HEADS,
         )  # fmt: skip
-        dw = deliver(weight, leaves, mesh, everywhere) if ctx.needs_input_grad[1] else None
+        dw = reduce_weight_gradient(weight, leaves, mesh, everywhere) if ctx.needs_input_grad[1] else None
         return dx.view(x.shape) if ctx.needs_input_grad[0] else None, dw, None, None, None

@@ -28,7 +28,7 @@ class _Waiting(NamedTuple):
 _waiting: dict[int, list[_Waiting]] = {}
 
 
-def deliver(weight: Tensor, leaves: Tensor, mesh: VirtualMesh, everywhere: bool) -> Tensor:
+def reduce_weight_gradient(weight: Tensor, leaves: Tensor, mesh: VirtualMesh, everywhere: bool) -> Tensor:
     """What a backward pass returns to autograd for `weight`.
 
     leaves:     [V/t, L, size] fp32, of each of this rank's shards L parts in order; [V, L, size] if `everywhere`.

@@ -17,7 +17,7 @@ from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.layers import OnMesh
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.partial_gradient import deliver
+from tp_invariant_recipes.numerics.partial_gradient import reduce_weight_gradient
 from tp_invariant_recipes.numerics.product import product
 from tp_invariant_recipes.numerics.tree import tree_all_reduce
 
@@ -112,7 +112,7 @@ class _Gating(torch.autograd.Function):
             leaves = torch.empty(mesh.local, 1, *weight.shape, dtype=torch.float32, device=x.device)
             for leaf, some, theirs in zip(leaves, grad.chunk(mesh.local), rows.chunk(mesh.local), strict=True):
                 product(some.t(), theirs, leaf[0])
-            dw = deliver(weight, leaves.view(mesh.local, 1, -1), mesh, everywhere=False)
+            dw = reduce_weight_gradient(weight, leaves.view(mesh.local, 1, -1), mesh, everywhere=False)
         return dx, dw, None, None
 
 

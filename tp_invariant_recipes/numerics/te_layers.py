@@ -10,7 +10,6 @@ from megatron.core.extensions.transformer_engine import (
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.dispatch import Batches
 from tp_invariant_recipes.numerics.experts import activation_kind, expert_mlp
 from tp_invariant_recipes.numerics.layers import (
     ColumnForward,
@@ -21,6 +20,7 @@ from tp_invariant_recipes.numerics.layers import (
     sequence_shards,
 )
 from tp_invariant_recipes.numerics.norm import rms_norm
+from tp_invariant_recipes.numerics.token_dispatcher import Batches
 
 
 class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnParallelLinear):

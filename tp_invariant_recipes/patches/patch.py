@@ -18,7 +18,7 @@ COMPARISONS = {">=": operator.ge, "<": operator.lt}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PatchVerdict:
     """What becomes of a patch on this machine, and why.
 
     applies:    the installed code is known to need it.
@@ -58,18 +58,18 @@ class Versions:
     versions: str
     functions: tuple[Function, ...]
 
-    def verdict(self, package: str) -> Verdict:
+    def verdict(self, package: str) -> PatchVerdict:
         """Found out from the files; imports nothing."""
         version, folder = installed(package), code.folder(self.module)
         if version is None or folder is None:
-            return Verdict("not needed", f"{package} is not installed")
+            return PatchVerdict("not needed", f"{package} is not installed")
         if not within(version, self.versions):
-            return Verdict("not needed", f"{package} {version} does without; needed by {self.versions}")
+            return PatchVerdict("not needed", f"{package} {version} does without; needed by {self.versions}")
         strange = [f for f in self.functions if code.fingerprint(folder / f.file, f.name) not in f.known.values()]
         if strange:
             names = ", ".join(f.name for f in strange)
-            return Verdict("refused", f"{package} {version} has an unknown {names} ({strange[0].file})")
-        return Verdict("applies", f"{package} {version}")
+            return PatchVerdict("refused", f"{package} {version} has an unknown {names} ({strange[0].file})")
+        return PatchVerdict("applies", f"{package} {version}")
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class Looks:
     needed: Callable[[], bool]
     versions: str
 
-    def verdict(self, package: str) -> Verdict:
+    def verdict(self, package: str) -> PatchVerdict:
         """Found out from the files; imports nothing."""
         version = installed(package)
         if version is None:
-            return Verdict("not needed", f"{package} is not installed")
+            return PatchVerdict("not needed", f"{package} is not installed")
         if self.needed():
-            return Verdict("applies", f"{package} {version}")
-        return Verdict("not needed", f"{package} {version} does without; needed by {self.versions}")
+            return PatchVerdict("applies", f"{package} {version}")
+        return PatchVerdict("not needed", f"{package} {version} does without; needed by {self.versions}")
 
 
 def always(tree: dict[str, Any] | None) -> bool:
@@ -120,9 +120,9 @@ class Patch:
     upstream: str | None = None
     concerns: Callable[[dict[str, Any] | None], bool] = always
 
-    def verdict(self, off: bool = False) -> Verdict:
+    def verdict(self, off: bool = False) -> PatchVerdict:
         """What becomes of it here. off: the user wants it so."""
-        return Verdict("off", "by patches.off") if off else self.need.verdict(self.package)
+        return PatchVerdict("off", "by patches.off") if off else self.need.verdict(self.package)
 
 
 def within(version: str, versions: str) -> bool:

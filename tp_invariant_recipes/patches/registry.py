@@ -7,7 +7,7 @@ from typing import Any
 from tp_invariant_recipes import replacement
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.patches import bridge_helpers, core_save, te_grouped_linear, te_grouped_wgrad
-from tp_invariant_recipes.patches.patch import Patch, Verdict
+from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 
 PATCHES: tuple[Patch, ...] = (
     core_save.PATCH,
@@ -17,7 +17,7 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 
-def verdicts(off: Sequence[str] = ()) -> list[tuple[Patch, Verdict]]:
+def verdicts(off: Sequence[str] = ()) -> list[tuple[Patch, PatchVerdict]]:
     """Every patch and what becomes of it on this machine. Imports nothing of what the patches are for."""
     return [(patch, patch.verdict(patch.name in off)) for patch in PATCHES]
 

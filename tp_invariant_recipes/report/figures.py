@@ -18,7 +18,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from tp_invariant_recipes.report.curves import Curve, curve, distances, recorded
-from tp_invariant_recipes.report.maps import Map, State
+from tp_invariant_recipes.report.maps import CellState, Map
 from tp_invariant_recipes.report.palette import LIGHT, LINES, STYLES
 from tp_invariant_recipes.report.runs import Report, Run
 
@@ -286,10 +286,10 @@ _LABEL = 62  # characters of it
 _WORDS = {"gradients": "Gradients", "weights": "Weights"}
 # A state, its colour and its word.
 _CELLS = (
-    (State.IDENTICAL, "identical", "identical"),
-    (State.SOME_DIFFER, "some", "some differ"),
-    (State.DIFFERENT, "different", "different"),
-    (State.NOT_COMPARED, "paper", "not recorded by both"),
+    (CellState.IDENTICAL, "identical", "identical"),
+    (CellState.SOME_DIFFER, "some", "some differ"),
+    (CellState.DIFFERENT, "different", "different"),
+    (CellState.NOT_COMPARED, "paper", "not recorded by both"),
 )
 
 

@@ -13,7 +13,7 @@ ROWS = 64  # that still can be read
 COLUMNS = 200
 
 
-class State(IntEnum):
+class CellState(IntEnum):
     """What a cell says of its digests, those of one or several parameters at one or several steps."""
 
     NOT_COMPARED = 0  # one of the runs has no such parameter
@@ -23,7 +23,7 @@ class State(IntEnum):
 
 
 @dataclass(frozen=True)
-class Row:
+class MapRow:
     """A row: one parameter, a group of them, or several groups in sequence."""
 
     label: str
@@ -46,7 +46,7 @@ class Map:
     """
 
     kind: str
-    rows: tuple[Row, ...]
+    rows: tuple[MapRow, ...]
     columns: tuple[tuple[int, int], ...]
     block: int
     states: np.ndarray
@@ -111,10 +111,10 @@ def _steps(comparison: Comparison, kind: str) -> tuple[list[int], int]:
 
 
 def _states(compared: np.ndarray, differing: np.ndarray) -> np.ndarray:
-    states = np.full(compared.shape, State.NOT_COMPARED, dtype=np.uint8)
-    states[compared > 0] = State.IDENTICAL
-    states[differing > 0] = State.SOME_DIFFER
-    states[(differing > 0) & (differing == compared)] = State.DIFFERENT
+    states = np.full(compared.shape, CellState.NOT_COMPARED, dtype=np.uint8)
+    states[compared > 0] = CellState.IDENTICAL
+    states[differing > 0] = CellState.SOME_DIFFER
+    states[(differing > 0) & (differing == compared)] = CellState.DIFFERENT
     return states
 
 
@@ -132,10 +132,10 @@ def _largest(
     return ulp
 
 
-def _rows(names: list[str]) -> tuple[Row, ...]:
+def _rows(names: list[str]) -> tuple[MapRow, ...]:
     """A row a parameter; where those are too many, a row a group; and where these are, several groups a row."""
     if len(names) <= ROWS:
-        return tuple(Row(name, (name,)) for name in names)
+        return tuple(MapRow(name, (name,)) for name in names)
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(group_of(name), []).append(name)
@@ -144,7 +144,7 @@ def _rows(names: list[str]) -> tuple[Row, ...]:
     return tuple(_row(labels[n : n + together], groups) for n in range(0, len(labels), together))
 
 
-def _row(labels: list[str], groups: Mapping[str, Iterable[str]]) -> Row:
+def _row(labels: list[str], groups: Mapping[str, Iterable[str]]) -> MapRow:
     members = tuple(name for label in labels for name in groups[label])
     ends = labels[0] if len(labels) == 1 else f"{labels[0]} … {labels[-1]}"
-    return Row(f"{ends} ({len(members)})", members)
+    return MapRow(f"{ends} ({len(members)})", members)

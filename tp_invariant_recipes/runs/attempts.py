@@ -10,7 +10,7 @@ from typing import Any
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 
-def of(run_dir: RunDir) -> list[dict[str, Any]]:
+def read_attempts(run_dir: RunDir) -> list[dict[str, Any]]:
     """The attempts at a run so far; none where there is no run yet. Raises RunError."""
     return run_dir.read_run()["attempts"] if run_dir.run.exists() else []
 
@@ -52,7 +52,7 @@ def refused(run_dir: RunDir, why: str, job: dict[str, Any] | None) -> None:
     end(run_dir, "failed", why)
 
 
-def in_vain(attempts: Sequence[dict[str, Any]], start: int) -> int:
+def consecutive_failures(attempts: Sequence[dict[str, Any]], start: int) -> int:
     """How many of the latest attempts began at step `start` and came to nothing, since one that did not.
 
     One that was asked to stop came to nothing through no fault of the run.

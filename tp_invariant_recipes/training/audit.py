@@ -8,7 +8,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
 
 
-def measure(run_dir: RunDir, seat: rank.Seat) -> None:
+def measure(run_dir: RunDir, seat: rank.RankInfo) -> None:
     """Train what the run directory holds and write down the gradient norms of every step."""
     run = AuditedRun(run_dir.path)
     tree, described = run.read_config(), run.read_run()
@@ -21,7 +21,7 @@ def measure(run_dir: RunDir, seat: rank.Seat) -> None:
             getattr(callback, "close", lambda: None)()
 
 
-def _callbacks(run: AuditedRun, seat: rank.Seat) -> list[Any]:
+def _callbacks(run: AuditedRun, seat: rank.RankInfo) -> list[Any]:
     from tp_invariant_recipes.training.gradient_norms import GradientNorms, Rounded
 
     rounded_from = run.read_task()["rounded_from"]

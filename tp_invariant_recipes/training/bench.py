@@ -10,7 +10,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
 
 
-def measure(run_dir: RunDir, seat: rank.Seat) -> None:
+def measure(run_dir: RunDir, seat: rank.RankInfo) -> None:
     """Train every pass of the benchmark that the directory holds and write down this rank's figures."""
     bench_dir = BenchDir(run_dir.path)
     bridge.load()
@@ -22,7 +22,7 @@ def measure(run_dir: RunDir, seat: rank.Seat) -> None:
         _settle()
 
 
-def _callbacks(bench_dir: BenchDir, seat: rank.Seat, number: int, one: Pass, tree: dict[str, Any]) -> list:
+def _callbacks(bench_dir: BenchDir, seat: rank.RankInfo, number: int, one: Pass, tree: dict[str, Any]) -> list:
     from tp_invariant_recipes.training.stopwatch import Start, Stopwatch, Tracer
 
     device = tree["device"]["kind"]

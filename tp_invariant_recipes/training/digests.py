@@ -19,7 +19,7 @@ from tp_invariant_recipes.kernels.digest import LANES, WITH_MAGNITUDE, Lanes
 from tp_invariant_recipes.ledger.digests import Parameter, in_order, start_lanes
 from tp_invariant_recipes.numerics import grad_norm
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
-from tp_invariant_recipes.training.shards import Held, Place, Shards, covers
+from tp_invariant_recipes.training.shards import GlobalSlice, Held, Shards, covers
 
 NOTHING = -(2**63)  # what a rank without a part says of it: no more than any number
 
@@ -218,7 +218,7 @@ class _Sums:
         self.names = in_order(self.shapes)
         self.parts = sorted({(name, place) for rank in everyone for name, place, _, _ in rank})
         problems = _conflicts(everyone, self.shapes, self.dtypes)
-        places: dict[str, list[Place]] = {}
+        places: dict[str, list[GlobalSlice]] = {}
         for name, place in self.parts:
             places.setdefault(name, []).append(place)
         problems += [

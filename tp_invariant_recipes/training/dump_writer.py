@@ -8,7 +8,7 @@ import torch
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import Piece
-from tp_invariant_recipes.ledger.dumps import RANKS, Part, file_of
+from tp_invariant_recipes.ledger.dumps import RANKS, DumpedPart, file_of
 from tp_invariant_recipes.runs.run_dir import cannot_write
 
 _SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,7 +32,7 @@ class DumpWriter:
         values = piece.values.detach()
         bits = values.contiguous().view(_SIGNED[values.element_size()]).cpu().numpy().copy()
         self._bits[key] = bits.view(f"u{bits.itemsize}")
-        self._parts[key] = Part(name, dtype, shape, piece.row, piece.step, piece.column).text()
+        self._parts[key] = DumpedPart(name, dtype, shape, piece.row, piece.step, piece.column).text()
 
     def close_step(self, step: int) -> None:
         """Write the file, whole or not at all, over that of an earlier attempt. RunError: it cannot be written."""

@@ -12,7 +12,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.training.gathering import gathered
 from tp_invariant_recipes.training.shards import Held, Shards, unwrapped
-from tp_invariant_recipes.training.whole_norms import Part, whole_norms
+from tp_invariant_recipes.training.whole_norms import DumpedPart, whole_norms
 
 
 class GradientNorms(Callback):
@@ -80,7 +80,7 @@ def _shards(model: Iterable[Any]) -> Shards:
         ) from error
 
 
-def _parts(held: list[Held]) -> list[Part]:
+def _parts(held: list[Held]) -> list[DumpedPart]:
     if not held:
         return []
     norms = [torch.linalg.vector_norm(part.values, dtype=torch.float64) for part in held]

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.digest import Piece
-from tp_invariant_recipes.training.shards import Place
+from tp_invariant_recipes.training.shards import GlobalSlice
 
 # Bridge's data loaders -> the number in the step of sample i of a data-parallel rank's, given samples a micro-batch.
 SAMPLERS: dict[str, Callable[["Site", int], int]] = {
@@ -85,13 +85,13 @@ class Placed:
     pieces: tuple[Piece, ...]
 
     @property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[GlobalSlice, ...]:
         """Where the pieces lie."""
-        return tuple(Place(p.row, p.step, p.values.shape[0], p.column, p.values.shape[1]) for p in self.pieces)
+        return tuple(GlobalSlice(p.row, p.step, p.values.shape[0], p.column, p.values.shape[1]) for p in self.pieces)
 
 
 # (tensor, its module, micro-batch, site) -> its place; None: it is not shaped as was thought.
-Lie = Callable[[Tensor, Any, int, Site], Placed | None]
+PlacementRule = Callable[[Tensor, Any, int, Site], Placed | None]
 
 
 # --- Kinds of place ---
@@ -128,7 +128,7 @@ def tokens(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | Non
     return Placed((site.batch, site.sequence), tuple(pieces))
 
 
-def heads(field: str) -> Lie:
+def heads(field: str) -> PlacementRule:
     """[s, b, heads/t, d], `field` of the configuration the number of heads."""
 
     def lie(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
@@ -140,7 +140,7 @@ def heads(field: str) -> Lie:
     return lie
 
 
-def columns(*widths: Callable[[Any], int | None], segments: Callable[[Any], int] = lambda config: 1) -> Lie:
+def columns(*widths: Callable[[Any], int | None], segments: Callable[[Any], int] = lambda config: 1) -> PlacementRule:
     """[s, b, n/t]; n is one of `widths` of the configuration, each of its `segments` split over the ranks."""
 
     def lie(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
@@ -231,7 +231,7 @@ def _adjacent(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Row:
+class ModuleRow:
     """Where the tensors of a kind of module lie.
 
     classes: names of Megatron's classes; a subclass counts as well.
@@ -244,8 +244,8 @@ class Row:
     """
 
     classes: tuple[str, ...]
-    inputs: tuple[tuple[str, Lie], ...] = ()
-    outputs: tuple[Lie, ...] = ()
+    inputs: tuple[tuple[str, PlacementRule], ...] = ()
+    outputs: tuple[PlacementRule, ...] = ()
     names: tuple[str, ...] = ()
     stages: bool = False
     below: str = "traced"
@@ -290,42 +290,44 @@ NOTHING = ("IdentityOp", "IdentityFuncOp")
 
 # The first row that fits counts.
 ROWS = (
-    Row(("GPTModel", "HybridModel", "MambaModel"), (("input_ids", tokens),), (tokens,), stages=True),
-    Row(("TransformerBlock", "HybridStack", "MambaStack"), (("hidden_states", hidden),), (hidden,), stages=True),
-    Row(
+    ModuleRow(("GPTModel", "HybridModel", "MambaModel"), (("input_ids", tokens),), (tokens,), stages=True),
+    ModuleRow(("TransformerBlock", "HybridStack", "MambaStack"), (("hidden_states", hidden),), (hidden,), stages=True),
+    ModuleRow(
         ("TransformerLayer", "SelfAttention", "MLP", "MoELayer", "MambaLayer", "MambaMixer"),
         (("hidden_states", hidden),),
         (hidden,),
     ),
-    Row(("LanguageModelEmbedding",), (("input_ids", tokens),), (hidden,)),
-    Row(("VocabParallelEmbedding",), (("input_", tokens),), (embedded,), names=("word_embeddings",)),
-    Row(("Dropout",), (("input", hidden),), (hidden,), names=("embedding_dropout",)),
-    Row(("Dropout",), (("input", scores),), (scores,), names=("attention_dropout",)),
-    Row(("RotaryEmbedding",), (), (constant,)),
-    Row(_NORM, (("x", heads("num_attention_heads")),), (heads("num_attention_heads"),), names=("q_layernorm",)),
-    Row(_NORM, (("x", heads("num_query_groups")),), (heads("num_query_groups"),), names=("k_layernorm",)),
-    Row(
+    ModuleRow(("LanguageModelEmbedding",), (("input_ids", tokens),), (hidden,)),
+    ModuleRow(("VocabParallelEmbedding",), (("input_", tokens),), (embedded,), names=("word_embeddings",)),
+    ModuleRow(("Dropout",), (("input", hidden),), (hidden,), names=("embedding_dropout",)),
+    ModuleRow(("Dropout",), (("input", scores),), (scores,), names=("attention_dropout",)),
+    ModuleRow(("RotaryEmbedding",), (), (constant,)),
+    ModuleRow(_NORM, (("x", heads("num_attention_heads")),), (heads("num_attention_heads"),), names=("q_layernorm",)),
+    ModuleRow(_NORM, (("x", heads("num_query_groups")),), (heads("num_query_groups"),), names=("k_layernorm",)),
+    ModuleRow(
         _NORM,
         (("x", hidden),),
         (hidden,),
         names=("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm"),
     ),
-    Row(_COLUMN_PARALLEL, (("x", hidden),), (columns(_qkv),), names=("linear_qkv",)),
-    Row(_COLUMN_PARALLEL, (("x", hidden),), (columns(*map(_gated, _FFN), segments=_gates),), names=("linear_fc1",)),
-    Row(_COLUMN_PARALLEL, (("x", hidden),), (sliced,), names=("output_layer",)),
-    Row(_COLUMN_PARALLEL, (("x", hidden),), (sections,), names=("in_proj",)),
-    Row(_ROW_PARALLEL, (("x", columns(_queries)),), (hidden,), names=("linear_proj",)),
-    Row(_ROW_PARALLEL, (("x", columns(*_FFN)),), (hidden,), names=("linear_fc2",)),
-    Row(_ROW_PARALLEL, (("x", sliced),), (hidden,), names=("out_proj",)),
-    Row(("TEDotProductAttention",), _QKV, (columns(_queries),), below="skipped"),
-    Row(("DotProductAttention",), _QKV, (columns(_queries),)),
-    Row(("FusedScaleMaskSoftmax",), (("input", scores),), (scores,)),
-    Row(("TopKRouter",), (("input", hidden),), (experts, experts)),
-    Row(_EXPERTS, below="unplaced"),
+    ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (columns(_qkv),), names=("linear_qkv",)),
+    ModuleRow(
+        _COLUMN_PARALLEL, (("x", hidden),), (columns(*map(_gated, _FFN), segments=_gates),), names=("linear_fc1",)
+    ),
+    ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (sliced,), names=("output_layer",)),
+    ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (sections,), names=("in_proj",)),
+    ModuleRow(_ROW_PARALLEL, (("x", columns(_queries)),), (hidden,), names=("linear_proj",)),
+    ModuleRow(_ROW_PARALLEL, (("x", columns(*_FFN)),), (hidden,), names=("linear_fc2",)),
+    ModuleRow(_ROW_PARALLEL, (("x", sliced),), (hidden,), names=("out_proj",)),
+    ModuleRow(("TEDotProductAttention",), _QKV, (columns(_queries),), below="skipped"),
+    ModuleRow(("DotProductAttention",), _QKV, (columns(_queries),)),
+    ModuleRow(("FusedScaleMaskSoftmax",), (("input", scores),), (scores,)),
+    ModuleRow(("TopKRouter",), (("input", hidden),), (experts, experts)),
+    ModuleRow(_EXPERTS, below="unplaced"),
 )
 
 
-def row_of(module: Any, name: str) -> Row | None:
+def row_of(module: Any, name: str) -> ModuleRow | None:
     """The row for a module; None: its tensors have no place."""
     classes = class_names(module)
     last = name.rpartition(".")[2]

@@ -56,7 +56,7 @@ CATEGORIES = tuple(
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelTime:
     """One kernel or operator in one step, on average."""
 
     name: str
@@ -71,7 +71,7 @@ class Trace:
 
     milliseconds: float
     idle: float
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[KernelTime, ...]
 
 
 def category(name: str) -> str:
@@ -107,7 +107,7 @@ def step(events: Iterable[dict[str, Any]]) -> Trace:
         microseconds[name] += duration
         launches[name] += 1
     found = (
-        Kernel(name, category(name), microseconds[name] / 1000 / len(steps), launches[name] / len(steps))
+        KernelTime(name, category(name), microseconds[name] / 1000 / len(steps), launches[name] / len(steps))
         for name in launches
     )
     wall = sum(end - start for start, end in steps)
@@ -118,26 +118,28 @@ def step(events: Iterable[dict[str, Any]]) -> Trace:
     )
 
 
-def by_category(found: Iterable[Kernel]) -> dict[str, Kernel]:
+def by_category(found: Iterable[KernelTime]) -> dict[str, KernelTime]:
     """Category -> the sum of its kernels, under the category's name."""
-    sums: dict[str, Kernel] = {}
+    sums: dict[str, KernelTime] = {}
     for kernel in found:
         kind = kernel.category
-        before = sums.get(kind, Kernel(kind, kind, 0.0, 0.0))
+        before = sums.get(kind, KernelTime(kind, kind, 0.0, 0.0))
         sums[kind] = _plus(before, kernel)
     return sums
 
 
-def difference(first: Iterable[Kernel], other: Iterable[Kernel]) -> tuple[Kernel, ...]:
+def difference(first: Iterable[KernelTime], other: Iterable[KernelTime]) -> tuple[KernelTime, ...]:
     """What `other` does more than `first`, by name, the most additional time first; less is negative."""
-    by_name = {k.name: Kernel(k.name, k.category, -k.milliseconds, -k.launches) for k in first}
+    by_name = {k.name: KernelTime(k.name, k.category, -k.milliseconds, -k.launches) for k in first}
     for kernel in other:
-        by_name[kernel.name] = _plus(by_name.get(kernel.name, Kernel(kernel.name, kernel.category, 0.0, 0.0)), kernel)
+        by_name[kernel.name] = _plus(
+            by_name.get(kernel.name, KernelTime(kernel.name, kernel.category, 0.0, 0.0)), kernel
+        )
     return tuple(sorted(by_name.values(), key=lambda k: (-k.milliseconds, k.name)))
 
 
-def _plus(a: Kernel, b: Kernel) -> Kernel:
-    return Kernel(a.name, a.category, a.milliseconds + b.milliseconds, a.launches + b.launches)
+def _plus(a: KernelTime, b: KernelTime) -> KernelTime:
+    return KernelTime(a.name, a.category, a.milliseconds + b.milliseconds, a.launches + b.launches)
 
 
 def _covered(events: Iterable[dict[str, Any]]) -> float:

@@ -20,7 +20,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankInfo:
     """One rank's place: who it is, and where all ranks meet.
 
     ports: of a c10d TCP store each, one for every time that the ranks form a process group, since a store remembers the
@@ -48,7 +48,9 @@ class Seat:
         }
 
 
-def main(place: int, run: str, seats: Sequence[Seat], story: Callable[[RunDir, Seat], None], all_started: Any) -> None:
+def main(
+    place: int, run: str, seats: Sequence[RankInfo], story: Callable[[RunDir, RankInfo], None], all_started: Any
+) -> None:
     """Run one rank of the run in directory `run`; returns when it is done, or stopped by a signal after saving.
 
     place:       its seat's, in `seats`.
@@ -76,7 +78,7 @@ def main(place: int, run: str, seats: Sequence[Seat], story: Callable[[RunDir, S
         os._exit(1)
 
 
-def train(run_dir: RunDir, seat: Seat) -> None:
+def train(run_dir: RunDir, seat: RankInfo) -> None:
     """Build the configuration that the run directory holds and train it."""
     tree, run = run_dir.read_config(), run_dir.read_run()
     bridge.load()
@@ -102,7 +104,7 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         if tree["device"]["kind"] == "cpu":
             stack.enter_context(cpu.installed())
         else:
-            from tp_invariant_recipes.training.lean import Lean
+            from tp_invariant_recipes.training.deterministic_overhead import Lean
 
             callbacks = [*callbacks, Lean()]
         stack.enter_context(registry.applied(tree))
@@ -113,7 +115,7 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         bridge_pretrain(container.build(tree), forward_step, callbacks=callbacks)
 
 
-def _callbacks(run_dir: RunDir, seat: Seat, run: dict[str, Any], ledger: dict[str, Any]) -> list:
+def _callbacks(run_dir: RunDir, seat: RankInfo, run: dict[str, Any], ledger: dict[str, Any]) -> list:
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
     from tp_invariant_recipes.training.wandb_report import WandbReport
 
@@ -122,7 +124,7 @@ def _callbacks(run_dir: RunDir, seat: Seat, run: dict[str, Any], ledger: dict[st
     return [*recording(run_dir, seat, run, ledger), *manifest, *figures]
 
 
-def recording(run_dir: RunDir, seat: Seat, run: dict[str, Any], ledger: dict[str, Any]) -> list:
+def recording(run_dir: RunDir, seat: RankInfo, run: dict[str, Any], ledger: dict[str, Any]) -> list:
     """The callbacks that write the ledger of a run directory, on this rank. Bridge is loaded.
 
     run, ledger: what `run.json` holds, and the section of the configuration.
@@ -173,7 +175,7 @@ class _Tee:
 
 
 @contextmanager
-def _logged(run_dir: RunDir, seat: Seat) -> Iterator[None]:
+def _logged(run_dir: RunDir, seat: RankInfo) -> Iterator[None]:
     """Send this process's output to the rank's log; what Bridge prints on the first and last rank also to its own."""
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     log = os.open(run_dir.rank_log(seat.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -21,7 +21,7 @@ from tp_invariant_recipes.kernels.digest import Piece
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class GlobalSlice:
     """Rows `row`, `row + step`, … (`rows` of them) and columns `column` … `column + columns - 1` of the whole."""
 
     row: int
@@ -42,7 +42,7 @@ class Held:
 
     name: str
     shape: tuple[int, ...]
-    place: Place
+    place: GlobalSlice
     values: Tensor
 
     @property
@@ -60,7 +60,7 @@ class _Part:
     owner: Tensor
     offset: int
     stride: int
-    place: Place
+    place: GlobalSlice
 
 
 class Shards:
@@ -112,7 +112,7 @@ class Shards:
         tensors |= {name: b for name, b in module.named_buffers() if name not in tensors}
         memory = _Memory(tensors.values())
         placed: dict[int, int] = {}
-        seen: set[tuple[str, Place, int]] = set()
+        seen: set[tuple[str, GlobalSlice, int]] = set()
         for sharded in _sharded_tensors(module.sharded_state_dict()):
             found = memory.find(sharded.data)
             if found is None:
@@ -135,7 +135,7 @@ class Shards:
                 problems.append(f"{name}: {placed.get(number, 0)} of {tensors[name].numel()} elements are placed")
 
 
-def covers(places: Iterable[Place], shape: Sequence[int]) -> bool:
+def covers(places: Iterable[GlobalSlice], shape: Sequence[int]) -> bool:
     """Whether places hold every element of a tensor of this shape exactly once."""
     places = list(places)
     total = int(np.prod(shape))
@@ -210,7 +210,7 @@ def _part(sharded: Any, owner: Tensor, offset: int) -> _Part:
     stride = data.stride(-2) if data.dim() > 1 and data.shape[-2] > 1 else data.stride(0) // between
     if (columns > 1 and data.stride(-1) != 1) or not _regular(data, stride):
         raise ValueError(f"stride {data.stride()} is not that of a table")
-    place = Place(row=start[0] * between, step=1, rows=rows, column=start[-1], columns=columns)
+    place = GlobalSlice(row=start[0] * between, step=1, rows=rows, column=start[-1], columns=columns)
     return _Part(whole_name(sharded.key, sharded.global_offset[:axes]), shape, owner, offset, stride, place)
 
 
@@ -240,7 +240,7 @@ def whole_name(key: str, indices: tuple[int, ...]) -> str:
     return key
 
 
-def _table(tensor: Tensor, offset: int, stride: int, place: Place) -> Tensor:
+def _table(tensor: Tensor, offset: int, stride: int, place: GlobalSlice) -> Tensor:
     flat = tensor.detach()
     return torch.as_strided(flat, (place.rows, place.columns), (stride, 1), flat.storage_offset() + offset)
 
@@ -283,5 +283,5 @@ def _within(part: _Part, start: int, end: int) -> Iterator[_Part]:
 
 
 def _cut(part: _Part, row: int, rows: int, column: int, columns: int) -> _Part:
-    place = Place(part.place.row + row, 1, rows, part.place.column + column, columns)
+    place = GlobalSlice(part.place.row + row, 1, rows, part.place.column + column, columns)
     return _Part(part.name, part.shape, part.owner, part.offset + row * part.stride + column, part.stride, place)

@@ -17,9 +17,9 @@ from tp_invariant_recipes.ledger.digests import Traced, tensor_digest
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training.dump_writer import DumpWriter
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
+from tp_invariant_recipes.training.module_hooks import BACKWARD, FORWARD, ModuleHooks, Seen
 from tp_invariant_recipes.training.placement import Site
-from tp_invariant_recipes.training.shards import Place, covers, unwrapped
-from tp_invariant_recipes.training.watch import BACKWARD, FORWARD, Seen, Watch
+from tp_invariant_recipes.training.shards import GlobalSlice, covers, unwrapped
 
 
 class Tracing(Callback):
@@ -39,7 +39,7 @@ class Tracing(Callback):
         self.diverged: Diverged = ()
         self.dumps: DumpWriter | None = None
         self._run_dir = run_dir
-        self._watch: Watch | None = None
+        self._watch: ModuleHooks | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Know which rank this is."""
@@ -51,7 +51,7 @@ class Tracing(Callback):
         self.latest, self.diverged = None, ()
         step = context.state.train_state.step + 1
         if step in self.steps:
-            self._watch = Watch(_site(context), step, self.dump, self.dumps)
+            self._watch = ModuleHooks(_site(context), step, self.dump, self.dumps)
             for chunk in context.model:
                 self._watch.hook(unwrapped(chunk))
 
@@ -114,7 +114,7 @@ def merged(everyone: Sequence[Sequence[Seen]]) -> tuple[tuple[Traced, ...], Dive
     for name in _order(everyone):
         direction, module, tensor = name
         dtype, shape = parts[name][0][1].dtype, parts[name][0][1].shape
-        held: dict[tuple[Place, ...], dict[int, list[int]]] = {}
+        held: dict[tuple[GlobalSlice, ...], dict[int, list[int]]] = {}
         placed = True
         for rank, seen in parts[name]:
             placed &= seen.places is not None and (seen.dtype, seen.shape) == (dtype, shape)

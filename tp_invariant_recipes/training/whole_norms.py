@@ -4,15 +4,15 @@ import math
 from collections.abc import Iterable
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.training.shards import Place, covers
+from tp_invariant_recipes.training.shards import GlobalSlice, covers
 
 # Of a part of a gradient: its parameter, the shape of that, its place in it, the sum of its squares.
-Part = tuple[str, tuple[int, ...], Place, float]
+DumpedPart = tuple[str, tuple[int, ...], GlobalSlice, float]
 
 
-def whole_norms(parts: Iterable[Part]) -> dict[str, float]:
+def whole_norms(parts: Iterable[DumpedPart]) -> dict[str, float]:
     """Parameter → the norm of all of it. Raises RunError when the parts are not the whole, each element once."""
-    found: dict[str, dict[Place, float]] = {}
+    found: dict[str, dict[GlobalSlice, float]] = {}
     shapes = {}
     for name, shape, place, square in parts:
         found.setdefault(name, {}).setdefault(place, square)

@@ -229,7 +229,7 @@ def _composed(model: str, overrides: Sequence[str], pair: Pair, problems: list[s
 
 def _planned(composed: Composed, where: AuditDir, name: str, progress: Callable[[int, int], None] | None) -> Plan:
     """The run of one training: it shares the index of the data with the others, and ends at once when told to."""
-    planned = plan.completed(composed, where.training(name), progress)
+    planned = plan.resolve(composed, where.training(name), progress)
     dataset = planned.tree["dataset"] | {"path_to_cache": str(where.index_cache)}
     train = planned.tree["train"] | {"exit_signal_handler": False}
     return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})

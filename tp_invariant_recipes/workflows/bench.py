@@ -161,7 +161,7 @@ def _composed(model: str, overrides: Sequence[str], modes: Sequence[str], proble
 
 def _planned(mode: str, composed: Composed, where: BenchDir, progress: Callable[[int, int], None] | None) -> Plan:
     """The run of one mode: it shares the index of the data with the others, and ends at once when told to."""
-    planned = plan.completed(composed, where.mode(mode), progress)
+    planned = plan.resolve(composed, where.mode(mode), progress)
     dataset = planned.tree["dataset"] | {"path_to_cache": str(where.index_cache)}
     train = planned.tree["train"] | {"exit_signal_handler": False}
     return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})

@@ -16,7 +16,7 @@ from typing import Any
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.magnitude import magnitude_line, magnitude_report
-from tp_invariant_recipes.compare.text import exit_status, one, verdict_line
+from tp_invariant_recipes.compare.text import comparison_json, exit_status, verdict_line
 from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError
 from tp_invariant_recipes.host.versions import versions
@@ -249,10 +249,10 @@ def _result(
         "step": step,
         "from_steps": [again.plan.start for again in both],
         "traced": [str(again.plan.run_dir.path) for again in both],
-        "recorded": one(found.first),
+        "recorded": comparison_json(found.first),
         "repeats": [repeated.verdict is Verdict.IDENTICAL for repeated in repeats],
         "text": _text(repeats, placed),
-        "placed": one(placed),
+        "placed": comparison_json(placed),
         "module": module_of(placed),
         "operation": operation(placed),
         "dumped": list(dump),

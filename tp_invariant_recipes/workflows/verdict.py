@@ -35,7 +35,7 @@ EXIT_STATUS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class CellResult:
     """One cell, or first the ledger that all cells are compared with.
 
     state:      one of the words above, or a comparison's verdict.
@@ -86,7 +86,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class MatrixVerdict:
     """The answer of a matrix.
 
     verdict: "identical", "different", "not comparable" or "incomplete".
@@ -96,7 +96,7 @@ class Judgement:
 
     directory: Path
     matrix: Matrix
-    rows: tuple[Row, ...]
+    rows: tuple[CellResult, ...]
     verdict: str
     line: str
     remarks: tuple[str, ...]
@@ -125,7 +125,7 @@ class Judgement:
         }
 
 
-def judge(directory: Path, against: Path | None = None) -> Judgement:
+def judge(directory: Path, against: Path | None = None) -> MatrixVerdict:
     """Compare the cells of a directory of `tpi verify` with the first whole one, or with the ledger they were run for.
 
     against: another path for that ledger, which may have moved. Writes `verify.json`. Raises RunError when this is
@@ -147,7 +147,7 @@ def judge(directory: Path, against: Path | None = None) -> Judgement:
     return judgement
 
 
-def _examine(where: MatrixDir, cell: Cell) -> Row:
+def _examine(where: MatrixDir, cell: Cell) -> CellResult:
     """A cell before it is compared: whole, or why it does not count."""
     run = where.cell(cell.name)
     ledger, state, why = None, REFERENCE, None
@@ -160,14 +160,14 @@ def _examine(where: MatrixDir, cell: Cell) -> Row:
         state, why = _ended(where, cell, ledger)
     if ledger is not None and why is None and (wrong := _another_run(cell, ledger)):
         state, why = FAILED, wrong
-    return Row(cell.label, run.path, cell.ranks, cell.steps, state, why, ledger, None)
+    return CellResult(cell.label, run.path, cell.ranks, cell.steps, state, why, ledger, None)
 
 
 def _ended(where: MatrixDir, cell: Cell, ledger: Ledger | None) -> tuple[str, str | None]:
     """State and reason of a cell that did not run to its end."""
     run = where.cell(cell.name)
     at = f"at step {len(ledger.steps) if ledger else 0} of {cell.steps}"
-    so_far = attempts.of(run)
+    so_far = attempts.read_attempts(run)
     if so_far and so_far[-1].get("outcome") == STOPPED:
         return STOPPED, at
     if so_far and so_far[-1].get("outcome") == FAILED:
@@ -195,7 +195,7 @@ def _another_run(cell: Cell, ledger: Ledger) -> str | None:
     return None
 
 
-def _reference(path: Path) -> Row:
+def _reference(path: Path) -> CellResult:
     against, here = path.expanduser(), Path.cwd()
     if against.is_relative_to(here):
         against = against.relative_to(here)  # as people name it
@@ -208,17 +208,17 @@ def _reference(path: Path) -> Row:
     for degree in ("tp", "pp", "cp", "dp"):
         ranks *= layout.get(degree, 1)
     run = against if against.is_dir() else ledger.path
-    return Row(str(run_name(ledger)), run, ranks, len(ledger.steps), REFERENCE, None, ledger, None)
+    return CellResult(str(run_name(ledger)), run, ranks, len(ledger.steps), REFERENCE, None, ledger, None)
 
 
-def _compared(row: Row, reference: Row) -> Row:
+def _compared(row: CellResult, reference: CellResult) -> CellResult:
     if row is reference or row.why is not None or row.ledger is None or reference.ledger is None:
         return row
     comparison = compare(reference.ledger, row.ledger)
     return replace(row, state=comparison.verdict.value, comparison=comparison)
 
 
-def _judged(directory: Path, matrix: Matrix, rows: tuple[Row, ...]) -> Judgement:
+def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...]) -> MatrixVerdict:
     faulty = [row for row in rows if row.why is not None]
     compared = [row for row in rows if row.comparison is not None]
     verdicts = {row.state for row in compared}
@@ -233,10 +233,10 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[Row, ...]) -> Judgement
     else:
         verdict, line = Verdict.IDENTICAL.value, _identical(matrix, compared, reference)
     advice = None if different is None else _next_command(reference, different)
-    return Judgement(directory, matrix, rows, verdict, line, _remarks(rows, compared), advice)
+    return MatrixVerdict(directory, matrix, rows, verdict, line, _remarks(rows, compared), advice)
 
 
-def _first_different(compared: list[Row]) -> Row | None:
+def _first_different(compared: list[CellResult]) -> CellResult | None:
     """The row that differs at the earliest step; of several the first."""
     firsts = [
         (row.comparison.first.step, n) for n, row in enumerate(compared) if row.comparison and row.comparison.first
@@ -244,12 +244,12 @@ def _first_different(compared: list[Row]) -> Row | None:
     return compared[min(firsts)[1]] if firsts else None
 
 
-def _identical(matrix: Matrix, compared: list[Row], reference: Row) -> str:
+def _identical(matrix: Matrix, compared: list[CellResult], reference: CellResult) -> str:
     against = "" if matrix.against is None else f" as {reference.label}"
     return f"identical: {matrix} computed the same bits{against} over {_extent(compared)}"
 
 
-def _extent(compared: list[Row]) -> str:
+def _extent(compared: list[CellResult]) -> str:
     """How much was compared, of these runs in the one of which it was least: "100 steps (loss, …)"."""
     comparisons = [row.comparison for row in compared if row.comparison is not None]
     shortest = min(comparisons, key=lambda one: one.steps_compared)
@@ -266,19 +266,21 @@ def _digested(comparison: Comparison) -> int:
     return min(comparison.coverage[kind].both for kind in DIGESTED)
 
 
-def _different(row: Row, reference: Row) -> str:
+def _different(row: CellResult, reference: CellResult) -> str:
     assert row.comparison is not None  # chosen for its first difference
     where = verdict_line(row.comparison).removeprefix(Verdict.DIFFERENT.value)
     return f"different: {row.label} computed other bits than {reference.label}{where}"
 
 
-def _not_comparable(compared: list[Row], reference: Row) -> str:
+def _not_comparable(compared: list[CellResult], reference: CellResult) -> str:
     row = next(row for row in compared if row.state == Verdict.NOT_COMPARABLE.value)
     assert row.comparison is not None  # among those compared
     return f"{verdict_line(row.comparison)} ({reference.label} and {row.label})"
 
 
-def _incomplete(faulty: list[Row], compared: list[Row], different: Row | None, reference: Row) -> str:
+def _incomplete(
+    faulty: list[CellResult], compared: list[CellResult], different: CellResult | None, reference: CellResult
+) -> str:
     states = {state: [row.label for row in faulty if row.state == state] for state in (FAILED, STOPPED, NOT_RUN)}
     parts = [f"{', '.join(labels)} {_WAS[state]}" for state, labels in states.items() if labels]
     if different is not None:
@@ -294,7 +296,7 @@ def _incomplete(faulty: list[Row], compared: list[Row], different: Row | None, r
 _WAS = {FAILED: "failed", STOPPED: "was stopped", NOT_RUN: "did not run"}
 
 
-def _remarks(rows: tuple[Row, ...], compared: list[Row]) -> tuple[str, ...]:
+def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[str, ...]:
     sentences = [f"{row.label} {_WAS[row.state]}: {row.why}" for row in rows if row.why and "\n" in row.why]
     sentences += [
         f"{row.label}: go on with it (tpi train --resume {shlex.quote(os.fspath(row.run))}), then judge again "
@@ -322,7 +324,7 @@ def _stock_over_degrees(comparison: Comparison) -> bool:
     return comparison.verdict is Verdict.DIFFERENT and stock and len(degrees) > 1
 
 
-def _next_command(reference: Row, different: Row) -> str:
+def _next_command(reference: CellResult, different: CellResult) -> str:
     """What to do about two runs that differ: bisect run directories that part at a step, compare all else."""
     first = different.comparison.first if different.comparison else None
     can = first is not None and first.step > 0 and reference.run.is_dir() and different.run.is_dir()
@@ -333,7 +335,7 @@ def _steps(count: int) -> str:
     return f"{count} step" if count == 1 else f"{count} steps"
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: CellResult) -> dict[str, Any]:
     comparison = row.comparison
     return {
         "label": row.label,

@@ -18,9 +18,9 @@ from tp_invariant_recipes.ledger.reader import Ledger, read
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.workflows import matrix
 from tp_invariant_recipes.workflows.matrix import Axis, Cell, Choice, Matrix, MatrixDir
-from tp_invariant_recipes.workflows.verdict import Judgement, judge
+from tp_invariant_recipes.workflows.verdict import MatrixVerdict, judge
 
-__all__ = ["Judgement", "Verification", "check", "execute", "judge", "new"]
+__all__ = ["MatrixVerdict", "Verification", "check", "execute", "judge", "new"]
 
 # Keys that the command itself decides -> how to say it instead.
 RESERVED = {
@@ -52,7 +52,7 @@ def new(
     """Plan all cells. Raises a TpiError that lists what is wrong with any; nothing but the data cache is written.
 
     against: a run directory, ledger or certificate to compare all cells with, instead of with the first.
-    progress: as for `plan.new`. here: as for `plan.completed`.
+    progress: as for `plan.new`. here: as for `plan.resolve`.
     """
     reserved = [text for text in overrides if _key(text) in RESERVED]
     problems = [f"{text}: {RESERVED[_key(text)]}" for text in reserved]
@@ -88,7 +88,7 @@ def check(verification: Verification) -> None:
     found.raise_any()
 
 
-def execute(verification: Verification, watch: Watch) -> Judgement:
+def execute(verification: Verification, watch: Watch) -> MatrixVerdict:
     """Write the directory, train the cells one after the other, and judge them. Raises RunError.
 
     A cell that fails leaves the others their turn; SIGTERM or Ctrl-C ends all. watch: given a cell's label and its
@@ -207,7 +207,7 @@ def _planned(
     plans, found = {}, _Problems()
     for choice, one in zip(choices, composed, strict=True):
         with found.of(choice.label):
-            plans[choice.name] = plan.completed(one, where.cell(choice.name), progress, here=here)
+            plans[choice.name] = plan.resolve(one, where.cell(choice.name), progress, here=here)
     found.raise_any()
     return plans
 

@@ -97,7 +97,7 @@ def _plain_norm_gradients() -> None:
         local = leaves.flatten(0, 1).sum(0).view(weight.shape)  # Megatron adds up what the ranks have
         return weight_gradient(weight, lambda out, add: out.add_(local) if add else out.copy_(local))
 
-    norm.deliver = plain
+    norm.reduce_weight_gradient = plain
 
 
 def _one_segment() -> None:

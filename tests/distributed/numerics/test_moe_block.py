@@ -146,11 +146,11 @@ class TestLayer:
 
 
 def _each_with_its_own_tokens():
-    from tp_invariant_recipes.numerics import dispatch
-    from tp_invariant_recipes.numerics.owners import Owners
+    from tp_invariant_recipes.numerics import token_dispatcher
+    from tp_invariant_recipes.numerics.expert_placement import Owners
 
     alone = classmethod(lambda cls, experts, tp, ep: cls(experts, 1, 1))
-    dispatch.Owners = type("Alone", (Owners,), {"of": alone})
+    token_dispatcher.Owners = type("Alone", (Owners,), {"of": alone})
 
 
 def _plain_router_gradient():
@@ -161,7 +161,7 @@ def _plain_router_gradient():
         local = leaves.sum((0, 1)).view(weight.shape)
         return weight_gradient(weight, lambda out, add: out.add_(local) if add else out.copy_(local))
 
-    router.deliver = plain
+    router.reduce_weight_gradient = plain
 
 
 def _capacity_of_a_rank():

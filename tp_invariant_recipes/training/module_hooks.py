@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.digest import LANES, lanes
 from tp_invariant_recipes.training.dump_writer import DumpWriter
-from tp_invariant_recipes.training.placement import NOTHING, Lie, Row, Site, class_names, row_of
-from tp_invariant_recipes.training.shards import Place
+from tp_invariant_recipes.training.placement import NOTHING, ModuleRow, PlacementRule, Site, class_names, row_of
+from tp_invariant_recipes.training.shards import GlobalSlice
 
 ROOT = "model"  # the name of the whole model among its modules
 FORWARD, BACKWARD = "forward", "backward"
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
     key: Key
     dtype: str
     shape: tuple[int, ...]
-    places: tuple[Place, ...] | None
+    places: tuple[GlobalSlice, ...] | None
     lanes: list[int]
 
 
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
 class _Entry:
     dtype: str
     shape: tuple[int, ...] = ()
-    places: list[Place] = field(default_factory=list)
+    places: list[GlobalSlice] = field(default_factory=list)
     lanes: list[Tensor] = field(default_factory=list)
     placed: bool = True
 
@@ -62,7 +62,7 @@ class _Stage:
     backward: int = -1
 
 
-class Watch:
+class ModuleHooks:
     """The hooks of a step, and what they have seen."""
 
     def __init__(self, site: Site, step: int, dump: frozenset[str], dumps: DumpWriter | None) -> None:
@@ -86,7 +86,7 @@ class Watch:
         for handle in self._handles:
             handle.remove()
 
-    def record(self, key: Key, x: Tensor, module: Any, lie: Lie | None, micro_batch: int) -> None:
+    def record(self, key: Key, x: Tensor, module: Any, lie: PlacementRule | None, micro_batch: int) -> None:
         """Take the lanes of this rank's part of a tensor, and its values if they are to be dumped."""
         x = x.detach()
         entry = self._entries.setdefault(key, _Entry(str(x.dtype).removeprefix("torch.")))
@@ -115,9 +115,9 @@ class Watch:
         ]
 
 
-def _modules(model: Any) -> list[tuple[str, Any, Row | None]]:
+def _modules(model: Any) -> list[tuple[str, Any, ModuleRow | None]]:
     """The modules to watch, under their names in the whole model, each with its row."""
-    found: list[tuple[str, Any, Row | None]] = []
+    found: list[tuple[str, Any, ModuleRow | None]] = []
     met = set()
 
     def visit(module: Any, path: tuple[str, ...], unplaced: bool) -> None:
@@ -152,13 +152,13 @@ class _Call(NamedTuple):
     since: int
     micro_batch: int
     again: bool  # activation recomputation: recorded the first time
-    inputs: list[tuple[str, Tensor, Lie | None]]
+    inputs: list[tuple[str, Tensor, PlacementRule | None]]
 
 
 class _Watched:
     """A module, and its two hooks."""
 
-    def __init__(self, watch: Watch, stage: _Stage, name: str, row: Row | None) -> None:
+    def __init__(self, watch: ModuleHooks, stage: _Stage, name: str, row: ModuleRow | None) -> None:
         self.watch, self.stage, self.name, self.row = watch, stage, name, row
         ends = row is None or not row.stages
         self.has_input, self.has_output = ends or stage.first, ends or stage.last
@@ -202,16 +202,20 @@ class _Watched:
     def _backward_begins(self, micro_batch: int, gradient: Tensor) -> None:
         self.stage.backward = micro_batch
 
-    def _record(self, direction: str, tensor: str, lie: Lie | None, module: Any, micro_batch: int, x: Tensor) -> None:
+    def _record(
+        self, direction: str, tensor: str, lie: PlacementRule | None, module: Any, micro_batch: int, x: Tensor
+    ) -> None:
         self.watch.record(Key(self.stage.number, direction, self.name, tensor), x, module, lie, micro_batch)
 
 
-def _inputs(row: Row | None, args: tuple, kwargs: dict[str, Any]) -> list[tuple[str, Tensor, Lie | None]]:
+def _inputs(
+    row: ModuleRow | None, args: tuple, kwargs: dict[str, Any]
+) -> list[tuple[str, Tensor, PlacementRule | None]]:
     """The tensors that a module is given: those of its row, or without one all that hold floats."""
     if row is None:
         given = [x for x in _tensors((args, tuple(kwargs.values()))) if x.is_floating_point()]
         return [(_numbered("input", n), x, None) for n, x in enumerate(given)]
-    found: list[tuple[str, Tensor, Lie | None]] = []
+    found: list[tuple[str, Tensor, PlacementRule | None]] = []
     for n, (name, lie) in enumerate(row.inputs):
         x = args[n] if n < len(args) else kwargs.get(name)
         if torch.is_tensor(x):
@@ -219,7 +223,7 @@ def _inputs(row: Row | None, args: tuple, kwargs: dict[str, Any]) -> list[tuple[
     return found
 
 
-def _outputs(row: Row | None, output: Any) -> list[tuple[str, Tensor, Lie | None]]:
+def _outputs(row: ModuleRow | None, output: Any) -> list[tuple[str, Tensor, PlacementRule | None]]:
     """The tensors that a module returns: those of its row, or without one all that hold floats."""
     given = output if isinstance(output, tuple | list) else (output,)
     if row is None:

@@ -2,7 +2,7 @@
 
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
-from tp_invariant_recipes.host.lean import deterministic_mode_without_its_extras
+from tp_invariant_recipes.host.deterministic_overhead import deterministic_mode_without_its_extras
 
 
 class Lean(Callback):

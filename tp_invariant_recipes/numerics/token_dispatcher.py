@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.row_sum import row_sum
-from tp_invariant_recipes.numerics.owners import Owners
+from tp_invariant_recipes.numerics.expert_placement import Owners
 
 
 @dataclass(frozen=True)
