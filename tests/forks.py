@@ -75,7 +75,7 @@ class Tpi:
 
     def ledger(self, run: str) -> list:
         """The steps of a run's ledger."""
-        from tp_invariant_recipes.ledger.record import read
+        from tp_invariant_recipes.ledger.open import read
 
         return list(read(self.folder / run).steps)
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tp_invariant_recipes.ledger.record import read
+from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.training import profile
 
 SMALL = ("qwen3_toy", "tp=2", "seq=64", "gbs=2", "device=cpu", "model.num_layers=2")

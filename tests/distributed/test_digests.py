@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from tp_invariant_recipes.kernels.digest import Piece, lanes
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.digests import tensor_digest
-from tp_invariant_recipes.ledger.record import read
+from tp_invariant_recipes.ledger.open import read
 
 SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=2")
 NORM = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tp_invariant_recipes.ledger.digests import whole_digest
-from tp_invariant_recipes.ledger.record import read
+from tp_invariant_recipes.ledger.open import read
 
 RUN = ("train", "qwen3_toy", "seq=64", "gbs=2", "iters=2")
 

@@ -18,7 +18,7 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.ledger.certificate import MANIFEST, MEMBERS, certify, check, open_certificate
 from tp_invariant_recipes.ledger.digests import Parameter
-from tp_invariant_recipes.ledger.reader import read
+from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 
 PARAMETERS = (Parameter("embedding.word_embeddings.weight", (8, 4), "float32", "bfloat16"),)

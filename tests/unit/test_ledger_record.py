@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
+from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import parse
-from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, read, resume
+from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
 
 FILE = Path("run/ledger.jsonl")
 HEADER = Header(

@@ -12,8 +12,8 @@ import pytest
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.workflows import matrix, verdict, verify
-from tp_invariant_recipes.workflows.matrix import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.workflows.verdict import judge
 
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")

@@ -27,7 +27,8 @@ from tp_invariant_recipes.compare.text import (
     verdict_line,
 )
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger.reader import Ledger, read
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.reader import Ledger
 
 _COLOURS = {0: "green", 1: "red", 2: "yellow"}  # by exit status
 _ROWS = 12  # of parameters, without --all

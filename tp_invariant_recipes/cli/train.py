@@ -108,11 +108,11 @@ def train(
 def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
     """Be one node's part of the run or, outside of srun, become srun, which starts this command on every node."""
     from tp_invariant_recipes.launch import progress, ranks
-    from tp_invariant_recipes.multinode import agent, rendezvous, srun
+    from tp_invariant_recipes.multinode import agent, allocation_run, rendezvous
 
-    place = rendezvous.place(os.environ)
+    place = rendezvous.node_info(os.environ)
     if place is None:
-        srun.become(request)
+        allocation_run.become(request)
 
     @contextmanager
     def watch(planned: "Plan") -> Iterator[Callable[[], None]]:
@@ -121,7 +121,7 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
             yield tick
 
     with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
-        ended = agent.run(place, srun.asked(request, watch), stop)
+        ended = agent.run(place, allocation_run.node_task(request, watch), stop)
     if ended.outcome is None and place.first:
         raise RunError(ended.why or "the run failed")
     if ended.outcome is None:

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from tp_invariant_recipes.config.allocation import Allocation, ranks_per_node
 from tp_invariant_recipes.config.compose import cluster_files
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.multinode import srun
+from tp_invariant_recipes.multinode import srun_command
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]*&|()-]+")  # needs no quotes on an #SBATCH line
@@ -81,18 +81,19 @@ def training(tree: dict[str, Any], taken: Allocation, *, name: str, about: str, 
 
 def train(job: Job, tree: dict[str, Any], model: str, overrides: Sequence[str], run: Path) -> str:
     """The script of one run. overrides: all but run.dir and launcher."""
-    srun_ = ("srun", *srun.arguments(tree, [run, *cluster_files(overrides)]))
-    return _render("train", job=job, srun=srun_, tpi=srun.tpi(tree), model=model, overrides=overrides, run=run)
+    srun_ = ("srun", *srun_command.arguments(tree, [run, *cluster_files(overrides)]))
+    return _render("train", job=job, srun=srun_, tpi=srun_command.tpi(tree), model=model, overrides=overrides, run=run)
 
 
 def array(job: Job, tree: dict[str, Any], model: str, cells: Sequence[CellStep], directory: Path) -> str:
     """The script of the cells of a verify, each in a directory of its name in `directory`."""
-    return _render("array", job=job, tpi=srun.tpi(tree), model=model, cells=cells, directory=directory)
+    return _render("array", job=job, tpi=srun_command.tpi(tree), model=model, cells=cells, directory=directory)
 
 
 def judge(job: Job, tree: dict[str, Any], directory: Path, needed: Sequence[Path]) -> str:
     """The script that compares them. needed: what it reads."""
-    return _render("judge", job=job, container=srun.container(tree, needed), tpi=srun.tpi(tree), directory=directory)
+    container = srun_command.container(tree, needed)
+    return _render("judge", job=job, container=container, tpi=srun_command.tpi(tree), directory=directory)
 
 
 def log_in(folder: Path, name: str) -> str:

@@ -12,6 +12,7 @@ from tp_invariant_recipes.jobs import slurm_client, status_query
 from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, attempts, every
 from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.jobs.status_query import Answer
+from tp_invariant_recipes.runs.matrix_dir import MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 COMPLETED, UNKNOWN = "completed", "unknown"
@@ -207,8 +208,6 @@ def _status(completed: bool) -> int:
 
 def _judged(part: JobPart, word: str | None) -> End:
     """Of a judge that SLURM has no job of any more, by what it has written."""
-    from tp_invariant_recipes.workflows.matrix import MatrixDir  # and with it Hydra, which only this needs
-
     try:
         found = json.loads(MatrixDir(part.directory).result.read_text(encoding="utf-8"))
         return End(found["verdict"], int(found["exit_status"]), True, found["text"])

@@ -22,7 +22,7 @@ from tp_invariant_recipes.jobs.script import CellStep, Job
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.train import check as train_check
-from tp_invariant_recipes.multinode import srun
+from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.workflows import matrix, verify
 
@@ -153,7 +153,7 @@ def verification(
     reference = [] if found.matrix.against is None else [Path(found.matrix.against)]
     needed = [path, *cluster_files(sound)]
     steps = [
-        CellStep(cell.name, ("srun", *srun.arguments(trees[cell.name], needed)), cell.overrides)
+        CellStep(cell.name, ("srun", *srun_command.arguments(trees[cell.name], needed)), cell.overrides)
         for cell in found.matrix.cells
     ]
     judge = _judging(

@@ -17,7 +17,7 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import preflight
 from tp_invariant_recipes.ledger.lines import Header
-from tp_invariant_recipes.ledger.reader import read
+from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import Checkpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose

@@ -11,7 +11,7 @@ from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.bits import bits_float
-from tp_invariant_recipes.ledger.record import read
+from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import attempts, checkpoints
 
 

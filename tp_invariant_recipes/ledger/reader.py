@@ -32,21 +32,6 @@ def ledger_file(path: str | os.PathLike) -> Path:
     return path / FILE_NAME if path.is_dir() else path
 
 
-def read(path: str | os.PathLike) -> Ledger:
-    """Read and check the ledger of a run directory, a ledger file, or the ledger in a certificate.
-
-    LedgerError, naming the file and the line: it is missing or unreadable, not a ledger, was altered, or a step is
-    missing, repeated or out of order. Only a last line cut short is no error: it is what a killed run leaves.
-    """
-    file = ledger_file(path)
-    data = contents(file)
-    if data.startswith(CERTIFICATE_START):
-        from tp_invariant_recipes.ledger.certificate import open_certificate  # which itself reads ledgers
-
-        return open_certificate(file, data).ledger
-    return parse(file, data)
-
-
 def contents(file: Path) -> bytes:
     """The bytes of a ledger. LedgerError: it does not exist or cannot be read."""
     try:

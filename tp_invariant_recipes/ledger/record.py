@@ -15,10 +15,10 @@ from tp_invariant_recipes.ledger.lines import (
     identity_differences,
     informative_differences,
 )
-from tp_invariant_recipes.ledger.reader import Ledger, contents, ledger_file, parse, read
+from tp_invariant_recipes.ledger.reader import Ledger, contents, ledger_file, parse
 
 # All that a caller needs to record a run and read it back.
-__all__ = ["Header", "Ledger", "LedgerWriter", "StepRecord", "ledger_file", "put_aside", "read", "resume"]
+__all__ = ["Header", "Ledger", "LedgerWriter", "StepRecord", "ledger_file", "put_aside", "resume"]
 
 _RESUMED = "resumed"  # the note of a header that says which steps ran elsewhere
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from tp_invariant_recipes.compare.compare import Comparison, compare
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger.reader import Ledger, read
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.reader import Ledger
 
 PROGRESS = "progress.jsonl"
 RUN = "run.json"

@@ -22,7 +22,8 @@ from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiE
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, train
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.ledger.reader import Ledger, contents, read
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.reader import Ledger, contents
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 from tp_invariant_recipes.workflows.first_divergence import distances, module_of, operation, worth_dumping

@@ -1,11 +1,9 @@
 """Overrides with several values, spread out to one run a combination, and the directory that holds those runs."""
 
-import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice, product
-from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -15,25 +13,12 @@ from hydra.errors import HydraException
 from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import as_typed
 from tp_invariant_recipes.config.keys import SHORT_KEYS
-from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs.matrix_dir import Axis
 
-SCHEMA = 1
 MOST = 100  # cells: more is a slip of the hand, and each takes a training
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+-]+")
 _LONGEST_NAME = 100  # characters of a directory
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A key with several values, each as text that Hydra reads again."""
-
-    key: str
-    values: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.key}={', '.join(self.values)}"
 
 
 @dataclass(frozen=True)
@@ -49,69 +34,6 @@ class Choice:
     label: str
     values: tuple[str, ...]
     overrides: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A run of the matrix as it was planned; what its ledger must be, whoever ran it."""
-
-    name: str
-    label: str
-    overrides: tuple[str, ...]
-    ranks: int
-    steps: int
-    identity_hash: str
-    layout: dict[str, Any]
-    numerics: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """Runs to compare with the first of them or, where `against` is a path, with the ledger there."""
-
-    model: str
-    overrides: tuple[str, ...]  # as typed
-    axes: tuple[Axis, ...]
-    cells: tuple[Cell, ...]
-    against: str | None
-
-    def __str__(self) -> str:
-        return " × ".join(map(str, self.axes)) or self.cells[0].label
-
-
-@dataclass(frozen=True)
-class MatrixDir(RunDir):
-    """A directory with one run directory for each cell."""
-
-    @property
-    def matrix(self) -> Path:
-        """The cells, written before anything starts."""
-        return self.path / "matrix.json"
-
-    @property
-    def result(self) -> Path:
-        """What the comparison found."""
-        return self.path / "verify.json"
-
-    def cell(self, name: str) -> RunDir:
-        """The run directory of a cell."""
-        return RunDir(self.path / name)
-
-    def write_matrix(self, matrix: Matrix) -> None:
-        """Write the matrix. Raises RunError."""
-        self.write(self.matrix, {"schema": SCHEMA} | asdict(matrix))
-
-    def read_matrix(self) -> Matrix:
-        """The matrix. Raises RunError when this is not a directory of `tpi verify`."""
-        try:
-            raw = json.loads(self.matrix.read_text(encoding="utf-8"))
-            if raw.pop("schema") != SCHEMA:
-                raise ValueError(f"this version reads schema {SCHEMA}")
-            axes = tuple(Axis(axis["key"], tuple(axis["values"])) for axis in raw.pop("axes"))
-            cells = tuple(Cell(**cell | {"overrides": tuple(cell["overrides"])}) for cell in raw.pop("cells"))
-            return Matrix(**raw | {"overrides": tuple(raw["overrides"])}, axes=axes, cells=cells)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise RunError(f"{self.path} is not a directory of tpi verify: {self.matrix.name}: {error}") from error
 
 
 def spread(overrides: Sequence[str], problems: list[str]) -> tuple[tuple[Axis, ...], tuple[Choice, ...]]:

@@ -13,9 +13,10 @@ from tp_invariant_recipes.compare.text import proved, remarks, report, verdict_l
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.lines import DIGESTED
-from tp_invariant_recipes.ledger.reader import Ledger, read
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.runs import attempts
-from tp_invariant_recipes.workflows.matrix import Cell, Matrix, MatrixDir
+from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
 
 SCHEMA = 1
 

@@ -14,10 +14,12 @@ from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.lines import Header, identity_differences
-from tp_invariant_recipes.ledger.reader import Ledger, read
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.workflows import matrix
-from tp_invariant_recipes.workflows.matrix import Axis, Cell, Choice, Matrix, MatrixDir
+from tp_invariant_recipes.workflows.matrix import Choice
 from tp_invariant_recipes.workflows.verdict import MatrixVerdict, judge
 
 __all__ = ["MatrixVerdict", "Verification", "check", "execute", "judge", "new"]

@@ -1,9 +1,8 @@
-"""A run on the nodes of an allocation that is there: srun, with one task a node, and what each task is asked for."""
+"""A run inside an allocation that is there: become srun, with one task a node, and what each task is asked for."""
 
 import os
 import shutil
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -13,42 +12,12 @@ from tp_invariant_recipes.config import allocation, environment, layout
 from tp_invariant_recipes.config.compose import cluster_files, listed
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.launch.plan import Plan, Request, device_on
+from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 
 # srun would bind the one task of a node, and with it all its ranks, to one core.
 UNBOUND = {"SLURM_CPU_BIND": "none"}
-
-WAIT = 60  # seconds that srun gives the other nodes when one has ended
-
-
-def arguments(tree: dict[str, Any], needed: Sequence[Path] = ()) -> list[str]:
-    """srun's options for a run: as many nodes as it takes, one task on each, in the cluster's container if any.
-
-    needed: as for `container`.
-    """
-    taken = allocation.of(tree)
-    options = [f"--nodes={taken.nodes}", f"--ntasks={taken.nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
-    return [*options, *container(tree, needed)]
-
-
-def container(tree: dict[str, Any], needed: Sequence[Path]) -> list[str]:
-    """Options of pyxis, which gives srun containers; none where the cluster has no container.
-
-    needed: what must be seen inside beside the cluster's mounts. Sources: pyxis's README, `srun --help` with it.
-    """
-    cluster = tree["cluster"]
-    if not cluster["container"]:
-        return []
-    mounts = [*cluster["mounts"], *(f"{path}:{path}" for path in needed if cluster["shared_files"])]
-    lists = {"mounts": mounts, "env": cluster["forward"]}  # env: the image's own values would win otherwise
-    options = [f"--container-{name}={','.join(values)}" for name, values in lists.items() if values]
-    return [f"--container-image={cluster['container']}", *options]
-
-
-def tpi(tree: dict[str, Any]) -> list[str]:
-    """The words that run `tpi` on a node."""
-    return [tree["cluster"]["python"] or sys.executable, "-m", "tp_invariant_recipes"]
 
 
 def become(request: Request) -> NoReturn:
@@ -79,10 +48,12 @@ def become(request: Request) -> NoReturn:
     path.mkdir(parents=True, exist_ok=True)  # a container can show only what is there
     os.environ |= UNBOUND
     needed = [path, *cluster_files(request.overrides)]
-    os.execvp("srun", ["srun", *arguments(tree, needed), *tpi(tree), "train", *request.words()])
+    os.execvp(
+        "srun", ["srun", *srun_command.arguments(tree, needed), *srun_command.tpi(tree), "train", *request.words()]
+    )
 
 
-def asked(request: Request, watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]) -> NodeTask:
+def node_task(request: Request, watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]) -> NodeTask:
     """What the task of each node is asked for. Raises ConfigError."""
     tree = _fitting(request)
     where = request.resume or tree["run"]["dir"]
