@@ -92,7 +92,7 @@ def bridge() -> None:
 
     bridge.load()
     # And what a launcher or its ranks would import, each anew.
-    for package in ("cli", "launch", "numerics", "training"):
+    for package in ("cli", "jobs", "launch", "multinode", "numerics", "runs", "training", "workflows"):
         folder = Path(tp_invariant_recipes.__file__).parent / package
         for name in sorted(file.stem for file in folder.glob("*.py")):
             if name != "te_layers":

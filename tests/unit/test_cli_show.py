@@ -11,7 +11,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
 from tp_invariant_recipes.patches import registry
-from tp_invariant_recipes.patches.patch import Patch, Verdict
+from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 from tp_invariant_recipes.replacement import Replacement
 from tp_invariant_recipes.workflows import doctor
 
@@ -80,7 +80,7 @@ def machine(monkeypatch):
             self.state = state
 
         def verdict(self, package):
-            return Verdict(self.state, f"{package} 1.9")
+            return PatchVerdict(self.state, f"{package} 1.9")
 
     here = (Replacement("os.path:join", str, "joins"),)
     link = "https://github.com/NVIDIA/TransformerEngine/issues/3051"

@@ -14,7 +14,14 @@ from typer.testing import CliRunner
 
 from tp_invariant_recipes.cli.compare import compare as compare_command
 from tp_invariant_recipes.compare.compare import Coverage, TraceCoverage, Verdict, compare
-from tp_invariant_recipes.compare.text import one, parameter_line, parameter_rows, proved, remarks, verdict_line
+from tp_invariant_recipes.compare.text import (
+    comparison_json,
+    parameter_line,
+    parameter_rows,
+    proved,
+    remarks,
+    verdict_line,
+)
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.digests import Parameter, Traced, in_order, tensor_digest
 from tp_invariant_recipes.ledger.reader import Ledger
@@ -392,7 +399,7 @@ def test_other_initial_weights_come_before_any_step(names):
     assert {found.name for found in result.initial} == names
     more = f", and of {len(names) - 1} more parameters" if len(names) > 1 else ""
     assert verdict_line(result) == f"different: initial weight of {first} differs{more}; 1 of 5 steps differ"
-    assert one(result)["initial"] == [name for name in NAMES if name in names]
+    assert comparison_json(result)["initial"] == [name for name in NAMES if name in names]
 
 
 def test_initial_weights_that_one_run_lacks_are_no_difference():

@@ -52,7 +52,7 @@ class NodeInfo:
         return PORTS[int(self.job) % len(PORTS)]
 
 
-def place(environment: Mapping[str, str]) -> NodeInfo | None:
+def node_info(environment: Mapping[str, str]) -> NodeInfo | None:
     """This process's place by the variables that srun sets; None outside of a step. Raises RunError.
 
     RunError: the step has more than one task on a node.

@@ -40,11 +40,11 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_a_place_is_what_srun_says():
-    found = rendezvous.place(STEP)
+    found = rendezvous.node_info(STEP)
     assert (found.job, found.restart, found.number, found.count, found.name) == ("41", 0, 2, 4, "n05")
     assert (found.first, found.address) == (False, "10.0.0.3")
-    assert rendezvous.place(STEP | {"SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "0"}).first
-    assert rendezvous.place({name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}) is None
+    assert rendezvous.node_info(STEP | {"SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "0"}).first
+    assert rendezvous.node_info({name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}) is None
 
 
 @pytest.mark.parametrize(
@@ -52,16 +52,16 @@ def test_a_place_is_what_srun_says():
 )
 def test_the_first_node_is_found_by_its_name(names, listed, first):
     names[first] = "10.9.9.9"
-    assert rendezvous.place(STEP | {"SLURM_STEP_NODELIST": listed}).address == "10.9.9.9"
+    assert rendezvous.node_info(STEP | {"SLURM_STEP_NODELIST": listed}).address == "10.9.9.9"
 
 
 def test_more_than_one_task_a_node_is_refused():
     with pytest.raises(RunError, match="8 tasks on 4 nodes; it must be one a node"):
-        rendezvous.place(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
+        rendezvous.node_info(STEP | {"SLURM_STEP_NUM_TASKS": "8"})
 
 
 def test_ports_are_below_those_that_linux_gives_away():
-    ports = {rendezvous.place(STEP | {"SLURM_JOB_ID": str(job)}).port for job in range(12_000)}
+    ports = {rendezvous.node_info(STEP | {"SLURM_JOB_ID": str(job)}).port for job in range(12_000)}
     assert len(ports) == 12_000
     assert (min(ports), max(ports)) == (20_000, 31_999)
 
@@ -102,7 +102,7 @@ class Board:
 
     def __init__(self, number: int, words: dict[str, bytes]) -> None:
         self.words = words
-        self.place = rendezvous.place(STEP | {"SLURM_PROCID": str(number)})
+        self.place = rendezvous.node_info(STEP | {"SLURM_PROCID": str(number)})
 
     def send(self, key: str, data: bytes) -> None:
         self.words[key] = data
