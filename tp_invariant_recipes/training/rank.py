@@ -100,13 +100,17 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         from tp_invariant_recipes.host import cpu
         from tp_invariant_recipes.numerics import spec
         from tp_invariant_recipes.patches import registry
+        from tp_invariant_recipes.training.optimizer_step import OptimizerStep
 
+        optimizer_step = OptimizerStep(callbacks)
+        stack.callback(optimizer_step.restore)
+        callbacks = [*callbacks, optimizer_step]
         if tree["device"]["kind"] == "cpu":
             stack.enter_context(cpu.installed())
         else:
-            from tp_invariant_recipes.training.deterministic_overhead import Lean
+            from tp_invariant_recipes.training.deterministic_overhead import DeterministicOverhead
 
-            callbacks = [*callbacks, Lean()]
+            callbacks = [*callbacks, DeterministicOverhead()]
         stack.enter_context(registry.applied(tree))
         stack.enter_context(applied(spec.replacements(tree["numerics"])))
         from megatron.bridge.training.gpt_step import forward_step
