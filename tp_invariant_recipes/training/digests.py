@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import LANES, WITH_MAGNITUDE, Lanes
-from tp_invariant_recipes.ledger.digests import Parameter, in_order, start_lanes
+from tp_invariant_recipes.ledger.digests import Parameter, digest_texts, in_order, start_lanes
 from tp_invariant_recipes.numerics import grad_norm
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
@@ -241,9 +241,7 @@ class _Sums:
         """Parameter → digest. parts: int64 [parts, LANES]."""
         sums = self._starts.copy()
         np.add.at(sums, self._parameter, parts.astype(np.uint64))
-        text = sums.astype(">u8").tobytes().hex()
-        width = 16 * LANES
-        return {name: text[width * n : width * (n + 1)] for n, name in enumerate(self.names)}
+        return dict(zip(self.names, digest_texts(sums.astype(">u8").tobytes()), strict=True))
 
 
 def _shards(model: Iterable[Any]) -> Shards:
