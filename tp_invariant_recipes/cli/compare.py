@@ -12,7 +12,7 @@ from rich.text import Text
 from tp_invariant_recipes.compare import log_compare
 from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison
 from tp_invariant_recipes.compare.compare import compare as compare_ledgers
-from tp_invariant_recipes.compare.log_compare import PrintedComparison, Run, compare_printed
+from tp_invariant_recipes.compare.log_compare import LedgerOrLog, PrintedComparison, compare_printed
 from tp_invariant_recipes.compare.log_parser import read_log
 from tp_invariant_recipes.compare.text import (
     error_report,
@@ -75,7 +75,7 @@ def _compare_all(runs: list[Path]) -> tuple[Comparison | PrintedComparison, ...]
     return tuple(_compare(first, other) for other in others)
 
 
-def _compare(a: Run, b: Run) -> Comparison | PrintedComparison:
+def _compare(a: LedgerOrLog, b: LedgerOrLog) -> Comparison | PrintedComparison:
     if isinstance(a, Ledger) and isinstance(b, Ledger):
         return compare_ledgers(a, b)
     return compare_printed(a, b)

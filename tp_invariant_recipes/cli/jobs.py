@@ -60,13 +60,13 @@ def jobs(
     from tp_invariant_recipes.jobs import states
     from tp_invariant_recipes.jobs.registry import find
 
-    found = states.look(find(names)) if names else states.look_around(everything=everything)
+    found = states.overview(find(names)) if names else states.overview_of_recent(everything=everything)
     rows = [state for one in found.states for state in one]
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "warning": found.silence, "jobs": [state.as_dict() for state in rows]}))
+        print(json.dumps({"schema": SCHEMA, "warning": found.unavailable, "jobs": [state.as_dict() for state in rows]}))
         return
-    if found.silence:
-        _say(f"warning: SLURM was not asked: {found.silence}")
+    if found.unavailable:
+        _say(f"warning: SLURM was not asked: {found.unavailable}")
     console = Console(highlight=False)
     if not rows:
         _print("no job was submitted yet" if everything else "none in the queue or ended within a day; --all lists all")

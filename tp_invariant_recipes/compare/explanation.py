@@ -52,10 +52,10 @@ class Scene:
         return bool(pairs) and all(None not in pair for pair in pairs.values())
 
 
-Answer = tuple[bool | None, str]  # did the inputs match, and the clause
+InputsMatch = tuple[bool | None, str]  # whether the inputs match (None: not known), and the clause of the explanation
 
 
-def explain(found: Found, step: int, a: Ledger, b: Ledger, order: Sequence[str]) -> Answer:
+def explain(found: Found, step: int, a: Ledger, b: Ledger, order: Sequence[str]) -> InputsMatch:
     """Whether the inputs of a first difference matched (None: not known), and a clause that says all about it.
 
     found: of step `step`, or of the model itself. All before it in the order of execution matches or is not recorded.
@@ -68,7 +68,7 @@ def run_name(ledger: Ledger) -> str:
     return str(ledger.run_directory or ledger.path)
 
 
-def _model(scene: Scene) -> Answer:
+def _model(scene: Scene) -> InputsMatch:
     name, a, b = scene.found.name, scene.found.a, scene.found.b
     if a is None or b is None:
         has, lacks = (scene.a, scene.b) if b is None else (scene.b, scene.a)
@@ -76,11 +76,11 @@ def _model(scene: Scene) -> Answer:
     return None, f"{name} has {a} and {str(b).removeprefix('shape ')}"
 
 
-def _initial(scene: Scene) -> Answer:
+def _initial(scene: Scene) -> InputsMatch:
     return None, f"initial weight of {scene.found.name} differs"
 
 
-def _replicas(scene: Scene) -> Answer:
+def _replicas(scene: Scene) -> InputsMatch:
     kind, _, name = scene.found.name.partition("/")
     said = [
         f"{run_name(run)}: replicas of {kind} {name} disagree: ranks {ranks}"
@@ -90,7 +90,7 @@ def _replicas(scene: Scene) -> Answer:
     return None, "; ".join(said)
 
 
-def _traced(scene: Scene) -> Answer:
+def _traced(scene: Scene) -> InputsMatch:
     direction, module, tensor = _split(scene.found.name)
     start = f"{direction} of {module}: {tensor} differs{_other_shape(scene)}"
     if tensor.startswith("input"):
@@ -134,7 +134,7 @@ def _since(scene: Scene, direction: str, module: str) -> str:
     return f", all before it matched: the difference arises after {tensor} of {last}, outside traced modules"
 
 
-def _inputs(scene: Scene, direction: str, module: str) -> Answer:
+def _inputs(scene: Scene, direction: str, module: str) -> InputsMatch:
     prefix = f"{direction}/{module}/input"
     pairs = [pair for name, pair in scene.pairs(direction).items() if name.startswith(prefix)]
     if not pairs:
@@ -163,7 +163,7 @@ def _weights_before(scene: Scene) -> str:
     return f"weights after step {scene.step - 1}" if scene.step > 1 else "initial weights"
 
 
-def _gradient(scene: Scene) -> Answer:
+def _gradient(scene: Scene) -> InputsMatch:
     name = scene.found.name.partition("/")[2]
     start = f"gradient of {name} differs"
     matched = {direction: scene.matched(direction) for direction in ("forward", "backward")}
@@ -185,7 +185,7 @@ def modules_of(parameter: str, traced: Container[str]) -> list[str]:
     return [module for module in (*saved, parameter.rpartition(".")[0]) if module in traced]
 
 
-def _weight(scene: Scene) -> Answer:
+def _weight(scene: Scene) -> InputsMatch:
     name = scene.found.name.partition("/")[2]
     start = f"weight of {name} differs after the step"
     if f"gradients/{name}" not in scene.matched("gradients"):
@@ -195,7 +195,7 @@ def _weight(scene: Scene) -> Answer:
     return True, f"{start}, its gradient and its value before matched: the update or the optimizer's state differs"
 
 
-def _loss(scene: Scene) -> Answer:
+def _loss(scene: Scene) -> InputsMatch:
     names, matched = list(scene.pairs("forward")), scene.matched("forward")
     if not matched:
         return None, _values(scene)
@@ -203,13 +203,13 @@ def _loss(scene: Scene) -> Answer:
     return (True if names[-1] in matched else None), words
 
 
-def _norm(scene: Scene) -> Answer:
+def _norm(scene: Scene) -> InputsMatch:
     if not scene.recorded("gradients"):
         return None, _values(scene)
     return True, f"{_values(scene)}, all {len(scene.pairs('gradients'))} gradients matched"
 
 
-def _field(scene: Scene) -> Answer:
+def _field(scene: Scene) -> InputsMatch:
     return None, _values(scene)
 
 
@@ -231,7 +231,7 @@ def shown(value: Any, is_float: bool) -> str:
 
 
 # By kind of difference, and for fields by name.
-_EXPLAINED: dict[str, Callable[[Scene], Answer]] = {
+_EXPLAINED: dict[str, Callable[[Scene], InputsMatch]] = {
     MODEL: _model,
     INITIAL: _initial,
     REPLICAS: _replicas,

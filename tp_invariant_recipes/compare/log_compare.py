@@ -10,7 +10,7 @@ from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.log_parser import LOSS, NORM, RATE, Log, digits, is_count, printed_ledger
 from tp_invariant_recipes.ledger.reader import Ledger
 
-Run = Ledger | Log
+LedgerOrLog = Ledger | Log
 # Fields in the order of execution; those not listed, such as other losses, stand between loss and norm.
 _BEFORE = ("consumed samples", "skipped samples", "global batch size", LOSS)
 _AFTER = (NORM, "number of skipped iterations", "number of nan iterations", "loss scale", RATE)
@@ -42,8 +42,8 @@ class PrintedComparison:
     """What comparing run `b` with run `a` by what is printed found; one of them at least is a log."""
 
     verdict: Likeness
-    a: Run
-    b: Run
+    a: LedgerOrLog
+    b: LedgerOrLog
     steps_compared: int
     steps_differing: int
     first: PrintedDifference | None
@@ -58,7 +58,7 @@ class PrintedComparison:
         return EXIT_STATUS[self.verdict]
 
 
-def compare_printed(a: Run, b: Run) -> PrintedComparison:
+def compare_printed(a: LedgerOrLog, b: LedgerOrLog) -> PrintedComparison:
     """Compare all fields that both print, but those that measure the machine, at all iterations that both print."""
     left, right = _as_logs(a, b)
     names = _in_order([name for name in left.fields if name in right.fields])
@@ -153,12 +153,12 @@ def comparison_json(comparison: PrintedComparison) -> dict[str, Any]:
     }
 
 
-def called(run: Run) -> str:
+def called(run: LedgerOrLog) -> str:
     """What people call a run: its directory, or the file."""
     return run_name(run) if isinstance(run, Ledger) else str(run.path)
 
 
-def _as_logs(a: Run, b: Run) -> tuple[Log, Log]:
+def _as_logs(a: LedgerOrLog, b: LedgerOrLog) -> tuple[Log, Log]:
     if isinstance(a, Log):
         return a, b if isinstance(b, Log) else printed_ledger(b, a)
     if isinstance(b, Log):
@@ -177,7 +177,7 @@ def _fewest(before: int | None, *texts: str) -> int | None:
     return min([*found, *([] if before is None else [before])], default=None)
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: LedgerOrLog) -> dict[str, Any]:
     steps = len(run.steps) if isinstance(run, Ledger) else len(run.iterations)
     return {"path": str(run.path), "log": isinstance(run, Log), "steps": steps}
 

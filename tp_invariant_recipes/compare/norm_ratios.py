@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from tp_invariant_recipes.compare.parameter_groups import group_of, in_order
+from tp_invariant_recipes.compare.parameter_groups import groups_in_order, parameter_group
 from tp_invariant_recipes.errors import RunError
 
 # One sample of rounding is not its largest. Faults that drop or repeat a micro-batch change norms by far more.
@@ -99,7 +99,7 @@ def same(first: Sequence[Norms], second: Sequence[Norms]) -> bool:
     return [one.norms for one in first] == [one.norms for one in second]
 
 
-def judge(
+def judge_ratios(
     first: Sequence[Norms], second: Sequence[Norms], rounded: Sequence[Norms] | None, *, counts_from: int
 ) -> Judged:
     """Compare two trainings. Raises RunError when they have other steps or parameters, or when nothing can be judged.
@@ -112,7 +112,7 @@ def judge(
     noise = None if rounded is None else _noise(_split(first, rounded, counts_from)[0], before)
     ratios = [_furthest(name, counted, noise) for name in first[0].norms]
     groups = {name: [ratio for ratio in ratios if ratio.group == name] for name in {one.group for one in ratios}}
-    found = tuple(_group(name, groups[name], counted) for name in in_order(set(groups)))
+    found = tuple(_group(name, groups[name], counted) for name in groups_in_order(set(groups)))
     return Judged(found, tuple(ratios), all(a.norms == b.norms for a, b in before))
 
 
@@ -143,7 +143,7 @@ def _split(first: Sequence[Norms], second: Sequence[Norms], counts_from: int) ->
 
 def _furthest(name: str, pairs: Pairs, allowed: list[dict[str, float]] | None) -> Ratio:
     """allowed: of each pair, group → deviation; None: all norms are the same numbers."""
-    group = group_of(name)
+    group = parameter_group(name)
     limits = [one[group] for one in allowed] if allowed else [0.0] * len(pairs)
     apart = [deviation(a.norms[name], b.norms[name]) for a, b in pairs]
     beyond = [pair[0].step for pair, far, limit in zip(pairs, apart, limits, strict=True) if far > limit]
@@ -183,9 +183,9 @@ def _noise(rounded: Pairs, before: Pairs) -> list[dict[str, float]]:
     for pair in rounded:
         largest = {name: max(far, _moved(name, *pair)) for name, far in largest.items()}
         least = median(largest.values())
-        groups = {group_of(name): [least] for name in largest}
+        groups = {parameter_group(name): [least] for name in largest}
         for name, far in largest.items():
-            groups[group_of(name)].append(far)
+            groups[parameter_group(name)].append(far)
         allowed.append({group: MARGIN * max(moved) for group, moved in groups.items()})
     return allowed
 

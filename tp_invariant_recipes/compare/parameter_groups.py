@@ -34,11 +34,11 @@ GROUPS = tuple(
 
 
 @functools.cache  # the same names at every step
-def group_of(name: str) -> str:
+def parameter_group(name: str) -> str:
     """The group of a parameter, named as in Megatron's distributed checkpoints; "other" where no row fits."""
     return next((group.name for group in GROUPS if group.pattern.search(name)), OTHER)
 
 
-def in_order(groups: set[str]) -> list[str]:
+def groups_in_order(groups: set[str]) -> list[str]:
     """Groups in the order of the table, without those that are not there."""
     return [name for name in (*(group.name for group in GROUPS[1:]), GROUPS[0].name, OTHER) if name in groups]

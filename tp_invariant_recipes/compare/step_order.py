@@ -138,7 +138,7 @@ def _tensors(part: Tensors, a: StepRecord, b: StepRecord, parameters: Sequence[s
 
 def _diverged(record: StepRecord, kind: str) -> dict[str, str]:
     return {
-        f"{kind}/{name}": " | ".join(", ".join(map(str, together)) for together in ranks)
+        f"{kind}/{name}": " | ".join(", ".join(map(str, group)) for group in ranks)
         for of, name, ranks in record.diverged
         if of == kind
     }

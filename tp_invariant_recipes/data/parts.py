@@ -16,7 +16,7 @@ from tp_invariant_recipes.errors import DataError
 MAX_PROBLEMS = 20
 
 # Called with (bytes done, bytes of text in all).
-Progress = Callable[[int, int], None]
+PartProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Input:
         return [(folder / part.key(*how), part) for part in self.corpus.parts]
 
 
-def write_parts(text: Input, folder: Path, tokenizer: Tokenizer, progress: Progress | None) -> None:
+def write_parts(text: Input, folder: Path, tokenizer: Tokenizer, progress: PartProgress | None) -> None:
     """Write the parts that are not in `folder` yet and remove those of other input.
 
     After the first bad document the rest is only checked, so that all problems are seen soon.

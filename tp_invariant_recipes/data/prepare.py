@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tp_invariant_recipes.data.files import beside, locked, write_errors
-from tp_invariant_recipes.data.parts import Input, Progress, merge, write_parts
+from tp_invariant_recipes.data.parts import Input, PartProgress, merge, write_parts
 from tp_invariant_recipes.data.prepared import (
     INDEX_SUFFIXES,
     SUFFIXES,
@@ -37,7 +37,7 @@ def prepare(
     *,
     tokenizer: str = BYTE,
     json_key: str = "text",
-    progress: Progress | None = None,
+    progress: PartProgress | None = None,
     part_bytes: int = PART_BYTES,
 ) -> PreparedData:
     """Turn a file or folder of text into PREFIX.bin, .idx and .json; return at once when that is done.
@@ -56,7 +56,7 @@ def ensure_prepared(
     *,
     tokenizer: str = BYTE,
     json_key: str = "text",
-    progress: Progress | None = None,
+    progress: PartProgress | None = None,
 ) -> PreparedData:
     """The dataset at prefix `path` (or its .bin or .idx), or else the text at `path`, prepared in `cache`.
 
@@ -80,7 +80,7 @@ def _read(source: Path, tokenizer: str, json_key: str, part_bytes: int) -> Input
     return Input(corpus, identity, json_key if corpus.has_jsonl else "")
 
 
-def _prepare(text: Input, prefix: Path, progress: Progress | None) -> PreparedData:
+def _prepare(text: Input, prefix: Path, progress: PartProgress | None) -> PreparedData:
     folder, lock = beside(prefix, ".partial"), beside(prefix, ".lock")
     if finished := _finished(text, prefix, folder):
         if folder.exists() or lock.exists():  # left by a kill after the last rename

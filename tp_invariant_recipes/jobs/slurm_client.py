@@ -115,8 +115,8 @@ def queue(jobs: Iterable[str] | None = None) -> list[Queued]:
 
 def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
     """What the accounts say of these jobs, by "12" or, of an array's task, "12_0". Empty where no accounts are kept."""
-    asked = ",".join(jobs)
-    if not asked:
+    ids = ",".join(jobs)
+    if not ids:
         return {}
     command = [
         "sacct",
@@ -124,7 +124,7 @@ def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
         "--parsable2",
         "--allocations",
         "--format=JobID,State,ExitCode",
-        f"--jobs={asked}",
+        f"--jobs={ids}",
     ]
     try:
         lines = _run(command).splitlines()
@@ -173,13 +173,13 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *
         raise RunError(f"{command[0]} cannot be started: {error}") from error
     with process:
         try:
-            out, said = _communicate(process)
+            out, stderr = _communicate(process)
         except subprocess.TimeoutExpired as late:
             process.kill()
             raise RunError(_late(command[0], (late.stderr or b"").decode(errors="replace"))) from None
-    if process.returncode == 0 or (forgotten and "Invalid job id specified" in said):
+    if process.returncode == 0 or (forgotten and "Invalid job id specified" in stderr):
         return out
-    raise RunError(_mistake(command[0], said, process.returncode))
+    raise RunError(_mistake(command[0], stderr, process.returncode))
 
 
 def _communicate(process: "subprocess.Popen[str]") -> tuple[str, str]:
@@ -192,17 +192,17 @@ def _communicate(process: "subprocess.Popen[str]") -> tuple[str, str]:
     return process.communicate(timeout=TIMEOUT - PATIENCE)
 
 
-def _late(command: str, said: str) -> str:
-    if said.strip():
-        return _mistake(command, said, None)
+def _late(command: str, stderr: str) -> str:
+    if stderr.strip():
+        return _mistake(command, stderr, None)
     return f"{command} gave no answer in {TIMEOUT:.0f} s; look with squeue --me before you repeat the command"
 
 
-def _mistake(command: str, said: str, status: int | None) -> str:
+def _mistake(command: str, stderr: str, status: int | None) -> str:
     """SLURM's own words, and what to do about them."""
-    words = [re.sub(rf"^{command}: (error: )?", "", line) for line in said.splitlines() if line.strip()]
+    words = [re.sub(rf"^{command}: (error: )?", "", line) for line in stderr.splitlines() if line.strip()]
     own = "; ".join(dict.fromkeys(words)) or f"exit status {status}, without a word"
-    advice = next((text for pattern, text in ADVICE if re.search(pattern, said, re.IGNORECASE)), None)
+    advice = next((text for pattern, text in ADVICE if re.search(pattern, stderr, re.IGNORECASE)), None)
     return f"{command}: {own}" + (f"\n{advice}" if advice else "")
 
 

@@ -14,7 +14,7 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.training.gathering import gathered
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.training.shards import Held, Shards, unwrapped
-from tp_invariant_recipes.training.whole_norms import DumpedPart, whole_norms
+from tp_invariant_recipes.training.whole_norms import SquaredPart, whole_norms
 
 
 class GradientNorms(AroundOptimizerStep):
@@ -82,7 +82,7 @@ def _shards(model: Iterable[Any]) -> Shards:
         ) from error
 
 
-def _parts(held: list[Held]) -> list[DumpedPart]:
+def _parts(held: list[Held]) -> list[SquaredPart]:
     if not held:
         return []
     norms = [torch.linalg.vector_norm(part.values, dtype=torch.float64) for part in held]

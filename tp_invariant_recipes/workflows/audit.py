@@ -127,7 +127,7 @@ def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]
         _replayed(first, second, audit.counts_from)
     alike = norm_ratios.same(first, second)
     rounded = None if alike else _train(audit, ROUNDED, watch, rounded_from=audit.counts_from)
-    judged = norm_ratios.judge(first, second, rounded, counts_from=audit.counts_from)
+    judged = norm_ratios.judge_ratios(first, second, rounded, counts_from=audit.counts_from)
     found = result(audit, judged)
     audit.directory.write(audit.directory.result, found)
     if not (judged.different or keep):
