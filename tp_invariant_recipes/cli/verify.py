@@ -64,16 +64,16 @@ def verify(
             raise ConfigError("--judge DIR takes its runs from the directory: leave MODEL, overrides and --dir out")
         from tp_invariant_recipes.workflows.verdict import judge as judge_directory
 
-        judgement = judge_directory(judge.expanduser(), against)
+        verdict = judge_directory(judge.expanduser(), against)
     elif model is None:
         raise ConfigError("name a model to verify (tpi models lists them), or a directory to judge: --judge DIR")
     else:
-        judgement = _run(model, list(overrides or []), against, directory, verbose)
+        verdict = _run(model, list(overrides or []), against, directory, verbose)
     if as_json:
-        print(json.dumps(judgement.as_dict()))
+        print(json.dumps(verdict.as_dict()))
     else:
-        _print(judgement)
-    raise typer.Exit(judgement.exit_status)
+        _print(verdict)
+    raise typer.Exit(verdict.exit_status)
 
 
 def _run(
@@ -103,16 +103,16 @@ def _run(
     return launch.execute(planned, watch)
 
 
-def _print(judgement: "MatrixVerdict") -> None:
+def _print(verdict: "MatrixVerdict") -> None:
     console = Console(highlight=False)
-    console.print(_table(judgement.rows))
-    line = Text(judgement.line)
-    line.stylize(f"bold {_COLOURS.get(judgement.verdict, 'yellow')}", 0, len(judgement.verdict))
+    console.print(_table(verdict.rows))
+    line = Text(verdict.line)
+    line.stylize(f"bold {_COLOURS.get(verdict.verdict, 'yellow')}", 0, len(verdict.verdict))
     console.print(line, soft_wrap=True)
-    for sentence in judgement.remarks:
+    for sentence in verdict.remarks:
         console.print(Text(sentence, style="dim"), soft_wrap=True)
-    if judgement.advice:
-        console.print(Text(f"go on with: {judgement.advice}"), soft_wrap=True)
+    if verdict.advice:
+        console.print(Text(f"go on with: {verdict.advice}"), soft_wrap=True)
 
 
 def _table(rows: "tuple[CellResult, ...]") -> Table:

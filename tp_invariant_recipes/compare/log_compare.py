@@ -16,15 +16,15 @@ _BEFORE = ("consumed samples", "skipped samples", "global batch size", LOSS)
 _AFTER = (NORM, "number of skipped iterations", "number of nan iterations", "loss scale", RATE)
 
 
-class Likeness(Enum):
-    """The answer, in words that claim no more than was seen."""
+class LogVerdict(Enum):
+    """The verdict on printed numbers; it claims nothing about bits."""
 
     SAME = "the same as printed"
     DIFFERENT = "different as printed"
     NOT_COMPARABLE = "not comparable"
 
 
-EXIT_STATUS = {Likeness.SAME: 0, Likeness.DIFFERENT: 1, Likeness.NOT_COMPARABLE: 2}
+EXIT_STATUS = {LogVerdict.SAME: 0, LogVerdict.DIFFERENT: 1, LogVerdict.NOT_COMPARABLE: 2}
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class PrintedDifference:
 
 @dataclass(frozen=True)
 class PrintedComparison:
-    """What comparing run `b` with run `a` by what is printed found; one of them at least is a log."""
+    """The result of comparing the printed numbers of `b` with those of `a`; at least one of them is a log."""
 
-    verdict: Likeness
+    verdict: LogVerdict
     a: LedgerOrLog
     b: LedgerOrLog
     steps_compared: int
@@ -75,7 +75,7 @@ def compare_printed(a: LedgerOrLog, b: LedgerOrLog) -> PrintedComparison:
                 differing.setdefault(number, PrintedDifference(number, name, one, other))
     numbers = [name for name, count in seen.items() if count is not None]
     return PrintedComparison(
-        verdict=Likeness.NOT_COMPARABLE if not numbers else Likeness.DIFFERENT if differing else Likeness.SAME,
+        verdict=LogVerdict.NOT_COMPARABLE if not numbers else LogVerdict.DIFFERENT if differing else LogVerdict.SAME,
         a=a,
         b=b,
         steps_compared=len(common),
@@ -122,7 +122,7 @@ def remarks(comparison: PrintedComparison) -> tuple[str, ...]:
             sentences.append(f"{run_name(run)}: the last line is torn; the run was killed, or is writing it now.")
     if comparison.a.path.resolve() == comparison.b.path.resolve():
         sentences.append("Both are the same file, so this proves nothing.")
-    if comparison.verdict is Likeness.NOT_COMPARABLE:
+    if comparison.verdict is LogVerdict.NOT_COMPARABLE:
         return tuple(sentences)
     if comparison.mean:
         sentences.append(f"The {LOSS} of the log is a mean over several steps: not compared.")
@@ -209,4 +209,4 @@ def _not_comparable(comparison: PrintedComparison) -> str:
     return f": no {what} that both print in {runs}"
 
 
-_LINES = {Likeness.SAME: _same, Likeness.DIFFERENT: _different, Likeness.NOT_COMPARABLE: _not_comparable}
+_LINES = {LogVerdict.SAME: _same, LogVerdict.DIFFERENT: _different, LogVerdict.NOT_COMPARABLE: _not_comparable}

@@ -1,4 +1,4 @@
-"""What a parameter is for, by its name in the whole model: one row a group."""
+"""Groups of parameters by purpose, from their names in the whole model: one row a group."""
 
 import functools
 import re

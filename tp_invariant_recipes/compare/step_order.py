@@ -1,4 +1,4 @@
-"""What a step computes that two runs can be compared by, in the order of execution."""
+"""The order of execution within a step: one row for each recorded number or set of tensors."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

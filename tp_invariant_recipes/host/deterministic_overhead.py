@@ -1,4 +1,4 @@
-"""Two costs of torch's deterministic mode that buy no bit: taken away when training starts."""
+"""Removes two costs of torch's deterministic mode that change no bit, when training starts."""
 
 import os
 

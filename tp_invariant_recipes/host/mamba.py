@@ -1,4 +1,4 @@
-"""What Megatron's Mamba mixer takes from mamba_ssm and causal_conv1d, in plain torch, for a CPU.
+"""The functions of mamba_ssm and causal_conv1d that Megatron's Mamba mixer needs, in plain torch, for a CPU.
 
 Their kernels are CUDA and Triton. Here are the same functions of the same arguments, differentiated by autograd, in
 fp32 inside and rounded once at the end, so they agree with the kernels to rounding. Megatron-Core asks for the names

@@ -1,4 +1,4 @@
-"""End jobs before their time."""
+"""Cancels jobs."""
 
 from collections.abc import Sequence
 

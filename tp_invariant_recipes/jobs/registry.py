@@ -1,4 +1,4 @@
-"""The jobs that were submitted: which there are, and which one is meant by an id, a run's name or a directory.
+"""The registry of submitted jobs; finds a job by its id, its run's name or its directory.
 
 Every submission leaves a line in a registry of the user's, so that a job is found by its id also where SLURM keeps no
 accounts, and `submission.json` in its run directory, which says all about it.

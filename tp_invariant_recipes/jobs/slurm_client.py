@@ -1,4 +1,4 @@
-"""SLURM's commands, as functions. No other module runs them, and nothing here knows what a run is."""
+"""SLURM's commands as functions. No other module runs them, but for srun; this one knows nothing of runs."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The story of `tpi submit`: compose for the cluster's nodes, check, write the run directory, hand its job to SLURM."""
+"""`tpi submit`: compose for the cluster's nodes, check, write the run directory, hand its job to SLURM."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 import json
 import os

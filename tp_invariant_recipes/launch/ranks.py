@@ -1,4 +1,4 @@
-"""Start ranks as processes of this machine, watch over them until all have ended, and say why if one failed.
+"""Starts ranks as processes of this machine, watches them until all have ended, and reports why one failed.
 
 Ranks are started as torchrun starts functions, through torch.multiprocessing. On a CPU they are forked from this
 process, which has imported Megatron-Bridge already: one import of 10 to 20 s for all ranks instead of one each.

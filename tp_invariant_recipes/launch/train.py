@@ -1,4 +1,4 @@
-"""The story of `tpi train` once it is planned: check with Bridge, write the run directory, run the ranks."""
+"""`tpi train`, once it is planned: check with Bridge, write the run directory, run the ranks."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What a patch is: a row that says which installed code it is for, and what becomes of it here."""
+"""A patch: a row that names the installed code that it is for, and decides whether it applies on this machine."""
 
 import operator
 from collections.abc import Callable
@@ -19,7 +19,7 @@ COMPARISONS = {">=": operator.ge, "<": operator.lt}
 
 @dataclass(frozen=True)
 class PatchVerdict:
-    """What becomes of a patch on this machine, and why.
+    """Whether a patch applies on this machine, and why.
 
     applies:    the installed code is known to need it.
     not needed: the package is not there, or does without.
@@ -103,7 +103,7 @@ class Patch:
     """One fix.
 
     name:     what `patches.off` calls it.
-    package:  the distribution that it mends.
+    package:  the distribution that it fixes.
     need:     which installed code needs it.
     replacements: what is put in place, in this order.
     why:      what goes wrong without it.

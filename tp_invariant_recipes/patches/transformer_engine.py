@@ -1,4 +1,4 @@
-"""What the patches of Transformer Engine have in common: when they matter."""
+"""The condition that the patches of Transformer Engine share: when they matter."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -64,7 +64,7 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Deviation:
-    """A cell that some versions break. patch: the row of the registry that mends it."""
+    """A cell that some versions break. patch: the row of the registry that fixes it."""
 
     layer: str
     mode: Mode

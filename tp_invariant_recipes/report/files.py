@@ -1,4 +1,4 @@
-"""Writing a report: whole or not at all, and over nothing that is there."""
+"""Writes a report whole or not at all, and never over an existing file unless told to."""
 
 from collections.abc import Mapping
 from pathlib import Path

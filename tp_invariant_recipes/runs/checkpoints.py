@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are whole, whose they are, and whether their bytes are what was written.
+"""The checkpoints of a run: which are finished, of which run they are, and whether their bytes have changed.
 
 Bridge writes a checkpoint's files and then moves its own markers; a run killed in between leaves a folder that looks
 usable. So a manifest is written last: a checkpoint without one is unfinished, one that disagrees with it is damaged.

@@ -1,4 +1,4 @@
-"""What one rank of an audit's training does."""
+"""One rank of an audit's training."""
 
 from typing import Any
 

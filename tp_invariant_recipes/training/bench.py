@@ -1,4 +1,4 @@
-"""What one rank of a benchmark does: every pass in turn, in this one process."""
+"""One rank of a benchmark: every pass in turn, in this one process."""
 
 import gc
 import os
@@ -38,8 +38,7 @@ def _callbacks(bench_dir: BenchDir, rank_info: rank.RankInfo, number: int, one: 
 
 
 def _settle() -> None:
-    """Leave the next pass the memory that this one used: models hold themselves in cycles, and Bridge stops the
-    collector."""
+    """Free this pass's memory for the next: models hold themselves in cycles, and Bridge stops the collector."""
     import torch
 
     _forget_probabilities()

@@ -1,4 +1,4 @@
-"""The callback that takes two costs of torch's deterministic mode away, once Bridge has set the process up."""
+"""The callback that removes two costs of torch's deterministic mode, once Bridge has set the process up."""
 
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 

@@ -1,4 +1,4 @@
-"""What one rank does: open its log, set its environment, build its configuration, run Bridge's pretrain()."""
+"""One rank of a run: open its log, set its environment, build its configuration, run Bridge's pretrain()."""
 
 import ctypes
 import json

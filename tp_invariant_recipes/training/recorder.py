@@ -1,4 +1,4 @@
-"""The callback that writes a run's ledger, and beside it the progress that a person watches."""
+"""The callback that writes a run's ledger and its progress file."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The story of `tpi audit`: train the same twice, once with CUDA graphs replayed, and compare the gradients' norms."""
+"""`tpi audit`: train the same twice, once with CUDA graphs replayed, and compare the gradients' norms."""
 
 import os
 import shlex

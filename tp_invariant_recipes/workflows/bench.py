@@ -1,4 +1,4 @@
-"""The story of `tpi bench`: plan one run a mode, train them in turn on the same ranks, say what was found."""
+"""`tpi bench`: plan one run a mode, train them in turn on the same ranks, report."""
 
 import os
 import shlex

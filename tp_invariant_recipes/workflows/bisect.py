@@ -1,4 +1,4 @@
-"""The story of `tpi bisect`: two runs differ at a step; train that step again with traces, and name the operation.
+"""`tpi bisect`: two runs differ at a step; train that step again with traces, and name the operation.
 
 Both runs are trained again from their last checkpoint before the step, or from the start, and stop after it. Every
 module is traced there. Then the same once more, with the values of the tensors written out that matter.

@@ -143,9 +143,9 @@ def judge(directory: Path, against: Path | None = None) -> MatrixVerdict:
     else:
         reference = next((row for row in cells if row.why is None), cells[0])
         rows = [_compared(row, reference) for row in cells]
-    judgement = _judged(directory, matrix, tuple(rows))
-    where.write(where.result, judgement.as_dict())
-    return judgement
+    verdict = _judged(directory, matrix, tuple(rows))
+    where.write(where.result, verdict.as_dict())
+    return verdict
 
 
 def _examine(where: MatrixDir, cell: Cell) -> CellResult:

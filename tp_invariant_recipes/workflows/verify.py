@@ -1,4 +1,4 @@
-"""The story of `tpi verify`: plan every cell of a matrix, train them in turn, judge the ledgers."""
+"""`tpi verify`: plan every cell of a matrix, train them in turn, judge the ledgers."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
