@@ -17,7 +17,7 @@ class Closed:
 
 def test_a_rank_does_nothing_before_all_have_started(monkeypatch, tmp_path):
     """One that met the launcher's store while others are forked could leave them a lock that nobody unlocks."""
-    monkeypatch.setattr(rank, "_leave_with_the_launcher", lambda: None)
+    monkeypatch.setattr(rank, "_die_with_launcher", lambda: None)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     rank_info = rank.RankInfo(0, 0, 1, 1, "127.0.0.1", (1,))
     with pytest.raises(TimeoutError):

@@ -138,7 +138,7 @@ def registered() -> Registered:
     return Registered(tuple(found))
 
 
-def every() -> list[Submission]:
+def all_submissions() -> list[Submission]:
     """All that are registered, oldest first, with or without their directories."""
     known = registered()
     return [_submission(directory, known) for directory in known.directories]

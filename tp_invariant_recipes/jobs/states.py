@@ -9,7 +9,7 @@ from typing import Any
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import slurm_client, status_query
-from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, attempts, every
+from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_submissions, attempts
 from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.jobs.status_query import SlurmStatus
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir
@@ -123,7 +123,7 @@ def overview_of_recent(*, everything: bool = False) -> Overview:
         queued = any(known.queued_row(part) for part in one.parts)
         return queued or (one.note is None and (everything or _recent(one)))
 
-    return _overview([one for one in every() if wanted(one)], known)
+    return _overview([one for one in all_submissions() if wanted(one)], known)
 
 
 def _overview(submissions: Sequence[Submission], known: SlurmStatus | None = None) -> Overview:

@@ -113,7 +113,7 @@ def run(
 
     from tp_invariant_recipes.training import rank
 
-    _forget_failures(run_dir, rank_infos)
+    _remove_failures(run_dir, rank_infos)
     method = START_METHODS[device]
     all_started = torch.multiprocessing.get_context(method).Event()
     context = torch.multiprocessing.start_processes(
@@ -132,7 +132,7 @@ def run(
     if stop.signals and all(code == -signal.SIGTERM for code in dead.values()):
         return Outcome.STOPPED  # before training began, SIGTERM just ends a rank
     if dead:
-        raise _why(run_dir, dead)
+        raise _failure(run_dir, dead)
     return Outcome.STOPPED if stop.signals else Outcome.COMPLETED
 
 
@@ -171,12 +171,12 @@ def _signal(processes: list[Any], number: int) -> set[int]:
     return set(alive)
 
 
-def _forget_failures(run_dir: RunDir, rank_infos: Sequence["RankInfo"]) -> None:
+def _remove_failures(run_dir: RunDir, rank_infos: Sequence["RankInfo"]) -> None:
     for info in rank_infos:
         run_dir.failure(info.rank).unlink(missing_ok=True)
 
 
-def _why(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
+def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
     """The error of a failed run, from the rank that failed first.
 
     dead: rank -> exit status, negative for a signal. A rank killed from outside leaves no reason and is the cause of
@@ -195,12 +195,14 @@ def _why(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
     log = run_dir.rank_log(first)
     if first in reasons and reasons[first]["ours"]:
         return RankFailed(f"{reasons[first]['message']}\n(rank {first}; its log: {log})", cause, ours=True)
-    words = _words(dead[first]) if first in silent else f"failed: {reasons[first]['kind']}: {reasons[first]['message']}"
-    lines = [f"rank {first} {words}", f"its log: {log}", *_tail(log, shown=first in silent)]
+    how = (
+        _exit_text(dead[first]) if first in silent else f"failed: {reasons[first]['kind']}: {reasons[first]['message']}"
+    )
+    lines = [f"rank {first} {how}", f"its log: {log}", *_tail(log, shown=first in silent)]
     return RankFailed("\n".join(lines), cause)
 
 
-def _words(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code >= 0:
         return f"ended with status {code} without a word"
     name = signal.Signals(-code).name

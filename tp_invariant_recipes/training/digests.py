@@ -55,7 +55,7 @@ class Digests(AroundOptimizerStep):
         self.due = False
         self.listener: Callable[[Recorded], None] = lambda recorded: None
         self._gradient_lanes: Tensor | None = None
-        self._taken: _Taken | None = None
+        self._merging: _Merging | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Learn who holds what. Raises RunError, on every rank alike."""
@@ -78,7 +78,7 @@ class Digests(AroundOptimizerStep):
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Take the weights as the last step left them; find out whether digests are due again."""
-        self._take()
+        self._start_merge()
         self.due = (context.state.train_state.step + 1) % self.every == 0
 
     def on_train_step_end(self, context: CallbackContext) -> None:
@@ -91,18 +91,18 @@ class Digests(AroundOptimizerStep):
         dist.barrier()
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Deliver the last step's."""
+        """Report the last step's."""
         self.finish()
 
     def finish(self) -> None:
-        """Deliver the last step's, with all other ranks."""
-        self._take()
-        self._deliver()
+        """Report the last step's, with all other ranks."""
+        self._start_merge()
+        self._report()
 
     def close(self) -> None:
-        """Deliver what there is, after a failure: without waiting for other ranks, which may be gone."""
-        if self._taken and self._taken.done.query():
-            self._deliver(alone=True)
+        """Report what there is, after a failure: without waiting for other ranks, which may be gone."""
+        if self._merging and self._merging.done.query():
+            self._report(alone=True)
 
     @contextmanager
     def around_optimizer_step(self) -> Iterator[None]:
@@ -111,7 +111,7 @@ class Digests(AroundOptimizerStep):
             if self._shards.memory() != self._memory:
                 raise RunError("parameters or gradients have moved in memory since training began: ledger.digests=0")
             self._gradient_lanes = self._gradients.lanes()
-        self._deliver()  # while the GPU is busy
+        self._report()  # while the GPU is busy
         found = self.due and self._gradients.lanes.magnitude
         with grad_norm.largest_known(self._gradients.lanes.largest) if found else nullcontext():
             yield
@@ -123,22 +123,22 @@ class Digests(AroundOptimizerStep):
         done.synchronize()
         return self._weights.texts(merged.numpy()[len(self._gradients.parts) :, :LANES])
 
-    def _take(self) -> None:
+    def _start_merge(self) -> None:
         """Start on the weights' digests, and on what all ranks have together, for the step that has ended."""
         if self._gradient_lanes is not None:
             lanes = torch.cat([self._gradient_lanes, self._weights.lanes()])
             self._gradient_lanes = None
-            self._taken = _Taken(lanes, *self._merge(lanes))
+            self._merging = _Merging(lanes, *self._merge(lanes))
 
-    def _deliver(self, *, alone: bool = False) -> None:
-        taken, self._taken = self._taken, None
-        if taken is None:
+    def _report(self, *, alone: bool = False) -> None:
+        merging, self._merging = self._merging, None
+        if merging is None:
             return
-        taken.done.synchronize()
-        parts = taken.merged.numpy().reshape(-1, 2, LANES)
+        merging.done.synchronize()
+        parts = merging.merged.numpy().reshape(-1, 2, LANES)
         split = len(self._gradients.parts)
         gradients, weights = self._gradients.texts(parts[:split, 0]), self._weights.texts(parts[split:, 0])
-        self.listener(Recorded(gradients, weights, self._diverged(parts, taken.lanes, alone)))
+        self.listener(Recorded(gradients, weights, self._diverged(parts, merging.lanes, alone)))
 
     def _diverged(self, parts: np.ndarray, lanes: Tensor, alone: bool) -> Diverged:
         """The parts of which replicas disagree, and which ranks hold what.
@@ -157,7 +157,7 @@ class Digests(AroundOptimizerStep):
         )
 
 
-class _Taken(NamedTuple):
+class _Merging(NamedTuple):
     """Digests on their way to the host.
 
     lanes:  of this rank's parts, int64 [own parts, LANES]. merged: of all parts, on the host, once `done`.

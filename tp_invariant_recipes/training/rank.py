@@ -64,7 +64,7 @@ def main(
     """
     run_dir = RunDir(Path(run))
     rank_info = rank_infos[index]
-    _leave_with_the_launcher()
+    _die_with_launcher()
     all_started.wait()
     os.environ.update(rank_info.environment())
     try:
@@ -74,7 +74,7 @@ def main(
         if stop.code:
             raise
     except BaseException as error:
-        _explain(run_dir, rank_info.rank, error)
+        _write_failure(run_dir, rank_info.rank, error)
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: threads that wait for other ranks could keep a failed one alive.
@@ -155,7 +155,7 @@ def recording(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], ledger:
     return callbacks
 
 
-def _leave_with_the_launcher() -> None:
+def _die_with_launcher() -> None:
     """Die when the launcher dies, even by SIGKILL. Ignore Ctrl-C, which a terminal sends to every process, and SIGUSR1,
     which SLURM sends to every process of a job's step: both are for the launcher.
     """
@@ -198,7 +198,7 @@ def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
         yield
 
 
-def _explain(run_dir: RunDir, rank: int, error: BaseException) -> None:
+def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
     traceback.print_exception(error)
     reason = {
         "rank": rank,
