@@ -19,9 +19,10 @@ test: lint types unit ## Everything that CI runs: lint, types, unit
 bootstrap: ## Make .venv from the locks
 	@scripts/bootstrap
 
-lint: bootstrap ## ruff, rules and format; shellcheck
+lint: bootstrap ## ruff, rules and format; the order of imports; shellcheck
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/shellcheck $(shell grep -lsE '^#!.*sh$$' scripts/* .ci/*)
 
 types: bootstrap ## mypy

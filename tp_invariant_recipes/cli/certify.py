@@ -1,7 +1,6 @@
 """`tpi certify`."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 
 from tp_invariant_recipes.cli.arguments import Json
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.ledger.bits import readable
 
@@ -77,12 +77,7 @@ def _write(file: Path, data: bytes) -> None:
         if file.is_file() and file.read_bytes() == data:
             return
         raise LedgerError(f"{file} is there and is something else; --out FILE chooses another")
-    temporary = file.with_name(f".{file.name}.new")
-    with temporary.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(file)
+    write_atomically(file, data)
 
 
 def _check(file: Path, expected: str | None) -> certificate.Certificate:

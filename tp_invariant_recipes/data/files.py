@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tp_invariant_recipes.errors import DataError
+from tp_invariant_recipes.files import sync_folder
 from tp_invariant_recipes.host.quiet import quiet
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def publish_index(built: Path, prefix: Path, metadata: str | None = None) -> Non
             raise
     for suffix in (".bin", ".idx") if metadata is None else (".bin", ".json", ".idx"):
         os.replace(beside(built, suffix), beside(prefix, suffix))
-        _sync(prefix.parent)
+        sync_folder(prefix.parent)
 
 
 @contextmanager
@@ -130,7 +131,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
+    """Wait until a file's content is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

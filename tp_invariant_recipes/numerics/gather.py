@@ -22,17 +22,22 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.product import Parts
 from tp_invariant_recipes.numerics.tree import Moving, all_gather, start_all_gather, start_all_to_all
 from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 
-def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: int, sequence_parallel: bool) -> Tensor:
+def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool) -> Tensor:
     """x @ weight^T for a weight split along its output features.
 
     x:       [s/t, b, k] with sequence parallelism, [s, b, k] without.
     weight:  [n/t, k], this rank's slice of each segment.
     returns: [s, b, n/t] of x's dtype.
+
+    ValueError: segments of unlike sizes; config/invariance.py refuses Mamba with numerics=gather before.
     """
+    if not isinstance(segments, int):
+        raise ValueError(f"numerics=gather has no segments of unlike sizes: {segments}")
     return _ColumnParallel.apply(x, weight, mesh, segments, sequence_parallel)
 
 

@@ -1,11 +1,10 @@
 """Writing a report: whole or not at all, and over nothing that is there."""
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.files import write_atomically
 
 
 def check(files: Mapping[str, Path | None], force: bool = False) -> None:
@@ -30,12 +29,8 @@ def check(files: Mapping[str, Path | None], force: bool = False) -> None:
 
 def write(file: Path, data: bytes) -> None:
     """Write a file at once. RunError: it cannot be written."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        temporary.replace(file)
+        write_atomically(file, data)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise RunError(f"cannot write {file}: {error.strerror or error}") from error

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,7 @@ class RunDir:
         """The same for a file that is text as it is."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_name(f".{file.name}.new")
-            with temporary.open("w", encoding="utf-8") as stream:
-                stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(file)
+            write_atomically(file, text)
         except OSError as error:
             raise RunError(cannot_write(file, error)) from error
 

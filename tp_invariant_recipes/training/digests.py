@@ -4,14 +4,15 @@ Once, before the first step, the ranks tell each other what they hold; parts wit
 costs a kernel for the gradients, one for the weights, and one all-reduce of a few numbers for every part.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.callbacks import CallbackContext
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
@@ -19,6 +20,7 @@ from tp_invariant_recipes.kernels.digest import LANES, WITH_MAGNITUDE, Lanes
 from tp_invariant_recipes.ledger.digests import Parameter, in_order, start_lanes
 from tp_invariant_recipes.numerics import grad_norm
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
+from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.training.shards import GlobalSlice, Held, Shards, covers
 
 NOTHING = -(2**63)  # what a rank without a part says of it: no more than any number
@@ -33,7 +35,7 @@ class Recorded:
     diverged: Diverged
 
 
-class Digests(Callback):
+class Digests(AroundOptimizerStep):
     """Takes the digests of every `every`th step. For every rank.
 
     parameters: what they are of, known once training has started.
@@ -56,7 +58,7 @@ class Digests(Callback):
         self._taken: _Taken | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Learn who holds what, and look on when the optimizer steps. Raises RunError, on every rank alike."""
+        """Learn who holds what. Raises RunError, on every rank alike."""
         self._shards = _shards(context.model)
         gradients = self._shards.gradients(context.optimizer)
         # With several optimizers each has a norm of its own, of which this would not be the largest.
@@ -73,8 +75,6 @@ class Digests(Callback):
         )
         if context.state.train_state.step == 0:
             self.initial = self._initial()
-        # The optimizer lives no longer than this training, so nobody puts its step back.
-        self._step, context.optimizer.step = context.optimizer.step, self._optimizer_step
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Take the weights as the last step left them; find out whether digests are due again."""
@@ -104,17 +104,17 @@ class Digests(Callback):
         if self._taken and self._taken.done.query():
             self._deliver(alone=True)
 
-    def _optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Gradients are reduced over all ranks here, and neither clipped nor used up yet."""
+    @contextmanager
+    def around_optimizer_step(self) -> Iterator[None]:
+        """Take the gradients' digests; tell the exact norm the largest gradient, which their kernel has found."""
         if self.due:
             if self._shards.memory() != self._memory:
                 raise RunError("parameters or gradients have moved in memory since training began: ledger.digests=0")
             self._gradient_lanes = self._gradients.lanes()
         self._deliver()  # while the GPU is busy
-        if not (self.due and self._gradients.lanes.magnitude):
-            return self._step(*args, **kwargs)
-        with grad_norm.largest_known(self._gradients.lanes.largest):
-            return self._step(*args, **kwargs)
+        found = self.due and self._gradients.lanes.magnitude
+        with grad_norm.largest_known(self._gradients.lanes.largest) if found else nullcontext():
+            yield
 
     def _initial(self) -> dict[str, str]:
         lanes = self._weights.lanes()

@@ -245,7 +245,7 @@ def _train(audit: Audit, name: str, watch: Watch, *, rounded_from: int | None = 
     run.write_task(rounded_from)
     try:
         with watch(name, planned) as tick:
-            outcome = local.run(planned, tick, story=rank.measure)
+            outcome = local.run(planned, tick, rank_fn=rank.measure)
     except TpiError as error:
         with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
             attempts.end(run, "failed", str(error))
