@@ -7,9 +7,9 @@ from tests.distributed.ranks import same_bits
 
 
 @pytest.fixture
-def dispatch(bridge):
+def token_dispatcher(bridge):
 
-    return dispatch
+    return token_dispatcher
 
 
 TOKENS, EXPERTS, TOPK, WIDTH = 11, 4, 2, 3
