@@ -1,0 +1,27 @@
+"""Tests of one function or module at a time, which do without Megatron-Bridge: importing it takes 10 to 20 s.
+
+A test that needs Bridge belongs in tests/distributed, where each worker imports it once.
+"""
+
+import sys
+from typing import NoReturn
+
+import pytest
+
+from tp_invariant_recipes.host import bridge as host_bridge
+
+BRIDGE = "megatron.bridge"
+
+
+@pytest.fixture(autouse=True)
+def _no_bridge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Fail a test that imports Megatron-Bridge, also where a worker has it from a test of another folder."""
+
+    def refuse() -> NoReturn:
+        pytest.fail(f"{request.node.nodeid} asks for Megatron-Bridge, so it belongs in tests/distributed")
+
+    monkeypatch.setattr(host_bridge, "load", refuse)
+    before = BRIDGE in sys.modules
+    yield
+    if BRIDGE in sys.modules and not before:
+        refuse()
