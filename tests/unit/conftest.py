@@ -3,11 +3,15 @@
 A test that needs Bridge belongs in tests/distributed, where each worker imports it once.
 """
 
+import pickle
 import sys
-from typing import NoReturn
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from tp_invariant_recipes.config import hydra_tree, source
 from tp_invariant_recipes.host import bridge as host_bridge
 
 BRIDGE = "megatron.bridge"
@@ -25,3 +29,32 @@ def _no_bridge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     yield
     if BRIDGE in sys.modules and not before:
         refuse()
+
+
+_TREES: dict[tuple[str, ...], bytes] = {}
+
+
+@pytest.fixture
+def hydra_itself() -> None:
+    """For a test of composing again: Hydra reads the files each time."""
+
+
+@pytest.fixture(autouse=True)
+def _composed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra takes 0.2 s for a tree: a worker asks for the tree of the same arguments once, and each test gets a copy.
+
+    Where files are not the repository's own (a user's tree, a cluster's file, another conf/), Hydra reads them each time.
+    """
+    if "hydra_itself" in request.fixturenames:
+        return
+    conf, composed = source.conf_dir(), hydra_tree.composed
+
+    def once(arguments: Sequence[str], cluster: Path | None) -> dict[str, Any]:
+        if cluster or source.user_dir().is_dir() or source.conf_dir() != conf:
+            return composed(arguments, cluster)
+        key = tuple(arguments)
+        if key not in _TREES:
+            _TREES[key] = pickle.dumps(composed(arguments, cluster))
+        return pickle.loads(_TREES[key])
+
+    monkeypatch.setattr(hydra_tree, "composed", once)

@@ -281,7 +281,7 @@ def test_settings_of_the_user_and_of_the_page_leave_each_other_alone():
 
 # Steps, parameters, digests every so many steps, the limit of the page, and how many steps a point stands for.
 MUCH = (
-    pytest.param(1_001, 80, 4, 600, 3, id="more steps and parameters than places"),
+    pytest.param(501, 65, 2, 600, 2, id="more steps and parameters than places"),
     pytest.param(10_000, 300, 50, 600, 20, id="steps", marks=pytest.mark.release),
     pytest.param(12, 12_000, 1, 400, 0, id="parameters", marks=pytest.mark.release),
 )

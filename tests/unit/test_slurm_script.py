@@ -78,7 +78,7 @@ def test_the_command_prints_the_expected_script(cli, monkeypatch):
     assert (ended.status, ended.out) == (0, _expected("train"))
 
 
-# Model -> a layout that one would train it in on nodes of eight GPUs, how many GPUs each node gives, and the first line.
+# Model -> a layout that one would train it in on nodes of eight GPUs, GPUs of each node, and the first line.
 MODELS = {
     "qwen3_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
     "qwen3_0p6b": (("dp=8", "gbs=8"), 8, "1 node with 8 gpu ranks"),
@@ -170,7 +170,7 @@ def test_shellcheck_finds_nothing_in_the_expected(kind):
     assert _shellcheck(_expected(kind)) == ""
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ("hostile", "everything", "verify-container"))  # the others are as the expected
 def test_shellcheck_finds_nothing_in_a_variant(name):
     found = scripts(name)
     assert len(found) == (2 if "verify" in name else 1)
