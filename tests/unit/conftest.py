@@ -41,9 +41,9 @@ def hydra_itself() -> None:
 
 @pytest.fixture(autouse=True)
 def _composed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra takes 0.2 s for a tree: a worker asks for the tree of the same arguments once, and each test gets a copy.
+    """A worker asks Hydra for the tree of the same arguments once, which takes 0.2 s; each test gets a copy.
 
-    Where files are not the repository's own (a user's tree, a cluster's file, another conf/), Hydra reads them each time.
+    Where files are not the repository's own (a user's tree, a cluster's file, another conf/), Hydra reads them anew.
     """
     if "hydra_itself" in request.fixturenames:
         return
