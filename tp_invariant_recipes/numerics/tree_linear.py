@@ -15,8 +15,10 @@ there by the product itself (`product(…, add=True)`), which rounds as a separa
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.numerics import cpu_product
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.product import Parts, product
+from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics.shard_operands import Parts
 from tp_invariant_recipes.numerics.tree import Reducing, all_gather, start_all_gather, start_reduce_scatter
 from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
@@ -105,6 +107,8 @@ def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts)
     """
     if isinstance(segments, int):
         segments = (a.shape[1] // segments,) * segments
+    if not a.is_cuda:
+        return start_reduce_scatter(cpu_product.partials(a, b, mesh.local, segments), mesh)
     # A partial of several segments is a sum itself and needs a place of its own.
     width = 1 if len(segments) > 1 else min(2, mesh.local)
     nodes = torch.empty((mesh.local // width, a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
