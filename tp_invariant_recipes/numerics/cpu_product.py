@@ -106,7 +106,7 @@ def _trials(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for _ in range(TRIALS):
         yield normal(a), normal(b)
     yield normal(a).mul_(2.0**-70), normal(b).mul_(2.0**-70)
-    # Of a row's zeros all have one sign, and so have a column's numbers: a sum of -0.0 alone is -0.0, or it starts at 0.
+    # A row's zeros have one sign, and a column's numbers too: a sum of -0.0 alone is -0.0, unless it starts at 0.0.
     rows, columns = normal(a[..., :1]).sign(), normal(b[..., :1, :]).sign()
     yield like(a, ALIGNMENT).copy_((rows * 0.0).expand_as(a)), like(b, ALIGNMENT).copy_(columns.expand_as(b))
 

@@ -15,6 +15,7 @@ there by the product itself (`product(…, add=True)`), which rounds as a separa
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.numerics import cpu_product
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.product import product
@@ -46,6 +47,7 @@ def row_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx, x, weight, mesh, segments, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.segments, ctx.sequence_parallel = mesh, segments, sequence_parallel
@@ -57,6 +59,7 @@ class _ColumnParallel(torch.autograd.Function):
         return y
 
     @staticmethod
+    @outside_modes
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         mesh, segments, sequence_parallel = ctx.mesh, ctx.segments, ctx.sequence_parallel
@@ -77,6 +80,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx, x, weight, mesh, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
@@ -85,6 +89,7 @@ class _RowParallel(torch.autograd.Function):
         return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
+    @outside_modes
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         mesh = ctx.mesh
