@@ -215,6 +215,6 @@ EXPECTED = sorted((Path(__file__).parent / "expected").glob("*.sbatch"))
 
 
 def test_slurm_takes_the_expected_scripts(cluster) -> None:
-    assert len(EXPECTED) > 20
+    assert {"train", "array", "judge"} <= {script.stem for script in EXPECTED}
     for script in EXPECTED:
         cluster.run("sbatch", "--test-only", script)

@@ -131,19 +131,23 @@ def test_texts_are_taken_as_typed(key, value):
     assert compose("qwen3_toy", [f"{key}=null"]).tree[section][name] is None
 
 
-@pytest.mark.parametrize(
-    "name", ("WANDB_API_KEY", "hf_token", "MY_SECRET", "DB_PASSWORD", "AWS_CREDENTIALS", "NCCL_TOKENS")
-)
-def test_a_secret_is_refused_and_never_shown(name, tmp_path):
+SECRETS = ("WANDB_API_KEY", "hf_token", "MY_SECRET", "DB_PASSWORD", "AWS_CREDENTIALS", "NCCL_TOKENS")
+
+
+@pytest.mark.parametrize("value", ("hunter2", "'31337'", "31337"))
+def test_a_secret_in_a_file_is_refused_and_never_shown(tmp_path, value):
     file = tmp_path / "site.yaml"
-    for value in ("hunter2", "'31337'", "31337"):
-        file.write_text(f"environment:\n  {name}: {value}\n")
-        (problem, *more) = problems(f"cluster={file}")
-        assert problem.startswith(f"cluster.environment.{name}: ")
-        assert not any(value.strip("'") in one for one in (problem, *more))
-    (problem,) = problems(f"cluster.environment.{name}=hunter2")
-    assert "cluster.forward" in problem
-    assert "hunter2" not in problem
+    file.write_text("environment:\n" + "".join(f"  {name}: {value}\n" for name in SECRETS))
+    found = problems(f"cluster={file}")
+    for name in SECRETS:
+        assert any(problem.startswith(f"cluster.environment.{name}: ") for problem in found), name
+    assert not any(value.strip("'") in problem for problem in found)
+
+
+def test_a_secret_on_the_command_line_is_refused_and_never_shown():
+    found = problems(*(f"cluster.environment.{name}=hunter2" for name in SECRETS))
+    assert [problem.split(": ")[0] for problem in found] == [f"cluster.environment.{name}" for name in SECRETS]
+    assert all("cluster.forward" in problem and "hunter2" not in problem for problem in found)
 
 
 def test_what_only_sounds_like_a_secret_is_none():
@@ -175,6 +179,11 @@ def site(request, own, tmp_path):
 
     return write
 
+
+# What is said of a file does not depend on where it lies; both places are tried where the difference could show.
+anywhere = pytest.mark.parametrize(
+    "site", ("anywhere", pytest.param("in the user's tree", marks=pytest.mark.release)), indirect=True
+)
 
 MINE = "# Ours.\ndefaults: [h100]\ngpu_type: hopper\nenvironment: {NCCL_DEBUG: WARN}\n"
 
@@ -213,7 +222,7 @@ def test_the_last_of_several_counts(site):
     assert cluster(site("gpus_per_node: 2\n", "other"), mine) == cluster(mine)
 
 
-def test_composing_leaves_nothing_behind(site):
+def test_composing_leaves_nothing_behind(site, hydra_itself):
     before = cluster("cluster=h100")
     mine = cluster(site(MINE))
     assert cluster("cluster=h100") == before
@@ -243,6 +252,7 @@ WRONG = (
 )
 
 
+@anywhere
 @pytest.mark.parametrize("text, says", WRONG, ids=[repr(text) for text, _ in WRONG])
 def test_what_is_wrong_in_a_file_is_said_with_everything_else(site, text, says):
     found = problems(site(text), "tp=3", "seq=126", "lr=fast", device="cpu")
@@ -263,6 +273,7 @@ UNREADABLE = (
 )
 
 
+@anywhere
 @pytest.mark.parametrize("text, says", UNREADABLE, ids=[repr(text) for text, _ in UNREADABLE])
 def test_a_file_that_cannot_be_read_is_named(site, text, says):
     mine = site(text)

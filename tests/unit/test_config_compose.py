@@ -109,7 +109,7 @@ def test_the_overrides_are_kept_as_typed():
     assert composed.model == "qwen3_toy"
 
 
-def test_compositions_do_not_touch_each_other():
+def test_compositions_do_not_touch_each_other(hydra_itself):
     changed = compose("qwen3_toy").tree
     changed["model"]["num_layers"] = 99
     assert compose("qwen3_toy").tree["model"]["num_layers"] == 2

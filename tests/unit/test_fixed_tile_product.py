@@ -1,10 +1,6 @@
-"""The product of fixed tiles: its plain torch, and its Triton kernel in the interpreter. tests/gpu has the rest."""
+"""The product of fixed tiles: its plain torch, and what its kernel is compiled to. `interpreted.py` runs the kernel."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.distributed.ranks import same_bits
-from tp_invariant_recipes.kernels.fixed_tile_product import GROUP, TILES, _product, fixed_tile_product, launch
+from tp_invariant_recipes.kernels.fixed_tile_product import GROUP, TILES, _product, fixed_tile_product
 
 DTYPES = (torch.float32, torch.bfloat16)
 RAGGED = ((1, 1, 1), (3, 5, 7), (130, 64, 96), (64, 33, 129), (128, 200, 64))  # m, k, n
@@ -82,36 +78,6 @@ def test_what_is_not_a_product_is_refused():
         fixed_tile_product(a, b.bfloat16(), torch.empty(4, 6))
     with pytest.raises(ValueError, match=r"\[4, 5\] and \[5, 6\] is not \[6, 4\]"):
         fixed_tile_product(a, b, torch.empty(6, 4))
-
-
-def check_the_kernel() -> None:
-    """Run in an interpreter of its own: Triton decides at its import whether it interprets.
-
-    The interpreter cannot multiply bf16, so the tile of bf16 multiplies fp32 here.
-    """
-    for tile in list(TILES.values()):
-        TILES[torch.float32] = tile
-        for shape in RAGGED:
-            a, b = operands(*shape, torch.float32)
-            expected = a.double() @ b.double()
-            there = torch.randn(expected.shape)
-            for x, y, out, add in zip(layouts(a), layouts(b), layouts(there), (False, True, True), strict=True):
-                before = out.double() * add
-                launch(x, y, out, add)
-                torch.testing.assert_close(out.double(), before + expected, rtol=1e-5, atol=2e-5)
-
-
-def test_the_kernel_interpreted_is_right():
-    module = f"tests.unit.{Path(__file__).stem}"
-    done = subprocess.run(
-        [sys.executable, "-c", f"from {module} import check_the_kernel; check_the_kernel(); print('right')"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.stdout == "right\n", done.stderr
 
 
 # What Triton compiles another binary for: which arguments are 1, and whether the others are multiples of 16.

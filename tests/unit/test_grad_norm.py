@@ -2,12 +2,8 @@
 
 import inspect
 import math
-import os
 import struct
-import subprocess
-import sys
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
@@ -224,22 +220,6 @@ def test_other_types_are_refused():
         exact_grad_norm([torch.ones(2, dtype=torch.float64)])
 
 
-INTERPRETED = """
-import torch
-from tests.unit.test_grad_norm import kernel_cases
-from tp_invariant_recipes.kernels import grad_norm as kernels
-
-for grads in kernel_cases():
-    table = kernels._table(kernels._spans(grads), torch.device("cpu"))
-    largest, limbs = torch.zeros((), dtype=torch.int64), torch.zeros(kernels.LIMBS, dtype=torch.int64)
-    kernels.launch_largest(table, largest)
-    kernels.launch_square_limbs(table, largest, limbs)
-    assert torch.equal(largest, kernels.largest(grads)), grads
-    assert torch.equal(limbs, kernels.square_limbs(grads, largest)), grads
-print("the same")
-"""
-
-
 def kernel_cases() -> list[list[Tensor]]:
     """Lists of fp32 gradients that kernel and plain torch must agree on; also for tests/gpu."""
     special = (0.0, -0.0, TINY, -TINY, 2.0**-126, MAX, -MAX, math.inf, -math.inf, math.nan)
@@ -254,18 +234,6 @@ def kernel_cases() -> list[list[Tensor]]:
         *([torch.tensor([value]), narrow[7:100]] for value in special),
         *([torch.full((n,), 0.1)] for n in (1, 2, 31, 2047, 2048, 2049)),
     ]
-
-
-def test_the_kernels_interpreted_give_the_bits_of_plain_torch():
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.stdout == "the same\n", done.stderr
 
 
 def test_gradients_on_two_devices_are_not_one_list():
@@ -358,18 +326,3 @@ def test_megatron_gets_a_coefficient_that_is_a_power_of_two(max_norm, total_norm
         assert limit / (norm + 1.0e-6) == rounded_down_to_power_of_two(stock)
     else:
         assert (limit, norm) == (max_norm, total_norm)
-
-
-@pytest.mark.parametrize("max_norm, factor", ((1.0, 0.125), (2.0, 0.25), (100.0, 1.0)))
-@pytest.mark.parametrize("tensor", (False, True))
-def test_megatrons_function_clips_by_it(max_norm, factor, tensor):
-    stock = pytest.importorskip("megatron.core.optimizer.clip_grads")
-    from tp_invariant_recipes.host import cpu
-
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.tensor([3.0, -4.0, 0.1])
-    grad = parameter.grad.clone()
-    with cpu.installed():
-        clip = clip_by_powers_of_two(stock.clip_grad_by_total_norm_fp32)
-        clip([parameter], max_norm, torch.tensor([5.0]) if tensor else 5.0)
-    assert torch.equal(parameter.grad, grad * factor)

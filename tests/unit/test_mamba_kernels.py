@@ -1,9 +1,5 @@
 """Convolution and norm of the invariant Mamba layer: right, and a shard's bits whatever lies beside it."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,57 +101,3 @@ def test_shards_first_and_back():
     assert shards.is_contiguous()
     assert by_shard([segments[0].squeeze(0), segments[1].squeeze(0)], 4, 0).tolist()[1] == [2.0, 3.0, 11.0]
     assert torch.equal(side_by_side(by_shard([segments[0]], 4)), segments[0])
-
-
-PROGRAM = """
-import torch
-from tests.distributed.ranks import same_bits
-from tests.unit.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
-from tp_invariant_recipes.kernels import causal_conv, group_norm
-
-def near(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-def convolved(x, dy, weight, bias):
-    y = causal_conv._forward_triton(x, weight, bias, STEP)
-    return (y, *causal_conv._backward_triton(dy, x, weight, bias, STEP))
-
-def convolution():
-    whole = convolved(*conv_inputs())
-    x, dy, weight, bias = conv_inputs()
-    near(whole[0], causal_conv._forward_torch(x, weight, bias, STEP))
-    dx, sums = causal_conv._backward_torch(dy, x, weight, bias, STEP)
-    near(whole[1], dx)
-    near(whole[2].sum(1), sums.sum(1))
-    assert whole[2].shape[1] > 1
-    parts = [convolved(*part) for part in slices(conv_inputs(), 2)]
-    assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts)))
-
-def normed(x, dy, weight):
-    y, scale = group_norm._forward_triton(x, weight, 1e-5)
-    return (y, scale, *group_norm._backward_triton(dy, x, weight, scale))
-
-def norm():
-    group_norm.TILE = 512  # several tiles a leaf, several leaves
-    x, dy, weight = norm_inputs()
-    whole = normed(x, dy, weight)
-    y, scale = group_norm._forward_torch(x, weight, 1e-5)
-    dx, sums = group_norm._backward_torch(dy, x, weight, scale)
-    for found, expected in zip(whole, (y, scale, dx)):
-        near(found, expected)
-    near(whole[3].sum(1), sums.sum(1))
-    assert whole[3].shape[1] > 1
-    parts = [normed(*part) for part in slices((x, dy, weight), 2)]
-    assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts)))
-
-convolution()
-norm()
-"""
-
-
-def test_the_triton_kernels_in_its_interpreter():
-    """Right, and slices of each other."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr

@@ -1,7 +1,7 @@
-"""The scripts of jobs: what stands in them, byte by byte, and what they do when bash runs them.
+"""The scripts of jobs: their text byte by byte, and what they do when bash runs them.
 
-tests/slurm/expected holds one for every cluster and model, as `tpi submit --dry-run` prints it. After a change that is
-meant, run this file to write them anew, and read the difference:
+tests/slurm/expected holds one script of every kind. After a change that is meant, run this file to write them anew, and
+read the difference:
 
     .venv/bin/python tests/unit/test_slurm_script.py
 """
@@ -22,69 +22,133 @@ from tp_invariant_recipes.jobs import script, submit
 EXPECTED = Path(__file__).parents[1] / "slurm" / "expected"
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 
-GPU_CLUSTERS = ("h100", "h200", "b300")
-# Model -> a layout that one would train it in on nodes of eight GPUs.
-LAYOUTS = {
-    "qwen3_toy": ("tp=2",),
-    "qwen3_0p6b": ("dp=8", "gbs=8"),
-    "qwen3_8b": ("tp=8", "dp=2", "gbs=16", "numerics=tree", "save=500"),
-    "qwen3_moe_toy": ("tp=2", "dp=2", "ep=2", "gbs=2"),
-    "qwen3_30b_a3b": ("tp=4", "dp=4", "ep=8", "gbs=16", "save=500"),
-    "nemotron3_nano_toy": ("tp=2",),
-    "nemotron3_nano": ("tp=2", "dp=4", "ep=8", "gbs=8", "save=500"),
-}
 # Nodes without GPUs, as scripts/slurm-cluster has them.
 THROWAWAY = ("cluster.name=throwaway", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
+TWO_NODES = ("tp=8", "dp=2", "gbs=16", "numerics=tree", "save=500")
+IN_PYTHON3 = ("slurm.time=4:00:00", "cluster.python=python3")
+IMAGE = ("cluster.container=images.example#nvidia/nemo", "cluster.mounts=[/tmp:/data:ro,/usr:/apps/it]")
 
 
-def _arguments(cluster: str, model: str) -> list[str]:
-    nodes = THROWAWAY if cluster == "throwaway" else (f"cluster={cluster}",)
-    run = f"run.dir=/runs/{cluster}-{model}"
-    return [model, *LAYOUTS[model], *nodes, "slurm.time=4:00:00", "cluster.python=python3", run]
+def _on(cluster: str) -> tuple[str, ...]:
+    """Training of qwen3_8b on two nodes of a cluster."""
+    return (*TWO_NODES, f"cluster={cluster}", *IN_PYTHON3, f"run.dir=/runs/{cluster}-qwen3_8b")
 
 
-JOBS = [*((c, m) for c in GPU_CLUSTERS for m in LAYOUTS), ("throwaway", "qwen3_toy")]
-NAMES = [f"{cluster}-{model}" for cluster, model in JOBS]
+# Script -> model, what follows it, of a verify its directory, and which of its scripts it is.
+KINDS: dict[str, tuple[str, tuple[str, ...], str | None, int]] = {
+    "train": ("qwen3_8b", _on("h100"), None, 0),
+    "train-cpu": ("qwen3_toy", ("tp=2", *THROWAWAY, *IN_PYTHON3, "run.dir=/runs/cpu"), None, 0),
+    "train-container": ("qwen3_8b", (*_on("h100"), *IMAGE), None, 0),
+    "train-elsewhere": (
+        "qwen3_toy", (*THROWAWAY, *IN_PYTHON3, "cluster.shared_files=false", "run.dir=/runs/a"), None, 0
+    ),
+    "array": ("qwen3_toy", ("tp=1,2,8", *THROWAWAY, *IN_PYTHON3), "/runs/v", 0),
+    "judge": ("qwen3_toy", ("tp=1,2,8", *THROWAWAY, *IN_PYTHON3), "/runs/v", 1),
+}  # fmt: skip
 
 
-def test_every_model_has_a_script():
-    assert set(LAYOUTS) == set(source.groups()["model"])
-    assert sorted(file.stem for file in EXPECTED.iterdir()) == sorted(NAMES)
+def _scripts(model: str, overrides: tuple[str, ...], directory: str | None) -> tuple[str, ...]:
+    """The scripts that `tpi submit` prints: one of a run, two of a verify."""
+    if directory is None:
+        found = submit.train(model, list(overrides), dry=True)
+    else:
+        found = submit.verification(model, list(overrides), against=None, directory=Path(directory), dry=True)
+    return tuple(one.text for one in found.scripts)
 
 
-@pytest.mark.parametrize("cluster, model", JOBS, ids=NAMES)
-def test_the_script_is_the_expected_one(cli, monkeypatch, cluster, model):
+def _expected(kind: str) -> str:
+    return (EXPECTED / f"{kind}.sbatch").read_text()
+
+
+def test_every_kind_has_an_expected_script():
+    assert sorted(file.stem for file in EXPECTED.iterdir()) == sorted(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_script_is_the_expected_one(monkeypatch, kind):
     monkeypatch.chdir("/")
-    ended = cli("submit", *_arguments(cluster, model), "--dry-run")
-    assert (ended.status, ended.out) == (0, (EXPECTED / f"{cluster}-{model}.sbatch").read_text())
+    model, overrides, directory, number = KINDS[kind]
+    assert _scripts(model, overrides, directory)[number] == _expected(kind)
+
+
+def test_the_command_prints_the_expected_script(cli, monkeypatch):
+    monkeypatch.chdir("/")
+    model, overrides, *_ = KINDS["train"]
+    ended = cli("submit", model, *overrides, "--dry-run")
+    assert (ended.status, ended.out) == (0, _expected("train"))
+
+
+# Model -> a layout that one would train it in on nodes of eight GPUs, GPUs of each node, and the first line.
+MODELS = {
+    "qwen3_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "qwen3_0p6b": (("dp=8", "gbs=8"), 8, "1 node with 8 gpu ranks"),
+    "qwen3_8b": (TWO_NODES, 8, "2 nodes with 8 gpu ranks each"),
+    "qwen3_moe_toy": (("tp=2", "dp=2", "ep=2", "gbs=2"), 4, "1 node with 4 gpu ranks"),
+    "qwen3_30b_a3b": (("tp=4", "dp=4", "ep=8", "gbs=16", "save=500"), 8, "2 nodes with 8 gpu ranks each"),
+    "nemotron3_nano_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
+    "nemotron3_nano": (("tp=2", "dp=4", "ep=8", "gbs=8", "save=500"), 8, "1 node with 8 gpu ranks"),
+}
+
+
+def test_every_model_has_a_layout():
+    assert set(MODELS) == set(source.groups()["model"])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_script_of_a_model_differs_by_its_layout_alone(monkeypatch, model):
+    monkeypatch.chdir("/")
+    layout, gpus, about = MODELS[model]
+    run = f"/runs/h100-{model}"
+    (text,) = _scripts(model, (*layout, "cluster=h100", *IN_PYTHON3, f"run.dir={run}"), None)
+    nodes = int(about[0])
+    ours = {
+        f"# {model}: {about}", f"#SBATCH --job-name=tpi-h100-{model}", f"#SBATCH --nodes={nodes}",
+        f"#SBATCH --gres=gpu:{gpus}", *(("#SBATCH --exclusive", "#SBATCH --mem=0") if gpus == 8 else ()),
+        f"#SBATCH --output={run}/logs/job-%j.log", f"run={run}",
+        f"srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --wait=60 \\",
+        f"    python3 -m tp_invariant_recipes train {model} \\", *(f"    {word} \\" for word in layout),
+    }  # fmt: skip
+    found, golden = text.splitlines(), _expected("train").splitlines()
+    assert ours <= set(found)
+    assert [line for line in found if line not in ours] == [line for line in golden if line not in _OF_THE_8B]
+
+
+_OF_THE_8B = {
+    "# qwen3_8b: 2 nodes with 8 gpu ranks each", "#SBATCH --job-name=tpi-h100-qwen3_8b", "#SBATCH --nodes=2",
+    "#SBATCH --gres=gpu:8", "#SBATCH --exclusive", "#SBATCH --mem=0",
+    "#SBATCH --output=/runs/h100-qwen3_8b/logs/job-%j.log", "run=/runs/h100-qwen3_8b",
+    "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --wait=60 \\",
+    "    python3 -m tp_invariant_recipes train qwen3_8b \\", *(f"    {word} \\" for word in TWO_NODES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cluster", ("h200", "b300"))
+def test_the_script_of_another_cluster_differs_by_its_name_alone(monkeypatch, cluster):
+    monkeypatch.chdir("/")
+    (text,) = _scripts("qwen3_8b", _on(cluster), None)
+    assert text == _expected("train").replace("h100", cluster)
+    assert f"    cluster={cluster} \\\n" in text
 
 
 # What else a script may have to say: name -> what follows the model, and of a verify its directory.
-VARIANTS: dict[str, tuple[str, list[str], str | None]] = {
-    "plain": ("qwen3_toy", [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a"], None),
+VARIANTS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
+    "plain": ("qwen3_toy", (*THROWAWAY, "slurm.time=5", "run.dir=/runs/a"), None),
     "hostile": (
         "qwen3_toy",
-        [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a b'c%d", "cluster.python=/apps/my python",
-         'slurm.options=["--comment=it\'s a \\"b\\" #c","--hold"]'],
+        (*THROWAWAY, "slurm.time=5", "run.dir=/runs/a b'c%d", "cluster.python=/apps/my python",
+         'slurm.options=["--comment=it\'s a \\"b\\" #c","--hold"]'),
         None,
     ),
     "everything": (
         "qwen3_8b",
-        ["tp=8", "dp=2", "gbs=2", "cluster=h100", "cluster.gpu_type=h100", "slurm.time=2-00:00:00", "slurm.account=me",
-         "slurm.partition=gpu,long", "slurm.qos=high", "slurm.save_before=300", "run.dir=/runs/a"],
+        ("tp=8", "dp=2", "gbs=2", "cluster=h100", "cluster.gpu_type=h100", "slurm.time=2-00:00:00", "slurm.account=me",
+         "slurm.partition=gpu,long", "slurm.qos=high", "slurm.save_before=300", "run.dir=/runs/a"),
         None,
     ),
-    "container": (
-        "qwen3_8b",
-        ["tp=8", "cluster=h100", "slurm.time=60", "run.dir=/runs/a", "cluster.container=images.example#nvidia/nemo",
-         "cluster.python=python3", "cluster.mounts=[/tmp:/data:ro,/usr:/apps/it]"],
-        None,
-    ),
-    "elsewhere": ("qwen3_toy", [*THROWAWAY, "slurm.time=5", "cluster.shared_files=false", "run.dir=/runs/a"], None),
-    "verify": ("qwen3_toy", ["tp=1,2,8", *THROWAWAY, "slurm.time=5"], "/runs/v"),
+    "verify": ("qwen3_toy", ("tp=1,2,8", *THROWAWAY, "slurm.time=5"), "/runs/v"),
     "verify-container": (
         "qwen3_toy",
-        ["tp=1,2", "cluster=h100", "slurm.time=5", "cluster.container=/usr", "cluster.python=python3"],
+        ("tp=1,2", "cluster=h100", "slurm.time=5", "cluster.container=/usr", "cluster.python=python3"),
         "/runs/a b's",
     ),
 }  # fmt: skip
@@ -93,12 +157,7 @@ VARIANTS: dict[str, tuple[str, list[str], str | None]] = {
 @functools.cache
 def scripts(name: str) -> tuple[str, ...]:
     """The scripts of a variant."""
-    model, overrides, directory = VARIANTS[name]
-    if directory is None:
-        found = submit.train(model, overrides, dry=True)
-    else:
-        found = submit.verification(model, overrides, against=None, directory=Path(directory), dry=True)
-    return tuple(one.text for one in found.scripts)
+    return _scripts(*VARIANTS[name])
 
 
 def _shellcheck(text: str) -> str:
@@ -106,12 +165,12 @@ def _shellcheck(text: str) -> str:
     return ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_shellcheck_finds_nothing_in_the_expected(name):
-    assert _shellcheck((EXPECTED / f"{name}.sbatch").read_text()) == ""
+@pytest.mark.parametrize("kind", KINDS)
+def test_shellcheck_finds_nothing_in_the_expected(kind):
+    assert _shellcheck(_expected(kind)) == ""
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ("hostile", "everything", "verify-container"))  # the others are as the expected
 def test_shellcheck_finds_nothing_in_a_variant(name):
     found = scripts(name)
     assert len(found) == (2 if "verify" in name else 1)
@@ -132,7 +191,6 @@ SAYS = (
                        "#SBATCH --partition=gpu,long", "#SBATCH --qos=high", "#SBATCH --signal=USR1@300",
                        "#SBATCH --nodes=2", "#SBATCH --exclusive", "#SBATCH --mem=0", "    device=gpu \\",
                        f"    {sys.executable} -m tp_invariant_recipes train qwen3_8b \\"]),
-    ("elsewhere", 0, ["#SBATCH --output=/tmp/tpi-%u-job-%j.log"]),
     ("verify", 0, ["#SBATCH --array=0-2", "#SBATCH --nodes=2", "#SBATCH --cpus-per-task=4",
                    "        srun=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --wait=60)",
                    "        srun=(srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --wait=60)"]),
@@ -151,8 +209,12 @@ def test_the_judge_takes_one_processor():
     assert [word for word in ("--exclusive", "--gres", "--cpus", "--array", "--signal") if word in judge] == []
 
 
+def test_a_job_whose_files_are_not_shared_has_its_log_on_the_node():
+    assert "#SBATCH --output=/tmp/tpi-%u-job-%j.log" in _expected("train-elsewhere").splitlines()
+
+
 def test_every_step_of_a_container_is_in_it():
-    train, cells, judge = *scripts("container"), *scripts("verify-container")
+    train, cells, judge = _expected("train-container"), *scripts("verify-container")
     assert "'--container-image=images.example#nvidia/nemo' --container-mounts=/tmp:/data:ro,/usr:/apps/it" in train
     assert cells.count("--container-image=/usr") == 2
     assert judge.count("--container-image=/usr") == 1
@@ -285,10 +347,8 @@ def _write() -> None:
     os.chdir("/")
     shutil.rmtree(EXPECTED, ignore_errors=True)
     EXPECTED.mkdir()
-    for cluster, model in JOBS:
-        name, *overrides = _arguments(cluster, model)
-        text = submit.train(name, overrides, dry=True).scripts[0].text
-        (EXPECTED / f"{cluster}-{model}.sbatch").write_text(text)
+    for kind, (model, overrides, directory, number) in KINDS.items():
+        (EXPECTED / f"{kind}.sbatch").write_text(_scripts(model, overrides, directory)[number])
 
 
 if __name__ == "__main__":

@@ -20,15 +20,18 @@ def bench(
     modes: Annotated[
         str,
         typer.Option(
-            help="Numerics modes, comma between; the others are compared with the first. MODE+digests: the mode "
-            "with digests of all gradients and weights."
+            help="Numerics modes, separated by commas; tpi compares the others with the first. MODE+digests adds "
+            "digests of all gradients and weights."
         ),
     ] = "stock,tree",
-    rounds: Annotated[int, typer.Option(help="How often every mode has its turn.")] = 2,
-    warmup: Annotated[int, typer.Option(help="Steps of a turn that do not count.")] = 5,
-    steps: Annotated[int, typer.Option(help="Steps of a turn that count.")] = 15,
+    rounds: Annotated[int, typer.Option(help="Rounds; every mode has one turn per round.")] = 2,
+    warmup: Annotated[int, typer.Option(help="Untimed warm-up steps per turn.")] = 5,
+    steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 15,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Then trace two steps of each mode, and say what takes the extra time.")
+        bool,
+        typer.Option(
+            "--profile", help="Then trace two steps of each mode and list the kernels that take the extra time."
+        ),
     ] = False,
     directory: Annotated[
         Path | None,
@@ -36,9 +39,10 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure step time, memory and tokens/s of numerics modes, in turn on the same ranks.
+    """Measure step time, memory and tokens/s of numerics modes.
 
-    Medians over the steps that count; ratios round by round, with the smallest and the largest.
+    The modes take turns on the same ranks. The tables show medians over the timed steps. Ratios are taken within a
+    round and shown as their median, smallest and largest.
 
     \b
     tpi bench qwen3_8b tp=4

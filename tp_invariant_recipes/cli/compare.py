@@ -43,15 +43,21 @@ def compare(
             show_default=False,
         ),
     ],
-    every: Annotated[bool, typer.Option("--all", help="Print every parameter that differs.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print every parameter that differs, not only the first 12.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
-    """Compare the ledgers of runs with the first one, bit for bit.
+    """Compare runs with the first one, bit for bit.
 
-    Runs of one model, data set and seed can be compared whatever their layout. Compared is all that both recorded of
-    every common step: loss, gradient norm, learning rate, digests of gradients and weights, traces. A difference is
-    named by the first place in the order of execution. Of a text log only the printed digits are compared, and equal
+    Runs with the same model, data set and seed are comparable, whatever their layout. tpi compares everything that both
+    ledgers hold of every common step: loss, gradient norm, learning rate, digests of gradients and weights, traces. It
+    names the first difference in the order of execution. Of a text log it compares the printed digits only, and equal
     digits do not prove equal bits. Exit status: 0 identical, 1 different, 2 not comparable or unreadable.
+
+    \b
+    tpi compare runs/a runs/b
+    tpi compare runs/a other-cluster.tpicert --json
     """
     try:
         comparisons = _compare_all(runs)

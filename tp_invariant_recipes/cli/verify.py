@@ -27,14 +27,15 @@ def verify(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model of `tpi models`; not needed with --judge.", metavar="MODEL", autocompletion=_models
+            help="A model of `tpi models`; not needed with --recheck.", metavar="MODEL", autocompletion=_models
         ),
     ] = None,
     overrides: Overrides = None,
     against: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Compare all with this certificate, run directory or ledger, not with the first."
+            metavar="FILE",
+            help="Compare all runs with this certificate, run directory or ledger instead of the first run.",
         ),
     ] = None,
     directory: Annotated[
@@ -43,21 +44,23 @@ def verify(
     ] = None,
     judge: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Train nothing; compare the runs that this directory of a verify holds."),
+        typer.Option(metavar="DIR", help="Train nothing; compare the runs in this directory of an earlier verify."),
     ] = None,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Megatron and the libraries say.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model in several layouts and say whether all computed the same bits.
+    """Train a model in several layouts and compare their bits.
 
-    A key with several values (tp=1,2,4 sp=true,false "dp=range(1,5)") stands for one run each, of several such
-    keys every combination. Runs are compared with the first: losses, gradient norms, learning rates, and digests of
-    every gradient and weight. Exit status: 0 identical, 1 different, 2 not all could be run and compared.
+    A key may have several values: tp=1,2,4 sp=true,false "dp=range(1,3)". tpi trains one run for every combination and
+    compares it with the first: losses, gradient norms, learning rates, and digests of every gradient and weight. Exit
+    status: 0 identical, 1 different, 2 some runs failed or are not comparable.
 
     \b
-    tpi verify qwen3_8b tp=1,2,4 numerics=tree iters=100
+    tpi verify qwen3_8b tp=1,2,4 iters=100
     tpi verify qwen3_toy tp=1,2 sp=true,false seq=64 --dir runs/check
-    tpi verify qwen3_8b tp=4 numerics=tree --against from-another-gpu.tpicert
+    tpi verify qwen3_8b tp=4 --against from-another-gpu.tpicert
     """
     if judge is not None:
         if model is not None or overrides or directory is not None:

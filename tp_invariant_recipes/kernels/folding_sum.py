@@ -12,6 +12,7 @@ def folding_sum(values: Tensor, dim: int) -> Tensor:
     n = values.shape[dim]
     while n > 1:
         half = (n + 1) // 2
-        values.narrow(dim, 0, n - half).add_(values.narrow(dim, half, n - half))
+        values, upper = values.chunk(2, dim)
+        (values if n % 2 == 0 else values.narrow(dim, 0, n - half)).add_(upper)
         n = half
     return values.select(dim, 0)

@@ -85,7 +85,19 @@ def _device(grads: Sequence[Tensor]) -> torch.device:
 
 
 def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
-    return [piece for grad in grads for piece in grad.split(PIECE if grad.is_cuda else CHUNK)]
+    """Of at most PIECE elements each; on a CPU of about CHUNK, with small gradients side by side."""
+    pieces = [piece for grad in grads for piece in grad.split(PIECE if grad.is_cuda else CHUNK)]
+    if not pieces or pieces[0].is_cuda:
+        return pieces
+    together: list[list[Tensor]] = []
+    left = 0
+    for piece in pieces:
+        left -= len(piece)
+        if left < 0:
+            together.append([])
+            left = CHUNK - len(piece)
+        together[-1].append(piece)
+    return [some[0] if len(some) == 1 else torch.cat([piece.float() for piece in some]) for some in together]
 
 
 def _bits(piece: Tensor) -> Tensor:

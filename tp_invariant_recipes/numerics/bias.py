@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
@@ -30,11 +31,13 @@ def row_bias(y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool
 
 class _ColumnBias(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(bias)
         return y + bias
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         (bias,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
@@ -50,12 +53,14 @@ class _ColumnBias(torch.autograd.Function):
 
 class _RowBias(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
         ctx.save_for_backward(bias)
         ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
         return y + bias
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (bias,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.kernels.weighted_activation import weighted_activation, weighted_activation_backward
 from tp_invariant_recipes.numerics.product import product
@@ -44,12 +45,14 @@ def expert_mlp(x: Tensor, probs: Tensor, batches: Batches, fc1: Weights, fc2: We
 
 class _WeightedActivation(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, probs: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(x, probs)
         ctx.kind = kind
         return weighted_activation(x, probs, kind)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, probs = ctx.saved_tensors
         return *weighted_activation_backward(gradients[0].contiguous(), x, probs, ctx.kind), None
@@ -57,6 +60,7 @@ class _WeightedActivation(torch.autograd.Function):
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, batches: Batches, *weights: Tensor) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, *weights)
@@ -65,6 +69,7 @@ class _GroupedLinear(torch.autograd.Function):
         return _rows(x, _of(batches, weights), out, batches.groups, transposed=True)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         batches = ctx.batches

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.product import Parts
@@ -53,6 +54,7 @@ def row_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx, x, weight, mesh, segments, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.segments, ctx.sequence_parallel = mesh, segments, sequence_parallel
@@ -60,6 +62,7 @@ class _ColumnParallel(torch.autograd.Function):
         return _product(_tokens(whole), weight.t()).view(*whole.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @outside_modes
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         mesh, segments, sequence_parallel = ctx.mesh, ctx.segments, ctx.sequence_parallel
@@ -78,6 +81,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx, x, weight, mesh, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
@@ -85,6 +89,7 @@ class _RowParallel(torch.autograd.Function):
         return _product(summed.features(), summed.weight_columns().t()).view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
+    @outside_modes
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         grad = _tokens(all_gather(dy, ctx.mesh) if ctx.sequence_parallel else dy)

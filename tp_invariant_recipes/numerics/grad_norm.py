@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels import grad_norm as kernels
 
 INFINITE = 0x7F800000  # the bits of inf; those of any NaN, without the sign, are larger
@@ -140,6 +141,7 @@ def exact_grad_norm(grads: Sequence[Tensor], groups: Iterable[Any] = (), known: 
     return _exact_norm([(grads, list(groups))], known)
 
 
+@outside_modes
 def _exact_norm(parts: Sequence[tuple[Sequence[Tensor], list[Any]]], known: Tensor | None = None) -> float:
     """Of gradients in several parts, each with the groups that its own sum goes over."""
     for grad in (grad for grads, _ in parts for grad in grads):

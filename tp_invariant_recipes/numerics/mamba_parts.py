@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host import mamba as on_cpu
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.causal_conv import TAPS, causal_conv_backward, causal_conv_forward
 from tp_invariant_recipes.kernels.group_norm import group_norm_backward, group_norm_forward
 from tp_invariant_recipes.kernels.tree_add import tree_add
@@ -91,12 +92,14 @@ def repeatable() -> None:
 
 class _CausalConv(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, step: int) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.step = step
         return causal_conv_forward(x, weight, bias, step)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight, bias = ctx.saved_tensors
         dx, leaves = causal_conv_backward(gradients[0], x, weight, bias, ctx.step)
@@ -106,12 +109,14 @@ class _CausalConv(torch.autograd.Function):
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, scale = group_norm_forward(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return y
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         dx, leaves = group_norm_backward(gradients[0], x, weight, scale)

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
@@ -91,6 +92,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
 
 class _Gating(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mesh = mesh
@@ -100,6 +102,7 @@ class _Gating(torch.autograd.Function):
         return logits.view(*x.shape[:-1], -1)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         mesh, grad = ctx.mesh, gradients[0].reshape(-1, len(weight))
@@ -120,6 +123,7 @@ class _LoadBalance(torch.autograd.Function):
     """The loss' value is that of the whole micro-batch on the first rank and 0 on others: Megatron logs their sum."""
 
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, scores: Tensor, counts: Tensor, factor: float, mesh: VirtualMesh) -> Tensor:
         ctx.save_for_backward(counts)
         ctx.shape, ctx.factor = scores.shape, factor
@@ -129,6 +133,7 @@ class _LoadBalance(torch.autograd.Function):
         return (total * counts).sum() * (0.0 if mesh.rank else factor)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (counts,) = ctx.saved_tensors
         return (gradients[0] * ctx.factor * counts).expand(ctx.shape), None, None, None

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from tests.distributed.ranks import on_ranks
-from tp_invariant_recipes.numerics.grad_norm import exact_grad_norm, get_grad_norm_fp32
+from tp_invariant_recipes.numerics.grad_norm import clip_by_powers_of_two, exact_grad_norm, get_grad_norm_fp32
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 
 SIZES = (1, 2, 4)
@@ -106,3 +106,19 @@ def test_dtensors_are_summed_over_their_group_first():
 def test_dtensors_among_plain_tensors_are_refused():
     with pytest.raises(RuntimeError, match="cannot be summed"):
         on_ranks(2, 2, some_dtensors)
+
+
+@pytest.mark.parametrize("max_norm, factor", ((1.0, 0.125), (2.0, 0.25), (100.0, 1.0)))
+@pytest.mark.parametrize("tensor", (False, True))
+def test_megatrons_function_clips_by_powers_of_two(bridge, max_norm, factor, tensor):
+    from megatron.core.optimizer import clip_grads
+
+    from tp_invariant_recipes.host import cpu
+
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([3.0, -4.0, 0.1])
+    grad = parameter.grad.clone()
+    with cpu.installed():
+        clip = clip_by_powers_of_two(clip_grads.clip_grad_by_total_norm_fp32)
+        clip([parameter], max_norm, torch.tensor([5.0]) if tensor else 5.0)
+    assert torch.equal(parameter.grad, grad * factor)

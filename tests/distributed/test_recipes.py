@@ -9,17 +9,13 @@ from tp_invariant_recipes import recipes
 from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.patches import bridge_helpers
 from tp_invariant_recipes.recipes import RECIPES, recipe
 from tp_invariant_recipes.recipes.__main__ import main, publish
 
+pytestmark = pytest.mark.usefixtures("bridge")
+
 MODELS = source.groups()["model"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _bridge():
-    bridge.load()
 
 
 def test_every_model_has_a_function_and_every_function_a_model():

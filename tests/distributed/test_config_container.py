@@ -1,4 +1,4 @@
-"""What Megatron-Bridge makes of a configuration. The one slow import of the unit tests, shared with test_recipes.py."""
+"""What Megatron-Bridge makes of a configuration."""
 
 import dataclasses
 import inspect
@@ -12,17 +12,13 @@ from tp_invariant_recipes.config import container, describe, environment, layout
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.container import LOCAL_SPECS
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.host.versions import installed
+
+pytestmark = pytest.mark.usefixtures("bridge")
 
 MODELS = source.groups()["model"]
 ON_CPU = [m for m in MODELS if compose(m).tree["model"]["_target_"].rpartition(".")[2] in LOCAL_SPECS]
 QWEN3 = ("qwen3_0p6b", "qwen3_8b", "qwen3_30b_a3b")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _bridge():
-    bridge.load()
 
 
 def build(model: str, *overrides: str, device: str = "gpu"):

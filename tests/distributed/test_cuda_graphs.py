@@ -9,6 +9,8 @@ from tp_invariant_recipes.config import cuda_graphs, low_precision, source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("bridge")  # which types the fields of `model`
+
 PAD = {"model.moe_expert_capacity_factor": 1.0, "model.moe_pad_expert_input_to_capacity": True}
 PADDED = ("model.moe_expert_capacity_factor=1.0", "model.moe_pad_expert_input_to_capacity=true")
 

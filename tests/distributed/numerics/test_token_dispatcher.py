@@ -7,9 +7,10 @@ from tests.distributed.ranks import same_bits
 
 
 @pytest.fixture
-def dispatch(bridge):
+def token_dispatcher(bridge):
+    from tp_invariant_recipes.numerics import token_dispatcher
 
-    return dispatch
+    return token_dispatcher
 
 
 TOKENS, EXPERTS, TOPK, WIDTH = 11, 4, 2, 3

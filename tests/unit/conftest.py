@@ -1,0 +1,60 @@
+"""Tests of one function or module at a time, which do without Megatron-Bridge: importing it takes 10 to 20 s.
+
+A test that needs Bridge belongs in tests/distributed, where each worker imports it once.
+"""
+
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tp_invariant_recipes.config import hydra_tree, source
+from tp_invariant_recipes.host import bridge as host_bridge
+
+BRIDGE = "megatron.bridge"
+
+
+@pytest.fixture(autouse=True)
+def _no_bridge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """Fail a test that imports Megatron-Bridge, also where a worker has it from a test of another folder."""
+
+    def refuse() -> NoReturn:
+        pytest.fail(f"{request.node.nodeid} asks for Megatron-Bridge, so it belongs in tests/distributed")
+
+    monkeypatch.setattr(host_bridge, "load", refuse)
+    before = BRIDGE in sys.modules
+    yield
+    if BRIDGE in sys.modules and not before:
+        refuse()
+
+
+_TREES: dict[tuple[str, ...], bytes] = {}
+
+
+@pytest.fixture
+def hydra_itself() -> None:
+    """For a test of composing again: Hydra reads the files each time."""
+
+
+@pytest.fixture(autouse=True)
+def _composed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker asks Hydra for the tree of the same arguments once, which takes 0.2 s; each test gets a copy.
+
+    Where files are not the repository's own (a user's tree, a cluster's file, another conf/), Hydra reads them anew.
+    """
+    if "hydra_itself" in request.fixturenames:
+        return
+    conf, composed = source.conf_dir(), hydra_tree.composed
+
+    def once(arguments: Sequence[str], cluster: Path | None) -> dict[str, Any]:
+        if cluster or source.user_dir().is_dir() or source.conf_dir() != conf:
+            return composed(arguments, cluster)
+        key = tuple(arguments)
+        if key not in _TREES:
+            _TREES[key] = pickle.dumps(composed(arguments, cluster))
+        return pickle.loads(_TREES[key])
+
+    monkeypatch.setattr(hydra_tree, "composed", once)

@@ -1,0 +1,253 @@
+"""The Triton kernels on CPU tensors: a process that Triton's interpreter runs in, which it decides at its import.
+
+    TRITON_INTERPRET=1 python -m tests.unit.interpreted
+
+runs every kernel of KERNELS in a fork of its own, and prints one line of JSON: what went wrong with each, or null.
+The interpreter rounds fp32 as IEEE 754 says, so what a kernel adds, and in which order, shows. It does not know bf16's
+rounding.
+"""
+
+import json
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from tests.distributed.ranks import same_bits
+from tests.unit.test_fixed_tile_product import RAGGED, layouts, operands
+from tests.unit.test_grad_norm import kernel_cases
+from tests.unit.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
+from tp_invariant_recipes.kernels import (
+    causal_conv,
+    digest,
+    fixed_tile_product,
+    grad_norm,
+    group_norm,
+    grouped_product,
+    rms_norm,
+    row_sum,
+    token_sum,
+    tree_add,
+    weighted_activation,
+)
+
+
+def tree_add_has_the_bits_of_its_twin():
+    for width in (1, 2, 4, 8, 16, 32, 64):
+        for groups, size in ((1, 1500), (3, 700), (2, 160)):
+            partials = torch.randn(groups, width, size)
+            out, twin = torch.empty(groups, size), torch.empty(groups, size)
+            tree_add._tree_add_triton(partials, out, groups, width)
+            assert same_bits(out, tree_add._tree_add_torch(partials, twin, groups)), (width, groups, size)
+
+
+def norms_are_right_and_slices_of_each_other():
+    cases = ((32, 1, 96, False), (16, 8, 24, True), (16, 8, 64, True), (8, 1, 5000, False))
+    for tokens, heads, width, by_heads in cases:
+        shards = 4
+        x = torch.randn(tokens, heads, 2 * width)[..., :width]
+        dy, weight = torch.randn(tokens, heads, width), torch.randn(width)
+        y, scale = rms_norm._forward_triton(x, weight, 1e-6)
+        dx, leaves = rms_norm._backward_triton(dy, x, weight, scale, shards, by_heads)
+        y2, scale2 = rms_norm._forward_torch(x, weight, 1e-6)
+        dx2, leaves2 = rms_norm._backward_torch(dy, x, weight, scale2, shards, by_heads)
+        torch.testing.assert_close(y, y2)
+        torch.testing.assert_close(dx, dx2)
+        torch.testing.assert_close(leaves.sum(1), leaves2.sum(1), rtol=1e-4, atol=1e-4)
+        dim = 1 if by_heads else 0
+        for degree in (2, 4):
+            parts = []
+            for rank in range(degree):
+                mine, theirs = x.chunk(degree, dim)[rank], dy.chunk(degree, dim)[rank]
+                part, s = rms_norm._forward_triton(mine, weight, 1e-6)
+                parts.append((part, *rms_norm._backward_triton(theirs, mine, weight, s, shards // degree, by_heads)))
+            for whole, pieces, along in zip((y, dx, leaves), zip(*parts, strict=True), (dim, dim, 0), strict=True):
+                assert same_bits(whole, torch.cat(pieces, along)), (tokens, heads, width, degree)
+
+
+def token_sums_are_right_and_slices_of_each_other():
+    values = torch.randn(384, 320)  # leaves of several tokens
+    whole, chunks = token_sum._token_sum_triton(values, 1), token_sum._token_sum_triton(values, 4)
+    torch.testing.assert_close(whole.sum(1), values.sum(0, keepdim=True))
+    for degree in (2, 4):
+        columns = [token_sum._token_sum_triton(part.contiguous(), 1) for part in values.chunk(degree, 1)]
+        assert same_bits(whole, torch.cat(columns, 2))
+        rows = [token_sum._token_sum_triton(part, 4 // degree) for part in values.chunk(degree)]
+        assert same_bits(chunks, torch.cat(rows))
+
+
+def digest_lanes_are_those_of_numpy():
+    digest.ROWS, digest.COLUMNS = 8, 32
+    cpu = torch.device("cpu")
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.float64):
+        size = torch.empty((), dtype=dtype).element_size()
+        pieces = []
+        for rows, columns, step in ((1, 1, 1), (9, 33, 2), (21, 100, 3), (0, 8, 1)):
+            noise = torch.randint(0, 256, (rows * columns * size,), dtype=torch.uint8)
+            pieces.append(digest._as_words(digest.Piece(noise.view(dtype).view(rows, columns), 5, 7, step)))
+        table = [digest._row(n, piece) for n, piece in enumerate(pieces)]
+        out, most = torch.zeros(len(pieces), 2, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+        keys = digest.keys(digest._length(pieces), cpu)
+        digest.launch(digest.programs(table, cpu), keys, out, pieces[0].values.element_size(), most)
+        assert torch.equal(out, torch.stack([digest._lanes_numpy(piece) for piece in pieces])), dtype
+        if dtype in digest.WITH_MAGNITUDE:
+            assert most == grad_norm.largest([piece.values.view(dtype) for piece in pieces])
+
+
+def experts_products_are_right_whoever_lies_beside():
+    sizes, n, k = (70, 0, 1, 130), 72, 80
+    memory = torch.randn(2 * len(sizes), n, k)
+    weights = [memory[i] for i in (5, 0, 3, 6)]
+    x, dy = torch.randn(sum(sizes), k), torch.randn(sum(sizes), n)
+
+    def all_of(x, dy, weights, sizes):
+        groups = grouped_product.Groups(sizes, torch.tensor(sizes))
+        y, dx = torch.full((len(x), n), 7.0), torch.full_like(x, 7.0)
+        grouped_product.grouped_product(x, weights, y, groups, transposed=True)
+        grouped_product.grouped_product(dy, weights, dx, groups, transposed=False)
+        outs = [torch.ones(n, k) for _ in sizes]
+        grouped_product.grouped_weight_gradient(dy, x, outs, groups)
+        return y, dx, outs
+
+    y, dx, outs = all_of(x, dy, weights, sizes)
+    at = 0
+    for size, weight, out in zip(sizes, weights, outs, strict=True):
+        rows = slice(at, at + size)
+        torch.testing.assert_close(y[rows], x[rows] @ weight.t(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(dx[rows], dy[rows] @ weight, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out, 1 + dy[rows].t() @ x[rows], rtol=1e-4, atol=1e-4)
+        alone = all_of(x[rows].contiguous(), dy[rows].contiguous(), [weight.clone()], (size,))
+        assert same_bits(alone[0], y[rows])
+        assert same_bits(alone[1], dx[rows])
+        assert same_bits(alone[2][0], out)
+        at += size
+
+
+def row_sums_have_the_bits_of_their_twin():
+    for features in (40, 1500):
+        rows, at = torch.randn(9, features), torch.randint(-1, 9, (13, 3))
+        twin = row_sum._row_sum_torch(rows, at, torch.empty(13, features))
+        assert same_bits(row_sum._row_sum_triton(rows, at, torch.empty(13, features)), twin)
+
+
+def activations_are_right_row_by_row():
+    for kind, width in (("swiglu", 400), ("squared_relu", 200)):
+        x, p, dy = torch.randn(11, width), torch.rand(11), torch.randn(11, 200)
+        y, twin = weighted_activation._forward_triton(x, p, kind), weighted_activation._forward_torch(x, p, kind)
+        torch.testing.assert_close(y, twin)
+        both = weighted_activation._backward_triton(dy, x, p, kind), weighted_activation._backward_torch(dy, x, p, kind)
+        for mine, other in zip(*both, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+        for row in range(11):
+            one = slice(row, row + 1)
+            assert same_bits(weighted_activation._forward_triton(x[one], p[one], kind), y[one])
+            alone = weighted_activation._backward_triton(dy[one], x[one], p[one], kind)
+            assert all(same_bits(a, b[one]) for a, b in zip(alone, both[0], strict=True))
+
+
+def gradient_norms_have_the_bits_of_plain_torch():
+    for grads in kernel_cases():
+        table = grad_norm._table(grad_norm._spans(grads), torch.device("cpu"))
+        largest, limbs = torch.zeros((), dtype=torch.int64), torch.zeros(grad_norm.LIMBS, dtype=torch.int64)
+        grad_norm.launch_largest(table, largest)
+        grad_norm.launch_square_limbs(table, largest, limbs)
+        assert torch.equal(largest, grad_norm.largest(grads)), grads
+        assert torch.equal(limbs, grad_norm.square_limbs(grads, largest)), grads
+
+
+def fixed_tile_products_are_right():
+    """The interpreter cannot multiply bf16, so the tile of bf16 multiplies fp32 here."""
+    tiles = fixed_tile_product.TILES
+    for tile in list(tiles.values()):
+        tiles[torch.float32] = tile
+        for shape in RAGGED:
+            a, b = operands(*shape, torch.float32)
+            expected = a.double() @ b.double()
+            there = torch.randn(expected.shape)
+            for x, y, out, add in zip(layouts(a), layouts(b), layouts(there), (False, True, True), strict=True):
+                before = out.double() * add
+                fixed_tile_product.launch(x, y, out, add)
+                torch.testing.assert_close(out.double(), before + expected, rtol=1e-5, atol=2e-5)
+
+
+def near(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def convolved(x, dy, weight, bias):
+    y = causal_conv._forward_triton(x, weight, bias, STEP)
+    return (y, *causal_conv._backward_triton(dy, x, weight, bias, STEP))
+
+
+def mambas_convolution_is_right_and_slices_of_each_other():
+    whole = convolved(*conv_inputs())
+    x, dy, weight, bias = conv_inputs()
+    near(whole[0], causal_conv._forward_torch(x, weight, bias, STEP))
+    dx, sums = causal_conv._backward_torch(dy, x, weight, bias, STEP)
+    near(whole[1], dx)
+    near(whole[2].sum(1), sums.sum(1))
+    assert whole[2].shape[1] > 1
+    parts = [convolved(*part) for part in slices(conv_inputs(), 2)]
+    assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts, strict=True), strict=True))
+
+
+def normed(x, dy, weight):
+    y, scale = group_norm._forward_triton(x, weight, 1e-5)
+    return (y, scale, *group_norm._backward_triton(dy, x, weight, scale))
+
+
+def mambas_norm_is_right_and_slices_of_each_other():
+    group_norm.TILE = 512  # several tiles a leaf, several leaves
+    x, dy, weight = norm_inputs()
+    whole = normed(x, dy, weight)
+    y, scale = group_norm._forward_torch(x, weight, 1e-5)
+    dx, sums = group_norm._backward_torch(dy, x, weight, scale)
+    for found, expected in zip(whole[:3], (y, scale, dx), strict=True):
+        near(found, expected)
+    near(whole[3].sum(1), sums.sum(1))
+    assert whole[3].shape[1] > 1
+    parts = [normed(*part) for part in slices((x, dy, weight), 2)]
+    assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts, strict=True), strict=True))
+
+
+KERNELS: dict[str, Callable[[], None]] = {
+    function.__name__: function
+    for function in (
+        tree_add_has_the_bits_of_its_twin,
+        norms_are_right_and_slices_of_each_other,
+        token_sums_are_right_and_slices_of_each_other,
+        digest_lanes_are_those_of_numpy,
+        experts_products_are_right_whoever_lies_beside,
+        row_sums_have_the_bits_of_their_twin,
+        activations_are_right_row_by_row,
+        gradient_norms_have_the_bits_of_plain_torch,
+        fixed_tile_products_are_right,
+        mambas_convolution_is_right_and_slices_of_each_other,
+        mambas_norm_is_right_and_slices_of_each_other,
+    )
+}
+
+
+def _in_a_fork(function: Callable[[], None]) -> str | None:
+    """What went wrong with a function, which leaves nothing behind here; null: nothing."""
+    with tempfile.TemporaryFile("w+") as said:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                torch.manual_seed(0)
+                function()
+                status = 0
+            except BaseException:
+                traceback.print_exc(file=said)
+                said.flush()
+                status = 1
+            os._exit(status)
+        ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        said.seek(0)
+        return None if ended == 0 else f"{said.read()}ended with {ended}"
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: _in_a_fork(function) for name, function in KERNELS.items()}))
