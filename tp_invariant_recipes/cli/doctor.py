@@ -33,7 +33,7 @@ def doctor(as_json: Json = False) -> None:
     else:
         console = Console(highlight=False)
         patches = [finding for finding in findings if isinstance(finding, doctor.PatchFinding)]
-        table = Table("what", "found", "", "for what it is and how to get it")
+        table = Table("what", "found", "", "its purpose, and how to get it")
         for finding in findings:
             if finding not in patches:
                 table.add_row(finding.what, finding.found or "", MARKS[finding.state], finding.advice)
