@@ -146,14 +146,14 @@ def test_doctor_of_a_machine_without_gpus_misses_nothing_that_needs_one(cli, mac
 def test_doctor_of_a_machine_with_gpus_does(cli, machine):
     machine([H200], versions={"transformer-engine": None})
     ended = cli("doctor", "--json")
-    assert ended.status == 1
+    assert ended.status == 2
     assert states(ended)["transformer-engine"] == "missing"
 
 
 def test_doctor_names_what_is_missing_and_how_to_get_it(cli, machine):
     machine(versions={"torch": None})
     ended = cli("doctor")
-    assert ended.status == 1
+    assert ended.status == 2
     assert "missing" in ended.out
     assert "scripts/lock" in ended.out
 
@@ -169,5 +169,5 @@ def test_a_version_nobody_has_tried_is_said_so_and_no_reason_to_fail(cli, machin
 def test_doctor_without_megatron_says_nothing_of_patches(cli, machine):
     machine(versions={"megatron-core": None})
     ended = cli("doctor", "--json")
-    assert ended.status == 1
+    assert ended.status == 2
     assert not any(what.startswith("patch") for what in states(ended))

@@ -41,11 +41,12 @@ def audit(
     tpi trains a few steps twice, from the same weights on the same data. One training replays graphs after the warm-up
     steps; the other delays their capture beyond the end. The table compares the gradient norms of all parameters before
     clipping, grouped by the parameters' purpose. If they are not equal to the last bit, a third training with rounded
-    weights measures the effect of rounding. Exit status: 0 equal but for rounding, 1 different, 2 not known.
+    weights measures the effect of rounding. numerics=stock is the default here. Exit status: 0 equal but for rounding,
+    1 different, 2 not known.
 
     \b
-    tpi audit qwen3_8b cuda_graph=te numerics=stock
-    tpi audit nemotron3_nano_toy cuda_graph=te numerics=stock gbs=4
+    tpi audit qwen3_8b cuda_graph=te
+    tpi audit nemotron3_nano_toy cuda_graph=te gbs=4
     tpi audit qwen3_toy seq=64 --against model.recompute_granularity=selective
     """
     from tp_invariant_recipes.launch import progress

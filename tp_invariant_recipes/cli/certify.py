@@ -77,7 +77,7 @@ def _certify(run: Path, out: Path | None) -> certificate.Certificate:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Write it whole or not at all; the same bytes may be there already, other ones are never replaced."""
+    """Write the whole file or nothing. Accept a file with the same bytes; never replace another."""
     if file.exists():
         if file.is_file() and file.read_bytes() == data:
             return

@@ -132,7 +132,7 @@ def _step(step: int | None) -> str:
 
 
 def _table(comparison: Comparison, rows: tuple[tuple[str, str, str], ...]) -> Table:
-    """Cells are Text, because a header may hold what rich takes for markup."""
+    """Cells are Text, because a header may contain characters that rich reads as markup."""
     table = Table("header")
     for run in (comparison.a, comparison.b):
         table.add_column(Text(run_name(run)))

@@ -22,7 +22,7 @@ def doctor(as_json: Json = False) -> None:
     """List this machine's software, GPUs, patches and missing parts.
 
     The first table says how to get each missing part. The list below it says which patches apply here
-    (docs/patches.md). Exit status: 1 if a part is missing that training here needs. A refused patch does not count,
+    (docs/patches.md). Exit status: 2 if a part is missing that training here needs. A refused patch does not count,
     because it stops only the runs that reach its code.
     """
     from tp_invariant_recipes.workflows import doctor
@@ -33,7 +33,7 @@ def doctor(as_json: Json = False) -> None:
     else:
         console = Console(highlight=False)
         patches = [finding for finding in findings if isinstance(finding, doctor.PatchFinding)]
-        table = Table("what", "found", "", "for what it is and how to get it")
+        table = Table("what", "found", "", "its purpose, and how to get it")
         for finding in findings:
             if finding not in patches:
                 table.add_row(finding.what, finding.found or "", MARKS[finding.state], finding.advice)
@@ -45,4 +45,4 @@ def doctor(as_json: Json = False) -> None:
             lines = (f"needed by {patch.versions}", f"without it: {patch.advice}", patch.upstream)
             console.print(Padding("\n".join(line for line in lines if line), (0, 0, 0, 2)))
     if any(finding.state == "missing" for finding in findings):
-        raise typer.Exit(1)
+        raise typer.Exit(2)

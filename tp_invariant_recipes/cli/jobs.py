@@ -171,7 +171,7 @@ def _leave(found: "Iterable[Sequence[JobState]]") -> None:
 
 
 def _closing(states: "Sequence[JobState]") -> str:
-    """How a submission ended: the verdict where there is one, and whatever failed."""
+    """How a submission ended: the verdict if there is one, and every failure."""
     from tp_invariant_recipes.jobs.registry import JUDGE
 
     faulty = [state for state in states if state.exit_status == 2]
@@ -187,7 +187,7 @@ def _ending(state: "JobState") -> str:
 
 
 def _table(rows: "Sequence[JobState]") -> Table:
-    """Cells are Text, because a reason may hold what rich takes for markup."""
+    """Cells are Text, because a reason may contain characters that rich reads as markup."""
     table = Table(
         Column("job", no_wrap=True),
         Column("run", overflow="fold"),

@@ -110,7 +110,7 @@ def train(
 
 
 def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
-    """Be one node's part of the run or, outside of srun, become srun, which starts this command on every node."""
+    """Run this node's part of the run. Outside of srun, become srun, which starts this command on every node."""
     from tp_invariant_recipes.launch import progress, ranks
     from tp_invariant_recipes.multinode import agent, allocation_run, rendezvous
 

@@ -119,7 +119,7 @@ def _print(verdict: "MatrixVerdict") -> None:
 
 
 def _table(rows: "tuple[CellResult, ...]") -> Table:
-    """Cells are Text, because a reason may hold what rich takes for markup."""
+    """Cells are Text, because a reason may contain characters that rich reads as markup."""
     table = Table(
         Column("cell", overflow="fold"),
         Column("ranks", justify="right", no_wrap=True),

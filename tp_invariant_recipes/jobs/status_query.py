@@ -56,6 +56,6 @@ def query_all() -> SlurmStatus:
 
 
 def _holds(listed: str, task: int) -> bool:
-    """Whether a list of tasks as SLURM writes it has this one: "0-4", "[0,2-4%2]" or, cut short, "0,2,..."."""
+    """Whether SLURM's list of tasks contains this one: "0-4", "[0,2-4%2]" or, truncated, "0,2,..."."""
     spans = [span.split("-") for span in re.sub(r"[\[\]]|%.*|\.\.\.", "", listed).split(",") if span]
     return "..." in listed or any(int(span[0]) <= task <= int(span[-1]) for span in spans)

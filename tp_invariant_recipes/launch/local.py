@@ -24,7 +24,7 @@ def run(plan: Plan, tick: Callable[[], None], *, rank_fn: RankFn | None = None, 
 
 
 def _store() -> Any:
-    """Where ranks meet. Held by this process, as torchrun's agent does, so that the port is ours from the start."""
+    """The store at which ranks meet. This process holds it, as torchrun's agent does, so the port is ours."""
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -42,7 +42,7 @@ def execute(planned: Plan, watch: Callable[[], None]) -> local.Outcome:
 
 
 def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
-    """What there is to say at the end: where the run is, how it ended, the last step's figures.
+    """The summary of a run: its directory, its outcome, the figures of its last step.
 
     diverged: the first step at which replicas of a tensor did not hold the same bits; None: they always did.
     """

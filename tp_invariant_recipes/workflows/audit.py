@@ -266,7 +266,7 @@ def _complete(run: AuditedRun, steps: int) -> list[Norms]:
 
 
 def _replayed(first: Sequence[Norms], second: Sequence[Norms], counts_from: int) -> None:
-    """Raises RunError unless the second training replayed graphs at every step that counts, and the first none."""
+    """Raises RunError unless the second training replayed graphs at every judged step, and the first at none."""
     if any(one.graphs for one in first):
         raise RunError("the eager training replayed CUDA graphs too: there is nothing to compare with")
     missing = [one.step for one in second if one.step >= counts_from and not one.graphs]
