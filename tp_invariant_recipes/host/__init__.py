@@ -1,1 +1,1 @@
-"""Run CUDA-minded Megatron code on a CPU with Gloo. `cpu.py` holds the table of what is replaced."""
+"""Run Megatron code written for CUDA on a CPU with Gloo. `cpu.py` holds the table of replacements."""
