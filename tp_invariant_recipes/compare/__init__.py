@@ -1,1 +1,1 @@
-"""How two ledgers, logs or lists of norms are compared, and worded. Imports neither torch nor Megatron."""
+"""Compare two ledgers, logs or lists of norms, and put the result into words. Imports neither torch nor Megatron."""

@@ -1,4 +1,4 @@
-"""Compare what logs print, or a log and a ledger, digit by digit. Equal digits do not prove equal bits."""
+"""Compare the numbers in two logs, or in a log and a ledger, digit by digit. Equal digits do not prove equal bits."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,13 +11,13 @@ from tp_invariant_recipes.compare.log_parser import LOSS, NORM, RATE, Log, digit
 from tp_invariant_recipes.ledger.reader import Ledger
 
 Run = Ledger | Log
-# Fields in the order of execution; those not listed, such as other losses, stand between loss and norm.
+# Fields in the order of execution. Other fields, such as other losses, come between loss and norm.
 _BEFORE = ("consumed samples", "skipped samples", "global batch size", LOSS)
 _AFTER = (NORM, "number of skipped iterations", "number of nan iterations", "loss scale", RATE)
 
 
 class Likeness(Enum):
-    """The answer, in words that claim no more than was seen."""
+    """The result, in words that claim only what the logs show."""
 
     SAME = "the same as printed"
     DIFFERENT = "different as printed"
@@ -29,7 +29,7 @@ EXIT_STATUS = {Likeness.SAME: 0, Likeness.DIFFERENT: 1, Likeness.NOT_COMPARABLE:
 
 @dataclass(frozen=True)
 class PrintedDifference:
-    """The first field that is printed differently; "" means that a line does not have it."""
+    """The first field with different printed values; "" means that a line lacks it."""
 
     step: int
     name: str
@@ -39,7 +39,7 @@ class PrintedDifference:
 
 @dataclass(frozen=True)
 class PrintedComparison:
-    """What comparing run `b` with run `a` by what is printed found; one of them at least is a log."""
+    """The result of comparing run `b` with run `a` by printed numbers; at least one of them is a log."""
 
     verdict: Likeness
     a: Run
@@ -47,8 +47,8 @@ class PrintedComparison:
     steps_compared: int
     steps_differing: int
     first: PrintedDifference | None
-    digits: dict[str, int | None]  # compared field -> digits that both print at every step; None: a count, so all
-    only_a: tuple[str, ...]  # fields that only one of them prints
+    digits: dict[str, int | None]  # compared field -> digits that both print at every step; None: a count, exact
+    only_a: tuple[str, ...]  # fields that only one run prints
     only_b: tuple[str, ...]
     mean: bool  # the log's loss is a mean over several steps, which a ledger does not have
 
@@ -59,7 +59,7 @@ class PrintedComparison:
 
 
 def compare_printed(a: Run, b: Run) -> PrintedComparison:
-    """Compare all fields that both print, but those that measure the machine, at all iterations that both print."""
+    """Compare all common fields, except measurements of the machine, at all common iterations."""
     left, right = _as_logs(a, b)
     names = _in_order([name for name in left.fields if name in right.fields])
     common = [number for number in left.iterations if number in right.iterations]
@@ -89,7 +89,7 @@ def compare_printed(a: Run, b: Run) -> PrintedComparison:
 
 
 def alike(a: str, b: str) -> bool:
-    """Whether two texts print one number, rounded to the digits of the shorter."""
+    """Whether two texts show the same number, rounded to the digits of the shorter one."""
     if a == b:
         return True
     try:
@@ -108,7 +108,7 @@ def line(comparison: PrintedComparison) -> str:
 
 
 def remarks(comparison: PrintedComparison) -> tuple[str, ...]:
-    """What a reader must know to judge the verdict; one sentence each."""
+    """Facts that a reader needs to judge the verdict; one sentence each."""
     sentences = []
     for run in (comparison.a, comparison.b):
         if isinstance(run, Log):
@@ -154,7 +154,7 @@ def comparison_json(comparison: PrintedComparison) -> dict[str, Any]:
 
 
 def called(run: Run) -> str:
-    """What people call a run: its directory, or the file."""
+    """The name of a run for people: its directory, or the file."""
     return run_name(run) if isinstance(run, Ledger) else str(run.path)
 
 
@@ -198,7 +198,7 @@ def _same(comparison: PrintedComparison) -> str:
 
 def _different(comparison: PrintedComparison) -> str:
     first = comparison.first
-    assert first is not None  # a verdict of different comes from a first difference
+    assert first is not None  # the verdict "different" comes from a first difference
     values = " vs ".join(text or "not printed" for text in (first.a, first.b))
     return f" at step {first.step}: {first.name} {values}; {comparison.steps_differing} of {_steps(comparison)} differ"
 
