@@ -1,4 +1,4 @@
-"""Compare what logs print, or a log and a ledger, digit by digit. Equal digits do not prove equal bits."""
+"""Compare the numbers in two logs, or in a log and a ledger, digit by digit. Equal digits do not prove equal bits."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +29,7 @@ EXIT_STATUS = {LogVerdict.SAME: 0, LogVerdict.DIFFERENT: 1, LogVerdict.NOT_COMPA
 
 @dataclass(frozen=True)
 class PrintedDifference:
-    """The first field that is printed differently; "" means that a line does not have it."""
+    """The first field with different printed values; "" means that a line lacks it."""
 
     step: int
     name: str
@@ -47,8 +47,8 @@ class PrintedComparison:
     steps_compared: int
     steps_differing: int
     first: PrintedDifference | None
-    digits: dict[str, int | None]  # compared field -> digits that both print at every step; None: a count, so all
-    only_a: tuple[str, ...]  # fields that only one of them prints
+    digits: dict[str, int | None]  # compared field -> digits that both print at every step; None: a count, exact
+    only_a: tuple[str, ...]  # fields that only one run prints
     only_b: tuple[str, ...]
     mean: bool  # the log's loss is a mean over several steps, which a ledger does not have
 
@@ -89,7 +89,7 @@ def compare_printed(a: LedgerOrLog, b: LedgerOrLog) -> PrintedComparison:
 
 
 def alike(a: str, b: str) -> bool:
-    """Whether two texts print one number, rounded to the digits of the shorter."""
+    """Whether two texts show the same number, rounded to the digits of the shorter one."""
     if a == b:
         return True
     try:
@@ -108,7 +108,7 @@ def line(comparison: PrintedComparison) -> str:
 
 
 def remarks(comparison: PrintedComparison) -> tuple[str, ...]:
-    """What a reader must know to judge the verdict; one sentence each."""
+    """Facts that a reader needs to judge the verdict; one sentence each."""
     sentences = []
     for run in (comparison.a, comparison.b):
         if isinstance(run, Log):
@@ -198,7 +198,7 @@ def _same(comparison: PrintedComparison) -> str:
 
 def _different(comparison: PrintedComparison) -> str:
     first = comparison.first
-    assert first is not None  # a verdict of different comes from a first difference
+    assert first is not None  # the verdict "different" comes from a first difference
     values = " vs ".join(text or "not printed" for text in (first.a, first.b))
     return f" at step {first.step}: {first.name} {values}; {comparison.steps_differing} of {_steps(comparison)} differ"
 

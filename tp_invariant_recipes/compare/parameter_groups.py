@@ -9,14 +9,14 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class Group:
-    """name: as a table shows it. pattern: found in the names of its parameters."""
+    """name: for tables. pattern: matches part of its parameters' names."""
 
     name: str
     pattern: re.Pattern[str]
 
 
-# The first row that fits counts. Transformer Engine keeps the weight of a norm in the product after it, and Mamba's
-# gated norm lies in the mixer, so norms come first.
+# The first matching row counts. Transformer Engine keeps a norm's weight in the linear layer after it, and Mamba's
+# gated norm is in the mixer, so norms come first.
 GROUPS = tuple(
     Group(name, re.compile(pattern))
     for name, pattern in (

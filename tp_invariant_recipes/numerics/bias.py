@@ -1,4 +1,4 @@
-"""Biases of invariant linear layers. The layer adds its bias itself: whoever added it later would sum its gradient."""
+"""Biases of invariant linear layers. The layer adds its bias itself, since a later addition would sum the gradient."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 
 def column_bias(y: Tensor, bias: Tensor) -> Tensor:
-    """y + bias for a bias split like the features; every rank has all tokens.
+    """y + bias for a bias split as the features are; every rank has all tokens.
 
     y: [s, b, n/t]; bias: [n/t]. returns: y's shape and dtype.
     """
@@ -22,7 +22,7 @@ def column_bias(y: Tensor, bias: Tensor) -> Tensor:
 
 
 def row_bias(y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
-    """y + bias for a bias that every rank has whole; its gradient is a tree sum over V sequence chunks.
+    """y + bias for a bias that every rank holds whole; its gradient is a tree sum over V sequence chunks.
 
     y: [s/t, b, n] with sequence parallelism, [s, b, n] without; bias: [n]. returns: y's shape and dtype.
     """

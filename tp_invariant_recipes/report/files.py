@@ -8,13 +8,13 @@ from tp_invariant_recipes.files import write_atomically
 
 
 def check(files: Mapping[str, Path | None], force: bool = False) -> None:
-    """See that nothing would be written over. RunError: lists every file that is there, or is named twice.
+    """Refuse to overwrite files. RunError: lists every file that exists or has two options.
 
-    files: option -> its file, if it has one. force: files that are there may be written over.
+    files: option -> its file, if it has one. force: allow overwriting existing files.
     """
     wanted = [(option, file) for option, file in files.items() if file]
     problems = [
-        f"{file} exists already: {option} takes another name, --force writes over it"
+        f"{file} exists already: give another file by {option}, or overwrite it by --force"
         for option, file in wanted
         if file.exists() and not force
     ]
@@ -22,7 +22,7 @@ def check(files: Mapping[str, Path | None], force: bool = False) -> None:
     for option, file in wanted:
         earlier = names.setdefault(file.resolve(), option)
         if earlier != option:
-            problems.append(f"{file} is the file of {earlier} and of {option}: they need two names")
+            problems.append(f"{earlier} and {option} name the same file, {file}: give each its own")
     if problems:
         raise RunError("\n".join(problems))
 
