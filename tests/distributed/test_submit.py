@@ -16,7 +16,7 @@ from tp_invariant_recipes.jobs import submit
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.runs.run_dir import RunDir
 
-pytestmark = pytest.mark.usefixtures("no_gpus")
+pytestmark = pytest.mark.usefixtures("bridge", "no_gpus")
 
 NODES = ("cluster.name=site", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
 RUN = ("qwen3_toy", *NODES, "slurm.time=5")

@@ -1,0 +1,63 @@
+"""Every message that the documents quote is one that the code prints."""
+
+import re
+
+import pytest
+
+from tests.unit.docs.markdown import CODE, DOCUMENTS, ROOT
+from tests.unit.docs.messages import Template, templates, unexplained
+
+QUOTED = re.compile(r"^- `([^`]+)`", re.MULTILINE)  # what a list explains
+SENTENCE = re.compile(r"[^\s|]+(?: [^\s|]+){3,}")
+
+
+def quotations() -> list[tuple[str, str]]:
+    """Document and message: the first column of tables of messages, and what begins an item of a list."""
+    found = []
+    for document in DOCUMENTS:
+        cells = [row[0] for header, rows in document.tables if header[0] == "message" for row in rows]
+        texts = [*(text for cell in cells for text in CODE.findall(cell)), *QUOTED.findall(document.prose)]
+        texts = [re.sub(r"\s+", " ", text) for text in texts]
+        found += [(document.name, text) for text in texts if SENTENCE.fullmatch(text)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def known() -> list[Template]:
+    return templates(ROOT)
+
+
+def test_messages_are_quoted():
+    assert len([name for name, _ in quotations() if name == "slurm/README.md"]) > 20
+
+
+@pytest.mark.parametrize("name, text", quotations())
+def test_a_quoted_message_is_one_of_the_code(known, name, text):
+    missing = unexplained(text, known)
+    assert missing is None, f"{name} quotes a message that nothing prints: {missing}"
+
+
+# Of a code that can print these: what is quoted, and what of it is not known.
+CODE_PRINTS = (
+    "\0: there is no data of this name\0",
+    "; did you mean \0?",
+    "the nodes wait for \0 seconds; set \0 or leave it",
+    "\0: expected a value\0",
+    "that is a whole number",
+)
+QUOTES = (
+    ("data=x: there is no data of this name; did you mean 'y'?", None),
+    ("data=x: there is no data of this name; do you mean 'y'?", "do you mean 'y'?"),
+    ("data=x: there are no data of this name", "data=x: there are no data of this name"),
+    ("the nodes wait for 600 seconds", None),
+    ("the nodes wait for 600 …", None),
+    ("the nodes wait …", None),
+    ("the hosts wait …", "the hosts wait …"),
+    ("slurm.tries=x: expected a value that is a whole number", None),
+    ("slurm.tries=x: expected a value that is one whole number", "that is one whole number"),
+)
+
+
+@pytest.mark.parametrize("text, missing", QUOTES)
+def test_drift_is_seen(text, missing):
+    assert unexplained(text, map(Template, CODE_PRINTS)) == missing

@@ -1,0 +1,100 @@
+"""`tpi jobs`: the table."""
+
+import json
+import os
+
+import pytest
+
+from tests.unit.jobs.fake_slurm import age, now, row
+
+
+def test_the_table_of_a_verify(cli, slurm, submitted):
+    made = submitted("v", cells=("tp1", "tp2"))
+    slurm.scene(row("12_1", "RUNNING", left="1-02:03:04"), row("13", "PENDING", "Dependency"))
+    now(made.attempt("tp1", outcome="completed"))
+    now(made.steps(20, "tp1"))
+    now(made.attempt("tp2", job={"id": "14", "restart": 2, "nodes": ["n2"]}))
+    now(made.steps(7, "tp2", torn='{"step": 8, "lo'))
+    ended = cli("jobs")
+    assert (ended.status, ended.err) == (0, "")
+    lines = [" ".join(line.split()) for line in ended.out.splitlines() if line.strip()]
+    assert lines[0] == "job run state step loss time left"
+    assert lines[2:] == [
+        "12_0 v/tp1 completed 20 of 20 3.0000",
+        "12_1 v/tp2 RUNNING try 3 7 of 20 4.3000 1-02:03:04",
+        "13 v (judge) PENDING (Dependency)",
+    ]
+
+
+def test_a_judge_that_has_ended_shows_the_verdict(cli, slurm, submitted):
+    made = submitted("v", cells=("tp1",))
+    slurm.scene()
+    verdict = {"verdict": "different", "exit_status": 1, "text": "different: tp=2 computed other bits"}
+    (made.directory / "verify.json").write_text(json.dumps(verdict))
+    found = json.loads(cli("jobs", "v", "--json").out)["jobs"][-1]
+    assert (found["role"], found["state"], found["exit_status"]) == ("judge", "different", 1)
+    assert "13 v: different: tp=2 computed other bits" in cli("jobs", "v").out
+
+
+def test_without_names_the_queue_and_the_last_day_are_listed(cli, slurm, submitted):
+    for number, name in enumerate(("queued", "recent", "old", "gone", "gone-queued")):
+        made = submitted(name, str(10 + number))
+        if name in ("queued", "old"):
+            age(made.directory)
+        if name.startswith("gone"):
+            os.rename(made.directory, made.directory.with_name(f"x{number}"))
+    slurm.scene(row("10", "PENDING"), row("14", "RUNNING"), row("99", "RUNNING", name="somebody's own"))
+    names = [one["run"] for one in json.loads(cli("jobs", "--json").out)["jobs"]]
+    assert names == ["queued", "recent", "gone-queued"]
+    assert "--me" in slurm.calls("squeue")[0]
+    names = [one["run"] for one in json.loads(cli("jobs", "--all", "--json").out)["jobs"]]
+    assert names == ["queued", "recent", "old", "gone-queued"]
+
+
+def test_a_run_whose_directory_is_gone_still_has_a_state(cli, slurm, submitted):
+    made = submitted("a")
+    os.rename(made.directory, made.directory.with_name("b"))
+    slurm.scene(row("12", "RUNNING"))
+    (found,) = json.loads(cli("jobs", "12", "--json").out)["jobs"]
+    assert (found["state"], found["step"], found["note"]) == ("RUNNING", None, f"{made.directory} is gone")
+
+
+def test_files_that_stay_on_the_nodes_are_said_to(cli, slurm, submitted):
+    submitted("a", shared=False)
+    slurm.scene(row("12", "RUNNING", nodes="n1,n2"))
+    slurm.scene()
+    slurm.accounts("12|COMPLETED|0:0")
+    words = "its steps and losses are in {} on {}, its log in /tmp there (cluster.shared_files=false)"
+    running, over = (json.loads(cli("jobs", "12", "--json").out)["jobs"][0] for _ in range(2))
+    assert (running["step"], running["note"]) == (None, words.format(running["directory"], "n1"))
+    assert (over["exit_status"], over["note"]) == (0, words.format(over["directory"], "the first of its nodes"))
+
+
+@pytest.mark.parametrize("names", ((), ("a", "b")), ids=("listed", "named"))
+def test_without_the_controller_run_directories_speak(cli, slurm, submitted, names):
+    now(submitted("a").attempt(outcome="completed"))
+    now(submitted("b", "14").attempt(job={"id": "14", "restart": 0, "nodes": []}))
+    slurm.scene(away=True)
+    ended = cli("jobs", *names, "--json")
+    report = json.loads(ended.out)
+    assert "Unable to contact slurm controller" in report["warning"]
+    assert [(one["state"], one["alive"]) for one in report["jobs"]] == [("completed", False), ("unknown", None)]
+    ended = cli("jobs", *names)
+    assert ended.status == 0
+    assert ended.err.startswith("warning: SLURM was not asked: ")
+    assert "completed" in ended.out
+
+
+@pytest.mark.usefixtures("no_slurm")
+@pytest.mark.parametrize("command", (["wait", "a"], ["cancel", "a"], ["logs", "-f", "a"]), ids=lambda c: c[0])
+def test_where_slurm_is_not_installed_commands_that_need_it_say_so(cli, submitted, command):
+    submitted()
+    ended = cli(*command)
+    assert (ended.status, ended.out) == (2, "")
+    assert "SLURM is not installed here" in ended.err
+
+
+@pytest.mark.usefixtures("no_slurm")
+def test_without_any_job_the_list_says_so(cli):
+    ended = cli("jobs")
+    assert (ended.status, ended.out) == (0, "none in the queue or ended within a day; --all lists all\n")

@@ -1,0 +1,163 @@
+"""Which jobs there are, and which one is meant."""
+
+import os
+import threading
+
+import pytest
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.jobs import registry
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+
+def test_the_registry_gives_ids_their_directories_in_order(tmp_path):
+    registry.remember(tmp_path / "a", ["12"])
+    registry.remember(tmp_path / "b", ["13", "14"])
+    assert registry.registered().lines == (("12", tmp_path / "a"), ("13", tmp_path / "b"), ("14", tmp_path / "b"))
+    assert registry.registry() == tmp_path / "state" / "tpi" / "jobs.jsonl"
+
+
+def test_the_registry_lies_in_the_home_where_nothing_else_is_said(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    registry.remember(tmp_path / "a", ["12"])
+    assert (tmp_path / ".local/state/tpi/jobs.jsonl").is_file()
+
+
+def test_an_id_that_comes_twice_is_that_of_the_later_submission(tmp_path):
+    for name in ("a", "b"):
+        registry.remember(tmp_path / name, ["12"])
+    assert registry.registered().owners == {"12": tmp_path / "b"}
+    assert registry.registered().directories == [tmp_path / "a", tmp_path / "b"]
+
+
+TORN = ('{"job": "13', '{"job": "13"}', "[]", "null", '{"job": "13", "directory": 5}', "\xff")
+
+
+@pytest.mark.parametrize("torn", TORN)
+def test_a_torn_line_costs_no_other(tmp_path, torn):
+    registry.remember(tmp_path / "a", ["12"])
+    with registry.registry().open("a", encoding="latin-1") as stream:
+        stream.write(torn)
+    registry.remember(tmp_path / "c", ["14"])
+    assert registry.registered().owners == {"12": tmp_path / "a", "14": tmp_path / "c"}
+
+
+def test_submissions_at_the_same_time_do_not_mix(tmp_path):
+    def submit(first: int) -> None:
+        for n in range(first, first + 100, 2):
+            registry.remember(tmp_path / str(n), [str(n), str(n + 1)])
+
+    threads = [threading.Thread(target=submit, args=(100 * k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert registry.registered().owners == {str(n): tmp_path / str(n - n % 2) for n in range(800)}
+
+
+def test_a_registry_that_cannot_be_written_is_said(tmp_path):
+    registry.registry().mkdir(parents=True)
+    with pytest.raises(RunError, match=r"cannot write .*jobs\.jsonl: Is a directory"):
+        registry.remember(tmp_path, ["12"])
+
+
+def test_a_registry_that_cannot_be_read_is_said(cli):
+    registry.registry().mkdir(parents=True)
+    ended = cli("jobs")
+    assert (ended.status, ended.err) == (2, f"error: cannot read {registry.registry()}: Is a directory\n")
+
+
+# Finding
+
+
+@pytest.mark.parametrize("name", ("12", "a", "runs/a", "./runs/a/", "~/a"))
+def test_a_job_is_found_by_its_id_its_name_and_its_directory(submitted, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HOME", str(tmp_path / "runs"))
+    made = submitted("a")
+    submitted("b", "14")
+    (found,) = registry.find([name])
+    assert found.directory == made.directory
+    assert [(part.id, part.role, part.run.path, part.ours) for part in found.parts] == [
+        ("12", "train", made.directory, True)
+    ]
+
+
+def test_a_directory_needs_no_registry(submitted):
+    made = submitted("a", known=False)
+    assert registry.find(["runs/a"])[0].directory == made.directory
+    with pytest.raises(RunError, match="no job a"):
+        registry.find(["a"])
+
+
+def test_a_verify_is_an_array_and_a_judge(submitted):
+    made = submitted("v", cells=("tp1", "tp2"))
+    for name in ("12", "13", "v"):
+        (found,) = registry.find([name])
+        assert [(part.id, part.role, part.run.path) for part in found.parts] == [
+            ("12_0", "cell", made.directory / "tp1"),
+            ("12_1", "cell", made.directory / "tp2"),
+            ("13", "judge", made.directory),
+        ]
+    (found,) = registry.find(["12_1"])
+    assert [part.name for part in found.parts] == ["v/tp2"]
+
+
+def test_a_name_of_several_runs_is_refused_with_their_directories(submitted, tmp_path):
+    submitted("x/a")
+    submitted("y/a", "14")
+    with pytest.raises(RunError) as refused:
+        registry.find(["a"])
+    assert str(refused.value).splitlines() == [
+        "a is the name of 2 runs; say which:",
+        f"  {tmp_path}/runs/x/a",
+        f"  {tmp_path}/runs/y/a",
+    ]
+
+
+UNKNOWN = (
+    ("qwen3_toy-tp2-202602", "no job qwen3_toy-tp2-202602; did you mean 'qwen3_toy-tp2-202601'?"),
+    ("99", "job 99 was not submitted by tpi from this account"),
+    ("13_2", "job 13_2 is none of "),
+    ("runs/x", "runs/x was not submitted: there is no submission.json in it"),
+)
+
+
+@pytest.mark.parametrize("name, says", UNKNOWN, ids=[name for name, _ in UNKNOWN])
+def test_an_unknown_job_is_named_with_near_ones(submitted, tmp_path, name, says):
+    submitted("qwen3_toy-tp2-202601", "12")
+    submitted("v", "13", cells=("tp1", "tp2"))
+    (tmp_path / "runs" / "x").mkdir()
+    with pytest.raises(RunError) as refused:
+        registry.find([name])
+    assert str(refused.value).startswith(says)
+
+
+def test_all_that_is_unknown_is_said_at_once(submitted):
+    submitted("a")
+    with pytest.raises(RunError) as refused:
+        registry.find(["99", "a", "b"])
+    assert [line.split(";")[0] for line in str(refused.value).splitlines()] == [
+        "job 99 was not submitted by tpi from this account",
+        "no job b",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ("{", "[]", '{"schema": 2}', '{"schema": 1, "jobs": []}', '{"schema": 1, "jobs": [{"id": "12", "role": "x"}]}'),
+)
+def test_a_broken_submission_is_an_error_that_names_the_file(submitted, text):
+    made = submitted("a", known=False)
+    RunDir(made.directory).submission.write_text(text)
+    with pytest.raises(RunError, match=r"runs/a/submission\.json cannot be read"):
+        registry.find(["runs/a"])
+
+
+def test_completion_offers_ids_and_names_of_what_is_there(submitted):
+    submitted("a1")
+    submitted("a2", "14")
+    gone = submitted("a3", "16")
+    os.rename(gone.directory, gone.directory.with_name("elsewhere"))
+    assert registry.completions("1") == [("14", "a2"), ("12", "a1")]
+    assert [name for name, _ in registry.completions("a")] == ["a2", "a1"]

@@ -1,0 +1,119 @@
+"""What state a job is in, out of what SLURM, accounting and the run directory say."""
+
+import json
+
+import pytest
+
+from tests.unit.jobs.fake_slurm import now, row
+
+# States: what squeue, run.json and sacct say -> word, exit status (None: not ended), and words of the note.
+
+STATES = {
+    "pending": (row("12", "PENDING", "Resources"), None, None, ("PENDING (Resources)", None, None)),
+    "running": (row("12", "RUNNING"), {}, None, ("RUNNING", None, None)),
+    "running again": (
+        row("12", "RUNNING"),
+        {"job": {"id": "12", "restart": 1, "nodes": []}},
+        None,
+        ("RUNNING try 2", None, None),
+    ),
+    "queued again": (
+        row("12", "PENDING", "BeginTime"),
+        {"outcome": "stopped", "requeued": True},
+        None,
+        ("PENDING (BeginTime)", None, None),
+    ),
+    "completing": (row("12", "COMPLETING"), {"outcome": "completed"}, None, ("COMPLETING", None, None)),
+    "over, remembered": (row("12", "COMPLETED"), {"outcome": "completed"}, None, ("COMPLETED", 0, None)),
+    "failed, remembered": (
+        row("12", "FAILED", "NonZeroExitCode"),
+        {"outcome": "failed", "why": "rank 1 was killed"},
+        None,
+        ("FAILED", 2, "rank 1 was killed"),
+    ),
+    "accounted": ("", {"outcome": "completed"}, "12|COMPLETED|0:0", ("COMPLETED", 0, None)),
+    "accounts are late": ("", {"outcome": "completed"}, "12|RUNNING|0:0", ("completed", 0, None)),
+    "cancelled": ("", {"outcome": "stopped"}, "12|CANCELLED by 0|0:15", ("CANCELLED", 2, None)),
+    "timed out": ("", {}, "12|TIMEOUT|0:0", ("TIMEOUT", 2, "it left no word of its end")),
+    "completed": ("", {"outcome": "completed"}, None, ("completed", 0, None)),
+    "failed": ("", {"outcome": "failed", "why": "no room"}, None, ("failed", 2, "no room")),
+    "stopped": ("", {"outcome": "stopped"}, None, ("stopped", 2, None)),
+    "lost in the queue": (
+        "",
+        {"outcome": "stopped", "requeued": True},
+        None,
+        ("stopped", 2, "it was to be queued again, and is in the queue no more"),
+    ),
+    "killed": ("", {}, None, ("unknown", 2, "it left no word of its end, and no log")),
+    "never began": ("", None, None, ("unknown", 2, "it left no word of having begun, and no log")),
+    "cancelled before": ("", None, "12|CANCELLED by 0|0:0", ("CANCELLED", 2, "it left no word of having begun")),
+    "another command": ("", {"job": None, "outcome": "completed"}, None, ("unknown", 2, "it left no word of having")),
+}
+
+
+@pytest.mark.parametrize("queued, attempt, accounts, expected", STATES.values(), ids=STATES)
+def test_the_state_of_a_job(cli, slurm, submitted, queued, attempt, accounts, expected):
+    made = submitted()
+    slurm.scene(*filter(None, [queued]))
+    if accounts:
+        slurm.accounts(accounts)
+    if attempt is not None:
+        now(made.attempt(**attempt))
+    ended = cli("jobs", "12", "--json")
+    assert (ended.status, ended.err) == (0, "")
+    (found,) = json.loads(ended.out)["jobs"]
+    text, status, note = expected
+    reason = f" ({found['reason']})" if found["reason"] else ""
+    again = f" try {found['tries']}" if found["tries"] > 1 else ""
+    assert (found["state"] + reason + again, found["exit_status"]) == (text, status)
+    assert found["alive"] is (status is None)
+    assert note in found["note"] if note else found["note"] is None
+    assert slurm.calls("squeue") == [slurm.calls("squeue")[0]]
+    assert "--jobs=12" in slurm.calls("squeue")[0]
+
+
+def test_a_script_that_was_handed_in_again_is_followed_by_its_new_id(cli, slurm, submitted):
+    made = submitted()
+    now(made.attempt(outcome="stopped"))
+    now(made.attempt(job={"id": "57", "restart": 0, "nodes": ["n1"]}))
+    slurm.scene(row("57", "RUNNING"))
+    (found,) = json.loads(cli("jobs", "a", "--json").out)["jobs"]
+    assert (found["job"], found["state"]) == ("57", "RUNNING")
+
+
+def test_an_id_of_another_cluster_is_not_taken_for_this_one(cli, slurm, submitted):
+    made = submitted("a")
+    now(made.attempt(outcome="completed"))
+    submitted("b")
+    slurm.scene(row("12", "RUNNING"))
+    slurm.accounts("12|FAILED|1:0")
+    a, b = json.loads(cli("jobs", "a", "b", "--json").out)["jobs"]
+    assert (a["state"], a["exit_status"]) == ("completed", 0)
+    assert b["state"] == "RUNNING"
+
+
+# Tasks of an array of three, as squeue may write them.
+ARRAYS = (
+    (["12_[0-2]"], ["PENDING"] * 3),
+    (["12_[1-2%1]", "12_0"], ["RUNNING", "PENDING", "PENDING"]),
+    (["12_1", "12_[0,2]"], ["PENDING", "RUNNING", "PENDING"]),
+    (["12_[0,2,...]", "12_1"], ["PENDING", "RUNNING", "PENDING"]),
+    (["12_2"], ["unknown", "unknown", "RUNNING"]),
+)
+
+
+@pytest.mark.parametrize("rows, words", ARRAYS, ids=[" ".join(rows) for rows, _ in ARRAYS])
+def test_the_tasks_of_an_array_have_rows_of_their_own(cli, slurm, submitted, rows, words):
+    submitted("v", cells=("tp1", "tp2", "tp4"))
+    slurm.scene(*(row(one, "PENDING" if "[" in one else "RUNNING") for one in rows), row("13", "PENDING", "Dependency"))
+    found = json.loads(cli("jobs", "v", "--json").out)["jobs"]
+    assert [one["state"] for one in found] == [*words, "PENDING"]
+    assert [one["run"] for one in found] == ["v/tp1", "v/tp2", "v/tp4", "v"]
+
+
+def test_tasks_that_were_cancelled_together_have_one_account(cli, slurm, submitted):
+    submitted("v", cells=("tp1", "tp2", "tp4"))
+    slurm.scene()
+    slurm.accounts("12_0|COMPLETED|0:0", "12_[1-2]|CANCELLED by 0|0:0", "13|CANCELLED by 0|0:0")
+    found = json.loads(cli("jobs", "v", "--json").out)["jobs"]
+    assert [one["state"] for one in found] == ["COMPLETED", "CANCELLED", "CANCELLED", "CANCELLED"]

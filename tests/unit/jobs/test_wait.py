@@ -1,0 +1,174 @@
+"""`tpi wait`: when it ends, and with which status."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from tests.unit.jobs.fake_slurm import now, row
+from tp_invariant_recipes.jobs import follow, registry
+
+
+def test_wait_goes_on_over_a_requeue_and_says_what_changes(cli, slurm, submitted):
+    made = submitted()
+    slurm.scene(row("12", "PENDING", "Resources"))
+    slurm.scene(row("12", "RUNNING"), before=made.attempt())
+    slurm.scene(row("12", "RUNNING"), before=made.steps(7))
+    slurm.scene(row("12", "COMPLETING"), before=made.end(outcome="stopped", requeued=True))
+    slurm.scene(row("12", "PENDING", "BeginTime"))
+    slurm.scene(row("12", "RUNNING"), before=made.attempt(from_step=7, job={"id": "12", "restart": 1, "nodes": []}))
+    slurm.scene(before=f"{made.end(outcome='completed')}\n{made.steps(20)}")
+    ended = cli("wait", "12")
+    assert (ended.status, ended.out) == (0, "12 a: completed at step 20 of 20, loss 3.0000\n")
+    assert ended.err.splitlines() == [
+        "12 a: PENDING (Resources)",
+        "12 a: RUNNING on n1",
+        "12 a: COMPLETING",
+        "12 a: PENDING (BeginTime)",
+        "12 a: RUNNING try 2 on n1",
+    ]
+
+
+def test_wait_gives_the_files_time_to_be_seen(cli, slurm, submitted):
+    made = submitted()
+    now(made.attempt())
+    slurm.scene(row("12", "RUNNING"))
+    for _ in range(5):
+        slurm.scene(row("12", "COMPLETED"))
+    slurm.scene(row("12", "COMPLETED"), before=made.end(outcome="completed"))
+    ended = cli("wait", "a")
+    assert (ended.status, ended.out) == (0, "12 a: COMPLETED\n")
+    assert len(slurm.calls("squeue")) == 7
+
+
+def test_wait_does_not_take_the_word_of_an_earlier_try_for_the_last(cli, slurm, submitted):
+    made = submitted()
+    now(made.attempt(outcome="stopped", requeued=True))
+    slurm.scene(row("12", "COMPLETED"))
+    slurm.scene(row("12", "COMPLETED"))
+    slurm.scene(before=made.attempt(outcome="completed", job={"id": "12", "restart": 1, "nodes": []}))
+    assert cli("wait", "a").out == "12 a: completed\n"
+
+
+def test_wait_goes_on_when_a_job_that_has_ended_is_started_again(slurm, submitted, monkeypatch):
+    made = submitted()
+    clock = [0.0]
+    monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])
+    slurm.scene(row("12", "FAILED"))
+    for _ in range(20):
+        slurm.scene(row("12", "RUNNING"))
+    slurm.scene(before=made.attempt(outcome="completed"))
+    watch = follow.SubmissionWatch(registry.find(["12"]), lambda line: None)
+    while not watch():
+        clock[0] += 1.0
+    assert [state.word for state in watch.states[0]] == ["completed"]
+    assert clock[0] > follow.SETTLE
+
+
+def test_wait_for_a_job_that_leaves_no_word_ends_in_the_end(cli, slurm, submitted, monkeypatch):
+    monkeypatch.setattr(follow, "SETTLE", 1.0)
+    made = submitted()
+    now(made.attempt())
+    log = made.directory / "logs" / "job-12.log"
+    now(made.put(log, "slurmstepd: error: Detected 1 oom-kill event\n"))
+    slurm.scene()
+    ended = cli("wait", "a")
+    assert (ended.status, ended.out) == (2, f"12 a: unknown: it left no word of its end; its log: {log}\n")
+    assert len(slurm.calls("squeue")) > 2
+
+
+def test_wait_prints_why_a_run_failed(cli, slurm, submitted):
+    made = submitted()
+    now(made.attempt(outcome="failed", why="rank 1 was killed by SIGKILL\nits log: [b]x[/b]"))
+    slurm.scene(row("12", "FAILED"))
+    ended = cli("wait", "12")
+    assert (ended.status, ended.out) == (2, "12 a: FAILED: rank 1 was killed by SIGKILL\nits log: [b]x[/b]\n")
+
+
+VERDICTS = (
+    (0, "identical", "completed"),
+    (1, "different", "completed"),
+    (2, "incomplete", "failed"),
+    (0, "identical", "failed"),  # it was gone on with by hand, and judged again
+)
+
+
+@pytest.mark.parametrize("status, verdict, outcome", VERDICTS)
+def test_wait_for_a_verify_ends_with_the_status_of_the_verdict(cli, slurm, submitted, status, verdict, outcome):
+    made = submitted("v", cells=("tp1", "tp2"))
+    outcomes = {"tp1": "completed", "tp2": outcome}
+    for cell, outcome in outcomes.items():
+        now(made.attempt(cell, outcome=outcome, why="no room" if outcome == "failed" else None))
+    result = json.dumps({"verdict": verdict, "exit_status": status, "text": f"{verdict}: in a line"})
+    slurm.scene(row("13", "RUNNING"))
+    slurm.scene(row("13", "COMPLETED" if status == 0 else "FAILED"))  # the file comes later
+    slurm.scene(row("13", "COMPLETED"), before=made.put(made.directory / "verify.json", result))
+    ended = cli("wait", "v")
+    failed = ["12_1 v/tp2: failed: no room"] if outcome == "failed" else []
+    assert (ended.status, ended.out.splitlines()) == (status, [*failed, f"13 v: {verdict}: {verdict}: in a line"])
+
+
+def test_wait_for_several_ends_with_the_worst_status(cli, slurm, submitted):
+    now(submitted("a").attempt(outcome="completed"))
+    made = submitted("v", "14", cells=("tp1",))
+    now(made.attempt("tp1", outcome="completed"))
+    (made.directory / "verify.json").write_text('{"verdict": "different", "exit_status": 1, "text": "different"}')
+    slurm.scene(row("12", "RUNNING"), row("15", "RUNNING"))
+    slurm.scene(row("15", "RUNNING"))
+    slurm.scene()
+    ended = cli("wait", "a", "v")
+    assert ended.status == 1
+    assert [line.split(":")[0] for line in ended.out.splitlines()] == ["12 a", "15 v"]
+
+
+def test_wait_no_longer_than_it_may(cli, slurm, submitted):
+    submitted()
+    slurm.scene(row("12", "PENDING", "Priority"))
+    ended = cli("wait", "12", "--timeout", "0.2")
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.endswith("error: not ended after 0.2 s:\n  12 a: PENDING (Priority)\n")
+
+
+def test_a_controller_that_is_away_for_a_while_does_not_end_a_wait(cli, slurm, submitted):
+    made = submitted()
+    slurm.scene(row("12", "RUNNING"))
+    slurm.scene(away=True)
+    slurm.scene(away=True)
+    slurm.scene(before=made.attempt(outcome="completed"))
+    ended = cli("wait", "12")
+    assert ended.status == 0
+    assert ended.err.count("no answer, asking again and again: ") == 1
+
+
+def test_a_controller_that_is_away_at_first_is_an_error(cli, slurm, submitted):
+    submitted()
+    slurm.scene(away=True)
+    ended = cli("wait", "12")
+    assert (ended.status, ended.out) == (2, "")
+    assert "Unable to contact slurm controller" in ended.err
+
+
+def test_the_controller_is_asked_less_and_less_often(slurm, submitted, monkeypatch):
+    made = submitted()
+    clock = [0.0]
+    asked = []
+    monkeypatch.setattr(follow, "FIRST_PAUSE", 2.0)
+    monkeypatch.setattr(follow, "LONGEST_PAUSE", 15.0)
+    monkeypatch.setattr(follow.time, "monotonic", lambda: clock[0])
+    slurm.scene(row("12", "PENDING"))
+    for _ in range(14):
+        slurm.scene(row("12", "RUNNING"))
+    slurm.scene(before=made.attempt(outcome="completed"))
+    watch = follow.SubmissionWatch(registry.find(["12"]), lambda line: None)
+    while True:
+        before = len(slurm.calls("squeue"))
+        over = watch()
+        if len(slurm.calls("squeue")) > before:
+            asked.append(clock[0])
+        if over:
+            break
+        clock[0] += 0.25
+    pauses = [b - a for a, b in pairwise(asked)]
+    assert pauses[:3] == [2.0, 2.0, 2.5]  # after the start of the job as at first
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 15.0
