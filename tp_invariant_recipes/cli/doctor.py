@@ -19,10 +19,10 @@ MARKS = {
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what this machine has, what is missing and how to get it; then which patches apply here (docs/patches.md).
+    """List what this machine has, what it lacks and how to get it; then the patches that apply here (docs/patches.md).
 
-    Exit status 1 when something is missing that training here needs. A refused patch is no reason: it stops the runs
-    that come to the code it is for.
+    Exit status: 0 nothing is missing that training here needs, 2 something is. A refused patch counts as nothing
+    missing: it stops only the runs that reach the code it is for.
     """
     from tp_invariant_recipes.workflows import doctor
 
@@ -44,4 +44,4 @@ def doctor(as_json: Json = False) -> None:
             lines = (f"needed by {patch.versions}", f"without it: {patch.advice}", patch.upstream)
             console.print(Padding("\n".join(line for line in lines if line), (0, 0, 0, 2)))
     if any(finding.state == "missing" for finding in findings):
-        raise typer.Exit(1)
+        raise typer.Exit(2)
