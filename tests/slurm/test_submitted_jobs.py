@@ -171,9 +171,10 @@ def test_nodes_that_share_no_files_bring_theirs_to_the_first(tpi, cluster, submi
     assert on("n2", "ls", f"{private}/logs").split() == ["bridge.log", "rank-1.log"]
 
 
-def test_a_run_inside_an_allocation(tpi, cluster, tmp_path: Path) -> None:
-    """With the interpreter itself on the node, as a user has it: nothing is shared with this process."""
-    site = cluster_file(tmp_path, sys.executable)
+@pytest.mark.parametrize("interpreter", ("fork", pytest.param("python", marks=pytest.mark.release)))
+def test_a_run_inside_an_allocation(tpi, cluster, tmp_path: Path, python_on_nodes: Path, interpreter: str) -> None:
+    """With "python" the node starts the interpreter itself, as a user's does: nothing is shared with this process."""
+    site = cluster_file(tmp_path, {"fork": python_on_nodes, "python": sys.executable}[interpreter])
     words = ["train", "qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=5", "run.dir=run", site]
     salloc = ["salloc", "--nodes=1", sys.executable, "-m", "tp_invariant_recipes", *words, "--launcher=slurm"]
     ended = subprocess.run(salloc, cwd=tpi.folder, capture_output=True, text=True)
@@ -195,6 +196,7 @@ def test_what_slurm_would_refuse_is_said_before_anything_is_written(tpi, cluster
     assert not (tpi.folder / "run").exists()
 
 
+@pytest.mark.release  # in `make test` tests/unit/test_slurm_client.py: a program that answers as sbatch does
 def test_a_full_queue_a_controller_that_is_away_and_no_slurm_are_said(tpi, start_cluster, site) -> None:
     cluster = start_cluster(nodes=1, jobs=1)
     cluster.run("sbatch", "--hold", "--output=/dev/null", "--wrap=true")
