@@ -124,9 +124,7 @@ def test_a_trace_changes_no_bit(runs):
         assert untraced(runs.ledger(run)) == runs.ledger("plain")
 
 
-@pytest.mark.parametrize(
-    "layout", ("tp=2", pytest.param(f"tp=2 sp=false {RECOMPUTE}", marks=pytest.mark.release))
-)
+@pytest.mark.parametrize("layout", ("tp=2", pytest.param(f"tp=2 sp=false {RECOMPUTE}", marks=pytest.mark.release)))
 def test_a_trace_changes_no_bit_of_stock_numerics(tpi, layout):
     traced = train(tpi, "traced", "numerics=stock", *layout.split())
     assert untraced(traced) == train(tpi, "plain", "numerics=stock", *layout.split(), "ledger.trace=null")
