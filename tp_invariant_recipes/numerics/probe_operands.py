@@ -27,5 +27,5 @@ def cancelling(a: Tensor, b: Tensor, generator: torch.Generator) -> None:
 
 
 def residue(out: Tensor, generator: torch.Generator) -> None:
-    """Fill the output that a product is added to with numbers as small as a cancelling product's rounding: both count."""
+    """Fill the output that a product is added to, with numbers as small as a cancelling product's rounding."""
     out.copy_(torch.randn(out.shape, generator=generator, device=out.device).mul_(2.0**-20))
