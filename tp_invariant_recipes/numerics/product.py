@@ -4,20 +4,33 @@ A product is *defined* shard by shard, on operands laid out without gaps and int
 transposition and dtypes, which are the same for every t, and nothing else, decide its bits. A library may choose
 another algorithm for the strides of a slice, for several shards at once, or when it adds to what the output holds.
 So the faster form, one launch that reads slices where they are and writes or adds in place, is taken only for shapes
-and strides for which it was seen, on this machine and in this process, to give the bits of the definition.
+and strides for which it was seen, on this machine and in this process, to give the bits of the definition. The trial's
+operands cancel (numerics/probe_operands.py): on others a bf16 output hides most differences.
 numerics/cpu_product.py does the same for a CPU, with what its libraries have.
 """
 
+import os
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics import cpu_product
+from tp_invariant_recipes.numerics.probe_operands import cancelling, residue
 from tp_invariant_recipes.numerics.shard_operands import Parts, like, parts_of, without_gaps
 
-# (shapes, strides, dtypes, alignment, shards, add) -> whether the product in one launch has the bits of the definition.
+TRIALS = 2  # of operands that cancel; one shows every other order of additions that was tried
+# What cuBLAS says of strides or alignment that it does not take. Any other error of a trial is an error of the run.
+LAYOUT_NOT_TAKEN = ("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE")
+CHECK = "TPI_CHECK_PRODUCTS"  # 1: compute every product both ways, on the operands of the run, and compare
+
+_WORDS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+# (shapes, strides, dtypes, alignment, shards, add, torch's settings) -> whether the product in one launch has the bits
+# of the definition.
 _in_place_is_right: dict[tuple[Any, ...], bool] = {}
 
 
@@ -34,17 +47,47 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
         return out.add_(result.to(out.dtype)) if add else out.copy_(result)
     key = (
         a.shape, b.shape[1], a.stride(), b.stride(), out.stride(), a.dtype, out.dtype, rows, columns, add,
-        a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16,
+        a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16, *_settings(),
     )  # fmt: skip
     right = _in_place_is_right.get(key)
     if right is None:
         right = _in_place_is_right[key] = _seen_to_be_right(a, b, out, rows, columns, add)
+    if right and _checking():
+        return _checked(a, b, out, rows, columns, add)
     return _in_place(a, b, out, add) if right else _defined(a, b, out, rows, columns, add)
 
 
 def shown() -> dict[tuple[Any, ...], bool]:
     """For every kind of product so far, whether it was done in place; for reports and tests."""
     return dict(_in_place_is_right)
+
+
+def _settings() -> tuple[Any, ...]:
+    """torch's settings that decide which kernel cuBLAS runs. Its public getters take 3 µs together, these 0.3."""
+    return (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_float32_matmul_precision(),
+        torch._C._get_blas_preferred_backend(),
+    )
+
+
+@cache
+def _checking() -> bool:
+    return os.environ.get(CHECK, "0") == "1"
+
+
+def _checked(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> Tensor:
+    """Both forms on these operands. Raises RunError where their bits differ."""
+    expected = like(out, 16).copy_(out) if add else like(out, 16)
+    _defined(a, b, expected, rows, columns, add)
+    _in_place(a, b, out, add)
+    if not same_bits(out, expected):
+        raise RunError(
+            f"{CHECK}=1: a product {[*a.shape]} @ {[*b.shape]} in one launch has other bits than shard by shard "
+            f"({a.dtype} to {out.dtype}, rows={rows}, columns={columns}, add={add}): the probe of numerics/product.py "
+            f"did not see it"
+        )
+    return out
 
 
 def _defined(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> Tensor:
@@ -78,14 +121,25 @@ def _in_place(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
 
 
 def _seen_to_be_right(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> bool:
-    """Try both forms on random numbers that lie in memory as these operands do, without touching `out`."""
-    with torch.random.fork_rng(devices=[a.device]):
-        torch.manual_seed(0)
-        a, b, first, second = (like(tensor, 16).normal_() for tensor in (a, b, out, out))
-    second.copy_(first)
-    try:
-        _in_place(a, b, first, add)
-    except RuntimeError:  # a layout that the library does not take
-        return False
-    _defined(a, b, second, rows, columns, add)
-    return torch.equal(first, second)
+    """Try both forms on operands that cancel and lie in memory as these do, without touching `out`."""
+    generator = torch.Generator(a.device).manual_seed(0)
+    x, y, first, second = (like(tensor, 16) for tensor in (a, b, out, out))
+    for _ in range(TRIALS):
+        cancelling(x, y, generator)
+        residue(first, generator)
+        second.copy_(first)
+        try:
+            _in_place(x, y, first, add)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in LAYOUT_NOT_TAKEN):
+                raise
+            return False
+        _defined(x, y, second, rows, columns, add)
+        if not same_bits(first, second):
+            return False
+    return True
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits."""
+    return torch.equal(a.view(_WORDS[a.dtype]), b.view(_WORDS[b.dtype]))
