@@ -83,12 +83,12 @@ def _initial(scene: Scene) -> InputsMatch:
 
 def _replicas(scene: Scene) -> InputsMatch:
     kind, _, name = scene.found.name.partition("/")
-    said = [
+    clauses = [
         f"{run_name(run)}: replicas of {kind} {name} disagree: ranks {ranks}"
         for run, ranks in ((scene.a, scene.found.a), (scene.b, scene.found.b))
         if ranks is not None
     ]
-    return None, "; ".join(said)
+    return None, "; ".join(clauses)
 
 
 def _traced(scene: Scene) -> InputsMatch:
