@@ -22,7 +22,7 @@ OVER = frozenset(
 
 @dataclass(frozen=True)
 class Queued:
-    """A job, or tasks of an array, that the controller remembers; of ended ones it forgets after minutes.
+    """A job, or tasks of an array, that the controller remembers. It forgets ended ones after minutes.
 
     job:          the id; of an array, of the whole array.
     task:         of an array: one task such as "3", or several that wait, such as "0-4"; None: not an array.
@@ -103,7 +103,7 @@ def sbatch(script: Path, options: Sequence[str] = (), *, environment: Mapping[st
 def queue(jobs: Iterable[str] | None = None) -> list[Queued]:
     """The jobs of these ids ("12", or "12_0" of an array's task); None: all of mine.
 
-    Ended jobs are in it as long as the controller remembers them; one that it has forgotten, or never knew, is absent.
+    It includes ended jobs as long as the controller remembers them, and omits those that it forgot or never knew.
     Raises RunError when SLURM is not there or does not answer.
     """
     whose = ["--me"] if jobs is None else [f"--jobs={','.join(jobs)}"]
@@ -138,7 +138,7 @@ def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """End these jobs, running or waiting; one that has ended already is no mistake. Raises RunError."""
+    """End these jobs, running or waiting. A job that has ended already is no error. Raises RunError."""
     for job in jobs:  # one by one: an id that is forgotten must not keep the others alive
         _run(["scancel", job], forgotten=True)
 
@@ -156,7 +156,7 @@ def partitions() -> list[Partition]:
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *, forgotten: bool = False) -> str:
     """Standard output. Raises RunError.
 
-    forgotten: an id that the controller does not know (any more) is no mistake but an empty answer.
+    forgotten: an id that the controller no longer knows, or never knew, gives an empty answer instead of an error.
     """
     try:
         process = subprocess.Popen(
@@ -183,7 +183,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *
 
 
 def _communicate(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Standard output and error. A controller that is slow to answer gets more time than a queue that is full."""
+    """Standard output and error. A slow controller gets more time than a full queue."""
     try:
         return process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired as late:
@@ -199,7 +199,7 @@ def _late(command: str, said: str) -> str:
 
 
 def _mistake(command: str, said: str, status: int | None) -> str:
-    """SLURM's own words, and what to do about them."""
+    """SLURM's own message, and the remedy."""
     words = [re.sub(rf"^{command}: (error: )?", "", line) for line in said.splitlines() if line.strip()]
     own = "; ".join(dict.fromkeys(words)) or f"exit status {status}, without a word"
     advice = next((text for pattern, text in ADVICE if re.search(pattern, said, re.IGNORECASE)), None)
@@ -232,10 +232,10 @@ _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
 def _of_the_script(script: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what would make another job of this script.
+    """The environment without variables that would turn this script into another job.
 
-    To sbatch a variable such as SBATCH_PARTITION says more than the script. And in a job of one's own, variables like
-    SLURM_MEM_PER_NODE would be handed on to the new one.
+    For sbatch a variable such as SBATCH_PARTITION overrides the script. Inside another job, variables like
+    SLURM_MEM_PER_NODE would pass on to the new job.
     """
     options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE)
     stated = {"SBATCH_" + _VARIABLES.get(name, name.upper().replace("-", "_")) for name in options}

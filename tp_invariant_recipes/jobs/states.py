@@ -30,7 +30,7 @@ class End:
 
     word:        SLURM's, a verify's verdict, or how the run's last attempt in the job ended.
     exit_status: 0 completed or identical, 1 different, 2 otherwise.
-    settled:     whether nothing more is to be expected of it. Files may be seen later than the end of their job.
+    settled:     whether it can no longer change. Files may become visible after their job's end.
     note:        what else there is to say, such as the reason of a failure.
     """
 
@@ -188,7 +188,7 @@ def _reason(queued: Queued) -> str | None:
 
 
 def _ended(part: JobPart, word: str | None, last: dict[str, Any]) -> End:
-    """Of a run that SLURM has no job of any more. word: SLURM's; last: the last attempt by a job."""
+    """The end of a run whose job SLURM no longer knows. word: SLURM's; last: the last attempt by a job."""
     outcome, note = last.get("outcome"), last.get("why")
     if outcome is None:
         elsewhere = None if last else _elsewhere(part)
@@ -207,7 +207,7 @@ def _status(completed: bool) -> int:
 
 
 def _judged(part: JobPart, word: str | None) -> End:
-    """Of a judge that SLURM has no job of any more, by what it has written."""
+    """The end of a judge whose job SLURM no longer knows, from the files that it wrote."""
     try:
         found = json.loads(MatrixDir(part.directory).result.read_text(encoding="utf-8"))
         return End(found["verdict"], int(found["exit_status"]), True, found["text"])
@@ -221,7 +221,7 @@ def _silent(part: JobPart, words: str) -> str:
 
 
 def _elsewhere(part: JobPart, nodes: Sequence[str] = ()) -> str | None:
-    """Where to look for the files of a job that does not write them here; None: it does."""
+    """The place of a job's files if the job does not write them here; None: it does."""
     try:
         shared = part.run.read_config()["cluster"]["shared_files"]
     except (RunError, KeyError, TypeError):
