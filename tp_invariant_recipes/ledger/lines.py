@@ -33,7 +33,7 @@ class Header:
     """
 
     schema: int = SCHEMA
-    identity: dict  # dotted key → scalar or list, as "model.num_layers": 36, "rng.seed": 1234
+    identity: dict  # dotted key → scalar or list, such as "model.num_layers": 36, "rng.seed": 1234
     numerics: dict = field(default_factory=dict)  # mode, virtual shards …
     layout: dict = field(default_factory=dict)  # tp, pp, dp …
     versions: dict = field(default_factory=dict)
