@@ -26,7 +26,7 @@ _COARSE = (FIELD, *DIGESTED)
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """A differing parameter: the first step of its gradient and of its weight (None: no step), and how many differ."""
+    """A differing parameter: first step of its gradient and its weight (None: no step), number of differing steps."""
 
     name: str
     gradient: int | None
