@@ -44,4 +44,4 @@ def doctor(as_json: Json = False) -> None:
             lines = (f"needed by {patch.versions}", f"without it: {patch.advice}", patch.upstream)
             console.print(Padding("\n".join(line for line in lines if line), (0, 0, 0, 2)))
     if any(finding.state == "missing" for finding in findings):
-        raise typer.Exit(1)
+        raise typer.Exit(2)
