@@ -13,13 +13,16 @@ PACKAGE = ROOT / "tp_invariant_recipes"
 ENDING = re.compile(r"(?<![\w./~<-])((?:[\w.-]+/)+[\w.-]+\.(?:py|md|j2|txt|ya?ml|toml))(?![\w/*])")
 UNDER = re.compile(r"(?<![\w./~-])((?:docs|scripts|conf|slurm|tests)/[\w./-]*[\w/])(?![\w*{])")
 MODULES = sorted(PACKAGE.rglob("*.py"))
-# Of other repositories, of a user's own tree, and what the documents only imagine.
-ELSEWHERE = {"scripts/training/run_recipe.py", "megatron/training/determinism.py", "data/books.yaml"}
+# Of other repositories, of a user's own tree, and what stands for a file.
+ELSEWHERE = re.compile(
+    r"^(?:megatron|peft|scripts/training)/|^(?:cluster/mysite|data/books)\.yaml$|(?:^|/)(?:NAME|PATH)\b"
+)
 
 
 def paths(text: str) -> set[str]:
     """Files of this repository that a text names."""
-    return {path.rstrip(".") for path in (*ENDING.findall(text), *UNDER.findall(text))} - ELSEWHERE
+    found = {path.rstrip(".") for path in (*ENDING.findall(text), *UNDER.findall(text))}
+    return {path for path in found if not ELSEWHERE.search(path)}
 
 
 def exists(path: str, beside: Path) -> bool:
