@@ -14,9 +14,8 @@ ENDING = re.compile(r"(?<![\w./~<-])((?:[\w.-]+/)+[\w.-]+\.(?:py|md|j2|txt|ya?ml
 UNDER = re.compile(r"(?<![\w./~-])((?:docs|scripts|conf|slurm|tests)/[\w./-]*[\w/])(?![\w*{])")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # Of other repositories, of a user's own tree, and what stands for a file.
-ELSEWHERE = re.compile(
-    r"^(?:megatron|peft|scripts/training)/|^(?:cluster/mysite|data/books)\.yaml$|(?:^|/)(?:NAME|PATH)\b"
-)
+FOREIGN = (r"^(?:megatron|peft|scripts/training)/", r"^(?:cluster/mysite|data/books)\.yaml$", r"(?:^|/)(?:NAME|PATH)\b")
+ELSEWHERE = re.compile("|".join(FOREIGN))
 
 
 def paths(text: str) -> set[str]:
