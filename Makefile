@@ -1,4 +1,5 @@
 # `make` lists what there is. Every target first makes sure of .venv, which takes no time when nothing changed.
+# Tests run on JOBS processes, two unless told otherwise.
 
 VENV ?= .venv
 export VENV
@@ -6,32 +7,36 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bootstrap lint types unit slurm gpu lock clean
+.PHONY: help demo test test-all bootstrap lint types slurm-installed slurm gpu lock clean
 
 help: ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
 
 demo: bootstrap ## Train a toy model on this machine at tp=1 and tp=2, stock and invariant, and compare bit by bit
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/demo
 
-test: lint types unit ## Everything that CI runs: lint, types, unit
+test: lint types slurm-installed ## What CI runs: lint, types, all tests but those marked release; ten minutes on two cores
+	$(BIN)/pytest -n $(JOBS) -m "not release"
+
+test-all: lint types slurm-installed ## The same with every test: before a release, and when docs/testing.md says so
+	$(BIN)/pytest -n $(JOBS)
 
 bootstrap: ## Make .venv from the locks
 	@scripts/bootstrap
 
-lint: bootstrap ## ruff, rules and format; shellcheck
+lint: bootstrap ## ruff, rules and format; the order of imports; shellcheck
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/shellcheck $(shell grep -lsE '^#!.*sh$$' scripts/* .ci/*)
 
 types: bootstrap ## mypy
 	$(BIN)/mypy
 
-unit: bootstrap ## pytest on JOBS processes, two unless told otherwise; installs SLURM for it where apt and root can
+slurm-installed: bootstrap
 	@scripts/slurm-cluster install || echo 'so there will be no tests on SLURM' >&2
-	$(BIN)/pytest -n $(JOBS)
 
-slurm: bootstrap ## Only the tests on real SLURM, none skipped (docs/install.md)
+slurm: bootstrap ## All tests on real SLURM and no others, none skipped (docs/install.md)
 	scripts/slurm-cluster install
 	TPI_SLURM_TESTS=required $(BIN)/pytest -n $(JOBS) tests/slurm
 

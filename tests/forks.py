@@ -4,14 +4,16 @@ Importing Megatron-Bridge takes 10 to 20 s, so each worker does it once, and eve
 the same code from `main()` on, in a process of its own that can be killed.
 """
 
+import ctypes
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 
 @dataclass
@@ -80,23 +82,31 @@ class Tpi:
         return list(read(self.folder / run).steps)
 
 
-def _become(folder: Path, arguments: list[str], out: Path, err: Path, before: Callable[[], None] | None) -> None:
-    """Be `tpi` with these arguments, to the end of this process."""
+def _become(folder: Path, arguments: list[str], out: Path, err: Path, before: Callable[[], None] | None) -> NoReturn:
+    """Be `tpi` with these arguments in this folder, to the end of this process."""
+
+    def planted() -> None:
+        os.chdir(folder)
+        os.environ |= {"XDG_CACHE_HOME": str(folder / ".cache"), "XDG_STATE_HOME": str(folder / ".state")}
+        if before:
+            before()
+        main()
+
+    streams = [os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) for file in (out, err)]
+    become(arguments, [0, *streams], planted)
+
+
+def become(arguments: Sequence[str], streams: Sequence[int], main: Callable[[], None]) -> NoReturn:
+    """End this process as `main` ends. streams: what to use as standard input, output and error."""
     status = 70
     try:
-        os.chdir(folder)
-        for descriptor, file in ((1, out), (2, err)):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 -- for the whole process
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        os.environ |= {"XDG_CACHE_HOME": str(folder / ".cache"), "XDG_STATE_HOME": str(folder / ".state")}
         sys.argv = ["tpi", *arguments]
-        if before:
-            before()
-        from tp_invariant_recipes.cli.main import main
-
         main()
         status = 0
     except SystemExit as stop:
@@ -106,3 +116,16 @@ def _become(folder: Path, arguments: list[str], out: Path, err: Path, before: Ca
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def main() -> None:
+    """`tpi`."""
+    from tp_invariant_recipes.cli.main import main
+
+    main()
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that forked it ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

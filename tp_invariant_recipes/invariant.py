@@ -81,13 +81,13 @@ def _device() -> str:
 def _checked_and_initialised(original: Callable[..., None], shards: int) -> Callable[..., None]:
     @wraps(original)
     def __init__(self, *args, **kwargs) -> None:
-        asked = signature(original).bind(self, *args, **kwargs)
-        asked.apply_defaults()
-        config, positions = asked.arguments["config"], asked.arguments["position_embedding_type"]
-        problems = _problems(config, shards, vocab_size=asked.arguments["vocab_size"])
+        call = signature(original).bind(self, *args, **kwargs)
+        call.apply_defaults()
+        config, positions = call.arguments["config"], call.arguments["position_embedding_type"]
+        problems = _problems(config, shards, vocab_size=call.arguments["vocab_size"])
         if positions not in POSITIONS:
             problems.append(f"position_embedding_type={positions}: only {' and '.join(POSITIONS)} are covered")
-        if not asked.arguments["parallel_output"]:
+        if not call.arguments["parallel_output"]:
             problems.append("logits that are gathered have no invariant version; parallel_output=True")
         _refuse(problems)
         original(self, *args, **kwargs)

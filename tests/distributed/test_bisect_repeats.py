@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import contextmanager
 
 import pytest
 
@@ -21,25 +22,23 @@ def gradient_of_fc1(step, tp):
         original = rank.recording
 
         def recording(*args):
-            from megatron.bridge.training.callbacks import Callback
-
+            from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
             from tp_invariant_recipes.training.shards import unwrapped
 
-            class Fault(Callback):
-                """Comes last, so that its optimizer step is outside that of the digests."""
+            class Fault(AroundOptimizerStep):
+                """Comes last of the callbacks, so that it changes the gradient before its digest is taken."""
 
                 def on_train_start(self, context):
-                    self.step = context.optimizer.step
-                    context.optimizer.step = self.wrong
                     self.context = context
 
-                def wrong(self, *args, **kwargs):
+                @contextmanager
+                def around_optimizer_step(self):
                     config = self.context.state.cfg.model
                     now = self.context.state.train_state.step + 1
                     if (now, config.tensor_model_parallel_size) == (step, tp):
                         model = unwrapped(self.context.model[0])
                         model.decoder.layers[1].mlp.linear_fc1.weight.main_grad.neg_()
-                    return self.step(*args, **kwargs)
+                    yield
 
             return [*original(*args), Fault()]
 
@@ -57,7 +56,11 @@ def runs(shared):
 
 
 # What both runs record, the step of the fault, and the step from which they are trained again first.
-SPARSE = (("ledger.digests=0", 2, 0), ("ledger.digests=3 save=2", 2, 0), ("ledger.digests=2 save=2", 3, 2))
+SPARSE = (
+    ("ledger.digests=2 save=2", 3, 2),
+    pytest.param("ledger.digests=3 save=2", 2, 0, marks=pytest.mark.release),
+    pytest.param("ledger.digests=0", 2, 0, marks=pytest.mark.release),
+)
 
 
 @pytest.mark.parametrize("recorded, step, start", SPARSE)
@@ -143,6 +146,7 @@ def test_the_answer_about_a_run_that_does_not_repeat_itself_comes_first(runs):
     assert (result["repeats"], result["module"], result["operation"]) == ([True, False], None, None)
 
 
+@pytest.mark.release
 def test_a_run_that_does_not_repeat_itself_may_still_differ(runs):
     """At another step than it did."""
     found = runs("bisect", "tp1", "tp2", "--dir", "earlier", before=gradient_of_fc1(step=1, tp=2))

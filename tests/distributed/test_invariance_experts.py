@@ -25,15 +25,21 @@ MODELS = {"qwen3_moe_toy": QWEN, "nemotron3_nano_toy": NEMOTRON}
 
 CAPACITY = "model.moe_expert_capacity_factor=1.0 model.moe_pad_expert_input_to_capacity=true"
 
-# Model, what is held fixed -> the layouts that must agree, with digests of all gradients and weights at every step.
-GROUPS = {
-    ("qwen3_moe_toy", "iters=30"): ("tp=1", "tp=2", "tp=4", "tp=4 ep=2"),
-    ("qwen3_moe_toy", "iters=2 dp=2 gbs=4"): ("tp=1", "tp=1 ep=2", "tp=2 ep=4"),
-    ("qwen3_moe_toy", f"iters=2 mbs=2 gbs=4 precision=fp32 {CAPACITY}"): ("tp=1", "tp=4 ep=4"),
-    ("qwen3_moe_toy", "iters=2 pp=2 gbs=2"): ("tp=1", "tp=2"),
-    ("nemotron3_nano_toy", "iters=30"): ("tp=1", "tp=2 ep=2", "tp=4"),
-    ("nemotron3_nano_toy", f"iters=2 dp=2 gbs=4 {CAPACITY}"): ("tp=1 ep=2", "tp=2"),
-}
+# Model, what is held fixed, the layouts that must agree, with digests of all gradients and weights at every step.
+GROUPS = (
+    ("qwen3_moe_toy", "iters=8", ("tp=1", "tp=2", "tp=4 ep=2")),
+    ("qwen3_moe_toy", "iters=2 dp=2 gbs=4", ("tp=1", "tp=2 ep=4")),
+    ("qwen3_moe_toy", f"iters=2 mbs=2 gbs=4 precision=fp32 {CAPACITY}", ("tp=1", "tp=4 ep=4")),
+    ("qwen3_moe_toy", "iters=2 pp=2 gbs=2", ("tp=1", "tp=2")),
+    ("nemotron3_nano_toy", "iters=8", ("tp=1", "tp=2 ep=2")),
+    ("nemotron3_nano_toy", f"iters=2 dp=2 gbs=4 {CAPACITY}", ("tp=1 ep=2", "tp=2")),
+)
+LONGER = (
+    ("qwen3_moe_toy", "iters=30", ("tp=1", "tp=2", "tp=4", "tp=4 ep=2")),
+    ("qwen3_moe_toy", "iters=2 dp=2 gbs=4", ("tp=1", "tp=1 ep=2", "tp=2 ep=4")),
+    ("nemotron3_nano_toy", "iters=30", ("tp=1", "tp=2 ep=2", "tp=4")),
+)
+ROWS = (*GROUPS, *(pytest.param(*row, marks=pytest.mark.release) for row in LONGER))
 
 
 def small(model):
@@ -47,9 +53,8 @@ def _train(tpi, model, fixed, layout, run, **before):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("model, fixed", GROUPS)
-def test_one_ledger_for_all_layouts(tpi, model, fixed):
-    layouts = GROUPS[model, fixed]
+@pytest.mark.parametrize("model, fixed, layouts", ROWS)
+def test_one_ledger_for_all_layouts(tpi, model, fixed, layouts):
     first, *others = [
         _train(tpi, model, f"numerics=tree {fixed}", layout, f"run-{n}") for n, layout in enumerate(layouts)
     ]

@@ -11,7 +11,7 @@ import yaml
 from tp_invariant_recipes.ledger.bits import bits_float
 
 # What trains on a CPU besides one rank: each row a layout, as typed. Others train in test_digests.py.
-LAYOUTS = ("tp=8", "tp=2 dp=2 mbs=2", "tp=2 precision=fp32")
+LAYOUTS = ("tp=2 dp=2 mbs=2 precision=fp32", pytest.param("tp=8", marks=pytest.mark.release))
 
 TEXT = ("seq=64", "gbs=1", "data=text")
 
@@ -107,7 +107,7 @@ def test_every_layout_trains(tpi, layout):
     assert math.isfinite(summary["loss"])
 
 
-@pytest.mark.parametrize("layout", ("tp=2", "dp=2 ep=2 gbs=2"))
+@pytest.mark.parametrize("layout", ("dp=2 ep=2 gbs=2", pytest.param("tp=2", marks=pytest.mark.release)))
 def test_mixture_of_experts_trains(tpi, layout):
     done = tpi("train", *SMALL_MOE.split(), "iters=2", *layout.split(), "run.dir=run", "--json")
     assert done.status == 0, done.stderr

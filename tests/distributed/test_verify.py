@@ -107,10 +107,10 @@ def _kill_a_rank_of_tp_2() -> None:
 
     train = rank.train
 
-    def fail(run_dir, seat):
-        if run_dir.path.name == "tp2" and seat.rank == 1:
+    def fail(run_dir, rank_info):
+        if run_dir.path.name == "tp2" and rank_info.rank == 1:
             raise RuntimeError("planted")
-        train(run_dir, seat)
+        train(run_dir, rank_info)
 
     rank.train = fail
 

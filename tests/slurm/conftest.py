@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm import server
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm-cluster"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before any test module imports torch, as in tests/distributed
@@ -34,10 +36,13 @@ class Cluster:
 
     def run(self, *command: object) -> str:
         """A command of SLURM's: `cluster.run("sbatch", "--parsable", script)`. Its standard output."""
-        words = [str(word) for word in command]
-        ended = subprocess.run(words, capture_output=True, text=True)
-        assert ended.returncode == 0, f"{words} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}"
+        ended = self.ended(*command)
+        assert ended.returncode == 0, f"{ended.args} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}"
         return ended.stdout.strip()
+
+    def ended(self, *command: object) -> subprocess.CompletedProcess[str]:
+        """A command of SLURM's, however it ends."""
+        return subprocess.run([str(word) for word in command], capture_output=True, text=True)
 
     def job(self, job: str) -> dict[str, str]:
         """What SLURM knows of a job, or of an array's cell ("12_3"): JobState, Restarts, NodeList, StartTime, …"""
@@ -100,6 +105,13 @@ def start_cluster(
     finally:
         for folder in folders:
             _script("stop", folder)
+
+
+@pytest.fixture(scope="session")
+def python_on_nodes(bridge: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Stands for the interpreter on nodes: forks of this worker instead of imports (tests/slurm/server.py)."""
+    with server.serving(tmp_path_factory.mktemp("python")) as executable:
+        yield executable
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ def test_nodes_are_hosts_of_their_own(cluster) -> None:
     assert not list(private.iterdir())
 
 
+@pytest.mark.release  # in `make test` a run loses a node: test_submitted_jobs.py
 def test_jobs_of_a_lost_node_start_again_elsewhere_and_its_processes_go_on_until_it_is_back(
     cluster, stay: Path, tmp_path: Path
 ) -> None:

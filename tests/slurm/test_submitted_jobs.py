@@ -12,23 +12,24 @@ import pytest
 
 from tp_invariant_recipes.runs import checkpoints
 
-# Every try of a job imports Megatron-Bridge on every node, several at once: on a busy machine that takes minutes.
-pytestmark = pytest.mark.timeout(1200)
-
 # Long enough to be caught at work, short enough to be waited for.
 RUN = ("qwen3_toy", "tp=2", "seq=32", "gbs=2", "model.num_layers=1", "iters=100", "save=10", "ledger.digests=10")
-SITE = f"""
-cluster: {{gpus_per_node: 0, ranks_per_node: 2, python: {sys.executable}}}
+SITE = """
+cluster: {{gpus_per_node: 0, ranks_per_node: 2, python: {python}}}
 slurm: {{time: "10"}}
 """
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> str:
-    """The throw-away cluster as a file for `--cluster-file`."""
-    file = tmp_path / "throwaway.yaml"
-    file.write_text("# @package _global_\n" + SITE)
+def cluster_file(folder: Path, python: Path | str) -> str:
+    file = folder / "throwaway.yaml"
+    file.write_text("# @package _global_\n" + SITE.format(python=python))
     return f"--cluster-file={file}"
+
+
+@pytest.fixture
+def site(tmp_path: Path, python_on_nodes: Path) -> str:
+    """The throw-away cluster as a file for `--cluster-file`."""
+    return cluster_file(tmp_path, python_on_nodes)
 
 
 @pytest.fixture
@@ -170,7 +171,10 @@ def test_nodes_that_share_no_files_bring_theirs_to_the_first(tpi, cluster, submi
     assert on("n2", "ls", f"{private}/logs").split() == ["bridge.log", "rank-1.log"]
 
 
-def test_a_run_inside_an_allocation(tpi, cluster, site) -> None:
+@pytest.mark.parametrize("interpreter", ("fork", pytest.param("python", marks=pytest.mark.release)))
+def test_a_run_inside_an_allocation(tpi, cluster, tmp_path: Path, python_on_nodes: Path, interpreter: str) -> None:
+    """With "python" the node starts the interpreter itself, as a user's does: nothing is shared with this process."""
+    site = cluster_file(tmp_path, {"fork": python_on_nodes, "python": sys.executable}[interpreter])
     words = ["train", "qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=5", "run.dir=run", site]
     salloc = ["salloc", "--nodes=1", sys.executable, "-m", "tp_invariant_recipes", *words, "--launcher=slurm"]
     ended = subprocess.run(salloc, cwd=tpi.folder, capture_output=True, text=True)
@@ -192,6 +196,7 @@ def test_what_slurm_would_refuse_is_said_before_anything_is_written(tpi, cluster
     assert not (tpi.folder / "run").exists()
 
 
+@pytest.mark.release  # in `make test` tests/unit/test_slurm_client.py: a program that answers as sbatch does
 def test_a_full_queue_a_controller_that_is_away_and_no_slurm_are_said(tpi, start_cluster, site) -> None:
     cluster = start_cluster(nodes=1, jobs=1)
     cluster.run("sbatch", "--hold", "--output=/dev/null", "--wrap=true")

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.compare import norm_ratios
-from tp_invariant_recipes.compare.norm_ratios import MARGIN, Norms, deviation, judge, same
-from tp_invariant_recipes.compare.parameter_groups import GROUPS, group_of, in_order
+from tp_invariant_recipes.compare.norm_ratios import MARGIN, Norms, deviation, judge_ratios, same
+from tp_invariant_recipes.compare.parameter_groups import GROUPS, groups_in_order, parameter_group
 from tp_invariant_recipes.errors import RunError
 
 FC1 = "decoder.layers.{}.mlp.experts.{}.linear_fc1.weight"
@@ -32,7 +32,7 @@ ROUNDED = training(**{f"{name}@{step}": 1.001 for name in ALL for step in (3, 4)
 
 
 def states(second: list[Norms], rounded: list[Norms] | None = ROUNDED) -> dict[str, str]:
-    judged = judge(training(), second, rounded, counts_from=3)
+    judged = judge_ratios(training(), second, rounded, counts_from=3)
     return {group.name: group.state for group in judged.groups}
 
 
@@ -46,7 +46,7 @@ def test_the_same_numbers_are_equal_and_need_no_third_training():
 @pytest.mark.parametrize("step", (3, 4))
 def test_one_expert_at_one_step_beyond_rounding_is_found(factor, step):
     name = NAMES[2]
-    judged = judge(training(), training(**{f"{name}@{step}": factor}), ROUNDED, counts_from=3)
+    judged = judge_ratios(training(), training(**{f"{name}@{step}": factor}), ROUNDED, counts_from=3)
     (group,) = judged.different
     assert (group.name, group.parameters) == ("experts", 4)
     assert (group.worst.name, group.worst.step, group.since) == (name, step, step)
@@ -71,7 +71,7 @@ def test_a_group_may_move_as_far_as_rounding_moves_it_and_no_further():
 def test_what_rounding_does_later_excuses_nothing_before():
     apart = training(**{f"{name}@3": 1.001 for name in ALL} | {f"{name}@4": 1.2 for name in ALL})
     both = training(**{f"{ROUTER}@3": 1.1, f"{ROUTER}@4": 1.3, f"{EMBEDDING}@4": 1.3})
-    judged = judge(training(), both, apart, counts_from=3)
+    judged = judge_ratios(training(), both, apart, counts_from=3)
     (router,) = judged.different
     assert (router.name, router.since, router.worst.step) == ("router", 3, 3)  # further at 4, but less beyond rounding
     assert states(both, apart)["embedding"] == "rounding"
@@ -79,7 +79,7 @@ def test_what_rounding_does_later_excuses_nothing_before():
 
 def test_each_group_has_the_step_from_which_on_it_differs():
     second = training(**{f"{NAMES[0]}@3": 0.4, f"{NAMES[0]}@4": 0.4, f"{ROUTER}@4": 1.1})
-    since = {group.name: group.since for group in judge(training(), second, ROUNDED, counts_from=3).groups}
+    since = {group.name: group.since for group in judge_ratios(training(), second, ROUNDED, counts_from=3).groups}
     assert since == {"experts": 3, "router": 4, "embedding": None}
 
 
@@ -90,16 +90,16 @@ def test_a_single_parameter_that_rounding_left_alone_by_chance_may_move_as_the_o
 
 def test_steps_before_those_that_count_are_no_difference_but_show_what_does_not_repeat():
     second = training(**{f"{EMBEDDING}@1": 1.2, f"{EMBEDDING}@4": 1.3})
-    judged = judge(training(), second, ROUNDED, counts_from=3)
+    judged = judge_ratios(training(), second, ROUNDED, counts_from=3)
     assert not judged.repeats
     assert judged.different == ()
-    assert judge(training(), training(), ROUNDED, counts_from=3).repeats
+    assert judge_ratios(training(), training(), ROUNDED, counts_from=3).repeats
     assert states(training(**{f"{EMBEDDING}@4": 1.3}))["embedding"] == "different"
 
 
 def test_a_gradient_that_is_gone_or_no_number_differs_whatever_rounding_does():
     for factor in (0.0, math.nan, math.inf):
-        judged = judge(training(), training(**{f"{ROUTER}@3": factor}), ROUNDED, counts_from=3)
+        judged = judge_ratios(training(), training(**{f"{ROUTER}@3": factor}), ROUNDED, counts_from=3)
         (group,) = judged.different
         assert (group.name, group.worst.ratio, group.worst.deviation) == ("router", None, math.inf)
         assert group.low is None
@@ -109,20 +109,20 @@ def test_gradients_that_are_0_in_both_are_equal():
     gone = training(**{f"{name}@{step}": 0.0 for name in NAMES for step in (1, 2, 3, 4)})
     rounded = training(**{f"{n}@{s}": 0.0 if n in NAMES else 1.01 for n in ALL for s in (3, 4)})
     rounded = [*gone[:2], *rounded[2:]]
-    judged = judge(gone, gone, rounded, counts_from=3)
+    judged = judge_ratios(gone, gone, rounded, counts_from=3)
     experts = judged.groups[0]
     assert (experts.name, experts.state, experts.first) == ("experts", "equal", 0.0)
 
 
 def test_what_cannot_be_judged_is_an_error():
     with pytest.raises(RunError, match="changed no gradient"):
-        judge(training(), training(**{f"{ROUTER}@3": 2.0}), training(), counts_from=3)
+        judge_ratios(training(), training(**{f"{ROUTER}@3": 2.0}), training(), counts_from=3)
     with pytest.raises(RunError, match=f"takes the gradient of {ROUTER}"):
-        judge(training(), training(), training(**{f"{ROUTER}@3": 0.0, f"{EMBEDDING}@3": 1.1}), counts_from=3)
+        judge_ratios(training(), training(), training(**{f"{ROUTER}@3": 0.0, f"{EMBEDDING}@3": 1.1}), counts_from=3)
     fewer = [Norms(one.step, 0, {k: v for k, v in one.norms.items() if k != ROUTER}) for one in training()]
     for second in (training(3), fewer, []):
         with pytest.raises(RunError, match="other steps or parameters"):
-            judge(training(), second, None, counts_from=1)
+            judge_ratios(training(), second, None, counts_from=1)
 
 
 @given(st.floats(1e-30, 1e30), st.floats(1e-30, 1e30))
@@ -133,7 +133,7 @@ def test_a_deviation_is_the_same_both_ways_and_that_of_the_ratio(a, b):
 
 
 def test_a_norm_of_a_group_is_that_of_all_its_parameters_in_the_mean_step():
-    (experts, *_) = judge(training(), training(), None, counts_from=3).groups
+    (experts, *_) = judge_ratios(training(), training(), None, counts_from=3).groups
     squares = sum((step * (1 + n)) ** 2 for step in (3, 4) for n in range(4))
     assert experts.first == experts.second == pytest.approx(math.sqrt(squares / 2))
 
@@ -163,14 +163,14 @@ NAMED = (
 
 @pytest.mark.parametrize("name, group", NAMED)
 def test_a_parameter_belongs_to_what_it_is_for(name, group):
-    assert group_of(name) == group
+    assert parameter_group(name) == group
 
 
 def test_every_group_is_tried_and_has_its_place():
     groups = {group for _, group in NAMED}
     assert {group.name for group in GROUPS} | {"other"} == groups
-    assert sorted(in_order(groups)) == sorted(groups)
-    assert in_order({"norms", "experts", "other"}) == ["experts", "norms", "other"]
+    assert sorted(groups_in_order(groups)) == sorted(groups)
+    assert groups_in_order({"norms", "experts", "other"}) == ["experts", "norms", "other"]
 
 
 def test_the_margin_stays_below_what_a_lost_micro_batch_changes():

@@ -1,12 +1,14 @@
 """`tpi show`, `tpi models`, `tpi doctor`: for people on a terminal and, with --json, for machines."""
 
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
 
 from tp_invariant_recipes.cli.doctor import MARKS
-from tp_invariant_recipes.config import source
+from tp_invariant_recipes.config import describe, source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
@@ -15,6 +17,7 @@ from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 from tp_invariant_recipes.replacement import Replacement
 from tp_invariant_recipes.workflows import doctor
 
+ROOT = Path(__file__).resolve().parents[2]
 H200 = Gpu("NVIDIA H200", (9, 0), 139 * 2**30)
 
 
@@ -90,7 +93,7 @@ def machine(monkeypatch):
     )
 
     def make(found=(), versions=None):
-        proven = {r.distribution: r.proven for r in doctor.REQUIREMENTS}
+        proven = doctor.proven()
         monkeypatch.setattr(registry, "PATCHES", patches)
         monkeypatch.setattr(gpus, "visible", lambda: list(found))
         monkeypatch.setattr(doctor, "installed", (proven | (versions or {})).get)
@@ -119,7 +122,7 @@ def test_doctor_as_json(cli, machine):
     for state in ("applies", "not needed", "refused"):
         assert found[f"patch {state.replace(' ', '-')}"] == state
     assert {"Python", "C compiler", "free disk here"} < found.keys()
-    assert {r.distribution for r in doctor.REQUIREMENTS} < found.keys()
+    assert {needed.distribution for needed in doctor.NEEDED} < found.keys()
     assert {what for what, state in states(ended).items() if state != "ok"} == {"patch refused"}
     (applies,) = (row for row in rows if row["what"] == "patch applies")
     assert (applies["reason"], applies["versions"], applies["advice"]) == ("package 1.9", "package <2", "joins")
@@ -146,14 +149,14 @@ def test_doctor_of_a_machine_without_gpus_misses_nothing_that_needs_one(cli, mac
 def test_doctor_of_a_machine_with_gpus_does(cli, machine):
     machine([H200], versions={"transformer-engine": None})
     ended = cli("doctor", "--json")
-    assert ended.status == 1
+    assert ended.status == 2
     assert states(ended)["transformer-engine"] == "missing"
 
 
 def test_doctor_names_what_is_missing_and_how_to_get_it(cli, machine):
     machine(versions={"torch": None})
     ended = cli("doctor")
-    assert ended.status == 1
+    assert ended.status == 2
     assert "missing" in ended.out
     assert "scripts/lock" in ended.out
 
@@ -169,5 +172,36 @@ def test_a_version_nobody_has_tried_is_said_so_and_no_reason_to_fail(cli, machin
 def test_doctor_without_megatron_says_nothing_of_patches(cli, machine):
     machine(versions={"megatron-core": None})
     ended = cli("doctor", "--json")
-    assert ended.status == 1
+    assert ended.status == 2
     assert not any(what.startswith("patch") for what in states(ended))
+
+
+def test_doctor_knows_the_versions_of_pyproject():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    pins = {extra: dict(line.split("==") for line in extras[extra]) for extra in ("megatron", "gpu")}
+    assert doctor.proven() == pins["megatron"] | pins["gpu"]
+    for needed in doctor.NEEDED:
+        assert needed.distribution in pins["gpu" if needed.gpu_only else "megatron"]
+
+
+def test_doctor_without_its_own_metadata_takes_no_version_as_proven(cli, machine, monkeypatch):
+    machine()
+    monkeypatch.setattr(doctor, "proven", dict)
+    ended = cli("doctor", "--json")
+    assert ended.status == 0
+    assert states(ended)["torch"] == "other"
+
+
+def test_doctor_and_the_docs_name_the_same_needs_and_models(cli, machine):
+    machine(versions={"transformer-engine": None})
+    advice = {row["what"]: row["advice"] for row in json.loads(cli("doctor", "--json").out)}
+    text = " ".join((ROOT / "docs/install.md").read_text().replace("`", "").split())
+    trained = [row["model"] for row in describe.models() if row["cpu"]]
+    toys = [model for model in source.groups()["model"] if model.endswith("_toy")]
+    assert set(toys) <= set(trained)
+    for words in toys:
+        assert words in advice["GPUs"]
+        assert words in text
+    for words in doctor.GPU_NEEDS:
+        assert words in advice["transformer-engine"]
+        assert words in text

@@ -182,15 +182,18 @@ def test_full_disk(tmp_path, folder, document_bytes):
 def test_full_disk_at_every_wait_for_it(tmp_path, folder, monkeypatch, code, step):
     """As some file systems report it: only when the bytes go out."""
     calls = iter(range(10**6))
-    real = files._sync
 
-    def sync(path):
-        if next(calls) == step:
-            raise OSError(code, os.strerror(code))
-        real(path)
+    def failing(sync):
+        def function(path):
+            if next(calls) == step:
+                raise OSError(code, os.strerror(code))
+            sync(path)
+
+        return function
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_sync", sync)
+        for name in ("_sync", "sync_folder"):
+            patch.setattr(files, name, failing(getattr(files, name)))
         with pytest.raises(DataError, match="the disk is full"):
             prepare(folder, tmp_path / "out")
     assert not (tmp_path / "out.idx").exists() or load(tmp_path / "out", verify=True)

@@ -187,7 +187,7 @@ def _edit(path: Path, change) -> None:
 
 BAD = {
     "missing": ({}, "in: No such file"),
-    "nothing that counts": ({"a__png": b"x"}, "no file to read; files count when they end in .txt"),
+    "nothing that counts": ({"a__png": b"x"}, "no file to read; known suffixes are .txt"),
     "empty": ({"a__txt": "", "b__jsonl": '\n{"text": ""}\n'}, "every document is empty"),
     "not UTF-8": ({"a__txt": b"ab\xffc"}, "a.txt: not UTF-8 at byte 2"),
     "cut-off UTF-8": ({"a__txt": "é".encode()[:1]}, "a.txt: not UTF-8 at byte 0"),
@@ -306,7 +306,7 @@ def test_load_finds_damage(tmp_path):
     prefix = prepare(write(tmp_path / "in", a__txt="abc"), tmp_path / "out").prefix
     (tmp_path / "out.bin").write_bytes(b"\0" * 8)
     load(prefix)  # the size is right
-    with pytest.raises(DataError, match="other content"):
+    with pytest.raises(DataError, match="changed after it was prepared"):
         load(prefix, verify=True)
     (tmp_path / "out.bin").write_bytes(b"\0" * 6)
     with pytest.raises(DataError, match="6 bytes instead of 8"):
@@ -316,7 +316,7 @@ def test_load_finds_damage(tmp_path):
         ("{", "cannot read"),
         ("[]", "schema version None"),
         (json.dumps(metadata | {"schema_version": 99}), "schema version 99"),
-        (json.dumps(metadata | {"tokens": "many"}), "lacks a proper tokens"),
+        (json.dumps(metadata | {"tokens": "many"}), "lacks a valid tokens"),
     ):
         (tmp_path / "out.json").write_text(text)
         with pytest.raises(DataError, match=message):
@@ -360,12 +360,12 @@ def test_ensure_prepared_with_dataset_beside_its_folder(tmp_path):
 
 
 def test_ensure_prepared_of_nothing(tmp_path):
-    with pytest.raises(DataError, match="no such file or folder of text, and no prepared dataset"):
+    with pytest.raises(DataError, match="no file or folder of text and no prepared dataset has this name"):
         ensure_prepared(tmp_path / "typo.txt", tmp_path / "cache")
 
 
 def test_tokenizer_must_be_byte_or_a_folder(tmp_path):
-    with pytest.raises(DataError, match="nothing is downloaded"):
+    with pytest.raises(DataError, match="tpi downloads nothing"):
         prepare(write(tmp_path / "in", a__txt="abc"), tmp_path / "out", tokenizer="Qwen/Qwen3-8B")
 
 

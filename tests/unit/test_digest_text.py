@@ -6,6 +6,7 @@ import pytest
 
 from tp_invariant_recipes.ledger.digests import (
     check_digest,
+    digest_texts,
     group_digests,
     group_of,
     in_order,
@@ -27,6 +28,17 @@ def test_a_digest_is_its_start_and_its_lanes_modulo_two_to_the_64():
     text = tensor_digest((-5, 1 << 63), "float32", (3,))
     assert int(text[:16], 16) == (start[0] - 5) % 2**64
     assert int(text[16:], 16) == (start[1] + 2**63) % 2**64
+
+
+def test_digests_side_by_side_have_the_texts_that_each_has_alone():
+    """As callbacks have them, of all parameters at once."""
+    cases = (((1, 2), "float32", (3,)), ((-1, 1 << 63), "bfloat16", (4, 2)), ((0, 0), "float32", ()))
+    sums = b""
+    for lanes, dtype, shape in cases:
+        for start, lane in zip(start_lanes(dtype, shape), lanes, strict=True):
+            sums += ((start + lane) % 2**64).to_bytes(8, "big")
+    assert digest_texts(sums) == [tensor_digest(*case) for case in cases]
+    assert digest_texts(b"") == []
 
 
 @pytest.mark.parametrize("text", (None, "", "0" * 31, "0" * 33, "G" * 32, "A" * 32, 5))

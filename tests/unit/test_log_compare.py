@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tp_invariant_recipes.cli.compare import compare as compare_command
-from tp_invariant_recipes.compare.log_compare import Likeness, alike, compare_printed, line, remarks
+from tp_invariant_recipes.compare.log_compare import LogVerdict, alike, compare_printed, line, remarks
 from tp_invariant_recipes.compare.log_parser import Log, digits, parse_log, read_log
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.reader import Ledger
@@ -79,7 +79,7 @@ def test_a_line_is_read_whatever_stands_before_it():
 
 def test_logs_that_print_the_same_say_how_little_it_proves():
     result = compare_printed(A, log("b.log", ms=200.0))
-    assert (result.verdict, result.exit_status, result.steps_compared) == (Likeness.SAME, 0, 5)
+    assert (result.verdict, result.exit_status, result.steps_compared) == (LogVerdict.SAME, 0, 5)
     said = line(result)
     assert said.startswith("the same as printed: 5 steps, consumed samples, global batch size, lm loss to 7 digits, ")
     assert "grad norm to 4 digits" in said
@@ -88,7 +88,7 @@ def test_logs_that_print_the_same_say_how_little_it_proves():
 
 
 def test_digits_below_the_printed_ones_are_not_seen():
-    assert compare_printed(A, log("b.log", norm=1.2501)).verdict is Likeness.SAME
+    assert compare_printed(A, log("b.log", norm=1.2501)).verdict is LogVerdict.SAME
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_digits_below_the_printed_ones_are_not_seen():
 )
 def test_a_difference_is_found_and_named(changes, name, values):
     result = compare_printed(A, log("b.log", **changes))
-    assert (result.verdict, result.exit_status, result.steps_differing) == (Likeness.DIFFERENT, 1, 1)
+    assert (result.verdict, result.exit_status, result.steps_differing) == (LogVerdict.DIFFERENT, 1, 1)
     assert (result.first.step, result.first.name, (result.first.a, result.first.b)) == (3, name, values)
     shown = " vs ".join(value or "not printed" for value in values)
     assert line(result) == f"different as printed at step 3: {name} {shown}; 1 of 5 steps differ"
@@ -114,14 +114,14 @@ def test_a_difference_is_found_and_named(changes, name, values):
 
 def test_both_not_a_number():
     nan = dict(loss=float("nan"), norm=float("nan"))
-    assert compare_printed(log("a", **nan), log("b", **nan)).verdict is Likeness.SAME
+    assert compare_printed(log("a", **nan), log("b", **nan)).verdict is LogVerdict.SAME
 
 
 def test_a_restart_in_one_log_counts_from_its_later_lines():
     before = text(range(1, 5), loss=9.0)
     again = parse_log(Path("b.log"), before + text(range(3, 6)))
     result = compare_printed(A, again)
-    assert result.verdict is Likeness.SAME
+    assert result.verdict is LogVerdict.SAME
     assert "b.log: starts again at iteration 3 after iteration 4; the later lines count." in remarks(result)
     dropped = parse_log(Path("b.log"), text() + text((3,)))
     assert list(dropped.iterations) == [1, 2, 3]
@@ -139,7 +139,7 @@ def test_a_line_that_is_cut_is_left_out_and_said():
 
 def test_no_common_iteration_or_number_is_not_comparable():
     result = compare_printed(log("a", (1, 2)), log("b", (3, 4)))
-    assert (result.verdict, result.exit_status) == (Likeness.NOT_COMPARABLE, 2)
+    assert (result.verdict, result.exit_status) == (LogVerdict.NOT_COMPARABLE, 2)
     assert line(result) == "not comparable: no iteration that both print in a and b"
     counts = parse_log(Path("c"), " iteration 1/ 5 | consumed samples: 4 |\n")
     assert line(compare_printed(A, counts)) == "not comparable: no number that both print in a.log and c"
@@ -148,7 +148,7 @@ def test_no_common_iteration_or_number_is_not_comparable():
 def test_fields_of_one_log_alone_are_said():
     more = parse_log(Path("b.log"), text().replace(" loss scale", " load_balancing_loss: 1.847725E+00 | loss scale"))
     result = compare_printed(A, more)
-    assert (result.verdict, result.only_b) == (Likeness.SAME, ("load_balancing_loss",))
+    assert (result.verdict, result.only_b) == (LogVerdict.SAME, ("load_balancing_loss",))
     assert "Only b.log has load_balancing_loss: not compared." in remarks(result)
     other = parse_log(Path("c.log"), text().replace(" loss scale", " load_balancing_loss: 1.847726E+00 | loss scale"))
     assert compare_printed(more, other).first.name == "load_balancing_loss"
@@ -199,7 +199,7 @@ def test_digits(number, count):
 def test_a_ledger_is_printed_as_the_log_prints(turned):
     pair = (ledger(), A)[:: -1 if turned else 1]
     result = compare_printed(*pair)
-    assert (result.verdict, result.steps_compared) == (Likeness.SAME, 5)
+    assert (result.verdict, result.steps_compared) == (LogVerdict.SAME, 5)
     assert result.digits == {"consumed samples": None, "lm loss": 7, "grad norm": 4, "learning rate": 7}
     assert any("Only a.log has global batch size, " in sentence for sentence in remarks(result))
 
@@ -221,23 +221,23 @@ def test_a_difference_from_a_ledger(changes, name):
 def test_the_printed_learning_rate_is_the_next_steps():
     result = compare_printed(ledger(at=4, learning_rate=float_bits(1e-4, 64)), A)
     assert (result.first.step, result.first.name, result.first.a) == (3, "learning rate", "1.000000E-04")
-    assert compare_printed(ledger(at=1, learning_rate=float_bits(1e-4, 64)), A).verdict is Likeness.SAME
+    assert compare_printed(ledger(at=1, learning_rate=float_bits(1e-4, 64)), A).verdict is LogVerdict.SAME
 
 
 def test_a_loss_that_is_no_number_is_not_printed():
-    assert compare_printed(ledger(loss="f32:7fc00000"), log("a.log", loss=float("nan"))).verdict is Likeness.SAME
+    assert compare_printed(ledger(loss="f32:7fc00000"), log("a.log", loss=float("nan"))).verdict is LogVerdict.SAME
 
 
 @pytest.mark.parametrize("recorded", ({}, {"loss": None, "grad_norm": None}))
 def test_a_skipped_step_prints_no_loss_of_its_own(recorded):
     gone = ledger(skipped=True, **recorded)
-    assert compare_printed(gone, log("a.log", loss=0.0)).verdict is Likeness.SAME
+    assert compare_printed(gone, log("a.log", loss=0.0)).verdict is LogVerdict.SAME
 
 
 def test_a_mean_over_several_steps_is_not_compared_with_a_ledger():
     every_second = log("a.log", (2, 4), loss=9.0, at=4)
     result = compare_printed(ledger(), every_second)
-    assert result.verdict is Likeness.SAME
+    assert result.verdict is LogVerdict.SAME
     assert "lm loss" not in result.digits
     assert "The lm loss of the log is a mean over several steps: not compared." in remarks(result)
     assert compare_printed(log("b.log", (2, 4)), every_second).first.name == "lm loss"

@@ -151,6 +151,4 @@ def test_a_patch_that_cannot_be_applied_is_said_with_all_else(machine, tmp_path)
     machine()
     found = problems(tmp_path, "qwen3_8b", "patches.off=[core-save]")
     assert found[0].startswith("device=gpu, but this machine shows no GPU")
-    assert any(
-        line.startswith("patches.off=core-save: there is no such patch; there are: core-save-") for line in found
-    )
+    assert any(line.startswith("patches.off=core-save: no such patch; the patches are core-save-") for line in found)

@@ -17,10 +17,10 @@ class Closed:
 
 def test_a_rank_does_nothing_before_all_have_started(monkeypatch, tmp_path):
     """One that met the launcher's store while others are forked could leave them a lock that nobody unlocks."""
-    monkeypatch.setattr(rank, "_leave_with_the_launcher", lambda: None)
+    monkeypatch.setattr(rank, "_die_with_launcher", lambda: None)
     monkeypatch.delenv("MASTER_PORT", raising=False)
-    seat = rank.RankInfo(0, 0, 1, 1, "127.0.0.1", (1,))
+    rank_info = rank.RankInfo(0, 0, 1, 1, "127.0.0.1", (1,))
     with pytest.raises(TimeoutError):
-        rank.main(0, str(tmp_path), [seat], lambda *_: sys.exit("started"), Closed())
+        rank.main(0, str(tmp_path), [rank_info], lambda *_: sys.exit("started"), Closed())
     assert "MASTER_PORT" not in os.environ
     assert list(tmp_path.iterdir()) == []

@@ -84,7 +84,7 @@ def test_only_tries_since_the_last_progress_count(before, start, count):
 
 
 @pytest.mark.parametrize(
-    "stop, asked, resumable",
+    "stop, signals, resumable",
     (
         (Stop(), 0, False),
         (Stop(requeue=True), 1, True),
@@ -93,16 +93,16 @@ def test_only_tries_since_the_last_progress_count(before, start, count):
         (Stop(requests=2, requeue=True), 2, False),
     ),
 )
-def test_a_request_to_stop_wins_over_one_to_go_on_elsewhere(stop, asked, resumable):
-    assert (stop.asked, stop.resumable) == (asked, resumable)
+def test_a_request_to_stop_wins_over_one_to_go_on_elsewhere(stop, signals, resumable):
+    assert (stop.signals, stop.resumable) == (signals, resumable)
 
 
 class Board:
-    """A meeting of two nodes in this process."""
+    """A rendezvous of two nodes in this process."""
 
     def __init__(self, number: int, words: dict[str, bytes]) -> None:
         self.words = words
-        self.place = rendezvous.node_info(STEP | {"SLURM_PROCID": str(number)})
+        self.node = rendezvous.node_info(STEP | {"SLURM_PROCID": str(number)})
 
     def send(self, key: str, data: bytes) -> None:
         self.words[key] = data

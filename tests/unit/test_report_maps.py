@@ -137,7 +137,7 @@ def test_one_difference_among_thousands_of_parameters_is_seen(layers, experts):
     expected = np.full((len(found.rows), 2), CellState.IDENTICAL)
     expected[row, 1] = CellState.SOME_DIFFER
     assert (found.states == expected).all()
-    assert in_words(found).startswith(f"1 of {2 * len(names):,} digests of gradients differ: those of 1 of ")
+    assert in_words(found).startswith(f"1 of {2 * len(names):,} digests of gradients differ. They belong to 1 of ")
 
 
 def test_steps_at_which_one_run_alone_has_digests_are_left_out():

@@ -101,7 +101,10 @@ def test_a_different_pair(html):
     assert "tp1 compared with tp2" in read.text
     assert "B tp2 : different at step 4: loss" in read.text
     assert "the loss differs at 3 of 6 steps, by at most 65,536 ULP" in read.text
-    assert "3 of 18 digests of gradients differ: those of 1 of 3 parameters, at 3 of 6 steps, the first" in read.text
+    assert (
+        "3 of 18 digests of gradients differ. They belong to 1 of 3 parameters and 3 of 6 steps, first step"
+        in read.text
+    )
     assert "3 of 18 digests of weights differ" in read.text
     assert "weight differs from step at steps decoder.layers.1.$x$<b>.weight 4 4 3" in read.text
     assert re.search(r"layout\.tp</th>\s*<td>1</td><td><mark>2</mark></td>", html)
@@ -113,7 +116,7 @@ def test_a_different_pair(html):
 def test_an_identical_pair(tmp_path):
     read = Reader(html_of(write(tmp_path / "tp1"), write(tmp_path / "tp2")))
     assert "B tp2 : identical: 6 steps, loss, gradient norm" in read.text
-    assert "Losses and gradient norms of all steps that were compared are equal: distance 0." in read.text
+    assert "Losses and gradient norms are equal at all compared steps: distance 0." in read.text
     assert "All 18 digests of gradients that both runs recorded are identical." in read.text
     assert "Parameters that differ" not in read.text
     assert "All fields are equal." in read.text
@@ -130,13 +133,13 @@ def test_runs_that_are_not_comparable(tmp_path):
 
 def test_one_run_alone(tmp_path):
     read = Reader(html_of(write(tmp_path / "tp1")))
-    assert "One run, of 6 steps; nothing to compare it with." in read.text
+    assert "One run of 6 steps; nothing to compare it with." in read.text
     assert {"training", "cost"} <= set(read.values("id"))
 
 
 def test_a_run_that_has_only_begun(tmp_path):
     begun = write(tmp_path / "begun", steps=0)
-    assert "One run, of 0 steps" in html_of(begun)
+    assert "One run of 0 steps" in html_of(begun)
     read = Reader(html_of(write(tmp_path / "tp1"), begun))
     assert "not comparable: no common step" in read.text
     assert "B begun: no step has a loss." in read.text
@@ -152,7 +155,7 @@ def test_three_runs_are_compared_with_the_first(different, tmp_path):
 
 def test_runs_without_digests_say_so(tmp_path):
     read = Reader(html_of(write(tmp_path / "a", every=7), write(tmp_path / "b")))
-    assert "there is no step at which both runs recorded digests of gradients" in read.text
+    assert "at no step did both runs record digests of gradients" in read.text
 
 
 def test_an_unfinished_torn_run_is_shown_with_a_remark(tmp_path):
@@ -161,7 +164,7 @@ def test_an_unfinished_torn_run_is_shown_with_a_remark(tmp_path):
     with (run / "ledger.jsonl").open("a") as stream:
         stream.write('{"step": 7, "sam')
     read = Reader(html_of(run))
-    assert "unfinished: recorded are 6 of 20 steps; the last line of the ledger is torn" in read.text
+    assert "unfinished: the ledger has 6 of 20 steps; the last line of the ledger is torn" in read.text
 
 
 def test_dumps_say_how_far_apart_tensors_are(different):
@@ -174,7 +177,7 @@ def test_dumps_say_how_far_apart_tensors_are(different):
         save_file({"0": bits}, file, {dumps.RANKS: "1", "0": part.text()})
     html = html_of(*different)
     assert f"{name} 4 1 of 8 9 1.07e-06" in Reader(html).text
-    assert "the colour of a square says the largest distance in ULP" in html
+    assert "the colour of a square shows the largest distance in ULP" in html
     assert all(re.match("#|data:image/png;base64,", target) for target in Reader(html).values("href"))
     dumps.file_of(different[1], 4, 0).write_bytes(b"torn")
     assert "The dumps cannot be compared: " in html_of(*different)
@@ -196,7 +199,7 @@ def test_of_a_step_that_ran_twice_the_last_time_counts(tmp_path):
         stream.write('{"step": 2, "seconds": 9.0, "tokens": 64, "peak_memory": 0}\n')
     (read,) = gather([run]).runs
     assert [(timing.step, timing.seconds) for timing in read.timings] == [(1, 0.5), (2, 9.0)]
-    assert "lines of progress.jsonl that are not whole, left out: 1" in read.remarks
+    assert "incomplete lines of progress.jsonl, left out: 1" in read.remarks
 
 
 def test_a_ledger_file_of_another_name_has_no_times_of_its_neighbour(tmp_path):
@@ -319,8 +322,8 @@ def test_nothing_is_written_over_unless_told(cli, different, tmp_path):
     image.write_text("mine too")
     refused = cli("report", *different, "--out", out)
     assert refused.status == 2
-    assert f"{out} exists already: --out takes another name, --force writes over it" in refused.err
-    assert f"{image} exists already: --png" in refused.err
+    assert f"{out} exists already: give another file by --out, or overwrite it by --force" in refused.err
+    assert f"{image} exists already: give another file by --png" in refused.err
     assert (out.read_text(), image.read_text()) == ("mine", "mine too")
     assert cli("report", *different, "--out", out, "--no-png", "--force").status == 0
     assert out.read_text().startswith("<!DOCTYPE html>")
@@ -333,7 +336,7 @@ def test_page_and_image_are_two_files(cli, different, tmp_path, monkeypatch, opt
     monkeypatch.chdir(tmp_path / "here")
     done = cli("report", *different, *options)
     assert done.status == 2
-    assert "is the file of --out and of --png: they need two names" in done.err
+    assert "--out and --png name the same file, " in done.err
     assert not list((tmp_path / "here").iterdir())
 
 

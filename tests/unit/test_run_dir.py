@@ -121,26 +121,17 @@ def test_a_file_is_whole_or_not_there(here, monkeypatch, file):
         seen.append(path.read_text())
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run_dir.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RunError):
         run.write(path, {"new": True})
     assert seen == [before]
     assert path.read_text() == before
 
 
-def test_it_is_on_the_disk_before_it_takes_the_place_of_the_old(here, monkeypatch):
-    steps = []
-    sync, replace = os.fsync, run_dir.Path.replace
-    monkeypatch.setattr(run_dir.os, "fsync", lambda d: (steps.append("sync"), sync(d)))
-    monkeypatch.setattr(run_dir.Path, "replace", lambda *a: (steps.append("replace"), replace(*a)))
-    RunDir(here).write(RunDir(here).config, {"a": 1})
-    assert steps == ["sync", "replace"]
-
-
 def test_a_full_disk_is_said_with_what_is_free_and_what_to_change(here, monkeypatch):
     usage = namedtuple("usage", "total used free")(10 * 2**20, 9 * 2**20, 2**20)
     monkeypatch.setattr(run_dir.shutil, "disk_usage", lambda path: usage)
-    monkeypatch.setattr(run_dir.os, "fsync", lambda d: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+    monkeypatch.setattr(os, "fsync", lambda d: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
     with pytest.raises(RunError) as error:
         RunDir(here).write(RunDir(here).run, {})
     assert str(error.value) == f"cannot write {here}/run.json: the disk is full (1.0 MiB free); set run.dir=PATH"

@@ -39,11 +39,11 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for a machine.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 
 ClusterFile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="The cluster as described in this file: the same as cluster=PATH."),
+    typer.Option(metavar="FILE", help="Read the description of the cluster from this file. The same as cluster=FILE."),
 ]
 
 

@@ -25,29 +25,28 @@ def audit(
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Another pair: the model as given, and with this override too. Repeat it for several.",
+            help="Compare another pair: the model as given, and with this override too. May be repeated.",
         ),
     ] = None,
-    steps: Annotated[
-        int | None, typer.Option(help="Steps of each training, the same as iters=N; 8 where neither is given.")
-    ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the run directories also where nothing differs.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Steps of each training; default 8. The same as iters=N.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the run directories even if nothing differs.")] = False,
     directory: Annotated[
         Path | None,
         typer.Option("--dir", help="Where to write; default runs/audit-MODEL-tpN-DATE-TIME.", metavar="DIR"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Do replayed CUDA graphs compute the gradients that eager code computes?
+    """Compare the gradients of replayed CUDA graphs and eager code.
 
-    Trains a few steps twice from the same weights on the same data: once with graphs replayed after the warm-up
-    steps, once with their capture delayed beyond the end. Compares the norm of every parameter's gradient, before
-    clipping, by what the parameter is for. Where they are not the same to the last bit, a third training with rounded
-    weights measures what rounding does. Exit status: 0 the same but for rounding, 1 different, 2 not known.
+    tpi trains a few steps twice, from the same weights on the same data. One training replays graphs after the warm-up
+    steps; the other delays their capture beyond the end. The table compares the gradient norms of all parameters before
+    clipping, grouped by the parameters' purpose. If they are not equal to the last bit, a third training with rounded
+    weights measures the effect of rounding. numerics=stock is the default here. Exit status: 0 equal but for rounding,
+    1 different, 2 not known.
 
     \b
     tpi audit qwen3_8b cuda_graph=te
-    tpi audit nemotron3_nano_toy cuda_graph=te precision=fp8_tensorwise gbs=4
+    tpi audit nemotron3_nano_toy cuda_graph=te gbs=4
     tpi audit qwen3_toy seq=64 --against model.recompute_granularity=selective
     """
     from tp_invariant_recipes.launch import progress

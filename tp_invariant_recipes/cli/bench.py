@@ -20,15 +20,18 @@ def bench(
     modes: Annotated[
         str,
         typer.Option(
-            help="Numerics modes, comma between; the others are compared with the first. MODE+digests: the mode "
-            "with digests of all gradients and weights."
+            help="Numerics modes, separated by commas; tpi compares the others with the first. MODE+digests adds "
+            "digests of all gradients and weights."
         ),
     ] = "stock,tree",
-    rounds: Annotated[int, typer.Option(help="How often every mode has its turn.")] = 2,
-    warmup: Annotated[int, typer.Option(help="Steps of a turn that do not count.")] = 5,
-    steps: Annotated[int, typer.Option(help="Steps of a turn that count.")] = 15,
+    rounds: Annotated[int, typer.Option(help="Rounds; every mode has one turn per round.")] = 2,
+    warmup: Annotated[int, typer.Option(help="Untimed warm-up steps per turn.")] = 5,
+    steps: Annotated[int, typer.Option(help="Timed steps per turn.")] = 15,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Then trace two steps of each mode, and say what takes the extra time.")
+        bool,
+        typer.Option(
+            "--profile", help="Then trace two steps of each mode and list the kernels that take the extra time."
+        ),
     ] = False,
     directory: Annotated[
         Path | None,
@@ -36,9 +39,10 @@ def bench(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure step time, memory and tokens/s of numerics modes, in turn on the same ranks.
+    """Measure step time, memory and tokens/s of numerics modes.
 
-    Medians over the steps that count; ratios round by round, with the smallest and the largest.
+    The modes take turns on the same ranks. The tables show medians over the timed steps. Ratios are taken within a
+    round and shown as their median, smallest and largest.
 
     \b
     tpi bench qwen3_8b tp=4
@@ -117,7 +121,7 @@ def _figures(modes: list[dict[str, Any]]) -> Table:
 
 
 def _spread(title: str, figures: list[dict[str, float] | None], digits: int) -> list[tuple[str, list[str]]]:
-    """Two columns, title and cells: the median, and between what the figures lie."""
+    """Two columns, each a title and its cells: the medians, and the ranges from smallest to largest."""
     medians = ["1" if one is None else f"{one['median']:.{digits}f}" for one in figures]
     ends = ["" if one is None else f"{one['min']:.{digits}f}–{one['max']:.{digits}f}" for one in figures]
     return [(title, medians), ("min–max", ends)]
@@ -151,7 +155,7 @@ def _categories(modes: list[dict[str, Any]]) -> Table:
 
 
 def _cells(modes: list[tuple[float, float | None]]) -> list[str]:
-    """Milliseconds and launches of every mode, after the first with what they are more than the first's."""
+    """Milliseconds and launches of every mode; for modes after the first also the difference to the first."""
     (base_ms, base_launches), *others = modes
     cells = [f"{base_ms:.2f}", "" if base_launches is None else f"{base_launches:.0f}"]
     for ms, launches in others:
@@ -161,7 +165,7 @@ def _cells(modes: list[tuple[float, float | None]]) -> list[str]:
 
 
 def _extra(first: str, mode: dict[str, Any], width: int) -> Table:
-    """The kernels with the most extra time. width: characters of a line; names get what the rest leaves."""
+    """The kernels with the most extra time. width: characters of a line; names get the rest of it."""
     title = f"extra time of {mode['mode']} over {first}"
     table = Table(
         Column(title, no_wrap=True, overflow="ellipsis", max_width=max(width - 50, len(title) + 2)),
@@ -178,5 +182,5 @@ def _extra(first: str, mode: dict[str, Any], width: int) -> Table:
 
 
 def _short(name: str) -> str:
-    """A kernel's name without what says little; bench.json has the whole."""
+    """A kernel's name without its uninformative parts; bench.json has the whole name."""
     return re.sub(r"^void |at::native::|\(anonymous namespace\)::|<unnamed>::|\([^()]*\)$", "", name)

@@ -18,18 +18,23 @@ from tp_invariant_recipes.host.quiet import VERBOSE
 
 def bisect(
     run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run directory.", show_default=False)],
-    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another, that differs.", show_default=False)],
+    run_b: Annotated[
+        Path, typer.Argument(metavar="RUN_B", help="Another run directory, which differs.", show_default=False)
+    ],
     directory: Annotated[
         Path | None, typer.Option("--dir", metavar="DIR", help="Where to write; default runs/bisect-DATE-TIME.")
     ] = None,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Megatron and the libraries say.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Find the operation at which two runs part.
+    """Find the operation at which two runs first differ.
 
-    Trains both again, from their last checkpoint before the first step that differs, with every module traced at that
-    step; then once more, to write out the tensors at that place and tell how far apart they are. The runs stay as they
-    are. Exit status: 1 they differ, 0 they do not, 2 they cannot be compared or trained again.
+    tpi trains both runs again, from their last checkpoint before the first step that differs, and traces every module
+    at that step. Then it trains them once more to write the tensors there to files and to measure their distance. The
+    original runs stay unchanged. Exit status: 1 they differ, 0 they do not, 2 tpi cannot compare them or train them
+    again.
 
     \b
     tpi bisect runs/qwen3_8b-tp2-… runs/qwen3_8b-tp4-…

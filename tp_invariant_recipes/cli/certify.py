@@ -1,7 +1,6 @@
 """`tpi certify`."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 
 from tp_invariant_recipes.cli.arguments import Json
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.ledger.bits import readable
 
@@ -22,20 +22,25 @@ def certify(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where to write; default NAME.tpicert here, NAME that of the run directory."),
+        typer.Option(
+            metavar="FILE",
+            help="Where to write; default NAME.tpicert in the current directory, after the run directory NAME.",
+        ),
     ] = None,
     check: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Check this certificate instead of making one.")
     ] = None,
     expected: Annotated[
-        str | None, typer.Option("--hash", metavar="HASH", help="With --check: the hash that its maker told you.")
+        str | None,
+        typer.Option("--hash", metavar="HASH", help="With --check: the hash that you received from its maker."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Pack a run's ledger, configuration and versions into one small file, or check such a file.
+    """Pack a run into one small file, or check such a file.
 
-    The hash that is printed stands for all of it: tell it to whoever gets the file, by another way. tpi compare and
-    tpi verify --against take the file as they take a run. Exit status: 0 made, or whole; 2 not.
+    The file holds the run's ledger, configuration and versions. The printed hash stands for all of it; send the hash
+    through a separate channel. tpi compare and tpi verify --against accept the file like a run. Exit status: 0 the file
+    was made or is intact, 2 otherwise.
 
     \b
     tpi certify runs/qwen3_8b-tp4-…
@@ -72,17 +77,12 @@ def _certify(run: Path, out: Path | None) -> certificate.Certificate:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """Write it whole or not at all; the same bytes may be there already, other ones are never replaced."""
+    """Write the whole file or nothing. Accept a file with the same bytes; never replace another."""
     if file.exists():
         if file.is_file() and file.read_bytes() == data:
             return
         raise LedgerError(f"{file} is there and is something else; --out FILE chooses another")
-    temporary = file.with_name(f".{file.name}.new")
-    with temporary.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(file)
+    write_atomically(file, data)
 
 
 def _check(file: Path, expected: str | None) -> certificate.Certificate:

@@ -12,7 +12,7 @@ from rich.text import Text
 from tp_invariant_recipes.compare import log_compare
 from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison
 from tp_invariant_recipes.compare.compare import compare as compare_ledgers
-from tp_invariant_recipes.compare.log_compare import PrintedComparison, Run, compare_printed
+from tp_invariant_recipes.compare.log_compare import LedgerOrLog, PrintedComparison, compare_printed
 from tp_invariant_recipes.compare.log_parser import read_log
 from tp_invariant_recipes.compare.text import (
     error_report,
@@ -43,15 +43,21 @@ def compare(
             show_default=False,
         ),
     ],
-    every: Annotated[bool, typer.Option("--all", help="Print every parameter that differs.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print every parameter that differs, not only the first 12.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
-    """Compare the ledgers of runs with the first one, bit for bit.
+    """Compare runs with the first one, bit for bit.
 
-    Runs of one model, data set and seed can be compared whatever their layout. Compared is all that both recorded of
-    every common step: loss, gradient norm, learning rate, digests of gradients and weights, traces. A difference is
-    named by the first place in the order of execution. Of a text log only the printed digits are compared, and equal
+    Runs with the same model, data set and seed are comparable, whatever their layout. tpi compares everything that both
+    ledgers hold of every common step: loss, gradient norm, learning rate, digests of gradients and weights, traces. It
+    names the first difference in the order of execution. Of a text log it compares the printed digits only, and equal
     digits do not prove equal bits. Exit status: 0 identical, 1 different, 2 not comparable or unreadable.
+
+    \b
+    tpi compare runs/a runs/b
+    tpi compare runs/a other-cluster.tpicert --json
     """
     try:
         comparisons = _compare_all(runs)
@@ -75,7 +81,7 @@ def _compare_all(runs: list[Path]) -> tuple[Comparison | PrintedComparison, ...]
     return tuple(_compare(first, other) for other in others)
 
 
-def _compare(a: Run, b: Run) -> Comparison | PrintedComparison:
+def _compare(a: LedgerOrLog, b: LedgerOrLog) -> Comparison | PrintedComparison:
     if isinstance(a, Ledger) and isinstance(b, Ledger):
         return compare_ledgers(a, b)
     return compare_printed(a, b)
@@ -126,7 +132,7 @@ def _step(step: int | None) -> str:
 
 
 def _table(comparison: Comparison, rows: tuple[tuple[str, str, str], ...]) -> Table:
-    """Cells are Text, because a header may hold what rich takes for markup."""
+    """Cells are Text, because a header may contain characters that rich reads as markup."""
     table = Table("header")
     for run in (comparison.a, comparison.b):
         table.add_column(Text(run_name(run)))

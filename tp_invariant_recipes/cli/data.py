@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from tp_invariant_recipes.cli.help_text import help_text
+
 data_app = typer.Typer(help="Turn text into the indexed datasets that Megatron trains on.", no_args_is_help=True)
 
 
@@ -17,24 +19,30 @@ def data() -> None:
     """Turn text into the indexed datasets that Megatron trains on."""  # keeps `prepare` a command of its own
 
 
-@data_app.command()
 def prepare(
     source: Annotated[
         Path,
-        typer.Argument(help="A file or folder, text (a document a file) or JSONL (a document a line), also .gz."),
+        typer.Argument(help="A file or a folder: text (one document a file) or JSONL (one document a line), also .gz."),
     ],
     output: Annotated[
         Path | None,
-        typer.Option(metavar="PREFIX", help="Write PREFIX.bin, .idx and .json. Default: data/ and the source's name."),
+        typer.Option(metavar="PREFIX", help="Write PREFIX.bin, .idx and .json; default data/ and the name of SOURCE."),
     ] = None,
     tokenizer: Annotated[
         str,
-        typer.Option(help="'byte': ids are UTF-8 bytes, eod 256. Or a local folder with a Hugging Face tokenizer."),
+        typer.Option(help="'byte' (ids are UTF-8 bytes, eod is 256), or a local folder with a Hugging Face tokenizer."),
     ] = "byte",
-    json_key: Annotated[str, typer.Option(help="The key that holds the text in a JSONL line.")] = "text",
+    json_key: Annotated[str, typer.Option(help="The key of the text in a JSONL line.")] = "text",
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Turn SOURCE into a dataset. Run it again after an interruption: it goes on where it was."""
+    """Turn SOURCE into an indexed dataset of Megatron.
+
+    If an earlier call was interrupted, the command continues where that one stopped.
+
+    \b
+    tpi data prepare ~/books
+    tpi data prepare pages.jsonl.gz --output data/pages --json-key body
+    """
     # Imported here so that `tpi --help` does not wait for numpy.
     from tp_invariant_recipes.data.prepare import prepare as prepare_data
     from tp_invariant_recipes.data.source import source_name
@@ -48,6 +56,9 @@ def prepare(
     typer.echo(f"{prepared.prefix}: {prepared.documents} documents, {prepared.tokens} tokens")
     typer.echo(f"tokenizer {prepared.tokenizer}, vocabulary {prepared.vocab_size} with eod {prepared.eod}")
     typer.echo(f"digest {prepared.digest}")
+
+
+data_app.command("prepare", help=help_text(prepare))(prepare)
 
 
 @contextmanager

@@ -19,10 +19,11 @@ MARKS = {
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what this machine has, what is missing and how to get it; then which patches apply here (docs/patches.md).
+    """List this machine's software, GPUs, patches and missing parts.
 
-    Exit status 1 when something is missing that training here needs. A refused patch is no reason: it stops the runs
-    that come to the code it is for.
+    The first table says how to get each missing part. The list below it says which patches apply here
+    (docs/patches.md). Exit status: 2 if a part is missing that training here needs. A refused patch does not count,
+    because it stops only the runs that reach its code.
     """
     from tp_invariant_recipes.workflows import doctor
 
@@ -32,7 +33,7 @@ def doctor(as_json: Json = False) -> None:
     else:
         console = Console(highlight=False)
         patches = [finding for finding in findings if isinstance(finding, doctor.PatchFinding)]
-        table = Table("what", "found", "", "for what it is and how to get it")
+        table = Table("what", "found", "", "its purpose, and how to get it")
         for finding in findings:
             if finding not in patches:
                 table.add_row(finding.what, finding.found or "", MARKS[finding.state], finding.advice)

@@ -38,35 +38,35 @@ MaybeJobs = Annotated[
 
 def jobs(
     names: MaybeJobs = None,
-    everything: Annotated[bool, typer.Option("--all", help="Also what ended more than a day ago.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Also list jobs that ended more than a day ago.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the jobs of `tpi submit`: those in the queue, and those that ended within a day.
+    """List the jobs of `tpi submit`: queued, or ended within a day.
 
-    States are SLURM's as long as it knows a job, and then what the run directory says of the end; steps and losses are
-    read from the run directory. If SLURM does not answer, a warning says so, what it alone knows is "unknown", and the
-    exit status is 0 still.
+    States come from SLURM as long as it knows a job, then from the run directory; steps and losses always come from the
+    run directory. If SLURM does not answer, tpi prints a warning and "unknown" for SLURM's own facts; the exit status
+    is still 0.
 
     \b
     tpi jobs
     tpi jobs 12 qwen3_8b-tp4-20260101-120000
     tpi jobs --json | jq '.jobs[] | select(.alive)'
 
-    --json: schema (1), warning (why SLURM said nothing, or null) and jobs, one for each job or task of an array: job
-    (the id), role (train, cell, judge), run, directory, log, state, reason (why it is pending), alive (null: not
-    known), exit_status (as of `tpi wait`; null: not ended), tries, step, of, loss, seconds_left (of the time limit),
-    nodes, note.
+    --json prints schema (1), warning (why SLURM did not answer, or null) and jobs, with one entry for each job or task
+    of an array: job (the id), role (train, cell, judge), run, directory, log, state, reason (why it is pending), alive
+    (null: not known), exit_status (as of `tpi wait`; null: not ended), tries, step, of, loss, seconds_left (of the time
+    limit), nodes, note.
     """
     from tp_invariant_recipes.jobs import states
     from tp_invariant_recipes.jobs.registry import find
 
-    found = states.look(find(names)) if names else states.look_around(everything=everything)
+    found = states.overview(find(names)) if names else states.overview_of_recent(everything=everything)
     rows = [state for one in found.states for state in one]
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "warning": found.silence, "jobs": [state.as_dict() for state in rows]}))
+        print(json.dumps({"schema": SCHEMA, "warning": found.unavailable, "jobs": [state.as_dict() for state in rows]}))
         return
-    if found.silence:
-        _say(f"warning: SLURM was not asked: {found.silence}")
+    if found.unavailable:
+        _say(f"warning: SLURM was not asked: {found.unavailable}")
     console = Console(highlight=False)
     if not rows:
         _print("no job was submitted yet" if everything else "none in the queue or ended within a day; --all lists all")
@@ -79,20 +79,18 @@ def jobs(
 
 def logs(
     name: Job,
-    following: Annotated[
-        bool, typer.Option("-f", "--follow", help="Go on with what is written until the job has ended.")
-    ] = False,
+    following: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the job ends.")] = False,
     rank: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="This rank's log instead of what the job prints.")
+        int | None, typer.Option(metavar="N", min=0, help="Print this rank's log instead of the job's output.")
     ] = None,
     cell: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of a verify, this cell's alone, such as tp2.")
+        str | None, typer.Option(metavar="NAME", help="Of a verify, print only this cell's output, such as tp2.")
     ] = None,
 ) -> None:
-    """Print what a job has printed: steps, losses, and why it failed. Of a verify, that of all its jobs.
+    """Print a job's output: steps, losses, and reasons of failures.
 
-    With -f it waits for a job that is pending, stays when the job is queued again, and ends with the job, with the exit
-    status that `tpi wait` has. Ctrl-C ends the showing, not the job.
+    Of a verify, tpi prints the output of all its jobs. With -f it waits for a pending job, stays when SLURM queues the
+    job again, and ends with the job and with the exit status of `tpi wait`. Ctrl-C stops following; the job continues.
 
     \b
     tpi logs -f 12
@@ -115,10 +113,10 @@ def logs(
 
 
 def cancel(names: Jobs) -> None:
-    """End jobs that run or wait; of a verify, the jobs of all its cells and the one that compares.
+    """End jobs that run or wait.
 
-    SLURM asks a job to end, and ends it by force after its KillWait (30 s by default). A run that can save a checkpoint
-    in that time does, and can be gone on with.
+    For a verify, tpi ends the jobs of all cells and the job that compares them. SLURM asks a job to end, and kills it
+    after its KillWait (30 s by default). A run that can save a checkpoint in that time does so, and can be continued.
 
     \b
     tpi cancel 12
@@ -143,13 +141,14 @@ def cancel(names: Jobs) -> None:
 def wait(
     names: Jobs,
     timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", min=0, help="Wait no longer; then the exit status is 2.")
+        float | None, typer.Option(metavar="SECONDS", min=0, help="Stop waiting after this time, with exit status 2.")
     ] = None,
 ) -> None:
-    """Wait until jobs have ended, and say how. A job that is queued again has not ended.
+    """Wait until jobs have ended, and report how.
 
-    Exit status: 0 the run completed, or all cells of the verify are identical; 1 the verify found a difference; 2 a run
-    failed, was cancelled or left no word. Of several jobs the highest.
+    A job that is queued again has not ended. Exit status: 0 the run completed, or all cells of the verify are
+    identical; 1 the verify found a difference; 2 a run failed, was cancelled or left no report. With several jobs it is
+    the highest.
 
     \b
     tpi wait 12 && tpi report runs/a
@@ -172,7 +171,7 @@ def _leave(found: "Iterable[Sequence[JobState]]") -> None:
 
 
 def _closing(states: "Sequence[JobState]") -> str:
-    """How a submission ended: the verdict where there is one, and whatever failed."""
+    """How a submission ended: the verdict if there is one, and every failure."""
     from tp_invariant_recipes.jobs.registry import JUDGE
 
     faulty = [state for state in states if state.exit_status == 2]
@@ -188,7 +187,7 @@ def _ending(state: "JobState") -> str:
 
 
 def _table(rows: "Sequence[JobState]") -> Table:
-    """Cells are Text, because a reason may hold what rich takes for markup."""
+    """Cells are Text, because a reason may contain characters that rich reads as markup."""
     table = Table(
         Column("job", no_wrap=True),
         Column("run", overflow="fold"),

@@ -23,32 +23,37 @@ from tp_invariant_recipes.cli import (
     train,
     verify,
 )
+from tp_invariant_recipes.cli.help_text import help_text
 from tp_invariant_recipes.errors import TpiError
 
 app = typer.Typer(
     name="tpi",
-    help="Train Megatron-Bridge models, record every step's exact bits, and prove that runs compute the same ones.",
-    epilog="Exit status: 0 done or identical, 1 different, 2 a mistake that the message says how to mend.",
+    help="Train Megatron-Bridge models, record every step's exact bits, and prove that runs computed the same bits.",
+    epilog="Exit status: 0 done or identical, 1 different, 2 a mistake; the message says how to correct it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("train")(train.train)
-app.command("compare")(compare.compare)
-app.command("verify")(verify.verify)
-app.command("certify")(certify.certify)
-app.command("report")(report.report)
-app.command("bisect")(bisect.bisect)
-app.command("bench")(bench.bench)
-app.command("audit")(audit.audit)
-app.command("submit")(submit.submit)
-app.command("jobs")(jobs.jobs)
-app.command("logs")(jobs.logs)
-app.command("wait")(jobs.wait)
-app.command("cancel")(jobs.cancel)
-app.command("show")(show.show)
-app.command("models")(show.models)
-app.command("doctor")(doctor.doctor)
+COMMANDS = (
+    ("train", train.train),
+    ("compare", compare.compare),
+    ("verify", verify.verify),
+    ("certify", certify.certify),
+    ("report", report.report),
+    ("bisect", bisect.bisect),
+    ("bench", bench.bench),
+    ("audit", audit.audit),
+    ("submit", submit.submit),
+    ("jobs", jobs.jobs),
+    ("logs", jobs.logs),
+    ("wait", jobs.wait),
+    ("cancel", jobs.cancel),
+    ("show", show.show),
+    ("models", show.models),
+    ("doctor", doctor.doctor),
+)
+for _name, _function in COMMANDS:
+    app.command(_name, help=help_text(_function))(_function)
 app.add_typer(data.data_app, name="data")
 
 

@@ -11,19 +11,19 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN", help="Run directories, ledger files or certificates.", show_default=False),
     ],
-    out: Annotated[Path, typer.Option(help="The page.", metavar="FILE.html")] = Path("report.html"),
+    out: Annotated[Path, typer.Option(help="Name of the page.", metavar="FILE.html")] = Path("report.html"),
     png: Annotated[
-        Path | None, typer.Option(help="Its figures as one image; default: beside the page.", metavar="FILE.png")
+        Path | None, typer.Option(help="Name of the image; default: beside the page.", metavar="FILE.png")
     ] = None,
-    no_png: Annotated[bool, typer.Option("--no-png", help="Make no image.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    no_png: Annotated[bool, typer.Option("--no-png", help="Write no image.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
     open_: Annotated[bool, typer.Option("--open", help="Show the page in a browser afterwards.")] = False,
 ) -> None:
-    """Write one self-contained HTML page, and a PNG of its figures: every run against the first.
+    """Write a page and an image that compare runs with the first.
 
-    Verdicts, headers side by side, curves, distances in ULP, maps of the gradients and weights that differ, times and
-    memory. Runs may be unfinished. Exit status: 0 written, whatever the verdict; 2 a run cannot be read, or a file not
-    written.
+    The HTML page is one file that loads nothing else. It shows verdicts, headers side by side, curves, distances in
+    ULP, maps of the gradients and weights that differ, times and memory. The PNG holds its figures. Runs may be
+    unfinished. Exit status: 0 written, whatever the verdict; 2 a run cannot be read or a file not be written.
 
     \b
     tpi report RUN

@@ -10,7 +10,7 @@ from tp_invariant_recipes.cli.arguments import Json, Model, Overrides
 
 
 def show(model: Model, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Print a composed configuration, and the same as overrides of Megatron-Bridge's fields.
+    """Print a run's configuration, also as Megatron-Bridge's overrides.
 
     \b
     tpi show qwen3_8b tp=4
@@ -33,7 +33,7 @@ def show(model: Model, overrides: Overrides = None, as_json: Json = False) -> No
 
 
 def models(as_json: Json = False) -> None:
-    """List the models, their size and the tensor-parallel degrees that divide them."""
+    """List the models, their sizes, and the tp degrees that fit."""
     from tp_invariant_recipes.config import describe
 
     rows = describe.models()

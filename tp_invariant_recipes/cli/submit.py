@@ -20,17 +20,19 @@ def submit(
     cluster_file: ClusterFile = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the script and write nothing; neither SLURM nor Bridge is asked."),
+        typer.Option("--dry-run", help="Print the script and write nothing; use neither SLURM nor Bridge."),
     ] = False,
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify", help="Train several layouts, as tpi verify does: a job for each, and one that compares."
+            "--verify", help="Train several layouts, as tpi verify does: one job for each, and one job that compares."
         ),
     ] = False,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --verify: compare all with this certificate, run directory or ledger."),
+        typer.Option(
+            metavar="FILE", help="With --verify: compare all runs with this certificate, run directory or ledger."
+        ),
     ] = None,
     directory: Annotated[
         Path | None,
@@ -40,17 +42,18 @@ def submit(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a training to SLURM, or with --verify a whole matrix of them.
+    """Submit a run, or with --verify a matrix of runs, to SLURM.
 
-    What can be checked here, by Megatron-Bridge too, is checked before anything is written. The run directory then
-    holds the configuration and the script (job.sbatch); standard output is the job's id alone. Before its time limit
-    the run saves and is queued again, and goes on, until it is done; after the failure of a node likewise.
+    Before it writes anything, tpi checks everything that it can check here, and Megatron-Bridge validates the
+    configuration. The run directory then holds the configuration and the script (job.sbatch). Standard output has only
+    the job's id. The run saves before its time limit; SLURM queues it again, also after a node fails, and it continues
+    until it is done.
 
     \b
-    tpi submit qwen3_8b tp=8 dp=2 gbs=16 save=500 cluster=h100 slurm.time=4:00:00
+    tpi submit qwen3_8b tp=8 save=500 cluster=h100 slurm.time=4:00:00
     tpi submit qwen3_8b tp=4 cluster=h200 slurm.time=60 --dry-run
-    tpi submit qwen3_8b tp=1,2,4,8 numerics=tree cluster=h100 slurm.time=60 --verify
-    tpi wait $(tpi submit qwen3_toy tp=2 --cluster-file site.yaml slurm.time=10)
+    tpi submit qwen3_8b tp=1,2,4,8 cluster=h100 slurm.time=60 --verify
+    tpi wait $(tpi submit qwen3_toy --cluster-file site.yaml slurm.time=10)
     """
     from tp_invariant_recipes.jobs import submit as launch
     from tp_invariant_recipes.launch import progress

@@ -28,43 +28,47 @@ def train(
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with this run, from its newest finished checkpoint.", metavar="RUN")
+        Path | None, typer.Option(help="Continue this run from its newest finished checkpoint.", metavar="RUN")
     ] = None,
     trace: Annotated[
         str | None,
         typer.Option(
-            help="Record digests of every module's inputs and outputs at these steps: the same as ledger.trace=…",
+            help="Record digests of every module's inputs and outputs at these steps. The same as ledger.trace=…",
             metavar="FIRST:LAST",
         ),
     ] = None,
     go_on: Annotated[
-        bool, typer.Option("--continue", help="Go on with the run in run.dir if there is one, else begin it there.")
+        bool, typer.Option("--continue", help="Continue the run in run.dir; start it if there is none.")
     ] = False,
     launcher: Annotated[
         str | None,
         typer.Option(
-            help="local, or slurm: srun on every node of the allocation this is in. The same as launcher=…",
+            help="local, or slurm: use srun on every node of the current allocation. The same as launcher=…",
             metavar="KIND",
         ),
     ] = None,
     cluster_file: ClusterFile = None,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Megatron and the libraries say.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model and record every step's exact bits.
+    """Train a model and record the exact bits of every step.
 
-    The run directory (runs/MODEL-…, or run.dir=PATH) gets the configuration, the command, the environment, one log
-    per rank, checkpoints and the ledger. SIGTERM or Ctrl-C saves a checkpoint and stops; --resume goes on.
+    The run directory (runs/MODEL-…, or run.dir=PATH) receives the configuration, the command, the environment, one log
+    per rank, checkpoints and the ledger. SIGTERM or Ctrl-C saves a checkpoint and stops; --resume continues the run.
 
     \b
     tpi train qwen3_8b tp=4
     tpi train qwen3_toy tp=2 iters=50 data=text data.path=~/books
     tpi train qwen3_toy save=10 run.dir=runs/a ; tpi train --resume runs/a
-    tpi train qwen3_8b tp=4 model.attention_backend=unfused optimizer.clip_grad=0.5
-    tpi train qwen3_8b tp=4 numerics=tree --trace 1:2
-    tpi train qwen3_8b tp=8 dp=4 gbs=4 cluster=h100 launcher=slurm
+    tpi train qwen3_8b tp=4 model.attention_backend=unfused
+    tpi train qwen3_8b tp=4 --trace 1:2
+    tpi train qwen3_8b tp=4 numerics=stock
+    tpi train qwen3_8b tp=8 dp=2 gbs=2 cluster=h100 launcher=slurm
 
-    The last is for inside an allocation (salloc); tpi submit makes a job of its own.
+    Every tensor-parallel degree computes the same bits, unless you ask for numerics=stock. The last command is for use
+    inside an allocation (salloc); tpi submit makes a job of its own.
     """
     from tp_invariant_recipes.launch import plan, progress
     from tp_invariant_recipes.launch import train as launch
@@ -106,7 +110,7 @@ def train(
 
 
 def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
-    """Be one node's part of the run or, outside of srun, become srun, which starts this command on every node."""
+    """Run this node's part of the run. Outside of srun, become srun, which starts this command on every node."""
     from tp_invariant_recipes.launch import progress, ranks
     from tp_invariant_recipes.multinode import agent, allocation_run, rendezvous
 

@@ -27,14 +27,15 @@ def verify(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model of `tpi models`; not needed with --judge.", metavar="MODEL", autocompletion=_models
+            help="A model of `tpi models`; not needed with --recheck.", metavar="MODEL", autocompletion=_models
         ),
     ] = None,
     overrides: Overrides = None,
     against: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Compare all with this certificate, run directory or ledger, not with the first."
+            metavar="FILE",
+            help="Compare all runs with this certificate, run directory or ledger instead of the first run.",
         ),
     ] = None,
     directory: Annotated[
@@ -43,37 +44,39 @@ def verify(
     ] = None,
     judge: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Train nothing; compare the runs that this directory of a verify holds."),
+        typer.Option(metavar="DIR", help="Train nothing; compare the runs in this directory of an earlier verify."),
     ] = None,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show what Megatron and the libraries say.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a model in several layouts and say whether all computed the same bits.
+    """Train a model in several layouts and compare their bits.
 
-    A key with several values (tp=1,2,4 sp=true,false "dp=range(1,5)") stands for one run each, of several such
-    keys every combination. Runs are compared with the first: losses, gradient norms, learning rates, and digests of
-    every gradient and weight. Exit status: 0 identical, 1 different, 2 not all could be run and compared.
+    A key may have several values: tp=1,2,4 sp=true,false "dp=range(1,3)". tpi trains one run for every combination and
+    compares it with the first: losses, gradient norms, learning rates, and digests of every gradient and weight. Exit
+    status: 0 identical, 1 different, 2 some runs failed or are not comparable.
 
     \b
-    tpi verify qwen3_8b tp=1,2,4 numerics=tree iters=100
+    tpi verify qwen3_8b tp=1,2,4 iters=100
     tpi verify qwen3_toy tp=1,2 sp=true,false seq=64 --dir runs/check
-    tpi verify qwen3_8b tp=4 numerics=tree --against from-another-gpu.tpicert
+    tpi verify qwen3_8b tp=4 --against from-another-gpu.tpicert
     """
     if judge is not None:
         if model is not None or overrides or directory is not None:
             raise ConfigError("--judge DIR takes its runs from the directory: leave MODEL, overrides and --dir out")
         from tp_invariant_recipes.workflows.verdict import judge as judge_directory
 
-        judgement = judge_directory(judge.expanduser(), against)
+        verdict = judge_directory(judge.expanduser(), against)
     elif model is None:
         raise ConfigError("name a model to verify (tpi models lists them), or a directory to judge: --judge DIR")
     else:
-        judgement = _run(model, list(overrides or []), against, directory, verbose)
+        verdict = _run(model, list(overrides or []), against, directory, verbose)
     if as_json:
-        print(json.dumps(judgement.as_dict()))
+        print(json.dumps(verdict.as_dict()))
     else:
-        _print(judgement)
-    raise typer.Exit(judgement.exit_status)
+        _print(verdict)
+    raise typer.Exit(verdict.exit_status)
 
 
 def _run(
@@ -103,20 +106,20 @@ def _run(
     return launch.execute(planned, watch)
 
 
-def _print(judgement: "MatrixVerdict") -> None:
+def _print(verdict: "MatrixVerdict") -> None:
     console = Console(highlight=False)
-    console.print(_table(judgement.rows))
-    line = Text(judgement.line)
-    line.stylize(f"bold {_COLOURS.get(judgement.verdict, 'yellow')}", 0, len(judgement.verdict))
+    console.print(_table(verdict.rows))
+    line = Text(verdict.line)
+    line.stylize(f"bold {_COLOURS.get(verdict.verdict, 'yellow')}", 0, len(verdict.verdict))
     console.print(line, soft_wrap=True)
-    for sentence in judgement.remarks:
+    for sentence in verdict.remarks:
         console.print(Text(sentence, style="dim"), soft_wrap=True)
-    if judgement.advice:
-        console.print(Text(f"go on with: {judgement.advice}"), soft_wrap=True)
+    if verdict.advice:
+        console.print(Text(f"go on with: {verdict.advice}"), soft_wrap=True)
 
 
 def _table(rows: "tuple[CellResult, ...]") -> Table:
-    """Cells are Text, because a reason may hold what rich takes for markup."""
+    """Cells are Text, because a reason may contain characters that rich reads as markup."""
     table = Table(
         Column("cell", overflow="fold"),
         Column("ranks", justify="right", no_wrap=True),

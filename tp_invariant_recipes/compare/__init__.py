@@ -1,1 +1,1 @@
-"""How two ledgers, logs or lists of norms are compared, and worded. Imports neither torch nor Megatron."""
+"""Compares ledgers, logs or lists of norms, and explains the first difference. Imports neither torch nor Megatron."""

@@ -1,4 +1,4 @@
-"""Compare two ledgers: are they of one experiment, and where do their bits first differ?"""
+"""Compare two ledgers: do they record the same experiment, and where do their bits first differ?"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ from tp_invariant_recipes.ledger.reader import Ledger
 
 
 class Verdict(Enum):
-    """The answer of a comparison."""
+    """The result of a comparison."""
 
-    IDENTICAL = "identical"  # all that both runs recorded of every common step
+    IDENTICAL = "identical"  # everything that both runs recorded at every common step is equal
     DIFFERENT = "different"
-    NOT_COMPARABLE = "not comparable"  # another experiment, or no common step
+    NOT_COMPARABLE = "not comparable"  # different experiments, or no common step
 
 
 EXIT_STATUS = {Verdict.IDENTICAL: 0, Verdict.DIFFERENT: 1, Verdict.NOT_COMPARABLE: 2}
@@ -43,14 +43,15 @@ UNREADABLE = 2  # the exit status when a ledger cannot be read
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where two runs part.
+    """The first difference of two runs.
 
     step:  0: the models or their initial weights differ, before any step.
-    phase: "model", "initial", or of the step: "data", "forward", "loss", "backward", "gradient", "norm", "update".
-    kind, name, a, b: as `execution.Found`.
-    ulp:   distance of two numbers. None: not two numbers of one width; for tensors `ledger.magnitude` has it.
-    inputs_matched: whether all that it was computed from was equal. None: not known, or it is itself an input.
-    explanation: all this as a clause, such as "forward of decoder.layers.2.mlp.linear_fc2: output differs, …".
+    phase: "model", "initial", or a phase of the step: "data", "forward", "loss", "backward", "gradient", "norm",
+           "update".
+    kind, name, a, b: as in `step_order.Found`.
+    ulp:   distance of two numbers. None: not two numbers of one width; `compare.magnitude` computes that of tensors.
+    inputs_matched: whether all inputs of its computation were equal. None: unknown, or it is itself an input.
+    explanation: the difference as a clause, such as "forward of decoder.layers.2.mlp.linear_fc2: output differs, …".
     """
 
     step: int
@@ -80,7 +81,7 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class Coverage:
-    """At how many of the compared steps both runs recorded something, or one of them alone."""
+    """The numbers of compared steps at which both runs recorded something, or only one of them did."""
 
     both: int
     only_a: int
@@ -89,31 +90,31 @@ class Coverage:
 
 @dataclass(frozen=True)
 class TraceCoverage:
-    """How many tensors of the traces were compared, and could not be, counted once however many steps were traced."""
+    """The numbers of traced tensors that were compared and that could not be. A tensor counts once for all steps."""
 
     compared: int
-    only_a: int  # traced by one run alone
+    only_a: int  # traced by only one run
     only_b: int
-    undigested: int  # traced by both, and one of them at least has no digest of it
+    undigested: int  # traced by both, but at least one run has no digest of it
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing ledger `b` with ledger `a` found."""
+    """The result of comparing ledger `b` with ledger `a`."""
 
     verdict: Verdict
     a: Ledger
     b: Ledger
-    steps_compared: int  # 0 where `refused` is not empty
+    steps_compared: int  # 0 if `refused` is not empty
     steps_differing: int
     steps_skipped: int  # compared steps that both runs skipped
     first: FirstDifference | None
-    model: tuple[Found, ...]  # parameters of another shape or dtype, or that one run lacks, where both list any
-    initial: tuple[Found, ...]  # parameters whose weights differ before the first step, where both recorded that
+    model: tuple[Found, ...]  # parameters of another shape or dtype, or missing in one run, if both runs list any
+    initial: tuple[Found, ...]  # parameters whose weights differ before the first step, if both runs recorded them
     parameters: tuple[ParameterDifference, ...]  # by first step, then in the order of execution
     coverage: dict[str, Coverage]  # of "gradients", "weights" and "trace"
     trace: TraceCoverage
-    refused: tuple[Difference, ...]  # fields of the identity: why the runs are not comparable
+    refused: tuple[Difference, ...]  # differing fields of the identity, which make the runs incomparable
     informed: tuple[Difference, ...]  # the other header fields that differ
 
     @property
@@ -123,18 +124,18 @@ class Comparison:
 
     @property
     def steps_total(self) -> int:
-        """The steps of the longer ledger."""
+        """The number of steps of the longer ledger."""
         return max(len(self.a.steps), len(self.b.steps))
 
 
 def compare(a: Ledger, b: Ledger) -> Comparison:
     """Compare headers, then every common step bit for bit.
 
-    Steps, digests and traced tensors that only one ledger has are not a difference (a run may be killed, or still
-    going; digests cost time), but the counts say so. Replicas that disagree in either run are a difference.
+    Steps, digests and traced tensors that only one ledger has are no difference (a run may be killed or still
+    running, and digests cost time), but the counts show them. Disagreeing replicas in either run are a difference.
     """
     refused = identity_differences(a.header, b.header)
-    # Readers check that steps count from 1 without a gap, so common steps are a common prefix.
+    # Readers check that steps count from 1 without gaps, so the common steps are a common prefix.
     pairs = [] if refused else list(zip(a.steps, b.steps, strict=False))
     order = in_order({p.name for ledger in (a, b) for p in ledger.header.parameters})
     model = _model_differences(a.header, b.header) if pairs else ()
@@ -165,7 +166,7 @@ def _verdict(comparable: bool, different: bool) -> Verdict:
 
 
 def _model_differences(a: Header, b: Header) -> tuple[Found, ...]:
-    """Parameters that are not the same in both runs; none where a run lists none, for then it made no digests."""
+    """The parameters that differ between the runs. A run that lists none made no digests; then the result is empty."""
     if not a.parameters or not b.parameters:
         return ()
     left, right = ({p.name: _described(p) for p in header.parameters} for header in (a, b))
@@ -211,7 +212,7 @@ def _first(
 def _parameters(
     pairs: Sequence[tuple[StepRecord, StepRecord]], order: Sequence[str]
 ) -> tuple[ParameterDifference, ...]:
-    steps: dict[tuple[str, str], list[int]] = {}  # filled in the order of execution, so it stays so
+    steps: dict[tuple[str, str], list[int]] = {}  # filled, and so iterated, in the order of execution
     for left, right in pairs:
         for kind in DIGESTED:
             for name in differing(left, right, kind, order):

@@ -1,4 +1,4 @@
-"""The first difference of two runs in words: what differs, and whether what it was computed from matched."""
+"""The first difference of two runs in words: the differing value, and whether the inputs of its computation matched."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from tp_invariant_recipes.ledger.bits import readable, ulp_distance
 from tp_invariant_recipes.ledger.digests import Traced
 from tp_invariant_recipes.ledger.reader import Ledger
 
-# A module's name -> the name its parameters have in checkpoints, where that is another one. Local layers keep their
-# norms apart, and are saved as the fused layers are; a tied output layer has the embedding's weight.
+# A module's name -> the different name of its parameters in checkpoints. Local layers have separate norms but are saved
+# as the fused layers are; a tied output layer has the embedding's weight.
 SAVED_AS = (
     (".input_layernorm", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm", ".mlp.linear_fc1.layer_norm_"),
@@ -20,7 +20,7 @@ SAVED_AS = (
 
 @dataclass(frozen=True)
 class Scene:
-    """Where the first difference is. order: the parameters in forward order."""
+    """The place of the first difference. order: the parameters in forward order."""
 
     found: Found
     step: int
@@ -29,9 +29,9 @@ class Scene:
     order: Sequence[str]
 
     def pairs(self, kind: str, step: int | None = None) -> dict[str, tuple[str | None, str | None]]:
-        """Digests of tensors of a step that both runs have, in the order of execution.
+        """The digests of a step's tensors that both runs have, in the order of execution.
 
-        step: default, this one; 0: before the first, where there are weights alone.
+        step: None: the scene's step; 0: before the first step, when only weights exist.
         """
         at = self.step if step is None else step
         left, right = (self._tensors(run, kind, at) for run in (self.a, self.b))
@@ -43,32 +43,33 @@ class Scene:
         return {f"{kind}/{name}": digest for name, digest in (run.header.initial or {}).items()}
 
     def matched(self, kind: str, step: int | None = None) -> list[str]:
-        """Names of those that are known to be equal."""
+        """Names of the tensors with equal digests."""
         return [name for name, (a, b) in self.pairs(kind, step).items() if a is not None and a == b]
 
     def recorded(self, kind: str, step: int | None = None) -> bool:
-        """Whether both runs have all the digests of a kind, and at least one."""
+        """Whether both runs have all digests of a kind, and at least one."""
         pairs = self.pairs(kind, step)
         return bool(pairs) and all(None not in pair for pair in pairs.values())
 
 
-Answer = tuple[bool | None, str]  # did the inputs match, and the clause
+InputsMatch = tuple[bool | None, str]  # whether the inputs match (None: not known), and the clause of the explanation
 
 
-def explain(found: Found, step: int, a: Ledger, b: Ledger, order: Sequence[str]) -> Answer:
+def explain(found: Found, step: int, a: Ledger, b: Ledger, order: Sequence[str]) -> InputsMatch:
     """Whether the inputs of a first difference matched (None: not known), and a clause that says all about it.
 
-    found: of step `step`, or of the model itself. All before it in the order of execution matches or is not recorded.
+    found: belongs to step `step`, or to the model. Everything before it in the order of execution matches or was not
+           recorded.
     """
     return _EXPLAINED[found.kind if found.kind in _EXPLAINED else found.name](Scene(found, step, a, b, order))
 
 
 def run_name(ledger: Ledger) -> str:
-    """What people call a ledger: its run directory, or the file where it has another name."""
+    """The name of a ledger for people: its run directory, or the file if that has another name."""
     return str(ledger.run_directory or ledger.path)
 
 
-def _model(scene: Scene) -> Answer:
+def _model(scene: Scene) -> InputsMatch:
     name, a, b = scene.found.name, scene.found.a, scene.found.b
     if a is None or b is None:
         has, lacks = (scene.a, scene.b) if b is None else (scene.b, scene.a)
@@ -76,11 +77,11 @@ def _model(scene: Scene) -> Answer:
     return None, f"{name} has {a} and {str(b).removeprefix('shape ')}"
 
 
-def _initial(scene: Scene) -> Answer:
+def _initial(scene: Scene) -> InputsMatch:
     return None, f"initial weight of {scene.found.name} differs"
 
 
-def _replicas(scene: Scene) -> Answer:
+def _replicas(scene: Scene) -> InputsMatch:
     kind, _, name = scene.found.name.partition("/")
     said = [
         f"{run_name(run)}: replicas of {kind} {name} disagree: ranks {ranks}"
@@ -90,7 +91,7 @@ def _replicas(scene: Scene) -> Answer:
     return None, "; ".join(said)
 
 
-def _traced(scene: Scene) -> Answer:
+def _traced(scene: Scene) -> InputsMatch:
     direction, module, tensor = _split(scene.found.name)
     start = f"{direction} of {module}: {tensor} differs{_other_shape(scene)}"
     if tensor.startswith("input"):
@@ -117,13 +118,13 @@ def _other_shape(scene: Scene) -> str:
     both = []
     for run in (scene.a, scene.b):
         entry = tensors(run.steps[scene.step - 1], direction, scene.order)[scene.found.name]
-        assert isinstance(entry, Traced)  # of a direction, `tensors` gives entries of the trace
+        assert isinstance(entry, Traced)  # for a direction, `tensors` returns entries of the trace
         both.append(f"{entry.dtype} {list(entry.shape)}")
     return "" if both[0] == both[1] else f" ({both[0]} and {both[1]})"
 
 
 def _since(scene: Scene, direction: str, module: str) -> str:
-    """After which tensor the difference of an input must have arisen: the last before it, of another module."""
+    """The tensor after which an input's difference must have arisen: the last one before it of another module."""
     names = list(scene.pairs(direction))
     matched = set(scene.matched(direction))
     before = [name for name in names[: names.index(scene.found.name)] if name in matched]
@@ -134,7 +135,7 @@ def _since(scene: Scene, direction: str, module: str) -> str:
     return f", all before it matched: the difference arises after {tensor} of {last}, outside traced modules"
 
 
-def _inputs(scene: Scene, direction: str, module: str) -> Answer:
+def _inputs(scene: Scene, direction: str, module: str) -> InputsMatch:
     prefix = f"{direction}/{module}/input"
     pairs = [pair for name, pair in scene.pairs(direction).items() if name.startswith(prefix)]
     if not pairs:
@@ -147,15 +148,15 @@ def _inputs(scene: Scene, direction: str, module: str) -> Answer:
 
 
 def _own_weights(scene: Scene, module: str) -> str | None:
-    """ "matched", or why that is not known; None: the module has no weights."""
-    module = module.partition("#")[0]  # it may be called again
+    """ "matched", or the reason why that is unknown; None: the module has no weights."""
+    module = module.partition("#")[0]  # a later call has "#2"
     prefixes = [f"{module}.", *(module.removesuffix(end) + name for end, name in SAVED_AS if module.endswith(end))]
     own = {name for name in scene.order if name.startswith(tuple(prefixes))}
     if not own and scene.order:
         return None
     before = scene.step - 1
     known = {name.partition("/")[2] for name in scene.matched("weights", before)}
-    # Weights that differ there would be the first difference themselves.
+    # Differing weights would themselves be the first difference.
     return "matched" if own and own <= known else f"{_weights_before(scene)} are not recorded by both"
 
 
@@ -163,7 +164,7 @@ def _weights_before(scene: Scene) -> str:
     return f"weights after step {scene.step - 1}" if scene.step > 1 else "initial weights"
 
 
-def _gradient(scene: Scene) -> Answer:
+def _gradient(scene: Scene) -> InputsMatch:
     name = scene.found.name.partition("/")[2]
     start = f"gradient of {name} differs"
     matched = {direction: scene.matched(direction) for direction in ("forward", "backward")}
@@ -178,14 +179,14 @@ def _gradient(scene: Scene) -> Answer:
 
 
 def modules_of(parameter: str, traced: Container[str]) -> list[str]:
-    """The traced modules that may hold a parameter, the likeliest first."""
+    """The traced modules that may hold a parameter, the most likely first."""
     saved = [
         parameter[: parameter.index(name)] + end for end, name in SAVED_AS if name in parameter and name.startswith(".")
     ]
     return [module for module in (*saved, parameter.rpartition(".")[0]) if module in traced]
 
 
-def _weight(scene: Scene) -> Answer:
+def _weight(scene: Scene) -> InputsMatch:
     name = scene.found.name.partition("/")[2]
     start = f"weight of {name} differs after the step"
     if f"gradients/{name}" not in scene.matched("gradients"):
@@ -195,7 +196,7 @@ def _weight(scene: Scene) -> Answer:
     return True, f"{start}, its gradient and its value before matched: the update or the optimizer's state differs"
 
 
-def _loss(scene: Scene) -> Answer:
+def _loss(scene: Scene) -> InputsMatch:
     names, matched = list(scene.pairs("forward")), scene.matched("forward")
     if not matched:
         return None, _values(scene)
@@ -203,18 +204,18 @@ def _loss(scene: Scene) -> Answer:
     return (True if names[-1] in matched else None), words
 
 
-def _norm(scene: Scene) -> Answer:
+def _norm(scene: Scene) -> InputsMatch:
     if not scene.recorded("gradients"):
         return None, _values(scene)
     return True, f"{_values(scene)}, all {len(scene.pairs('gradients'))} gradients matched"
 
 
-def _field(scene: Scene) -> Answer:
+def _field(scene: Scene) -> InputsMatch:
     return None, _values(scene)
 
 
 def _values(scene: Scene) -> str:
-    """As "gradient norm (norm) f32:3fa00000 1.25 vs f32:3fa00001 1.2500001, 1 ULP"."""
+    """Such as "gradient norm (norm) f32:3fa00000 1.25 vs f32:3fa00001 1.2500001, 1 ULP"."""
     field = next(field for field in FIELDS if field.name == scene.found.name)
     a, b = scene.found.a, scene.found.b
     label = field.label if field.label == field.phase else f"{field.label} ({field.phase})"
@@ -224,14 +225,14 @@ def _values(scene: Scene) -> str:
 
 
 def shown(value: Any, is_float: bool) -> str:
-    """A value of a record for people: bits with the number they are."""
+    """A value of a record for people: bits with the number that they encode."""
     if value is None:
         return "none"
     return f"{value} {readable(value)}" if is_float else str(value).lower()
 
 
 # By kind of difference, and for fields by name.
-_EXPLAINED: dict[str, Callable[[Scene], Answer]] = {
+_EXPLAINED: dict[str, Callable[[Scene], InputsMatch]] = {
     MODEL: _model,
     INITIAL: _initial,
     REPLICAS: _replicas,

@@ -1,4 +1,4 @@
-"""Compare what logs print, or a log and a ledger, digit by digit. Equal digits do not prove equal bits."""
+"""Compare the numbers in two logs, or in a log and a ledger, digit by digit. Equal digits do not prove equal bits."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,26 +10,26 @@ from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.log_parser import LOSS, NORM, RATE, Log, digits, is_count, printed_ledger
 from tp_invariant_recipes.ledger.reader import Ledger
 
-Run = Ledger | Log
+LedgerOrLog = Ledger | Log
 # Fields in the order of execution; those not listed, such as other losses, stand between loss and norm.
 _BEFORE = ("consumed samples", "skipped samples", "global batch size", LOSS)
 _AFTER = (NORM, "number of skipped iterations", "number of nan iterations", "loss scale", RATE)
 
 
-class Likeness(Enum):
-    """The answer, in words that claim no more than was seen."""
+class LogVerdict(Enum):
+    """The verdict on printed numbers; it claims nothing about bits."""
 
     SAME = "the same as printed"
     DIFFERENT = "different as printed"
     NOT_COMPARABLE = "not comparable"
 
 
-EXIT_STATUS = {Likeness.SAME: 0, Likeness.DIFFERENT: 1, Likeness.NOT_COMPARABLE: 2}
+EXIT_STATUS = {LogVerdict.SAME: 0, LogVerdict.DIFFERENT: 1, LogVerdict.NOT_COMPARABLE: 2}
 
 
 @dataclass(frozen=True)
 class PrintedDifference:
-    """The first field that is printed differently; "" means that a line does not have it."""
+    """The first field with different printed values; "" means that a line lacks it."""
 
     step: int
     name: str
@@ -39,16 +39,16 @@ class PrintedDifference:
 
 @dataclass(frozen=True)
 class PrintedComparison:
-    """What comparing run `b` with run `a` by what is printed found; one of them at least is a log."""
+    """The result of comparing the printed numbers of `b` with those of `a`; at least one of them is a log."""
 
-    verdict: Likeness
-    a: Run
-    b: Run
+    verdict: LogVerdict
+    a: LedgerOrLog
+    b: LedgerOrLog
     steps_compared: int
     steps_differing: int
     first: PrintedDifference | None
-    digits: dict[str, int | None]  # compared field -> digits that both print at every step; None: a count, so all
-    only_a: tuple[str, ...]  # fields that only one of them prints
+    digits: dict[str, int | None]  # compared field -> digits that both print at every step; None: a count, exact
+    only_a: tuple[str, ...]  # fields that only one run prints
     only_b: tuple[str, ...]
     mean: bool  # the log's loss is a mean over several steps, which a ledger does not have
 
@@ -58,7 +58,7 @@ class PrintedComparison:
         return EXIT_STATUS[self.verdict]
 
 
-def compare_printed(a: Run, b: Run) -> PrintedComparison:
+def compare_printed(a: LedgerOrLog, b: LedgerOrLog) -> PrintedComparison:
     """Compare all fields that both print, but those that measure the machine, at all iterations that both print."""
     left, right = _as_logs(a, b)
     names = _in_order([name for name in left.fields if name in right.fields])
@@ -75,7 +75,7 @@ def compare_printed(a: Run, b: Run) -> PrintedComparison:
                 differing.setdefault(number, PrintedDifference(number, name, one, other))
     numbers = [name for name, count in seen.items() if count is not None]
     return PrintedComparison(
-        verdict=Likeness.NOT_COMPARABLE if not numbers else Likeness.DIFFERENT if differing else Likeness.SAME,
+        verdict=LogVerdict.NOT_COMPARABLE if not numbers else LogVerdict.DIFFERENT if differing else LogVerdict.SAME,
         a=a,
         b=b,
         steps_compared=len(common),
@@ -89,7 +89,7 @@ def compare_printed(a: Run, b: Run) -> PrintedComparison:
 
 
 def alike(a: str, b: str) -> bool:
-    """Whether two texts print one number, rounded to the digits of the shorter."""
+    """Whether two texts show the same number, rounded to the digits of the shorter one."""
     if a == b:
         return True
     try:
@@ -108,7 +108,7 @@ def line(comparison: PrintedComparison) -> str:
 
 
 def remarks(comparison: PrintedComparison) -> tuple[str, ...]:
-    """What a reader must know to judge the verdict; one sentence each."""
+    """Facts that a reader needs to judge the verdict; one sentence each."""
     sentences = []
     for run in (comparison.a, comparison.b):
         if isinstance(run, Log):
@@ -122,7 +122,7 @@ def remarks(comparison: PrintedComparison) -> tuple[str, ...]:
             sentences.append(f"{run_name(run)}: the last line is torn; the run was killed, or is writing it now.")
     if comparison.a.path.resolve() == comparison.b.path.resolve():
         sentences.append("Both are the same file, so this proves nothing.")
-    if comparison.verdict is Likeness.NOT_COMPARABLE:
+    if comparison.verdict is LogVerdict.NOT_COMPARABLE:
         return tuple(sentences)
     if comparison.mean:
         sentences.append(f"The {LOSS} of the log is a mean over several steps: not compared.")
@@ -153,12 +153,12 @@ def comparison_json(comparison: PrintedComparison) -> dict[str, Any]:
     }
 
 
-def called(run: Run) -> str:
+def called(run: LedgerOrLog) -> str:
     """What people call a run: its directory, or the file."""
     return run_name(run) if isinstance(run, Ledger) else str(run.path)
 
 
-def _as_logs(a: Run, b: Run) -> tuple[Log, Log]:
+def _as_logs(a: LedgerOrLog, b: LedgerOrLog) -> tuple[Log, Log]:
     if isinstance(a, Log):
         return a, b if isinstance(b, Log) else printed_ledger(b, a)
     if isinstance(b, Log):
@@ -177,7 +177,7 @@ def _fewest(before: int | None, *texts: str) -> int | None:
     return min([*found, *([] if before is None else [before])], default=None)
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: LedgerOrLog) -> dict[str, Any]:
     steps = len(run.steps) if isinstance(run, Ledger) else len(run.iterations)
     return {"path": str(run.path), "log": isinstance(run, Log), "steps": steps}
 
@@ -198,7 +198,7 @@ def _same(comparison: PrintedComparison) -> str:
 
 def _different(comparison: PrintedComparison) -> str:
     first = comparison.first
-    assert first is not None  # a verdict of different comes from a first difference
+    assert first is not None  # the verdict "different" comes from a first difference
     values = " vs ".join(text or "not printed" for text in (first.a, first.b))
     return f" at step {first.step}: {first.name} {values}; {comparison.steps_differing} of {_steps(comparison)} differ"
 
@@ -209,4 +209,4 @@ def _not_comparable(comparison: PrintedComparison) -> str:
     return f": no {what} that both print in {runs}"
 
 
-_LINES = {Likeness.SAME: _same, Likeness.DIFFERENT: _different, Likeness.NOT_COMPARABLE: _not_comparable}
+_LINES = {LogVerdict.SAME: _same, LogVerdict.DIFFERENT: _different, LogVerdict.NOT_COMPARABLE: _not_comparable}

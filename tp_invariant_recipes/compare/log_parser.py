@@ -1,10 +1,10 @@
-"""Training logs of Megatron-LM and Megatron-Bridge: the numbers that they print, as they print them.
+"""Training logs of Megatron-LM and Megatron-Bridge: their numbers, as printed.
 
     [2026-01-31 09:16:19] iteration        1/     100 | consumed samples:            8 | elapsed time per iteration
     (ms): 176.4 | learning rate: 3.000000E-05 | global batch size:     8 | lm loss: 1.254514E+01 | loss scale: 1.0 |
     grad norm: 32.962 | number of skipped iterations:   0 | number of nan iterations:   0 |
 
-(one line in the log). A number that is not one is printed as NAN, or, of a loss, not at all.
+(one line in the log). They print a NaN as NAN, except that a loss is then missing.
 """
 
 import itertools
@@ -17,11 +17,11 @@ from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.lines import KIND, StepRecord
 from tp_invariant_recipes.ledger.reader import Ledger, contents
 
-_ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ +\|(.*)")  # after any prefix of a rank, a host or a clock
+_ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ +\|(.*)")  # after any prefix with a rank, a host or a time
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _FIELD = re.compile(r"\s*(\S.*?)\s*:\s*(\S+)\s*")
 _NUMBER = re.compile(r"[-+]?(\d+)(?:\.(\d*))?([eE][-+]?\d+)?")
-# What a machine does, not what it computes.
+# Measurements of the machine, not results.
 _MEASURED = re.compile(r"elapsed|throughput|flop|per second|per gpu|/s\b|energy|power|memory|\btime\b", re.IGNORECASE)
 
 SAMPLES, LOSS, NORM, RATE = "consumed samples", "lm loss", "grad norm", "learning rate"
@@ -29,12 +29,12 @@ SAMPLES, LOSS, NORM, RATE = "consumed samples", "lm loss", "grad norm", "learnin
 
 @dataclass(frozen=True)
 class Log:
-    """What a log prints of its iterations.
+    """The iterations that a log prints.
 
-    iterations: number -> field -> text. None: not known, in what a ledger would have printed. Where a training
-                started again in the middle, the later lines count.
-    restarts:   (last iteration before, first again)
-    broken:     lines of an iteration that do not end as they should, and are left out.
+    iterations: number -> field -> text. None: unknown, in the log that a ledger would have printed. After a restart of
+                the training, the later lines of an iteration count.
+    restarts:   (last iteration before the restart, first iteration after it)
+    broken:     iteration lines without the expected end; they are left out.
     """
 
     path: Path
@@ -44,23 +44,23 @@ class Log:
 
     @property
     def fields(self) -> list[str]:
-        """The fields of any line, in the order of printing."""
+        """The fields of all lines, in the order of printing."""
         return list(dict.fromkeys(name for line in self.iterations.values() for name in line))
 
     def formatted(self, name: str) -> str | None:
-        """How a field is printed, as ".6E", ".3f" or "d". None: it never is a number."""
+        """The print format of a field, such as ".6E", ".3f" or "d". None: it is never a number."""
         texts = (line.get(name) for line in self.iterations.values())
         return next((form for text in texts if text and (form := _format(text))), None)
 
     @property
     def interval(self) -> int:
-        """A line is of so many iterations; losses are means over them."""
+        """The number of iterations per line; losses are means over them."""
         numbers = [0, *self.iterations]
         return min((after - before for before, after in itertools.pairwise(numbers)), default=1)
 
 
 def read_log(path: Path) -> Log | None:
-    """The log in a file. None: it is a directory, a ledger, or has no line of an iteration.
+    """The log in a file. None: the path is a directory or a ledger, or no line shows an iteration.
 
     LedgerError: the file cannot be read.
     """
@@ -92,10 +92,10 @@ def parse_log(path: Path, text: str) -> Log:
 
 
 def printed_ledger(ledger: Ledger, log: Log) -> Log:
-    """What `log` would print, in its format, of the iterations that the ledger has.
+    """The log that the ledger's iterations would have given, in the format of `log`.
 
-    Not known: a mean over several steps, what a skipped step prints, and the learning rate of the last step, since
-    the learning rate that is printed is the next step's.
+    Some values are unknown (None): means over several steps, the values that a skipped step prints, and the learning
+    rate of the last step, since a log prints the learning rate of the next step.
     """
     records = {record.step: record for record in ledger.steps}
     forms = {name: form for name in (SAMPLES, LOSS, NORM, RATE) if (form := log.formatted(name))}
@@ -114,7 +114,7 @@ def printed_ledger(ledger: Ledger, log: Log) -> Log:
 
 
 def digits(text: str) -> int:
-    """How many digits of a number a text has; zeros in front count only beside an exponent, and 0.000 has one."""
+    """The number of digits in a text. Leading zeros count only beside an exponent, and 0.000 has one digit."""
     match = _NUMBER.fullmatch(text)
     if match is None:
         return 1
@@ -123,7 +123,7 @@ def digits(text: str) -> int:
 
 
 def is_count(text: str) -> bool:
-    """Whether a text is a whole number, and so exact."""
+    """Whether a text is an integer, and so exact."""
     return _format(text) == "d"
 
 
@@ -150,7 +150,7 @@ def _format(text: str) -> str | None:
 
 
 def _print(name: str, form: str, record: StepRecord, after: StepRecord | None, single: bool) -> str | None:
-    """One field of a line. "": the line leaves it out. None: not known."""
+    """One field of a line. "": the line omits it. None: unknown."""
     if name == SAMPLES:
         return str(record.samples)
     if name == LOSS:
@@ -164,6 +164,6 @@ def _number(bits: str | None, form: str, or_nothing: bool = False) -> str | None
     if bits is None:
         return None
     value = bits_float(bits)
-    if or_nothing and not value >= 0:  # Megatron prints a loss only if it is at least 0, so no NaN
+    if or_nothing and not value >= 0:  # Megatron prints a loss only if it is at least 0, so never a NaN
         return ""
     return format(value, form)

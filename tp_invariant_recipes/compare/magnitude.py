@@ -1,4 +1,4 @@
-"""How far apart the tensor is at which two runs first differ, where both dumped it."""
+"""The distance between two runs' dumps of the tensor at which they first differ."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -9,19 +9,19 @@ from tp_invariant_recipes.errors import LedgerError
 if TYPE_CHECKING:
     from tp_invariant_recipes.ledger.dumps import Distance
 
-DUMPED = ("forward", "backward", "gradients", "weights")  # kinds of difference that are of a tensor
+DUMPED = ("forward", "backward", "gradients", "weights")  # kinds of difference that concern a tensor
 
 
 def magnitude(comparison: Comparison) -> "Distance | None":
-    """The distance of the first differing tensor. None: that is no tensor, or not both runs dumped it at that step.
+    """The distance of the first differing tensor. None: it is no tensor, or a run did not dump it at that step.
 
-    LedgerError: dumps are damaged, or of other shapes.
+    LedgerError: dumps are damaged, or their shapes differ.
     """
     first = comparison.first
     runs = [ledger.run_directory for ledger in (comparison.a, comparison.b)]
     if first is None or first.kind not in DUMPED or not all(run and (run / "dumps").is_dir() for run in runs):
         return None
-    from tp_invariant_recipes.ledger import dumps  # needs numpy, and few comparisons have any dumps
+    from tp_invariant_recipes.ledger import dumps  # needs numpy, and few comparisons have dumps
 
     if not all(first.step in dumps.steps(run) for run in runs if run):
         return None
@@ -32,7 +32,7 @@ def magnitude(comparison: Comparison) -> "Distance | None":
 
 
 def magnitude_line(comparison: Comparison) -> str | None:
-    """The distance in words, or why it cannot be had from the dumps that are there. None: there are none."""
+    """The distance in words, or the reason why the dumps do not show it. None: there are no dumps."""
     try:
         found = magnitude(comparison)
     except LedgerError as error:
@@ -50,7 +50,7 @@ def magnitude_line(comparison: Comparison) -> str | None:
 
 
 def magnitude_report(comparison: Comparison) -> dict[str, Any] | None:
-    """The distance as JSON: the fields of `dumps.Distance`, or `error`. None: there are no dumps of it."""
+    """The distance as JSON: the fields of `dumps.Distance`, or `error`. None: there are no dumps of the tensor."""
     try:
         found = magnitude(comparison)
     except LedgerError as error:

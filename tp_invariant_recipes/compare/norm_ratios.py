@@ -1,16 +1,16 @@
-"""Two trainings on the same data from the same weights: are their gradient norms equal, but for rounding?
+"""Two trainings on the same data from the same weights: are their gradient norms equal up to rounding?
 
-What rounding does is measured, not guessed: a third training computes as the first does, with every weight changed by
-one unit in its last place at each step that counts (training/gradient_norms.py). By how much that moves a norm is by
-how much rounding may move it.
+The effect of rounding is measured: a third training repeats the first, with every weight changed by one unit in its
+last place at each step that counts (training/gradient_norms.py). Its deviation from the first training is the
+deviation that rounding may cause.
 
     deviation(a, b)        = |ln(b / a)|,  0 where both are the same number
     allowed(group, step)   = MARGIN × the largest deviation that rounding gave a parameter of the group up to this step
                              (and no less than that of half of all parameters, since a group may have one parameter)
 
-Up to this step: trainings that differ by rounding move apart, so that what is allowed at the last step would hide a
-fault at the first. A step before those that count is the same computation in both; if it is not the same number, the
-trainings do not repeat themselves, and by how much they do not counts as rounding, too.
+The limit uses only steps up to this one: rounding moves trainings apart over time, so the limit of the last step would
+hide a fault at the first. Both trainings compute the same in the steps before those that count. If their norms differ
+there, the trainings do not repeat themselves, and that deviation counts as rounding, too.
 """
 
 import math
@@ -18,18 +18,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from tp_invariant_recipes.compare.parameter_groups import group_of, in_order
+from tp_invariant_recipes.compare.parameter_groups import groups_in_order, parameter_group
 from tp_invariant_recipes.errors import RunError
 
-# One sample of rounding is not its largest. Faults that drop or repeat a micro-batch change norms by far more.
+# One sample of rounding is not the largest possible. Faults that drop or repeat a micro-batch change norms far more.
 MARGIN = 4.0
 
 
 @dataclass(frozen=True)
 class Norms:
-    """Gradient norms of a step, before clipping: name of a parameter in the whole model → L2 norm of all of it.
+    """Gradient norms of a step, before clipping: parameter's name in the whole model → L2 norm of its whole gradient.
 
-    graphs: how many CUDA graphs were replayed for it.
+    graphs: number of CUDA graphs that the step replayed.
     """
 
     step: int
@@ -39,11 +39,11 @@ class Norms:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A parameter at the step at which its deviation is the largest part, or multiple, of what is allowed.
+    """A parameter at the step at which its deviation is largest relative to the allowed one.
 
-    ratio:   second / first; None: one is 0 or no number, and the other is not.
-    allowed: the deviation that rounding may make at that step; None: not measured, all bits are the same.
-    since:   the first step at which it is further; None: at no step.
+    ratio:   second / first; None: one is 0 or not finite, and the other is not.
+    allowed: the deviation that rounding may cause at that step; None: not measured, since all bits are equal.
+    since:   the first step at which the deviation exceeds the allowed one; None: no step.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Ratio:
 
 @dataclass(frozen=True)
 class GroupRatio:
-    """What a group's parameters have together.
+    """The parameters of a group together.
 
-    first, second: root of the sum of the squares of their norms, of the mean step.
+    first, second: root of the sum of the squares of their norms, for the mean step.
     low, median, high: of their ratios; None: there is none (see `Ratio`).
-    worst:         the one that is furthest by what is allowed.
-    since:         the first step at which one of them is too far; None: none is at any.
+    worst:         the parameter with the largest deviation relative to the allowed one.
+    since:         the first step at which a parameter exceeds the allowed deviation; None: no step.
     state:         "equal", "rounding" or "different".
     """
 
@@ -82,7 +82,7 @@ class GroupRatio:
 
 @dataclass(frozen=True)
 class Judged:
-    """groups: in the order of a table. ratios: of every parameter. repeats: whether the steps before were the same."""
+    """groups: in the order of the table. ratios: of every parameter. repeats: whether the steps before were equal."""
 
     groups: tuple[GroupRatio, ...]
     ratios: tuple[Ratio, ...]
@@ -95,29 +95,29 @@ class Judged:
 
 
 def same(first: Sequence[Norms], second: Sequence[Norms]) -> bool:
-    """Whether all norms of all steps are the same numbers."""
+    """Whether all norms of all steps are equal."""
     return [one.norms for one in first] == [one.norms for one in second]
 
 
-def judge(
+def judge_ratios(
     first: Sequence[Norms], second: Sequence[Norms], rounded: Sequence[Norms] | None, *, counts_from: int
 ) -> Judged:
-    """Compare two trainings. Raises RunError when they have other steps or parameters, or when nothing can be judged.
+    """Compare two trainings. Raises RunError when their steps or parameters differ, or when nothing can be judged.
 
-    rounded:     the first with its weights changed by rounding; None: `same` holds, and nothing needs to be allowed.
-    counts_from: the first step that is judged.
+    rounded:     the first training with its weights changed by rounding; None: `same` holds, so no limit is needed.
+    counts_from: the first judged step.
     """
     _alike(first, second, *([rounded] if rounded is not None else []))
     counted, before = _split(first, second, counts_from)
     noise = None if rounded is None else _noise(_split(first, rounded, counts_from)[0], before)
     ratios = [_furthest(name, counted, noise) for name in first[0].norms]
     groups = {name: [ratio for ratio in ratios if ratio.group == name] for name in {one.group for one in ratios}}
-    found = tuple(_group(name, groups[name], counted) for name in in_order(set(groups)))
+    found = tuple(_group(name, groups[name], counted) for name in groups_in_order(set(groups)))
     return Judged(found, tuple(ratios), all(a.norms == b.norms for a, b in before))
 
 
 def deviation(first: float, second: float) -> float:
-    """How far two norms are apart: |ln(second / first)|; infinite where only one is 0, or one is no number."""
+    """The deviation |ln(second / first)| of two norms; infinite if only one is 0, or one is not a number."""
     if first == second:
         return 0.0
     if not (math.isfinite(first) and math.isfinite(second)) or first <= 0 or second <= 0:
@@ -136,14 +136,14 @@ def _alike(*trainings: Sequence[Norms]) -> None:
 
 
 def _split(first: Sequence[Norms], second: Sequence[Norms], counts_from: int) -> tuple[Pairs, Pairs]:
-    """The steps that count, and those before."""
+    """The steps that count, and the steps before them."""
     pairs = list(zip(first, second, strict=True))
     return [p for p in pairs if p[0].step >= counts_from], [p for p in pairs if p[0].step < counts_from]
 
 
 def _furthest(name: str, pairs: Pairs, allowed: list[dict[str, float]] | None) -> Ratio:
     """allowed: of each pair, group → deviation; None: all norms are the same numbers."""
-    group = group_of(name)
+    group = parameter_group(name)
     limits = [one[group] for one in allowed] if allowed else [0.0] * len(pairs)
     apart = [deviation(a.norms[name], b.norms[name]) for a, b in pairs]
     beyond = [pair[0].step for pair, far, limit in zip(pairs, apart, limits, strict=True) if far > limit]
@@ -163,14 +163,14 @@ def _furthest(name: str, pairs: Pairs, allowed: list[dict[str, float]] | None) -
 
 
 def _excess(apart: float, limit: float) -> float:
-    """A deviation as a multiple of what is allowed, which may be 0."""
+    """A deviation as a multiple of the allowed one, which may be 0."""
     return apart / limit if limit else math.inf if apart else 0.0
 
 
 def _noise(rounded: Pairs, before: Pairs) -> list[dict[str, float]]:
-    """Of each step that counts: group → the deviation that is allowed. Raises RunError when rounding changed nothing.
+    """For each step that counts, group → the allowed deviation. Raises RunError when rounding changed nothing.
 
-    rounded: the first training and the rounded one. before: what should have been the same in the pair.
+    rounded: the first training and the rounded one. before: the pair's steps that should have been equal.
     """
     start = rounded[0]
     if start[0].norms == start[1].norms:
@@ -183,15 +183,15 @@ def _noise(rounded: Pairs, before: Pairs) -> list[dict[str, float]]:
     for pair in rounded:
         largest = {name: max(far, _moved(name, *pair)) for name, far in largest.items()}
         least = median(largest.values())
-        groups = {group_of(name): [least] for name in largest}
+        groups = {parameter_group(name): [least] for name in largest}
         for name, far in largest.items():
-            groups[group_of(name)].append(far)
+            groups[parameter_group(name)].append(far)
         allowed.append({group: MARGIN * max(moved) for group, moved in groups.items()})
     return allowed
 
 
 def _moved(name: str, first: Norms, second: Norms) -> float:
-    """The deviation of a parameter that only rounding moved. Raises RunError when it is without end."""
+    """The deviation of a parameter by rounding alone. Raises RunError when it is infinite."""
     far = deviation(first.norms[name], second.norms[name])
     if math.isinf(far):
         raise RunError(f"rounding alone takes the gradient of {name} from 0 or to no number: nothing can be judged")

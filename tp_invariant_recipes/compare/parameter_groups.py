@@ -1,4 +1,4 @@
-"""What a parameter is for, by its name in the whole model: one row a group."""
+"""Groups of parameters by purpose, from their names in the whole model: one row a group."""
 
 import functools
 import re
@@ -9,14 +9,14 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class Group:
-    """name: as a table shows it. pattern: found in the names of its parameters."""
+    """name: for tables. pattern: matches part of its parameters' names."""
 
     name: str
     pattern: re.Pattern[str]
 
 
-# The first row that fits counts. Transformer Engine keeps the weight of a norm in the product after it, and Mamba's
-# gated norm lies in the mixer, so norms come first.
+# The first matching row counts. Transformer Engine keeps a norm's weight in the linear layer after it, and Mamba's
+# gated norm is in the mixer, so norms come first.
 GROUPS = tuple(
     Group(name, re.compile(pattern))
     for name, pattern in (
@@ -34,11 +34,11 @@ GROUPS = tuple(
 
 
 @functools.cache  # the same names at every step
-def group_of(name: str) -> str:
+def parameter_group(name: str) -> str:
     """The group of a parameter, named as in Megatron's distributed checkpoints; "other" where no row fits."""
     return next((group.name for group in GROUPS if group.pattern.search(name)), OTHER)
 
 
-def in_order(groups: set[str]) -> list[str]:
+def groups_in_order(groups: set[str]) -> list[str]:
     """Groups in the order of the table, without those that are not there."""
     return [name for name in (*(group.name for group in GROUPS[1:]), GROUPS[0].name, OTHER) if name in groups]

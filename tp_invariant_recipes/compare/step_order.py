@@ -1,4 +1,4 @@
-"""What a step computes that two runs can be compared by, in the order of execution."""
+"""The order of execution within a step: one row for each recorded number or set of tensors."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from tp_invariant_recipes.ledger.digests import Traced
 from tp_invariant_recipes.ledger.lines import FLOATS, StepRecord
 
-FIELD, REPLICAS, MODEL, INITIAL = "field", "replicas", "model", "initial"  # kinds of difference beside Tensors
+FIELD, REPLICAS, MODEL, INITIAL = "field", "replicas", "model", "initial"  # kinds of difference besides Tensors
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a step record: its name there, its name for people, the phase of the step that gives it."""
+    """A field of a step record: its name there, its name for people, the phase of the step that computes it."""
 
     name: str
     label: str
@@ -20,13 +20,13 @@ class Field:
 
     @property
     def is_float(self) -> bool:
-        """Whether the record holds bits as text (or None), not a count or a truth value."""
+        """Whether the record holds bits as text (or None), not a count or a boolean."""
         return self.name in FLOATS
 
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of a step that have digests: their kind, and the phase of the step that computes them."""
+    """A step's tensors with digests: their kind, and the phase of the step that computes them."""
 
     kind: str
     phase: str
@@ -37,7 +37,7 @@ class Tensors:
         return "trace" if self.kind in ("forward", "backward") else self.kind
 
 
-# In the order of execution: the first that differs is the nearest to the cause.
+# In the order of execution: the first difference is the nearest to the cause.
 SEQUENCE: tuple[Field | Tensors, ...] = (
     Field("samples", "consumed samples", "data"),
     Field("tokens", "tokens", "data"),
@@ -59,10 +59,10 @@ class Found:
     """One value that differs.
 
     kind: "field", "forward", "backward", "gradients", "weights", "replicas", "model" or "initial".
-    name: of the field, of the tensor as "forward/decoder.layers.3.mlp/output", "gradients/PARAMETER", or with "model"
-          and "initial" of the parameter.
-    a, b: as the records hold them: bits or digests as text, counts. Of replicas, the ranks that agree, as
-          "0, 2 | 1"; None: they all do. Of a model, what it has, as "shape [512, 128]"; None: no such parameter.
+    name: of the field; of the tensor, such as "forward/decoder.layers.3.mlp/output" or "gradients/PARAMETER"; for
+          "model" and "initial", of the parameter.
+    a, b: as in the records: bits or digests as text, counts. For replicas, the ranks that agree, such as "0, 2 | 1";
+          None: all agree. For a model, its property, such as "shape [512, 128]"; None: no such parameter.
     """
 
     phase: str
@@ -73,7 +73,7 @@ class Found:
 
 
 def differences(a: StepRecord, b: StepRecord, parameters: Sequence[str]) -> Iterator[Found]:
-    """All that differs in a step, in the order of execution. parameters: those compared, in forward order."""
+    """All differences in a step, in the order of execution. parameters: the compared ones, in forward order."""
     for part in SEQUENCE:
         if isinstance(part, Field):
             # Floats are compared as text: a NaN equals itself, and the two zeros differ.
@@ -85,7 +85,7 @@ def differences(a: StepRecord, b: StepRecord, parameters: Sequence[str]) -> Iter
 
 
 def differing(a: StepRecord, b: StepRecord, kind: str, parameters: Sequence[str]) -> list[str]:
-    """The parameters whose gradients or weights differ, in the order of execution: many, so without more words."""
+    """The names of parameters whose gradients or weights differ, in the order of execution; there may be many."""
     left, right = getattr(a, kind), getattr(b, kind)
     if not _unlike(left, right):
         return []
@@ -94,7 +94,7 @@ def differing(a: StepRecord, b: StepRecord, kind: str, parameters: Sequence[str]
 
 
 def tensors(record: StepRecord, kind: str, parameters: Sequence[str]) -> dict[str, Traced] | dict[str, str]:
-    """By name, in the order of execution: entries of the trace, or digests. Empty: not recorded at this step."""
+    """Name -> entry of the trace, or digest, in the order of execution. Empty: not recorded at this step."""
     if kind in ("forward", "backward"):
         return traced(record.trace or (), kind)
     digests: Mapping[str, str] = getattr(record, kind) or {}
@@ -103,7 +103,7 @@ def tensors(record: StepRecord, kind: str, parameters: Sequence[str]) -> dict[st
 
 
 def traced(trace: Sequence[Traced], direction: str) -> dict[str, Traced]:
-    """The trace of one direction by name; a module that is called again has "#2" after its name."""
+    """The trace of one direction by name; a module's second call has "#2" after the name."""
     seen: Counter[str] = Counter()
     entries = {}
     for entry in trace:
@@ -116,7 +116,7 @@ def traced(trace: Sequence[Traced], direction: str) -> dict[str, Traced]:
 
 
 def digest(value: Traced | str | None) -> str | None:
-    """The digest of what `tensors` gives. None: there is none."""
+    """The digest of a value of `tensors`. None: it has none."""
     return value.digest if isinstance(value, Traced) else value
 
 
@@ -127,7 +127,7 @@ def _unlike(a: object, b: object) -> bool:
 def _tensors(part: Tensors, a: StepRecord, b: StepRecord, parameters: Sequence[str]) -> Iterator[Found]:
     left, right = (tensors(record, part.kind, parameters) for record in (a, b))
     disagreeing = [_diverged(record, part.kind) for record in (a, b)]
-    # A diverged parameter that neither run lists cannot happen in a ledger of ours, and must not pass unseen.
+    # No ledger of ours has a diverged parameter that neither run lists, but such a parameter must be reported.
     for name in dict.fromkeys([*left, *right, *disagreeing[0], *disagreeing[1]]):
         if any(name in ranks for ranks in disagreeing):
             yield Found(part.phase, REPLICAS, name, *(ranks.get(name) for ranks in disagreeing))
@@ -138,7 +138,7 @@ def _tensors(part: Tensors, a: StepRecord, b: StepRecord, parameters: Sequence[s
 
 def _diverged(record: StepRecord, kind: str) -> dict[str, str]:
     return {
-        f"{kind}/{name}": " | ".join(", ".join(map(str, together)) for together in ranks)
+        f"{kind}/{name}": " | ".join(", ".join(map(str, group)) for group in ranks)
         for of, name, ranks in record.diverged
         if of == kind
     }

@@ -18,15 +18,15 @@ from tp_invariant_recipes.ledger.reader import Ledger
 
 REPORT_SCHEMA = 2
 
-_FIELDS_IN_LINE = 3  # further fields are in the table below the line
+_FIELDS_IN_LINE = 3  # the table below the line has the other fields
 _NOT_SET = "not set"
-# Kinds of first difference that a trace would bring nearer to the cause, unless it was one that found them.
+# Kinds of first difference that a trace would narrow down, unless a trace found them.
 _COARSE = (FIELD, *DIGESTED)
 
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """A parameter that differs: the first step at which its gradient and its weight do (None: nowhere), at how many."""
+    """A differing parameter: the first step of its gradient and of its weight (None: no step), and how many differ."""
 
     name: str
     gradient: int | None
@@ -40,7 +40,7 @@ def verdict_line(comparison: Comparison) -> str:
 
 
 def proved(comparison: Comparison) -> str:
-    """What was compared, as "loss, gradient norm, learning rate and gradients and weights of 27 parameters"."""
+    """The compared values, such as "loss, gradient norm, learning rate and gradients and weights of 27 parameters"."""
     items = ["loss", "gradient norm", "learning rate"]
     counts = {}
     for kind in DIGESTED:
@@ -57,7 +57,7 @@ def proved(comparison: Comparison) -> str:
 
 
 def remarks(comparison: Comparison) -> tuple[str, ...]:
-    """What a reader must know to judge the verdict, and what to do next; one sentence each."""
+    """Facts that a reader needs to judge the verdict, and the next step; one sentence each."""
     a, b = comparison.a, comparison.b
     sentences = [
         f"{run_name(ledger)}: the last line is torn; the run was killed, or is writing it now."
@@ -106,7 +106,7 @@ def _untraced(comparison: Comparison) -> list[str]:
 
 
 def _both(comparison: Comparison, coverage: Coverage) -> str:
-    """As "2 of 50 steps; a alone has them at 3, b alone at 1"."""
+    """Such as "2 of 50 steps; a alone has them at 3, b alone at 1"."""
     alone = [
         f"{run_name(ledger)} alone has them at {count}"
         for ledger, count in ((comparison.a, coverage.only_a), (comparison.b, coverage.only_b))
@@ -138,7 +138,7 @@ def _next_command(comparison: Comparison, dumped: bool) -> list[str]:
 
 
 def parameter_rows(comparison: Comparison) -> tuple[ParameterRow, ...]:
-    """The parameters that differ, by first step, then in the order of execution."""
+    """The differing parameters, by first step, then in the order of execution."""
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for one in comparison.parameters:
         found.setdefault(one.name, {})[one.kind] = one.steps
@@ -150,7 +150,7 @@ def parameter_rows(comparison: Comparison) -> tuple[ParameterRow, ...]:
 
 
 def parameter_line(comparison: Comparison) -> str | None:
-    """How many parameters differ, in one line. None: none does."""
+    """The number of differing parameters, in one line. None: no parameter differs."""
     rows = parameter_rows(comparison)
     if not rows:
         return None
@@ -176,7 +176,7 @@ def _listed_by_both(comparison: Comparison) -> set[str]:
 
 
 def header_rows(comparison: Comparison) -> tuple[tuple[str, str, str], ...]:
-    """The header fields that differ, those that make the runs incomparable first: name and both values."""
+    """Name and both values of the differing header fields; those that make the runs incomparable come first."""
     return tuple((d.field, d.a or _NOT_SET, d.b or _NOT_SET) for d in comparison.refused + comparison.informed)
 
 
@@ -186,7 +186,7 @@ def exit_status(comparisons: Iterable[Comparison | PrintedComparison]) -> int:
 
 
 def report(comparisons: Sequence[Comparison | PrintedComparison]) -> dict:
-    """Everything, as JSON; all comparisons are with one first run. Documented in docs/ledger.md."""
+    """All comparisons with one first run, as JSON. Documented in docs/ledger.md."""
     return {
         "schema": REPORT_SCHEMA,
         "exit_status": exit_status(comparisons),
@@ -200,7 +200,7 @@ def report(comparisons: Sequence[Comparison | PrintedComparison]) -> dict:
 
 
 def error_report(error: Exception) -> dict:
-    """The report where a ledger could not be read."""
+    """The report of an unreadable ledger."""
     start = {"schema": REPORT_SCHEMA, "exit_status": UNREADABLE, "error": str(error)}
     return start | {"compared_fields": [], "comparisons": []}
 
@@ -242,7 +242,7 @@ def _ledger(ledger: Ledger) -> dict:
 
 def _first(comparison: Comparison) -> dict:
     first = comparison.first
-    assert first is not None  # the caller looks
+    assert first is not None  # the caller checks
     values = {"a": _value(first, first.a), "b": _value(first, first.b)}
     return asdict(first) | values | {"distance": magnitude_report(comparison)}
 
@@ -254,7 +254,7 @@ def _value(first: FirstDifference, value: Any) -> Any:
 
 
 def _difference(difference: Difference) -> dict:
-    """A side that does not have the field has no key, since null is a value."""
+    """A difference as JSON. A side without the field has no key, since null is a value."""
     sides = {"a": difference.a, "b": difference.b}
     return {"field": difference.field} | {side: json.loads(text) for side, text in sides.items() if text is not None}
 
@@ -272,7 +272,7 @@ def _identical(comparison: Comparison) -> str:
 
 def _different(comparison: Comparison) -> str:
     first = comparison.first
-    assert first is not None  # a verdict of different comes from a first difference
+    assert first is not None  # the verdict "different" comes from a first difference
     where = f" at step {first.step}" if first.step else ""
     parts = [f"{where}: {first.explanation}"]
     if len(comparison.model) > 1:
@@ -307,7 +307,7 @@ def _ending(comparison: Comparison) -> str:
 
 
 def _at(comparison: Comparison, name: str) -> str:
-    """At how many of the steps, where it is not all of them."""
+    """The number of steps in words, unless it is all of them."""
     both, compared = comparison.coverage[name].both, comparison.steps_compared
     return "" if both == compared else f" (at {both} of {_steps(compared)})"
 

@@ -1,10 +1,10 @@
 """From text to the indexed datasets that Megatron trains on.
 
-source.py     which files count, their digests, how they are cut in parts
-documents.py  the documents of a part, and what is wrong with them
+source.py     select the files, digest them, cut them into parts
+documents.py  the documents of a part and the problems in them
 tokenizer.py  bytes of a document -> token ids
-files.py      files that are either whole or absent, also after SIGKILL or on a full disk
-prepared.py   what a finished dataset consists of; load and check it
-parts.py      write the parts that are missing, merge them
-prepare.py    the story: scan, write, merge, publish
+files.py      atomic files: whole or absent, also after SIGKILL or on a full disk
+prepared.py   the files of a finished dataset; load and check them
+parts.py      write the missing parts, merge them
+prepare.py    the whole procedure: scan, write, merge, publish
 """

@@ -1,4 +1,4 @@
-"""The documents of a part, as UTF-8 bytes; what is wrong with them is listed, not raised one by one."""
+"""The documents of a part, as UTF-8 bytes. Problems are collected in a list, not raised one by one."""
 
 import hashlib
 import json
@@ -10,14 +10,14 @@ from tp_invariant_recipes.errors import DataError
 
 
 class SegmentReader:
-    """Reads segments in source order, keeping the last file open: a seek in a .gz starts over otherwise."""
+    """Reads segments in source order. It keeps the last file open, since a reopened .gz seeks from its start."""
 
     def __init__(self) -> None:
         self._file: SourceFile | None = None
         self._stream: BufferedIOBase | None = None
 
     def read(self, segment: Segment) -> bytes:
-        """The segment's bytes. Raises DataError when the file is not what was scanned any more."""
+        """The segment's bytes. Raises DataError when the file has changed since the scan."""
         try:
             if self._stream is None or self._file != segment.file:
                 self.close()
@@ -31,16 +31,16 @@ class SegmentReader:
         return data
 
     def close(self) -> None:
-        """Let go of the open file, if there is one."""
+        """Close the open file, if there is one."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
 
 def documents(reader: SegmentReader, part: TextBatch, json_key: str, problems: list[str]) -> Iterator[bytes]:
-    """The part's documents in order, without the empty ones: an end without a text teaches nothing.
+    """The part's documents in order, without the empty ones: a lone end-of-document token teaches nothing.
 
-    problems: gets one line, with file and place, for each document that cannot be used.
+    problems: gets one line, with file and position, for each unusable document.
     Raises DataError when a file cannot be read or has changed since the scan.
     """
     for segment in part.segments:
@@ -59,7 +59,7 @@ def _text(segment: Segment, data: bytes, _json_key: str, problems: list[str]) ->
 
 
 def _jsonl(segment: Segment, data: bytes, json_key: str, problems: list[str]) -> Iterator[bytes]:
-    """Blank lines are skipped. Numbers of lines count from 1, bytes from 0, both within the file."""
+    """Skip blank lines. Line numbers start at 1 and byte offsets at 0, both within the file."""
     offset = segment.offset
     for number, line in enumerate(data.split(b"\n"), segment.line):
         try:
@@ -76,7 +76,7 @@ def _jsonl(segment: Segment, data: bytes, json_key: str, problems: list[str]) ->
 
 
 def _text_of(line: bytes, json_key: str) -> bytes:
-    """The text of a JSONL line, empty for a blank one. Raises UnicodeDecodeError or, placeless, DataError."""
+    """The text of a JSONL line, empty for a blank one. Raises UnicodeDecodeError, or DataError without the position."""
     string = line.decode()
     if not string.strip():
         return b""

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: after SIGKILL or a power cut, on a full disk, with two writers."""
+"""Atomic files: whole or absent after SIGKILL or a power cut, on a full disk, with two writers."""
 
 import errno
 import fcntl
@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tp_invariant_recipes.errors import DataError
+from tp_invariant_recipes.files import sync_folder
 from tp_invariant_recipes.host.quiet import quiet
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def beside(prefix: Path, suffix: str) -> Path:
-    """PREFIX and suffix in one name; unlike with_suffix it keeps the dots that are in the name."""
+    """PREFIX with a suffix appended; unlike with_suffix, it keeps the dots in the name."""
     return prefix.with_name(prefix.name + suffix)
 
 
@@ -36,9 +37,9 @@ def sha256_of_file(path: Path) -> str:
 
 @contextmanager
 def indexed(prefix: Path, vocab_size: int) -> Iterator["IndexedDatasetBuilder"]:
-    """A builder of PREFIX.bin; on leaving, PREFIX.idx is written too and both are on the disk.
+    """A builder of PREFIX.bin. On exit it writes PREFIX.idx too and syncs both to disk.
 
-    On error neither stays. The index's type is the smallest that Megatron uses for `vocab_size` ids.
+    On error it removes both. The index has the smallest type that Megatron uses for `vocab_size` ids.
     """
     megatron = _indexed_dataset()
     data, index = beside(prefix, ".bin"), beside(prefix, ".idx")
@@ -52,7 +53,7 @@ def indexed(prefix: Path, vocab_size: int) -> Iterator["IndexedDatasetBuilder"]:
         _sync(data)
         _sync(index)
     except BaseException:
-        with suppress(OSError):  # what is still buffered does not fit either, and the file goes anyway
+        with suppress(OSError):  # the buffered rest does not fit either, and the file is removed anyway
             builder.data_file.close()
         data.unlink(missing_ok=True)
         index.unlink(missing_ok=True)
@@ -60,9 +61,9 @@ def indexed(prefix: Path, vocab_size: int) -> Iterator["IndexedDatasetBuilder"]:
 
 
 def publish_index(built: Path, prefix: Path, metadata: str | None = None) -> None:
-    """Rename a finished pair into place: .bin, then .json if given, and last .idx, which makes it valid.
+    """Rename a finished pair into place: .bin, then .json if given, then .idx, which makes the dataset valid.
 
-    Each step is on the disk before the next: a power cut leaves a beginning of this sequence, nothing else.
+    Each step is synced before the next, so a power cut leaves the first steps of this sequence and nothing else.
     """
     if metadata is not None:
         text = beside(built, ".json")
@@ -75,19 +76,19 @@ def publish_index(built: Path, prefix: Path, metadata: str | None = None) -> Non
             raise
     for suffix in (".bin", ".idx") if metadata is None else (".bin", ".json", ".idx"):
         os.replace(beside(built, suffix), beside(prefix, suffix))
-        _sync(prefix.parent)
+        sync_folder(prefix.parent)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait for an exclusive lock and hold it; its file goes afterwards.
+    """Wait for an exclusive lock, hold it, and remove its file afterwards.
 
-    What a killed process leaves is a file without a lock, which holds nobody up.
+    A killed process leaves its file without a lock, which blocks nobody.
     """
     while True:
         with path.open("a") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)
-            # Its last holder may have removed the file. A lock on that keeps nobody out: start over.
+            # The last holder may have removed this file. A lock on a removed file excludes nobody: start over.
             if not _is_at(stream.fileno(), path):
                 continue
             try:
@@ -99,7 +100,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def write_errors(prefix: Path, kept: Path) -> Iterator[None]:
-    """Turn OSError into DataError; of a full disk, say how much is free. `kept`: where finished parts are."""
+    """Turn OSError into DataError. On a full disk the message says how much is free. kept: folder of finished parts."""
     try:
         yield
     except OSError as error:
@@ -109,20 +110,20 @@ def write_errors(prefix: Path, kept: Path) -> Iterator[None]:
         free = shutil.disk_usage(folder).free
         raise DataError(
             f"the disk is full: could not write {prefix}.bin and .idx; {free / 2**20:.1f} MiB are free in "
-            f"{folder}, now that the unfinished files are removed. Finished parts are kept in {kept}: "
+            f"{folder} after removing the unfinished files. {kept} keeps the finished parts: "
             "make room and run again to continue, or remove that folder and choose another --output"
         ) from error
 
 
 @cache
 def _indexed_dataset() -> ModuleType:
-    """Megatron's module, imported on first use: it takes seconds, and what comes along is talkative."""
+    """Megatron's module, imported on first use: the import takes seconds, and its dependencies print a lot."""
     with quiet():
         return import_module("megatron.core.datasets.indexed_dataset")
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether an open file is the one at this path. Others may remove or replace it between any two calls."""
+    """Whether an open file is the one at this path. Another process may remove or replace it between two calls."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -130,7 +131,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
+    """Wait until a file's content is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The work itself: write the parts that are missing, then merge all of them into the published result."""
+"""Write the missing parts, then merge all of them into the published result."""
 
 import shutil
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from tp_invariant_recipes.data.source import Corpus, TextBatch, sha256_of
 from tp_invariant_recipes.data.tokenizer import Identity, Tokenizer
 from tp_invariant_recipes.errors import DataError
 
-# As many as fit on one screen; the rest is most likely the same mistake.
+# One screen of problems; the remaining ones are most likely the same mistake.
 MAX_PROBLEMS = 20
 
 # Called with (bytes done, bytes of text in all).
-Progress = Callable[[int, int], None]
+PartProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Input:
-    """Text and how it is read: all that decides the result. json_key: "" where there are no JSONL lines."""
+    """Everything that decides the result: the text and the way to read it. json_key: "" without JSONL files."""
 
     corpus: Corpus
     identity: Identity
@@ -29,20 +29,20 @@ class Input:
 
     @property
     def fingerprint(self) -> str:
-        """64 hex digits for all of it."""
+        """64 hex digits that identify the whole input."""
         return sha256_of([SCHEMA_VERSION, self.corpus.sha256, self.identity.sha256, self.json_key])
 
     def parts(self, folder: Path) -> list[tuple[Path, TextBatch]]:
-        """Each part with the prefix of its files, whose name digests the part's text and how it is read."""
+        """(file prefix, part) of each part. The prefix's name is a digest of the text, tokenizer and JSON key."""
         how = (str(SCHEMA_VERSION), self.identity.sha256, self.json_key)
         return [(folder / part.key(*how), part) for part in self.corpus.parts]
 
 
-def write_parts(text: Input, folder: Path, tokenizer: Tokenizer, progress: Progress | None) -> None:
+def write_parts(text: Input, folder: Path, tokenizer: Tokenizer, progress: PartProgress | None) -> None:
     """Write the parts that are not in `folder` yet and remove those of other input.
 
-    After the first bad document the rest is only checked, so that all problems are seen soon.
-    Raises DataError with the list. Parts written before stay: mending a line does not cost the work on them.
+    After the first bad document it only checks the remaining ones, so that all problems are reported soon.
+    Raises DataError with the list. Finished parts stay, so a run after a corrected line reuses them.
     """
     parts = text.parts(folder)
     wanted = {beside(path, suffix) for path, _ in parts for suffix in (".bin", ".idx")}
@@ -64,7 +64,7 @@ def write_parts(text: Input, folder: Path, tokenizer: Tokenizer, progress: Progr
         reader.close()
     if problems:
         more = ["... and maybe more"] if len(problems) >= MAX_PROBLEMS else []
-        raise DataError("\n".join(["documents that cannot be used:", *problems[:MAX_PROBLEMS], *more]))
+        raise DataError("\n".join(["unusable documents:", *problems[:MAX_PROBLEMS], *more]))
     if progress:
         progress(done, text.corpus.size)
 
@@ -72,7 +72,7 @@ def write_parts(text: Input, folder: Path, tokenizer: Tokenizer, progress: Progr
 def _write_part(
     path: Path, part: TextBatch, tokenizer: Tokenizer, reader: SegmentReader, json_key: str, problems: list[str]
 ) -> None:
-    """Tokenize one part, unless it or one before has problems."""
+    """Tokenize one part, unless this part or an earlier one has problems."""
     texts = list(documents(reader, part, json_key, problems))
     if problems:
         return
@@ -86,7 +86,7 @@ def _write_part(
 def merge(text: Input, folder: Path, prefix: Path, tokenizer: Tokenizer) -> None:
     """Join the parts in `folder` in source order, publish the result at `prefix`, remove the folder.
 
-    Raises DataError when there is no token in it.
+    Raises DataError when the result has no token.
     """
     building = folder / "building"
     with indexed(building, tokenizer.vocab_size) as builder:

@@ -1,8 +1,8 @@
-"""Text in, indexed dataset out: scan, write the parts that are missing, merge them, publish.
+"""Text in, indexed dataset out: scan, write the missing parts, merge them, publish.
 
-PREFIX.partial/KEY.bin .idx   finished parts; KEY is the digest of the text in it and of how it is read,
-                              so none is mistaken for another, and unchanged text is not tokenized again
-PREFIX.partial/building.*     what is being written; removed by the next run when this one is killed
+PREFIX.partial/KEY.bin .idx   finished parts; KEY is a digest of the text, the tokenizer and the JSON key,
+                              so parts cannot be confused and unchanged text is not tokenized again
+PREFIX.partial/building.*     the part in progress; after a kill the next run removes it
 PREFIX.lock                   held while writing
 PREFIX.bin .json .idx         the result, published in this order
 """
@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tp_invariant_recipes.data.files import beside, locked, write_errors
-from tp_invariant_recipes.data.parts import Input, Progress, merge, write_parts
+from tp_invariant_recipes.data.parts import Input, PartProgress, merge, write_parts
 from tp_invariant_recipes.data.prepared import (
     INDEX_SUFFIXES,
     SUFFIXES,
@@ -26,7 +26,7 @@ from tp_invariant_recipes.data.source import scan, source_name
 from tp_invariant_recipes.data.tokenizer import BYTE, identify, open_tokenizer
 from tp_invariant_recipes.errors import DataError
 
-# Text in one part: some seconds of work for a Hugging Face tokenizer, which is what a kill costs, while
+# Text in one part. A kill costs the work on one part, some seconds with a Hugging Face tokenizer;
 # merging costs Megatron's builder one garbage collection a part.
 PART_BYTES = 32 * 2**20
 
@@ -37,15 +37,15 @@ def prepare(
     *,
     tokenizer: str = BYTE,
     json_key: str = "text",
-    progress: Progress | None = None,
+    progress: PartProgress | None = None,
     part_bytes: int = PART_BYTES,
 ) -> PreparedData:
-    """Turn a file or folder of text into PREFIX.bin, .idx and .json; return at once when that is done.
+    """Turn a file or folder of text into PREFIX.bin, .idx and .json; return at once when they exist.
 
-    A run that was killed is continued; the result has the same bytes, whatever the kill or `part_bytes`.
-    tokenizer: "byte" or a local Hugging Face folder; json_key: where a JSONL line has its text;
-    progress: called with (bytes done, bytes of text in all), when the source is read and after each part.
-    Raises DataError when the source cannot be used, the disk is full, or PREFIX holds something else.
+    A new call continues a killed run; the result has the same bytes, whatever the kill or `part_bytes`.
+    tokenizer: "byte" or a local Hugging Face folder; json_key: the key of the text in a JSONL line;
+    progress: called with (bytes done, bytes of text in all) after the scan and after each part.
+    Raises DataError when the source is unusable, the disk is full, or PREFIX holds something else.
     """
     return _prepare(_read(source, tokenizer, json_key, part_bytes), as_prefix(prefix), progress)
 
@@ -56,17 +56,16 @@ def ensure_prepared(
     *,
     tokenizer: str = BYTE,
     json_key: str = "text",
-    progress: Progress | None = None,
+    progress: PartProgress | None = None,
 ) -> PreparedData:
     """The dataset at prefix `path` (or its .bin or .idx), or else the text at `path`, prepared in `cache`.
 
-    A prepared dataset keeps the tokenizer it was made with. Text goes to cache/NAME-FINGERPRINT, so that
-    other text or another tokenizer never meets an old result; of processes that want the same one at once,
-    one makes it and the others wait. Raises DataError as `prepare` does, and when `path` names both a dataset
-    and text that it was not made from.
+    A prepared dataset keeps its tokenizer. Text goes to cache/NAME-FINGERPRINT, so that other text or another
+    tokenizer never finds an old result. Of several processes that want the same dataset, one makes it and the
+    others wait. Raises DataError as `prepare` does, and when `path` names both a dataset and other text.
     """
     if not path.exists() and not any(beside(as_prefix(path), suffix).exists() for suffix in SUFFIXES):
-        raise DataError(f"{path}: no such file or folder of text, and no prepared dataset of this name")
+        raise DataError(f"{path}: no file or folder of text and no prepared dataset has this name")
     if path.suffix in INDEX_SUFFIXES or not path.exists():
         return load(path)
     text = _read(path, tokenizer, json_key, PART_BYTES)
@@ -80,18 +79,18 @@ def _read(source: Path, tokenizer: str, json_key: str, part_bytes: int) -> Input
     return Input(corpus, identity, json_key if corpus.has_jsonl else "")
 
 
-def _prepare(text: Input, prefix: Path, progress: Progress | None) -> PreparedData:
+def _prepare(text: Input, prefix: Path, progress: PartProgress | None) -> PreparedData:
     folder, lock = beside(prefix, ".partial"), beside(prefix, ".lock")
     if finished := _finished(text, prefix, folder):
         if folder.exists() or lock.exists():  # left by a kill after the last rename
-            with suppress(OSError), locked(lock):  # they do not matter where nothing can be written
+            with suppress(OSError), locked(lock):  # on a read-only disk they may stay
                 shutil.rmtree(folder)
         return finished
     tokenizer = open_tokenizer(text.identity)
     with write_errors(prefix, folder):
         prefix.parent.mkdir(parents=True, exist_ok=True)
         with locked(lock):
-            # Asked again, because another process may have finished while this one waited.
+            # Another process may have finished while this one waited.
             if finished := _finished(text, prefix, folder):
                 return finished
             folder.mkdir(exist_ok=True)
@@ -99,23 +98,23 @@ def _prepare(text: Input, prefix: Path, progress: Progress | None) -> PreparedDa
                 write_parts(text, folder, tokenizer, progress)
                 merge(text, folder, prefix, tokenizer)
             finally:
-                # After a mistake in the very first part there is nothing to keep.
+                # After an error in the first part there is nothing to keep.
                 if folder.exists() and not any(folder.iterdir()):
                     folder.rmdir()
     return load(prefix)
 
 
 def _finished(text: Input, prefix: Path, folder: Path) -> PreparedData | None:
-    """The dataset at `prefix` if it was made from this input, None if there is none yet.
+    """The dataset at `prefix` if this input made it; None: there is none yet.
 
-    Raises DataError when something else is there: it is never overwritten.
+    Raises DataError when anything else is there, since tpi never overwrites it.
     """
     there = [str(beside(prefix, suffix)) for suffix in SUFFIXES if beside(prefix, suffix).exists()]
-    # A .bin and .json without .idx are ours when the parts that they were merged from are still there.
+    # A .bin and .json without .idx are an unfinished merge of ours while their parts still exist.
     if not there or (folder.is_dir() and not beside(prefix, ".idx").exists()):
         return None
     if not is_prepared(prefix):
-        raise DataError(f"{', '.join(there)}: in the way, and not a whole dataset; move it or choose another --output")
+        raise DataError(f"{', '.join(there)}: in the way, not a complete dataset; move it or choose another --output")
     metadata = read_metadata(prefix)
     source = metadata["source"]
     differences = {
@@ -126,6 +125,6 @@ def _finished(text: Input, prefix: Path, folder: Path) -> PreparedData | None:
     if any(differences.values()):
         made_from = " and ".join(what for what, differs in differences.items() if differs)
         raise DataError(
-            f"{prefix} is there already, made from {made_from}; choose another --output, or name {prefix}.idx to use it"
+            f"{prefix} exists already, made from {made_from}; choose another --output, or name {prefix}.idx to use it"
         )
     return load(prefix)

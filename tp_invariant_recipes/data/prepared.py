@@ -1,4 +1,4 @@
-"""A finished dataset: PREFIX.bin and .idx as Megatron reads them, and PREFIX.json that says what they are."""
+"""A finished dataset: PREFIX.bin and .idx as Megatron reads them, and PREFIX.json that describes them."""
 
 import hashlib
 import json
@@ -36,9 +36,9 @@ METADATA = {
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A dataset that is whole.
+    """A complete dataset.
 
-    prefix: path without .bin or .idx; vocab_size: counts eod in; tokens: with one eod a document;
+    prefix: path without .bin or .idx; vocab_size: includes eod; tokens: includes one eod a document;
     digest: sha256 hex over the digests of both files.
     """
 
@@ -52,21 +52,21 @@ class PreparedData:
 
 
 def as_prefix(path: Path) -> Path:
-    """PREFIX of PREFIX.bin or .idx, which people name as often. Raises DataError for a nameless path."""
+    """PREFIX of PREFIX.bin or .idx, which users name as often. Raises DataError for a path without a name."""
     if path.name in ("", ".."):
         raise DataError(f"{path}: an output needs a name, as in --output data/corpus")
     return path.with_name(path.stem) if path.suffix in INDEX_SUFFIXES else path
 
 
 def is_prepared(path: Path) -> bool:
-    """Whether all three files are there. Their content is looked at by `load`."""
+    """Whether all three files exist. `load` checks their content."""
     return path.name not in ("", "..") and all(beside(as_prefix(path), suffix).is_file() for suffix in SUFFIXES)
 
 
 def load(prefix: Path, *, verify: bool = False) -> PreparedData:
-    """Read PREFIX.json and check that .bin and .idx have the sizes in it; with `verify` also the digests.
+    """Read PREFIX.json and check the sizes of .bin and .idx against it; with `verify` also their digests.
 
-    Raises DataError, listing what is wrong, when a file is missing, damaged or from another version.
+    Raises DataError with the list of problems when a file is missing, damaged or from another version.
     """
     prefix = as_prefix(prefix)
     metadata = read_metadata(prefix)
@@ -76,7 +76,7 @@ def load(prefix: Path, *, verify: bool = False) -> PreparedData:
         if path.stat().st_size != metadata[f"{name}_bytes"]:
             problems.append(f"{path} has {path.stat().st_size} bytes instead of {metadata[f'{name}_bytes']}")
         elif verify and sha256_of_file(path) != metadata[f"{name}_sha256"]:
-            problems.append(f"{path} has other content than was prepared (sha256 differs)")
+            problems.append(f"{path} changed after it was prepared (sha256 differs)")
     if problems:
         raise DataError("\n".join([f"{prefix} is damaged; {_AGAIN}:", *problems]))
     digest = hashlib.sha256(f"{metadata['bin_sha256']} {metadata['idx_sha256']}".encode()).hexdigest()
@@ -85,7 +85,7 @@ def load(prefix: Path, *, verify: bool = False) -> PreparedData:
 
 
 def read_metadata(prefix: Path) -> dict[str, Any]:
-    """PREFIX.json of a dataset with all its files. Raises DataError if one is missing, or it is not ours."""
+    """PREFIX.json of a dataset. Raises DataError when one of its files is missing or tpi did not write PREFIX.json."""
     missing = [str(beside(prefix, suffix)) for suffix in SUFFIXES if not beside(prefix, suffix).is_file()]
     if missing:
         raise DataError(f"no prepared data at {prefix}: {', '.join(missing)} missing; make it with tpi data prepare")
@@ -99,12 +99,12 @@ def read_metadata(prefix: Path) -> dict[str, Any]:
         raise DataError(f"{path} has schema version {version}, this tpi reads {SCHEMA_VERSION}; {_AGAIN}")
     wrong = [key for key, kind in METADATA.items() if not isinstance(metadata.get(key), kind)]
     if wrong:
-        raise DataError(f"{path} lacks a proper {', '.join(wrong)}; {_AGAIN}")
+        raise DataError(f"{path} lacks a valid {', '.join(wrong)}; {_AGAIN}")
     return metadata
 
 
 def describe(corpus: Corpus, json_key: str) -> dict[str, Any]:
-    """What a dataset is made from: where "sha256" and "json_key" agree, so do the documents."""
+    """The source of a dataset. Equal "sha256" and "json_key" mean equal documents."""
     listed = [{"name": name, "bytes": size, "sha256": sha256} for name, size, sha256 in corpus.files]
     return {"name": corpus.name, "json_key": json_key, "sha256": corpus.sha256, "files": listed}
 
@@ -112,7 +112,7 @@ def describe(corpus: Corpus, json_key: str) -> dict[str, Any]:
 def metadata_text(
     built: Path, identity: Identity, tokenizer: Tokenizer, documents: int, tokens: int, source: dict[str, Any]
 ) -> str:
-    """The text of PREFIX.json for the pair at `built`: the same for the same input, whenever and wherever."""
+    """The text of PREFIX.json for the pair at `built`; equal inputs give equal text at any time and place."""
     files = {
         f"{name}_{what}": value
         for name in ("bin", "idx")

@@ -1,4 +1,4 @@
-"""What to read: which files count, their digests, and how they are cut in parts."""
+"""Scan a source: select its files, digest them, cut them into parts."""
 
 import gzip
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tp_invariant_recipes.errors import DataError
 
-# Suffix -> how a file is read: "text" is a document a file, "jsonl" a document a line. Also with .gz.
+# Suffix -> kind of file: "text" is one document a file, "jsonl" one document a line. All also with .gz.
 KINDS = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst", ".tex", ".org"), "text"),
     **dict.fromkeys((".html", ".htm", ".xml", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".sql"), "text"),
@@ -23,10 +23,11 @@ KINDS = {
 }
 COMPRESSED = ".gz"
 
-# The index stores lengths as int32. Half of that: of a long line, only what exceeds a part is measured.
+# The index stores lengths as int32. The limit is half of that, because the check of a long line
+# measures only the bytes beyond one part.
 MAX_DOCUMENT_BYTES = 2**30
 
-# What reading a file can raise: the system's errors, and those of a damaged .gz (BadGzipFile is an OSError).
+# Exceptions of reading a file: the system's, and those of a damaged .gz (BadGzipFile is an OSError).
 READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
@@ -46,7 +47,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of whole documents in one file: all of a text file, or some lines of a JSONL file.
+    """Consecutive whole documents of one file: a whole text file, or some lines of a JSONL file.
 
     offset, size: bytes of decompressed content; line: number of the first line, from 1;
     sha256: hex, of these bytes.
@@ -61,7 +62,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Consecutive segments that are tokenized, and saved, in one go."""
+    """Consecutive segments that are tokenized and saved together."""
 
     segments: tuple[Segment, ...]
 
@@ -71,7 +72,7 @@ class TextBatch:
         return sum(segment.size for segment in self.segments)
 
     def key(self, *context: str) -> str:
-        """64 hex digits that name this part's content, read as `context` says (tokenizer, JSON key)."""
+        """64 hex digits of this part's content and of `context` (schema version, tokenizer, JSON key)."""
         return sha256_of([context, [(segment.file.kind, segment.sha256) for segment in self.segments]])
 
 
@@ -104,7 +105,7 @@ def sha256_of(value: object) -> str:
 
 
 def source_name(source: Path) -> str:
-    """The source's own name without the suffixes that only say how to read it: corpus.jsonl.gz -> corpus."""
+    """The source's name without the suffixes of its format: corpus.jsonl.gz -> corpus."""
     name = Path(os.path.abspath(source)).name
     if source.is_dir():
         return name
@@ -114,9 +115,9 @@ def source_name(source: Path) -> str:
 
 
 def scan(source: Path, part_bytes: int) -> Corpus:
-    """Read everything once: digest the content and cut it in parts of `part_bytes` or a little more.
+    """Read everything once: digest the content and cut it into parts of `part_bytes` or a little more.
 
-    Raises DataError listing every path that cannot be read, or when no file counts.
+    Raises DataError with the list of unreadable paths, or when no file has a known suffix.
     """
     problems: list[str] = []
     files = _find(source, problems)
@@ -133,15 +134,15 @@ def scan(source: Path, part_bytes: int) -> Corpus:
     if problems:
         raise DataError("\n".join(["cannot read the source:", *problems]))
     if not files:
-        raise DataError(f"{source}: no file to read; files count when they end in {_suffixes()}")
+        raise DataError(f"{source}: no file to read; known suffixes are {_suffixes()}")
     has_jsonl = any(file.kind == "jsonl" for file in files)
     return Corpus(source_name(source), tuple(digests), tuple(_parts(segments, part_bytes)), has_jsonl)
 
 
 def _find(source: Path, problems: list[str]) -> list[SourceFile]:
-    """The files that count, sorted by relative name. Hidden files and folders do not count.
+    """The files of known suffixes, sorted by relative name, without hidden files and folders.
 
-    Folders that are symbolic links are not entered: they may lead in circles.
+    The walk does not follow symbolic links to folders, which may form cycles.
     """
     try:
         is_folder = stat.S_ISDIR(source.stat().st_mode)
@@ -151,7 +152,7 @@ def _find(source: Path, problems: list[str]) -> list[SourceFile]:
     if not is_folder:
         file = _source_file(source, source.name)
         if file is None:
-            problems.append(f"{source}: do not know how to read it; known suffixes are {_suffixes()}")
+            problems.append(f"{source}: unknown suffix; known suffixes are {_suffixes()}")
         return [file] if file else []
 
     def unreadable(error: OSError) -> None:
@@ -163,21 +164,21 @@ def _find(source: Path, problems: list[str]) -> list[SourceFile]:
         for name in names:
             path = Path(folder, name)
             file = None if name.startswith(".") else _source_file(path, path.relative_to(source).as_posix())
-            # Broken links are kept, to be reported when opened; pipes and sockets would block.
+            # Keep broken links: opening reports them. Skip pipes and sockets: reading them would block.
             if file and (path.is_file() or path.is_symlink()):
                 files.append(file)
     return sorted(files, key=lambda file: file.name)
 
 
 def _source_file(path: Path, name: str) -> SourceFile | None:
-    """None where the suffix is not in the table."""
+    """None when the suffix is not in the table."""
     plain = name.lower().removesuffix(COMPRESSED)
     kind = KINDS.get(os.path.splitext(plain)[1])
     return SourceFile(name, path, kind, plain != name.lower()) if kind else None
 
 
 def _segments(file: SourceFile, part_bytes: int, whole: "hashlib._Hash") -> Iterator[Segment]:
-    """Cut a file where documents end: a segment of a JSONL file has `part_bytes`, and the rest of that line.
+    """Cut a file at ends of documents: a segment of a JSONL file is `part_bytes` and the rest of the last line.
 
     Feeds the content to `whole`. Raises READ_ERRORS, or DataError for a document that is too long.
     """
@@ -186,7 +187,7 @@ def _segments(file: SourceFile, part_bytes: int, whole: "hashlib._Hash") -> Iter
         while data := stream.read(MAX_DOCUMENT_BYTES + 1 if file.kind == "text" else part_bytes):
             rest = b"" if file.kind == "text" else stream.readline(MAX_DOCUMENT_BYTES + 1)
             if len(data if file.kind == "text" else rest) > MAX_DOCUMENT_BYTES:
-                raise DataError(f"a document of more than {MAX_DOCUMENT_BYTES} bytes; cut it in several")
+                raise DataError(f"a document of more than {MAX_DOCUMENT_BYTES} bytes; split it")
             data += rest
             whole.update(data)
             yield Segment(file, offset, len(data), line, hashlib.sha256(data).hexdigest())
@@ -195,7 +196,7 @@ def _segments(file: SourceFile, part_bytes: int, whole: "hashlib._Hash") -> Iter
 
 
 def _parts(segments: Iterable[Segment], part_bytes: int) -> Iterator[TextBatch]:
-    """Group small segments until `part_bytes` are reached."""
+    """Group small segments into parts of at least `part_bytes`."""
     group: list[Segment] = []
     size = 0
     for segment in segments:
@@ -209,9 +210,9 @@ def _parts(segments: Iterable[Segment], part_bytes: int) -> Iterator[TextBatch]:
 
 
 def _suffixes() -> str:
-    return f"{' '.join(KINDS)} (also with {COMPRESSED} behind it)"
+    return f"{' '.join(KINDS)} (each also with {COMPRESSED} appended)"
 
 
 def reason(error: BaseException) -> str:
-    """A system error without the path, which the caller prints already."""
+    """The text of a system error without the path, which the caller already prints."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__

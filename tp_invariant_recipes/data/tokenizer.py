@@ -1,4 +1,4 @@
-"""Tokenizers as values: bytes of documents in, token ids with eod at the end out."""
+"""Tokenizers as values: they turn a document's bytes into token ids with eod at the end."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -14,19 +14,19 @@ from tp_invariant_recipes.errors import DataError
 BYTE = "byte"
 BYTE_EOD = 256
 
-# The files of a Hugging Face folder that decide how text becomes ids; model weights beside them do not count.
+# The files of a Hugging Face folder that decide the ids of a text; model weights beside them do not matter.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("config.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken"),
 )
 
-# Documents handed to a Hugging Face tokenizer at once; it works on them in parallel.
+# Documents in one call of a Hugging Face tokenizer, which processes them in parallel.
 BATCH = 256
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What tells tokenizers apart, known without loading one.
+    """The identity of a tokenizer, computed without loading it.
 
     name: "byte", or "hf:" and the folder's name; sha256: hex, over the tokenizer's files;
     folder: None for byte.
@@ -39,7 +39,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """vocab_size counts eod in. encode: UTF-8 documents -> one integer array a document, eod at its end."""
+    """vocab_size: includes eod. encode: UTF-8 documents -> one integer array a document, eod at its end."""
 
     vocab_size: int
     eod: int
@@ -54,7 +54,7 @@ def identify(tokenizer: str) -> Identity:
     if not folder.is_dir():
         raise DataError(
             f"tokenizer {tokenizer}: no such folder. Give {BYTE!r} or a local folder with a Hugging Face "
-            "tokenizer; nothing is downloaded "
+            "tokenizer; tpi downloads nothing "
             "(save one with AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER))"
         )
     files = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
@@ -70,7 +70,7 @@ def identify(tokenizer: str) -> Identity:
 
 
 def open_tokenizer(identity: Identity) -> Tokenizer:
-    """Load it. Raises DataError when the folder does not hold a usable tokenizer with an eos token."""
+    """Load the tokenizer. Raises DataError when the folder has no usable tokenizer with an eos token."""
     if identity.folder is None:
         return Tokenizer(vocab_size=BYTE_EOD + 1, eod=BYTE_EOD, encode=_encode_bytes)
     from transformers import AutoTokenizer  # seconds to import, and only needed here
@@ -80,7 +80,7 @@ def open_tokenizer(identity: Identity) -> Tokenizer:
     except Exception as error:  # the tokenizers library raises bare Exception for damaged files
         raise DataError(f"tokenizer {identity.folder}: cannot load it: {error}") from error
     if tokenizer.eos_token_id is None:
-        raise DataError(f"tokenizer {identity.folder}: it has no eos token to end documents with; set eos_token")
+        raise DataError(f"tokenizer {identity.folder}: no eos token to end documents with; set eos_token")
     vocab_size, eod = len(tokenizer), tokenizer.eos_token_id
     return Tokenizer(vocab_size, eod, lambda documents: _encode_hf(tokenizer, vocab_size, eod, documents))
 
@@ -94,7 +94,7 @@ def _encode_bytes(documents: Iterable[bytes]) -> Iterator[np.ndarray]:
 
 
 def _encode_hf(tokenizer: Any, vocab_size: int, eod: int, documents: Iterable[bytes]) -> Iterator[np.ndarray]:
-    """Raises DataError for an id outside the vocabulary: in the index's type it would be another token."""
+    """Raises DataError for an id outside the vocabulary, which the index's type would turn into another token."""
     for batch in batched(documents, BATCH):
         texts = [document.decode() for document in batch]
         # verbose=False: documents longer than the model's context are expected here.

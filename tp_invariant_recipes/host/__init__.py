@@ -1,1 +1,1 @@
-"""Run CUDA-minded Megatron code on a CPU with Gloo. `cpu.py` holds the table of what is replaced."""
+"""The machine: GPUs, network, versions, and Megatron's CUDA code on a CPU. `cpu.py` has the table of replacements."""

@@ -1,4 +1,4 @@
-"""The one place where Megatron-Bridge is imported first: quietly, and with or without Transformer Engine."""
+"""The first import of Megatron-Bridge happens only here: quietly, and with or without Transformer Engine."""
 
 import gc
 import sys
@@ -13,21 +13,22 @@ BRIDGE = "megatron.bridge.training.pretrain"
 
 
 def load() -> None:
-    """Import Bridge, whose whole model zoo comes along: 10 to 20 s the first time, nothing afterwards."""
+    """Import Bridge with its whole model zoo. The first call takes 10 to 20 s, later ones no time."""
     if BRIDGE in sys.modules:
         return
     with quiet(), _nothing_is_garbage():
         transformer_engine.prepare_import()
         import_module(BRIDGE)
-        # Autograd imports this at the first backward; forked ranks would each do it again.
+        # Autograd imports this at the first backward pass; otherwise each forked rank would import it again.
         import_module("torch.fx.experimental.symbolic_shapes")
 
 
 @contextmanager
 def _nothing_is_garbage() -> Iterator[None]:
-    """Look for no garbage in the block, nor later in what it makes.
+    """Disable garbage collection in the block, and exclude the block's objects from later collections.
 
-    Megatron collects garbage as a training starts. In forked ranks that would walk through all of Bridge, and copy it.
+    Megatron collects garbage when training starts. In a forked rank that would visit all of Bridge's objects and so
+    copy their memory.
     """
     collected = gc.isenabled()
     gc.disable()

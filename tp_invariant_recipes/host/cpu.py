@@ -1,4 +1,4 @@
-"""The CPU host: what Megatron asks of CUDA, answered by the CPU for the length of a `with` block.
+"""The CPU host: for a `with` block, the CPU serves the calls that Megatron makes to CUDA.
 
 Three parts: a function mode that sends "cuda" tensors to the CPU, a table of replaced attributes, and a
 placeholder for Transformer Engine where it is not installed (`transformer_engine.py`).
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Every tensor asked for on a CUDA device is made on the CPU."""
+    """Makes every tensor for a CUDA device on the CPU instead."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Rewrite the device of `func`'s arguments, then call it."""
@@ -44,7 +44,7 @@ def _move(func, args, kwargs):
 
 
 def _type_name(func, args, kwargs):
-    # Megatron's optimizers accept only parameters whose type() says torch.cuda.…Tensor.
+    # Megatron's optimizers accept only parameters whose type() is torch.cuda.…Tensor.
     named = func(*args, **kwargs)
     return named.replace("torch.", "torch.cuda.", 1) if isinstance(named, str) else named
 
@@ -53,7 +53,7 @@ _REWRITES: dict[str, Callable] = {"cuda": _stay, "pin_memory": _stay, "to": _mov
 
 
 def _on_cpu(device: Any) -> Any:
-    """`device` as given, unless it is a CUDA device in any of torch's spellings (int, "cuda:1", torch.device)."""
+    """The CPU for a CUDA device in any of torch's spellings (int, "cuda:1", torch.device), otherwise `device`."""
     if isinstance(device, bool) or device is None:
         return device
     if isinstance(device, int) or str(device).startswith("cuda"):
@@ -62,7 +62,7 @@ def _on_cpu(device: Any) -> Any:
 
 
 class _Inert:
-    """Stands for a CUDA stream or event: every method does nothing and gives another such."""
+    """Replaces a CUDA stream or event: every method does nothing and returns another such object."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -98,7 +98,7 @@ def _set_rng_state(state: torch.Tensor, *args, **kwargs) -> None:
 
 
 def _torch_norm(original: Any) -> staticmethod:
-    """Megatron-Core's local norm refuses sequence parallelism; mark the weight instead, as its TE norm does."""
+    """A local norm for sequence parallelism, which Megatron-Core's refuses. It marks the weight as the TE norm does."""
 
     def build(cls, config, hidden_size, eps=1e-5, *args, **kwargs):
         kind = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
@@ -111,12 +111,12 @@ def _torch_norm(original: Any) -> staticmethod:
 
 
 def _splits_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron turns the all-to-all's split sizes into arrays only while it copies them off a GPU."""
+    """Turn the all-to-all's split sizes into arrays; Megatron does so only when it copies them from a GPU."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _local(name: str) -> Callable[[Any], Any]:
-    """The pure-PyTorch twin that Megatron-Core keeps in `megatron.core.utils`."""
+    """The pure-PyTorch version of a function, from Megatron-Core's `megatron.core.utils`."""
 
     def make(original):
         import megatron.core.utils
@@ -224,14 +224,14 @@ MEGATRON = (
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Run the block's Megatron code on the CPU, one thread a process: their number decides how sums are split."""
+    """Run the block's Megatron code on the CPU, with one thread per process: threads would split sums."""
     bridge.load()
     threads = torch.get_num_threads()
     with ExitStack() as stack:
-        # OMP_NUM_THREADS says so too, but only to a torch that is imported afterwards.
+        # OMP_NUM_THREADS has the same effect, but only if torch is imported afterwards.
         torch.set_num_threads(1)
         stack.callback(torch.set_num_threads, threads)
-        # What Megatron has compiled for a GPU would be compiled by each rank anew, which takes longer than a short run.
+        # Each rank would compile Megatron's compiled functions again, which takes longer than a short run.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(applied((*TORCH, *MEGATRON)))
         stack.enter_context(CudaMeansCpu())

@@ -1,4 +1,4 @@
-"""Which NVIDIA GPUs this process may use, asked of the driver without starting CUDA (which would forbid forking)."""
+"""The NVIDIA GPUs that this process may use. The driver lists them without starting CUDA, which forbids forking."""
 
 import os
 import warnings
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """name: as the driver says; capability: (major, minor); memory: bytes."""
+    """name: from the driver; capability: (major, minor); memory: bytes."""
 
     name: str
     capability: tuple[int, int]
@@ -15,10 +15,10 @@ class Gpu:
 
 
 def visible() -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process; empty where there is no driver."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves to this process; empty without a driver."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's wish for nvidia-ml-py, which this is
+            warnings.simplefilter("ignore", FutureWarning)  # torch asks for nvidia-ml-py, and this is it
             import pynvml
         pynvml.nvmlInit()
     except Exception:  # no module, no driver library, no permission: all mean that no GPU can be used
@@ -32,13 +32,13 @@ def visible() -> list[Gpu]:
 
 
 def _chosen(found: list[Gpu], names: str) -> list[Gpu]:
-    """Read CUDA_VISIBLE_DEVICES as CUDA does: the first entry that is no device, such as -1, ends the list."""
+    """Read CUDA_VISIBLE_DEVICES as CUDA does: the first invalid entry, such as -1, ends the list."""
     chosen: list[Gpu] = []
     for name in names.split(","):
         if name.strip().isdigit() and int(name) < len(found):
             chosen.append(found[int(name)])
         elif name.strip().startswith(("GPU-", "MIG-")) and len(chosen) < len(found):
-            chosen.append(found[len(chosen)])  # which one it is does not matter, only how many there are
+            chosen.append(found[len(chosen)])  # only the number of GPUs matters, not their identity
         else:
             break
     return chosen

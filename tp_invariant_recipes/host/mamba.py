@@ -1,8 +1,8 @@
-"""What Megatron's Mamba mixer takes from mamba_ssm and causal_conv1d, in plain torch, for a CPU.
+"""The functions of mamba_ssm and causal_conv1d that Megatron's Mamba mixer needs, in plain torch, for a CPU.
 
-Their kernels are CUDA and Triton. Here are the same functions of the same arguments, differentiated by autograd, in
-fp32 inside and rounded once at the end, so they agree with the kernels to rounding. Megatron-Core asks for the names
-when it builds a mixer, not when it is imported, so `REPLACEMENTS` put them there for as long as the CPU host stands.
+The libraries' kernels are CUDA and Triton. The functions here take the same arguments, compute in fp32 and round once
+at the end, so they agree with the kernels to rounding; autograd differentiates them. Megatron-Core looks up the names
+when it builds a mixer, not at import, so `REPLACEMENTS` install them while the CPU host is active.
 
 The scan is the chunked form of Dao and Gu, "Transformers are SSMs", ICML 2024, section 6.
 """
@@ -51,12 +51,12 @@ def chunk_scan(
 
 
 def _scan(x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> Tensor:
-    """The same with dt in x and in log_decay = dt A already; all fp32, without D and z."""
+    """`chunk_scan` without D and z, all in fp32. x and log_decay = dt A already contain dt."""
     seq = x.shape[1]
-    missing = -seq % chunk_size  # zeros: nothing is added, nothing decays
+    missing = -seq % chunk_size  # padding zeros add nothing and decay nothing
     x, log_decay, B, C = (_in_chunks(t, missing, chunk_size) for t in (x, log_decay, B, C))
     heads = x.shape[3] // B.shape[3]
-    # b batch, c chunk, i and j positions in a chunk, g group, h head of a group, p, n; passed: the log of all decay.
+    # b batch, c chunk, i and j positions in a chunk, g group, h head of a group, p, n; passed: log of cumulative decay.
     x = x.unflatten(3, (-1, heads)).permute(0, 1, 3, 4, 2, 5)  # b c g h i p
     passed = log_decay.unflatten(3, (-1, heads)).permute(0, 1, 3, 4, 2).cumsum(-1)  # b c g h i
     B, C = B.permute(0, 1, 3, 2, 4).unsqueeze(3), C.permute(0, 1, 3, 2, 4).unsqueeze(3)  # b c g 1 i n
@@ -66,11 +66,11 @@ def _scan(x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, chunk_size: int) -
     decay = between.masked_fill(later, -torch.inf).exp()
     within = (C @ B.transpose(-1, -2)) * decay @ x
 
-    added = (x * (passed[..., -1:] - passed).exp().unsqueeze(-1)).transpose(-1, -2) @ B  # to the state by a chunk: p n
+    added = (x * (passed[..., -1:] - passed).exp().unsqueeze(-1)).transpose(-1, -2) @ B  # to the state, per chunk: p n
     states = [torch.zeros_like(added[:, 0])]
     for chunk in range(added.shape[1] - 1):
         states.append(states[-1] * passed[:, chunk, ..., -1:].unsqueeze(-1).exp() + added[:, chunk])
-    before = torch.stack(states, 1)  # each chunk
+    before = torch.stack(states, 1)  # the state before each chunk
     across = (C @ before.transpose(-1, -2)) * passed.exp().unsqueeze(-1)
 
     y = (within + across).permute(0, 1, 4, 2, 3, 5)  # b c i g h p
@@ -84,7 +84,7 @@ def _in_chunks(tensor: Tensor, missing: int, chunk_size: int) -> Tensor:
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None) -> Tensor:
-    """A convolution of every channel with its own past, `causal_conv1d.causal_conv1d_fn`.
+    """A causal convolution per channel, `causal_conv1d.causal_conv1d_fn`.
 
     x: [batch, channels, seq]; weight: [channels, width]; bias: [channels]; activation: None, "silu" or "swish".
     returns: x's shape and dtype.
@@ -116,7 +116,7 @@ def split_conv1d_scan(
     """Convolution, scan and gate, `mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined`.
 
     zxbcdt: [batch, seq, z | x | B | C | dt]; conv1d_weight, conv1d_bias: [channels of x, B and C, …].
-    headdim: p, where D is [heads]; norm_before_gate: of a norm that is done elsewhere.
+    headdim: p, if D is [heads]; norm_before_gate: concerns a norm that another module computes.
     returns: [batch, seq, heads · p].
     """
     if seq_idx is not None:
@@ -133,7 +133,7 @@ def split_conv1d_scan(
 
 
 class GroupRMSNorm(torch.nn.Module):
-    """RMSNorm of every `group_size` consecutive features, `mamba_ssm…layernorm_gated.RMSNorm` as Megatron has it."""
+    """RMSNorm of every `group_size` consecutive features, `mamba_ssm…layernorm_gated.RMSNorm` as Megatron uses it."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class GroupRMSNorm(torch.nn.Module):
         self.register_parameter("bias", None)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """[…, hidden] → the same; z gates the result, or x if not `norm_before_gate`."""
+        """[…, hidden] → […, hidden]; z gates the result, or x if not `norm_before_gate`."""
         wide = x.float()
         if z is not None and not self.norm_before_gate:
             wide = wide * F.silu(z.float())
@@ -163,7 +163,7 @@ class GroupRMSNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """As Megatron's: the weight is sharded like the features."""
+        """Like Megatron's: the weight is sharded as the features are."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         return make_sharded_tensors_for_checkpoint(

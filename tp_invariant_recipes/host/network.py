@@ -1,12 +1,12 @@
-"""This machine's addresses, as other machines of the cluster see them."""
+"""This machine's addresses, as seen by other machines of the cluster."""
 
 import socket
 
 
 def address_towards(host: str) -> str:
-    """The IPv4 address from which this machine reaches `host`. Raises OSError where there is no way to it."""
+    """The IPv4 address from which this machine reaches `host`. Raises OSError without a route to it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # of a datagram socket: nothing is sent
+        probe.connect((host, 9))  # connecting a datagram socket sends nothing
         return probe.getsockname()[0]
 
 

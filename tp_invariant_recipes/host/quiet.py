@@ -1,4 +1,4 @@
-"""Keep what third-party packages print while they are imported off the terminal."""
+"""Keep the output of third-party packages off the terminal during their import."""
 
 import os
 import sys
@@ -11,9 +11,9 @@ VERBOSE = "TPI_VERBOSE"  # environment variable: set to 1 by -v, and inherited b
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Send this process's standard output and error away for a block, C++ libraries' included, unless -v was given.
+    """Discard this process's standard output and error for a block, also of C++ libraries, unless -v was given.
 
-    If the block raises, nothing of an error is lost: the exception passes on.
+    An exception of the block passes on unchanged.
     """
     if os.environ.get(VERBOSE) == "1":
         yield

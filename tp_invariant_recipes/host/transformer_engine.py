@@ -1,8 +1,7 @@
 """A placeholder for Transformer Engine on machines without it.
 
-Bridge's `peft/lora_layers.py` imports Transformer Engine unconditionally, while Megatron-Core takes its absence as
-the sign to fall back to local layers. So Megatron-Core is imported first, without it, and the placeholder is put in
-place only for Bridge.
+Bridge's `peft/lora_layers.py` imports Transformer Engine unconditionally, whereas Megatron-Core uses local layers when
+the import fails. So this module imports Megatron-Core first, without the placeholder, and then installs it for Bridge.
 """
 
 import importlib.util
@@ -11,7 +10,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Every module of Megatron-Core that decides, when imported, whether Transformer Engine is there.
+# Every module of Megatron-Core that decides at import whether Transformer Engine is available.
 DECIDERS = (
     "megatron.core",
     "megatron.core.transformer.transformer_block",
@@ -23,7 +22,7 @@ DECIDERS = (
 
 PLACEHOLDER_VERSION = "0.0.0"
 
-# What Bridge names at import time, by module.
+# Module -> the names that Bridge uses at import.
 NAMES = {
     "transformer_engine.pytorch": (
         "Linear", "LayerNormLinear", "RMSNorm", "LayerNorm", "GroupedLinear", "DotProductAttention",
@@ -47,12 +46,6 @@ def prepare_import() -> None:
             setattr(module, cls, _missing(cls))
         holder, _, leaf = name.rpartition(".")
         setattr(sys.modules[holder], leaf, module)
-
-
-def is_placeholder() -> bool:
-    """Whether the Transformer Engine in `sys.modules` is this placeholder."""
-    module = sys.modules.get("transformer_engine")
-    return module is not None and getattr(module, "__version__", None) == PLACEHOLDER_VERSION
 
 
 def _module(name: str) -> ModuleType:

@@ -1,5 +1,5 @@
-"""Why some sizes must be whole vectors on a CPU: torch computes what fills none with other code, which rounds in
-another way (SLEEF's and libm's exp differ), so a number's bits depend on how many stand behind it."""
+"""Some sizes must be whole vectors on a CPU. torch computes the rest of an incomplete vector with other code, which
+rounds differently (SLEEF's and libm's exp differ), so a number's bits would depend on the numbers behind it."""
 
-# Numbers that torch's vector code on a CPU takes at a time, at most.
+# The most numbers in one vector of torch's vector code on a CPU.
 VECTORS = 32

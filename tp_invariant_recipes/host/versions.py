@@ -1,4 +1,4 @@
-"""Versions of what computes, read from package metadata without importing anything heavy."""
+"""Versions of the software that computes, read from package metadata without heavy imports."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def installed(distribution: str) -> str | None:
 
 
 def versions() -> dict[str, str | None]:
-    """Label -> version; None for what is not installed."""
+    """Label -> version; None: not installed."""
     found = {label: installed(distribution) for label, distribution in PACKAGES.items()}
     return {
         "python": sys.version.split()[0],
@@ -47,7 +47,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _git_commit() -> str | None:
-    """Commit of this package's own checkout, "+dirty" with local changes; None outside a checkout."""
+    """The commit of this package's checkout, with "+dirty" for local changes; None: not a checkout."""
     checkout = Path(tp_invariant_recipes.__file__).parents[1]
     if not (checkout / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""End jobs before their time."""
+"""Cancels jobs."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from tp_invariant_recipes.jobs.states import JobState
 
 def cancel(submissions: Sequence[Submission]) -> list[list[JobState]]:
     """Cancel all jobs of these that run or wait; the states that each had before. Raises RunError without SLURM."""
-    told = status_query.ask([part for one in submissions for part in one.parts])
-    found = [states.states(one, told) for one in submissions]
+    status = status_query.query([part for one in submissions for part in one.parts])
+    found = [states.states(one, status) for one in submissions]
     alive = [(one, state.part) for one, of in zip(submissions, found, strict=True) for state in of if state.alive]
     # The judge first: it waits for the end of the others, and would begin. An array that is meant as a whole goes by
     # its own id.

@@ -1,4 +1,4 @@
-"""Waiting for jobs, and showing what they print meanwhile. Neither stopping nor killing this touches a job."""
+"""Waits for jobs and shows what they print. Stopping or killing this changes no job."""
 
 import os
 import time
@@ -12,31 +12,31 @@ from tp_invariant_recipes.jobs import states, status_query
 from tp_invariant_recipes.jobs.registry import JUDGE, Submission
 from tp_invariant_recipes.jobs.states import JobState
 
-FIRST_PAUSE, LONGEST_PAUSE = 2.0, 15.0  # seconds between questions to the controller
-SLOWER = 1.25  # by this the pause grows while nothing happens
-SETTLE = 15.0  # seconds in which what a node wrote last is seen here, once its job has ended
-LOOK = 0.5  # seconds between looks at files
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 15.0  # seconds between two queries to the controller
+SLOWER = 1.25  # the factor by which the pause grows while nothing changes
+SETTLE = 15.0  # seconds after a job's end within which the last bytes of its node are visible here
+LOOK = 0.5  # seconds between two looks at the files
 
 
 @dataclass
 class SubmissionWatch:
-    """Asks the controller about submissions, less and less often while nothing happens.
+    """Queries the controller about submissions, less and less often while nothing changes.
 
-    say:    told what has changed, a line each.
+    report: called with what has changed, a line each.
     states: as of the last answer, a list for each submission.
     """
 
     submissions: Sequence[Submission]
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     states: list[list[JobState]] = field(default_factory=list)
     _pause: float = 0.0
     _next: float = 0.0
     _ended: float | None = None
-    _said: dict[str, str] = field(default_factory=dict)
-    _silent: bool = False
+    _reported: dict[str, str] = field(default_factory=dict)
+    _unavailable: bool = False
 
     def __call__(self) -> bool:
-        """Ask if it is time to; whether all have ended. Raises RunError when the first question has no answer."""
+        """Query if it is time to. Returns whether all have ended. Raises RunError when the first query fails."""
         if time.monotonic() >= self._next:
             self._ask()
             self._next = time.monotonic() + (LOOK if self._ended else self._pause)
@@ -44,30 +44,30 @@ class SubmissionWatch:
 
     def _ask(self) -> None:
         try:
-            told = status_query.ask([part for one in self.submissions for part in one.parts])
+            status = status_query.query([part for one in self.submissions for part in one.parts])
         except RunError as error:
             if not self.states:
                 raise
-            if not self._silent:  # a controller may be away for a while, and jobs go on without it
-                self.say(f"no answer, asking again and again: {error}")
-            self._silent = True
+            if not self._unavailable:  # a controller may be away for a while, and jobs go on without it
+                self.report(f"no answer, asking again and again: {error}")
+            self._unavailable = True
             return
-        self._silent = False
-        self.states = [states.states(one, told) for one in self.submissions]
-        self._tell([state for one in self.states for state in one if state.alive])
+        self._unavailable = False
+        self.states = [states.states(one, status) for one in self.submissions]
+        self._report_changes([state for one in self.states for state in one if state.alive])
         if all(state.end for one in self.states for state in one):
             self._ended = self._ended or time.monotonic()
         else:
             self._ended = None
 
-    def _tell(self, alive: Sequence[JobState]) -> None:
+    def _report_changes(self, alive: Sequence[JobState]) -> None:
         news = {state.part.id: state.text for state in alive}
-        fresh = [state for state in alive if self._said.get(state.part.id) != state.text]
+        fresh = [state for state in alive if self._reported.get(state.part.id) != state.text]
         for state in fresh:
             on = f" on {', '.join(state.nodes)}" if state.word == "RUNNING" and state.nodes else ""
-            self.say(f"{state.part.id} {state.part.name}: {state.text}{on}")
-        self._pause = FIRST_PAUSE if news != self._said else min(LONGEST_PAUSE, self._pause * SLOWER)
-        self._said = news
+            self.report(f"{state.part.id} {state.part.name}: {state.text}{on}")
+        self._pause = FIRST_PAUSE if news != self._reported else min(LONGEST_PAUSE, self._pause * SLOWER)
+        self._reported = news
 
     def _over(self) -> bool:
         if self._ended is None:
@@ -77,13 +77,13 @@ class SubmissionWatch:
 
 
 def wait(
-    submissions: Sequence[Submission], say: Callable[[str], None], timeout: float | None = None
+    submissions: Sequence[Submission], report: Callable[[str], None], timeout: float | None = None
 ) -> list[list[JobState]]:
     """Return when all have ended; the states of each. A job that is queued again has not ended.
 
-    say: told what has changed. timeout: in seconds; then RunError, as when SLURM cannot be asked.
+    report: called with what has changed. timeout: in seconds; then RunError, as when SLURM does not answer.
     """
-    watch, until = SubmissionWatch(submissions, say), None if timeout is None else time.monotonic() + timeout
+    watch, until = SubmissionWatch(submissions, report), None if timeout is None else time.monotonic() + timeout
     while not watch():
         if until is not None and time.monotonic() >= until:
             alive = [state for one in watch.states for state in one if not state.end]
@@ -103,11 +103,11 @@ class Source:
 
 @dataclass
 class Tails:
-    """Writes out what files grow by. One that was replaced, or has become shorter, is begun anew."""
+    """Writes out what is appended to files. A file that was replaced, or became shorter, is shown from its start."""
 
     sources: Sequence[Source]
     out: BinaryIO
-    _places: dict[Path, tuple[int, int]] = field(default_factory=dict)  # inode and position
+    _positions: dict[Path, tuple[int, int]] = field(default_factory=dict)  # inode and position
     _shown: Source | None = None
 
     def __call__(self, *, last: bool = False) -> bool:
@@ -115,7 +115,7 @@ class Tails:
         return any([self._show(source, last) for source in self.sources])
 
     def _show(self, source: Source, last: bool) -> bool:
-        inode, position = self._places.get(source.file, (0, 0))
+        inode, position = self._positions.get(source.file, (0, 0))
         try:
             with source.file.open("rb") as stream:
                 found = os.fstat(stream.fileno())
@@ -126,7 +126,7 @@ class Tails:
         except FileNotFoundError:
             return False
         whole = data if last else data[: data.rfind(b"\n") + 1]
-        self._places[source.file] = (found.st_ino, position + len(whole))
+        self._positions[source.file] = (found.st_ino, position + len(whole))
         if whole and len(self.sources) > 1 and self._shown is not source:
             self.out.write(f"{'' if self._shown is None else chr(10)}==> {source.label} <==\n".encode())
         if whole:
@@ -155,23 +155,23 @@ def show(submission: Submission, shown: Sequence[Source], out: BinaryIO) -> None
     if any(source.file.exists() for source in shown):
         Tails(shown, out)(last=True)
         return
-    found = states.look([submission])
+    found = states.overview([submission])
     ranks = sorted({log.name for part in submission.parts for log in part.run.logs.glob("rank-*.log")})
     missing = f"{shown[0].file} is not there" if len(shown) == 1 else f"no log of {submission.name} is there"
     lines = [
         f"{missing} yet; -f waits for it",
         *(["logs of ranks that are there: " + ", ".join(ranks)] if ranks else []),
         *(f"{s.part.id}: {s.text}" + (f": {s.note}" if s.note else "") for one in found.states for s in one),
-        *([found.silence] if found.silence else []),
+        *([found.unavailable] if found.unavailable else []),
     ]
     raise RunError("\n".join(lines))
 
 
 def follow(
-    submission: Submission, sources: Sequence[Source], out: BinaryIO, say: Callable[[str], None]
+    submission: Submission, sources: Sequence[Source], out: BinaryIO, report: Callable[[str], None]
 ) -> list[JobState]:
-    """Write out files as they grow until the jobs have ended; the states then. Raises RunError as `Watch` does."""
-    watch, tails = SubmissionWatch([submission], say), Tails(sources, out)
+    """Write out files as they grow until the jobs have ended; the states then. Raises RunError as `wait` does."""
+    watch, tails = SubmissionWatch([submission], report), Tails(sources, out)
     while not watch():
         tails()
         time.sleep(LOOK)

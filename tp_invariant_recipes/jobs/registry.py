@@ -1,7 +1,7 @@
-"""The jobs that were submitted: which there are, and which one is meant by an id, a run's name or a directory.
+"""The registry of submitted jobs; finds a job by its id, its run's name or its directory.
 
-Every submission leaves a line in a registry of the user's, so that a job is found by its id also where SLURM keeps no
-accounts, and `submission.json` in its run directory, which says all about it.
+Every submission adds a line to the user's registry, so that tpi finds a job by its id even if SLURM keeps no accounts.
+It also writes `submission.json`, the full description, to its run directory.
 """
 
 import json
@@ -32,8 +32,8 @@ class JobPart:
     role:      "train", "cell" (of a verify) or "judge".
     run:       what it trains; of a judge, the directory that holds its cells.
     directory: of the submission.
-    ours:      whether SLURM means this job by the id. False where a later submission got the same one: it was made on
-               another cluster, or on one that was set up anew.
+    ours:      whether the id still means this job to SLURM. False if a later submission got the same id: on another
+               cluster, or on one that was set up anew.
     """
 
     job: str
@@ -61,9 +61,9 @@ class JobPart:
 
 @dataclass(frozen=True)
 class Submission:
-    """What one `tpi submit` has made. parts: its jobs, or those that were asked for.
+    """The result of one `tpi submit`. parts: its jobs, or the requested ones among them.
 
-    note: why nothing but ids is known of it; None otherwise.
+    note: why only its ids are known; None otherwise.
     """
 
     directory: Path
@@ -113,7 +113,7 @@ class Registered:
 
     @property
     def owners(self) -> dict[str, Path]:
-        """The directory of every id; of one that came twice, the later."""
+        """The directory of every id; the later one if an id occurs twice."""
         return dict(self.lines)
 
     @property
@@ -138,14 +138,14 @@ def registered() -> Registered:
     return Registered(tuple(found))
 
 
-def every() -> list[Submission]:
+def all_submissions() -> list[Submission]:
     """All that are registered, oldest first, with or without their directories."""
     known = registered()
     return [_submission(directory, known) for directory in known.directories]
 
 
 def find(names: Sequence[str]) -> list[Submission]:
-    """The submissions that are meant, each with the parts that are meant. Raises RunError for all that are not found.
+    """The submissions that these names mean, each with the named parts. Raises RunError that lists all unknown names.
 
     A name is an id ("12", "12_0" for one task of an array), a run's name (the last part of its directory) or a
     directory that holds a `submission.json`. Digits are an id; a directory of that name is "./12".
@@ -167,7 +167,7 @@ def find(names: Sequence[str]) -> list[Submission]:
 
 
 def of_cell(submission: Submission, cell: str) -> Submission:
-    """The submission with the job of one cell alone. Raises RunError."""
+    """The submission with only the job of one cell. Raises RunError: it has no such cell."""
     parts = tuple(part for part in submission.parts if part.role == CELL and part.run.path.name == cell)
     if not parts:
         cells = [part.run.path.name for part in submission.parts if part.role == CELL]
@@ -177,7 +177,7 @@ def of_cell(submission: Submission, cell: str) -> Submission:
 
 
 def completions(incomplete: str) -> list[tuple[str, str]]:
-    """Ids and names that begin so, newest first, each with what it stands for, of runs whose directories are there."""
+    """Ids and names with this beginning, newest first, each with its description; only of existing run directories."""
     known = registered()
     there = [directory for directory in reversed(known.directories) if directory.is_dir()]
     ids = [(job, of.name) for directory in there for job, of in known.owners.items() if of == directory]
@@ -211,7 +211,7 @@ def _unknown(what: str, name: str, known: Registered) -> str:
 
 
 def _narrowed(submission: Submission, job: str, task: str | None) -> Submission:
-    """The one task that is asked for; without a task, the submission as a whole."""
+    """The submission with only this task; without a task, the whole submission."""
     if task is None:
         return submission
     parts = tuple(part for part in submission.parts if (part.job, part.task) == (job, task))

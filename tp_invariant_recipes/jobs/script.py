@@ -1,4 +1,4 @@
-"""The scripts that SLURM runs: what a job asks for, and the templates in `slurm/` that say it."""
+"""The scripts that SLURM runs: the resources of a job, and the templates in `slurm/` that request them."""
 
 import re
 import shlex
@@ -20,12 +20,12 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]*&|()-]+")  # needs no quotes on an #SBATCH
 
 @dataclass(frozen=True)
 class Job:
-    """What a script asks SLURM for.
+    """The resources that a script requests from SLURM.
 
-    about:       a sentence for who reads the script.
+    about:       a sentence for people who read the script.
     gres:        of each node, such as "gpu:8"; None: none. cpus: of each node; None: as the site has it.
-    whole:       whether nobody else may use the nodes.
-    save_before: seconds before the time limit at which the run is told; None: not at all.
+    whole:       whether the job has its nodes to itself.
+    save_before: seconds before the time limit at which SLURM signals the run; None: it does not.
     directory:   that the job runs in.
     log:         where its output goes, as sbatch's --output.
     options:     more of sbatch's, as typed.
@@ -57,7 +57,7 @@ class CellStep:
 
 
 def training(tree: dict[str, Any], taken: Allocation, *, name: str, about: str, log: str) -> Job:
-    """The job of a run of this configuration. taken: what it needs of the cluster."""
+    """The job of a run of this configuration. taken: the part of the cluster that it needs."""
     cluster, slurm = tree["cluster"], tree["slurm"]
     kind = f"gpu:{cluster['gpu_type']}" if cluster["gpu_type"] else "gpu"
     return Job(
@@ -91,7 +91,7 @@ def array(job: Job, tree: dict[str, Any], model: str, cells: Sequence[CellStep],
 
 
 def judge(job: Job, tree: dict[str, Any], directory: Path, needed: Sequence[Path]) -> str:
-    """The script that compares them. needed: what it reads."""
+    """The script that compares the cells. needed: the paths that it reads."""
     container = srun_command.container(tree, needed)
     return _render("judge", job=job, container=container, tpi=srun_command.tpi(tree), directory=directory)
 
@@ -99,7 +99,7 @@ def judge(job: Job, tree: dict[str, Any], directory: Path, needed: Sequence[Path
 def log_in(folder: Path, name: str) -> str:
     """sbatch's --output for a file there. name: with SLURM's own placeholders, such as "job-%j.log".
 
-    Raises ConfigError: SLURM reads a backslash as an order to leave its placeholders alone.
+    Raises ConfigError: the path has a backslash, which makes SLURM keep its placeholders as they are.
     """
     if "\\" in str(folder):
         raise ConfigError(f"run.dir={folder}: SLURM cannot write a log where a name has a backslash in it")

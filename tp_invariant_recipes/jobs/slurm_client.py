@@ -1,4 +1,4 @@
-"""SLURM's commands, as functions. No other module runs them, and nothing here knows what a run is."""
+"""SLURM's commands as functions. No other module runs them, but for srun; this one knows nothing of runs."""
 
 import os
 import re
@@ -22,7 +22,7 @@ OVER = frozenset(
 
 @dataclass(frozen=True)
 class Queued:
-    """A job, or tasks of an array, that the controller remembers; of ended ones it forgets after minutes.
+    """A job, or tasks of an array, that the controller remembers. It forgets ended ones after minutes.
 
     job:          the id; of an array, of the whole array.
     task:         of an array: one task such as "3", or several that wait, such as "0-4"; None: not an array.
@@ -103,7 +103,7 @@ def sbatch(script: Path, options: Sequence[str] = (), *, environment: Mapping[st
 def queue(jobs: Iterable[str] | None = None) -> list[Queued]:
     """The jobs of these ids ("12", or "12_0" of an array's task); None: all of mine.
 
-    Ended jobs are in it as long as the controller remembers them; one that it has forgotten, or never knew, is absent.
+    It includes ended jobs as long as the controller remembers them, and omits those that it forgot or never knew.
     Raises RunError when SLURM is not there or does not answer.
     """
     whose = ["--me"] if jobs is None else [f"--jobs={','.join(jobs)}"]
@@ -115,8 +115,8 @@ def queue(jobs: Iterable[str] | None = None) -> list[Queued]:
 
 def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
     """What the accounts say of these jobs, by "12" or, of an array's task, "12_0". Empty where no accounts are kept."""
-    asked = ",".join(jobs)
-    if not asked:
+    ids = ",".join(jobs)
+    if not ids:
         return {}
     command = [
         "sacct",
@@ -124,7 +124,7 @@ def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
         "--parsable2",
         "--allocations",
         "--format=JobID,State,ExitCode",
-        f"--jobs={asked}",
+        f"--jobs={ids}",
     ]
     try:
         lines = _run(command).splitlines()
@@ -138,7 +138,7 @@ def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
 
 
 def cancel(jobs: Iterable[str]) -> None:
-    """End these jobs, running or waiting; one that has ended already is no mistake. Raises RunError."""
+    """End these jobs, running or waiting. A job that has ended already is no error. Raises RunError."""
     for job in jobs:  # one by one: an id that is forgotten must not keep the others alive
         _run(["scancel", job], forgotten=True)
 
@@ -156,7 +156,7 @@ def partitions() -> list[Partition]:
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *, forgotten: bool = False) -> str:
     """Standard output. Raises RunError.
 
-    forgotten: an id that the controller does not know (any more) is no mistake but an empty answer.
+    forgotten: an id that the controller no longer knows, or never knew, gives an empty answer instead of an error.
     """
     try:
         process = subprocess.Popen(
@@ -173,17 +173,17 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *
         raise RunError(f"{command[0]} cannot be started: {error}") from error
     with process:
         try:
-            out, said = _communicate(process)
+            out, stderr = _communicate(process)
         except subprocess.TimeoutExpired as late:
             process.kill()
             raise RunError(_late(command[0], (late.stderr or b"").decode(errors="replace"))) from None
-    if process.returncode == 0 or (forgotten and "Invalid job id specified" in said):
+    if process.returncode == 0 or (forgotten and "Invalid job id specified" in stderr):
         return out
-    raise RunError(_mistake(command[0], said, process.returncode))
+    raise RunError(_mistake(command[0], stderr, process.returncode))
 
 
 def _communicate(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Standard output and error. A controller that is slow to answer gets more time than a queue that is full."""
+    """Standard output and error. A slow controller gets more time than a full queue."""
     try:
         return process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired as late:
@@ -192,17 +192,17 @@ def _communicate(process: "subprocess.Popen[str]") -> tuple[str, str]:
     return process.communicate(timeout=TIMEOUT - PATIENCE)
 
 
-def _late(command: str, said: str) -> str:
-    if said.strip():
-        return _mistake(command, said, None)
+def _late(command: str, stderr: str) -> str:
+    if stderr.strip():
+        return _mistake(command, stderr, None)
     return f"{command} gave no answer in {TIMEOUT:.0f} s; look with squeue --me before you repeat the command"
 
 
-def _mistake(command: str, said: str, status: int | None) -> str:
-    """SLURM's own words, and what to do about them."""
-    words = [re.sub(rf"^{command}: (error: )?", "", line) for line in said.splitlines() if line.strip()]
+def _mistake(command: str, stderr: str, status: int | None) -> str:
+    """SLURM's own message, and the remedy."""
+    words = [re.sub(rf"^{command}: (error: )?", "", line) for line in stderr.splitlines() if line.strip()]
     own = "; ".join(dict.fromkeys(words)) or f"exit status {status}, without a word"
-    advice = next((text for pattern, text in ADVICE if re.search(pattern, said, re.IGNORECASE)), None)
+    advice = next((text for pattern, text in ADVICE if re.search(pattern, stderr, re.IGNORECASE)), None)
     return f"{command}: {own}" + (f"\n{advice}" if advice else "")
 
 
@@ -232,10 +232,10 @@ _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
 def _of_the_script(script: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what would make another job of this script.
+    """The environment without variables that would turn this script into another job.
 
-    To sbatch a variable such as SBATCH_PARTITION says more than the script. And in a job of one's own, variables like
-    SLURM_MEM_PER_NODE would be handed on to the new one.
+    For sbatch a variable such as SBATCH_PARTITION overrides the script. Inside another job, variables like
+    SLURM_MEM_PER_NODE would pass on to the new job.
     """
     options = re.findall(r"^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"), re.MULTILINE)
     stated = {"SBATCH_" + _VARIABLES.get(name, name.upper().replace("-", "_")) for name in options}

@@ -1,4 +1,4 @@
-"""What state a job is in: SLURM says it as long as it knows the job, its accounts and its run directory afterwards."""
+"""The state of a job: from SLURM as long as it knows the job, afterwards from its accounts and the run directory."""
 
 import json
 import time
@@ -9,9 +9,9 @@ from typing import Any
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import slurm_client, status_query
-from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, attempts, every
+from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_submissions, attempts
 from tp_invariant_recipes.jobs.slurm_client import Queued
-from tp_invariant_recipes.jobs.status_query import Answer
+from tp_invariant_recipes.jobs.status_query import SlurmStatus
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -30,7 +30,7 @@ class End:
 
     word:        SLURM's, a verify's verdict, or how the run's last attempt in the job ended.
     exit_status: 0 completed or identical, 1 different, 2 otherwise.
-    settled:     whether nothing more is to be expected of it. Files may be seen later than the end of their job.
+    settled:     whether it can no longer change. Files may become visible after their job's end.
     note:        what else there is to say, such as the reason of a failure.
     """
 
@@ -45,7 +45,7 @@ class JobState:
     """Of one part of a submission.
 
     word:         SLURM's ("RUNNING") or, of one that has ended, the end's.
-    alive:        whether it runs or waits; None: SLURM cannot be asked, and its run directory does not say.
+    alive:        whether it runs or waits; None: SLURM cannot be queried, and the run directory does not tell.
     end:          of one that has ended; None otherwise.
     tries:        how often SLURM has started it, as far as its run directory says.
     step, of:     the last step recorded, and that at which the run will be done; None: not known.
@@ -100,43 +100,43 @@ class JobState:
 
 
 @dataclass(frozen=True)
-class Look:
-    """The states of several submissions; silence: why SLURM could not be asked, so that some are unknown."""
+class Overview:
+    """The states of several submissions. unavailable: why SLURM could not be queried; then some states are unknown."""
 
     states: tuple[list[JobState], ...]
-    silence: str | None
+    unavailable: str | None
 
 
-def look(submissions: Sequence[Submission]) -> Look:
+def overview(submissions: Sequence[Submission]) -> Overview:
     """The states of these, with or without SLURM."""
-    return _looked(submissions)
+    return _overview(submissions)
 
 
-def look_around(*, everything: bool = False) -> Look:
+def overview_of_recent(*, everything: bool = False) -> Overview:
     """The states of the submissions that are in the queue, or were written to in the last day; or of all.
 
     Of those whose directories are gone, only what SLURM still knows.
     """
-    known = status_query.mine()
+    known = status_query.query_all()
 
     def wanted(one: Submission) -> bool:
         queued = any(known.queued_row(part) for part in one.parts)
         return queued or (one.note is None and (everything or _recent(one)))
 
-    return _looked([one for one in every() if wanted(one)], known)
+    return _overview([one for one in all_submissions() if wanted(one)], known)
 
 
-def _looked(submissions: Sequence[Submission], known: Answer | None = None) -> Look:
-    """known: what SLURM has said already."""
-    told = known or Answer()
-    if told.silence is None:
+def _overview(submissions: Sequence[Submission], known: SlurmStatus | None = None) -> Overview:
+    """known: SLURM's status, where it has been queried already."""
+    status = known or SlurmStatus()
+    if status.unavailable is None:
         try:
-            told = status_query.ask(
+            status = status_query.query(
                 [part for one in submissions for part in one.parts], known.queued if known else None
             )
         except RunError as error:
-            told = Answer(silence=str(error))
-    return Look(tuple(states(one, told) for one in submissions), told.silence)
+            status = SlurmStatus(unavailable=str(error))
+    return Overview(tuple(states(one, status) for one in submissions), status.unavailable)
 
 
 def _recent(submission: Submission) -> bool:
@@ -145,9 +145,9 @@ def _recent(submission: Submission) -> bool:
     return any(file.exists() and time.time() - file.stat().st_mtime < RECENT for file in files)
 
 
-def states(submission: Submission, told: Answer) -> list[JobState]:
+def states(submission: Submission, status: SlurmStatus) -> list[JobState]:
     """Of each of its parts."""
-    found = [_state(part, told) for part in submission.parts]
+    found = [_state(part, status) for part in submission.parts]
     return [replace(state, note=submission.note) for state in found] if submission.note else found
 
 
@@ -159,8 +159,8 @@ def exit_status(found: Sequence[JobState]) -> int | None:
     return max(one.exit_status or 0 for one in judged or found)
 
 
-def _state(part: JobPart, told: Answer) -> JobState:
-    queued, accounted = told.queued_row(part), told.account(part)
+def _state(part: JobPart, status: SlurmStatus) -> JobState:
+    queued, accounted = status.queued_row(part), status.account(part)
     last: dict[str, Any] = next((attempt for attempt in reversed(attempts(part.run)) if attempt.get("job")), {})
     step, loss = _last_step(part.run.progress)
     facts: dict[str, Any] = {
@@ -178,7 +178,7 @@ def _state(part: JobPart, told: Answer) -> JobState:
     if word not in slurm_client.OVER:
         word = None  # accounts are written a while after the end
     ended = _judged(part, word) if part.role == JUDGE else _ended(part, word, last)
-    if told.silence is not None and (not ended.settled or last.get("requeued")):
+    if status.unavailable is not None and (not ended.settled or last.get("requeued")):
         return JobState(**facts, word=UNKNOWN, alive=None)
     return JobState(**facts, word=ended.word, alive=False, end=ended, note=ended.note)
 
@@ -188,7 +188,7 @@ def _reason(queued: Queued) -> str | None:
 
 
 def _ended(part: JobPart, word: str | None, last: dict[str, Any]) -> End:
-    """Of a run that SLURM has no job of any more. word: SLURM's; last: the last attempt by a job."""
+    """The end of a run whose job SLURM no longer knows. word: SLURM's; last: the last attempt by a job."""
     outcome, note = last.get("outcome"), last.get("why")
     if outcome is None:
         elsewhere = None if last else _elsewhere(part)
@@ -207,7 +207,7 @@ def _status(completed: bool) -> int:
 
 
 def _judged(part: JobPart, word: str | None) -> End:
-    """Of a judge that SLURM has no job of any more, by what it has written."""
+    """The end of a judge whose job SLURM no longer knows, from the files that it wrote."""
     try:
         found = json.loads(MatrixDir(part.directory).result.read_text(encoding="utf-8"))
         return End(found["verdict"], int(found["exit_status"]), True, found["text"])
@@ -221,7 +221,7 @@ def _silent(part: JobPart, words: str) -> str:
 
 
 def _elsewhere(part: JobPart, nodes: Sequence[str] = ()) -> str | None:
-    """Where to look for the files of a job that does not write them here; None: it does."""
+    """The place of a job's files if the job does not write them here; None: it does."""
     try:
         shared = part.run.read_config()["cluster"]["shared_files"]
     except (RunError, KeyError, TypeError):

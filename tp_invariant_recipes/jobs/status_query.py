@@ -1,4 +1,4 @@
-"""What SLURM says of the parts of submissions: its rows, and which of them is about which part."""
+"""SLURM's status of the parts of submissions: its rows, and which row is about which part."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,15 +11,15 @@ from tp_invariant_recipes.jobs.slurm_client import Accounted, Queued
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What SLURM says. silence: why it could not be asked; None: it was."""
+class SlurmStatus:
+    """Rows of the controller and of the accounts. unavailable: why SLURM could not be queried; None: it was."""
 
     queued: tuple[Queued, ...] = ()
     accounted: Mapping[str, Accounted] = field(default_factory=dict)
-    silence: str | None = None
+    unavailable: str | None = None
 
     def queued_row(self, part: JobPart) -> Queued | None:
-        """What the controller says of a part; None: nothing (any more)."""
+        """The controller's row for a part; None: it has none, or none any more."""
         rows = [row for row in self.queued if part.ours and row.job == part.job]
         if part.task is None:
             return rows[0] if rows else None
@@ -27,7 +27,7 @@ class Answer:
         return own or next((row for row in rows if row.task and _holds(row.task, int(part.task))), None)
 
     def account(self, part: JobPart) -> Accounted | None:
-        """What the accounts say of a part. Tasks that were cancelled while they waited have one: "12_[0-4]"."""
+        """The account of a part. Tasks that were cancelled while they waited share one: "12_[0-4]"."""
         if not part.ours or part.task is None or part.id in self.accounted:
             return self.accounted.get(part.id) if part.ours else None
         several = [id for id in self.accounted if id.startswith(f"{part.job}_[")]
@@ -35,27 +35,27 @@ class Answer:
         return next((self.accounted[id] for id in found), None)
 
 
-def ask(parts: Sequence[JobPart], queued: Iterable[Queued] | None = None) -> Answer:
-    """Ask about these. Raises RunError when SLURM is not there or does not answer.
+def query(parts: Sequence[JobPart], queued: Iterable[Queued] | None = None) -> SlurmStatus:
+    """The status of these parts. Raises RunError when SLURM is not there or does not answer.
 
-    queued: what the controller says, where it has been asked already.
+    queued: the controller's rows, where it has been queried already.
     """
     if queued is None:
         queued = slurm_client.queue(dict.fromkeys(part.job for part in parts if part.ours))
-    known = Answer(tuple(queued))
+    known = SlurmStatus(tuple(queued))
     gone = [part.id for part in parts if part.ours and known.queued_row(part) is None]
-    return Answer(known.queued, slurm_client.accounting(gone))
+    return SlurmStatus(known.queued, slurm_client.accounting(gone))
 
 
-def mine() -> Answer:
+def query_all() -> SlurmStatus:
     """All jobs of this user that the controller knows; no accounts."""
     try:
-        return Answer(tuple(slurm_client.queue()))
+        return SlurmStatus(tuple(slurm_client.queue()))
     except RunError as error:
-        return Answer(silence=str(error))
+        return SlurmStatus(unavailable=str(error))
 
 
 def _holds(listed: str, task: int) -> bool:
-    """Whether a list of tasks as SLURM writes it has this one: "0-4", "[0,2-4%2]" or, cut short, "0,2,..."."""
+    """Whether SLURM's list of tasks contains this one: "0-4", "[0,2-4%2]" or, truncated, "0,2,..."."""
     spans = [span.split("-") for span in re.sub(r"[\[\]]|%.*|\.\.\.", "", listed).split(",") if span]
     return "..." in listed or any(int(span[0]) <= task <= int(span[-1]) for span in spans)

@@ -1,4 +1,4 @@
-"""The story of `tpi submit`: compose for the cluster's nodes, check, write the run directory, hand its job to SLURM."""
+"""`tpi submit`: compose for the cluster's nodes, check, write the run directory, hand its job to SLURM."""
 
 import os
 import shlex
@@ -51,9 +51,9 @@ class JobScript:
 
 @dataclass(frozen=True)
 class PlannedSubmission:
-    """What is to be submitted.
+    """A submission before it is made.
 
-    about:    in a few words, what it takes of the cluster.
+    about:    a few words about the nodes and ranks that it needs.
     cells:    of a verify, by name, in the order of the array's tasks; none of a single run.
     scripts:  in the order of submission; the second waits for the end of the first.
     validate: lets Bridge validate the runs. Raises ConfigError.
@@ -91,7 +91,7 @@ class PlannedSubmission:
 def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: Progress = None) -> PlannedSubmission:
     """Plan the job of one run. Raises a TpiError that lists what is wrong; nothing but the data cache is written.
 
-    dry: only the script is wanted: SLURM is not asked, and no data prepared. progress: as for `plan.new`.
+    dry: make only the script; neither query SLURM nor prepare data. progress: as for `plan.new`.
     """
     problems, sound = _reserved(overrides)
     composed = _composed(model, sound, problems)
@@ -168,7 +168,7 @@ def verification(
 def check(submission: PlannedSubmission) -> str | None:
     """Let Bridge validate the runs. Imports it, 10 to 20 s. Raises ConfigError.
 
-    returns: why it cannot be asked on this machine, which may lack a driver or a library of the nodes'; they will ask.
+    returns: why Bridge cannot validate on this machine, which may lack a driver or library of the nodes. They will.
     """
     try:
         submission.validate()
@@ -182,7 +182,7 @@ def check(submission: PlannedSubmission) -> str | None:
 def execute(submission: PlannedSubmission) -> dict[str, Any]:
     """Write the directory and submit. Returns what submission.json then holds. Raises RunError.
 
-    If SLURM refuses, the directory is removed again, so that the same command can be given when the mistake is mended.
+    If SLURM refuses, the directory is removed, so that the corrected command can be repeated.
     """
     where = submission.directory
     made = not where.path.exists()
@@ -260,7 +260,7 @@ def _check(trees: Sequence[dict[str, Any]], problems: list[str], *, dry: bool) -
 
 
 def unfit(tree: dict[str, Any], there: Sequence[Partition]) -> list[str]:
-    """Why a job of this tree would wait for ever in its partitions, although SLURM takes it."""
+    """Why a job of this tree would wait forever in its partitions, although SLURM accepts it."""
     asked = tree["slurm"]["partition"] or os.environ.get("SBATCH_PARTITION")
     names = asked.split(",") if asked else [p.name for p in there if p.default]
     known = {partition.name: partition for partition in there}
@@ -302,14 +302,14 @@ def _absolute(run_dir: RunDir) -> RunDir:
 
 
 def _log(tree: dict[str, Any], where: RunDir, name: str) -> str:
-    """The job's output: among the logs of the run or, where nodes do not see these, on the first of them."""
+    """The job's output: among the logs of the run; on the first node if the nodes do not share these."""
     if tree["cluster"]["shared_files"]:
         return script.log_in(where.logs, name)
     return script.log_in(ON_THE_NODE, f"tpi-%u-{name}")
 
 
 def _largest(all_taken: Iterable[Allocation]) -> Allocation:
-    """One that any of these fits in."""
+    """Resources that are enough for each of these."""
     cells = list(all_taken)
     return Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
 
@@ -324,12 +324,12 @@ def _judging(job: Job, *, name: str, about: str, log: str) -> Job:
 
 
 def _options(number: int, *ids: str) -> list[str]:
-    """sbatch's options beside what the script says: the second job begins when the first has ended, well or not."""
+    """sbatch's options beside the script's: the second job starts when the first has ended, with or without success."""
     return ["--kill-on-invalid-dep=yes", f"--dependency=afterany:{ids[0]}"] if number else []
 
 
 def _nothing() -> None:
-    """What a dry run checks with Bridge, and writes."""
+    """A dry run checks nothing with Bridge, and writes nothing."""
 
 
 def _write_cells(found: verify.Verification) -> None:
@@ -339,7 +339,7 @@ def _write_cells(found: verify.Verification) -> None:
 
 
 def _remove(path: Path, *, whole: bool) -> None:
-    """What was written into a directory that was empty before or, if `whole`, was not there."""
+    """Remove the contents of a directory that was empty before; if `whole`, the directory itself."""
     if whole:
         shutil.rmtree(path, ignore_errors=True)
         return

@@ -1,12 +1,12 @@
-"""A convolution of every channel with its own past, then SiLU: forward, and backward with sums over tokens in leaves.
+"""A causal convolution per channel, then SiLU: forward, and backward with sums over tokens in leaves.
 
-Channels lie in n shards of one shape. A channel's outputs and gradients depend on that channel alone, and a kernel is
-launched on tiles of one shard, so neither depends on how many shards there are. The sums over tokens, which give the
-gradients of weight and bias, are cut into L equal leaves; L depends on the number of tokens alone.
+Channels lie in n shards of one shape. A channel's outputs and gradients depend only on that channel, and a kernel runs
+on tiles of one shard, so neither depends on the number of shards. The sums over tokens, which give the gradients of
+weight and bias, are cut into L equal leaves; L depends only on the number of tokens.
 
-Rows are [s, b] flattened, so the token before is b rows before. The torch functions add in another order: CPU and GPU
-agree to rounding, each with itself to the last bit. On a CPU a shard is computed by itself: torch's vector code rounds
-exp otherwise than what it does with the last numbers, which fill no vector.
+Rows are [s, b] flattened, so the previous token is b rows earlier. The torch functions add in another order, so CPU and
+GPU agree to rounding; each repeats its own results to the last bit. On a CPU each shard is computed separately: torch
+rounds exp differently in its vector code and in its code for the last numbers, which fill no vector.
 """
 
 import torch
@@ -25,7 +25,7 @@ ROWS, CHANNELS = 16, 64
 def causal_conv_forward(x: Tensor, weight: Tensor, bias: Tensor, step: int) -> Tensor:
     """silu(bias + the sum over k of weight[k] * x[row - (TAPS - 1 - k) * step]), added in that order in fp32.
 
-    x:       [n, rows, c], contiguous; weight: [n, c, TAPS]; bias: [n, c]; step: rows to the token before.
+    x:       [n, rows, c], contiguous; weight: [n, c, TAPS]; bias: [n, c]; step: rows to the previous token.
     returns: x's shape and dtype, rounded once.
     """
     _check(x, weight)
@@ -33,7 +33,7 @@ def causal_conv_forward(x: Tensor, weight: Tensor, bias: Tensor, step: int) -> T
 
 
 def causal_conv_backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and those of weight and bias in leaves.
+    """The gradient of x, and the leaves of the gradients of weight and bias.
 
     dy, x, weight, bias, step: as in forward, dy of x's shape.
     returns: dx, x's shape and dtype; leaves, [n, L, TAPS + 1, c] fp32, the bias last, L a power of two.
@@ -57,7 +57,7 @@ def _forward_torch(x: Tensor, weight: Tensor, bias: Tensor, step: int) -> Tensor
 
 
 def _before(x: Tensor, weight: Tensor, bias: Tensor, step: int) -> tuple[Tensor, list[Tensor]]:
-    """[rows, c] before the activation, and x as each weight meets it; fp32."""
+    """[rows, c] before the activation, and the x that each weight multiplies; fp32."""
     rows = x.shape[0]
     padded = torch.zeros(rows + (TAPS - 1) * step, x.shape[1])
     padded[(TAPS - 1) * step :] = x
@@ -98,7 +98,7 @@ def _backward_triton(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, step: 
     leaves = 1
     while leaves < LEAVES and rows % (2 * leaves) == 0 and rows // leaves >= 2 * ROWS:
         leaves *= 2
-    inner = torch.empty(x.shape, dtype=torch.float32, device=x.device)  # the gradient before the activation
+    inner = torch.empty(x.shape, dtype=torch.float32, device=x.device)  # the gradient of the activation's input
     sums = torch.empty(shards, leaves, TAPS + 1, channels, dtype=torch.float32, device=x.device)
     blocks = triton.cdiv(channels, CHANNELS)
     INNER.launch(
@@ -113,7 +113,7 @@ def _backward_triton(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, step: 
 
 @triton.jit
 def _rows_of(values, shard, row, column, inside, rows, WIDTH: tl.constexpr):
-    """Of one shard, zeros where there is no such row."""
+    """Rows of one shard, with zeros for rows outside it."""
     at = (shard * rows + row) * WIDTH
     there = (row >= 0) & (row < rows)
     return tl.load(values + at[:, None] + column[None, :], mask=there[:, None] & inside, other=0.0).to(tl.float32)
@@ -154,7 +154,7 @@ def _conv_inner(
     dy, x, weight, bias, inner, sums, rows, leaves, step,
     ROWS_OF_LEAF: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    leaf = tl.program_id(1).to(tl.int64)  # of all shards
+    leaf = tl.program_id(1).to(tl.int64)  # counted over all shards
     shard = leaf // leaves
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < WIDTH)[None, :]

@@ -1,10 +1,9 @@
 """Sums and gradients of exponentials over the shards of a vocabulary.
 
-A shard's sum is made by the same program whatever shards lie beside it. The torch functions add in another order and
-hold one shard in fp32 at a time; CPU and GPU agree to rounding, each with itself to the last bit.
+A shard's sum is made by the same program whatever shards lie beside it. The torch functions add in another order; CPU
+and GPU agree to rounding, each with itself to the last bit. They take all shards in one call where a shard's numbers
+are whole vectors (host/vectors.py), and else one shard after the other.
 """
-
-from collections.abc import Iterator
 
 import torch
 import triton
@@ -12,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.launch import Kernel
 
@@ -30,9 +30,7 @@ def sum_of_exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
         grid, shard = (rows, shards), size // shards
         SUM.launch(grid, (logits, highest, partials), (rows, size), (shard, _alignment(shard), BLOCK), num_warps=8)
     else:
-        # torch.stack would hold every shard until the last: folding_sum returns views.
-        for partial, exponentials in zip(partials, _exponentials(logits, highest, shards), strict=True):
-            partial.copy_(folding_sum(exponentials, -1))
+        partials.copy_(folding_sum(_exponentials(logits, highest, shards).view(rows, shards, -1), -1).t())
     return partials
 
 
@@ -43,7 +41,7 @@ def softmax_gradient(
 
     logits:  [rows, vocab/t], contiguous; index: [rows] int64, the target's column here, or one outside.
     highest, total, gradient: [rows] fp32.
-    shards:  how many parts to hold in fp32 one after the other.
+    shards:  as for the sum.
     returns: logits' shape and dtype.
     """
     out = torch.empty_like(logits)
@@ -53,21 +51,18 @@ def softmax_gradient(
         tensors = (logits, index, highest, total, gradient, out)
         GRADIENT.launch(grid, tensors, (size,), (_alignment(size), BLOCK), num_warps=8)
         return out
-    every_row = torch.arange(rows, device=logits.device)
-    parts = zip(out.chunk(shards, -1), _exponentials(logits, highest, shards), strict=True)
-    for part, softmax in parts:
-        softmax /= total.unsqueeze(-1)
-        mine = (index >= 0) & (index < part.shape[1])
-        softmax[every_row, index.clamp(0, part.shape[1] - 1)] -= mine.float()
-        part.copy_(softmax.mul_(gradient.unsqueeze(-1)).to(logits.dtype))
-        index = index - part.shape[1]
-    return out
+    softmax = _exponentials(logits, highest, shards).div_(total.unsqueeze(-1))
+    mine = (index >= 0) & (index < size)
+    softmax[torch.arange(rows), index.clamp(0, size - 1)] -= mine.float()
+    return out.copy_(softmax.mul_(gradient.unsqueeze(-1)))
 
 
-def _exponentials(logits: Tensor, highest: Tensor, shards: int) -> Iterator[Tensor]:
-    """exp(logits - highest) of the shards in order, each [rows, vocab/V] fp32, contiguous, yours."""
-    for shard in logits.chunk(shards, -1):
-        yield (shard - highest.unsqueeze(-1)).contiguous().exp_()
+def _exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
+    """exp(logits - highest), [rows, vocab/t] fp32, contiguous, yours. A shard's bits are those it has alone."""
+    differences = logits - highest.unsqueeze(-1)
+    if differences.numel() // shards % VECTORS == 0:
+        return differences.exp_()
+    return torch.cat([shard.contiguous().exp_() for shard in differences.chunk(shards, -1)], -1)
 
 
 def _alignment(size: int) -> int:

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.grad_norm import largest
 
 LANES = 2
@@ -77,6 +78,7 @@ class Lanes:
                 rows = [_row(n, piece) for n, piece in enumerate(self.pieces) if piece.values.element_size() == size]
                 self.programs[size] = programs(rows, self.device)
 
+    @outside_modes
     def __call__(self) -> Tensor:
         """The lanes of every piece: int64 [pieces, LANES] on their device; the host does not wait for it."""
         result = torch.zeros(len(self.pieces), LANES, dtype=torch.int64, device=self.device)

@@ -1,13 +1,13 @@
-"""Matrix products of one fixed tile: the bits of out[i, j] depend on a[i, :], b[:, j] and k, and on nothing else.
+"""Matrix products of one fixed tile: the bits of out[i, j] depend only on a[i, :], b[:, j] and k.
 
-The Triton program that makes a tile of `out` always runs the same instructions on the same shapes, over k in order;
-rows and columns beyond the edge are zeros that it does not write. So neither m and n nor a place in the tile decide
-bits. Strides and alignment, which Triton does compile other binaries for, say how bytes get to the arithmetic: by
-16-byte copies or single loads. Its instructions follow from `tl.dot` on TILES and are the same in all these binaries
-(tests/unit/test_fixed_tile_product.py reads them).
+The Triton program of a tile of `out` always runs the same instructions on the same shapes, over k in order. Rows and
+columns beyond the edge are zeros that it does not write. So the bits depend neither on m and n nor on the position in
+the tile. Triton compiles other binaries for other strides and alignments, which change how bytes reach the arithmetic:
+by 16-byte copies or single loads. The arithmetic follows from `tl.dot` on TILES and is the same in all these binaries
+(tests/unit/test_fixed_tile_product.py reads their instructions).
 
-On a CPU no library product promises this. There every element is k products, each rounded and added to the sum before
-it, in elementwise operations: slow, and right whatever the library or the processor. CPU and GPU agree to rounding.
+On a CPU no library product promises this. There every element is the sum of k rounded products, added in order by
+elementwise operations: slow, and correct with any library and processor. CPU and GPU agree to rounding.
 """
 
 import torch
@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Of the inputs' dtype: tile of `out` and step of k, warps, stages of the pipeline. Part of the bits' definition.
+# dtype of the inputs -> tile of `out`, step of k, warps, pipeline stages. They are part of the definition of the bits.
 TILES = {
     torch.bfloat16: {"TILE_M": 128, "TILE_N": 128, "TILE_K": 64, "num_warps": 8, "num_stages": 3},
     torch.float32: {"TILE_M": 64, "TILE_N": 64, "TILE_K": 32, "num_warps": 4, "num_stages": 2},
 }
-GROUP = 8  # rows of tiles that are made together, so that b's tiles are still in the cache
+GROUP = 8  # rows of tiles computed together, so that b's tiles stay in the cache
 
 
 def fixed_tile_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> Tensor:
@@ -28,7 +28,7 @@ def fixed_tile_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) 
 
     a:       [m, k] bf16 or fp32; b: [k, n] of a's dtype; either with any strides.
     out:     [m, n] bf16 or fp32, any strides.
-    add:     add the whole sum to what `out` holds, in fp32, before it is rounded.
+    add:     add the whole sum to the values of `out` in fp32, before rounding.
     returns: out.
     """
     if a.dtype not in TILES or a.dtype != b.dtype:
@@ -42,7 +42,7 @@ def fixed_tile_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) 
 
 
 def launch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
-    """The Triton kernel alone; also what its interpreter runs on a CPU."""
+    """Launch the Triton kernel alone; Triton's interpreter can run it on a CPU."""
     (m, k), n = a.shape, b.shape[1]
     tile = TILES[a.dtype]
     grid = (triton.cdiv(m, tile["TILE_M"]) * triton.cdiv(n, tile["TILE_N"]),)

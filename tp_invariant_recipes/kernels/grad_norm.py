@@ -1,17 +1,18 @@
 """The two passes of the exact gradient norm over all gradients: the largest magnitude, and the sum of squares.
 
     g = m · 2^x       x the exponent of the last bit, |m| < 2^24; subnormals have the x of the smallest normal numbers
-    q = floor((m · 2^7)² · 2^(-2 · (X - x)))       X the largest x there is; q < 2^62
+    q = floor((m · 2^7)² · 2^(-2 · (X - x)))       X the largest x of all gradients; q < 2^62
 
     bit   95            64 63            32 31             0
     q                     |    30 bits    |    32 bits    |
     sum    |   limb 2     |    limb 1     |    limb 0     |     each limb has 64 bits, so that limbs can be summed
 
-Integers alone: no rounding, and an order that cannot matter. Nothing overflows. A piece of the gradients has at most
-2^24 elements, so its low halves sum to less than 2^56 and its high halves to less than 2^54; it hands on only 32 bits
-of each and carries the rest into the next limb. The sum over up to 2^31 pieces, on all ranks together, is below 2^63.
+All arithmetic is on integers: nothing rounds, and the order does not matter. Nothing overflows. A piece of the
+gradients has at most 2^24 elements, so its low halves sum to less than 2^56 and its high halves to less than 2^54; it
+keeps 32 bits of each sum and carries the rest into the next limb. The sum over up to 2^31 pieces, on all ranks
+together, is below 2^63.
 
-The Triton kernels are launched once for all tensors together, and do not wait for the GPU.
+One launch of each Triton kernel covers all tensors, and the host does not wait for the GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 1 << 16  # elements that one program of a kernel reads; also plain torch on a CPU, for its cache
-BLOCK = 2048  # of them at a time
+CHUNK = 1 << 16  # elements of one program of a kernel; also of plain torch on a CPU at a time, for its cache
+BLOCK = 2048  # elements that a program reads at a time
 PIECE = 1 << 24  # elements at a time in plain torch on a GPU: about six temporaries of 8 bytes each
-TABLES = 4  # lists of chunks that are kept
+TABLES = 4  # cached tables of chunks
 LIMBS = 3
 LIMB = 32
 
@@ -34,9 +35,9 @@ _MAGNITUDE = 0x7FFFFFFF
 
 
 def largest(grads: Sequence[Tensor]) -> Tensor:
-    """The bits of the largest |g| as fp32, ordered as the numbers are: every NaN is larger than inf.
+    """The bits of the largest |g| as fp32. The bits have the order of the numbers, and every NaN is larger than inf.
 
-    grads:   on one device, of any shape; fp32, or what `.float()` holds exactly.
+    grads:   on one device, of any shape; fp32, or a dtype that `.float()` converts exactly.
     returns: int64 scalar on that device, 0 if there is no element; the host does not wait for it.
     """
     for_kernel, others = _split(grads)
@@ -49,11 +50,11 @@ def largest(grads: Sequence[Tensor]) -> Tensor:
 
 
 def square_limbs(grads: Sequence[Tensor], largest: Tensor) -> Tensor:
-    """The sum of q in LIMBS limbs of LIMB bits, lowest first, each with room for sums of them.
+    """The sum of q in LIMBS limbs of LIMB bits, lowest first. Each int64 has room to sum limbs.
 
     grads:   as for the function `largest`.
-    largest: what that returned, on the same device, or more: the largest of all ranks.
-    returns: int64 [LIMBS] on that device; without meaning if `largest` is not finite.
+    largest: the result of `largest`, on the same device, or a larger value: the maximum over all ranks.
+    returns: int64 [LIMBS] on that device; meaningless if `largest` is not finite.
     """
     for_kernel, others = _split(grads)
     result = torch.zeros(LIMBS, dtype=torch.int64, device=_device(grads))
@@ -65,7 +66,7 @@ def square_limbs(grads: Sequence[Tensor], largest: Tensor) -> Tensor:
 
 
 def _split(grads: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Flat gradients: those that the kernels read, and those left to plain torch."""
+    """Flat gradients: those for the kernels, and the others for plain torch."""
     flat = [grad.detach().reshape(-1) for grad in grads if grad.numel()]
     return [grad for grad in flat if _has_kernel(grad)], [grad for grad in flat if not _has_kernel(grad)]
 
@@ -85,11 +86,23 @@ def _device(grads: Sequence[Tensor]) -> torch.device:
 
 
 def _pieces(grads: Sequence[Tensor]) -> list[Tensor]:
-    return [piece for grad in grads for piece in grad.split(PIECE if grad.is_cuda else CHUNK)]
+    """Of at most PIECE elements each; on a CPU of about CHUNK, with small gradients side by side."""
+    pieces = [piece for grad in grads for piece in grad.split(PIECE if grad.is_cuda else CHUNK)]
+    if not pieces or pieces[0].is_cuda:
+        return pieces
+    together: list[list[Tensor]] = []
+    left = 0
+    for piece in pieces:
+        left -= len(piece)
+        if left < 0:
+            together.append([])
+            left = CHUNK - len(piece)
+        together[-1].append(piece)
+    return [some[0] if len(some) == 1 else torch.cat([piece.float() for piece in some]) for some in together]
 
 
 def _bits(piece: Tensor) -> Tensor:
-    """The bits of |g| in fp32 as int32: no flushing of subnormals can touch them."""
+    """The bits of |g| in fp32 as int32, which no flushing of subnormals changes."""
     return piece.float().view(torch.int32) & _MAGNITUDE
 
 
@@ -102,7 +115,7 @@ def _square_limbs_torch(piece: Tensor, largest: Tensor) -> Tensor:
     bits = _bits(piece)
     x = _place(bits)
     down = (_place(largest) - x).clamp_(max=31).mul_(2)
-    m = bits - (x << 23)  # leaves of the exponent what is the leading bit of normal numbers
+    m = bits - (x << 23)  # the rest of the exponent field is the leading bit of normal numbers
     q = m.to(torch.int64).bitwise_left_shift_(7)
     q = q.mul_(q).bitwise_right_shift_(down.to(torch.int64))
     low = (q & _WORD).sum()
@@ -117,9 +130,9 @@ def _spans(grads: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple((grad.data_ptr(), grad.numel()) for grad in grads)
 
 
-@lru_cache(maxsize=TABLES)  # training has the same buffers at every step; a table depends on nothing but its key
+@lru_cache(maxsize=TABLES)  # training has the same buffers at every step; a table depends only on its key
 def _table(spans: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Address and number of elements of every chunk: int64 [chunks, 2] on the device."""
+    """(address, number of elements) of every chunk: int64 [chunks, 2] on the device."""
     rows = [
         (address + 4 * start, min(CHUNK, count - start)) for address, count in spans for start in range(0, count, CHUNK)
     ]
@@ -127,17 +140,17 @@ def _table(spans: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
 
 
 def launch_largest(table: Tensor, result: Tensor) -> None:
-    """The kernel of `largest` alone; also what Triton's interpreter runs on a CPU. result: int64, zero before."""
+    """Launch the kernel of `largest` alone; Triton's interpreter can run it on a CPU. result: int64, initially zero."""
     _launch(_largest, table, result)
 
 
 def launch_square_limbs(table: Tensor, largest: Tensor, result: Tensor) -> None:
-    """The kernel of `square_limbs` alone, as above. result: int64 [LIMBS], added to."""
+    """Launch the kernel of `square_limbs` alone, as above. result: int64 [LIMBS]; the kernel adds to it."""
     _launch(_square_limbs, table, largest, result)
 
 
 def _launch(kernel: Callable, table: Tensor, *arguments: Tensor) -> None:
-    with torch.cuda.device_of(table):  # of the tensors, which need not be the current one
+    with torch.cuda.device_of(table):  # the tensors' device need not be the current one
         kernel[(len(table),)](table, *arguments, BLOCK=BLOCK, num_warps=8)  # type: ignore[index]
 
 

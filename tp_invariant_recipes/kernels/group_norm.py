@@ -1,9 +1,9 @@
-"""RMSNorm of groups of features, each with weights of its own: forward, and backward with leaves of the weight's.
+"""RMSNorm of groups of features, each with its own weights: forward, and backward with leaves of the weight gradient.
 
-Groups lie in n shards of one shape. A group's outputs and gradients depend on that group alone. The weight gradient is
-a sum over tokens, cut into L equal leaves; L depends on the number of tokens and the width alone. A kernel is compiled
-for the groups of one shard, never for their number here. The torch functions add in another order: CPU and GPU agree to
-rounding, each with itself to the last bit.
+Groups lie in n shards of one shape. A group's outputs and gradients depend only on that group. The weight gradient is
+a sum over tokens, cut into L equal leaves; L depends only on the number of tokens and the width. A kernel is compiled
+for the groups of one shard, never for the number of shards. The torch functions add in another order, so CPU and GPU
+agree to rounding; each repeats its own results to the last bit.
 """
 
 import torch
@@ -15,7 +15,7 @@ from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.launch import Kernel
 
 LEAVES = 64
-TILE = 4096  # elements of x that a program holds at a time
+TILE = 4096  # elements of x in one program at a time
 
 
 def group_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def group_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, T
 
 
 def group_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of x, and the weight's in leaves.
+    """The gradient of x, and the leaves of the weight gradient.
 
     dy, x, weight: as in forward, dy of x's shape; scale: as forward returned it.
     returns: dx, x's shape and dtype; leaves, [n, L, groups, d] fp32, L a power of two.
@@ -46,7 +46,7 @@ def _check(x: Tensor) -> None:
 
 def _forward_torch(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     y, scale = torch.empty_like(x), torch.empty((*x.shape[:-1], 1), dtype=torch.float32)
-    for shard in range(x.shape[0]):  # by itself, so that what fills no vector is the same for every number of shards
+    for shard in range(x.shape[0]):  # one at a time: its incomplete vectors are then the same for all numbers of shards
         wide = x[shard].float()
         mean = folding_sum(wide * wide, -1) * (1.0 / x.shape[-1])
         scale[shard] = (1.0 / torch.sqrt(mean + eps)).unsqueeze(-1)
@@ -91,7 +91,7 @@ def _backward_triton(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tu
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """Rows and columns that a program holds at a time."""
+    """Rows and columns in one program at a time."""
     columns = triton.next_power_of_2(width)
     return max(1, TILE // columns), columns
 
@@ -101,7 +101,7 @@ def _group_norm_forward(
     x, weight, y, scale, rows, eps,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(1).to(tl.int64)  # of all shards
+    group = tl.program_id(1).to(tl.int64)  # counted over all shards
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < WIDTH)[None, :]

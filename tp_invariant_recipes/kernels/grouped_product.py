@@ -1,11 +1,11 @@
 """Products of the rows of many experts, each with its expert's weight, in one launch.
 
-As in kernels/fixed_tile_product.py one program makes one tile, always with the same instructions over k in order, so
-the bits of a row of `out` depend on that row of the operand and on its expert's weight; those of a weight gradient on
-the expert's own rows, from its first on. Neither the number of experts nor of rows, nor an expert's place, decides.
+As in kernels/fixed_tile_product.py one program computes one tile, always with the same instructions over k in order.
+So the bits of a row of `out` depend only on that row of the operand and on its expert's weight. The bits of a weight
+gradient depend only on the expert's own rows, in order. They are independent of the number of experts, the number of
+rows and the expert's position.
 
-The weights of a layer are tensors of their own, wherever they lie: the kernels get the first and how far the others
-are from it.
+The weights of a layer are separate tensors anywhere in memory: the kernels get the first one and the others' offsets.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel
 
-# Of the operands' dtype: tile of the output, step of the sum, warps. Part of the bits' definition.
+# dtype of the operands -> tile of the output, step of the sum, warps. They are part of the definition of the bits.
 TILES = {torch.bfloat16: (128, 128, 64, 8), torch.float32: (64, 64, 32, 4)}
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows that belong together, group after group.
+    """Consecutive groups of rows.
 
-    sizes: of each. counts: [groups] int64, the same where the rows are.
+    sizes: rows of each group. counts: [groups] int64, the same numbers on the rows' device.
     """
 
     sizes: tuple[int, ...]
@@ -35,16 +35,16 @@ class Groups:
 
     @cached_property
     def ends(self) -> Tensor:
-        """[groups] int64: one past the last row of each."""
+        """[groups] int64: one past the last row of each group."""
         return self.counts.cumsum(0)
 
     def tiles(self, height: int) -> tuple[Tensor, Tensor]:
-        """The group and the first row of every tile of `height` rows, int64; no tile holds rows of two groups."""
+        """The group and the first row of every tile of `height` rows, int64; a tile has rows of one group only."""
         if height not in self._tiles:
             total = sum(-(-size // height) for size in self.sizes)
             every = (self.counts + height - 1) // height
             group = torch.repeat_interleave(every, output_size=total)
-            # Of each group: where its rows begin, less the rows of all tiles before.
+            # Of each group: its first row, less the rows of all earlier tiles.
             shift = self.ends - self.counts - (every.cumsum(0) - every) * height
             self._tiles[height] = group, shift[group] + torch.arange(0, total * height, height, device=group.device)
         return self._tiles[height]
@@ -55,10 +55,10 @@ class Groups:
 
 
 def grouped_product(x: Tensor, weights: Sequence[Tensor], out: Tensor, groups: Groups, *, transposed: bool) -> None:
-    """out[rows of g] = x[rows of g] @ weights[g], or its transpose; summed in fp32 over k in order, rounded once.
+    """out[rows of g] = x[rows of g] @ weights[g], or @ weights[g]^T; summed in fp32 over k in order, rounded once.
 
     x:       [rows, k] contiguous, on a GPU; out: [rows, n] of x's dtype.
-    weights: of each group, contiguous, of x's dtype: [k, n], or [n, k] if `transposed`.
+    weights: one contiguous tensor of x's dtype per group: [k, n], or [n, k] if `transposed`.
     """
     tile_m, tile_n, tile_k, warps = TILES[x.dtype]
     group, first = groups.tiles(tile_m)
@@ -72,10 +72,10 @@ def grouped_product(x: Tensor, weights: Sequence[Tensor], out: Tensor, groups: G
 
 
 def grouped_weight_gradient(dy: Tensor, x: Tensor, outs: Sequence[Tensor], groups: Groups) -> None:
-    """outs[g] += dy[rows of g]^T @ x[rows of g]; the sum over the rows is fp32, in order, then added.
+    """outs[g] += dy[rows of g]^T @ x[rows of g]; it sums the rows in fp32 in order, then adds the sum.
 
     dy:   [rows, n] contiguous, on a GPU; x: [rows, k] of dy's dtype.
-    outs: of each group [n, k] fp32, contiguous.
+    outs: one [n, k] fp32 per group, contiguous.
     """
     tile_n, tile_k, step, warps = TILES[x.dtype]
     n, k = dy.shape[1], x.shape[1]
@@ -88,7 +88,7 @@ _known: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
 
 def _offsets(tensors: Sequence[Tensor]) -> Tensor:
-    """[groups] int64: how many elements each begins after the first. They seldom move, so they are kept."""
+    """[groups] int64: each tensor's offset from the first, in elements. Tensors seldom move, so offsets are cached."""
     first, size = tensors[0].data_ptr(), tensors[0].element_size()
     key = tensors[0].device, tuple((tensor.data_ptr() - first) // size for tensor in tensors)
     if key not in _known:

@@ -1,7 +1,7 @@
-"""Launch a Triton kernel with little host time: small models and short sequences wait for the host, not for the GPU.
+"""Launch a Triton kernel with little host time: the host, not the GPU, limits small models and short sequences.
 
-Triton's own `kernel[grid](…)` binds and specialises the arguments anew each time. Here what that depends on is a short
-key, and all else goes straight to the compiled kernel's launcher.
+Triton's own `kernel[grid](…)` binds and specialises the arguments at every call. `Kernel` looks up the compiled kernel
+by a short key of all that the specialisation depends on, and calls its launcher directly.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ _FITS = 2**31
 class Kernel:
     """A Triton kernel whose arguments are tensors, then numbers, then tl.constexpr.
 
-    Numbers must be `do_not_specialize`: one binary serves every value of them.
+    Numbers must be `do_not_specialize`: one binary serves all their values.
     """
 
     def __init__(self, kernel: Any) -> None:

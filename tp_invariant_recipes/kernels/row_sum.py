@@ -1,4 +1,4 @@
-"""Sums of a few rows each, in a given order: what the experts made of a token, or the gradients of its copies."""
+"""Sums of a few rows each, in a given order: the experts' outputs for a token, or the gradients of its copies."""
 
 import triton
 import triton.language as tl
@@ -12,8 +12,8 @@ BLOCK = 1024
 def row_sum(rows: Tensor, at: Tensor) -> Tensor:
     """out[i] = rows[at[i, 0]] + rows[at[i, 1]] + …, in that order, in fp32, rounded once.
 
-    rows: [m, features] contiguous; at: [n, terms] int64, a negative number for a term that is not there.
-    returns: [n, features] of rows' dtype; 0 where there is no term. CPU and GPU give the same bits.
+    rows: [m, features] contiguous; at: [n, terms] int64, a negative number for a missing term.
+    returns: [n, features] of rows' dtype; 0 if all terms are missing. CPU and GPU give the same bits.
     """
     out = rows.new_empty(at.shape[0], rows.shape[1])
     return _row_sum_triton(rows, at, out) if rows.is_cuda else _row_sum_torch(rows, at, out)

@@ -1,7 +1,7 @@
-"""Sums over tokens, feature by feature, in an order that the number of features does not change.
+"""Sums over tokens, feature by feature, in an order that is independent of the number of features.
 
-The tokens of each of n shards are cut into L equal leaves; a leaf is added token by token. CPU and GPU agree to
-rounding, each with itself to the last bit.
+Each of n shards has its tokens in L equal leaves; a leaf is added token by token. CPU and GPU agree to rounding; each
+repeats its own results to the last bit.
 """
 
 import torch
@@ -20,13 +20,13 @@ def token_sum(values: Tensor, shards: int) -> Tensor:
     """The sum of each leaf of each shard.
 
     values:  [tokens, features]; shards: n, which divides tokens.
-    returns: [n, L, features] fp32; L is a power of two and depends on tokens/n alone.
+    returns: [n, L, features] fp32; L is a power of two and depends only on tokens/n.
     """
     return _token_sum_triton(values, shards) if values.is_cuda else _token_sum_torch(values, shards)
 
 
 def _token_sum_torch(values: Tensor, shards: int) -> Tensor:
-    wide = torch.empty(values.shape, dtype=torch.float32).copy_(values)  # ours to overwrite, whatever the dtype
+    wide = torch.empty(values.shape, dtype=torch.float32).copy_(values)  # always a copy, which folding_sum overwrites
     return folding_sum(wide.view(shards, -1, values.shape[1]), 1).unsqueeze(1)
 
 

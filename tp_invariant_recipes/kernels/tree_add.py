@@ -9,6 +9,7 @@ The Triton kernel and the plain torch beside it do the same additions in the sam
 the last bit.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -51,7 +52,7 @@ def _tree_add_triton(partials: Tensor, out: Tensor, groups: int, width: int) -> 
 def _tree_add_torch(partials: Tensor, out: Tensor, groups: int) -> Tensor:
     partials = partials.view(groups, -1, out.numel() // groups)
     while partials.shape[1] > 1:
-        partials = partials[:, 0::2] + partials[:, 1::2]
+        partials = torch.add(*partials.unflatten(1, (-1, 2)).unbind(2))
     return out.copy_(partials.view(out.shape))
 
 

@@ -1,10 +1,11 @@
-"""An expert's activation times the router's probability, row by row; a row's bits depend on that row alone.
+"""An expert's activation times the router's probability, row by row; a row's bits depend only on that row.
 
     swiglu:        y = silu(gate) · up · p        x is [gate | up]
     squared_relu:  y = relu(x)² · p
 
-The gradient of p is a sum over a row's features, which a library may split by how many rows there are. Here one program
-has one row. All is computed in fp32 and rounded once; CPU and GPU agree to rounding, each with itself to the last bit.
+The gradient of p is a sum over a row's features. A library may split that sum by the number of rows; here one program
+computes one row. The computation is in fp32 and rounds once. CPU and GPU agree to rounding; each repeats its own
+results to the last bit.
 """
 
 import torch
@@ -56,7 +57,7 @@ def _backward_triton(dy: Tensor, x: Tensor, p: Tensor, kind: str) -> tuple[Tenso
 
 
 def _parts(x: Tensor, kind: str) -> tuple[Tensor, ...]:
-    """The activation, and its derivative by each half of x, or by x."""
+    """The activation, and its derivatives by the two halves of x, or its derivative by x."""
     if kind == "squared_relu":
         positive = x.relu()
         return positive * positive, positive * 2.0

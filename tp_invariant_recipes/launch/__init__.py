@@ -1,1 +1,1 @@
-"""Start runs and watch them: run directory, preflight, local ranks, progress, resume."""
+"""One run on one machine: plan, preflight, ranks, progress, resume."""

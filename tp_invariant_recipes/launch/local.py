@@ -9,28 +9,28 @@ from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFn
 
 
-def run(plan: Plan, tick: Callable[[], None], *, story: RankFn | None = None, meetings: int = 1) -> Outcome:
+def run(plan: Plan, tick: Callable[[], None], *, rank_fn: RankFn | None = None, process_groups: int = 1) -> Outcome:
     """Run all ranks to their end. Raises RunError naming the rank that died, its log and its last words.
 
-    tick:     called about ten times a second while ranks live.
-    story:    what each rank does, a function of a module: (run directory, seat). Default: train.
-    meetings: how often the ranks form a process group.
+    tick:           called about ten times a second while ranks live.
+    rank_fn:        what each rank does, a function of a module. Default: train.
+    process_groups: how many the ranks form in turn.
     """
     os.environ.update(plan.environment)
-    stores = [_store() for _ in range(meetings)]
-    seats = _seats(plan.layout.world, tuple(store.port for store in stores))
+    stores = [_store() for _ in range(process_groups)]
+    rank_infos = _rank_infos(plan.layout.world, tuple(store.port for store in stores))
     with ranks.stopping() as stop:
-        return ranks.run(plan.run_dir, plan.device, seats, tick, stop, story=story)
+        return ranks.run(plan.run_dir, plan.device, rank_infos, tick, stop, rank_fn=rank_fn)
 
 
 def _store() -> Any:
-    """Where ranks meet. Held by this process, as torchrun's agent does, so that the port is ours from the start."""
+    """The store at which ranks meet. This process holds it, as torchrun's agent does, so the port is ours."""
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _seats(world: int, ports: tuple[int, ...]) -> list[Any]:
+def _rank_infos(world: int, ports: tuple[int, ...]) -> list[Any]:
     from tp_invariant_recipes.training.rank import RankInfo
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the processor

@@ -73,7 +73,7 @@ def _samples(tree: dict[str, Any]) -> int:
 
 
 def _ledger_bytes(tree: dict[str, Any]) -> int:
-    """What the digests of all steps take, roughly."""
+    """The approximate size of the digests of all steps."""
     every, model = tree["ledger"]["digests"], tree["model"]
     layers = model.get("num_layers") or len(model.get("hybrid_layer_pattern") or "")
     tensors = layers * (TENSORS_OF_LAYER + TENSORS_OF_EXPERT * (model.get("num_moe_experts") or 0))

@@ -1,4 +1,4 @@
-"""What a person sees while a run trains: a live bar on a terminal, plain lines elsewhere."""
+"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 import json
 import os
@@ -21,7 +21,7 @@ LINE_EVERY = 10.0  # seconds between plain lines, after the first steps
 
 
 def console() -> Console:
-    """On a copy of standard error: a spinner must turn while what third parties print there is sent away."""
+    """A console on a copy of standard error, so that a spinner turns while third parties' output is redirected."""
     return Console(file=os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8"), highlight=False)
 
 
@@ -121,7 +121,7 @@ class Lines:
 
 
 class Echo(Lines):
-    """Plain lines between everything that Bridge prints."""
+    """Plain lines between the lines of Bridge's log."""
 
     position = 0
 
@@ -138,7 +138,7 @@ class Echo(Lines):
 
 
 def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Bar | Lines:
-    """The bar on a terminal, lines elsewhere; with `verbose` Bridge's own words too."""
+    """The bar on a terminal, lines elsewhere; with `verbose` also Bridge's log."""
     if verbose:
         return Echo(plan, console)
     return Bar(plan, console) if console.is_terminal else Lines(plan, console)

@@ -1,4 +1,4 @@
-"""Start ranks as processes of this machine, watch over them until all have ended, and say why if one failed.
+"""Starts ranks as processes of this machine, watches them until all have ended, and reports why one failed.
 
 Ranks are started as torchrun starts functions, through torch.multiprocessing. On a CPU they are forked from this
 process, which has imported Megatron-Bridge already: one import of 10 to 20 s for all ranks instead of one each.
@@ -29,7 +29,7 @@ POLL = 0.1  # seconds between looks at the ranks
 FULL = 64 * 1024  # bytes: a disk with less free is what stopped the ranks
 TAIL = 12  # lines of a dead rank's log to show
 
-# What a rank does: a function of a module, of (run directory, seat).
+# What a rank does. A function at the top level of a module, since GPU ranks are spawned.
 RankFn = Callable[[RunDir, "RankInfo"], None]
 
 
@@ -54,7 +54,7 @@ class RankFailed(RunError):
 
 @dataclass
 class Stop:
-    """What signals have asked for.
+    """The signals that came, and what they ask for.
 
     requests: SIGTERM or Ctrl-C: once to save and stop, twice to stop now. requeue: SIGUSR1: save and stop, but only
     to go on in another job; never more than that.
@@ -64,13 +64,13 @@ class Stop:
     requeue: bool = False
 
     @property
-    def asked(self) -> int:
-        """How often the ranks are to be told."""
+    def signals(self) -> int:
+        """How many signals each rank is to get."""
         return self.requests or int(self.requeue)
 
     @property
     def resumable(self) -> bool:
-        """Whether the run is to go on in another job: nothing else has asked it to stop."""
+        """Whether the run is to be resumed in another job: only SIGUSR1 came."""
         return self.requeue and not self.requests
 
 
@@ -96,30 +96,30 @@ def stopping() -> Iterator[Stop]:
 def run(
     run_dir: RunDir,
     device: str,
-    seats: Sequence["RankInfo"],
+    rank_infos: Sequence["RankInfo"],
     tick: Callable[[], None],
     stop: Stop,
     *,
-    story: RankFn | None = None,
+    rank_fn: RankFn | None = None,
     started: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Run the ranks of these seats to their end. Raises RankFailed: which rank died, its log, its last words.
+    """Run these ranks, all of this machine, to their end. Raises RankFailed: which one died, its log, its last lines.
 
     tick:    called about ten times a second while ranks live; if it raises, they are ended and the error passed on.
-    story:   default: train.
-    started: called when all processes are there and before any does something.
+    rank_fn: default: train.
+    started: called once all processes exist, before any of them does anything.
     """
     import torch.multiprocessing
 
     from tp_invariant_recipes.training import rank
 
-    _forget_failures(run_dir, seats)
+    _remove_failures(run_dir, rank_infos)
     method = START_METHODS[device]
     all_started = torch.multiprocessing.get_context(method).Event()
     context = torch.multiprocessing.start_processes(
         rank.main,
-        args=(str(run_dir.path), seats, story or rank.train, all_started),
-        nprocs=len(seats),
+        args=(str(run_dir.path), rank_infos, rank_fn or rank.train, all_started),
+        nprocs=len(rank_infos),
         join=False,
         start_method=method,
     )
@@ -127,27 +127,27 @@ def run(
         started()
     all_started.set()
     ended_here = _watch(context.processes, stop, tick)
-    codes = {seats[n].rank: p.exitcode for n, p in enumerate(context.processes)}
-    dead = {rank: code for rank, code in codes.items() if code and rank not in {seats[n].rank for n in ended_here}}
-    if stop.asked and all(code == -signal.SIGTERM for code in dead.values()):
+    codes = {rank_infos[n].rank: p.exitcode for n, p in enumerate(context.processes)}
+    dead = {rank: code for rank, code in codes.items() if code and rank not in {rank_infos[n].rank for n in ended_here}}
+    if stop.signals and all(code == -signal.SIGTERM for code in dead.values()):
         return Outcome.STOPPED  # before training began, SIGTERM just ends a rank
     if dead:
-        raise _why(run_dir, dead)
-    return Outcome.STOPPED if stop.asked else Outcome.COMPLETED
+        raise _failure(run_dir, dead)
+    return Outcome.STOPPED if stop.signals else Outcome.COMPLETED
 
 
 def _watch(processes: list[Any], stop: Stop, tick: Callable[[], None]) -> set[int]:
     """Wait for the end of all; pass a stop on to them; end the others soon after one has failed.
 
-    Returns the places of those that had to be ended here, which failed of nothing but that.
+    Returns the indices of the processes that were killed here: these did not fail by themselves.
     """
     passed_on, failed_at, ended_here = 0, None, set()
     try:
         while any(p.is_alive() for p in processes):
             time.sleep(POLL)
             tick()
-            if stop.asked > passed_on:
-                passed_on = stop.asked
+            if stop.signals > passed_on:
+                passed_on = stop.signals
                 if passed_on == 1:
                     _signal(processes, signal.SIGTERM)
                 else:
@@ -164,19 +164,19 @@ def _watch(processes: list[Any], stop: Stop, tick: Callable[[], None]) -> set[in
 
 
 def _signal(processes: list[Any], number: int) -> set[int]:
-    """Send a signal to the ranks that live, and return their places."""
-    alive = {place: p for place, p in enumerate(processes) if p.is_alive()}
+    """Send a signal to the ranks that live, and return their indices."""
+    alive = {n: p for n, p in enumerate(processes) if p.is_alive()}
     for process in alive.values():
         os.kill(process.pid, number)
     return set(alive)
 
 
-def _forget_failures(run_dir: RunDir, seats: Sequence["RankInfo"]) -> None:
-    for seat in seats:
-        run_dir.failure(seat.rank).unlink(missing_ok=True)
+def _remove_failures(run_dir: RunDir, rank_infos: Sequence["RankInfo"]) -> None:
+    for info in rank_infos:
+        run_dir.failure(info.rank).unlink(missing_ok=True)
 
 
-def _why(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
+def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
     """The error of a failed run, from the rank that failed first.
 
     dead: rank -> exit status, negative for a signal. A rank killed from outside leaves no reason and is the cause of
@@ -195,12 +195,14 @@ def _why(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
     log = run_dir.rank_log(first)
     if first in reasons and reasons[first]["ours"]:
         return RankFailed(f"{reasons[first]['message']}\n(rank {first}; its log: {log})", cause, ours=True)
-    words = _words(dead[first]) if first in silent else f"failed: {reasons[first]['kind']}: {reasons[first]['message']}"
-    lines = [f"rank {first} {words}", f"its log: {log}", *_tail(log, shown=first in silent)]
+    how = (
+        _exit_text(dead[first]) if first in silent else f"failed: {reasons[first]['kind']}: {reasons[first]['message']}"
+    )
+    lines = [f"rank {first} {how}", f"its log: {log}", *_tail(log, shown=first in silent)]
     return RankFailed("\n".join(lines), cause)
 
 
-def _words(code: int) -> str:
+def _exit_text(code: int) -> str:
     if code >= 0:
         return f"ended with status {code} without a word"
     name = signal.Signals(-code).name

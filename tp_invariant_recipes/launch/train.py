@@ -1,4 +1,4 @@
-"""The story of `tpi train` once it is planned: check with Bridge, write the run directory, run the ranks."""
+"""`tpi train`, once it is planned: check with Bridge, write the run directory, run the ranks."""
 
 import os
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def execute(planned: Plan, watch: Callable[[], None]) -> local.Outcome:
 
 
 def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
-    """What there is to say at the end: where the run is, how it ended, the last step's figures.
+    """The summary of a run: its directory, its outcome, the figures of its last step.
 
     diverged: the first step at which replicas of a tensor did not hold the same bits; None: they always did.
     """

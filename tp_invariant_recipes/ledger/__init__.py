@@ -1,1 +1,1 @@
-"""What a run records as it trains, and how two runs are compared. Imports neither torch nor Megatron."""
+"""The record of a run: exact bits, step by step, written, read and checked. Imports neither torch nor Megatron."""

@@ -61,11 +61,6 @@ def certify(run: Path) -> bytes:
     return _sealed(_archive({MANIFEST: manifest} | members))
 
 
-def certificate_hash(data: bytes) -> str:
-    """The hash of a certificate that `certify` has just made."""
-    return hashlib.sha256(_unpack(data)[MANIFEST]).hexdigest()
-
-
 def check(path: str | os.PathLike) -> Certificate:
     """Read a certificate and check all of it. LedgerError: it is missing or unreadable, or says why it is not whole."""
     file = Path(path)
@@ -172,16 +167,16 @@ def _unpack(data: bytes) -> dict[str, bytes]:
         names = [entry.filename for entry in entries]
         if names != [MANIFEST, *MEMBERS]:
             raise ValueError(f"it holds {', '.join(names)} and not just {', '.join((MANIFEST, *MEMBERS))}")
-        place = 0
+        offset = 0
         for entry in entries:
             # Whatever an archive can carry between its members and in their headers is refused, since nobody sees it.
-            if entry.header_offset != place or entry.extra or entry.comment or entry.flag_bits:
+            if entry.header_offset != offset or entry.extra or entry.comment or entry.flag_bits:
                 raise ValueError(f"something stands beside {entry.filename}")
             if entry.compress_type != zipfile.ZIP_DEFLATED:
                 raise ValueError(f"{entry.filename} is not deflated")
-            place += _LOCAL_HEADER + len(entry.filename) + entry.compress_size
-        place += sum(_CENTRAL_HEADER + len(name) for name in names) + _END + _SEAL_SIZE
-        if place != len(data):
+            offset += _LOCAL_HEADER + len(entry.filename) + entry.compress_size
+        offset += sum(_CENTRAL_HEADER + len(name) for name in names) + _END + _SEAL_SIZE
+        if offset != len(data):
             raise ValueError("something stands beside its members")
         try:
             return {name: archive.read(name) for name in names}

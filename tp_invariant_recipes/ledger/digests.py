@@ -60,9 +60,15 @@ class Traced:
 
 
 def tensor_digest(lanes: Sequence[int], dtype: str, shape: Sequence[int]) -> str:
-    """The text of a whole tensor's digest. lanes: two sums modulo 2^64, signed or not."""
-    starts = start_lanes(dtype, shape)
-    return "".join(f"{(start + lane) & _MASK:016x}" for start, lane in zip(starts, lanes, strict=True))
+    """The text of a whole tensor's digest. lanes: two sums modulo 2^64, signed or not, without the start."""
+    sums = ((start + lane) & _MASK for start, lane in zip(start_lanes(dtype, shape), lanes, strict=True))
+    return digest_texts(b"".join(lane.to_bytes(8, "big") for lane in sums))[0]
+
+
+def digest_texts(sums: bytes) -> list[str]:
+    """The texts of digests, which lie one after the other in `sums`: LANES big-endian numbers of 64 bits each."""
+    text, width = sums.hex(), 16 * LANES
+    return [text[at : at + width] for at in range(0, len(text), width)]
 
 
 def start_lanes(dtype: str, shape: Sequence[int]) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class Header:
 
     schema: int = SCHEMA
     identity: dict  # dotted key → scalar or list, as "model.num_layers": 36, "rng.seed": 1234
-    numerics: dict = field(default_factory=dict)  # mode, virtual TP …
+    numerics: dict = field(default_factory=dict)  # mode, virtual shards …
     layout: dict = field(default_factory=dict)  # tp, pp, dp …
     versions: dict = field(default_factory=dict)
     device: dict = field(default_factory=dict)  # names, compute capability
@@ -243,7 +243,7 @@ def _parameter(raw: object) -> Parameter:
 def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]]:
     if not isinstance(raw, dict):
         raise ValueError("diverged: not an object")
-    ranks = tuple(tuple(together) for together in _required(raw, "ranks", list))
+    ranks = tuple(tuple(group) for group in _required(raw, "ranks", list))
     of = _required(raw, "of", str)
     if of not in (*DIGESTED, *_DIRECTIONS):
         raise ValueError(f"diverged: {of!r} is not one of {', '.join((*DIGESTED, *_DIRECTIONS))}")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tp_invariant_recipes.errors import LedgerError, RunError
+from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.ledger.lines import (
     Header,
     StepRecord,
@@ -122,7 +123,7 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
     try:
         if after != before:
             put_aside(file, before)
-            _replace(file, after)
+            write_atomically(file, after)
         writer._open()
     except OSError as error:
         raise _not_written(file, error) from error
@@ -148,29 +149,13 @@ def put_aside(file: Path, data: bytes) -> None:
     """Keep `data`, which was in a ledger, as `<stem>.replaced-K<suffix>` beside it, K the first number that is free."""
     for k in itertools.count(1):
         try:
-            _write_durably(file.with_name(f"{file.stem}.replaced-{k}{file.suffix}"), data, "xb")
+            with file.with_name(f"{file.stem}.replaced-{k}{file.suffix}").open("xb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
         except FileExistsError:
             continue
         return
-
-
-def _replace(file: Path, data: bytes) -> None:
-    """Give the file new contents at once: a crash leaves either the old ones or the new ones."""
-    temporary = file.with_name(f".{file.name}.new")
-    _write_durably(temporary, data, "wb")
-    os.replace(temporary, file)
-    directory = os.open(file.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _write_durably(file: Path, data: bytes, mode: str) -> None:
-    with open(file, mode) as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _not_written(file: Path, error: OSError) -> RunError:

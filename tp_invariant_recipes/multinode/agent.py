@@ -1,9 +1,17 @@
-"""The story of one node of a job: meet the others, agree on the run, start this node's ranks, end it together.
+"""What one node of a job does: join the rendezvous, agree on the run, run this node's ranks, end with the other nodes.
 
-The first node decides: from which step, whether all nodes would compute the same, and what becomes of the job. What is
-said at the meeting, in this order: "joined/N" by each other node; "orders" by the first; "arrived/N" by each other;
-"next" by the first (the port where ranks meet, or that it is over); each node "ended/N" when its ranks have ended,
-"failed/N" and "failing" before it if they failed; "over" by the first, at any time; "left/N" by each other.
+The first node decides from which step the run starts, whether all nodes would compute the same, and whether the job is
+queued again. The keys of the rendezvous, in the order in which nodes set them:
+
+    joined/N   node N, as it joins (all but the first)
+    orders     the first node: the step to start from, and what must be equal on all nodes
+    arrived/N  node N: it has planned the same run, or why it cannot
+    next       the first node: the port where the ranks of all nodes meet; None: the run is over
+    failed/N   node N, if its ranks failed: why, and when the failure began
+    failing    any node, after a failure: the others end their ranks
+    ended/N    node N: its ranks have ended
+    over       the first node, at any time: how the run ended
+    left/N     node N, last
 """
 
 import os
@@ -28,8 +36,8 @@ from tp_invariant_recipes.multinode.rendezvous import POLL, NodeInfo, Rendezvous
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.run_dir import RunDir
 
-NEXT = 600.0  # seconds that the first may take to start its ranks when all nodes are there
-LAST_WORDS = 10.0  # seconds that nodes get to say how they ended after one has failed, and to leave when all is said
+NEXT = 600.0  # seconds that the first node may take to start its ranks once all nodes have arrived
+LAST_WORDS = 10.0  # seconds for the other nodes to report their end after a failure, and to leave after "over"
 
 # What the job's script reads in `RunDir.ended`, besides an outcome's own word.
 FAILED = "failed"
@@ -38,7 +46,7 @@ REQUEUE = "requeue"
 
 @dataclass(frozen=True)
 class NodeTask:
-    """What the command, the same on every node, asks for.
+    """What the command asks for; every node runs the same command.
 
     run_dir:     of the run.
     environment: variables to set before torch is imported.
@@ -60,7 +68,7 @@ class NodeTask:
 
 @dataclass(frozen=True)
 class Ended:
-    """How the run ended, as the first node has said. outcome: None: it failed, and `why` says of what."""
+    """How the run ended, as the first node reports it. outcome: None: it failed, and `why` gives the reason."""
 
     outcome: Outcome | None
     requeued: bool = False
@@ -73,113 +81,112 @@ class Ended:
 
 
 class _Over(Exception):
-    """The first node has ended the run while another word was waited for."""
+    """The first node ended the run while this node waited for another key."""
 
 
-def run(place: NodeInfo, asked: NodeTask, stop: Stop) -> Ended:
-    """Do this node's part of the run, to the end of the whole.
+def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Ended:
+    """Do this node's part of the run; returns when the run has ended on all nodes.
 
-    stop: of `ranks.stopping`, which notes signals for it. Raises RunError when the others cannot be reached, or not any
-    more.
+    stop: from `ranks.stopping`, which counts signals in it. Raises RunError when the first node cannot be reached.
     """
     from tp_invariant_recipes.host import bridge
 
-    os.environ.update(asked.environment)
+    os.environ.update(task.environment)
     bridge.load()  # now, while the other nodes do the same
-    meeting = Rendezvous(place, stop, asked.meet)
-    return _lead(meeting, asked) if place.first else _follow(meeting, asked)
+    rendezvous = Rendezvous(node, stop, task.meet)
+    return _run_first_node(rendezvous, task) if node.first else _run_other_node(rendezvous, task)
 
 
 # The first node
 
 
-def _lead(meeting: Rendezvous, asked: NodeTask) -> Ended:
+def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
     try:
-        ended = _led(meeting, asked)
+        ended = _plan_and_train(rendezvous, task)
     except TpiError as error:
         ended = Ended(None, why=str(error))
     except Superseded:
         ended = Ended(None, why="SLURM has started this job elsewhere: this try ends and leaves the run to the other")
-    meeting.set("over", outcome=ended.outcome and ended.outcome.value, requeued=ended.requeued, why=ended.why)
-    meeting.set("next", port=None)
-    _others(meeting, "joined", LAST_WORDS)
-    _others(meeting, "left", LAST_WORDS)
+    rendezvous.set("over", outcome=ended.outcome and ended.outcome.value, requeued=ended.requeued, why=ended.why)
+    rendezvous.set("next", port=None)
+    _wait_for_others(rendezvous, "joined", LAST_WORDS)
+    _wait_for_others(rendezvous, "left", LAST_WORDS)
     return ended
 
 
-def _led(meeting: Rendezvous, asked: NodeTask) -> Ended:
-    """Raises a TpiError when there is nothing to try again."""
-    run_dir, place = asked.run_dir, meeting.place
-    job = {"id": place.job, "restart": place.restart, "nodes": place.names}
+def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Ended:
+    """Raises a TpiError when another attempt would fail for the same reason."""
+    run_dir, node = task.run_dir, rendezvous.node
+    job = {"id": node.job, "restart": node.restart, "nodes": node.names}
     try:
-        planned = _without_shared_files(asked.lead())
-        _fits(planned, place)
+        planned = _without_shared_files(task.lead())
+        _check_node_count(planned, node)
     except TpiError as error:
-        with suppress(TpiError):  # where it is no run directory yet, the job's log has to do
+        with suppress(TpiError):  # where there is no run directory yet, the reason is in the job's log only
             attempts.refused(run_dir, str(error), job)
         raise
-    mine = [attempt for attempt in attempts.read_attempts(run_dir) if (attempt.get("job") or {}).get("id") == place.job]
+    mine = [attempt for attempt in attempts.read_attempts(run_dir) if (attempt.get("job") or {}).get("id") == node.job]
     run_dir.ended.unlink(missing_ok=True)
     plan.write(planned, job=job)
     try:
-        ended = _tried(meeting, asked, planned, attempts.consecutive_failures(mine, planned.start) + 1)
+        ended = _attempt(rendezvous, task, planned, attempts.consecutive_failures(mine, planned.start) + 1)
     except TpiError as error:
         ended = Ended(None, why=str(error))
-    with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
+    with suppress(TpiError):  # mostly a full disk, which the run's own error names
         word = ended.outcome.value if ended.outcome else FAILED
         attempts.end(run_dir, word, ended.why, requeued=ended.requeued)
         run_dir.write_text(run_dir.ended, f"{ended.word}\n")
     return ended
 
 
-def _tried(meeting: Rendezvous, asked: NodeTask, planned: Plan, number: int) -> Ended:
-    """number: of this try among those of this job that began at the same step. Raises as `_led`."""
-    if number > asked.tries:
+def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int) -> Ended:
+    """Make one attempt. number: counts this job's attempts from the same step. Raises as `_plan_and_train`."""
+    if number > task.tries:
         raise RunError(
-            f"{asked.tries} tries in a row began at step {planned.start}, and none reached another checkpoint; no more "
-            f"(slurm.tries={asked.tries})"
+            f"{task.tries} tries in a row began at step {planned.start}, and none reached another checkpoint; no more "
+            f"(slurm.tries={task.tries})"
         )
     train.check(planned)
     if planned.run_dir.checkpoints.exists():
         checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
     try:
-        with _announced(meeting, planned):
-            reached = _all_arrived(meeting, asked.meet)
-        outcome = _trained(meeting, asked, planned, reached)
+        with _orders_given(rendezvous, planned):
+            reached = _wait_for_arrivals(rendezvous, task.meet)
+        outcome = _train(rendezvous, task, planned, reached)
     except Stopped:
         outcome = Outcome.STOPPED
     except (RunError, PeerFailed) as error:
-        cause = _first_cause(meeting, error)
-        again = number < asked.tries and not cause.ours
+        cause = _first_cause(rendezvous, error)
+        again = number < task.tries and not cause.ours
         more = "it is queued again" if again else "no more"
-        return Ended(None, again, f"{cause}\n(try {number} of {asked.tries} from step {planned.start}; {more})")
-    return Ended(outcome, outcome is Outcome.STOPPED and meeting.stop.resumable)
+        return Ended(None, again, f"{cause}\n(try {number} of {task.tries} from step {planned.start}; {more})")
+    return Ended(outcome, outcome is Outcome.STOPPED and rendezvous.stop.resumable)
 
 
 @contextmanager
-def _announced(meeting: Rendezvous, planned: Plan) -> Iterator[None]:
-    """Give orders; a file in the run directory meanwhile shows the other nodes whether they see the same one."""
+def _orders_given(rendezvous: Rendezvous, planned: Plan) -> Iterator[None]:
+    """Set "orders". Inside the block a token file in the run directory tells the other nodes whether they share it."""
     word, run_dir = secrets.token_hex(8), planned.run_dir
     run_dir.write_text(run_dir.token, word)
-    meeting.set("orders", start=planned.start, token=word, agreed=_agreed(planned))
+    rendezvous.set("orders", start=planned.start, token=word, agreed=_must_agree(planned))
     try:
         yield
     finally:
         run_dir.token.unlink(missing_ok=True)
 
 
-def _all_arrived(meeting: Rendezvous, patience: float) -> str | None:
-    """The address at which the others found this node; None where there is no other.
+def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
+    """The address at which the other nodes reached this one; None: there are no others.
 
-    Raises RunError when one does not come, ConfigError when one cannot take part.
+    Raises RunError when a node does not arrive, ConfigError when one cannot take part.
     """
-    place = meeting.place
-    arrived = _others(meeting, "arrived", patience, stoppable=True)
-    missing = place.count - 1 - len(arrived)
+    node = rendezvous.node
+    arrived = _wait_for_others(rendezvous, "arrived", patience, stoppable=True)
+    missing = node.count - 1 - len(arrived)
     if missing:
-        here = ", ".join([place.name, *(one["name"] for one in arrived)])
+        here = ", ".join([node.name, *(one["name"] for one in arrived)])
         raise RunError(
-            f"{missing} of the nodes {place.names} did not come within {patience:.0f} s; here: {here}. Their lines in "
+            f"{missing} of the nodes {node.names} did not come within {patience:.0f} s; here: {here}. Their lines in "
             f"the job's log say why, if they started at all (slurm.meet=SECONDS waits longer)"
         )
     problems = [problem for one in arrived for problem in one["problems"]]
@@ -188,94 +195,94 @@ def _all_arrived(meeting: Rendezvous, patience: float) -> str | None:
     return arrived[0]["reached"] if arrived else None
 
 
-def _trained(meeting: Rendezvous, asked: NodeTask, planned: Plan, reached: str | None) -> Outcome:
+def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str | None) -> Outcome:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    together = Heartbeat(meeting, planned, Receiver(meeting, planned.run_dir))
+    heartbeat = Heartbeat(rendezvous, planned, Receiver(rendezvous, planned.run_dir))
     through = interface(reached) if reached else "lo"
 
     def started() -> None:
-        meeting.set("next", port=store.port)
+        rendezvous.set("next", port=store.port)
 
-    with asked.watch(planned) as together.show:
-        outcome = _ranks(meeting, planned, "127.0.0.1", store.port, through, together, started)
-        _others(meeting, "ended", None, tick=together)
-        together.look()  # the others' last files
-        together.show()
+    with task.watch(planned) as heartbeat.show:
+        outcome = _run_ranks(rendezvous, planned, "127.0.0.1", store.port, through, heartbeat, started)
+        _wait_for_others(rendezvous, "ended", None, tick=heartbeat)
+        heartbeat.look()  # the others' last files
+        heartbeat.show()
     return outcome
 
 
-def _first_cause(meeting: Rendezvous, error: Exception) -> RankFailed:
-    """Of all that failed on any node, what failed first; `error` where no rank did."""
-    meeting.set("failing")
-    _others(meeting, "ended", LAST_WORDS)
-    has = [meeting.get(f"failed/{number}") for number in range(meeting.place.count)]
-    first = min((one for one in has if one), key=lambda one: one["cause"], default=None)
+def _first_cause(rendezvous: Rendezvous, error: Exception) -> RankFailed:
+    """The earliest failure of a rank on any node; `error` where no rank failed."""
+    rendezvous.set("failing")
+    _wait_for_others(rendezvous, "ended", LAST_WORDS)
+    failures = [rendezvous.get(f"failed/{number}") for number in range(rendezvous.node.count)]
+    first = min((one for one in failures if one), key=lambda one: one["cause"], default=None)
     if first is None:
         return RankFailed(str(error), time.time())
-    where = f"\n(on {first['name']})" if meeting.place.count > 1 else ""
+    where = f"\n(on {first['name']})" if rendezvous.node.count > 1 else ""
     return RankFailed(f"{first['why']}{where}", first["cause"], ours=first["ours"])
 
 
 # The other nodes
 
 
-def _follow(meeting: Rendezvous, asked: NodeTask) -> Ended:
-    meeting.set(f"joined/{meeting.place.number}")
+def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
+    rendezvous.set(f"joined/{rendezvous.node.number}")
     try:
-        planned, shared = _joined(meeting, asked)
-        # Not asked for again and again: the first forks its ranks now, while no thread of its store has work to do.
-        port = meeting.wait("next", NEXT)["port"]
+        planned, shared = _plan_as_ordered(rendezvous, task)
+        # One blocking wait, no polling: the first node forks its ranks now, and its store's thread must have no work.
+        port = rendezvous.wait("next", NEXT)["port"]
         if port is None:
             raise _Over
         if not shared:
-            plan.write(planned, job={"id": meeting.place.job})
-        together = Heartbeat(meeting, planned, None if shared else Sender(meeting, planned.run_dir))
-        address = meeting.place.address
-        _ranks(meeting, planned, address, port, interface(address_towards(address)), together)
-        over = _told(meeting, "over", tick=together)
+            plan.write(planned, job={"id": rendezvous.node.job})
+        heartbeat = Heartbeat(rendezvous, planned, None if shared else Sender(rendezvous, planned.run_dir))
+        address = rendezvous.node.address
+        _run_ranks(rendezvous, planned, address, port, interface(address_towards(address)), heartbeat)
+        over = _wait_for_first_node(rendezvous, "over", tick=heartbeat)
     except (_Over, Stopped, PeerFailed, RankFailed):
-        over = _told(meeting, "over")
-    meeting.set(f"left/{meeting.place.number}")
+        over = _wait_for_first_node(rendezvous, "over")
+    rendezvous.set(f"left/{rendezvous.node.number}")
     return Ended(Outcome(over["outcome"]) if over["outcome"] else None, over["requeued"], over["why"])
 
 
-def _joined(meeting: Rendezvous, asked: NodeTask) -> tuple[Plan, bool]:
-    """Plan as ordered and say so. Returns the plan, and whether this node shares the run directory with the first.
+def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask) -> tuple[Plan, bool]:
+    """Plan from the step in "orders" and set "arrived". Raises _Over when this node cannot take part.
 
-    Raises _Over when this node cannot take part.
+    Returns the plan, and whether this node shares the run directory with the first.
     """
-    orders, place = _told(meeting, "orders", stoppable=True), meeting.place
+    orders, node = _wait_for_first_node(rendezvous, "orders", stoppable=True), rendezvous.node
     problems: list[str] = []
     try:
-        planned = _without_shared_files(asked.follow(orders["start"]))
+        planned = _without_shared_files(task.follow(orders["start"]))
         token = planned.run_dir.token
         shared = token.exists() and token.read_text(encoding="utf-8") == orders["token"]
         if not shared and planned.tree["cluster"]["shared_files"]:
             problems.append(
-                f"{place.name} does not see the files of {planned.run_dir.path} that the first of {place.names} wrote: "
+                f"{node.name} does not see the files of {planned.run_dir.path} that the first of {node.names} wrote: "
                 f"set run.dir to a directory that all nodes share, or cluster.shared_files=false"
             )
-        problems += _differences(orders["agreed"], _agreed(planned), place)
+        problems += _differences(orders["agreed"], _must_agree(planned), node)
         train.check(planned)
     except TpiError as error:
-        problems.append(f"{place.name}: {error}")
-    meeting.set(f"arrived/{place.number}", name=place.name, problems=problems, reached=place.address)
+        problems.append(f"{node.name}: {error}")
+    rendezvous.set(f"arrived/{node.number}", name=node.name, problems=problems, reached=node.address)
     if problems:
         raise _Over
     return planned, shared
 
 
-def _agreed(planned: Plan) -> dict[str, dict[str, Any]]:
+def _must_agree(planned: Plan) -> dict[str, dict[str, Any]]:
     """What must be the same on all nodes, or they would not compute the same."""
     return {"identity": planned.identity, "environment": planned.environment, "versions": versions()}
 
 
-def _differences(theirs: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]], place: NodeInfo) -> list[str]:
+def _differences(theirs: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]], node: NodeInfo) -> list[str]:
     return [
-        f"{place.name} has another {part}: {key} is {ours[part].get(key)}, and {theirs[part].get(key)} on the first of "
-        f"{place.names}"
+        f"{node.name} has another {part}: {key} is {ours[part].get(key)}, and {theirs[part].get(key)} on the first of "
+        f"{node.names}"
         for part in theirs
         for key in sorted({*theirs[part], *ours[part]})
         if theirs[part].get(key) != ours[part].get(key)
@@ -285,20 +292,20 @@ def _differences(theirs: dict[str, dict[str, Any]], ours: dict[str, dict[str, An
 # All nodes
 
 
-def _fits(planned: Plan, place: NodeInfo) -> None:
+def _check_node_count(planned: Plan, node: NodeInfo) -> None:
     taken = allocation.of(planned.tree)
-    if taken.nodes != place.count:
+    if taken.nodes != node.count:
         raise ConfigError(
             f"this run takes {taken}, and srun started it on "
-            f"{place.count}: srun --nodes={taken.nodes}, or change cluster.ranks_per_node or the layout"
+            f"{node.count}: srun --nodes={taken.nodes}, or change cluster.ranks_per_node or the layout"
         )
 
 
 def _without_shared_files(planned: Plan) -> Plan:
-    """Where nodes share no files, what they would share otherwise is not written.
+    """Where nodes share no files, write no checkpoints, and let each rank build the dataset's indices itself.
 
-    A checkpoint whose files lie on several disks can never be read again. And Megatron's first rank writes the indices
-    of a dataset for all others to read, unless the path of their cache is empty but not None: then each makes its own
+    A checkpoint whose files lie on several disks can never be read again. Megatron's first rank writes the indices for
+    all other ranks to read, unless the path of their cache is empty but not None: then each rank makes its own
     (megatron/core/datasets/gpt_dataset.py, `not path_to_cache or …`).
     """
     if planned.tree["cluster"]["shared_files"]:
@@ -308,49 +315,49 @@ def _without_shared_files(planned: Plan) -> Plan:
     return replace(planned, tree=planned.tree | sections)
 
 
-def _ranks(
-    meeting: Rendezvous,
+def _run_ranks(
+    rendezvous: Rendezvous,
     planned: Plan,
     address: str,
     port: int,
     interface: str | None,
-    together: Heartbeat,
+    heartbeat: Heartbeat,
     started: Callable[[], None] | None = None,
 ) -> Outcome:
-    """Run this node's ranks; tell the others how they ended. Raises RankFailed, and what `together` raises.
+    """Run this node's ranks; tell the others how they ended. Raises RankFailed, and what `heartbeat` raises.
 
-    address, port: of the store where all ranks meet. interface: through which Gloo reaches the other nodes.
+    address, port: of the store where all ranks meet. interface: the one through which Gloo reaches the other nodes.
     """
     from tp_invariant_recipes.training.rank import RankInfo
 
-    place, count = meeting.place, allocation.of(planned.tree).ranks
+    node, count = rendezvous.node, allocation.of(planned.tree).ranks
     os.environ.update(planned.environment)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the processor
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # Gloo would look the host's name up
-    first = place.number * count
-    seats = [RankInfo(first + n, n, planned.layout.world, count, address, (port,)) for n in range(count)]
+    first = node.number * count
+    rank_infos = [RankInfo(first + n, n, planned.layout.world, count, address, (port,)) for n in range(count)]
     try:
-        return ranks.run(planned.run_dir, planned.device, seats, together, meeting.stop, started=started)
+        return ranks.run(planned.run_dir, planned.device, rank_infos, heartbeat, rendezvous.stop, started=started)
     except RankFailed as error:
         facts = {"cause": error.cause, "why": str(error), "ours": error.ours}
-        meeting.set(f"failed/{place.number}", name=place.name, **facts)
-        meeting.set("failing")
+        rendezvous.set(f"failed/{node.number}", name=node.name, **facts)
+        rendezvous.set("failing")
         raise
     finally:
-        if together.files:
-            together.files()
-        meeting.set(f"ended/{place.number}")
+        if heartbeat.files:
+            heartbeat.files()
+        rendezvous.set(f"ended/{node.number}")
 
 
-def _told(
-    meeting: Rendezvous, key: str, *, tick: Callable[[], None] | None = None, stoppable: bool = False
+def _wait_for_first_node(
+    rendezvous: Rendezvous, key: str, *, tick: Callable[[], None] | None = None, stoppable: bool = False
 ) -> dict[str, Any]:
-    """Wait for a word of the first node's. Raises _Over when it ends the run instead, Stopped when a signal comes."""
-    while (found := meeting.get(key)) is None:
-        if meeting.has("over"):
+    """Wait for a key of the first node. Raises _Over when it ends the run instead, Stopped when a signal comes."""
+    while (found := rendezvous.get(key)) is None:
+        if rendezvous.has("over"):
             raise _Over
-        if stoppable and meeting.stop.asked:
+        if stoppable and rendezvous.stop.signals:
             raise Stopped
         if tick:
             tick()
@@ -358,29 +365,29 @@ def _told(
     return found
 
 
-def _others(
-    meeting: Rendezvous,
+def _wait_for_others(
+    rendezvous: Rendezvous,
     key: str,
     patience: float | None,
     *,
     tick: Callable[[], None] | None = None,
     stoppable: bool = False,
 ) -> list[dict[str, Any]]:
-    """Wait until each other node has said its word, up to `patience` seconds; None: as long as `tick` raises nothing.
+    """Wait until each other node has set its key, up to `patience` seconds; None: as long as `tick` raises nothing.
 
-    Of a node that never joined no later word is waited for. Returns what has been said. Raises Stopped when a signal
-    comes.
+    Nodes that never joined are not waited for, but for "joined" and "arrived". Returns the values that were set. Raises
+    Stopped when a signal comes.
     """
     deadline = None if patience is None else time.monotonic() + patience
-    numbers: Iterable[int] = range(1, meeting.place.count)
+    numbers: Iterable[int] = range(1, rendezvous.node.count)
     if key not in ("joined", "arrived"):
-        numbers = [number for number in numbers if meeting.has(f"joined/{number}")]
+        numbers = [number for number in numbers if rendezvous.has(f"joined/{number}")]
     keys = [f"{key}/{number}" for number in numbers]
     while True:
-        has = [word for one in keys if (word := meeting.get(one)) is not None]
-        if len(has) == len(keys) or (deadline is not None and time.monotonic() > deadline):
-            return has
-        if stoppable and meeting.stop.asked:
+        found = [value for one in keys if (value := rendezvous.get(one)) is not None]
+        if len(found) == len(keys) or (deadline is not None and time.monotonic() > deadline):
+            return found
+        if stoppable and rendezvous.stop.signals:
             raise Stopped
         if tick:
             tick()

@@ -1,4 +1,4 @@
-"""What ranks write on nodes that share no files, brought to the first node as it is written: ledger, progress, logs."""
+"""Ledger, progress and logs of nodes that share no files: brought to the first node while ranks write them."""
 
 import json
 import re
@@ -18,10 +18,10 @@ FILES = re.compile(r"ledger\.jsonl|progress\.jsonl|logs/[\w-]+\.log")  # all tha
 class Sender:
     """Sends what ranks append to the files of this node's run directory. Make it before they start.
 
-    Nothing is gone on with where files are not shared, so every attempt has a ledger of its own.
+    Without shared files no run is resumed, so every attempt has a ledger of its own.
     """
 
-    meeting: Rendezvous
+    rendezvous: Rendezvous
     run_dir: RunDir
     sent: int = 0
     positions: dict[Path, int] = field(default_factory=dict)
@@ -38,8 +38,8 @@ class Sender:
                 stream.seek(position)
                 while data := stream.read(CHUNK):
                     head = {"file": str(file.relative_to(self.run_dir.path)), "position": position}
-                    key = f"bytes/{self.meeting.place.number}/{self.sent}"
-                    self.meeting.send(key, json.dumps(head).encode() + b"\n" + data)
+                    key = f"bytes/{self.rendezvous.node.number}/{self.sent}"
+                    self.rendezvous.send(key, json.dumps(head).encode() + b"\n" + data)
                     self.sent += 1
                     position += len(data)
             self.positions[file] = position
@@ -53,14 +53,14 @@ class Sender:
 class Receiver:
     """On the first node, writes what the others send into its own run directory."""
 
-    meeting: Rendezvous
+    rendezvous: Rendezvous
     run_dir: RunDir
     taken: dict[int, int] = field(default_factory=dict)
 
     def __call__(self) -> None:
         """Write down what has come since the last call. Raises RunError for what no Sender sends."""
-        for number in range(1, self.meeting.place.count):
-            while (message := self.meeting.take(f"bytes/{number}/{self.taken.get(number, 0)}")) is not None:
+        for number in range(1, self.rendezvous.node.count):
+            while (message := self.rendezvous.take(f"bytes/{number}/{self.taken.get(number, 0)}")) is not None:
                 self.taken[number] = self.taken.get(number, 0) + 1
                 self._write(message)
 
@@ -68,7 +68,7 @@ class Receiver:
         head, _, data = message.partition(b"\n")
         facts = json.loads(head)
         if not FILES.fullmatch(facts["file"]):
-            raise RunError(f"somebody at the meeting of this job sends {facts['file']}, which no node of it does")
+            raise RunError(f"a process at this job's rendezvous sends {facts['file']}, which no node of it sends")
         file = self.run_dir.path / facts["file"]
         file.parent.mkdir(parents=True, exist_ok=True)
         if file == self.run_dir.ledger and facts["position"] == 0:

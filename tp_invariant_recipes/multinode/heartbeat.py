@@ -1,4 +1,4 @@
-"""What a node does for the others while its ranks train: say that it lives, hear who failed, bring files."""
+"""What a node does for the others while its ranks train: send a heartbeat, notice failures, forward files."""
 
 import time
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
 from tp_invariant_recipes.multinode.rendezvous import Rendezvous
 from tp_invariant_recipes.runs import attempts
 
-ROUND = 1.0  # seconds between looks at the other nodes
-LOST = 60.0  # seconds without a sign of life after which a node counts as lost
+ROUND = 1.0  # seconds between two heartbeats
+LOST = 60.0  # seconds without a heartbeat after which a node counts as lost
 
 
 class PeerFailed(Exception):
-    """Another node has failed, and says why itself."""
+    """Another node has failed; it reports the reason itself."""
 
 
 class Superseded(Exception):
@@ -25,14 +25,14 @@ class Superseded(Exception):
 class Heartbeat:
     """Call it often while ranks live, and until all nodes have ended."""
 
-    def __init__(self, meeting: Rendezvous, planned: Plan, files: Sender | Receiver | None) -> None:
-        """files: what brings files from node to node; None where all nodes share them."""
-        self.meeting, self.run_dir, self.files = meeting, planned.run_dir, files
+    def __init__(self, rendezvous: Rendezvous, planned: Plan, files: Sender | Receiver | None) -> None:
+        """files: forwards files from node to node; None: all nodes share them."""
+        self.rendezvous, self.run_dir, self.files = rendezvous, planned.run_dir, files
         self.show: Callable[[], None] = lambda: None
         self.attempts = len(attempts.read_attempts(self.run_dir))
         self.rounds = 0
         self.looked = 0.0
-        self.signs: dict[int, tuple[Any, float]] = {}  # of each other node, the last and when it was seen
+        self.signs: dict[int, tuple[Any, float]] = {}  # by node: the last heartbeat and when it was first seen
 
     def __call__(self) -> None:
         """Show progress; once a second, look at the others.
@@ -46,23 +46,23 @@ class Heartbeat:
 
     def look(self) -> None:
         """Look at the others now. Raises as a call does."""
-        place = self.meeting.place
+        node = self.rendezvous.node
         self.rounds += 1
-        self.meeting.set(f"alive/{place.number}", round=self.rounds)
+        self.rendezvous.set(f"alive/{node.number}", round=self.rounds)
         if self.files:
             self.files()
-        if self.meeting.has("failing"):
+        if self.rendezvous.has("failing"):
             raise PeerFailed
-        if place.first:
+        if node.first:
             if len(attempts.read_attempts(self.run_dir)) != self.attempts:
                 raise Superseded
-            for number in range(1, place.count):
+            for number in range(1, node.count):
                 self._look_for(number)
 
     def _look_for(self, number: int) -> None:
-        sign = self.meeting.get(f"alive/{number}")
+        sign = self.rendezvous.get(f"alive/{number}")
         last, seen = self.signs.get(number, (None, time.monotonic()))
         self.signs[number] = (sign, seen if sign == last and number in self.signs else time.monotonic())
         if time.monotonic() - self.signs[number][1] > LOST:
-            name = (self.meeting.get(f"arrived/{number}") or {}).get("name", f"node {number}")
-            raise RunError(f"{name} of {self.meeting.place.names} has given no sign of life for {LOST:.0f} s")
+            name = (self.rendezvous.get(f"arrived/{number}") or {}).get("name", f"node {number}")
+            raise RunError(f"{name} of {self.rendezvous.node.names} has given no sign of life for {LOST:.0f} s")

@@ -1,13 +1,12 @@
-"""Where the nodes of a job meet: one process each, joined by a TCP store that the first of them holds.
+"""The rendezvous of a job's nodes: a TCP store on the first node, and one process a node that joins it.
 
-What is said there is a JSON object under a key. Nodes are numbered as SLURM numbers the tasks of
-a step with one task a node.
+Values are JSON objects under keys. Nodes have the numbers that SLURM gives the tasks of a step with one task a node.
 """
 
 import json
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,22 +14,23 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.launch.ranks import Stop
 
-PORTS = range(20_000, 32_000)  # below those that Linux gives away; which one, the job's id says
-POLL = 0.1  # seconds between looks for a word that is waited for
+PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports; the job's id chooses one
+POLL = 0.1  # seconds between two looks for a key
 ANSWER = 30  # seconds that the first node may take to answer
 
 
 class Stopped(Exception):
-    """A signal asked to stop before training began."""
+    """A signal came before training began."""
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """This node among those of a job's step.
+    """This node among the nodes of a job's step.
 
-    job:     its id. restart: how often SLURM has started it again.
-    number:  of this node; 0 is the first. count: of nodes. name: of this one; names: of all, as SLURM writes them.
-    address: of the first, as the others reach it.
+    job:     the job's id. restart: how often SLURM has restarted the job.
+    number:  this node's; 0 is the first. count: how many nodes there are.
+    name:    this node's. names: those of all nodes, as SLURM writes them.
+    address: where the other nodes reach the first.
     """
 
     job: str
@@ -48,14 +48,14 @@ class NodeInfo:
 
     @property
     def port(self) -> int:
-        """Of the meeting. Every node knows it without being told; two jobs of one node have different ones."""
+        """The rendezvous's, from the job's id: every node knows it, and two jobs on one node have different ones."""
         return PORTS[int(self.job) % len(PORTS)]
 
 
 def node_info(environment: Mapping[str, str]) -> NodeInfo | None:
-    """This process's place by the variables that srun sets; None outside of a step. Raises RunError.
+    """This process's node, from the variables that srun sets; None outside of a step.
 
-    RunError: the step has more than one task on a node.
+    Raises RunError when the step has more than one task on a node.
     """
     if "SLURM_STEP_ID" not in environment:
         return None
@@ -92,59 +92,59 @@ def _address(name: str, launcher: str) -> str:
 
 
 class Rendezvous:
-    """The meeting, joined. Its methods raise RunError when the first node is gone."""
+    """The rendezvous, joined. Its methods raise RunError when the first node is gone."""
 
-    def __init__(self, place: NodeInfo, stop: Stop, patience: float) -> None:
-        """Join, waiting up to `patience` seconds for the first node; on that one, open the meeting. Raises RunError."""
+    def __init__(self, node: NodeInfo, stop: Stop, patience: float) -> None:
+        """Join; the first node opens the store, others wait up to `patience` seconds for it. Raises RunError."""
         from datetime import timedelta
 
         from torch.distributed import DistError, TCPStore
 
-        self.place, self.stop = place, stop
+        self.node, self.stop = node, stop
         self._lost: type[Exception] = DistError
         wait = timedelta(seconds=patience)
-        host = "127.0.0.1" if place.first else place.address
+        host = "127.0.0.1" if node.first else node.address
         try:
             with quiet():  # c10d warns of every address that has no name
-                self.store = TCPStore(host, place.port, is_master=place.first, wait_for_workers=False, timeout=wait)
+                self.store = TCPStore(host, node.port, is_master=node.first, wait_for_workers=False, timeout=wait)
         except DistError as error:
             raise RunError(self._not_joined(patience, error)) from error
         self.store.set_timeout(timedelta(seconds=ANSWER))
 
     def _not_joined(self, patience: float, error: Exception) -> str:
-        if self.place.first:
-            return f"{self.place.name} cannot open port {self.place.port}, where nodes are to meet: {error}"
+        if self.node.first:
+            return f"{self.node.name} cannot open port {self.node.port}, where nodes are to meet: {error}"
         return (
-            f"{self.place.name} did not reach the first of {self.place.names} at {self.place.address}, port "
-            f"{self.place.port}, within {patience:.0f} s: it has not started, or a firewall is between them "
+            f"{self.node.name} did not reach the first of {self.node.names} at {self.node.address}, port "
+            f"{self.node.port}, within {patience:.0f} s: it has not started, or a firewall is between them "
             f"(slurm.meet=SECONDS waits longer)"
         )
 
     def set(self, key: str, **facts: Any) -> None:
-        """Put a word down for all."""
-        self._asked(lambda: self.store.set(key, json.dumps(facts)))
+        """Set a key that all nodes can read."""
+        self._ask(lambda: self.store.set(key, json.dumps(facts)))
 
     def has(self, key: str) -> bool:
-        """Whether anything has been said under a key."""
-        return self._asked(lambda: self.store.check([key]))
+        """Whether a key is set."""
+        return self._ask(lambda: self.store.check([key]))
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """What has been said under a key so far."""
-        return self._asked(lambda: json.loads(self.store.get(key)) if self.store.check([key]) else None)
+        """The value of a key; None: it is not set."""
+        return self._ask(lambda: json.loads(self.store.get(key)) if self.store.check([key]) else None)
 
     def wait(self, key: str, patience: float) -> dict[str, Any]:
-        """Wait for a word without asking for it again and again; RunError after `patience` seconds."""
+        """The value of a key, after one blocking wait without polling; RunError after `patience` seconds."""
         from datetime import timedelta
 
-        self._asked(lambda: self.store.wait([key], timedelta(seconds=patience)))
-        return json.loads(self._asked(lambda: self.store.get(key)))
+        self._ask(lambda: self.store.wait([key], timedelta(seconds=patience)))
+        return json.loads(self._ask(lambda: self.store.get(key)))
 
     def send(self, key: str, data: bytes) -> None:
-        """Put bytes down, to be taken by one."""
-        self._asked(lambda: self.store.set(key, data))  # type: ignore[arg-type] # takes bytes, too
+        """Store bytes for one node to take."""
+        self._ask(lambda: self.store.set(key, data))  # type: ignore[arg-type] # takes bytes, too
 
     def take(self, key: str) -> bytes | None:
-        """Take the bytes away that lie under a key; None: there are none."""
+        """Return a key's bytes and delete the key; None: it is not set."""
 
         def taken() -> bytes | None:
             if not self.store.check([key]):
@@ -153,10 +153,10 @@ class Rendezvous:
             self.store.delete_key(key)
             return data
 
-        return self._asked(taken)
+        return self._ask(taken)
 
-    def _asked(self, question: Any) -> Any:
+    def _ask(self, request: Callable[[], Any]) -> Any:
         try:
-            return question()
+            return request()
         except self._lost as error:
-            raise RunError(f"the first of {self.place.names} does not answer {self.place.name} any more") from error
+            raise RunError(f"the first of {self.node.names} does not answer {self.node.name} any more") from error

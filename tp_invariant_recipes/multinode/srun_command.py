@@ -23,7 +23,7 @@ def arguments(tree: dict[str, Any], needed: Sequence[Path] = ()) -> list[str]:
 def container(tree: dict[str, Any], needed: Sequence[Path]) -> list[str]:
     """Options of pyxis, which gives srun containers; none where the cluster has no container.
 
-    needed: what must be seen inside beside the cluster's mounts. Sources: pyxis's README, `srun --help` with it.
+    needed: paths to mount beside the cluster's mounts. Sources: pyxis's README, `srun --help` with it.
     """
     cluster = tree["cluster"]
     if not cluster["container"]:

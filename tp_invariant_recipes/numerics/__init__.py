@@ -1,1 +1,1 @@
-"""The invariant engine: sums that cross the tensor-parallel dimension, in one order for every degree."""
+"""The invariant engine: sums across the tensor-parallel dimension in the same order for every degree."""

@@ -1,10 +1,11 @@
-"""Biases of invariant linear layers. The layer adds its bias itself: whoever added it later would sum its gradient."""
+"""Biases of invariant linear layers. The layer adds its bias itself, since a later addition would sum the gradient."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
@@ -13,7 +14,7 @@ from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 
 def column_bias(y: Tensor, bias: Tensor) -> Tensor:
-    """y + bias for a bias split like the features; every rank has all tokens.
+    """y + bias for a bias split as the features are; every rank has all tokens.
 
     y: [s, b, n/t]; bias: [n/t]. returns: y's shape and dtype.
     """
@@ -21,7 +22,7 @@ def column_bias(y: Tensor, bias: Tensor) -> Tensor:
 
 
 def row_bias(y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
-    """y + bias for a bias that every rank has whole; its gradient is a tree sum over V sequence chunks.
+    """y + bias for a bias that every rank holds whole; its gradient is a tree sum over V sequence chunks.
 
     y: [s/t, b, n] with sequence parallelism, [s, b, n] without; bias: [n]. returns: y's shape and dtype.
     """
@@ -30,11 +31,13 @@ def row_bias(y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool
 
 class _ColumnBias(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(bias)
         return y + bias
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         (bias,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
@@ -50,12 +53,14 @@ class _ColumnBias(torch.autograd.Function):
 
 class _RowBias(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
         ctx.save_for_backward(bias)
         ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
         return y + bias
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (bias,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:

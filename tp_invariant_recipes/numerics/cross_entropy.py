@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.cross_entropy import softmax_gradient, sum_of_exponentials
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.tree import tree_all_reduce
@@ -52,6 +53,7 @@ def _picked(logits: Tensor, target: Tensor, highest: Tensor, mesh: VirtualMesh) 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, logits: Tensor, target: Tensor, mesh: VirtualMesh) -> Tensor:
         highest = _highest(logits, mesh)
         picked = _picked(logits, target, highest, mesh)
@@ -62,6 +64,7 @@ class _CrossEntropy(torch.autograd.Function):
         return total.log() - picked
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         logits, target, highest, total = ctx.saved_tensors
         index = target.flatten() - ctx.mesh.rank * logits.shape[-1]

@@ -1,4 +1,4 @@
-"""Which rank computes which expert. In each layout all of an expert's tokens come together on one rank."""
+"""The rank that computes each expert. In each layout one rank gets all tokens of an expert."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 from tp_invariant_recipes.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor  # the rules of a configuration need no torch
+    from torch import Tensor  # the configuration's rules use this module without torch
 
 
 def fits(experts: int, tp: int, ep: int) -> bool:
-    """Whether each expert can have one owner: of tp and ep one divides the other, and both the number of experts."""
+    """Whether each expert can have one owner: tp divides ep or ep divides tp, and both divide the number of experts."""
     return max(tp, ep) % min(tp, ep) == 0 and experts % max(tp, ep) == 0
 
 
@@ -19,13 +19,13 @@ class Owners:
     """The ranks that share tokens, in the order of the tokens, and the experts that each computes.
 
     Ranks of one tensor-parallel group hold slices of the same sequences. With ep < tp several of them hold an expert's
-    weights; only one, its owner, computes with them, so that it sees the expert's tokens of the whole micro-batch. The
-    others have zeros for its weight gradient, so Megatron's sum over expert-data-parallel ranks leaves it as it is.
-    With ep > tp an owner also gets tokens of other data-parallel ranks, and keeps these sources apart.
+    weights; only one, the owner, computes with them, so that it sees the expert's tokens of the whole micro-batch. The
+    others have zeros for its weight gradient, so Megatron's sum over expert-data-parallel ranks does not change it.
+    With ep > tp an owner also gets tokens of other data-parallel ranks, and keeps these sources separate.
 
-    experts: E, of the layer. size: ranks that share tokens, max(tp, ep). ep: ranks that the weights are divided among.
+    experts: E, of the layer. size: ranks that share tokens, max(tp, ep). ep: ranks that share the layer's weights.
     rank:    this rank's place in `group`, which is None when size is 1.
-    sources: data-parallel ranks whose tokens an owner gets.
+    sources: number of data-parallel ranks whose tokens an owner gets.
     """
 
     experts: int
@@ -37,7 +37,7 @@ class Owners:
 
     @classmethod
     def of(cls, experts: int, tp: Any, ep: Any) -> "Owners":
-        """From Megatron's process groups: tensor-parallel, and expert-parallel with expert tensor parallelism of 1."""
+        """Owners by Megatron's tensor-parallel and expert-parallel process groups; expert tensor parallelism is 1."""
         size = max(tp.size(), ep.size())
         if not fits(experts, tp.size(), ep.size()):
             raise ConfigError(f"tp={tp.size()} and ep={ep.size()}: one must divide the other, both {experts} experts")
@@ -46,18 +46,18 @@ class Owners:
 
     @property
     def each(self) -> int:
-        """Experts that one rank computes."""
+        """The number of experts that one rank computes."""
         return self.experts // self.size
 
     @property
     def first_local(self) -> int:
-        """The first that this rank computes, among those whose weights it holds."""
+        """The first expert that this rank computes, as an index into the experts whose weights it holds."""
         return self.rank // self.ep * self.each
 
     def by_owner(self, x: "Tensor") -> "Tensor":
-        """[E, …], expert after expert → the same, rank after rank, a rank's experts in order."""
+        """[E, …] in order of experts → [E, …] in order of owners, each owner's experts in order."""
         return x.view(self.ep, -1, self.each, *x.shape[1:]).transpose(0, 1).flatten(0, 2)
 
     def by_number(self, x: "Tensor") -> "Tensor":
-        """The way back from `by_owner`."""
+        """The inverse of `by_owner`."""
         return x.view(-1, self.ep, self.each, *x.shape[1:]).transpose(0, 1).flatten(0, 2)

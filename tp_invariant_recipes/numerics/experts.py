@@ -1,9 +1,9 @@
-"""The experts: products of each expert's tokens with its weights. On the owner of an expert they are the same products,
-of the same shapes, in every layout (numerics/token_dispatcher.py), so whatever computes them gives the same bits.
+"""The experts: products of each expert's tokens with its weights. An expert's owner computes the same products, of the
+same shapes, in every layout (numerics/token_dispatcher.py), so any deterministic product gives the same bits.
 
-Weight gradients of further sources (data-parallel ranks, where ep > tp) wait in memory of their own until all
-micro-batches are done: where every data-parallel rank has the expert to itself, each adds up its own before ranks are
-added.
+With ep > tp, weight gradients of further sources (data-parallel ranks) wait in separate memory until all micro-batches
+are done. This keeps the order of layouts in which every data-parallel rank has the expert to itself: each rank first
+sums its own gradients, then ranks are summed.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.kernels.weighted_activation import weighted_activation, weighted_activation_backward
 from tp_invariant_recipes.numerics.product import product
@@ -22,7 +23,7 @@ Weights = Sequence[Tensor]
 
 
 def activation_kind(config: Any) -> str | None:
-    """The name of the experts' activation in kernels/weighted_activation.py; None for one that it does not have."""
+    """The name of the experts' activation in kernels/weighted_activation.py; None: that module lacks it."""
     from megatron.core.activations import squared_relu
 
     plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
@@ -33,7 +34,7 @@ def activation_kind(config: Any) -> str | None:
 def expert_mlp(x: Tensor, probs: Tensor, batches: Batches, fc1: Weights, fc2: Weights, kind: str | None) -> Tensor:
     """fc2(activation(fc1(x)) · probs), each row with its expert's weights.
 
-    x: [r, h], batch after batch; probs: [r]. fc1: of every local expert [f or 2f, h]; fc2: [h, f].
+    x: [r, h], in order of batches; probs: [r]. fc1: [f or 2f, h] per local expert; fc2: [h, f] per local expert.
     returns: [r, h].
     """
     if kind is None:
@@ -44,12 +45,14 @@ def expert_mlp(x: Tensor, probs: Tensor, batches: Batches, fc1: Weights, fc2: We
 
 class _WeightedActivation(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, probs: Tensor, kind: str) -> Tensor:
         ctx.save_for_backward(x, probs)
         ctx.kind = kind
         return weighted_activation(x, probs, kind)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, probs = ctx.saved_tensors
         return *weighted_activation_backward(gradients[0].contiguous(), x, probs, ctx.kind), None
@@ -57,6 +60,7 @@ class _WeightedActivation(torch.autograd.Function):
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, batches: Batches, *weights: Tensor) -> Tensor:
         x = x.contiguous()
         ctx.save_for_backward(x, *weights)
@@ -65,6 +69,7 @@ class _GroupedLinear(torch.autograd.Function):
         return _rows(x, _of(batches, weights), out, batches.groups, transposed=True)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         batches = ctx.batches
@@ -97,7 +102,7 @@ def _rows(x: Tensor, weights: Weights, out: Tensor, groups: Groups, *, transpose
 
 
 def _weight_gradients(dy: Tensor, x: Tensor, weights: Weights, batches: Batches) -> list[Tensor]:
-    """What goes back to autograd for every local expert; those that other ranks compute get zeros."""
+    """The gradient that autograd gets for every local expert; zeros for experts that other ranks compute."""
     groups = batches.groups
     if all(getattr(weight, "main_grad", None) is None for weight in weights):
         plain = torch.zeros(len(weights), *weights[0].shape, dtype=torch.float32, device=x.device)
@@ -132,7 +137,7 @@ def _place(weight: Any, source: int) -> Tensor:
 
 
 def add_second_sources(finish: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a stand-in for DistributedDataParallel.finish_grad_sync, which runs when all micro-batches are done."""
+    """A replacement for DistributedDataParallel.finish_grad_sync, which runs when all micro-batches are done."""
 
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         for weight in self.module.parameters():

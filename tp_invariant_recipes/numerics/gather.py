@@ -1,18 +1,19 @@
-"""The published scheme: what a sum runs over is gathered, and one product makes the sum whole.
+"""The published scheme: gather the operands of a sum across ranks, and compute the whole sum in one product.
 
-Every product, of weight gradients too, is one launch of kernels/fixed_tile_product.py, whose rows and columns do not
-know how many lie beside them. So dividing rows or columns among ranks changes nothing; where features are summed that
-ranks have slices of, both operands are brought together first, in the order of the whole tensors:
+Every product, also of weight gradients, is one launch of kernels/fixed_tile_product.py, in which each row's and each
+column's result is independent of the others. So dividing rows or columns among ranks changes no bit. When ranks have
+slices of the summed features, both operands are gathered first, in the order of the whole tensors:
 
-    of the weight:      all ranks' slices, all-gathered
-    of the activation:  this rank's tokens with all features, by all-to-all, where the result is divided by tokens
-                        (sequence parallelism); all tokens with all features, all-gathered, where it is not
+    of the weight:      all ranks' slices, by all-gather
+    of the activation:  this rank's tokens with all features, by all-to-all, if the result is divided by tokens
+                        (sequence parallelism); otherwise all tokens with all features, by all-gather
 
 A rank's rows of a column-parallel weight are segments (gate, up), drawn in numerics/tree_linear.py. In the whole tensor
-a segment is in one piece, so that is the order which slices are brought into.
+each segment is contiguous, so the slices are put into that order.
 
-What is gathered is dropped after its product. Unlike numerics/tree_linear.py this moves and holds whole weights, and
-without sequence parallelism makes products over sharded features on every rank. Its products know no virtual shards.
+Gathered operands are freed after their product. Unlike numerics/tree_linear.py, this scheme moves and holds whole
+weights, and without sequence parallelism every rank computes the products over sharded features. Its products do not
+depend on virtual shards.
 """
 
 from dataclasses import dataclass
@@ -20,19 +21,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.product import Parts
 from tp_invariant_recipes.numerics.tree import Moving, all_gather, start_all_gather, start_all_to_all
 from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 
-def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: int, sequence_parallel: bool) -> Tensor:
+def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool) -> Tensor:
     """x @ weight^T for a weight split along its output features.
 
     x:       [s/t, b, k] with sequence parallelism, [s, b, k] without.
     weight:  [n/t, k], this rank's slice of each segment.
     returns: [s, b, n/t] of x's dtype.
+
+    ValueError: segments of unlike sizes; config/invariance.py refuses Mamba with numerics=gather before.
     """
+    if not isinstance(segments, int):
+        raise ValueError(f"numerics=gather has no segments of unlike sizes: {segments}")
     return _ColumnParallel.apply(x, weight, mesh, segments, sequence_parallel)
 
 
@@ -48,6 +55,7 @@ def row_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx, x, weight, mesh, segments, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.segments, ctx.sequence_parallel = mesh, segments, sequence_parallel
@@ -55,6 +63,7 @@ class _ColumnParallel(torch.autograd.Function):
         return _product(_tokens(whole), weight.t()).view(*whole.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @outside_modes
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         mesh, segments, sequence_parallel = ctx.mesh, ctx.segments, ctx.sequence_parallel
@@ -63,7 +72,7 @@ class _ColumnParallel(torch.autograd.Function):
         gathering = start_all_gather(x, mesh) if wants_dw and sequence_parallel else Moving(x)
         summed = _start(grad, weight, mesh, sequence_parallel) if wants_dx else None
         dx = dw = None
-        if wants_dw:  # while the operands of dx are on their way
+        if wants_dw:  # during the communication of dx's operands
             tokens = _tokens(gathering.arrived())
             dw = weight_gradient(weight, lambda out, add: fixed_tile_product(grad.t(), tokens, out, add=add))
         if summed:
@@ -73,6 +82,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx, x, weight, mesh, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
@@ -80,6 +90,7 @@ class _RowParallel(torch.autograd.Function):
         return _product(summed.features(), summed.weight_columns().t()).view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
+    @outside_modes
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         grad = _tokens(all_gather(dy, ctx.mesh) if ctx.sequence_parallel else dy)
@@ -94,7 +105,7 @@ class _RowParallel(torch.autograd.Function):
 
 @dataclass
 class _Summed:
-    """The operands of a product over sharded features, on their way: a slice of the features from every rank.
+    """The operands of a product over sharded features, in communication: a slice of the features from every rank.
 
     tokens: [t, m, n/t], m tokens; weight: [t, …], the ranks' weights.
     """
@@ -118,7 +129,7 @@ class _Summed:
 
 
 def _start(tokens: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> _Summed:
-    """Begin to bring a product's operands together.
+    """Start gathering a product's operands.
 
     tokens: [m, n/t]. With sequence parallelism this rank gets all features of its m/t tokens, otherwise of all m.
     """
@@ -129,7 +140,7 @@ def _start(tokens: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel:
 
 
 def _in_order(slices: Tensor, segments: int) -> Tensor:
-    """[t, m, segments · f] → [m, segments · t · f]: every segment in one piece."""
+    """[t, m, segments · f] → [m, segments · t · f], with every segment contiguous."""
     ranks, rows, _ = slices.shape
     return slices.view(ranks, rows, segments, -1).permute(1, 2, 0, 3).reshape(rows, -1)
 

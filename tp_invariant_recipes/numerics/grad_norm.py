@@ -1,4 +1,4 @@
-"""The 2-norm of all gradients, exact and order-free: the same bits for any sharding, bucketing, order or DP layout.
+"""The exact 2-norm of all gradients, with the same bits for any sharding, bucketing, order or DP layout.
 
 A fp32 number is m · 2^x with an integer m, |m| < 2^24. With X the largest x of all gradients on all ranks,
 
@@ -11,9 +11,9 @@ A fp32 number is m · 2^x with an integer m, |m| < 2^24. With X the largest x of
 
 and the sum is one of integers (kernels/grad_norm.py does it, in limbs that cannot overflow): exact, in any order.
 
-What is cut off an element depends on that element and X alone, and is less than one unit. The sum has at least 2^60
-units, from its largest element (where that one is subnormal, X - x = 0 for all and nothing is cut). So the norm of n
-elements is too small by less than n · 2^-61 of it, for n < 2^36 less than half an ulp of fp32. The one rounding is
+The part cut off an element depends only on that element and X, and is less than one unit. The largest element alone
+adds at least 2^60 units to the sum (if it is subnormal, X - x = 0 for all and nothing is cut). So the norm of n
+elements is too small by less than n · 2^-61 of it: for n < 2^36, less than half an ulp of fp32. The only rounding is
 that of the square root to fp32.
 """
 
@@ -28,9 +28,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels import grad_norm as kernels
 
-INFINITE = 0x7F800000  # the bits of inf; those of any NaN, without the sign, are larger
+INFINITE = 0x7F800000  # the bits of inf; the bits of any NaN, without the sign, are larger
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,10 +40,10 @@ def get_grad_norm_fp32(
     norm_type: int | float = 2,
     grad_stats_parallel_group: Any = None,
 ) -> float:
-    """Stand in for the function of this name in megatron.core.optimizer.clip_grads.
+    """Replaces the function of this name in megatron.core.optimizer.clip_grads.
 
-    grads_for_norm: what this rank counts; the caller has left out replicas.
-    grad_stats_parallel_group: reduced over, after the data-parallel group of DTensors; None is the whole world.
+    grads_for_norm: the gradients that this rank counts, without replicas.
+    grad_stats_parallel_group: the group to sum over, after the data-parallel group of DTensors; None: the whole world.
     """
     grads, groups = _as_megatron_means(grads_for_norm, norm_type, grad_stats_parallel_group)
     return exact_grad_norm(grads, groups, _known[-1] if _known else None)
@@ -50,9 +51,9 @@ def get_grad_norm_fp32(
 
 @torch.no_grad()
 def chained_grad_norm(self: Any) -> float:
-    """Stand in for ChainedOptimizer.get_grad_norm: one norm of the gradients of all its optimizers.
+    """Replaces ChainedOptimizer.get_grad_norm: one norm of the gradients of all its optimizers.
 
-    With experts there are two, each with the ranks that it sums over; which parameters are whose depends on the layout.
+    With experts there are two optimizers, each with its own group of ranks; the layout decides each one's parameters.
     """
     chained = self.chained_optimizers
     parts = [
@@ -66,10 +67,10 @@ _known: list[Tensor] = []
 
 @contextmanager
 def largest_known(largest: Tensor) -> Iterator[None]:
-    """Spare `get_grad_norm_fp32` a pass over the gradients, for the length of a `with` block.
+    """Save `get_grad_norm_fp32` one pass over the gradients within a `with` block.
 
-    largest: as of kernels/grad_norm.py, of all gradients on this rank, those left out of the norm as replicas, too:
-             on all ranks together the largest is the same. The gradients must not change in between.
+    largest: the result of `largest` in kernels/grad_norm.py for all gradients on this rank, including replicas, which
+             do not change the maximum over all ranks. The gradients must not change in between.
     """
     _known.append(largest)
     try:
@@ -83,30 +84,30 @@ def fp64_grad_norm(
     norm_type: int | float = 2,
     grad_stats_parallel_group: Any = None,
 ) -> float:
-    """Stand in for the same function with the published scheme: a sum of squares in fp64, rounded once to fp32.
+    """Replaces the same function by the published scheme: a sum of squares in fp64, rounded once to fp32.
 
-    Not invariant: like any sum of floats it depends on its order, in bits so far below those of fp32 that this seldom
-    shows. Kept for comparison.
+    It is not invariant: like any sum of floats it depends on its order. The rounding to fp32 hides most of these
+    differences. tpi keeps it for comparison.
     """
     return _fp64_grad_norm(*_as_megatron_means(grads_for_norm, norm_type, grad_stats_parallel_group))
 
 
 def rounded_down_to_power_of_two(coefficient: float) -> float:
-    """The largest power of two that is not larger; 0, inf and nan stay as they are."""
+    """The largest power of two that does not exceed the coefficient; 0, inf and nan stay unchanged."""
     if not 0 < coefficient < math.inf:
         return coefficient
     return math.ldexp(0.5, math.frexp(coefficient)[1])
 
 
 def clip_by_powers_of_two(original: Callable[..., None]) -> Callable[..., None]:
-    """Make a stand-in for megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32 from that function.
+    """A replacement for megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32, made from that function.
 
-    The coefficient, when below 1, is rounded down to a power of two: that many times a gradient is exact, unless it is
-    subnormal. The norm becomes max_norm or down to half of it, so this is not the same training.
+    It rounds a coefficient below 1 down to a power of two. The product with a gradient is then exact unless it is
+    subnormal. The clipped norm is between half of max_norm and max_norm, so training differs from Megatron's.
     """
 
     def clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm, use_decoupled_grad=False) -> None:
-        coefficient = float(max_norm / (total_norm + 1.0e-6))  # as the original has it
+        coefficient = float(max_norm / (total_norm + 1.0e-6))  # as in the original
         if coefficient < 1.0:
             max_norm, total_norm = rounded_down_to_power_of_two(coefficient), _ONE
         original(parameters, max_norm, total_norm, use_decoupled_grad)
@@ -114,7 +115,7 @@ def clip_by_powers_of_two(original: Callable[..., None]) -> Callable[..., None]:
     return clip_grad_by_total_norm_fp32
 
 
-_ONE = 1.0 - 1.0e-6  # what the original adds 1e-6 to, and gets 1.0 exactly
+_ONE = 1.0 - 1.0e-6  # the original adds 1e-6 to it and gets exactly 1.0
 
 
 def _as_megatron_means(
@@ -134,14 +135,15 @@ def exact_grad_norm(grads: Sequence[Tensor], groups: Iterable[Any] = (), known: 
 
     grads:  this rank's gradients of any shape and number, also none, in fp32, bf16 or fp16.
     groups: process groups to sum over, one after the other; none means this rank alone. All ranks must call.
-    known:  this rank's largest, where it is known already.
+    known:  this rank's largest magnitude, if it is already known.
     returns: nan if there is a NaN anywhere, else inf if there is an infinity or the norm is beyond fp32.
     """
     return _exact_norm([(grads, list(groups))], known)
 
 
+@outside_modes
 def _exact_norm(parts: Sequence[tuple[Sequence[Tensor], list[Any]]], known: Tensor | None = None) -> float:
-    """Of gradients in several parts, each with the groups that its own sum goes over."""
+    """The norm of gradients in several parts, each with the groups to sum it over."""
     for grad in (grad for grads, _ in parts for grad in grads):
         if grad.dtype not in DTYPES:
             raise TypeError(f"a gradient of {grad.dtype}; the exact norm is for fp32, bf16 and fp16")
@@ -151,7 +153,7 @@ def _exact_norm(parts: Sequence[tuple[Sequence[Tensor], list[Any]]], known: Tens
     everything = [some for grads, _ in parts for some in _by_device(grads)]
     for found in (known,) if known is not None else map(kernels.largest, everything):
         largest = torch.maximum(largest, found.to(device))
-    # The scale is common to all parts. That of one part's ranks is not that of another's.
+    # All parts need one scale, and the ranks of one part would find another than those of the next.
     for group in parts[0][1] if len(parts) == 1 else [dist.group.WORLD]:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
 
@@ -190,7 +192,7 @@ def _rounded_root(square: int, exponent: int) -> float:
     """sqrt(square) · 2^exponent, rounded to the nearest fp32, ties to even."""
     if square == 0:
         return 0.0
-    more = max(0, 64 - square.bit_length() // 2)  # at least 64 bits of root, and one that says whether there are more
+    more = max(0, 64 - square.bit_length() // 2)  # at least 64 bits of root, and a sticky bit for the rest
     root = math.isqrt(square << 2 * more)
     root, exponent = root << 1 | (root * root != square << 2 * more), exponent - more - 1
     drop = max(root.bit_length() - 24, -149 - exponent)
@@ -201,7 +203,7 @@ def _rounded_root(square: int, exponent: int) -> float:
 
 
 def _device(grads: Sequence[Tensor], groups: Sequence[Any]) -> torch.device:
-    """Where the collectives run, which a rank without gradients must know too."""
+    """The device of the collectives, which a rank without gradients must know too."""
     if any("nccl" in dist.get_backend_config(group) for group in groups):
         return torch.device("cuda", torch.cuda.current_device())
     return grads[0].device if grads and not groups else torch.device("cpu")

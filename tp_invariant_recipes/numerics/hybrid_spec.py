@@ -6,15 +6,16 @@ from typing import Any
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics import spec
 
-# The sign of a layer in model.hybrid_layer_pattern -> the field of Megatron's specification.
+# A layer's sign in model.hybrid_layer_pattern -> its field in Megatron's specification.
 LAYERS = {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "moe_layer"}
-SEPARATOR = "|"  # of pipeline stages
+SEPARATOR = "|"  # separates pipeline stages
 
 
 def local_hybrid_spec(config: Any) -> Any:
-    """Megatron-Core's hybrid stack of its own local layers, which it has none of. For `model.hybrid_stack_spec`.
+    """A hybrid stack of Megatron-Core's local layers, which Megatron-Core lacks. For `model.hybrid_stack_spec`.
 
-    As Megatron's with Transformer Engine, but the norms are modules of their own; checkpoints have the same names.
+    It equals Megatron's stack with Transformer Engine, except that norms are separate modules. Checkpoints have the
+    same names.
     """
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.backends import LocalSpecProvider
@@ -84,7 +85,7 @@ def local_hybrid_spec(config: Any) -> Any:
 
 
 def invariant_hybrid_spec(config: Any) -> Any:
-    """The same, or Megatron's with Transformer Engine, of invariant layers. For `model.hybrid_stack_spec`.
+    """The local stack, or Megatron's with Transformer Engine, of invariant layers. For `model.hybrid_stack_spec`.
 
     Raises ConfigError for a layer that has no invariant version.
     """
@@ -97,6 +98,6 @@ def invariant_hybrid_spec(config: Any) -> Any:
             f"model.hybrid_layer_pattern: {' '.join(unknown)} have no invariant version, only {' '.join(LAYERS)} have; "
             f"numerics=stock"
         )
-    # Megatron's has every kind of layer; those that the model has none of need no invariant version.
+    # Megatron's stack has every kind of layer; kinds that the model does not use need no invariant version.
     used = {LAYERS[sign]: getattr(stock.submodules, LAYERS[sign]) for sign in signs}
     return spec.invariant(replace(stock, submodules=hybrid_block.HybridStackSubmodules(**used)))

@@ -1,10 +1,10 @@
-"""Initial weights that depend on the seed, the parameter's name and the element's place in the whole tensor alone.
+"""Initial weights that depend only on the seed, the parameter's name and the element's place in the whole tensor.
 
     (seed, name, row, column) --Philox4x32-10--> 52 bits --> uniform in (0, 1) --AS241--> normal
 
-Neither the tensor-parallel degree nor pipeline, data parallelism or device comes in. All of it is computed on the
-parameter's device, with integers and with fp64 + - * / sqrt, which IEEE 754 defines to the last bit, each a torch
-operation of its own, so that no compiler can fuse two roundings into one; no log or ndtri of a library, whose last bit
+They are independent of tensor, pipeline and data parallelism and of the device. The parameter's device computes them
+with integers and with fp64 + - * / sqrt, which IEEE 754 defines to the last bit. Each operation is a separate torch
+operation, so that no compiler can fuse two roundings into one. No log or ndtri of a library is used, since its last bit
 differs between kinds of CPU.
 
 Philox: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
@@ -27,7 +27,7 @@ from torch import Tensor
 from tp_invariant_recipes.errors import ConfigError
 
 CHUNK = 1 << 17  # elements at a time on a CPU, so that the temporaries stay in its cache
-CUDA_CHUNK = 1 << 24  # on a GPU, so that launches and the one wait a chunk cost nothing: up to 2 GiB of temporaries
+CUDA_CHUNK = 1 << 24  # on a GPU, where launches and one wait per chunk then cost little: up to 2 GiB of temporaries
 WORD = 0xFFFFFFFF
 
 Segments = Sequence[tuple[int, int]]
@@ -35,15 +35,15 @@ Segments = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class InitRule:
-    """How parameters of one kind start.
+    """The initial values of one kind of parameters.
 
-    name:   matches the canonical name: as in Megatron, with the layer's number in the whole model.
-    value:  "normal"; "ones" (of a norm), "always ones" or "zeros"; or MODULE:FUNCTION of this package, which makes
-            numbers in fp64 of 52 random bits each.
-    dim:    for what is drawn: the dimension that tensor parallelism splits, in the segments that Megatron notes on the
+    name:   matches the canonical name: Megatron's, with the layer's number in the whole model.
+    value:  "normal"; "ones" (of a norm), "always ones" or "zeros"; or MODULE:FUNCTION of this package, which turns
+            52 random bits per element into fp64 numbers.
+    dim:    for random values: the dimension that tensor parallelism splits, in the segments that Megatron notes on the
             parameter (partition_sizes) or in one.
-    method: for "normal": which of Megatron's three configured methods gives the standard deviation.
-    gated:  the rows are gate and up, each split on its own, if config.gated_linear_unit.
+    method: for "normal": the one of Megatron's three configured methods that gives the standard deviation.
+    gated:  the rows are gate and up, each split separately, if config.gated_linear_unit.
     whole:  tensor parallelism does not split it: routers, and experts, whose own tensor parallelism is 1.
     """
 
@@ -67,7 +67,7 @@ _LINEAR = rf"{_LAYER}(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\."
 RULES = (
     InitRule(r"embedding\.word_embeddings\.weight", "normal", 0, "embedding_init_method"),
     InitRule(r"output_layer\.weight", "normal", 0, "init_method"),
-    # Rows go by query group (q heads, k, v), so a rank's rows are consecutive in the whole, too.
+    # Rows are sorted by query group (q heads, k, v), so a rank's rows are consecutive in the whole tensor, too.
     InitRule(_LAYER + r"self_attention\.linear_qkv\.weight", "normal", 0, "init_method"),
     InitRule(_LAYER + r"self_attention\.linear_proj\.weight", "normal", 1, "output_layer_init_method"),
     InitRule(_LAYER + r"mlp\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
@@ -92,10 +92,10 @@ RULES = (
 
 
 def megatron_std(rule: InitRule, config: Any) -> float:
-    """The standard deviation of the normal distribution that Megatron itself would draw from.
+    """The standard deviation of the normal distribution that Megatron itself would use.
 
-    init_method_std, and init_method_std / sqrt(2 · num_layers) for linear_proj and linear_fc2; read from the methods
-    that TransformerConfig made of it, so that its other settings (muP, embedding_init_method_std) count as well.
+    It is init_method_std, or init_method_std / sqrt(2 · num_layers) for linear_proj and linear_fc2. It is read from the
+    methods that TransformerConfig derives, so that other settings (muP, embedding_init_method_std) count as well.
     """
     key = rule.method
     if rule.name.startswith("output_layer") and getattr(config, "use_mup", False):
@@ -115,7 +115,7 @@ def initialise(
     """Set every parameter of this rank's GPTModel chunks; a Megatron-Bridge pre-wrap hook.
 
     std_of: the standard deviation for a rule and the model's config.
-    returns: the same chunks. Raises ConfigError listing every parameter it has no rule for; then none is changed.
+    returns: the same chunks. Raises ConfigError with the list of parameters without a rule; then it changes none.
     """
     from megatron.core import parallel_state
 
@@ -167,7 +167,7 @@ def _quantile(rule: InitRule, std: float) -> Callable[[Tensor], Tensor]:
 def canonical_parameters(chunk: Any) -> Iterator[tuple[str, Tensor]]:
     """The chunk's parameters under their names in a model that is not split into pipeline stages.
 
-    Layers get their number in the whole model. The last stage's own copy of a tied embedding is the embedding.
+    Layers get their number in the whole model. The last stage's copy of a tied embedding has the embedding's name.
     """
     for name, parameter in chunk.named_parameters():
         found = re.match(r"decoder\.layers\.(\d+)\.", name)
@@ -181,10 +181,10 @@ def canonical_parameters(chunk: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _expert_numbered(name: str, config: Any) -> str:
-    """The same name for an expert's weight whichever class holds it, with the expert's number in the whole layer."""
+    """An expert's name with its number in the whole layer, the same for all classes that hold its weight."""
     from megatron.core import parallel_state
 
-    # A module for each expert, or one for all whose weights are numbered.
+    # One module for each expert, or one module with numbered weights for all experts.
     found = re.fullmatch(rf"({_LAYER}mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(linear_fc\d\.[a-z]+)(\d+))", name)
     if not found:
         return name
@@ -200,10 +200,10 @@ def _is_split(parameter: Tensor, dim: int) -> bool:
 def place(
     local: Sequence[int], dim: int, rank: int, size: int, segments: int | Sequence[int] = 1
 ) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """The whole shape, and where rank `rank` of `size`'s tensor of shape `local` lies in it.
+    """The whole shape, and the ranges in it of the tensor of shape `local` on rank `rank` of `size`.
 
-    segments: how many equal parts the split dimension has, each split on its own, or the sizes of the local ones. With
-              two, gate and up, and size 2:
+    segments: the number of equal parts of the split dimension, each split separately, or the sizes of the local parts.
+              With two, gate and up, and size 2:
 
         whole  [ gate 0 | gate 1 | up 0 | up 1 ]        rank 1  [ gate 1 | up 1 ]
     """
@@ -248,8 +248,8 @@ def drawn(
 ) -> Tensor:
     """A part of the random tensor `name`; the same bits as in the whole tensor and on any device.
 
-    shape_global: of the whole. The sizes of the first dimension and of the last do not change the values.
-    index_ranges: per dimension the (start, stop) that the part holds, in the order in which it holds them.
+    shape_global: shape of the whole tensor. The sizes of its first and last dimension do not change the values.
+    index_ranges: per dimension the (start, stop) ranges of the part, in the part's order.
     quantile:     52 random bits in int64 -> fp64, element by element.
     returns: rounded to fp32, then to `dtype`.
     """
@@ -288,8 +288,8 @@ def _indices(segments: Segments, device: torch.device) -> Tensor:
 def _bits(rows: Tensor, first: int, last: int, *, seed: int, name: str) -> Tensor:
     """52 random bits for every element of `rows` and columns first..last-1.
 
-    The key is 64 bits of the name's SHA-256. The counter is (column // 2, row, seed): one call makes the 128 bits of
-    two neighbours, the even one first.
+    The key is 64 bits of the name's SHA-256. The counter is (column // 2, row, seed): one call gives 128 bits for two
+    neighbouring columns, the even one first.
     """
     key = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     pairs = torch.arange(first // 2, (last + 1) // 2, device=rows.device)
@@ -300,11 +300,11 @@ def _bits(rows: Tensor, first: int, last: int, *, seed: int, name: str) -> Tenso
 
 
 def _word(number: int, device: torch.device) -> Tensor:
-    return torch.full((1, 1), number & WORD, dtype=torch.int64, device=device)  # filled there, with no copy to wait for
+    return torch.full((1, 1), number & WORD, dtype=torch.int64, device=device)  # filled on the device, without a copy
 
 
 def philox4x32(counter: Iterable[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10. Words of 32 bits, kept in int64."""
+    """Philox4x32-10. Words of 32 bits, stored in int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -321,7 +321,7 @@ def _ppnd16(bits: Tensor) -> Tensor:
     """The normal quantile of u = (2 · bits + 1) / 2^53, in fp64: never 0, never 1, and symmetric."""
     odd = 2 * bits + 1
     q = (odd - (1 << 52)).to(torch.float64) * 2.0**-53  # u - 1/2, exactly
-    tail = (torch.minimum(odd, (1 << 53) - odd)).to(torch.float64) * 2.0**-53  # of u and 1 - u the smaller
+    tail = (torch.minimum(odd, (1 << 53) - odd)).to(torch.float64) * 2.0**-53  # the smaller of u and 1 - u
     central = _ratio(0.180625 - q * q, *_CENTRAL) * q
     outer = (q.abs() > 0.425).flatten().nonzero().squeeze(1)
     r = _sqrt(-_log(tail.flatten()[outer]))
@@ -332,7 +332,7 @@ def _ppnd16(bits: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Correctly rounded. On a CPU torch takes Intel's vector library, whose last bit is wrong for one number in 70."""
+    """The correctly rounded root. On a CPU torch's is Intel's vector library, which misrounds one number in 70."""
     return torch.sqrt(x) if x.is_cuda else torch.from_numpy(np.sqrt(x.numpy()))
 
 
@@ -354,14 +354,14 @@ def _ratio(x: Tensor, above: Sequence[float], below: Sequence[float]) -> Tensor:
 
 
 def _horner(x: Tensor, coefficients: Sequence[float]) -> Tensor:
-    """The polynomial, lowest coefficient first; product and sum are two operations, so that none is fused."""
+    """The polynomial, lowest coefficient first. Product and sum are separate operations, which nothing can fuse."""
     value = torch.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         value = value.mul_(x).add_(coefficient)
     return value
 
 
-# |u - 1/2| <= 0.425, in 0.180625 - (u - 1/2)²
+# |u - 1/2| <= 0.425, polynomial in 0.180625 - (u - 1/2)²
 _CENTRAL = (
     (
         3.3871328727963666080e0, 1.3314166789178437745e2, 1.9715909503065514427e3, 1.3731693765509461125e4,
@@ -372,7 +372,7 @@ _CENTRAL = (
         2.1213794301586595867e4, 3.9307895800092710610e4, 2.8729085735721942674e4, 5.2264952788528545610e3,
     ),
 )  # fmt: skip
-# further out, in r - 1.6, r = sqrt(-log(tail)) <= 5
+# further out, polynomial in r - 1.6, r = sqrt(-log(tail)) <= 5
 _NEAR = (
     (
         1.42343711074968357734e0, 4.63033784615654529590e0, 5.76949722146069140550e0, 3.64784832476320460504e0,
@@ -383,7 +383,7 @@ _NEAR = (
         1.48103976427480074590e-1, 1.51986665636164571966e-2, 5.47593808499534494600e-4, 1.05075007164441684324e-9,
     ),
 )  # fmt: skip
-# beyond, in r - 5
+# beyond, polynomial in r - 5
 _FAR = (
     (
         6.65790464350110377720e0, 5.46378491116411436990e0, 1.78482653991729133580e0, 2.96560571828504891230e-1,

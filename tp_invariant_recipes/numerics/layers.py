@@ -5,7 +5,7 @@ A layer's parameters, names and checkpoints are those of the class it stands for
 """
 
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -15,8 +15,39 @@ from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
 from tp_invariant_recipes.numerics.product import Parts
 
-# config.invariant_mode -> the module whose column_parallel and row_parallel the layers call.
-STRATEGIES: dict[str, Any] = {"tree": tree_linear, "gather": gather}
+
+class Strategy(Protocol):
+    """How a tensor-parallel product gets the same bits for every t: a module with these two functions.
+
+    Each is x @ weight^T with a backward pass of its own. s: sequence, b: micro-batch, k: input features, n: output
+    features, t: tensor-parallel size, which divides `mesh.shards`.
+    """
+
+    def column_parallel(
+        self, x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool
+    ) -> Tensor:
+        """For a weight split along its output features.
+
+        x:        [s/t, b, k] with sequence parallelism, [s, b, k] without.
+        weight:   [n/t, k], this rank's shards of each segment.
+        segments: parts of the weight that are each split on their own, such as gate and up: a number of equal ones or,
+                  where they are of unlike sizes (Mamba), the rows of each on this rank.
+        returns:  [s, b, n/t] of x's dtype.
+        """
+        ...
+
+    def row_parallel(self, x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
+        """For a weight split along its input features.
+
+        x:       [s, b, k/t].
+        weight:  [n, k/t], this rank's shards.
+        returns: [s/t, b, n] of x's dtype with sequence parallelism, [s, b, n] without.
+        """
+        ...
+
+
+# By config.invariant_mode.
+STRATEGIES: dict[str, Strategy] = {"tree": tree_linear, "gather": gather}
 
 
 def segments_of(config: Any, tp_comm_buffer_name: str | None) -> int:

@@ -8,14 +8,14 @@ from tp_invariant_recipes.numerics.layers import ColumnForward, HeadNormForward,
 
 
 class InvariantColumnParallelLinear(ColumnForward, ColumnParallelLinear):
-    """Column-parallel linear, also Megatron's output layer on every device."""
+    """Column-parallel linear layer; on every device also Megatron's output layer."""
 
     def __init__(self, *args, tp_comm_buffer_name: str | None = None, **kwargs) -> None:
         super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
         self.segments = segments_of(self.config, tp_comm_buffer_name)
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
-        """[s/t or s, b, k] → [s, b, n/t], and no bias left to add."""
+        """[s/t or s, b, k] → [s, b, n/t], and None as bias, since the layer has added it."""
         if runtime_gather_output or (runtime_gather_output is None and self.gather_output):
             raise NotImplementedError("an invariant column-parallel layer does not gather its output")
         return self.column(input_, self.weight if weight is None else weight, self.bias), None
@@ -25,12 +25,12 @@ class InvariantRowParallelLinear(RowForward, RowParallelLinear):
     """Row-parallel linear."""
 
     def forward(self, input_: Tensor):
-        """[s, b, k/t] → [s/t or s, b, n], and no bias left to add."""
+        """[s, b, k/t] → [s/t or s, b, n], and None as bias, since the layer has added it."""
         return self.row(input_, self.weight, self.bias), None
 
 
 class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
-    """Embedding: the ranks' sum is one value and zeros, so it is exact but for the sign of zero."""
+    """Embedding: across ranks it sums one value and zeros, which is exact but for the sign of zero."""
 
     def forward(self, input_: Tensor) -> Tensor:
         """[b, s] → [b, s, h], or [s/t, b, h] with sequence parallelism."""

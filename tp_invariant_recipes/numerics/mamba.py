@@ -1,11 +1,11 @@
-"""Megatron-Core's Mamba-2 mixer with one result for every tensor-parallel degree.
+"""Megatron-Core's Mamba-2 mixer with the same result for every tensor-parallel degree.
 
-Only its two projections sum across ranks. in_proj's rows are five segments of unlike sizes:
+Only its two projections sum across ranks. in_proj's rows are five segments of different sizes:
 
     [ z: shard v0, … | x: shard v0, … | B: shard v0, … | C: shard v0, … | dt: shard v0, … ]
 
-so the convolution, the scan and the norm take a shard's part of each, and out_proj its y. Their parameters are sharded,
-and every rank has all tokens, so no gradient of theirs is to be added up across ranks.
+The convolution, the scan and the norm take a shard's part of each segment, and out_proj takes the shard's y. Their
+parameters are sharded and every rank has all tokens, so their gradients need no sum across ranks.
 """
 
 from functools import cached_property
@@ -21,7 +21,7 @@ from tp_invariant_recipes.numerics.mesh import VirtualMesh
 
 
 class InvariantMambaMixer(MambaMixer):
-    """A Mamba-2 mixer, in training; parameters, names and checkpoints are MambaMixer's."""
+    """A Mamba-2 mixer for training, with the parameters, names and checkpoints of MambaMixer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,11 +47,11 @@ class InvariantMambaMixer(MambaMixer):
 
     @cached_property
     def mesh(self) -> VirtualMesh:
-        """Looked up once, when the mixer first runs."""
+        """The virtual mesh, built when the mixer first runs."""
         return VirtualMesh.of(self.config.virtual_shards, self.pg_collection.tp)
 
     def _ssm_training(self, zxBCdt: Tensor, packed_seq_params: Any = None) -> Tensor:
-        """What in_proj gives → what out_proj takes: [s, b, (z | x | B | C | dt)/t] → [s, b, d_inner/t]."""
+        """in_proj's output → out_proj's input: [s, b, (z | x | B | C | dt)/t] → [s, b, d_inner/t]."""
         if packed_seq_params is not None:
             raise NotImplementedError("packed sequences in Mamba layers have no invariant version")
         shards, batch = self.mesh.local, zxBCdt.shape[1]
@@ -62,7 +62,7 @@ class InvariantMambaMixer(MambaMixer):
         return side_by_side(group_norm(groups, weight, self.norm.eps).view(y.shape))
 
     def _convolved(self, xBC: Tensor, batch: int) -> Tensor:
-        """[n, s, b, c] → the same."""
+        """[n, s, b, c] → [n, s, b, c]."""
         shards, sizes = xBC.shape[0], self.conv1d_weight.partition_sizes
         weight, bias = (by_shard(p.split(sizes), shards, 0) for p in (self.conv1d_weight, self.conv1d_bias))
         return causal_conv(xBC.flatten(1, 2), weight.squeeze(2), bias, batch).view(xBC.shape)

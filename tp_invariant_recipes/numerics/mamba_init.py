@@ -1,6 +1,6 @@
-"""How a Mamba-2 mixer's own parameters start: Megatron's distributions, from 52 random bits for every element.
+"""Initial values of a Mamba-2 mixer's own parameters: Megatron's distributions, from 52 random bits per element.
 
-In fp64 and of + - * / alone, as numerics/init.py says why.
+The arithmetic is fp64 + - * / only; numerics/init.py says why.
 """
 
 import math
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tp_invariant_recipes.numerics.init import _horner, _log
 
-STEPS = (0.001, 0.1)  # dt between them, its logarithm uniform
-DECAYS = (1.0, 16.0)  # -A between them, uniform
+STEPS = (0.001, 0.1)  # range of dt, whose logarithm is uniform
+DECAYS = (1.0, 16.0)  # range of -A, which is uniform
 CONV = 0.5  # 1 / sqrt(4): Kaiming's bound with a = sqrt(5), for weight and bias of 4 inputs
 LOG_2 = math.log(2.0)
 
@@ -30,7 +30,7 @@ def dt_bias(bits: Tensor) -> Tensor:
     """x with softplus(x) = dt, the logarithm of dt uniform between those of 0.001 and 0.1: dt + log(1 - exp(-dt))."""
     low, high = math.log(STEPS[0]), math.log(STEPS[1])
     dt = _exp(uniform(bits) * (high - low) + low)
-    # 1 - exp(-dt) = dt (1 - dt/2! + dt²/3! …), without the digits that the difference would lose
+    # 1 - exp(-dt) = dt (1 - dt/2! + dt²/3! …); the series avoids the cancellation of the difference
     series = _horner(-dt, [1.0 / math.factorial(k) for k in range(1, 14)])
     return dt + _log(dt * series)
 

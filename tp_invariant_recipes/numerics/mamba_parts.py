@@ -1,10 +1,10 @@
 """The parts of a Mamba-2 mixer between its two projections, on this rank's V/t virtual shards.
 
-A shard is whole groups of heads. All of it is local to a shard, so each shard is computed on its own shape, the same at
-every t: a kernel that reduces over the heads of a group, or is tuned by their number, then has nothing to depend on.
+A shard consists of whole groups of heads. These parts are local to a shard, so each shard is computed alone, with the
+same shape at every t. A kernel that reduces over a group's heads, or is tuned by their number, then cannot depend on t.
 
-The scan on a GPU is mamba_ssm's. Its autotuner times kernels and so may take another one in every process, and its
-backward adds atomically; `repeatable` ends both. On a CPU it is host/mamba.py's.
+On a GPU the scan is that of mamba_ssm. Its autotuner times kernels and may choose another one in every process, and its
+backward pass adds atomically; `repeatable` prevents both. On a CPU the scan is that of host/mamba.py.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,21 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host import mamba as on_cpu
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.causal_conv import TAPS, causal_conv_backward, causal_conv_forward
 from tp_invariant_recipes.kernels.group_norm import group_norm_backward, group_norm_forward
 from tp_invariant_recipes.kernels.tree_add import tree_add
 
 SCAN = "mamba_ssm.ops.triton.ssd_combined"
-# Where mamba_ssm keeps the kernels of its scan.
+# The modules with the kernels of mamba_ssm's scan.
 TUNED = ("ssd_bmm", "ssd_chunk_scan", "ssd_chunk_state", "ssd_combined", "ssd_state_passing")
 
 
 def by_shard(segments: Sequence[Tensor], shards: int, dim: int = -1) -> Tensor:
-    """This rank's part of a tensor in segments (x, B, C) with the shards first.
+    """This rank's part of a tensor in segments (x, B, C), with the shards as first dimension.
 
     segments: […, shards · f, …] each, divided along `dim`.
-    returns:  [shards, …, the segments' f side by side, …], contiguous: a shard lies in one piece.
+    returns:  [shards, …, the segments' f concatenated, …], contiguous, so that each shard is contiguous.
     """
     parts = [segment.unflatten(dim, (shards, -1)).movedim(dim - 1 if dim < 0 else dim, 0) for segment in segments]
     return torch.cat(parts, dim if dim < 0 else dim + 1) if len(parts) > 1 else parts[0].contiguous()
@@ -41,16 +42,16 @@ def side_by_side(shards: Tensor) -> Tensor:
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, step: int) -> Tensor:
-    """SiLU of every channel's convolution with its own past.
+    """SiLU of a causal convolution per channel.
 
-    x: [n, rows, c], contiguous; weight: [n, c, 4]; bias: [n, c]; step: rows to the token before.
-    returns: x's shape and dtype. Every rank has all tokens, so the weights' gradients are whole.
+    x: [n, rows, c], contiguous; weight: [n, c, 4]; bias: [n, c]; step: rows to the previous token.
+    returns: x's shape and dtype. Every rank has all tokens, so the weights' gradients are complete.
     """
     return _CausalConv.apply(x, weight, bias, step)
 
 
 def group_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, each group with weights of its own.
+    """RMSNorm over the last dimension, each group with its own weights.
 
     x: [n, rows, groups, d], contiguous; weight: [n, groups, d]. returns: x's shape and dtype.
     """
@@ -60,7 +61,7 @@ def group_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def chunk_scan(
     x: Tensor, dt: Tensor, log_a: Tensor, B: Tensor, C: Tensor, z: Tensor, D: Tensor, dt_bias: Tensor, chunk_size: int
 ) -> Tensor:
-    """The gated scan of one shard, dt through softplus.
+    """The gated scan of one shard, with softplus applied to dt.
 
     x, z: [b, s, heads, p]; dt: [b, s, heads]; B, C: [b, s, groups, n]; log_a, D, dt_bias: [heads], A = -exp(log_a).
     returns: [b, s, heads, p] of x's dtype.
@@ -76,7 +77,7 @@ def chunk_scan(
 
 @cache
 def repeatable() -> None:
-    """Make mamba_ssm's scan give the same bits in every process, for good: one configuration a kernel, no atomics."""
+    """Make mamba_ssm's scan repeat its bits in every process, permanently: one configuration per kernel, no atomics."""
     from triton.runtime.autotuner import Autotuner
 
     determinism = import_module("mamba_ssm.utils.determinism")
@@ -84,19 +85,21 @@ def repeatable() -> None:
     for module in TUNED:
         for kernel in vars(import_module(f"mamba_ssm.ops.triton.{module}")).values():
             if isinstance(kernel, Autotuner):
-                # The one that its deterministic mode takes if it is on at import; a machine's speed has no say in it.
+                # Deterministic mode takes this one if it is on at import; the machine's speed does not matter.
                 kernel.configs = [min(kernel.configs, key=determinism._estimate_config_cost)]
                 kernel.cache.clear()
 
 
 class _CausalConv(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, step: int) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.step = step
         return causal_conv_forward(x, weight, bias, step)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         x, weight, bias = ctx.saved_tensors
         dx, leaves = causal_conv_backward(gradients[0], x, weight, bias, ctx.step)
@@ -106,12 +109,14 @@ class _CausalConv(torch.autograd.Function):
 
 class _GroupNorm(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y, scale = group_norm_forward(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return y
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         dx, leaves = group_norm_backward(gradients[0], x, weight, scale)

@@ -1,4 +1,4 @@
-"""The virtual mesh: V shards in a fixed order, spread over t ranks that own consecutive ones."""
+"""The virtual mesh: V shards in a fixed order, spread over t ranks. Each rank owns consecutive shards."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class VirtualMesh:
-    """V virtual shards on t ranks; rank r owns the V/t shards from r * V/t on.
+    """V virtual shards on t ranks. Rank r owns V/t shards, starting at shard r * V/t.
 
     shards: V, a power of two. size: t, a divisor of V. rank: this rank's place in 0..t-1.
     group:  the ranks' torch.distributed process group; None when t is 1.
@@ -33,5 +33,5 @@ class VirtualMesh:
 
     @property
     def local(self) -> int:
-        """Shards of one rank: V/t."""
+        """The number of shards of one rank, V/t."""
         return self.shards // self.size

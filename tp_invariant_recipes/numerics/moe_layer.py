@@ -1,4 +1,4 @@
-"""Megatron's mixture-of-experts layer with its dispatcher replaced; router and experts come by the specification."""
+"""Megatron's mixture-of-experts layer with another dispatcher; the specification names its router and experts."""
 
 from typing import Any
 
@@ -21,10 +21,10 @@ class InvariantMoELayer(MoELayer):
 
 
 class InvariantSequentialMLP(SequentialMLP):
-    """Experts that are modules of their own, as Megatron has them without Transformer Engine."""
+    """Experts that are separate modules, as in Megatron without Transformer Engine."""
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
-        """[r, h] → the same, and no bias."""
+        """[r, h] → [r, h], and None as bias."""
         fc1 = [expert.linear_fc1.weight for expert in self.local_experts]
         fc2 = [expert.linear_fc2.weight for expert in self.local_experts]
         return expert_mlp(rows, probs, batches, fc1, fc2, activation_kind(self.config)), None

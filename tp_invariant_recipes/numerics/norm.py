@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.partial_gradient import reduce_weight_gradient
@@ -53,6 +54,7 @@ def _rows(x: Tensor, shards_of: NormShards) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of: NormShards) -> Tensor:
         y, scale = rms_norm_forward(_rows(x, shards_of), weight, eps)
         ctx.save_for_backward(x, weight, scale)
@@ -60,6 +62,7 @@ class _RMSNorm(torch.autograd.Function):
         return y.view(x.shape)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight, scale = ctx.saved_tensors
         mesh, shards_of = ctx.mesh, ctx.shards_of

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.tree import tree_all_reduce, tree_sum
@@ -53,6 +54,7 @@ def reduce_weight_gradient(weight: Tensor, leaves: Tensor, mesh: VirtualMesh, ev
 
 
 @torch.no_grad()
+@outside_modes
 def _finish(backward: int) -> None:
     """One tree for the parameters whose leaves have one shape, then one all-gather for all that are alike."""
     waiting = _waiting.pop(backward)

@@ -4,19 +4,34 @@ A product is *defined* shard by shard, on operands laid out without gaps and int
 transposition and dtypes, which are the same for every t, and nothing else, decide its bits. A library may choose
 another algorithm for the strides of a slice, for several shards at once, or when it adds to what the output holds.
 So the faster form, one launch that reads slices where they are and writes or adds in place, is taken only for shapes
-and strides for which it was seen, on this machine and in this process, to give the bits of the definition.
+and strides for which it was seen, on this machine and in this process, to give the bits of the definition. The trial's
+operands cancel (numerics/probe_operands.py): on others a bf16 output hides most differences.
+numerics/cpu_product.py does the same for a CPU, with what its libraries have.
 """
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# (shapes, strides, dtypes, alignment, shards, add) -> whether the product in one launch has the bits of the definition.
-_in_place_is_right: dict[tuple[Any, ...], bool] = {}
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.numerics import cpu_product
+from tp_invariant_recipes.numerics.probe_operands import cancelling, residue
+from tp_invariant_recipes.numerics.shard_operands import Parts, like, parts_of, without_gaps
 
-Parts = int | tuple[int, ...]  # a number of equal parts, or the size of each
+TRIALS = 2  # of operands that cancel; one shows every other order of additions that was tried
+# What cuBLAS says of strides or alignment that it does not take. Any other error of a trial is an error of the run.
+LAYOUT_NOT_TAKEN = ("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE")
+CHECK = "TPI_CHECK_PRODUCTS"  # 1: compute every product both ways, on the operands of the run, and compare
+
+_WORDS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+# (shapes, strides, dtypes, alignment, shards, add, torch's settings) -> whether the product in one launch has the bits
+# of the definition.
+_in_place_is_right: dict[tuple[Any, ...], bool] = {}
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Parts = 1, add: bool = False) -> Tensor:
@@ -28,14 +43,17 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
     returns:       out.
     """
     if not a.is_cuda:
-        return _defined(a, b, out, rows, columns, add)
+        result = cpu_product.product(a, b, rows, columns)
+        return out.add_(result.to(out.dtype)) if add else out.copy_(result)
     key = (
         a.shape, b.shape[1], a.stride(), b.stride(), out.stride(), a.dtype, out.dtype, rows, columns, add,
-        a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16,
+        a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16, *_settings(),
     )  # fmt: skip
     right = _in_place_is_right.get(key)
     if right is None:
         right = _in_place_is_right[key] = _seen_to_be_right(a, b, out, rows, columns, add)
+    if right and _checking():
+        return _checked(a, b, out, rows, columns, add)
     return _in_place(a, b, out, add) if right else _defined(a, b, out, rows, columns, add)
 
 
@@ -44,10 +62,35 @@ def shown() -> dict[tuple[Any, ...], bool]:
     return dict(_in_place_is_right)
 
 
+def _settings() -> tuple[Any, ...]:
+    """torch's settings that decide which kernel cuBLAS runs. Its public getters take 3 µs together, these 0.3."""
+    return (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_float32_matmul_precision(),
+        torch._C._get_blas_preferred_backend(),
+    )
+
+
+@cache
+def _checking() -> bool:
+    return os.environ.get(CHECK, "0") == "1"
+
+
+def _checked(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> Tensor:
+    """Both forms on these operands. Raises RunError where their bits differ."""
+    expected = like(out, 16).copy_(out) if add else like(out, 16)
+    _defined(a, b, expected, rows, columns, add)
+    _in_place(a, b, out, add)
+    if not same_bits(out, expected):
+        raise RunError(
+            f"{CHECK}=1: a product {[*a.shape]} @ {[*b.shape]} in one launch has other bits than shard by shard "
+            f"({a.dtype} to {out.dtype}, rows={rows}, columns={columns}, add={add}): the probe of numerics/product.py "
+            f"did not see it"
+        )
+    return out
+
+
 def _defined(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> Tensor:
-    if not a.is_cuda:  # in bf16 most CPUs multiply number by number, several times slower
-        wide = torch.promote_types(a.dtype, torch.float32)
-        a, b = a.to(wide), b.to(wide)
     for part, x, y in _shards(a, b, out, rows, columns):
         result = _multiplied(x, y, out.dtype)
         part.add_(result) if add else part.copy_(result)
@@ -56,23 +99,19 @@ def _defined(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add
 
 def _shards(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     if rows != 1:
-        b = _without_gaps(b)
-        for part, x in zip(_parts(out, rows, 0), _parts(a, rows, 0), strict=True):
-            yield part, _without_gaps(x), b
+        b = without_gaps(b)
+        for part, x in zip(parts_of(out, rows, 0), parts_of(a, rows, 0), strict=True):
+            yield part, without_gaps(x), b
     else:
-        a = _without_gaps(a)
-        for part, y in zip(_parts(out, columns, 1), _parts(b, columns, 1), strict=True):
-            yield part, a, _without_gaps(y)
-
-
-def _parts(matrix: Tensor, parts: Parts, dim: int) -> Sequence[Tensor]:
-    return matrix.chunk(parts, dim) if isinstance(parts, int) else matrix.split(parts, dim)
+        a = without_gaps(a)
+        for part, y in zip(parts_of(out, columns, 1), parts_of(b, columns, 1), strict=True):
+            yield part, a, without_gaps(y)
 
 
 def _multiplied(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    if a.is_cuda and a.dtype != dtype:
+    if a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b).to(dtype)
+    return torch.mm(a, b)
 
 
 def _in_place(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
@@ -81,34 +120,26 @@ def _in_place(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
     return torch.addmm(out, a, b, out.dtype, out=out) if add else torch.mm(a, b, out.dtype, out=out)
 
 
-def _without_gaps(matrix: Tensor) -> Tensor:
-    """The same matrix with no gaps between rows, or columns where those are what memory holds together.
-
-    It begins where 16 bytes do, as memory of its own does: a library may choose by that as well (MKL's gemv does).
-    """
-    if matrix.stride(0) == 1 and matrix.stride(1) != 1:
-        return _without_gaps(matrix.t()).t()
-    dense = matrix.contiguous()
-    return dense.clone() if dense.data_ptr() % 16 else dense
-
-
 def _seen_to_be_right(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> bool:
-    """Try both forms on random numbers that lie in memory as these operands do, without touching `out`."""
-    with torch.random.fork_rng(devices=[a.device]):
-        torch.manual_seed(0)
-        a, b, first, second = (_like(tensor).normal_() for tensor in (a, b, out, out))
-    second.copy_(first)
-    try:
-        _in_place(a, b, first, add)
-    except RuntimeError:  # a layout that the library does not take
-        return False
-    _defined(a, b, second, rows, columns, add)
-    return torch.equal(first, second)
+    """Try both forms on operands that cancel and lie in memory as these do, without touching `out`."""
+    generator = torch.Generator(a.device).manual_seed(0)
+    x, y, first, second = (like(tensor, 16) for tensor in (a, b, out, out))
+    for _ in range(TRIALS):
+        cancelling(x, y, generator)
+        residue(first, generator)
+        second.copy_(first)
+        try:
+            _in_place(x, y, first, add)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in LAYOUT_NOT_TAKEN):
+                raise
+            return False
+        _defined(x, y, second, rows, columns, add)
+        if not same_bits(first, second):
+            return False
+    return True
 
 
-def _like(tensor: Tensor) -> Tensor:
-    """Fresh memory with the strides and alignment of a matrix or a slice of one."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    offset = tensor.data_ptr() % 16 // tensor.element_size()
-    memory = torch.empty(offset + last + 1, dtype=tensor.dtype, device=tensor.device)
-    return memory.as_strided(tensor.shape, tensor.stride(), offset)
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits."""
+    return torch.equal(a.view(_WORDS[a.dtype]), b.view(_WORDS[b.dtype]))

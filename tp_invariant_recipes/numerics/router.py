@@ -1,6 +1,6 @@
 """Megatron's top-k router with invariant sums over tokens: the weight gradient and the load-balancing loss.
 
-Everything else is row by row. Expert capacity is that of a virtual shard's tokens, as Megatron has it on V ranks.
+Everything else is row by row. Expert capacity counts a virtual shard's tokens, as Megatron does on V ranks.
 """
 
 import copy
@@ -12,6 +12,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
@@ -25,11 +26,11 @@ DTYPES = {None: None, "fp32": torch.float32}
 
 
 class InvariantTopKRouter(OnMesh, TopKRouter):
-    """Which experts a token goes to."""
+    """Chooses the experts of each token."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.capacity = config.moe_expert_capacity_factor, config.moe_token_drop_policy
-        # Megatron's would count a rank's tokens; ours is applied in `routing`.
+        # Megatron's capacity would count a rank's tokens; `routing` applies ours.
         config = copy.copy(config)
         config.moe_expert_capacity_factor = None
         super().__init__(config, *args, **kwargs)
@@ -56,13 +57,13 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         return probs, routing_map
 
     def _maintain_float32_expert_bias(self) -> None:
-        """The counts of tokens as well: in bf16, as Megatron has them, a rank's are rounded from 257 on."""
+        """Keep the token counts in fp32 too: Megatron's bf16 counts of a rank are rounded above 256."""
         super()._maintain_float32_expert_bias()
         if self.local_tokens_per_expert is not None:
             self.local_tokens_per_expert.data = self.local_tokens_per_expert.data.float()
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
-        """Not yet: `routing` counts what is left after dropping."""
+        """Do nothing yet: `routing` counts the tokens that remain after dropping."""
 
     def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False):
         return self._balanced(probs, scores, routing_map, 1, "aux_loss", "load_balancing_loss")
@@ -74,7 +75,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         return self._balanced(probs, scores, routing_map, bsz, "seq_aux_loss", "seq_load_balancing_loss")
 
     def _balanced(self, probs: Tensor, scores: Tensor, routing_map: Tensor, sequences: int, kind: str, name: str):
-        """Attach the loss of Switch Transformer (arXiv 2101.03961), for each sequence on its own or for all as one.
+        """Attach the loss of Switch Transformer (arXiv 2101.03961), for each sequence alone or for all together.
 
         scores, routing_map: [s/t, b · E] or [n, E].
         """
@@ -91,6 +92,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
 
 class _Gating(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mesh = mesh
@@ -100,6 +102,7 @@ class _Gating(torch.autograd.Function):
         return logits.view(*x.shape[:-1], -1)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         mesh, grad = ctx.mesh, gradients[0].reshape(-1, len(weight))
@@ -117,9 +120,10 @@ class _Gating(torch.autograd.Function):
 
 
 class _LoadBalance(torch.autograd.Function):
-    """The loss' value is that of the whole micro-batch on the first rank and 0 on others: Megatron logs their sum."""
+    """The first rank has the loss of the whole micro-batch and the others have 0, since Megatron logs their sum."""
 
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, scores: Tensor, counts: Tensor, factor: float, mesh: VirtualMesh) -> Tensor:
         ctx.save_for_backward(counts)
         ctx.shape, ctx.factor = scores.shape, factor
@@ -129,6 +133,7 @@ class _LoadBalance(torch.autograd.Function):
         return (total * counts).sum() * (0.0 if mesh.rank else factor)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (counts,) = ctx.saved_tensors
         return (gradients[0] * ctx.factor * counts).expand(ctx.shape), None, None, None

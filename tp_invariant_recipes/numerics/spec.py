@@ -1,4 +1,4 @@
-"""Which invariant layer stands where: a block specification for Bridge's provider, and what has no seam."""
+"""The invariant layer for each stock layer: a block specification for Bridge's provider, and replacements elsewhere."""
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -10,7 +10,7 @@ from typing import Any
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.replacement import Replacement
 
-# The class a stock specification names -> the invariant class that stands for it, by module of this package.
+# Class in a stock specification -> its invariant replacement, as MODULE:CLASS of this package.
 SUBSTITUTES = {
     "ColumnParallelLinear": "local_layers:InvariantColumnParallelLinear",
     "RowParallelLinear": "local_layers:InvariantRowParallelLinear",
@@ -26,10 +26,10 @@ SUBSTITUTES = {
     "SequentialMLP": "moe_layer:InvariantSequentialMLP",
     "TEGroupedMLP": "te_layers:InvariantTEGroupedMLP",
 }
-# The same for a norm of queries or keys, by the field of the specification that holds it.
+# The same for norms of queries or keys, which the specification's field tells apart.
 HEAD_NORMS = {"WrappedTorchNorm": "local_layers:InvariantHeadNorm", "TENorm": "te_layers:InvariantTEHeadNorm"}
 HEAD_NORM_FIELDS = ("q_layernorm", "k_layernorm")
-# Classes with no sum across ranks of their own.
+# Classes that sum nothing across ranks themselves.
 AS_THEY_ARE = (
     "TransformerLayer",
     "SelfAttention",
@@ -46,7 +46,7 @@ AS_THEY_ARE = (
     "IdentityOp",
     "IdentityFuncOp",
 )
-# numerics.grad_norm -> what stands for Megatron's get_grad_norm_fp32.
+# numerics.grad_norm -> the replacement of Megatron's get_grad_norm_fp32.
 NORMS = {"exact": "grad_norm:get_grad_norm_fp32", "fp64": "grad_norm:fp64_grad_norm"}
 _NORM_WHY = "a sum of squares depends on how parameters are sharded"
 
@@ -68,8 +68,8 @@ def invariant(part: Any, field: str = "") -> Any:
 
     part:  a ModuleSpec, a dataclass of submodules, a partial that takes submodules, a list of these, a class, a
            function or None.
-    field: the field of the specification it stands in.
-    Raises ConfigError for a class that is in none of the tables: whether it sums across ranks is not known.
+    field: the field of the specification that holds the part.
+    Raises ConfigError for a class in none of the tables, since it may sum across ranks.
     """
     if isinstance(part, type):
         table = HEAD_NORMS if field in HEAD_NORM_FIELDS else SUBSTITUTES
@@ -89,13 +89,13 @@ def invariant(part: Any, field: str = "") -> Any:
 
 
 def _named(path: str) -> Any:
-    """Looked up late: these modules import torch and Megatron-Core."""
+    """The class at a path. The lookup is late, since these modules import torch and Megatron-Core."""
     module, _, name = path.partition(":")
     return getattr(import_module(f"tp_invariant_recipes.numerics.{module}"), name)
 
 
 def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
-    """What Megatron builds or calls by name, where no specification reaches. None for stock numerics.
+    """Replacements of classes and functions that Megatron uses by name. Empty for stock numerics.
 
     numerics: mode, shards, grad_norm, clip_rounding, as in the configuration.
     """
@@ -145,7 +145,7 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
 
 
 def _hybrid_norm(original: Any) -> Any:
-    """Without Transformer Engine, and not on our CPU host, there is no such norm; nor can a hybrid model be built."""
+    """The hybrid norm exists only with Transformer Engine or on our CPU host; hybrid models need one of them, too."""
     absent = original.__name__ == "TENorm" and find_spec("transformer_engine") is None
     return original if absent else _named(SUBSTITUTES[original.__name__])
 

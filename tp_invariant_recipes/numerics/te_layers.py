@@ -1,4 +1,4 @@
-"""Megatron-Core's Transformer Engine wrappers with invariant sums. Importing this needs Transformer Engine."""
+"""Megatron-Core's Transformer Engine wrappers with invariant sums. The import needs Transformer Engine."""
 
 import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import (
@@ -31,7 +31,7 @@ class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnP
         self.segments = segments_of(self.config, tp_comm_buffer_name)
 
     def forward(self, x: Tensor):
-        """[s/t or s, b, k] → [s, b, n/t], and no bias left to add."""
+        """[s/t or s, b, k] → [s, b, n/t], and None as bias, since the layer has added it."""
         normal = rms_norm(x, self.layer_norm_weight, self.eps, self.mesh, sequence_shards(self.config))
         return self.column(normal, self.weight, self.bias if self.use_bias else None), None
 
@@ -44,7 +44,7 @@ class InvariantTEColumnParallelLinear(ColumnForward, TEColumnParallelLinear):
         self.segments = segments_of(self.config, tp_comm_buffer_name)
 
     def forward(self, x: Tensor):
-        """[s/t or s, b, k] → [s, b, n/t], and no bias left to add."""
+        """[s/t or s, b, k] → [s, b, n/t], and None as bias, since the layer has added it."""
         return self.column(x, self.weight, self.bias if self.use_bias else None), None
 
 
@@ -52,12 +52,12 @@ class InvariantTERowParallelLinear(RowForward, TERowParallelLinear):
     """Row-parallel linear."""
 
     def forward(self, x: Tensor):
-        """[s, b, k/t] → [s/t or s, b, n], and no bias left to add."""
+        """[s, b, k/t] → [s/t or s, b, n], and None as bias, since the layer has added it."""
         return self.row(x, self.weight, self.bias if self.use_bias else None), None
 
 
 class InvariantTERMSNorm(NormForward, te.RMSNorm):
-    """RMSNorm over the hidden size. Megatron-Core's own wrapper, TENorm, is a function in the shape of a class."""
+    """RMSNorm over the hidden size. It derives from te.RMSNorm, since Megatron-Core's TENorm only acts as a factory."""
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> None:
         super().__init__(
@@ -74,10 +74,10 @@ class InvariantTEHeadNorm(HeadNormForward, InvariantTERMSNorm):
 
 
 class InvariantTEGroupedMLP(TEGroupedMLP):
-    """Experts whose weights Transformer Engine holds in two modules; the products are ours."""
+    """Experts whose weights are in two Transformer Engine modules and whose products are our own."""
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
-        """[r, h] → the same, and no bias."""
+        """[r, h] → [r, h], and None as bias."""
         fc1, fc2 = (
             [getattr(linear, f"weight{expert}") for expert in range(self.num_local_experts)]
             for linear in (self.linear_fc1, self.linear_fc2)

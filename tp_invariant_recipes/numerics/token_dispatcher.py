@@ -1,10 +1,10 @@
-"""Tokens on their way to the experts' owners and back. Only bytes move; what is added here is a token's few copies.
+"""Dispatch tokens to the experts' owners and back. The exchange only moves bytes; the only sums join a token's copies.
 
-On a rank, a copy of a token for an expert is a *slot*. Slots lie by owner, then expert, then token. An owner receives
-those of all ranks in rank order, which is the order of the sequence, and sorts them by expert: so it has an expert's
-tokens of the whole micro-batch in the same order, and as many, in every layout.
+On a rank, a copy of a token for an expert is a *slot*. Slots are sorted by owner, then expert, then token. An owner
+receives the slots of all ranks in rank order, which is the order of the sequence, and sorts them by expert. So in every
+layout it has the same tokens of an expert, from the whole micro-batch, in the same order.
 
-Backward, and where a token's copies are added up again, the experts' numbers say the order.
+The sums over a token's copies, forward and backward, are in the order of the experts' numbers.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.row_sum import row_sum
 from tp_invariant_recipes.numerics.expert_placement import Owners
@@ -24,7 +25,7 @@ from tp_invariant_recipes.numerics.expert_placement import Owners
 class Batches:
     """The tokens that this rank computes with, one batch for each of its experts and each source.
 
-    groups: tokens of each batch, expert after expert, source after source. first: the first expert's local number.
+    groups: tokens of each batch, by expert, then by source. first: the first expert's local number.
     """
 
     groups: Groups
@@ -36,19 +37,19 @@ class Batches:
         return self.first + batch // self.sources
 
     def source(self, batch: int) -> int:
-        """Which data-parallel rank of those that share the expert the batch is from."""
+        """The data-parallel rank that a batch comes from, among those that share the expert."""
         return batch % self.sources
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where everything goes in one layer and micro-batch. n tokens here, E experts, m slots; r rows arrive here.
+    """The routes of one layer and micro-batch. This rank has n tokens and m slots and receives r rows; E experts.
 
-    map:      [n, E] bool, which experts a token goes to; slot: [n, E] int64, where its copy lies, if it does.
+    map:      [n, E] bool, the experts of each token; slot: [n, E] int64, the slot of its copy where map is true.
     copies:   [n, topk] int64, a token's slots by expert, -1 for none.
-    token:    [m] int64, of each slot; place: [m] int64, where in the flattened map it is from.
-    send:     slots for each rank; receive: rows from each; empty if this rank is alone.
-    sorted:   [r] int64, the rows that arrive in the order of the batches; arrived: [r], the inverse.
+    token:    [m] int64, the token of each slot; place: [m] int64, its index in the flattened map.
+    send:     number of slots for each rank; receive: number of rows from each; empty if this rank is alone.
+    sorted:   [r] int64, the received rows in the order of the batches; arrived: [r], the inverse.
     """
 
     map: Tensor
@@ -65,10 +66,10 @@ class Route:
 
 @torch.no_grad()
 def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
-    """Plan the way of a micro-batch. routing_map: [n, E] bool. One collective of counts, and one wait for them.
+    """Plan the routes of a micro-batch. routing_map: [n, E] bool. It costs one collective of counts and one wait.
 
-    What has a place is found by searching the numbers of places before it: torch's deterministic scatter would sort,
-    and add up whatever has none in one place, one after the other.
+    A binary search over cumulative counts finds the entries. torch's deterministic scatter would sort, and would add
+    all entries without a destination at one index, one after the other.
     """
     n, experts = routing_map.shape
     by_owner = owners.by_owner(routing_map.t())
@@ -112,9 +113,9 @@ def _first(count: int, like: Tensor) -> Tensor:
 
 
 def _regrouped(counts: Tensor, total: int) -> Tensor:
-    """[total] int64: where the rows of (i, j) lie that come i after i, in the order j after j.
+    """[total] int64: the indices that reorder rows sorted by (i, j) to rows sorted by (j, i).
 
-    counts: [i, j], of rows; total: their sum. With the counts transposed it is the inverse.
+    counts: [i, j], of rows; total: their sum. With transposed counts it is the inverse.
     """
     starts = (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
     lengths = counts.t().flatten()
@@ -134,17 +135,19 @@ def from_slots(y: Tensor, plan: Route) -> Tensor:
 
 
 def exchange(rows: Tensor, plan: Route, owners: Owners, *, home: bool) -> Tensor:
-    """Slots here → rows of this rank's batches; with `home` the way back. rows: [m or r, …]."""
+    """This rank's slots → rows of this rank's batches; with `home` the inverse. rows: [m or r, …]."""
     return rows if owners.group is None else _Exchange.apply(rows, plan, owners, home)
 
 
 class _ToSlots(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, x: Tensor, probs: Tensor, plan: Route) -> tuple[Tensor, Tensor]:
         ctx.plan = plan
         return x[plan.token], probs.flatten()[plan.place]
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         plan, (dx, dp) = ctx.plan, gradients
         dprobs = dp.new_zeros(plan.map.shape) if not len(dp) else dp[plan.slot.clamp(min=0)].where(plan.map, 0.0)
@@ -153,22 +156,26 @@ class _ToSlots(torch.autograd.Function):
 
 class _FromSlots(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, y: Tensor, plan: Route) -> Tensor:
         ctx.plan = plan
         return row_sum(y.contiguous(), plan.copies)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0][ctx.plan.token], None
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx: Any, rows: Tensor, plan: Route, owners: Owners, home: bool) -> Tensor:
         ctx.plan, ctx.owners, ctx.home = plan, owners, home
         return _moved(rows, plan, owners, home)
 
     @staticmethod
+    @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _moved(gradients[0], ctx.plan, ctx.owners, not ctx.home), None, None, None
 
@@ -182,7 +189,7 @@ def _moved(rows: Tensor, plan: Route, owners: Owners, home: bool) -> Tensor:
 
 
 class InvariantTokenDispatcher(MoETokenDispatcher):
-    """Stands for Megatron's dispatchers: the same six steps, called by MoELayer in this order."""
+    """Replaces Megatron's dispatchers by the same six steps, which MoELayer calls in this order."""
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
@@ -199,11 +206,11 @@ class InvariantTokenDispatcher(MoETokenDispatcher):
         return tuple(exchange(part, self.plan, self.owners, home=False) for part in (hidden_states, probs))  # type: ignore[return-value]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Batches, Tensor]:
-        """Rows as they are, and the batches they belong to, in place of a number of tokens for each expert."""
+        """The rows unchanged, and their batches in place of Megatron's number of tokens for each expert."""
         return hidden_states, self.plan.batches, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Nothing: with expert tensor parallelism of 1 there is nothing to add."""
+        """Return the rows: with expert tensor parallelism of 1 there is no sum."""
         return hidden_states
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:

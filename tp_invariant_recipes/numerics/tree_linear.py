@@ -15,8 +15,11 @@ there by the product itself (`product(…, add=True)`), which rounds as a separa
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.numerics import cpu_product
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.product import Parts, product
+from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics.shard_operands import Parts
 from tp_invariant_recipes.numerics.tree import Reducing, all_gather, start_all_gather, start_reduce_scatter
 from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
@@ -44,6 +47,7 @@ def row_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx, x, weight, mesh, segments, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.segments, ctx.sequence_parallel = mesh, segments, sequence_parallel
@@ -55,6 +59,7 @@ class _ColumnParallel(torch.autograd.Function):
         return y
 
     @staticmethod
+    @outside_modes
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         mesh, segments, sequence_parallel = ctx.mesh, ctx.segments, ctx.sequence_parallel
@@ -75,6 +80,7 @@ class _ColumnParallel(torch.autograd.Function):
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
+    @outside_modes
     def forward(ctx, x, weight, mesh, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
@@ -83,6 +89,7 @@ class _RowParallel(torch.autograd.Function):
         return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
     @staticmethod
+    @outside_modes
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         mesh = ctx.mesh
@@ -105,6 +112,8 @@ def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts)
     """
     if isinstance(segments, int):
         segments = (a.shape[1] // segments,) * segments
+    if not a.is_cuda:
+        return start_reduce_scatter(cpu_product.partials(a, b, mesh.local, segments), mesh)
     # A partial of several segments is a sum itself and needs a place of its own.
     width = 1 if len(segments) > 1 else min(2, mesh.local)
     nodes = torch.empty((mesh.local // width, a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)

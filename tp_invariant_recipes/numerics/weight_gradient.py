@@ -1,4 +1,4 @@
-"""Where a weight gradient goes: to autograd, or straight into Megatron's fp32 buffer."""
+"""Compute a weight gradient for autograd, or directly into Megatron's fp32 buffer."""
 
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ _stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
 def weight_gradient(weight: Tensor, compute: Callable[[Tensor, bool], object]) -> Tensor:
-    """Compute a weight's gradient where it belongs; what a backward pass returns to autograd for the weight.
+    """Compute a weight's gradient and return the tensor that a backward pass gives to autograd for the weight.
 
-    Without `weight.main_grad` that is the gradient, rounded once to the weight's dtype. With it (Megatron's fp32
-    buffer) the gradient is added there unrounded, and a stand-in is returned, so that the hooks on the weight still
-    fire: `grad_added_to_main_grad` tells them to leave its value alone.
+    Without `weight.main_grad` it returns the gradient, rounded once to the weight's dtype. With it (Megatron's fp32
+    buffer) it adds the gradient there unrounded and returns a stand-in, so that the hooks on the weight still run;
+    `grad_added_to_main_grad` tells them to ignore the stand-in's value.
 
     compute: called as compute(out, add) with an fp32 tensor of the weight's shape to fill or to add to.
     returns: the weight's shape and dtype.
@@ -29,7 +29,7 @@ def weight_gradient(weight: Tensor, compute: Callable[[Tensor, bool], object]) -
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:
-    """Tell Megatron that the gradient is in `weight.main_grad` already.
+    """Tell Megatron that `weight.main_grad` already contains the gradient.
 
     returns: a gradient that nobody reads; zeros where Megatron would add it (tied embeddings: `zero_out_wgrad`).
     """
@@ -39,7 +39,7 @@ def added_to_main_grad(weight: Tensor) -> Tensor:
     key = (weight.shape, weight.dtype, weight.device)
     stand_in = _stand_ins.get(key)
     if stand_in is None:
-        # One for each shape, but all in the memory of the largest so far.
+        # There is one stand-in for each shape, and all share the memory of the largest so far.
         largest = max((s for s in _stand_ins.values() if s.dtype == weight.dtype and s.device == weight.device),
                       key=Tensor.numel, default=None)  # fmt: skip
         if largest is not None and largest.numel() >= weight.numel():
@@ -47,4 +47,4 @@ def added_to_main_grad(weight: Tensor) -> Tensor:
         else:
             stand_in = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         _stand_ins[key] = stand_in
-    return stand_in.detach()  # autograd keeps a gradient that it alone holds, and copies any other
+    return stand_in.detach()  # autograd takes a gradient without copying it only if it holds the sole reference

@@ -1,1 +1,1 @@
-"""Fixes to installed packages where they offer no seam (docs/patches.md). `registry.py` holds the table."""
+"""Fixes to installed packages that offer no hook (docs/patches.md). `registry.py` holds the table."""

@@ -8,18 +8,18 @@ from tp_invariant_recipes.patches.patch import Looks, Patch
 from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
-    "runs make in a folder where the megatron-core wheel has no Makefile, and exits; "
-    "the wheel carries the compiled helpers"
+    "Megatron-Bridge runs make in a folder where the megatron-core wheel has no Makefile, and exits; "
+    "the wheel contains the compiled helpers"
 )
 
 
 def nothing(original: Any) -> Callable[[], None]:
-    """In place of a function without arguments: done."""
+    """Replaces a function without arguments by one that does nothing."""
     return lambda: None
 
 
 def helpers_without_makefile() -> bool:
-    """Whether Megatron-Core has its helpers compiled and nothing to compile them with."""
+    """Whether Megatron-Core has compiled helpers and no Makefile."""
     core = code.folder("megatron.core")
     if core is None:
         return False

@@ -1,8 +1,8 @@
-"""Installed code, looked at without importing it: where a package lies, what one of its functions is.
+"""Inspect installed code without importing it: the folder of a package, the fingerprint of a function.
 
     python -m tp_invariant_recipes.patches.code FILE FUNCTION
 
-prints the fingerprint that a row of the table would have to know.
+prints the fingerprint to add to a row of the table.
 """
 
 import ast
@@ -14,24 +14,24 @@ from pathlib import Path
 
 
 def folder(package: str) -> Path | None:
-    """Where an installed package lies, such as "megatron.core"; None without it, and for a placeholder in its place.
+    """The folder of an installed package, such as "megatron.core"; None: it is absent, or a placeholder stands for it.
 
     Imports at most the parents of `package`.
     """
     try:
         spec = find_spec(package)
-    except (ModuleNotFoundError, ValueError):  # no parent; a module that says nothing of where it comes from
+    except (ModuleNotFoundError, ValueError):  # no parent package; a loaded module without a spec
         return None
     places = list(spec.submodule_search_locations or ()) if spec else []
     return Path(places[0]) if places else None
 
 
 def fingerprint(file: Path, function: str) -> str | None:
-    """16 hex digits that say what a function does: of its syntax tree, without comments, layout and docstring.
+    """16 hex digits of a function's syntax tree, without comments, layout and docstring.
 
     function: "name" or "Class.name".
-    returns:  None when the file has no such function, or none that this Python can read.
-    Syntax trees differ between versions of Python; this package runs on one.
+    returns:  None when the file has no such function, or this Python cannot parse the file.
+    Syntax trees differ between versions of Python; this package supports one version.
     """
     return _fingerprints(file, file.stat().st_mtime_ns).get(function) if file.is_file() else None
 

@@ -1,4 +1,4 @@
-"""Megatron-Core starts a manager process for every checkpoint save, also where the save writes in this process."""
+"""Megatron-Core starts a manager process for every checkpoint save, even when this process writes the files."""
 
 import queue
 from collections.abc import Callable
@@ -9,13 +9,13 @@ from tp_invariant_recipes.patches.patch import Looks, Patch
 from tp_invariant_recipes.replacement import Replacement
 
 WHY = (
-    "a save, even in this process, starts a manager process that outlives a killed rank with 0.3 GB, "
-    "and takes seconds to start"
+    "every save, even one within this process, starts a manager process; that takes seconds, "
+    "and a killed rank leaves it behind with 0.3 GB"
 )
 
 
 def queue_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For a save that writes in this process; asynchronous saves have made Megatron's shared queue before."""
+    """A queue for a save within this process; asynchronous saves have already made Megatron's shared queue."""
 
     def get_write_results_queue(mp_mode: str | None = None) -> Any:
         from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -28,7 +28,7 @@ def queue_in_this_process(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def manager_for_every_save() -> bool:
-    """Whether the installed function makes a manager."""
+    """Whether the installed function starts a manager process."""
     core = code.folder("megatron.core")
     file = core / "dist_checkpointing/strategies/filesystem_async.py" if core else None
     source = file.read_text(encoding="utf-8") if file and file.is_file() else ""

@@ -1,4 +1,4 @@
-"""What a patch is: a row that says which installed code it is for, and what becomes of it here."""
+"""A patch: a row that names the installed code that it is for, and decides whether it applies on this machine."""
 
 import operator
 from collections.abc import Callable
@@ -19,11 +19,11 @@ COMPARISONS = {">=": operator.ge, "<": operator.lt}
 
 @dataclass(frozen=True)
 class PatchVerdict:
-    """What becomes of a patch on this machine, and why.
+    """Whether a patch applies on this machine, and why.
 
     applies:    the installed code is known to need it.
-    not needed: the package is not there, or does without.
-    refused:    the version needs it, but the code is not the one that the patch was written for.
+    not needed: the package is absent, or its version does not need it.
+    refused:    the version needs it, but the installed code differs from the code that the patch knows.
     off:        the user has switched it off.
     """
 
@@ -33,9 +33,9 @@ class PatchVerdict:
 
 @dataclass(frozen=True)
 class Function:
-    """A function that a patch replaces or reads, and what of it is known.
+    """A function that a patch replaces or reads, with its known fingerprints.
 
-    file:  in the package's folder.
+    file:  relative to the package's folder.
     name:  "name" or "Class.name".
     known: version -> fingerprint (`code.fingerprint`).
     """
@@ -47,11 +47,11 @@ class Function:
 
 @dataclass(frozen=True)
 class Versions:
-    """Needed by a range of versions, and made for the code of some.
+    """The need of a patch that a range of versions requires and that fits known code only.
 
-    module:    where the code lies, such as "transformer_engine".
+    module:    the module that contains the code, such as "transformer_engine".
     versions:  ">=2.14,<2.16"; "" for all.
-    functions: all must be known. One that is not there at all is not known.
+    functions: all must be known. A missing function is unknown.
     """
 
     module: str
@@ -59,12 +59,12 @@ class Versions:
     functions: tuple[Function, ...]
 
     def verdict(self, package: str) -> PatchVerdict:
-        """Found out from the files; imports nothing."""
+        """Decide by the files; import nothing."""
         version, folder = installed(package), code.folder(self.module)
         if version is None or folder is None:
             return PatchVerdict("not needed", f"{package} is not installed")
         if not within(version, self.versions):
-            return PatchVerdict("not needed", f"{package} {version} does without; needed by {self.versions}")
+            return PatchVerdict("not needed", f"{package} {version} does not need it; needed by {self.versions}")
         strange = [f for f in self.functions if code.fingerprint(folder / f.file, f.name) not in f.known.values()]
         if strange:
             names = ", ".join(f.name for f in strange)
@@ -74,27 +74,27 @@ class Versions:
 
 @dataclass(frozen=True)
 class Looks:
-    """Needed by code that looks like this, whatever its version.
+    """The need of a patch that code of a certain form requires, whatever its version.
 
-    needed:   decides by looking at the files.
-    versions: the same in words.
+    needed:   inspects the files and decides.
+    versions: the same condition in words.
     """
 
     needed: Callable[[], bool]
     versions: str
 
     def verdict(self, package: str) -> PatchVerdict:
-        """Found out from the files; imports nothing."""
+        """Decide by the files; import nothing."""
         version = installed(package)
         if version is None:
             return PatchVerdict("not needed", f"{package} is not installed")
         if self.needed():
             return PatchVerdict("applies", f"{package} {version}")
-        return PatchVerdict("not needed", f"{package} {version} does without; needed by {self.versions}")
+        return PatchVerdict("not needed", f"{package} {version} does not need it; needed by {self.versions}")
 
 
 def always(tree: dict[str, Any] | None) -> bool:
-    """Of a patch that every run needs."""
+    """`Patch.concerns` of a patch that every run needs."""
     return True
 
 
@@ -103,7 +103,7 @@ class Patch:
     """One fix.
 
     name:     what `patches.off` calls it.
-    package:  the distribution that it mends.
+    package:  the distribution that it fixes.
     need:     which installed code needs it.
     replacements: what is put in place, in this order.
     why:      what goes wrong without it.
@@ -121,15 +121,15 @@ class Patch:
     concerns: Callable[[dict[str, Any] | None], bool] = always
 
     def verdict(self, off: bool = False) -> PatchVerdict:
-        """What becomes of it here. off: the user wants it so."""
+        """The patch's verdict on this machine. off: the user has switched the patch off."""
         return PatchVerdict("off", "by patches.off") if off else self.need.verdict(self.package)
 
 
 def within(version: str, versions: str) -> bool:
     """Whether a version is in a range of ">=" and "<".
 
-    A pre-release comes before its release, so a build on the way to the version with the fix counts as without it:
-    packaging's own rule would leave it out.
+    A pre-release precedes its release, so a pre-release of the version with the fix counts as without the fix.
+    packaging's own rule would exclude it.
     """
     return all(
         COMPARISONS[bound.operator](Version(version), Version(bound.version)) for bound in SpecifierSet(versions)

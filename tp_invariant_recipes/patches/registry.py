@@ -1,4 +1,4 @@
-"""The patches, one row each. Those that the installed packages need, and the run, are applied for a block."""
+"""The patches, one row each. `applied` applies those that the installed packages and the run need, for a block."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,25 +18,23 @@ PATCHES: tuple[Patch, ...] = (
 
 
 def verdicts(off: Sequence[str] = ()) -> list[tuple[Patch, PatchVerdict]]:
-    """Every patch and what becomes of it on this machine. Imports nothing of what the patches are for."""
+    """Every patch with its verdict on this machine. Imports none of the patched packages."""
     return [(patch, patch.verdict(patch.name in off)) for patch in PATCHES]
 
 
 def problems(tree: dict[str, Any] | None = None) -> list[str]:
-    """What stands against a run: unknown names in `patches.off`, patches that it needs and that cannot be applied.
+    """The patch problems of a run: unknown names in `patches.off`, and refused patches that the run needs.
 
-    tree: the run's configuration; None when it is unknown, and then all that is installed counts as used.
+    tree: the run's configuration; None: it is unknown, and the run counts as using all installed code.
     """
     off = _off(tree)
     known = [patch.name for patch in PATCHES]
     unknown = [
-        f"patches.off={name}: there is no such patch; there are: {', '.join(known)}"
-        for name in off
-        if name not in known
+        f"patches.off={name}: no such patch; the patches are {', '.join(known)}" for name in off if name not in known
     ]
     return unknown + [
-        f"{verdict.reason}, and needs patch {patch.name} ({patch.why}): install a version that docs/patches.md lists, "
-        f"or train without the patch by patches.off=[{patch.name}]"
+        f"{verdict.reason} and needs patch {patch.name} ({patch.why}): install a version that docs/patches.md lists, "
+        f"or train without the patch: patches.off=[{patch.name}]"
         for patch, verdict in verdicts(off)
         if verdict.state == "refused" and patch.concerns(tree)
     ]
@@ -44,10 +42,10 @@ def problems(tree: dict[str, Any] | None = None) -> list[str]:
 
 @contextmanager
 def applied(tree: dict[str, Any] | None = None) -> Iterator[list[str]]:
-    """Apply the patches that the installed packages and the run need; yields their names.
+    """Apply the patches that the installed packages and the run need; yield their names.
 
     tree: as in `problems`.
-    Raises ConfigError, and applies none, when one that the run needs is refused or `patches.off` has an unknown name.
+    Raises ConfigError, and applies none, when the run needs a refused patch or `patches.off` has an unknown name.
     """
     if wrong := problems(tree):
         raise ConfigError("\n".join(wrong), wrong)

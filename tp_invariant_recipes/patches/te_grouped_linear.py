@@ -1,12 +1,12 @@
-"""GroupedLinear under FP8 CUDA graphs does what it did when it was captured, in every micro-batch of a replay.
+"""GroupedLinear in an FP8 CUDA graph repeats its behaviour at capture in every micro-batch of a replay.
 
-Transformer Engine tells the modules of a captured graph through a tensor whether to quantise their weights anew: the
-graph reads it at every replay. GroupedLinear hands its autograd function None in the place of that tensor, and with
-it keeps the `is_first_microbatch` of the capture: True overwrites `main_grad` in every micro-batch, so that a step
-ends with the gradient of the last one; False never quantises changed weights.
+Transformer Engine passes a flag tensor to the modules of a captured graph; at every replay the graph reads from it
+whether to quantise the weights again. GroupedLinear passes None to its autograd function instead of that tensor and
+so keeps the `is_first_microbatch` of the capture. Captured with True, every micro-batch overwrites `main_grad`, so a
+step ends with the gradient of the last micro-batch. Captured with False, changed weights are never quantised again.
 
-The cure is what Linear does: take the tensor, and call every micro-batch of a graph not the first. Gradients then
-always accumulate, into a `main_grad` that Megatron zeroes before each step.
+The fix follows Linear: pass the tensor, and treat no micro-batch of a graph as the first. Gradients then always
+accumulate, into a `main_grad` that Megatron zeroes before each step.
 """
 
 import ast
@@ -23,20 +23,20 @@ from tp_invariant_recipes.replacement import Replacement
 FILE = "pytorch/module/grouped_linear.py"
 ARGUMENTS, FLAG = "non_tensor_args", "skip_fp8_weight_update"
 WHY = (
-    "a replayed CUDA graph keeps the first micro-batch of its capture: every micro-batch overwrites the gradient of "
-    "the experts' weights, or their FP8 copies are never renewed"
+    "a replayed CUDA graph keeps the is_first_microbatch of its capture: every micro-batch overwrites the gradient of "
+    "the experts' weights, or their FP8 copies are never updated"
 )
 
 
 def flag() -> Any:
-    """The tensor, fp32 [1], while a graph with cached FP8 weights is warmed up or captured; otherwise None."""
+    """The flag tensor, fp32 [1], during warm-up or capture of a graph with cached FP8 weights; otherwise None."""
     from transformer_engine.pytorch.module.grouped_linear import FP8GlobalStateManager as state
 
     return state.get_skip_fp8_weight_update_tensor() if state.fp8_graph_capturing() else None
 
 
 def never_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`GroupedLinear.forward`: what a graph captures is no first micro-batch."""
+    """`GroupedLinear.forward` that captures no micro-batch as the first."""
 
     @wraps(original)
     def forward(self: Any, inp: Any, m_splits: Any, is_first_microbatch: bool | None = None) -> Any:
@@ -46,7 +46,7 @@ def never_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_flag(original: Callable[..., Any]) -> Any:
-    """`_GroupedLinear.forward`: the tensor goes where the module has put None."""
+    """`_GroupedLinear.forward` with the flag tensor in place of the module's None."""
     place = place_of_flag(original)
 
     @wraps(original)
@@ -59,7 +59,7 @@ def with_flag(original: Callable[..., Any]) -> Any:
 
 
 def place_of_flag(function: Callable[..., Any]) -> int:
-    """Which of its packed arguments a function unpacks as the flag. Raises ValueError when it unpacks none so."""
+    """The flag's index among a function's packed arguments. Raises ValueError when the function unpacks no flag."""
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id == ARGUMENTS:
             names = [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]

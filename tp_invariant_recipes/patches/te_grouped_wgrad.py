@@ -1,7 +1,7 @@
-"""Grouped layers that return to autograd what they must not (wgrad_contract.py): the returned values are put right.
+"""Correct the values that grouped layers return to autograd against the contract (wgrad_contract.py).
 
-Nothing is computed anew: the gradient is where the layer has put it, in `main_grad` or in the queue of delayed ones.
-`overwrite_main_grad` (Megatron-FSDP) changes how `main_grad` is written, not what is to be returned.
+The patches recompute nothing: the gradient stays in `main_grad` or in the queue of delayed gradients.
+`overwrite_main_grad` (Megatron-FSDP) changes the write to `main_grad`, not the value to return.
 """
 
 import inspect
@@ -18,7 +18,7 @@ DISCUSSED = "https://github.com/NVIDIA/TransformerEngine/pull/2871"
 
 
 def settled(weight: Any, returned: Any, mode: Mode) -> Any:
-    """What autograd may have for `weight` in place of what its layer returns."""
+    """The value that autograd gets for `weight` instead of the layer's returned value."""
     wanted = CONTRACT[mode]
     if wanted == "wgrad":
         return returned
@@ -29,7 +29,7 @@ def settled(weight: Any, returned: Any, mode: Mode) -> Any:
 
 
 def dummy(weight: Any) -> Any:
-    """Transformer Engine's own placeholder for a gradient that is in `main_grad`."""
+    """Transformer Engine's placeholder for a gradient that is in `main_grad`."""
     from transformer_engine.pytorch.module.base import get_dummy_wgrad
 
     return get_dummy_wgrad(list(weight.size()), weight.dtype, zero=getattr(weight, "zero_out_wgrad", False))
@@ -41,7 +41,7 @@ def within_main_grad(returned: Any, weight: Any) -> bool:
 
 
 def nothing_when_delayed(original: Callable[..., tuple]) -> Any:
-    """`_GroupedLinear.backward`: a delayed gradient's buffer is not returned before it is written."""
+    """`_GroupedLinear.backward` that returns None instead of the unwritten buffer of a delayed gradient."""
 
     @wraps(original)
     def backward(ctx: Any, *gradients: Any) -> tuple:
@@ -57,7 +57,7 @@ def nothing_when_delayed(original: Callable[..., tuple]) -> Any:
 
 
 def _arguments_before_weights() -> int:
-    """How many of what `_GroupedLinear` takes, `ctx` aside, comes before the weights."""
+    """The number of `_GroupedLinear`'s arguments before the weights, without `ctx`."""
     from transformer_engine.pytorch.module.grouped_linear import _GroupedLinear
 
     kinds = [parameter.kind for parameter in inspect.signature(_GroupedLinear.forward).parameters.values()]
@@ -65,7 +65,7 @@ def _arguments_before_weights() -> int:
 
 
 def settled_op(original: Callable[..., tuple]) -> Callable[..., tuple]:
-    """`GroupedLinear.fuser_backward` of the operations: it always writes into `main_grad` when it is to."""
+    """`GroupedLinear.fuser_backward` of the operations, which always obeys `_accumulate_into_main_grad`."""
 
     @wraps(original)
     def fuser_backward(self: Any, basic_op_ctxs: list, *arguments: Any, **keywords: Any) -> tuple:
@@ -89,7 +89,7 @@ def settled_mlp(original: Callable[..., list]) -> Callable[..., list]:
         def accumulates(weight: Any, returned: Any) -> bool:
             if not (fc_op.single_grouped_weight and getattr(weight, "overwrite_main_grad", False)):
                 return fc_op._accumulate_into_main_grad
-            # 2.14 does not write into a main_grad that is to be overwritten, if it is of a single grouped weight.
+            # With overwrite_main_grad, 2.14 does not write into the main_grad of a single grouped weight.
             said = getattr(weight, "grad_added_to_main_grad", False)
             return said or (returned is not None and within_main_grad(returned, weight))
 
@@ -99,11 +99,11 @@ def settled_mlp(original: Callable[..., list]) -> Callable[..., list]:
 
 
 def settled_parameters(op: Any, returned: Sequence[Any], accumulates: Callable[[Any, Any], bool]) -> list:
-    """The returned gradients of an operation's parameters, those of weights put right.
+    """The returned gradients of an operation's parameters, with those of the weights corrected.
 
-    returned:    in the order in which the parameters are registered: weights before biases, but a single grouped
-                 weight after biases of their own.
-    accumulates: of a weight and what is returned for it, whether the gradient is in `main_grad`.
+    returned:    in the parameters' order of registration: weights before biases, but a single grouped weight after
+                 separate biases.
+    accumulates: (weight, its returned gradient) -> whether the gradient is in `main_grad`.
     """
     single = getattr(op, "single_grouped_weight", False)
     weights = [op.weight] if single else [getattr(op, f"weight{group}") for group in range(op.num_groups)]
@@ -119,14 +119,14 @@ def settled_parameters(op: Any, returned: Sequence[Any], accumulates: Callable[[
 
 
 DELAYED_WHY = (
-    "with delayed weight gradients and none accumulated, autograd takes memory that nothing has been written to yet "
-    "for the gradient, and hands it to hooks"
+    "with delayed weight gradients and no accumulation, autograd takes a buffer before it is written as the gradient "
+    "and passes it to hooks"
 )
 OP_WHY = (
-    "with delayed weight gradients autograd gets None for a gradient that is in main_grad, which Megatron refuses when "
-    "it overlaps the reduction of gradients; a main_grad that is to be overwritten is returned itself: doubled"
+    "with delayed weight gradients autograd gets None for a gradient in main_grad, which Megatron refuses when it "
+    "overlaps the reduction of gradients; with overwrite_main_grad the layer returns main_grad itself, which doubles it"
 )
-MLP_WHY = "main_grad itself is returned as a gradient of the experts' weights, and is added to itself: doubled"
+MLP_WHY = "the layer returns main_grad itself as the gradient of the experts' weights, which adds it to itself: doubled"
 
 PATCHES = (
     Patch(

@@ -1,4 +1,4 @@
-"""What the patches of Transformer Engine have in common: when they matter."""
+"""The condition that the patches of Transformer Engine share: when they matter."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -9,7 +9,7 @@ MODULE = "transformer_engine"
 
 
 def for_runs(wants: Callable[[dict[str, Any]], bool]) -> Callable[[dict[str, Any] | None], bool]:
-    """`Patch.concerns` of a fix that matters to runs on a GPU whose `model` section makes `wants` true."""
+    """`Patch.concerns` of a fix for runs on a GPU whose `model` section makes `wants` true."""
 
     def concerns(tree: dict[str, Any] | None) -> bool:
         if tree is not None and not (tree["device"]["kind"] == "gpu" and wants(tree["model"])):
@@ -20,7 +20,7 @@ def for_runs(wants: Callable[[dict[str, Any]], bool]) -> Callable[[dict[str, Any
 
 
 def loads() -> bool:
-    """Whether Transformer Engine can be imported: installed without its libraries, Megatron does without it too."""
+    """Whether Transformer Engine can be imported. Megatron, too, works without it when its libraries are missing."""
     try:
         import_module(f"{MODULE}.pytorch")
     except (ImportError, OSError):

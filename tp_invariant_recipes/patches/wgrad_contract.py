@@ -1,11 +1,11 @@
-"""What autograd gets for the weight of a linear layer, by how its gradient is kept.
+"""The value that a linear layer returns to autograd for its weight, by the way the gradient is kept.
 
-Megatron gives each weight a `main_grad`, and its hook adds `weight.grad` to that unless the layer has said, by
-`weight.grad_added_to_main_grad`, that it has done so itself. So a layer that wrote into `main_grad` must return None,
-or, to Megatron, a dummy: a tensor of the right shape that nobody reads, since its hook takes no None where the
-reduction of gradients is overlapped. What a layer must never return is `main_grad` itself, or a view of it: autograd
-would make it `weight.grad`, the hook would add that to `main_grad`, and the gradient would be doubled. The table is
-that of NVIDIA/TransformerEngine#2871.
+Megatron gives each weight a `main_grad`, and its hook adds `weight.grad` to that unless the layer has set
+`weight.grad_added_to_main_grad` to say that it did so itself. So a layer that wrote into `main_grad` must return
+None, or, to Megatron, a dummy: a tensor of the right shape that nobody reads. Megatron's hook accepts no None when it
+overlaps the reduction of gradients. A layer must never return `main_grad` itself or a view of it: autograd would make
+it `weight.grad`, the hook would add that to `main_grad`, and the gradient would be doubled. The table is that of
+NVIDIA/TransformerEngine#2871.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from tp_invariant_recipes.patches.patch import within
 
 Returned = Literal["wgrad", "none", "dummy"]
 
-# What code that breaks the contract returns: main_grad or a view of it; a buffer that nothing has been written to yet.
+# Returned values that break the contract: main_grad or a view of it; a buffer not written yet; None for a dummy.
 Broken = Literal["main_grad", "unwritten", "none"]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How a weight's gradient is kept.
+    """The way a weight's gradient is kept.
 
-    delayed:     computed after the backward pass, by `backward_dw()`.
-    accumulates: written into `main_grad` by the layer.
+    delayed:     `backward_dw()` computes it after the backward pass.
+    accumulates: the layer writes it into `main_grad`.
     flagged:     the weight has an attribute `grad_added_to_main_grad`, as Megatron's have. Matters with `accumulates`.
     """
 
@@ -64,7 +64,7 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Deviation:
-    """A cell that some versions break. patch: the row of the registry that mends it."""
+    """A cell that some versions break. patch: the row of the registry that fixes it."""
 
     layer: str
     mode: Mode
@@ -83,13 +83,13 @@ DEVIATIONS = (
 
 
 def contract(mode: Mode, layer: str) -> Returned:
-    """What `layer` has to return in `mode`: the same for all layers. Raises KeyError for one that is not known."""
+    """The value that `layer` must return in `mode`; all layers share it. Raises KeyError for an unknown layer."""
     LAYERS[layer]
     return CONTRACT[mode]
 
 
 def upstream(mode: Mode, layer: str, version: str) -> Returned | Broken:
-    """What that layer of Transformer Engine `version` returns, unpatched."""
+    """The value that `layer` of Transformer Engine `version` returns without patches."""
     for deviation in DEVIATIONS:
         if (deviation.layer, deviation.mode) == (layer, mode) and within(version, deviation.versions):
             return deviation.returns

@@ -1,1 +1,1 @@
-"""One page about runs: what their ledgers hold, drawn and written for people. Imports neither torch nor Megatron."""
+"""An HTML page that shows the ledgers of runs in figures and sentences. Imports neither torch nor Megatron."""

@@ -1,4 +1,4 @@
-"""Curves over steps, in blocks where there are more steps than a figure can show."""
+"""Curves over steps, reduced to blocks when a figure cannot show every step."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ POINTS = 500  # of a curve
 class Curve:
     """Points of a curve, arrays of one length.
 
-    x:         the step; of a block its middle.
-    y:         the value; of a block the median. NaN: no finite one.
-    low, high: the smallest and largest of a block.
-    block:     steps a point; 1: every step is shown.
+    x:         the step, or the middle of a block.
+    y:         the value, or the median of a block. NaN: no finite value.
+    low, high: the smallest and largest value of a block.
+    block:     steps per point; 1: every step has its point.
     missing:   steps without a finite value.
     """
 
@@ -31,7 +31,7 @@ class Curve:
 
 
 def curve(points: Iterable[tuple[int, float | None]]) -> Curve:
-    """Draw up a curve of (step, value)."""
+    """Make a curve from (step, value)."""
     pairs = [(step, np.nan if value is None or not np.isfinite(value) else value) for step, value in points]
     steps = np.array([step for step, _ in pairs], dtype=np.float64)
     values = np.array([value for _, value in pairs], dtype=np.float64)
@@ -50,13 +50,13 @@ def curve(points: Iterable[tuple[int, float | None]]) -> Curve:
 
 
 def recorded(ledger: Ledger, field: str) -> list[tuple[int, float | None]]:
-    """(step, value) of one of the floats that a step has as exact bits."""
+    """(step, value) of one of the floats that the ledger records as exact bits."""
     texts = ((step.step, getattr(step, field)) for step in ledger.steps)
     return [(step, None if text is None else bits_float(text)) for step, text in texts]
 
 
 def distances(a: Ledger, b: Ledger, field: str) -> list[tuple[int, float | None]]:
-    """(step, ULP) of every common step; None: no distance, as from a NaN or from nothing, unless the bits are equal."""
+    """(step, ULP) of every common step. None: the bits differ, and one value is a NaN or missing."""
     pairs = (
         (one.step, getattr(one, field), getattr(other, field)) for one, other in zip(a.steps, b.steps, strict=False)
     )

@@ -1,4 +1,4 @@
-"""The figures of a report, drawn with matplotlib's objects: no pyplot, and nothing left changed in its settings."""
+"""The figures of a report. They use matplotlib's objects without pyplot and leave its settings unchanged."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,9 +22,9 @@ from tp_invariant_recipes.report.maps import CellState, Map
 from tp_invariant_recipes.report.palette import LIGHT, LINES, STYLES
 from tp_invariant_recipes.report.runs import Report, Run
 
-WIDTH = 10.8  # inches, as all figures
+WIDTH = 10.8  # inches, of every figure
 _CURVES, _DISTANCES, _COSTS = 5.6, 3.4, 3.2  # inches of height
-_FEW = 60  # points that get a mark each; columns between which lines are drawn
+_FEW = 60  # at most so many points get marks, and so many columns get separating lines
 _GIB = 2**30
 
 _SETTINGS: Any = {
@@ -42,7 +42,7 @@ _SETTINGS: Any = {
     "grid.color": LIGHT["rule"],
     "grid.linewidth": 0.7,
     "legend.frameon": False,
-    "svg.fonttype": "none",  # text stays text: it can be searched, and is read aloud
+    "svg.fonttype": "none",  # text stays text, for search and screen readers
     "text.color": LIGHT["ink"],
     "text.parse_math": False,  # a "$" in a name is a "$"
     "xtick.color": LIGHT["faint"],
@@ -54,11 +54,11 @@ _SETTINGS: Any = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure yet to be drawn.
+    """A figure before it is drawn.
 
-    name:   for links. alt: what it shows, for those who do not see it. note: how to read it.
+    name:   for links. alt: description for screen readers. note: explanation of the axes and colours.
     height: inches.
-    draw:   puts it on a figure, or on part of one.
+    draw:   draws on a figure or on part of one.
     """
 
     name: str
@@ -71,9 +71,9 @@ class Drawing:
 
 @contextmanager
 def settings(**more: Any) -> Iterator[None]:
-    """Draw and write figures inside; nothing of matplotlib's is changed afterwards."""
+    """Set matplotlib's parameters for a block that draws and writes figures, and restore them afterwards."""
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # nor does a matplotlibrc of the user's change what is drawn
+        matplotlib.rcdefaults()  # the user's matplotlibrc does not change the figures
         matplotlib.rcParams.update(_SETTINGS | more)
         yield
 
@@ -82,7 +82,7 @@ def settings(**more: Any) -> Iterator[None]:
 
 
 def training(report: Report) -> Drawing:
-    """Loss and gradient norm, and the learning rate small below them."""
+    """Loss and gradient norm, with a small learning-rate curve below them."""
     shown = {
         field: [curve(recorded(run.ledger, field)) for run in report.runs]
         for field in ("loss", "grad_norm", "learning_rate")
@@ -114,7 +114,7 @@ def training(report: Report) -> Drawing:
 
 
 def apart(report: Report) -> Drawing | None:
-    """How far losses and gradient norms are apart. None: nowhere, or nothing was compared."""
+    """The distances between losses and between gradient norms. None: all are 0, or no step was compared."""
     pairs = [(n, run) for n, (run, comparison) in enumerate(report.pairs, 1) if comparison.steps_compared]
     fields = ("loss", "grad_norm")
     found = {field: [distances(report.runs[0].ledger, run.ledger, field) for _, run in pairs] for field in fields}
@@ -146,17 +146,17 @@ def apart(report: Report) -> Drawing | None:
     )
     return Drawing(
         "apart",
-        "How far losses and gradient norms are apart",
+        "Distance between losses and between gradient norms",
         words,
-        "One ULP is the step from a floating-point number to the next. Logarithmic above 1; 0 means equal bits. "
-        + _blocks(line for lines in shown.values() for line in lines),
+        "One ULP is the step from a floating-point number to the next. The scale is logarithmic above 1; "
+        "0 means equal bits. " + _blocks(line for lines in shown.values() for line in lines),
         _DISTANCES,
         draw,
     )
 
 
 def cost(report: Report) -> Drawing | None:
-    """Step times, and peak memory where it was counted. None: no run has kept them."""
+    """Step times, and peak memory if a run recorded it. None: no run recorded step times."""
     timed = [(n, run) for n, run in enumerate(report.runs) if run.timings]
     if not timed:
         return None
@@ -194,7 +194,7 @@ def cost(report: Report) -> Drawing | None:
         "cost",
         "Step time and memory",
         " ".join(words),
-        ("" if memory else "Memory is not counted on a CPU. ") + _blocks([*times, *peaks]),
+        ("" if memory else "Runs on a CPU record no memory. ") + _blocks([*times, *peaks]),
         _COSTS,
         draw,
     )
@@ -210,13 +210,13 @@ def _grid(
     top: float = 0.32,
     **more: Any,
 ) -> GridSpec:
-    """Places for axes, with margins in inches. Not matplotlib's constrained layout: its solver rounds as it likes."""
+    """A grid of axes with margins in inches. The rounding of matplotlib's constrained layout is not reproducible."""
     place = {"left": left / WIDTH, "right": 1 - right / WIDTH, "top": 1 - top / height, "bottom": 0.55 / height}
     return figure.add_gridspec(rows, columns, **place, **more)
 
 
 def _lines(axes: Axes, curves: list[Curve], numbers: list[int] | None = None) -> None:
-    """numbers: those of the runs, which decide how a line looks."""
+    """numbers: the runs' numbers, which choose the style of their lines."""
     for n, line in zip(numbers or range(len(curves)), curves, strict=True):
         mark: dict[str, Any] = {"marker": "o", "markersize": 3} if len(line.x) <= _FEW else {}
         axes.plot(line.x, line.y, **_look(n), **mark)
@@ -227,7 +227,7 @@ def _lines(axes: Axes, curves: list[Curve], numbers: list[int] | None = None) ->
 
 
 def _look(n: int) -> dict[str, Any]:
-    # The first is broad, so that it shows under a second one that is its equal.
+    # The first line is broad, so that it stays visible under an identical second line.
     return {
         "color": LINES[n % len(LINES)],
         "linestyle": STYLES[n % len(STYLES)],
@@ -271,20 +271,20 @@ def _blocks(curves: Iterable[Curve]) -> str:
     words = []
     if block > 1:
         words.append(
-            f"Each point stands for up to {block} steps: the line is their median, the band reaches from their "
-            "smallest to their largest value."
+            f"Each point stands for up to {block} steps: the line shows their median, the band their smallest to "
+            "largest value."
         )
     if missing:
-        words.append(f"Values that are no finite numbers are gaps: {missing}.")
+        words.append(f"Gaps are values that are not finite numbers: {missing}.")
     return " ".join(words)
 
 
 # --- maps ---------------------------------------------------------------------------------------------------
 
-_SMALL = 7.5  # points, of a row's label
-_LABEL = 62  # characters of it
+_SMALL = 7.5  # points: font size of a row's label
+_LABEL = 62  # characters of a row's label
 _WORDS = {"gradients": "Gradients", "weights": "Weights"}
-# A state, its colour and its word.
+# (state, name of its colour, its word in the legend)
 _CELLS = (
     (CellState.IDENTICAL, "identical", "identical"),
     (CellState.SOME_DIFFER, "some", "some differ"),
@@ -326,32 +326,32 @@ def parameters(report: Report, n: int, found: Map) -> Drawing:
 
 
 def in_words(found: Map) -> str:
-    """What a map shows."""
+    """A sentence with the counts that a map shows."""
     if not found.differing:
         return f"All {found.compared:,} digests of {found.kind} that both runs recorded are identical."
     return (
-        f"{found.differing:,} of {found.compared:,} digests of {found.kind} differ: those of "
-        f"{found.parameters_differing:,} of {found.parameters_compared:,} parameters, at {found.steps_differing:,} of "
-        f"{found.steps_compared:,} steps, the first of them step {found.first:,}."
+        f"{found.differing:,} of {found.compared:,} digests of {found.kind} differ. They belong to "
+        f"{found.parameters_differing:,} of {found.parameters_compared:,} parameters and "
+        f"{found.steps_differing:,} of {found.steps_compared:,} steps, first step {found.first:,}."
     )
 
 
 def _reading(found: Map) -> str:
     words = ["Rows are in the order of a forward pass; columns are the steps at which both runs recorded digests."]
     if found.steps_alone:
-        words.append(f"One run alone has digests at {found.steps_alone:,} steps, which are left out.")
+        words.append(f"The map leaves out {found.steps_alone:,} steps at which only one run has digests.")
     if any(len(row.parameters) > 1 for row in found.rows):
-        words.append("A row is a group of parameters, in brackets how many.")
+        words.append("A row is a group of parameters; the number in brackets counts them.")
     if found.block > 1:
-        words.append(f"A column is up to {found.block} such steps.")
+        words.append(f"A column covers up to {found.block} such steps.")
     if not np.isnan(found.ulp).all():
-        words.append("Where both runs have dumps, the colour of a square says the largest distance in ULP.")
+        words.append("Where both runs have dumps, the colour of a square shows the largest distance in ULP.")
     return " ".join(words)
 
 
 def _cells(axes: Axes, found: Map) -> None:
     height, width = found.states.shape
-    # Rectangles, not an image: they follow the page from light to dark. One path a state keeps the page small.
+    # Rectangles, unlike an image, follow the page from light to dark. One path per state keeps the page small.
     for state, colour, _ in _CELLS:
         corners = [
             [(left - 0.5, top - 0.5), (right - 0.5, top - 0.5), (right - 0.5, bottom - 0.5), (left - 0.5, bottom - 0.5)]
@@ -375,7 +375,7 @@ def _cells(axes: Axes, found: Map) -> None:
 
 
 def rectangles(marked: np.ndarray) -> list[tuple[int, int, int, int]]:
-    """Cover the true cells of [rows, columns] with rectangles of left, top, right, bottom, the last two exclusive."""
+    """Cover the true cells of [rows, columns] with rectangles: (left, top, right, bottom), the last two exclusive."""
     covered, open_ = [], dict[tuple[int, int], int]()  # columns from, to -> the row where they began
     for row in range(len(marked) + 1):
         edges = np.flatnonzero(np.diff([False, *marked[row], False])) if row < len(marked) else np.empty(0, np.int64)

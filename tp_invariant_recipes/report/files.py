@@ -1,21 +1,20 @@
-"""Writing a report: whole or not at all, and over nothing that is there."""
+"""Writes a report whole or not at all, and never over an existing file unless told to."""
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.files import write_atomically
 
 
 def check(files: Mapping[str, Path | None], force: bool = False) -> None:
-    """See that nothing would be written over. RunError: lists every file that is there, or is named twice.
+    """Refuse to overwrite files. RunError: lists every file that exists or has two options.
 
-    files: option -> its file, if it has one. force: files that are there may be written over.
+    files: option -> its file, if it has one. force: allow overwriting existing files.
     """
     wanted = [(option, file) for option, file in files.items() if file]
     problems = [
-        f"{file} exists already: {option} takes another name, --force writes over it"
+        f"{file} exists already: give another file by {option}, or overwrite it by --force"
         for option, file in wanted
         if file.exists() and not force
     ]
@@ -23,19 +22,15 @@ def check(files: Mapping[str, Path | None], force: bool = False) -> None:
     for option, file in wanted:
         earlier = names.setdefault(file.resolve(), option)
         if earlier != option:
-            problems.append(f"{file} is the file of {earlier} and of {option}: they need two names")
+            problems.append(f"{earlier} and {option} name the same file, {file}: give each its own")
     if problems:
         raise RunError("\n".join(problems))
 
 
 def write(file: Path, data: bytes) -> None:
     """Write a file at once. RunError: it cannot be written."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(data)
-        temporary.replace(file)
+        write_atomically(file, data)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise RunError(f"cannot write {file}: {error.strerror or error}") from error

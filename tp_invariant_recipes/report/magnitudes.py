@@ -1,4 +1,4 @@
-"""How far apart the tensors are that both runs dumped."""
+"""Distances between the tensors that both runs dumped."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from tp_invariant_recipes.ledger.dumps import Distance
 
 @dataclass(frozen=True)
 class Measured:
-    """A tensor of both runs' dumps. name: as "gradients/decoder.layers.3.mlp.linear_fc1.weight"."""
+    """A tensor of both runs' dumps. name: such as "gradients/decoder.layers.3.mlp.linear_fc1.weight"."""
 
     step: int
     name: str
@@ -17,9 +17,9 @@ class Measured:
 
 
 def measure(comparison: Comparison) -> tuple[Measured, ...]:
-    """All tensors that both runs dumped at a step that was compared, by step and name.
+    """All tensors that both runs dumped at a compared step, by step and name.
 
-    LedgerError: dumps are damaged, or of other shapes.
+    LedgerError: dumps are damaged, or their shapes differ.
     """
     folders = [ledger.run_directory for ledger in (comparison.a, comparison.b)]
     left, right = (set(dumps.steps(folder)) if folder else set[int]() for folder in folders)

@@ -1,4 +1,4 @@
-"""The step × parameter map: where the digests of two runs are equal, and where not."""
+"""The step × parameter map: the steps and parameters at which the digests of two runs differ."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import numpy as np
 from tp_invariant_recipes.compare.compare import Comparison
 from tp_invariant_recipes.ledger.digests import group_of, in_order
 
-ROWS = 64  # that still can be read
+ROWS = 64  # more would be unreadable
 COLUMNS = 200
 
 
 class CellState(IntEnum):
-    """What a cell says of its digests, those of one or several parameters at one or several steps."""
+    """The state of a cell's digests, which belong to one or more parameters at one or more steps."""
 
     NOT_COMPARED = 0  # one of the runs has no such parameter
     IDENTICAL = 1
@@ -35,14 +35,15 @@ class Map:
     """The digests of `kind`, "gradients" or "weights", of two runs.
 
     rows:     in forward order.
-    columns:  for each column the first and last of its steps; only steps at which both runs have digests.
-    block:    steps a column.
-    states:   uint8 [rows, columns] of State.
-    ulp:      float64 [rows, columns], the largest distance in ULP that dumps show; NaN: there are none.
-    compared, differing: digests.
-    parameters_differing, parameters_compared, steps_differing, steps_compared: those with at least one of them.
-    steps_alone: steps at which only one run has digests.
-    first:    the first step that differs; None: none does.
+    columns:  (first step, last step) of each column, among the steps at which both runs have digests.
+    block:    steps per column.
+    states:   uint8 [rows, columns] of CellState.
+    ulp:      float64 [rows, columns], the largest distance in ULP of the dumps; NaN: there are no dumps.
+    compared, differing: numbers of digests.
+    parameters_differing, parameters_compared, steps_differing, steps_compared: parameters and steps with at least one
+              such digest.
+    steps_alone: number of steps at which only one run has digests.
+    first:    the first step that differs; None: no step differs.
     """
 
     kind: str
@@ -62,9 +63,9 @@ class Map:
 
 
 def parameter_map(comparison: Comparison, kind: str, dumped: Mapping[tuple[int, str], int] | None = None) -> Map | None:
-    """The map of two runs; None: they have no digests of `kind` at a common step.
+    """The map of two runs. None: they have no digests of `kind` at a common step.
 
-    dumped: (step, parameter) -> largest distance in ULP, of the tensors that both runs dumped.
+    dumped: (step, parameter) -> largest distance in ULP between the tensors that both runs dumped.
     """
     a, b = comparison.a, comparison.b
     left, right = a.header.digested(kind), b.header.digested(kind)
@@ -104,7 +105,7 @@ def parameter_map(comparison: Comparison, kind: str, dumped: Mapping[tuple[int, 
 
 
 def _steps(comparison: Comparison, kind: str) -> tuple[list[int], int]:
-    """The compared steps at which both runs have digests of `kind`, and the number of those at which one has."""
+    """The compared steps at which both runs have digests of `kind`, and the number of steps at which only one has."""
     pairs = list(zip(comparison.a.steps, comparison.b.steps, strict=False))[: comparison.steps_compared]
     sides = {one.step: sum(getattr(record, kind) is not None for record in (one, other)) for one, other in pairs}
     return [step for step, has in sides.items() if has == 2], list(sides.values()).count(1)
@@ -133,7 +134,7 @@ def _largest(
 
 
 def _rows(names: list[str]) -> tuple[MapRow, ...]:
-    """A row a parameter; where those are too many, a row a group; and where these are, several groups a row."""
+    """One row per parameter; if those are too many, one row per group; if still too many, several groups per row."""
     if len(names) <= ROWS:
         return tuple(MapRow(name, (name,)) for name in names)
     groups: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The page: everything about some runs in one HTML file, which asks nothing of the network."""
+"""The page: one HTML file about all runs that loads nothing from the network."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from tp_invariant_recipes.report.palette import style_sheet
 from tp_invariant_recipes.report.render import svg
 from tp_invariant_recipes.report.runs import Report, Run
 
-_ROWS = 40  # of the table of parameters
+_ROWS = 40  # at most, of the table of parameters
 _NOT_SET = "not set"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text; the first column names them."""
+    """Rows of text; the first column holds their names."""
 
     caption: str
     columns: tuple[str, ...]
@@ -37,7 +37,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page with an entry in the contents."""
+    """A section of the page, listed in its contents."""
 
     name: str
     title: str
@@ -47,7 +47,7 @@ class Section:
 
 
 def headline(report: Report) -> str:
-    """What the page is called."""
+    """The title of the page."""
     if not report.comparisons:
         return f"Run {report.runs[0].name}"
     others = ", ".join(run.name for run in report.runs[1:])
@@ -55,15 +55,15 @@ def headline(report: Report) -> str:
 
 
 def verdicts(report: Report) -> list[str]:
-    """One line for every run after the first; of a run alone, what there is of it."""
+    """One line for every run after the first; for a single run, a line with its number of steps."""
     if not report.comparisons:
         ledger = report.runs[0].ledger
-        return [f"One run, of {len(ledger.steps):,} steps; nothing to compare it with."]
+        return [f"One run of {len(ledger.steps):,} steps; nothing to compare it with."]
     return [f"{run.label}: {verdict_line(comparison)}" for run, comparison in report.pairs]
 
 
 def sections(report: Report) -> tuple[Section, ...]:
-    """What follows runs and headers."""
+    """The sections after the runs and headers."""
     measured = [_measured(comparison) for comparison in report.comparisons]
     found = [Section("training", "Curves", drawings=(figures.training(report),)), *_apart(report)]
     found += [section for kind in DIGESTED for section in _map(report, kind, measured)]
@@ -72,7 +72,7 @@ def sections(report: Report) -> tuple[Section, ...]:
 
 
 def page(report: Report, parts: tuple[Section, ...]) -> str:
-    """The HTML. parts: of `sections`."""
+    """The HTML. parts: the result of `sections`."""
     environment = Environment(
         loader=PackageLoader(__name__.rpartition(".")[0], "."),
         autoescape=True,
@@ -96,7 +96,7 @@ def page(report: Report, parts: tuple[Section, ...]) -> str:
 
 
 def _rendered(section: Section) -> dict[str, Any]:
-    """As the template has it; a drawing's own text is escaped where it is drawn."""
+    """The section as the template takes it. Drawing a figure escapes the figure's text."""
     drawings = [
         {"name": one.name, "title": one.title, "alt": one.alt, "note": one.note, "svg": Markup(svg(one))}
         for one in section.drawings
@@ -136,7 +136,7 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def _headers(report: Report) -> dict[str, list[dict[str, Any]]]:
-    """Fields of all headers side by side: those of the identity first, as text."""
+    """The fields of all headers side by side, as text; fields of the identity come first."""
     columns = [_fields(run) for run in report.runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     found: dict[str, list[dict[str, Any]]] = {"differing": [], "equal": []}
@@ -160,12 +160,12 @@ def _apart(report: Report) -> Iterable[Section]:
     if drawing is not None:
         yield Section("apart", "Distance", drawings=(drawing,))
     elif any(comparison.steps_compared for comparison in report.comparisons):
-        words = "Losses and gradient norms of all steps that were compared are equal: distance 0."
+        words = "Losses and gradient norms are equal at all compared steps: distance 0."
         yield Section("apart", "Distance", sentences=(words,))
 
 
 def _measured(comparison: Comparison) -> tuple[Measured, ...] | str:
-    """Distances of what both runs dumped, or why there are none although there are dumps."""
+    """Distances between the tensors that both runs dumped, or the reason why the dumps cannot be compared."""
     try:
         return measure(comparison)
     except LedgerError as error:
@@ -180,7 +180,7 @@ def _map(report: Report, kind: str, measured: list[tuple[Measured, ...] | str]) 
         if found is not None:
             drawings.append(figures.parameters(report, n, found))
         elif comparison.steps_compared:
-            sentences.append(f"{run.label}: there is no step at which both runs recorded digests of {kind}.")
+            sentences.append(f"{run.label}: at no step did both runs record digests of {kind}.")
     if sentences or drawings:
         yield Section(kind, kind.capitalize(), tuple(sentences), tuple(drawings))
 
@@ -197,7 +197,7 @@ def _table(run: Run, first: Run, comparison: Comparison) -> Table:
     ]
     more = f"; the first {_ROWS} of {len(rows):,}" if len(rows) > _ROWS else ""
     return Table(
-        f"{run.label} against {first.label}, in the order in which they first differ{more}",
+        f"{run.label} against {first.label}, in the order of their first difference{more}",
         ("parameter", "gradient differs from step", "weight differs from step", "at steps"),
         tuple(rows[:_ROWS]),
     )

@@ -1,11 +1,11 @@
-"""Colours of figures and page: told apart by people who are colour-blind, and in grey on paper.
+"""Colours of figures and page. Colour-blind readers can distinguish them, also in a grey print.
 
-A figure of the page has no colours of its own but names, which the page gives a light and a dark value.
+The figures on the page use names of colours; the page gives each name a light and a dark value.
 """
 
 import re
 
-# name -> value in the light, on a dark screen. Lines after Okabe and Ito.
+# name -> (value on a light screen, value on a dark screen). The lines' colours follow Okabe and Ito.
 COLOURS = {
     "ink": ("#1b2330", "#e6e9ee"),
     "faint": ("#5b6675", "#a3adba"),
@@ -23,18 +23,18 @@ COLOURS = {
 }
 LIGHT = {name: light for name, (light, _) in COLOURS.items()}
 LINES = tuple(LIGHT[name] for name in COLOURS if name.startswith("line-"))
-STYLES = ("-", "--", "-.", ":")  # a style each as well, since lines of identical runs lie upon each other
+STYLES = ("-", "--", "-.", ":")  # lines of identical runs cover each other, so each has its own style too
 
 _NAMES = {light: name for name, light in LIGHT.items()}
 
 
 def named(svg: str) -> str:
-    """Put names in the place of colours: `fill: #1b2330` becomes `fill: var(--ink)`."""
+    """Replace colours by their names: `fill: #1b2330` becomes `fill: var(--ink)`."""
     return re.sub(
         r"#[0-9a-f]{6}\b", lambda match: f"var(--{_NAMES[match[0]]})" if match[0] in _NAMES else match[0], svg
     )
 
 
 def style_sheet(column: int) -> str:
-    """Declarations of the names; column: 0 in the light, 1 on a dark screen."""
+    """CSS declarations of the names. column: 0 for a light screen, 1 for a dark one."""
     return "".join(f"--{name}:{values[column]};" for name, values in COLOURS.items())

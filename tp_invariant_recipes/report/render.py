@@ -1,4 +1,4 @@
-"""Drawings as SVG for a page, and as one PNG; the same drawings give the same bytes."""
+"""Drawings as SVG for a page, and as one PNG. Equal drawings give equal bytes."""
 
 import io
 import re
@@ -16,7 +16,7 @@ _DPI = 110
 
 
 def svg(drawing: Drawing) -> str:
-    """The drawing as an <svg> element to stand in a page, in the page's colours and font."""
+    """The drawing as an <svg> element for a page, in the page's colours and font."""
     with settings(**{"svg.hashsalt": drawing.name}):
         figure = Figure(figsize=(WIDTH, drawing.height), facecolor="none")
         drawing.draw(figure)
@@ -42,7 +42,7 @@ def png(drawings: Sequence[Drawing], title: str = "") -> bytes:
 
 
 def _element(document: str, drawing: Drawing) -> str:
-    """What a document of matplotlib's needs to be part of a page: no preamble, no addresses, no name twice."""
+    """Turn matplotlib's document into an element of a page, without preamble, addresses and duplicate ids."""
     start, body = document[document.index("<svg") :].split(">", 1)
     box = start[start.index("viewBox=") :].split('"')[1]
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)

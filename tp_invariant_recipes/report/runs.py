@@ -1,4 +1,4 @@
-"""The runs of a report: ledgers with short names, what a run directory tells besides, and how they compare."""
+"""The runs of a report: ledgers with short names, other data of their run directories, and their comparisons."""
 
 import json
 import os
@@ -20,7 +20,7 @@ _TIMED = ("step", "seconds", "tokens", "peak_memory")
 
 @dataclass(frozen=True)
 class Timing:
-    """What a step took. peak_memory: bytes; 0 where nothing counts them, as on a CPU."""
+    """Time and memory of a step. peak_memory: bytes; 0: not measured, as on a CPU."""
 
     step: int
     seconds: float
@@ -33,9 +33,9 @@ class Run:
     """A run of a report.
 
     letter:  "A" is the run that the others are compared with.
-    name:    as much of the end of its path as tells it from the others.
-    planned: the step at which the run's last attempt was to end; None: nothing says so.
-    unread:  lines of `progress.jsonl` that are no whole ones: a killed run leaves one.
+    name:    the shortest end of its path that no other run shares.
+    planned: the planned last step of the run's last attempt; None: unknown.
+    unread:  number of incomplete lines in `progress.jsonl`; a killed run leaves one.
     """
 
     letter: str
@@ -47,15 +47,15 @@ class Run:
 
     @property
     def label(self) -> str:
-        """Letter and name, as legends and tables have them."""
+        """Letter and name, as legends and tables show them."""
         return f"{self.letter} {self.name}"
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What a reader must know of this run before judging a figure; one sentence each."""
+        """Facts about this run that a reader needs before judging a figure; one sentence each."""
         steps, sentences = len(self.ledger.steps), []
         if self.planned is not None and steps < self.planned:
-            sentences.append(f"unfinished: recorded are {steps} of {self.planned} steps")
+            sentences.append(f"unfinished: the ledger has {steps} of {self.planned} steps")
         if self.ledger.torn:
             sentences.append("the last line of the ledger is torn: the run was killed, or is writing it now")
         skipped = sum(step.skipped for step in self.ledger.steps)
@@ -65,13 +65,13 @@ class Run:
         if diverged:
             sentences.append(f"replicas disagree, first at step {diverged[0]}")
         if self.unread:
-            sentences.append(f"lines of {PROGRESS} that are not whole, left out: {self.unread}")
+            sentences.append(f"incomplete lines of {PROGRESS}, left out: {self.unread}")
         return tuple(sentences)
 
 
 @dataclass(frozen=True)
 class Report:
-    """Runs, and each after the first compared with the first."""
+    """Runs, and the comparison of each later run with the first."""
 
     runs: tuple[Run, ...]
     comparisons: tuple[Comparison, ...]
@@ -83,12 +83,12 @@ class Report:
 
 
 def gather(paths: Sequence[str | os.PathLike]) -> Report:
-    """Read run directories, ledgers or certificates, and compare.
+    """Read run directories, ledgers or certificates, and compare them.
 
-    LedgerError: none is given, more than 26 are, or one cannot be read.
+    LedgerError: the number of paths is not 1 to 26, or one cannot be read.
     """
     if not 1 <= len(paths) <= len(_LETTERS):
-        raise LedgerError(f"a report is of 1 to {len(_LETTERS)} runs, not {len(paths)}: tpi report RUN…")
+        raise LedgerError(f"a report covers 1 to {len(_LETTERS)} runs, not {len(paths)}: tpi report RUN…")
     ledgers = [read(path) for path in paths]
     first, *others = ledgers
     return Report(
@@ -97,7 +97,7 @@ def gather(paths: Sequence[str | os.PathLike]) -> Report:
 
 
 def _run(letter: str, name: str, ledger: Ledger) -> Run:
-    # Beside a ledger of another name (a replaced one, a certificate) lie the files of another run, or none.
+    # A ledger of another name (a replaced one, a certificate) has the files of another run beside it, or none.
     folder = ledger.run_directory
     timings, unread = _timings(folder / PROGRESS) if folder else ((), 0)
     return Run(letter, name, ledger, timings, _planned(folder / RUN) if folder else None, unread)
@@ -114,7 +114,7 @@ def _names(ledgers: Iterable[Ledger]) -> list[str]:
 
 
 def _timings(file: Path) -> tuple[tuple[Timing, ...], int]:
-    """Of a step that ran twice, because the run went on from a checkpoint, the last time counts."""
+    """The timings by step. A step repeated after a resume counts with its last time."""
     found, unread = {}, 0
     for line in _bytes(file).splitlines():
         event = _object(line)

@@ -1,4 +1,4 @@
-"""The attempts at a run that `run.json` lists: when each began, from which step, in which job, and how it ended."""
+"""The attempts at a run, as `run.json` lists them: when each began, from which step, in which job, how it ended."""
 
 import os
 import shlex
@@ -34,7 +34,7 @@ def begun(start: int, last: int, job: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool = False) -> None:
-    """Say how the last attempt ended. Raises RunError.
+    """Record how the last attempt ended. Raises RunError.
 
     outcome: "completed", "stopped" or "failed". requeued: whether its job asks to be queued again.
     """
@@ -44,7 +44,7 @@ def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool
 
 
 def refused(run_dir: RunDir, why: str, job: dict[str, Any] | None) -> None:
-    """Say that a run which is there could not even be planned: an attempt that failed. Raises RunError."""
+    """Record a failed attempt: an existing run could not even be planned. Raises RunError."""
     run = run_dir.read_run()
     step = run["attempts"][-1]["from_step"] if run["attempts"] else 0
     run["attempts"].append(begun(step, run_dir.read_config()["train"]["train_iters"], job))
@@ -53,9 +53,9 @@ def refused(run_dir: RunDir, why: str, job: dict[str, Any] | None) -> None:
 
 
 def consecutive_failures(attempts: Sequence[dict[str, Any]], start: int) -> int:
-    """How many of the latest attempts began at step `start` and came to nothing, since one that did not.
+    """How many of the latest attempts, back to one that did not, began at step `start` and failed.
 
-    One that was asked to stop came to nothing through no fault of the run.
+    An attempt that was stopped by a signal has not failed.
     """
     count = 0
     for attempt in reversed(attempts):

@@ -1,11 +1,10 @@
-"""Which checkpoints of a run are whole, whose they are, and whether their bytes are what was written.
+"""The checkpoints of a run: which are finished, of which run they are, and whether their bytes have changed.
 
 Bridge writes a checkpoint's files and then moves its own markers; a run killed in between leaves a folder that looks
 usable. So a manifest is written last: a checkpoint without one is unfinished, one that disagrees with it is damaged.
 """
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import xxhash
 
 from tp_invariant_recipes.errors import CheckpointError
+from tp_invariant_recipes.files import write_atomically
 
 MANIFEST = "tpi-manifest.json"
 ASIDE = "set-aside"
@@ -115,12 +115,7 @@ def write_manifest(path: Path, step: int, identity_hash: str, layout: dict[str, 
         "layout": layout,
         "files": {str(f.relative_to(path)): {"bytes": f.stat().st_size, "xxh3_128": _digest(f)} for f in files},
     }
-    temporary = path / f".{MANIFEST}.new"
-    with temporary.open("w", encoding="utf-8") as stream:
-        json.dump(manifest, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.rename(path / MANIFEST)
+    write_atomically(path / MANIFEST, json.dumps(manifest, indent=1))
 
 
 def _iterations(checkpoints: Path) -> list[tuple[Path, int]]:

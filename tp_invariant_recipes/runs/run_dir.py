@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import time
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import yaml
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class RunDir:
 
     @property
     def token(self) -> Path:
-        """A word that the nodes of a job look for, to know whether they share this directory; there while they meet."""
+        """By it the nodes of a job find out whether they share this directory; removed once all have arrived."""
         return self.path / ".job.token"
 
     @property
     def ended(self) -> Path:
-        """One word for the job's script: how the last try in a job ended (multinode/agent.py)."""
+        """How the last attempt in a job ended, for the job's script (`Ended.word` in multinode/agent.py)."""
         return self.path / "job.ended"
 
     def rank_log(self, rank: int) -> Path:
@@ -100,7 +100,7 @@ class RunDir:
         return self.logs / f"rank-{rank}.log"
 
     def failure(self, rank: int) -> Path:
-        """Why a rank stopped, in its own words."""
+        """Why a rank failed, as it reports itself."""
         return self.logs / f"rank-{rank}.error.json"
 
     def read_config(self) -> dict[str, Any]:
@@ -124,12 +124,7 @@ class RunDir:
         """The same for a file that is text as it is."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_name(f".{file.name}.new")
-            with temporary.open("w", encoding="utf-8") as stream:
-                stream.write(text)
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(file)
+            write_atomically(file, text)
         except OSError as error:
             raise RunError(cannot_write(file, error)) from error
 
@@ -171,14 +166,16 @@ def choose(requested: str | None, name: str) -> RunDir:
     return RunDir(next(p for p in candidates if not p.exists()))
 
 
-def choose_for_several(asked: Path | None, name: str) -> Path:
-    """The directory of a command that makes several runs: `--dir` as asked for, or `runs/NAME-DATE-TIME`.
+def choose_for_several(requested: Path | None, name: str) -> Path:
+    """The directory of a command that makes several runs: `--dir` as requested, or `runs/NAME-DATE-TIME`.
 
-    Raises RunError when the one asked for is there and not an empty directory.
+    Raises RunError when the requested one exists and is not an empty directory.
     """
-    if asked is None:
+    if requested is None:
         return choose(None, name).path
-    path = asked.expanduser()
+    path = requested.expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise RunError(f"--dir {asked} is there and is not an empty directory: nothing is overwritten, choose another")
+        raise RunError(
+            f"--dir {requested} is there and is not an empty directory: nothing is overwritten, choose another"
+        )
     return path

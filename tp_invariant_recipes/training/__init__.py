@@ -1,1 +1,1 @@
-"""What one rank does: Bridge's pretrain() with our callbacks and patches."""
+"""One rank: Bridge's pretrain() with our callbacks and patches."""

@@ -1,4 +1,4 @@
-"""The story of one rank of an audit's training."""
+"""One rank of an audit's training."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
 
 
-def measure(run_dir: RunDir, seat: rank.RankInfo) -> None:
+def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
     """Train what the run directory holds and write down the gradient norms of every step."""
     run = AuditedRun(run_dir.path)
     tree, described = run.read_config(), run.read_run()
     bridge.load()
-    callbacks = [*rank.recording(run, seat, described, tree["ledger"]), *_callbacks(run, seat)]
+    callbacks = [*rank.recording(run, rank_info, described, tree["ledger"]), *_callbacks(run, rank_info)]
     try:
         rank.pretrain(tree, callbacks)
     finally:
@@ -21,9 +21,9 @@ def measure(run_dir: RunDir, seat: rank.RankInfo) -> None:
             getattr(callback, "close", lambda: None)()
 
 
-def _callbacks(run: AuditedRun, seat: rank.RankInfo) -> list[Any]:
+def _callbacks(run: AuditedRun, rank_info: rank.RankInfo) -> list[Any]:
     from tp_invariant_recipes.training.gradient_norms import GradientNorms, Rounded
 
     rounded_from = run.read_task()["rounded_from"]
-    norms = GradientNorms(run.norms if seat.rank == 0 else None)
+    norms = GradientNorms(run.norms if rank_info.rank == 0 else None)
     return [norms] if rounded_from is None else [norms, Rounded(rounded_from)]

@@ -1,4 +1,4 @@
-"""The story of one rank of a benchmark: every pass in turn, in this one process."""
+"""One rank of a benchmark: every pass in turn, in this one process."""
 
 import gc
 import os
@@ -10,19 +10,19 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
 
 
-def measure(run_dir: RunDir, seat: rank.RankInfo) -> None:
+def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
     """Train every pass of the benchmark that the directory holds and write down this rank's figures."""
     bench_dir = BenchDir(run_dir.path)
     bridge.load()
     for number, one in enumerate(bench_dir.read_passes()):
-        os.environ.update(seat.environment(number))
+        os.environ.update(rank_info.environment(number))
         tree = bench_dir.mode(one.mode).read_config()
         tree["train"]["train_iters"] = one.steps
-        rank.pretrain(tree, _callbacks(bench_dir, seat, number, one, tree))
+        rank.pretrain(tree, _callbacks(bench_dir, rank_info, number, one, tree))
         _settle()
 
 
-def _callbacks(bench_dir: BenchDir, seat: rank.RankInfo, number: int, one: Pass, tree: dict[str, Any]) -> list:
+def _callbacks(bench_dir: BenchDir, rank_info: rank.RankInfo, number: int, one: Pass, tree: dict[str, Any]) -> list:
     from tp_invariant_recipes.training.stopwatch import Start, Stopwatch, Tracer
 
     device = tree["device"]["kind"]
@@ -30,16 +30,15 @@ def _callbacks(bench_dir: BenchDir, seat: rank.RankInfo, number: int, one: Pass,
     run_dir = bench_dir.recorded(number)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     start = Start()
-    recording = rank.recording(run_dir, seat, bench_dir.mode(one.mode).read_run(), tree["ledger"])
-    callbacks = [start, *recording, Stopwatch(start, bench_dir.figures(seat.rank), number, one)]
-    if one.profile and seat.rank == 0:
+    recording = rank.recording(run_dir, rank_info, bench_dir.mode(one.mode).read_run(), tree["ledger"])
+    callbacks = [start, *recording, Stopwatch(start, bench_dir.figures(rank_info.rank), number, one)]
+    if one.profile and rank_info.rank == 0:
         callbacks.append(Tracer(bench_dir.trace(one.mode), one, gpu=device == "gpu"))
     return callbacks
 
 
 def _settle() -> None:
-    """Leave the next pass the memory that this one used: models hold themselves in cycles, and Bridge stops the
-    collector."""
+    """Free this pass's memory for the next: models hold themselves in cycles, and Bridge stops the collector."""
     import torch
 
     _forget_probabilities()

@@ -4,21 +4,23 @@ Once, before the first step, the ranks tell each other what they hold; parts wit
 costs a kernel for the gradients, one for the weights, and one all-reduce of a few numbers for every part.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.callbacks import CallbackContext
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import LANES, WITH_MAGNITUDE, Lanes
-from tp_invariant_recipes.ledger.digests import Parameter, in_order, start_lanes
+from tp_invariant_recipes.ledger.digests import Parameter, digest_texts, in_order, start_lanes
 from tp_invariant_recipes.numerics import grad_norm
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
+from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.training.shards import GlobalSlice, Held, Shards, covers
 
 NOTHING = -(2**63)  # what a rank without a part says of it: no more than any number
@@ -33,7 +35,7 @@ class Recorded:
     diverged: Diverged
 
 
-class Digests(Callback):
+class Digests(AroundOptimizerStep):
     """Takes the digests of every `every`th step. For every rank.
 
     parameters: what they are of, known once training has started.
@@ -53,10 +55,10 @@ class Digests(Callback):
         self.due = False
         self.listener: Callable[[Recorded], None] = lambda recorded: None
         self._gradient_lanes: Tensor | None = None
-        self._taken: _Taken | None = None
+        self._merging: _Merging | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Learn who holds what, and look on when the optimizer steps. Raises RunError, on every rank alike."""
+        """Learn who holds what. Raises RunError, on every rank alike."""
         self._shards = _shards(context.model)
         gradients = self._shards.gradients(context.optimizer)
         # With several optimizers each has a norm of its own, of which this would not be the largest.
@@ -73,12 +75,10 @@ class Digests(Callback):
         )
         if context.state.train_state.step == 0:
             self.initial = self._initial()
-        # The optimizer lives no longer than this training, so nobody puts its step back.
-        self._step, context.optimizer.step = context.optimizer.step, self._optimizer_step
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Take the weights as the last step left them; find out whether digests are due again."""
-        self._take()
+        self._start_merge()
         self.due = (context.state.train_state.step + 1) % self.every == 0
 
     def on_train_step_end(self, context: CallbackContext) -> None:
@@ -91,30 +91,30 @@ class Digests(Callback):
         dist.barrier()
 
     def on_train_end(self, context: CallbackContext) -> None:
-        """Deliver the last step's."""
+        """Report the last step's."""
         self.finish()
 
     def finish(self) -> None:
-        """Deliver the last step's, with all other ranks."""
-        self._take()
-        self._deliver()
+        """Report the last step's, with all other ranks."""
+        self._start_merge()
+        self._report()
 
     def close(self) -> None:
-        """Deliver what there is, after a failure: without waiting for other ranks, which may be gone."""
-        if self._taken and self._taken.done.query():
-            self._deliver(alone=True)
+        """Report what there is, after a failure: without waiting for other ranks, which may be gone."""
+        if self._merging and self._merging.done.query():
+            self._report(alone=True)
 
-    def _optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Gradients are reduced over all ranks here, and neither clipped nor used up yet."""
+    @contextmanager
+    def around_optimizer_step(self) -> Iterator[None]:
+        """Take the gradients' digests; tell the exact norm the largest gradient, which their kernel has found."""
         if self.due:
             if self._shards.memory() != self._memory:
                 raise RunError("parameters or gradients have moved in memory since training began: ledger.digests=0")
             self._gradient_lanes = self._gradients.lanes()
-        self._deliver()  # while the GPU is busy
-        if not (self.due and self._gradients.lanes.magnitude):
-            return self._step(*args, **kwargs)
-        with grad_norm.largest_known(self._gradients.lanes.largest):
-            return self._step(*args, **kwargs)
+        self._report()  # while the GPU is busy
+        found = self.due and self._gradients.lanes.magnitude
+        with grad_norm.largest_known(self._gradients.lanes.largest) if found else nullcontext():
+            yield
 
     def _initial(self) -> dict[str, str]:
         lanes = self._weights.lanes()
@@ -123,22 +123,22 @@ class Digests(Callback):
         done.synchronize()
         return self._weights.texts(merged.numpy()[len(self._gradients.parts) :, :LANES])
 
-    def _take(self) -> None:
+    def _start_merge(self) -> None:
         """Start on the weights' digests, and on what all ranks have together, for the step that has ended."""
         if self._gradient_lanes is not None:
             lanes = torch.cat([self._gradient_lanes, self._weights.lanes()])
             self._gradient_lanes = None
-            self._taken = _Taken(lanes, *self._merge(lanes))
+            self._merging = _Merging(lanes, *self._merge(lanes))
 
-    def _deliver(self, *, alone: bool = False) -> None:
-        taken, self._taken = self._taken, None
-        if taken is None:
+    def _report(self, *, alone: bool = False) -> None:
+        merging, self._merging = self._merging, None
+        if merging is None:
             return
-        taken.done.synchronize()
-        parts = taken.merged.numpy().reshape(-1, 2, LANES)
+        merging.done.synchronize()
+        parts = merging.merged.numpy().reshape(-1, 2, LANES)
         split = len(self._gradients.parts)
         gradients, weights = self._gradients.texts(parts[:split, 0]), self._weights.texts(parts[split:, 0])
-        self.listener(Recorded(gradients, weights, self._diverged(parts, taken.lanes, alone)))
+        self.listener(Recorded(gradients, weights, self._diverged(parts, merging.lanes, alone)))
 
     def _diverged(self, parts: np.ndarray, lanes: Tensor, alone: bool) -> Diverged:
         """The parts of which replicas disagree, and which ranks hold what.
@@ -157,7 +157,7 @@ class Digests(Callback):
         )
 
 
-class _Taken(NamedTuple):
+class _Merging(NamedTuple):
     """Digests on their way to the host.
 
     lanes:  of this rank's parts, int64 [own parts, LANES]. merged: of all parts, on the host, once `done`.
@@ -241,9 +241,7 @@ class _Sums:
         """Parameter → digest. parts: int64 [parts, LANES]."""
         sums = self._starts.copy()
         np.add.at(sums, self._parameter, parts.astype(np.uint64))
-        text = sums.astype(">u8").tobytes().hex()
-        width = 16 * LANES
-        return {name: text[width * n : width * (n + 1)] for n, name in enumerate(self.names)}
+        return dict(zip(self.names, digest_texts(sums.astype(">u8").tobytes()), strict=True))
 
 
 def _shards(model: Iterable[Any]) -> Shards:

@@ -1,19 +1,21 @@
 """The callback that dumps gradients and weights at traced steps."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from megatron.bridge.training.callbacks import Callback, CallbackContext
+from megatron.bridge.training.callbacks import CallbackContext
 
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.lines import DIGESTED
 from tp_invariant_recipes.training.digests import dtype_name
 from tp_invariant_recipes.training.gathering import gathered
+from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.training.shards import Shards
 from tp_invariant_recipes.training.trace import Tracing
 
 
-class DumpParameters(Callback):
+class DumpParameters(AroundOptimizerStep):
     """Adds this rank's pieces of gradients, before clipping, and of weights, after the step, to the step's dump.
 
     For every rank, before `tracing`, which has the names and writes the dump.
@@ -25,7 +27,7 @@ class DumpParameters(Callback):
         self._running = 0
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Look on when the optimizer steps. RunError, on all ranks: there is no such parameter."""
+        """Learn which parts this rank holds. RunError, on all ranks: there is no such parameter."""
         shards = Shards(context.model)
         self._held = {"gradients": shards.gradients(context.optimizer), "weights": shards.weights()}
         here = {f"{kind}/{part.name}" for kind, held in self._held.items() for part in held}
@@ -33,17 +35,16 @@ class DumpParameters(Callback):
         if missing := sorted(self.names - known):
             named = "\n  ".join(f"{name}{nearest(name, known)}" for name in missing)
             raise RunError(f"ledger.dump: the model has no such parameter:\n  {named}")
-        step = context.optimizer.step
-
-        def optimizer_step(*args: Any, **kwargs: Any) -> Any:
-            self._add("gradients")
-            return step(*args, **kwargs)
-
-        context.optimizer.step = optimizer_step
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Note the number of the step."""
         self._running = context.state.train_state.step + 1
+
+    @contextmanager
+    def around_optimizer_step(self) -> Iterator[None]:
+        """Add the gradients."""
+        self._add("gradients")
+        yield
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Add the weights."""

@@ -1,12 +1,12 @@
 """Writes dumps: one file a rank and step, which ledger/dumps.py reads."""
 
-import os
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.kernels.digest import Piece
 from tp_invariant_recipes.ledger.dumps import RANKS, DumpedPart, file_of
 from tp_invariant_recipes.runs.run_dir import cannot_write
@@ -39,14 +39,9 @@ class DumpWriter:
         from safetensors.numpy import save
 
         file = file_of(self.run, step, self.rank)
-        temporary = file.with_name(f".{file.name}.new")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("wb") as stream:
-                stream.write(save(self._bits, metadata=self._parts))
-                stream.flush()
-                os.fsync(stream.fileno())
-            temporary.replace(file)
+            write_atomically(file, save(self._bits, metadata=self._parts))
         except OSError as error:
             raise RunError(cannot_write(file, error)) from error
         self._bits, self._parts = {}, {RANKS: str(self.ranks)}

@@ -1,4 +1,4 @@
-"""What all ranks know, put together."""
+"""Gathers Python objects of all ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,8 @@
 """The callbacks of an audit: one takes the norm of every parameter's gradient, one changes weights by rounding."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.training.gathering import gathered
+from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.training.shards import Held, Shards, unwrapped
-from tp_invariant_recipes.training.whole_norms import DumpedPart, whole_norms
+from tp_invariant_recipes.training.whole_norms import SquaredPart, whole_norms
 
 
-class GradientNorms(Callback):
+class GradientNorms(AroundOptimizerStep):
     """Takes the norm of every parameter's gradient as the optimizer sees it: reduced over ranks, not yet clipped.
 
     A parameter's norm is that of the whole, over all ranks that hold a part of it; replicas count once. For every rank.
@@ -27,18 +29,18 @@ class GradientNorms(Callback):
         self.file = file
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Learn which parts this rank holds, and look on when the optimizer steps. Raises RunError."""
+        """Learn which parts this rank holds. Raises RunError."""
         self.context = context
         self.number = context.state.train_state.step
         self.shards = _shards(context.model)
-        # The optimizer lives no longer than this training, so nobody puts its step back.
-        self.step, context.optimizer.step = context.optimizer.step, self._optimizer_step
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Learn the step's number, counted from 1."""
         self.number = context.state.train_state.step + 1
 
-    def _optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def around_optimizer_step(self) -> Iterator[None]:
+        """Take the norms and write them down."""
         ours = _parts(self.shards.gradients(self.context.optimizer))
         everyone = gathered((ours, _graphs(self.context.model)))
         if self.file:
@@ -46,7 +48,7 @@ class GradientNorms(Callback):
             line = {"step": self.number, "graphs": sum(graphs for _, graphs in everyone), "norms": norms}
             with self.file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(line) + "\n")
-        return self.step(*args, **kwargs)
+        yield
 
 
 class Rounded(Callback):
@@ -80,7 +82,7 @@ def _shards(model: Iterable[Any]) -> Shards:
         ) from error
 
 
-def _parts(held: list[Held]) -> list[DumpedPart]:
+def _parts(held: list[Held]) -> list[SquaredPart]:
     if not held:
         return []
     norms = [torch.linalg.vector_norm(part.values, dtype=torch.float64) for part in held]

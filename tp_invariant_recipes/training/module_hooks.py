@@ -72,12 +72,12 @@ class ModuleHooks:
         self._handles: list[Any] = []
 
     def hook(self, model: Any) -> None:
-        """Watch a chunk and all modules in it."""
+        """Hook a chunk and all modules in it."""
         pipeline = parallel_state.get_pipeline_model_parallel_world_size()
         number = (getattr(model, "vp_stage", None) or 0) * pipeline + parallel_state.get_pipeline_model_parallel_rank()
         stage = _Stage(number, first=model.pre_process, last=model.post_process)
         for name, module, row in _modules(model):
-            watched = _Watched(self, stage, name, row)
+            watched = _HookedModule(self, stage, name, row)
             self._handles.append(module.register_forward_pre_hook(watched.before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(watched.after))
 
@@ -86,12 +86,12 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
 
-    def record(self, key: Key, x: Tensor, module: Any, lie: PlacementRule | None, micro_batch: int) -> None:
+    def record(self, key: Key, x: Tensor, module: Any, rule: PlacementRule | None, micro_batch: int) -> None:
         """Take the lanes of this rank's part of a tensor, and its values if they are to be dumped."""
         x = x.detach()
         entry = self._entries.setdefault(key, _Entry(str(x.dtype).removeprefix("torch.")))
         # A quantized tensor's bits are not its values.
-        placed = lie(x, module, micro_batch, self.site) if lie is not None and type(x) is Tensor else None
+        placed = rule(x, module, micro_batch, self.site) if rule is not None and type(x) is Tensor else None
         if placed is None or (entry.lanes and (str(x.dtype), placed.shape) != (f"torch.{entry.dtype}", entry.shape)):
             entry.placed = False
             return
@@ -116,7 +116,7 @@ class ModuleHooks:
 
 
 def _modules(model: Any) -> list[tuple[str, Any, ModuleRow | None]]:
-    """The modules to watch, under their names in the whole model, each with its row."""
+    """The modules to hook, under their names in the whole model, each with its row."""
     found: list[tuple[str, Any, ModuleRow | None]] = []
     met = set()
 
@@ -155,11 +155,11 @@ class _Call(NamedTuple):
     inputs: list[tuple[str, Tensor, PlacementRule | None]]
 
 
-class _Watched:
+class _HookedModule:
     """A module, and its two hooks."""
 
-    def __init__(self, watch: ModuleHooks, stage: _Stage, name: str, row: ModuleRow | None) -> None:
-        self.watch, self.stage, self.name, self.row = watch, stage, name, row
+    def __init__(self, hooks: ModuleHooks, stage: _Stage, name: str, row: ModuleRow | None) -> None:
+        self.hooks, self.stage, self.name, self.row = hooks, stage, name, row
         ends = row is None or not row.stages
         self.has_input, self.has_output = ends or stage.first, ends or stage.last
         self.calls: list[_Call] = []
@@ -174,38 +174,38 @@ class _Watched:
         call = _Call(torch.autograd._get_sequence_nr(), micro_batch, again, inputs)
         self.calls.append(call)
         if not again:
-            for tensor, x, lie in inputs:
-                self._record(FORWARD, tensor, lie, module, micro_batch, x)
+            for tensor, x, rule in inputs:
+                self._record(FORWARD, tensor, rule, module, micro_batch, x)
 
     def after(self, module: Any, args: tuple, output: Any) -> None:
         """Record the outputs, and hook the gradients."""
         call = self.calls.pop()
         outputs = _outputs(self.row, output) if self.has_output else []
         if not call.again:
-            for tensor, x, lie in outputs:
-                self._record(FORWARD, tensor, lie, module, call.micro_batch, x)
+            for tensor, x, rule in outputs:
+                self._record(FORWARD, tensor, rule, module, call.micro_batch, x)
         if not torch.is_grad_enabled():
             return
         ends = [x for x in _tensors(output) if x.grad_fn is not None]
         if self.name == ROOT:
             for x in ends:
                 x.register_hook(partial(self._backward_begins, call.micro_batch))
-        for tensor, x, lie in outputs:
+        for tensor, x, rule in outputs:
             if x.grad_fn is not None:
-                record = partial(self._record, BACKWARD, _other_end(tensor), lie, module, call.micro_batch)
+                record = partial(self._record, BACKWARD, _other_end(tensor), rule, module, call.micro_batch)
                 x.register_hook(record)
-        for tensor, x, lie in call.inputs:
+        for tensor, x, rule in call.inputs:
             if x.requires_grad:
-                record = partial(self._record, BACKWARD, _other_end(tensor), lie, module, call.micro_batch)
+                record = partial(self._record, BACKWARD, _other_end(tensor), rule, module, call.micro_batch)
                 _on_gradient(x, ends, call.since, record)
 
     def _backward_begins(self, micro_batch: int, gradient: Tensor) -> None:
         self.stage.backward = micro_batch
 
     def _record(
-        self, direction: str, tensor: str, lie: PlacementRule | None, module: Any, micro_batch: int, x: Tensor
+        self, direction: str, tensor: str, rule: PlacementRule | None, module: Any, micro_batch: int, x: Tensor
     ) -> None:
-        self.watch.record(Key(self.stage.number, direction, self.name, tensor), x, module, lie, micro_batch)
+        self.hooks.record(Key(self.stage.number, direction, self.name, tensor), x, module, rule, micro_batch)
 
 
 def _inputs(
@@ -216,10 +216,10 @@ def _inputs(
         given = [x for x in _tensors((args, tuple(kwargs.values()))) if x.is_floating_point()]
         return [(_numbered("input", n), x, None) for n, x in enumerate(given)]
     found: list[tuple[str, Tensor, PlacementRule | None]] = []
-    for n, (name, lie) in enumerate(row.inputs):
+    for n, (name, rule) in enumerate(row.inputs):
         x = args[n] if n < len(args) else kwargs.get(name)
         if torch.is_tensor(x):
-            found.append((_numbered("input", n), x, lie))
+            found.append((_numbered("input", n), x, rule))
     return found
 
 
@@ -229,7 +229,7 @@ def _outputs(row: ModuleRow | None, output: Any) -> list[tuple[str, Tensor, Plac
     if row is None:
         return [(_numbered("output", n), x, None) for n, x in enumerate(_tensors(given)) if x.is_floating_point()]
     pairs = enumerate(zip(given, row.outputs, strict=False))
-    return [(_numbered("output", n), x, lie) for n, (x, lie) in pairs if torch.is_tensor(x)]
+    return [(_numbered("output", n), x, rule) for n, (x, rule) in pairs if torch.is_tensor(x)]
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -131,25 +131,25 @@ def tokens(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | Non
 def heads(field: str) -> PlacementRule:
     """[s, b, heads/t, d], `field` of the configuration the number of heads."""
 
-    def lie(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
         # Fewer heads than ranks: each rank has a copy, but gives it a gradient of its own.
         if x.dim() != 4 or x.shape[2] * site.tp != getattr(site.config, field):
             return None
         return _rows(x, micro_batch, site, slices=[x.shape[2] * x.shape[3]])
 
-    return lie
+    return rule
 
 
 def columns(*widths: Callable[[Any], int | None], segments: Callable[[Any], int] = lambda config: 1) -> PlacementRule:
     """[s, b, n/t]; n is one of `widths` of the configuration, each of its `segments` split over the ranks."""
 
-    def lie(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
         whole, parts = x.shape[-1] * site.tp, segments(site.config)
         if x.dim() != 3 or whole not in [width(site.config) for width in widths] or x.shape[2] % parts:
             return None
         return _rows(x, micro_batch, site, slices=[x.shape[2] // parts] * parts)
 
-    return lie
+    return rule
 
 
 def sliced(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:

@@ -1,4 +1,4 @@
-"""What a trace says: time and launches of a step by kernel and by kind of kernel, and where two traces differ.
+"""Reads a profiler's trace: time and launches of a step by kernel and by kind of kernel; differences of two traces.
 
 Read from the profiler's Chrome trace, so a trace written elsewhere can be read too. On a GPU what counts are kernels,
 copies and fills, wherever they run; kernels of several streams run at once, so their sum may exceed the step. On a CPU

@@ -1,4 +1,4 @@
-"""The story of one rank: log, environment, configuration, Bridge's pretrain() with our callbacks."""
+"""One rank of a run: open its log, set its environment, build its configuration, run Bridge's pretrain()."""
 
 import ctypes
 import json
@@ -21,10 +21,10 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank's place: who it is, and where all ranks meet.
+    """One rank: its number, and where all ranks meet.
 
-    ports: of a c10d TCP store each, one for every time that the ranks form a process group, since a store remembers the
-    keys of an earlier one.
+    ports: one a process group that the ranks form in turn, each of a TCP store: a store keeps the keys of an earlier
+    group.
     """
 
     rank: int
@@ -34,55 +34,58 @@ class RankInfo:
     address: str
     ports: tuple[int, ...]
 
-    def environment(self, meeting: int = 0) -> dict[str, str]:
-        """The variables torchrun would set. The store is the launcher's, so no port can be lost to another process."""
+    def environment(self, group: int = 0) -> dict[str, str]:
+        """The variables that torchrun would set. group: of the process groups, which one.
+
+        The launcher holds the store, so that no other process can take the port.
+        """
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.local_world_size),
             "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.ports[meeting]),
+            "MASTER_PORT": str(self.ports[group]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
 
 
 def main(
-    place: int, run: str, seats: Sequence[RankInfo], story: Callable[[RunDir, RankInfo], None], all_started: Any
+    index: int, run: str, rank_infos: Sequence[RankInfo], rank_fn: Callable[[RunDir, RankInfo], None], all_started: Any
 ) -> None:
     """Run one rank of the run in directory `run`; returns when it is done, or stopped by a signal after saving.
 
-    place:       its seat's, in `seats`.
-    story:       what the rank does, such as `train`.
-    all_started: a multiprocessing event. A rank that met the launcher's store earlier would set the store's thread to
-                 work, and a rank forked meanwhile would inherit whatever lock that thread holds, for good.
+    index:       this rank's in `rank_infos`.
+    rank_fn:     what the rank does, such as `train`.
+    all_started: a multiprocessing event. A rank that reached the launcher's store earlier would set the store's thread
+                 to work, and a rank forked meanwhile would inherit whatever lock that thread holds, for good.
     On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
     """
     run_dir = RunDir(Path(run))
-    seat = seats[place]
-    _leave_with_the_launcher()
+    rank_info = rank_infos[index]
+    _die_with_launcher()
     all_started.wait()
-    os.environ.update(seat.environment())
+    os.environ.update(rank_info.environment())
     try:
-        with _logged(run_dir, seat):
-            story(run_dir, seat)
+        with _logged(run_dir, rank_info):
+            rank_fn(run_dir, rank_info)
     except SystemExit as stop:  # Bridge leaves this way after saving on SIGTERM
         if stop.code:
             raise
     except BaseException as error:
-        _explain(run_dir, seat.rank, error)
+        _write_failure(run_dir, rank_info.rank, error)
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: threads that wait for other ranks could keep a failed one alive.
         os._exit(1)
 
 
-def train(run_dir: RunDir, seat: RankInfo) -> None:
+def train(run_dir: RunDir, rank_info: RankInfo) -> None:
     """Build the configuration that the run directory holds and train it."""
     tree, run = run_dir.read_config(), run_dir.read_run()
     bridge.load()
-    callbacks = _callbacks(run_dir, seat, run, tree["ledger"])
+    callbacks = _callbacks(run_dir, rank_info, run, tree["ledger"])
     try:
         pretrain(tree, callbacks)
     finally:
@@ -100,13 +103,17 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         from tp_invariant_recipes.host import cpu
         from tp_invariant_recipes.numerics import spec
         from tp_invariant_recipes.patches import registry
+        from tp_invariant_recipes.training.optimizer_step import OptimizerStep
 
+        optimizer_step = OptimizerStep(callbacks)
+        stack.callback(optimizer_step.restore)
+        callbacks = [*callbacks, optimizer_step]
         if tree["device"]["kind"] == "cpu":
             stack.enter_context(cpu.installed())
         else:
-            from tp_invariant_recipes.training.deterministic_overhead import Lean
+            from tp_invariant_recipes.training.deterministic_overhead import DeterministicOverhead
 
-            callbacks = [*callbacks, Lean()]
+            callbacks = [*callbacks, DeterministicOverhead()]
         stack.enter_context(registry.applied(tree))
         stack.enter_context(applied(spec.replacements(tree["numerics"])))
         from megatron.bridge.training.gpt_step import forward_step
@@ -115,16 +122,16 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         bridge_pretrain(container.build(tree), forward_step, callbacks=callbacks)
 
 
-def _callbacks(run_dir: RunDir, seat: RankInfo, run: dict[str, Any], ledger: dict[str, Any]) -> list:
+def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], ledger: dict[str, Any]) -> list:
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
     from tp_invariant_recipes.training.wandb_report import WandbReport
 
-    manifest = [ManifestWriter(run["identity_hash"], run["layout"])] if seat.rank == 0 else []
-    figures = [WandbReport(run_dir)] if seat.rank == seat.world_size - 1 else []
-    return [*recording(run_dir, seat, run, ledger), *manifest, *figures]
+    manifest = [ManifestWriter(run["identity_hash"], run["layout"])] if rank_info.rank == 0 else []
+    figures = [WandbReport(run_dir)] if rank_info.rank == rank_info.world_size - 1 else []
+    return [*recording(run_dir, rank_info, run, ledger), *manifest, *figures]
 
 
-def recording(run_dir: RunDir, seat: RankInfo, run: dict[str, Any], ledger: dict[str, Any]) -> list:
+def recording(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], ledger: dict[str, Any]) -> list:
     """The callbacks that write the ledger of a run directory, on this rank. Bridge is loaded.
 
     run, ledger: what `run.json` holds, and the section of the configuration.
@@ -142,16 +149,15 @@ def recording(run_dir: RunDir, seat: RankInfo, run: dict[str, Any], ledger: dict
         callbacks.append(DumpParameters(tracing))
     if tracing:
         callbacks.append(tracing)
-    if seat.rank == seat.world_size - 1:
+    if rank_info.rank == rank_info.world_size - 1:
         parts = {name: run[name] for name in ("numerics", "layout", "notes")}
         callbacks.append(Recorder(run_dir, run["identity"], parts, digests, tracing))
     return callbacks
 
 
-def _leave_with_the_launcher() -> None:
-    """Die when the launcher dies, even by SIGKILL; leave Ctrl-C to it, since a terminal sends it to every process.
-
-    SLURM sends SIGUSR1 to every process of a job's step as well, where it is for the launcher alone.
+def _die_with_launcher() -> None:
+    """Die when the launcher dies, even by SIGKILL. Ignore Ctrl-C, which a terminal sends to every process, and SIGUSR1,
+    which SLURM sends to every process of a job's step: both are for the launcher.
     """
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -175,15 +181,15 @@ class _Tee:
 
 
 @contextmanager
-def _logged(run_dir: RunDir, seat: RankInfo) -> Iterator[None]:
+def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
     """Send this process's output to the rank's log; what Bridge prints on the first and last rank also to its own."""
     run_dir.logs.mkdir(parents=True, exist_ok=True)
-    log = os.open(run_dir.rank_log(seat.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(run_dir.rank_log(rank_info.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115 -- for the whole process
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
-    if seat.rank in (0, seat.world_size - 1):
+    if rank_info.rank in (0, rank_info.world_size - 1):
         with run_dir.bridge_log.open("a", buffering=1, encoding="utf-8") as bridge:
             sys.stdout = _Tee(sys.stdout, bridge)
             yield
@@ -192,7 +198,7 @@ def _logged(run_dir: RunDir, seat: RankInfo) -> Iterator[None]:
         yield
 
 
-def _explain(run_dir: RunDir, rank: int, error: BaseException) -> None:
+def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
     traceback.print_exception(error)
     reason = {
         "rank": rank,

@@ -1,4 +1,4 @@
-"""The callback that writes a run's ledger, and beside it the progress that a person watches."""
+"""The callback that writes a run's ledger and its progress file."""
 
 import json
 import os
@@ -38,7 +38,7 @@ class Recorder(Callback):
         self.tracing = tracing
         self.pending: StepRecord | None = None  # whose digests the GPU is still at
         if digests:
-            digests.listener = self._complete
+            digests.listener = self._append_with_digests
         self.writer: LedgerWriter  # opened when training starts
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -64,7 +64,7 @@ class Recorder(Callback):
         self.started = time.monotonic()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Append the step to the ledger, at once or when its digests are there; tell the progress file."""
+        """Append the step to the ledger, at once or when its digests are there; add a line to the progress file."""
         config, state = context.state.cfg, context.state.train_state
         samples = config.train.global_batch_size
         loss = (context.loss_dict or {}).get(LOSS)
@@ -86,7 +86,7 @@ class Recorder(Callback):
             self.pending = record
         else:
             self.writer.append(record)
-        self._tell(
+        self._write_progress(
             step=record.step,
             loss=None if loss is None else loss.item(),
             grad_norm=None if norm is None else float(norm),
@@ -97,7 +97,7 @@ class Recorder(Callback):
             time=time.time(),
         )
 
-    def _complete(self, recorded: Recorded) -> None:
+    def _append_with_digests(self, recorded: Recorded) -> None:
         """Append the step that waits for these digests; none waits if another callback failed in between."""
         record, self.pending = self.pending, None
         if record is not None:
@@ -106,7 +106,7 @@ class Recorder(Callback):
                 replace(record, gradients=recorded.gradients, weights=recorded.weights, diverged=diverged)
             )
 
-    def _tell(self, **event: Any) -> None:
+    def _write_progress(self, **event: Any) -> None:
         try:
             with self.run_dir.progress.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(event) + "\n")

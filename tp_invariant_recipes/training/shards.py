@@ -1,4 +1,4 @@
-"""Which part of which parameter a rank holds: its place in the whole, its weight, its gradient.
+"""The parts of parameters that a rank holds: the place of each in the whole, its weight, its gradient.
 
 The places are those of Megatron's distributed checkpoints (`sharded_state_dict`), so whatever can be saved and loaded
 in another layout has them: gated and Mamba projections, experts, tied embeddings, pipeline stages. A parameter is seen

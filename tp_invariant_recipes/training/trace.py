@@ -1,7 +1,7 @@
 """The callback that takes digests of what goes in and out of every module, forward and backward, at chosen steps.
 
 All micro-batches and data-parallel ranks are one tensor (placement.py). Lanes of its parts add up, so what a rank keeps
-of a tensor is two numbers a part (watch.py). The ranks put theirs together when the step ends.
+of a tensor is two numbers a part (module_hooks.py). The ranks put theirs together when the step ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,7 +39,7 @@ class Tracing(Callback):
         self.diverged: Diverged = ()
         self.dumps: DumpWriter | None = None
         self._run_dir = run_dir
-        self._watch: ModuleHooks | None = None
+        self._hooks: ModuleHooks | None = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Know which rank this is."""
@@ -51,20 +51,20 @@ class Tracing(Callback):
         self.latest, self.diverged = None, ()
         step = context.state.train_state.step + 1
         if step in self.steps:
-            self._watch = ModuleHooks(_site(context), step, self.dump, self.dumps)
+            self._hooks = ModuleHooks(_site(context), step, self.dump, self.dumps)
             for chunk in context.model:
-                self._watch.hook(unwrapped(chunk))
+                self._hooks.hook(unwrapped(chunk))
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Take the hooks off, and put together what all ranks saw. RunError, on all: what to dump has no place."""
-        if self._watch is None:
+        if self._hooks is None:
             return
-        watch, self._watch = self._watch, None
-        watch.unhook()
-        self.latest, self.diverged = merged(gathered(watch.seen()))
+        hooks, self._hooks = self._hooks, None
+        hooks.unhook()
+        self.latest, self.diverged = merged(gathered(hooks.seen()))
         self._check_dumps(self.latest)
         if self.dumps is not None:
-            self.dumps.close_step(watch.step)
+            self.dumps.close_step(hooks.step)
 
     def _check_dumps(self, trace: Iterable[Traced]) -> None:
         placed = [t.name for t in trace if t.digest is not None]

@@ -7,10 +7,10 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.training.shards import GlobalSlice, covers
 
 # Of a part of a gradient: its parameter, the shape of that, its place in it, the sum of its squares.
-DumpedPart = tuple[str, tuple[int, ...], GlobalSlice, float]
+SquaredPart = tuple[str, tuple[int, ...], GlobalSlice, float]
 
 
-def whole_norms(parts: Iterable[DumpedPart]) -> dict[str, float]:
+def whole_norms(parts: Iterable[SquaredPart]) -> dict[str, float]:
     """Parameter → the norm of all of it. Raises RunError when the parts are not the whole, each element once."""
     found: dict[str, dict[GlobalSlice, float]] = {}
     shapes = {}

@@ -1,4 +1,4 @@
-"""The story of `tpi audit`: train the same twice, once with CUDA graphs replayed, and compare the gradients' norms."""
+"""`tpi audit`: train the same twice, once with CUDA graphs replayed, and compare the gradients' norms."""
 
 import os
 import shlex
@@ -127,7 +127,7 @@ def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]
         _replayed(first, second, audit.counts_from)
     alike = norm_ratios.same(first, second)
     rounded = None if alike else _train(audit, ROUNDED, watch, rounded_from=audit.counts_from)
-    judged = norm_ratios.judge(first, second, rounded, counts_from=audit.counts_from)
+    judged = norm_ratios.judge_ratios(first, second, rounded, counts_from=audit.counts_from)
     found = result(audit, judged)
     audit.directory.write(audit.directory.result, found)
     if not (judged.different or keep):
@@ -245,7 +245,7 @@ def _train(audit: Audit, name: str, watch: Watch, *, rounded_from: int | None = 
     run.write_task(rounded_from)
     try:
         with watch(name, planned) as tick:
-            outcome = local.run(planned, tick, story=rank.measure)
+            outcome = local.run(planned, tick, rank_fn=rank.measure)
     except TpiError as error:
         with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
             attempts.end(run, "failed", str(error))
@@ -266,7 +266,7 @@ def _complete(run: AuditedRun, steps: int) -> list[Norms]:
 
 
 def _replayed(first: Sequence[Norms], second: Sequence[Norms], counts_from: int) -> None:
-    """Raises RunError unless the second training replayed graphs at every step that counts, and the first none."""
+    """Raises RunError unless the second training replayed graphs at every judged step, and the first at none."""
     if any(one.graphs for one in first):
         raise RunError("the eager training replayed CUDA graphs too: there is nothing to compare with")
     missing = [one.step for one in second if one.step >= counts_from and not one.graphs]

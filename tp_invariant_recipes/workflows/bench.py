@@ -1,4 +1,4 @@
-"""The story of `tpi bench`: plan one run a mode, train them in turn on the same ranks, say what was found."""
+"""`tpi bench`: plan one run a mode, train them in turn on the same ranks, report."""
 
 import os
 import shlex
@@ -100,7 +100,7 @@ def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
         plan.write(one)
     bench.directory.write_passes(bench.passes)
     job = replace(bench.first, run_dir=bench.directory)
-    outcome = local.run(job, watch, story=rank.measure, meetings=len(bench.passes))
+    outcome = local.run(job, watch, rank_fn=rank.measure, process_groups=len(bench.passes))
     if outcome is local.Outcome.STOPPED:
         raise RunError(f"the benchmark was stopped before its end; the steps it took: {bench.directory.figures(0)}")
     found = result(bench)

@@ -1,7 +1,7 @@
-"""The story of `tpi bisect`: two runs differ at a step; train that step again with traces, and name the operation.
+"""`tpi bisect`: two runs differ at a step; train that step again with traces, and name the operation.
 
-Both runs are trained again from their last checkpoint before the step, or from the start, and stop after it. Every
-module is traced there. Then the same once more, with the values of the tensors written out that matter.
+Both runs are trained again from their last checkpoint before the step, or from the start, and stop after it. That step
+traces every module. A third pair of trainings dumps the first differing tensor and its operands.
 """
 
 import os
@@ -52,7 +52,7 @@ class Again:
 
 @dataclass(frozen=True)
 class Bisection:
-    """Two runs that part at a step, and how to train it again. directory: of all that is written."""
+    """Two runs that first differ at a step, and how to train it again. directory: holds all files written."""
 
     first: Comparison
     directory: RunDir
@@ -81,9 +81,9 @@ def new(a: Path, b: Path, directory: Path | None) -> Bisection | Comparison:
 
 
 def plans(found: Bisection, name: str, step: int, alike: int, dump: tuple[str, ...] = ()) -> list[Again]:
-    """Both runs again up to `step`, in `DIRECTORY/name-a` and `-b`. Raises RunError with what keeps them from running.
+    """Both runs again up to `step`, in `DIRECTORY/name-a` and `-b`. Raises RunError that lists why they cannot run.
 
-    alike: the last step after which they are known to be in one state; they start no later.
+    alike: the last step after which both are known to be in the same state; they start at it or before.
     """
     problems: list[str] = []
     made = []
@@ -154,7 +154,7 @@ def _again(ledger: Ledger, run_dir: RunDir, step: int, alike: int, dump: tuple[s
 
 @contextmanager
 def _environment(recorded: dict[str, str]) -> Iterator[None]:
-    """Be in the environment of a run, as far as it was recorded and is not the machine's."""
+    """Set the recorded environment variables of a run, except those of the machine."""
 
     def of_a_run(variables: Mapping[str, str]) -> dict[str, str]:
         return {k: v for k, v in variables.items() if not any(fnmatchcase(k, pattern) for pattern in OF_THE_MACHINE)}
@@ -173,14 +173,14 @@ def _environment(recorded: dict[str, str]) -> Iterator[None]:
 def _last_alike(originals: Sequence[Ledger], step: int) -> int:
     """The last step before `step` after which both recorded their weights, which are equal then; 0: the start.
 
-    A loss or a norm that is equal does not say that the weights are.
+    An equal loss or norm does not prove equal weights.
     """
     pairs = zip(*(ledger.steps[: step - 1] for ledger in originals), strict=True)
     return max((a.step for a, b in pairs if a.weights is not None and b.weights is not None), default=0)
 
 
 def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.Checkpoint | None:
-    """The last whole checkpoint, of step `last` or before. None: there is none, or the ledger could not go on from it.
+    """The last complete checkpoint up to step `last`. None: there is none, or the ledger cannot continue from it.
 
     Raises CheckpointError: it is damaged.
     """
@@ -266,7 +266,7 @@ def _result(
 
 
 def _text(repeats: Sequence[Comparison], placed: Comparison) -> str:
-    """The answer: where they part; first of all, a run that does not repeat itself, since that is another answer."""
+    """The answer: the first difference. A run that does not repeat itself comes before it: that is another answer."""
     said = [
         f"{run_name(repeated.a)} does not repeat itself here: {verdict_line(repeated)}"
         for repeated in repeats
@@ -300,7 +300,7 @@ def _other_versions(comparison: Comparison) -> list[str]:
 
 
 def _other_layouts(ledgers: Sequence[Ledger]) -> list[str]:
-    """Runs that were resumed in another way than they began: only the last way is known whole."""
+    """Runs that were resumed with other settings than they began with: only the last are known completely."""
     return [
         f"{run_name(ledger)} went on after step {entry['after_step']} with other {', '.join(sorted(entry['changed']))}"
         f": it is trained again as it was last"

@@ -1,11 +1,15 @@
-"""What a machine has and lacks for training, as rows of a table."""
+"""Tell what a machine has and lacks for training, as rows of a table."""
 
 import platform
 import shutil
 import sys
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
+from tp_invariant_recipes.config import source
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.runs.run_dir import free_bytes
@@ -40,36 +44,59 @@ class PatchFinding(Finding):
 
 
 @dataclass(frozen=True)
-class Requirement:
-    """A distribution, the version proven to work with the others, whether it needs a GPU, and how to get it."""
+class Needed:
+    """A distribution that training imports, whether only training on GPUs does, and how to get it."""
 
     distribution: str
-    proven: str
     gpu_only: bool
     advice: str
 
 
-CPU_LOCK = "make bootstrap (the versions in scripts/lock work together; a plain pip install backtracks)"
-GPU_LOCK = "make gpu on a machine with the CUDA 13 toolkit, or an NGC container"
+# What `make gpu` expects of the machine (docs/install.md). The CUDA compiler is not among it: scripts/lock has one.
+GPU_NEEDS = ("a driver for CUDA 13", "g++", "Python's headers")
 
-REQUIREMENTS = (
-    Requirement("torch", "2.11.0", False, CPU_LOCK),
-    Requirement("megatron-bridge", "0.6.2", False, CPU_LOCK),
-    Requirement("megatron-core", "0.19.2", False, CPU_LOCK),
-    Requirement("transformers", "5.12.1", False, CPU_LOCK),
-    Requirement("nvidia-resiliency-ext", "0.6.0", False, CPU_LOCK),
-    Requirement("transformer-engine", "2.20.2", True, GPU_LOCK),
-    Requirement("causal-conv1d", "1.6.2.post1", True, f"Nemotron's Mamba layers; {GPU_LOCK}"),
-    Requirement("mamba-ssm", "2.3.2.post1", True, f"Nemotron's Mamba layers; {GPU_LOCK}"),
+CPU_LOCK = "make bootstrap (the versions in scripts/lock work together; a plain pip install backtracks)"
+GPU_LOCK = f"make gpu (needs {', '.join(GPU_NEEDS)}; the lock brings the CUDA compiler), or an NVIDIA container"
+
+NEEDED = (
+    Needed("torch", False, CPU_LOCK),
+    Needed("megatron-bridge", False, CPU_LOCK),
+    Needed("megatron-core", False, CPU_LOCK),
+    Needed("transformers", False, CPU_LOCK),
+    Needed("nvidia-resiliency-ext", False, CPU_LOCK),
+    Needed("transformer-engine", True, GPU_LOCK),
+    Needed("causal-conv1d", True, f"Nemotron's Mamba layers; {GPU_LOCK}"),
+    Needed("mamba-ssm", True, f"Nemotron's Mamba layers; {GPU_LOCK}"),
 )
+
+
+def proven() -> dict[str, str]:
+    """Distribution -> the version that pyproject.toml pins in its extras `megatron` and `gpu`; {} if not installed."""
+    try:
+        lines = requires("tp-invariant-recipes") or []
+    except PackageNotFoundError:
+        return {}
+    pins = {}
+    for requirement in map(Requirement, lines):
+        extras = ("megatron", "gpu")
+        if requirement.marker and any(requirement.marker.evaluate({"extra": extra}) for extra in extras):
+            (pin,) = requirement.specifier
+            pins[requirement.name] = pin.version
+    return pins
+
+
+def cpu_models() -> list[str]:
+    """The models small enough to train on a CPU; the others could, in days."""
+    return [model for model in source.groups()["model"] if model.endswith("_toy")]
 
 
 def examine() -> list[Finding]:
     """Look at this machine. Imports nothing heavy."""
     found = gpus.visible()
+    pins = proven()
     return [
         Finding("Python", platform.python_version(), "ok" if sys.version_info[:2] == (3, 12) else "missing", "3.12"),
-        *(_package(r, has_gpu=bool(found)) for r in REQUIREMENTS),
+        *(_package(needed, pins.get(needed.distribution), has_gpu=bool(found)) for needed in NEEDED),
         *_gpus(found),
         _compiler(),
         Finding(
@@ -79,26 +106,21 @@ def examine() -> list[Finding]:
     ]
 
 
-def _package(requirement: Requirement, *, has_gpu: bool) -> Finding:
-    version = installed(requirement.distribution)
+def _package(needed: Needed, pin: str | None, *, has_gpu: bool) -> Finding:
+    version = installed(needed.distribution)
     if version is None:
-        needed = has_gpu or not requirement.gpu_only
-        return Finding(requirement.distribution, None, "missing" if needed else "optional", requirement.advice)
-    if version.split("+")[0] == requirement.proven:
-        return Finding(requirement.distribution, version, "ok", "")
-    return Finding(requirement.distribution, version, "other", f"{requirement.proven} is proven with the rest")
+        state = "missing" if has_gpu or not needed.gpu_only else "optional"
+        return Finding(needed.distribution, None, state, needed.advice)
+    if version.split("+")[0] == pin:
+        return Finding(needed.distribution, version, "ok", "")
+    advice = f"{pin} is proven with the rest" if pin else "tp-invariant-recipes, which knows, is not installed"
+    return Finding(needed.distribution, version, "other", advice)
 
 
 def _gpus(found: list[gpus.Gpu]) -> list[Finding]:
     if not found:
-        return [
-            Finding(
-                "GPUs",
-                None,
-                "optional",
-                "the toy Qwen3 models train on the CPU; nvidia-smi shows why if there are GPUs",
-            )
-        ]
+        advice = f"device=cpu trains {', '.join(cpu_models())}; if there are GPUs, nvidia-smi shows the fault"
+        return [Finding("GPUs", None, "optional", advice)]
     names = sorted({f"{g.name} (sm_{g.capability[0]}{g.capability[1]}, {g.memory / 2**30:.0f} GiB)" for g in found})
     return [Finding("GPUs", f"{len(found)} × {', '.join(names)}", "ok", "")]
 

@@ -1,4 +1,4 @@
-"""Where two traced runs part, for `tpi bisect`: the module, the operation, what to write out of it, how far apart."""
+"""The first divergence of two traced runs, for `tpi bisect`: module, operation, tensors to dump, their distances."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -21,7 +21,7 @@ OPERATIONS = {
 
 
 def worth_dumping(placed: Comparison) -> tuple[str, ...]:
-    """The first differing tensor, and what it was computed from: a module's inputs, of a gradient in both passes."""
+    """The first differing tensor and its operands: a module's inputs; for a gradient, those of both passes."""
     first = placed.first
     if first is None or first.kind not in DUMPED or "#" in first.name:
         return ()
@@ -39,7 +39,7 @@ def worth_dumping(placed: Comparison) -> tuple[str, ...]:
 
 
 def module_of(placed: Comparison) -> str | None:
-    """The module at which the runs part; of a parameter's gradient or weight, the one that was traced with it."""
+    """The module at which the runs first differ; for a parameter's gradient or weight, the module traced with it."""
     first = placed.first
     if first is None or first.kind not in DUMPED:
         return None
@@ -51,7 +51,7 @@ def module_of(placed: Comparison) -> str | None:
 
 
 def operation(placed: Comparison) -> str | None:
-    """Which operation gave the first difference. None: something it was computed from differs, or is not known."""
+    """The operation that made the first difference. None: one of its operands differs, or is not known."""
     first = placed.first
     if first is None or not first.inputs_matched:
         return None

@@ -90,7 +90,7 @@ def _values(parsed: Override) -> tuple[str, ...]:
 
 
 def _given_twice(overrides: Sequence[str], axes: Iterable[Axis]) -> list[str]:
-    """The later one would win, and cells would be equal that are named by other values."""
+    """Keys given twice: the later value would win, and cells with different names would be equal."""
     paths = [_path(text) for text in overrides]
     return [f"{axis.key} has several values and is given twice" for axis in axes if paths.count(_path(axis.key)) > 1]
 

@@ -28,7 +28,7 @@ def slowest(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def ratio(first: Sequence[float], other: Sequence[float]) -> Spread:
-    """How many times `first` is `other`: one ratio a round, so that what slows a whole round down cancels out.
+    """`other` / `first`, one ratio per round, so that anything that slows a whole round down cancels out.
 
     first, other: one number for each round. Raises ValueError when they are not of one length.
     """

@@ -91,8 +91,8 @@ class MatrixVerdict:
     """The answer of a matrix.
 
     verdict: "identical", "different", "not comparable" or "incomplete".
-    line:    all of it in one line. remarks: what one must know to judge it, a sentence each.
-    advice:  the command to go on with, where there is one.
+    line:    the whole verdict in one line. remarks: facts that a reader needs to judge it, one sentence each.
+    advice:  the next command; None: there is none.
     """
 
     directory: Path
@@ -143,13 +143,13 @@ def judge(directory: Path, against: Path | None = None) -> MatrixVerdict:
     else:
         reference = next((row for row in cells if row.why is None), cells[0])
         rows = [_compared(row, reference) for row in cells]
-    judgement = _judged(directory, matrix, tuple(rows))
-    where.write(where.result, judgement.as_dict())
-    return judgement
+    verdict = _judged(directory, matrix, tuple(rows))
+    where.write(where.result, verdict.as_dict())
+    return verdict
 
 
 def _examine(where: MatrixDir, cell: Cell) -> CellResult:
-    """A cell before it is compared: whole, or why it does not count."""
+    """The state of a cell before it is compared: complete, or the reason why it does not count."""
     run = where.cell(cell.name)
     ledger, state, why = None, REFERENCE, None
     if run.ledger.exists():
@@ -182,7 +182,7 @@ def _ended(where: MatrixDir, cell: Cell, ledger: Ledger | None) -> tuple[str, st
 
 
 def _another_run(cell: Cell, ledger: Ledger) -> str | None:
-    """Why a whole ledger is not that of the cell: one copied from beside it would prove nothing."""
+    """Why a complete ledger is not that of the cell: a copy of another cell's ledger would prove nothing."""
     header = ledger.header
     planned = {"identity": cell.identity_hash, "layout": cell.layout, "numerics": cell.numerics}
     found = {"identity": header.identity_hash, "layout": header.layout, "numerics": header.numerics}
@@ -251,7 +251,7 @@ def _identical(matrix: Matrix, compared: list[CellResult], reference: CellResult
 
 
 def _extent(compared: list[CellResult]) -> str:
-    """How much was compared, of these runs in the one of which it was least: "100 steps (loss, …)"."""
+    """The extent of the smallest of these comparisons, as "100 steps (loss, …)"."""
     comparisons = [row.comparison for row in compared if row.comparison is not None]
     shortest = min(comparisons, key=lambda one: one.steps_compared)
     least = min(comparisons, key=lambda one: (_digested(one), one.coverage["trace"].both))
@@ -326,7 +326,7 @@ def _stock_over_degrees(comparison: Comparison) -> bool:
 
 
 def _next_command(reference: CellResult, different: CellResult) -> str:
-    """What to do about two runs that differ: bisect run directories that part at a step, compare all else."""
+    """The next command for two runs that differ: bisect for run directories that differ at a step, else compare."""
     first = different.comparison.first if different.comparison else None
     can = first is not None and first.step > 0 and reference.run.is_dir() and different.run.is_dir()
     return shlex.join(["tpi", "bisect" if can else "compare", os.fspath(reference.run), os.fspath(different.run)])

@@ -1,4 +1,4 @@
-"""The story of `tpi verify`: plan every cell of a matrix, train them in turn, judge the ledgers."""
+"""`tpi verify`: plan every cell of a matrix, train them in turn, judge the ledgers."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -93,8 +93,8 @@ def check(verification: Verification) -> None:
 def execute(verification: Verification, watch: Watch) -> MatrixVerdict:
     """Write the directory, train the cells one after the other, and judge them. Raises RunError.
 
-    A cell that fails leaves the others their turn; SIGTERM or Ctrl-C ends all. watch: given a cell's label and its
-    plan, shows its progress.
+    If a cell fails, the others still run; SIGTERM or Ctrl-C ends all. watch: takes a cell's label and plan, and shows
+    its progress.
     """
     where = verification.directory
     where.write_matrix(verification.matrix)
@@ -121,7 +121,7 @@ def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM between two trainings is a Ctrl-C. While one runs the launcher of its ranks takes both."""
+    """Treat SIGTERM between two trainings as Ctrl-C. During a training the launcher of its ranks handles both."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -245,7 +245,7 @@ def _environments(plans: dict[str, Plan]) -> list[str]:
 
 
 def _identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str, Plan]) -> list[str]:
-    """Why cells are different experiments: the keys of which another value alone makes another identity."""
+    """Why cells are different experiments: the keys whose values alone change the identity."""
     first = choices[0]
     problems = []
     for number, axis in enumerate(axes):

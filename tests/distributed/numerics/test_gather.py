@@ -100,6 +100,11 @@ def test_tokens_that_ranks_do_not_divide_are_refused():
         on_ranks(2, 2, uneven)
 
 
+def test_segments_of_unlike_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"numerics=gather has no segments of unlike sizes: \(2, 4\)"):
+        gather.column_parallel(torch.ones(1, 1, 4), torch.ones(6, 4), VirtualMesh(4, 1, 0), (2, 4), False)
+
+
 def test_every_invariant_mode_has_a_strategy():
     assert {"stock", *STRATEGIES} == {*get_args(get_type_hints(NumericsSettings)["mode"])}
 

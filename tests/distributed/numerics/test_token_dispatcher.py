@@ -8,6 +8,7 @@ from tests.distributed.ranks import same_bits
 
 @pytest.fixture
 def token_dispatcher(bridge):
+    from tp_invariant_recipes.numerics import token_dispatcher
 
     return token_dispatcher
 

@@ -1,0 +1,97 @@
+"""What the trial of products decides on this GPU for every product of the models' linear layers, and that it holds.
+
+Run with -s to see the decisions: products of all shards in one launch, of all kinds of product.
+"""
+
+import pytest
+import torch
+
+from tp_invariant_recipes.numerics import product as products
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.probe_operands import cancelling
+from tp_invariant_recipes.numerics.tree_linear import column_parallel, row_parallel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+# name: V, then (kind, features in, features out, segments) of each linear layer, as in conf/model/
+COLUMN, ROW = column_parallel, row_parallel
+MODELS = {
+    "qwen3_0p6b": (8, ((COLUMN, 1024, 4096, 1), (ROW, 2048, 1024, 1), (COLUMN, 1024, 6144, 2), (ROW, 3072, 1024, 1))),
+    "qwen3_8b": (8, ((COLUMN, 4096, 6144, 1), (ROW, 4096, 4096, 1), (COLUMN, 4096, 24576, 2), (ROW, 12288, 4096, 1))),
+    "qwen3_30b_a3b": (4, ((COLUMN, 2048, 5120, 1), (ROW, 4096, 2048, 1))),
+}
+
+
+@pytest.fixture(autouse=True)
+def _settings():
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_tf32
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    yield
+    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_tf32 = before
+
+
+@pytest.mark.parametrize("tokens", (2048, 8192))
+@pytest.mark.parametrize("degree", (1, 2, 4))
+@pytest.mark.parametrize("model", MODELS)
+def test_every_product_of_a_layer_holds_on_live_operands(monkeypatch, model, degree, tokens):
+    """Forward, input and weight gradient with TPI_CHECK_PRODUCTS=1: random, wide and cancelling operands."""
+    monkeypatch.setattr(products, "_in_place_is_right", {})
+    monkeypatch.setattr(products, "_checking", lambda: True)
+    shards, layers = MODELS[model]
+    mesh = VirtualMesh(shards // degree, 1, 0)  # a rank of tp=degree, with nobody to talk to: only products count
+    for layer, k, n, segments in layers:
+        held = {COLUMN: (k, n // degree), ROW: (k // degree, n)}[layer]
+        for values in (_normal, _wide, _sums_that_cancel):
+            x, weight = values(tokens, *held)
+            weight.main_grad = torch.zeros(weight.shape, device="cuda")
+            x.requires_grad_()
+            weight.requires_grad_()
+            y = layer(x, weight, mesh, *((segments, False) if layer is COLUMN else (False,)))
+            for _ in range(2):  # the second adds to the gradient of the first
+                y.backward(torch.randn_like(y), retain_graph=True)
+    decided = products.shown()
+    taken = f"{sum(decided.values())} of {len(decided)} kinds of product in one launch"
+    print(f"\n{model} tp={degree} {tokens} tokens: {taken}")
+    for key, right in decided.items():
+        if not right:
+            print("  shard by shard:", *key[:9])
+    assert decided
+
+
+def _normal(tokens, k, n):
+    return torch.randn(tokens, 1, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
+
+
+def _wide(tokens, k, n):
+    scale = torch.randint(-12, 12, (k,), device="cuda").float().exp2()
+    x, weight = _normal(tokens, k, n)
+    return (x.float() * scale).bfloat16(), weight
+
+
+def _sums_that_cancel(tokens, k, n):
+    x, weight = _normal(tokens, k, n)
+    cancelling(x[:, 0], weight.t(), torch.Generator("cuda").manual_seed(1))
+    return x, weight
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_a_product_with_k_in_another_order_is_refused(monkeypatch, dtype):
+    """The control: cuBLAS itself, on operands that are cut in half along k."""
+
+    def in_halves(a, b, out, add):
+        half = a.shape[1] // 2
+        first, second = (a[:, :half], b[:half]), (a[:, half:], b[half:])
+        total = sum(products._multiplied(x.contiguous(), y.contiguous(), torch.float32) for x, y in (first, second))
+        return out.copy_(total + out.float() if add else total)
+
+    monkeypatch.setattr(products, "_in_place", in_halves)
+    for shape in ((128, 16, 128), (2048, 1024, 384), (2048, 4096, 768)):
+        m, k, n = shape
+        a, b, out = torch.empty(m, k), torch.empty(k, n), torch.empty(m, n)
+        a, b, out = (t.to("cuda", dtype) for t in (a, b, out))
+        assert not products._seen_to_be_right(a, b, out, 1, 1, False), shape

@@ -1,0 +1,105 @@
+"""A file is written whole or not at all, and is on the disk before it takes the place of the old one."""
+
+import errno
+import os
+import re
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+import tp_invariant_recipes
+from tp_invariant_recipes.files import sync_folder, write_atomically
+
+OLD, NEW = b"old", b"new"
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A file with contents, alone in its folder."""
+    path = tmp_path / "file.json"
+    path.write_bytes(OLD)
+    return path
+
+
+def fails(error):
+    """A function that raises it, whatever it is given."""
+
+    def function(*_):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize("data, content", ((NEW, NEW), ("a文\n", "a文\n".encode()), ("", b"")))
+def test_bytes_and_text_are_written_and_nothing_stays_beside_them(file, data, content):
+    write_atomically(file, data)
+    assert file.read_bytes() == content
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_a_file_need_not_be_there(tmp_path):
+    write_atomically(tmp_path / "first", NEW)
+    assert (tmp_path / "first").read_bytes() == NEW
+    with pytest.raises(FileNotFoundError):
+        write_atomically(tmp_path / "no folder" / "first", NEW)
+
+
+def test_a_process_killed_between_write_and_rename_leaves_the_old_file(file):
+    child = os.fork()
+    if not child:
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        write_atomically(file, NEW)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert file.read_bytes() == OLD
+    beside = [path for path in file.parent.iterdir() if path != file]
+    assert [path.read_bytes() for path in beside] == [NEW]  # it had been written
+    write_atomically(file, NEW)
+    assert file.read_bytes() == NEW
+
+
+def test_the_file_is_synced_then_renamed_then_the_folder_is_synced(file, monkeypatch):
+    steps = []
+    sync, replace = os.fsync, os.replace
+
+    def synced(descriptor):
+        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        steps.append(("sync", "folder" if folder else "file", file.read_bytes()))
+        sync(descriptor)
+
+    def replaced(source, target):
+        steps.append(("rename", Path(target).name, Path(source).read_bytes()))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_atomically(file, NEW)
+    assert steps == [("sync", "file", OLD), ("rename", file.name, NEW), ("sync", "folder", NEW)]
+
+
+@pytest.mark.parametrize("call", ("fsync", "replace"))
+def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(file, monkeypatch, call):
+    monkeypatch.setattr(os, call, fails(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="No space left") as error:
+        write_atomically(file, NEW)
+    assert error.value.errno == errno.ENOSPC
+    assert file.read_bytes() == OLD
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_a_file_system_that_cannot_sync_folders_is_no_reason_to_fail(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", fails(OSError(errno.EINVAL, "Invalid argument")))
+    sync_folder(tmp_path)
+    monkeypatch.setattr(os, "fsync", fails(OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output"):
+        sync_folder(tmp_path)
+
+
+def test_no_other_module_writes_beside_a_file_and_renames():
+    """But data/files.py, which publishes a pair of files in order, and checkpoints.py, which moves folders aside."""
+    package = Path(tp_invariant_recipes.__file__).parent
+    renames = re.compile(r"os\.(replace|rename)\(|\.rename\(|\.new\"")
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if renames.search(path.read_text())}
+    assert found == {"files.py", "data/files.py", "runs/checkpoints.py"}

@@ -1,0 +1,37 @@
+"""Writing a file whole or not at all: the only place that writes beside a file and renames."""
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_atomically(file: Path, data: str | bytes) -> None:
+    """Give a file its contents at once: a crash, a full disk or a power cut leaves the old ones or the new ones.
+
+    data: text is written as UTF-8. The folder is there. Raises OSError, and leaves nothing but the old file then.
+    """
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.new")  # two processes write two
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(data.encode() if isinstance(data, str) else data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot do this to a folder
+            raise
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,23 @@
+"""Torch calls that no function mode sees.
+
+On the CPU host every torch call, even `x.shape`, passes through Python (host/cpu.py: CudaMeansCpu), which takes longer
+than a small operation itself. Code that asks for no CUDA device has no need of that.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+
+
+def outside_modes[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """Call `function` with torch's function modes switched off, where there are any."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._len_torch_function_stack():
+            return function(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return called

@@ -1,0 +1,116 @@
+"""Matrix products of virtual shards on a CPU: all shards in one call, where that keeps the bits of each.
+
+By definition (numerics/product.py) every shard is a product of its own, on operands without gaps. MKL gives a shard the
+same bits inside a larger product, or in a batch of any number, for most shapes, and other bits for some: a single row
+or column, a few odd numbers. So one call for all shards is taken only for shapes, strides and alignment for which it
+was seen, on this machine and in this process, to give the bits of the definition. The bits never depend on the outcome.
+
+bf16 operands become fp32 first: in bf16 most CPUs multiply number by number, several times slower.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.numerics.shard_operands import Parts, like, parts_of, without_gaps
+
+LEAST = 256  # numbers of a result; trials of a smaller one would say little about how it is summed
+TRIALS = 4
+ALIGNMENT = 64  # bytes of a cache line, and of what torch allocates
+
+# (form, shapes, strides, dtype, alignment, threads, shards) -> whether all shards in one call have the right bits.
+_together_is_right: dict[tuple[Any, ...], bool] = {}
+
+Form = Callable[[Tensor, Tensor], Tensor]
+
+
+def product(a: Tensor, b: Tensor, rows: Parts, columns: Parts) -> Tensor:
+    """a @ b in fp32; arguments as of numerics/product.py.
+
+    returns: [m, n] fp32, fp64 for operands of fp64.
+    """
+    a, b = _wide(a), _wide(b)
+
+    def shard_by_shard(a: Tensor, b: Tensor) -> Tensor:
+        if rows != 1:
+            b = without_gaps(b)
+            return torch.cat([torch.mm(without_gaps(x), b) for x in parts_of(a, rows, 0)])
+        a = without_gaps(a)
+        return torch.cat([torch.mm(a, without_gaps(y)) for y in parts_of(b, columns, 1)], 1)
+
+    if rows == columns == 1:
+        return torch.mm(without_gaps(a), without_gaps(b))
+    return (torch.mm if is_right(torch.mm, shard_by_shard, a, b, rows, columns) else shard_by_shard)(a, b)
+
+
+def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
+    """a @ b for each shard of the dimension that is summed.
+
+    a, b:     [m, k] and [k, n]; k consists of segments, each of `shards` shards.
+    segments: the size of each in k.
+    returns:  [shards, m, n] fp32: the sum over segments, in order, of the segment's product.
+    """
+    a, b = _wide(a), _wide(b)
+    total = None
+    for x, y in zip(a.split(segments, 1), b.split(segments), strict=True):
+        part = _batch(x.unflatten(1, (shards, -1)).transpose(0, 1), y.unflatten(0, (shards, -1)))
+        total = part if total is None else total.add_(part)
+    return total.float()  # type: ignore[union-attr]
+
+
+def shown() -> dict[tuple[Any, ...], bool]:
+    """For every kind of product so far, whether all its shards were multiplied in one call; for tests."""
+    return dict(_together_is_right)
+
+
+def is_right(together: Form, one_by_one: Form, a: Tensor, b: Tensor, *kind: Any) -> bool:
+    """Whether `together` has the bits of `one_by_one` for operands that lie in memory as these do.
+
+    kind: what else tells apart products of such operands.
+    """
+    key = (
+        together.__name__, a.shape, b.shape, a.stride(), b.stride(), a.dtype,
+        a.data_ptr() % ALIGNMENT, b.data_ptr() % ALIGNMENT, torch.get_num_threads(), *kind,
+    )  # fmt: skip
+    right = _together_is_right.get(key)
+    if right is None:
+        right = a.shape[:-1].numel() * b.shape[-1] >= LEAST
+        right = right and all(_same_bits(together(x, y), one_by_one(x, y)) for x, y in _trials(a, b))
+        _together_is_right[key] = right
+    return right
+
+
+def _batch(a: Tensor, b: Tensor) -> Tensor:
+    """[n, m, k] @ [n, k, p] → [n, m, p]."""
+    return (torch.bmm if is_right(torch.bmm, _one_by_one, a, b) else _one_by_one)(a, b)
+
+
+def _one_by_one(a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack([torch.mm(without_gaps(x), without_gaps(y)) for x, y in zip(a, b, strict=True)])
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def _trials(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Operands of which each kind shows another difference: the order of additions and whether products are rounded,
+    numbers too small for normal ones, the sign of a sum of zeros."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(tensor: Tensor) -> Tensor:
+        return like(tensor, ALIGNMENT).normal_(generator=generator)
+
+    for _ in range(TRIALS):
+        yield normal(a), normal(b)
+    yield normal(a).mul_(2.0**-70), normal(b).mul_(2.0**-70)
+    # A row's zeros have one sign, and a column's numbers too: a sum of -0.0 alone is -0.0, unless it starts at 0.0.
+    rows, columns = normal(a[..., :1]).sign(), normal(b[..., :1, :]).sign()
+    yield like(a, ALIGNMENT).copy_((rows * 0.0).expand_as(a)), like(b, ALIGNMENT).copy_(columns.expand_as(b))
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    words = {4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(words), b.contiguous().view(words))

@@ -1,0 +1,31 @@
+"""How the operands of a product are cut into shards, and laid out for a product of one shard."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+Parts = int | tuple[int, ...]  # a number of equal parts, or the size of each
+
+
+def parts_of(matrix: Tensor, parts: Parts, dim: int) -> Sequence[Tensor]:
+    """Views of the parts, in order."""
+    return matrix.chunk(parts, dim) if isinstance(parts, int) else matrix.split(parts, dim)
+
+
+def without_gaps(matrix: Tensor) -> Tensor:
+    """The same matrix with no gaps between rows, or columns where those are what memory holds together.
+
+    It begins where 16 bytes do, as memory of its own does: a library may choose by that as well (MKL's gemv does).
+    """
+    if matrix.stride(0) == 1 and matrix.stride(1) != 1:
+        return without_gaps(matrix.t()).t()
+    dense = matrix.contiguous()
+    return dense.clone() if dense.data_ptr() % 16 else dense
+
+
+def like(tensor: Tensor, alignment: int) -> Tensor:
+    """Fresh memory with the strides of a tensor or a slice of one, and its place between multiples of `alignment`."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    offset = tensor.data_ptr() % alignment // tensor.element_size()
+    memory = tensor.new_empty(offset + last + 1)
+    return memory.as_strided(tensor.shape, tensor.stride(), offset)
