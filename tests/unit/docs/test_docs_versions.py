@@ -1,4 +1,4 @@
-"""Versions: pyproject.toml, the locks, `tpi doctor` and the documents name the same ones."""
+"""Versions: pyproject.toml, the locks and the documents name the same ones, and `tpi doctor` asks for no other."""
 
 import re
 import tomllib
@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from tests.unit.docs.markdown import DOCUMENTS, ROOT
-from tp_invariant_recipes.workflows.doctor import REQUIREMENTS
+from tp_invariant_recipes.workflows.doctor import NEEDED
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINNED = {
@@ -54,9 +54,10 @@ def test_no_distribution_is_locked_twice_in_two_versions():
     assert len({line.split()[0] for line in lines}) == len(names)
 
 
-@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=lambda requirement: requirement.distribution)
-def test_the_doctors_version_is_the_locked_one(requirement):
-    assert requirement.proven == LOCKED[requirement.distribution]
+@pytest.mark.parametrize("needed", NEEDED, ids=lambda needed: needed.distribution)
+def test_what_the_doctor_asks_for_is_pinned_and_locked(needed):
+    """It takes the version from pyproject.toml."""
+    assert PINNED[needed.distribution] == LOCKED[needed.distribution]
 
 
 @pytest.mark.parametrize("name", ("README.md", "docs/install.md"))
