@@ -1,0 +1,38 @@
+"""Bridge's fields that the documents name are fields of the installed Bridge."""
+
+import re
+
+import pytest
+
+from tests.unit.docs.markdown import DOCUMENTS
+from tp_invariant_recipes.config import schema
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.settings import OWN_KEYS
+
+pytestmark = pytest.mark.usefixtures("bridge")
+
+NAMED = re.compile(rf"(?<![\w./@-])({'|'.join(schema.BRIDGE_SECTIONS)})\.([a-z]\w*)(?![\w/])")
+MODELS = ("qwen3_toy", "nemotron3_nano_toy")  # of each provider one
+
+
+def named(text: str) -> set[tuple[str, str]]:
+    return {(section, field) for section, field in NAMED.findall(text) if field not in ("py", "md", "json", "yaml")}
+
+
+def unknown(keys: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those of `section` and `field` that no model's configuration has."""
+    known = set()
+    for tree in (compose(model, device="gpu").tree for model in MODELS):
+        for section in schema.BRIDGE_SECTIONS.keys() & tree.keys():
+            known |= {(section, name) for name in schema.fields(schema.section_class(section, tree))}
+    return {(section, name) for section, name in keys - known if f"{section}.{name}" not in OWN_KEYS}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_a_key_of_bridges_exists(document):
+    assert unknown(named("\n".join((*document.spans, *document.code)))) == set()
+
+
+def test_a_key_that_does_not_exist_is_seen():
+    keys = named("`model.num_layer=3 optimizer.clip_grad=1.0` tokenizer.vocab_includes_eod and model.yaml")
+    assert unknown(keys) == {("model", "num_layer")}

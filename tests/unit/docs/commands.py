@@ -1,0 +1,35 @@
+"""The command line as typer has it: which commands and options there are, and how a line is parsed."""
+
+import shlex
+from typing import Any
+
+import typer
+
+from tp_invariant_recipes.cli.main import app
+
+ROOT_COMMAND = typer.main.get_command(app)
+
+
+def names(command: Any = ROOT_COMMAND, before: str = "") -> dict[str, Any]:
+    """Command -> what runs it; of a group its members, as `data prepare`."""
+    found = {}
+    for name, inner in command.commands.items():
+        found |= names(inner, f"{before}{name} ") if hasattr(inner, "commands") else {before + name: inner}
+    return found
+
+
+def options() -> set[str]:
+    """Every option of every command."""
+    parameters = [parameter for command in (ROOT_COMMAND, *names().values()) for parameter in command.params]
+    found = {word for parameter in parameters for word in (*parameter.opts, *parameter.secondary_opts)}
+    return {word for word in found if word.startswith("-")} | {"--help", "--install-completion", "--show-completion"}
+
+
+def parsed(line: str) -> tuple[str, dict[str, Any]]:
+    """The command of a line that begins with `tpi`, and its arguments. Raises typer's usage errors, or KeyError."""
+    _, *words = shlex.split(line)
+    command, name = ROOT_COMMAND, ""
+    while hasattr(command, "commands"):
+        name = f"{name} {words[0]}".strip()
+        command = command.commands[words.pop(0)]
+    return name, command.make_context(f"tpi {name}", words).params

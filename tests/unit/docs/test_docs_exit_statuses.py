@@ -1,0 +1,74 @@
+"""Exit statuses: 1 means different and nothing else, and each documented table is the code's."""
+
+import ast
+import re
+
+import pytest
+
+from tests.unit.docs.markdown import DOCUMENTS, ROOT
+from tp_invariant_recipes.cli.main import app
+from tp_invariant_recipes.compare import compare, log_compare
+from tp_invariant_recipes.workflows import verdict
+
+# Verdict -> exit status, of all that give a verdict. `same` is of `tpi audit`, which has no table of its own.
+STATUSES = {
+    **{one.value: status for one, status in compare.EXIT_STATUS.items()},
+    **{one.value: status for one, status in log_compare.EXIT_STATUS.items()},
+    **verdict.EXIT_STATUS,
+    "same": 0,
+}
+MEANING = {0: "done or identical", 1: "different", 2: "a mistake"}
+
+
+def rows() -> list[tuple[str, int, str]]:
+    """Document, status and what it means there, of every table of exit statuses."""
+    return [
+        (document.name, int(row[0]), row[1].strip("`"))
+        for document in DOCUMENTS
+        for header, rows in document.tables
+        if header[0] == "exit status"
+        for row in rows
+    ]
+
+
+def test_there_are_tables():
+    assert {"docs/verify.md", "docs/ledger.md", "docs/bisect.md", "docs/audit.md"} <= {name for name, _, _ in rows()}
+
+
+@pytest.mark.parametrize("name, status, meaning", rows())
+def test_a_documented_status_is_the_codes(name, status, meaning):
+    assert status in MEANING
+    known = [verdict for verdict in STATUSES if re.match(rf"{verdict}\b", meaning)]
+    assert [STATUSES[verdict] for verdict in known] in ([], [status])
+
+
+def test_the_tables_of_the_code_agree():
+    for table in (compare.EXIT_STATUS, log_compare.EXIT_STATUS):
+        assert all(STATUSES[one.value] == status for one, status in table.items())
+    assert {status for word, status in STATUSES.items() if word.startswith("different")} == {1}
+    assert [word for word, status in STATUSES.items() if status == 1 and not word.startswith("different")] == []
+
+
+@pytest.mark.parametrize("status", MEANING)
+def test_the_help_names_every_status(status):
+    assert re.search(rf"\b{status} {MEANING[status]}", app.info.epilog)
+
+
+def ends(source: str) -> set[int]:
+    """The numbers that code ends with where it does not take them from a table."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    exits = [call for call in calls if re.search(r"(?:\.|^)(?:Exit|exit|_exit|SystemExit)$", ast.unparse(call.func))]
+    return {
+        arg.value for call in exits for arg in call.args if isinstance(arg, ast.Constant) and type(arg.value) is int
+    }
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "tp_invariant_recipes" / "cli").glob("*.py")), ids=lambda file: file.stem
+)
+def test_a_command_never_ends_with_1_by_itself(file):
+    assert ends(file.read_text()) <= {0, 2, 130}  # 130: Ctrl-C
+
+
+def test_an_end_with_1_is_seen():
+    assert ends("import typer\nraise typer.Exit(1)\nsys.exit(2)\nraise SystemExit(130)\n") == {1, 2, 130}

@@ -1,0 +1,92 @@
+"""Keys and groups: each that the documents name exists, and each of our own is documented."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from tests.unit.docs.markdown import DOCUMENTS
+from tp_invariant_recipes.config import source
+from tp_invariant_recipes.config.keys import SHORT_KEYS
+from tp_invariant_recipes.config.settings import OWN_KEYS, OWN_SECTIONS
+
+# A section and a field, at the beginning of a word.
+NAMED = re.compile(rf"(?<![\w./@-])({'|'.join(OWN_SECTIONS)})\.([a-z_]+(?:[.-][\w.-]+)?)")
+FILES = re.compile(r"\.(?:md|py|ya?ml|jsonl?|png|html|gz|log|conf|sbatch)$|^(?:conf|py|md|jsonl?|ya?ml|html)$")
+ALTERNATIVES = re.compile(r"(\w+)=(\w+(?:\|\w+)+)")  # data=mock|text
+# A field that its group chooses, so that the documents say `device=cpu`.
+CHOSEN = {"device.kind", "launcher.kind", "logging.kind", "data.kind", "numerics.mode", "cluster.name"}
+KEYS = [f"{section}.{field.name}" for section, cls in OWN_SECTIONS.items() for field in dataclasses.fields(cls)]
+GROUPS = {group: options for group, options in source.groups().items() if group != "model"}
+
+
+def code(document) -> str:
+    return "\n".join((*document.spans, *document.code))
+
+
+EVERYTHING = "\n".join(map(code, DOCUMENTS))
+
+
+def named(text: str) -> set[str]:
+    """Our own keys that a text names, without what follows a mapping's key."""
+    found = {(section, rest) for section, rest in NAMED.findall(text) if not FILES.search(rest)}
+    return {f"{section}.{re.split('[.-]', rest)[0]}" for section, rest in found}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_a_key_of_ours_exists(document):
+    messages = [row[0] for header, rows in document.tables if header[0] == "message" for row in rows]  # of mistakes
+    assert named(code(document)) - named("\n".join(messages)) - {*KEYS, *OWN_KEYS} == set()
+
+
+def test_a_key_that_does_not_exist_is_seen():
+    text = "`slurm.tires=3 cluster.environment.NCCL_DEBUG=x` run.json docs/numerics.md ledger.replaced-1.jsonl"
+    assert named(text) == {"slurm.tires", "cluster.environment"}
+
+
+@pytest.mark.parametrize("key", (*KEYS, *OWN_KEYS))
+def test_a_key_of_ours_is_documented(key):
+    said = rf"{key.partition('.')[0]}=" if key in CHOSEN else rf"(?<![\w.]){re.escape(key)}(?!\w)"
+    assert re.search(said, EVERYTHING)
+
+
+@pytest.mark.parametrize("key", SHORT_KEYS)
+def test_a_short_key_is_documented(key):
+    assert re.search(rf"(?<![\w.-]){key}(?![\w.-])", EVERYTHING)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_and_its_options_are_documented(group):
+    lists = [options.split("|") for name, options in ALTERNATIVES.findall(EVERYTHING) if name == group]
+    said = {option for options in lists for option in options}
+    assert said == set(GROUPS[group])
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_alternatives_are_options_that_there_are(document):
+    for group, options in ALTERNATIVES.findall(code(document)):
+        assert group in GROUPS
+        assert set(options.split("|")) <= set(GROUPS[group])
+
+
+TABLES = [table for document in DOCUMENTS if document.name == "docs/configuration.md" for table in document.tables]
+DEFAULTS = [
+    (key, row[1].strip("`"))
+    for header, rows in TABLES
+    for row in rows
+    for key in re.findall(r"`([a-z_]+\.[a-z_]+)`", row[0])
+    if header[0] == "key" and re.fullmatch(r"`?(?:null|true|false|\d+|\[\]|\{\})`?", row[1])
+]
+
+
+@pytest.mark.parametrize("key, default", DEFAULTS)
+def test_a_documented_default_is_the_codes(key, default):
+    section, _, name = key.partition(".")
+    (field,) = (field for field in dataclasses.fields(OWN_SECTIONS[section]) if field.name == name)
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    assert default == (str(value) if isinstance(value, list | dict) else json.dumps(value))
+
+
+def test_there_are_defaults():
+    assert len(DEFAULTS) > 10

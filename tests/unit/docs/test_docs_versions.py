@@ -1,0 +1,87 @@
+"""Versions: pyproject.toml, the locks and the documents name the same ones, and `tpi doctor` asks for no other."""
+
+import re
+import tomllib
+
+import pytest
+
+from tests.unit.docs.markdown import DOCUMENTS, ROOT
+from tp_invariant_recipes.workflows.doctor import NEEDED
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINNED = {
+    name: version
+    for group in PROJECT["optional-dependencies"].values()
+    for name, _, version in (line.partition("==") for line in group)
+    if version
+}
+LOCKED = {
+    name: version
+    for file in sorted((ROOT / "scripts" / "lock").glob("*.txt"))
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)", file.read_text(), re.MULTILINE)
+}
+
+# As documents call them -> distribution. What follows the name there, if it is a version, is the pinned one.
+CALLED = {
+    "Megatron-Bridge": "megatron-bridge",
+    "Bridge": "megatron-bridge",
+    "megatron-bridge": "megatron-bridge",
+    "Megatron-Core": "megatron-core",
+    "torchvision": "torchvision",
+    "nvidia-resiliency-ext": "nvidia-resiliency-ext",
+    "PyTorch": "torch",
+    "Transformer Engine": "transformer-engine",
+}
+NAMED = re.compile(rf"\b({'|'.join(CALLED)})\b(?:\*\*|`)?:? ?(?:==)?\s?(\d+\.\d+\.\d+)")
+
+
+def named(text: str) -> list[tuple[str, str]]:
+    """Distributions and versions that a text names."""
+    return [(CALLED[name], version) for name, version in NAMED.findall(text)]
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_a_pinned_version_is_the_locked_one(name):
+    if name not in ("wandb",):  # which is for the one who wants it, and in no lock
+        assert LOCKED[name] == PINNED[name]
+
+
+def test_no_distribution_is_locked_twice_in_two_versions():
+    lines = [
+        line for f in (ROOT / "scripts" / "lock").glob("*.txt") for line in f.read_text().splitlines() if "==" in line
+    ]
+    names = {line.split("==")[0] for line in lines}
+    assert len({line.split()[0] for line in lines}) == len(names)
+
+
+@pytest.mark.parametrize("needed", NEEDED, ids=lambda needed: needed.distribution)
+def test_what_the_doctor_asks_for_is_pinned_and_locked(needed):
+    """It takes the version from pyproject.toml."""
+    assert PINNED[needed.distribution] == LOCKED[needed.distribution]
+
+
+@pytest.mark.parametrize("name", ("README.md", "docs/install.md"))
+def test_a_version_in_the_documents_is_the_locked_one(name):
+    (document,) = (one for one in DOCUMENTS if one.name == name)
+    assert [(what, version) for what, version in named(document.text) if LOCKED[what] != version] == []
+
+
+def test_versions_in_sentences_are_seen():
+    text = "Bridge 0.6.2, **torchvision**: 0.1.2; Transformer Engine 2.20.2 and `megatron-bridge==1.2.3`"
+    assert named(text) == [
+        ("megatron-bridge", "0.6.2"),
+        ("torchvision", "0.1.2"),
+        ("transformer-engine", "2.20.2"),
+        ("megatron-bridge", "1.2.3"),
+    ]
+
+
+def test_one_python():
+    (version,) = re.findall(r">=(3\.\d+)", PROJECT["requires-python"])
+    tools = (ROOT / "pyproject.toml").read_text()
+    assert f'python_version = "{version}"' in tools
+    assert f'target-version = "py{version.replace(".", "")}"' in tools
+    bootstrap = (ROOT / "scripts" / "bootstrap").read_text()
+    assert set(re.findall(r"\bpython(3\.\d+)", bootstrap)) == {version}
+    for document in DOCUMENTS:
+        assert set(re.findall(r"\bPython (3\.\d+)", document.text)) <= {version}, document.name
