@@ -18,8 +18,8 @@ FOREIGN = {
     "--array", "--comment", "--cpus-per-task", "--exclusive", "--gres", "--mail-type", "--mem", "--nodes", "--parsable",
     "--requeue", "--reservation", "--signal",
     # of scripts/bootstrap, torchrun, run_recipe.py, pre-commit, pytest and uv
-    "--collect-only", "--continue", "--gpu", "--hook-type", "--nproc_per_node", "--only-downloads", "--plan", "--recipe",
-    "--show-urls",
+    "--collect-only", "--continue", "--gpu", "--hook-type", "--nproc_per_node", "--only-downloads", "--plan",
+    "--recipe", "--show-urls",
 }  # fmt: skip
 
 
