@@ -52,11 +52,11 @@ class Scene:
         return bool(pairs) and all(None not in pair for pair in pairs.values())
 
 
-InputsMatch = tuple[bool | None, str]  # whether the inputs match (None: not known), and the clause of the explanation
+InputsMatch = tuple[bool | None, str]  # whether the inputs matched (None: unknown), and the clause of the explanation
 
 
 def explain(found: Found, step: int, a: Ledger, b: Ledger, order: Sequence[str]) -> InputsMatch:
-    """Whether the inputs of a first difference matched (None: not known), and a clause that says all about it.
+    """Whether the inputs of a first difference matched (None: unknown), and a clause that explains it.
 
     found: belongs to step `step`, or to the model. Everything before it in the order of execution matches or was not
            recorded.
@@ -83,12 +83,12 @@ def _initial(scene: Scene) -> InputsMatch:
 
 def _replicas(scene: Scene) -> InputsMatch:
     kind, _, name = scene.found.name.partition("/")
-    said = [
+    clauses = [
         f"{run_name(run)}: replicas of {kind} {name} disagree: ranks {ranks}"
         for run, ranks in ((scene.a, scene.found.a), (scene.b, scene.found.b))
         if ranks is not None
     ]
-    return None, "; ".join(said)
+    return None, "; ".join(clauses)
 
 
 def _traced(scene: Scene) -> InputsMatch:
@@ -231,7 +231,7 @@ def shown(value: Any, is_float: bool) -> str:
     return f"{value} {readable(value)}" if is_float else str(value).lower()
 
 
-# By kind of difference, and for fields by name.
+# Kind of difference, or name of a field -> its explanation.
 _EXPLAINED: dict[str, Callable[[Scene], InputsMatch]] = {
     MODEL: _model,
     INITIAL: _initial,

@@ -11,7 +11,7 @@ from tp_invariant_recipes.compare.log_parser import LOSS, NORM, RATE, Log, digit
 from tp_invariant_recipes.ledger.reader import Ledger
 
 LedgerOrLog = Ledger | Log
-# Fields in the order of execution; those not listed, such as other losses, stand between loss and norm.
+# Fields in the order of execution. Other fields, such as other losses, come between loss and norm.
 _BEFORE = ("consumed samples", "skipped samples", "global batch size", LOSS)
 _AFTER = (NORM, "number of skipped iterations", "number of nan iterations", "loss scale", RATE)
 
@@ -59,7 +59,7 @@ class PrintedComparison:
 
 
 def compare_printed(a: LedgerOrLog, b: LedgerOrLog) -> PrintedComparison:
-    """Compare all fields that both print, but those that measure the machine, at all iterations that both print."""
+    """Compare all common fields, except measurements of the machine, at all common iterations."""
     left, right = _as_logs(a, b)
     names = _in_order([name for name in left.fields if name in right.fields])
     common = [number for number in left.iterations if number in right.iterations]
@@ -154,7 +154,7 @@ def comparison_json(comparison: PrintedComparison) -> dict[str, Any]:
 
 
 def called(run: LedgerOrLog) -> str:
-    """What people call a run: its directory, or the file."""
+    """The name of a run for people: its directory, or the file."""
     return run_name(run) if isinstance(run, Ledger) else str(run.path)
 
 

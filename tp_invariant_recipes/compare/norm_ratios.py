@@ -142,7 +142,7 @@ def _split(first: Sequence[Norms], second: Sequence[Norms], counts_from: int) ->
 
 
 def _furthest(name: str, pairs: Pairs, allowed: list[dict[str, float]] | None) -> Ratio:
-    """allowed: of each pair, group → deviation; None: all norms are the same numbers."""
+    """allowed: for each pair, group → deviation; None: all norms are equal."""
     group = parameter_group(name)
     limits = [one[group] for one in allowed] if allowed else [0.0] * len(pairs)
     apart = [deviation(a.norms[name], b.norms[name]) for a, b in pairs]

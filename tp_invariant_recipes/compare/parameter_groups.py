@@ -1,4 +1,4 @@
-"""Groups of parameters by purpose, from their names in the whole model: one row a group."""
+"""Groups of parameters by purpose, recognised by the name in the whole model: one row per group."""
 
 import functools
 import re
@@ -35,10 +35,10 @@ GROUPS = tuple(
 
 @functools.cache  # the same names at every step
 def parameter_group(name: str) -> str:
-    """The group of a parameter, named as in Megatron's distributed checkpoints; "other" where no row fits."""
+    """The group of a parameter, named as in Megatron's distributed checkpoints; "other" if no row matches."""
     return next((group.name for group in GROUPS if group.pattern.search(name)), OTHER)
 
 
 def groups_in_order(groups: set[str]) -> list[str]:
-    """Groups in the order of the table, without those that are not there."""
+    """The given groups in the order of the table."""
     return [name for name in (*(group.name for group in GROUPS[1:]), GROUPS[0].name, OTHER) if name in groups]

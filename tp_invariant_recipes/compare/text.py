@@ -26,7 +26,7 @@ _COARSE = (FIELD, *DIGESTED)
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """A differing parameter: the first step of its gradient and of its weight (None: no step), and how many differ."""
+    """A differing parameter: first step of its gradient and its weight (None: no step), number of differing steps."""
 
     name: str
     gradient: int | None
@@ -81,14 +81,14 @@ def _undigested(comparison: Comparison) -> list[str]:
     if lacking:
         who = "neither run has any" if len(lacking) == 2 else f"{lacking[0]} has no"
         return [f"Gradients and weights themselves are not compared: {who} digests (ledger.digests=1 records them)."]
-    said = []
+    covered = []
     for kind in DIGESTED:
         coverage = comparison.coverage[kind]
         if coverage.only_a or coverage.only_b or coverage.both < comparison.steps_compared:
-            said.append((coverage, kind))
-    if len(said) == 2 and said[0][0] == said[1][0]:
-        said = [(said[0][0], "gradients and weights")]
-    return [f"Digests of {kinds} are compared at {_both(comparison, coverage)}." for coverage, kinds in said]
+            covered.append((coverage, kind))
+    if len(covered) == 2 and covered[0][0] == covered[1][0]:
+        covered = [(covered[0][0], "gradients and weights")]
+    return [f"Digests of {kinds} are compared at {_both(comparison, coverage)}." for coverage, kinds in covered]
 
 
 def _untraced(comparison: Comparison) -> list[str]:

@@ -1,7 +1,7 @@
-"""What CUDA graphs need of the rest of a configuration: one row a rule, and one row a module that can be captured.
+"""Requirements of CUDA graphs on the configuration: one row per rule, and one row per module that can be captured.
 
-From Megatron-Core 0.19.2 (`TransformerConfig.__post_init__`, `TECudaGraphHelper`) and Megatron-Bridge 0.6.2
-(`validate_cuda_graph_configuration`), which say the same one assertion at a time, some only on the GPU.
+The rules are those of Megatron-Core 0.19.2 (`TransformerConfig.__post_init__`, `TECudaGraphHelper`) and Megatron-Bridge
+0.6.2 (`validate_cuda_graph_configuration`), which report one failed assertion at a time, some only on the GPU.
 """
 
 import os
@@ -21,11 +21,11 @@ IMPLEMENTATIONS = {TE: "te", FULL: "full"}
 
 @dataclass(frozen=True)
 class Module:
-    """A part of a layer that Transformer Engine's graphs can hold.
+    """A part of a layer that Transformer Engine's graphs can capture.
 
-    name:    as `model.cuda_graph_modules` has it.
-    problem: why it cannot be captured in a model, with what to change; None: it can.
-    default: whether it is captured where nothing else is asked for, given that it can be.
+    name:    its name in `model.cuda_graph_modules`.
+    problem: the reason why it cannot be captured in a model, with the key to change; None: it can.
+    default: whether it is captured by default, if it can be.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Module:
 
 
 def graphed_modules(model: Model) -> list[str]:
-    """What `cuda_graph=te` captures of a model unless told otherwise."""
+    """The modules that `cuda_graph=te` captures of a model by default."""
     return [module.name for module in MODULES if module.problem(model) is None and module.default(model)]
 
 
@@ -112,7 +112,7 @@ _BY_NAME = {module.name: module for module in MODULES}
 
 @dataclass(frozen=True)
 class Requirement:
-    """wrong: whether the tree breaks it. why: what is wrong, and the key to change."""
+    """wrong: whether the tree breaks the rule. why: the problem, and the key to change."""
 
     wrong: Callable[[Tree], Any]
     why: str
@@ -124,7 +124,7 @@ def _model(field: str) -> Callable[[Tree], Any]:
 
 
 def _checked(section: str, field: str) -> Callable[[Tree], bool]:
-    """Whether a check is on; left alone, it is."""
+    """Whether a check is on; it is on by default."""
     return lambda tree: tree.get(section, {}).get(field, True) is not False
 
 
@@ -144,7 +144,7 @@ def _expandable(tree: Tree) -> bool:
     return "expandable_segments:True" in allocator and variables.get("NCCL_GRAPH_REGISTER") != "0"
 
 
-# Fields that earlier versions had for the same; Core would move their values over without a word.
+# Fields of earlier versions with the same meaning; Core would silently copy their values.
 REPLACED = ("cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph")
 
 RULES = (
@@ -221,7 +221,7 @@ RULES = (
 
 
 def problems(tree: Tree) -> list[str]:
-    """Everything that keeps the tree's CUDA graphs from being captured; nothing where there are none."""
+    """All reasons why the tree's CUDA graphs cannot be captured; empty without CUDA graphs."""
     model = tree["model"]
     replaced = [f"model.{f}={model[f]}: cuda_graph=te or cuda_graph=full instead" for f in REPLACED if model.get(f)]
     implementation = model.get("cuda_graph_impl") or "none"
@@ -240,12 +240,12 @@ def problems(tree: Tree) -> list[str]:
 
 
 def _of_warmup(warmup: Any) -> str:
-    # Without a step before, Transformer Engine captures layers whose lazily made state is not there yet.
+    # Without a preceding step, Transformer Engine captures layers before their lazy state exists.
     return f"model.cuda_graph_warmup_steps={warmup}: must be a number of steps, at least 1"
 
 
 def _modules(model: Model) -> list[str]:
-    """What is wrong with the modules that are to be captured."""
+    """The problems of the modules to capture."""
     modules = model.get("cuda_graph_modules")
     fits = ",".join(graphed_modules(model))
     if not isinstance(modules, list) or not modules:

@@ -1,4 +1,4 @@
-"""Say what a configuration or a model is, for people and machines."""
+"""Describe configurations and models for people and machines."""
 
 import json
 import re
@@ -18,7 +18,7 @@ _WORD = re.compile(r"(?!(true|false|null|nan|inf)$)[a-z_][\w./-]*", re.IGNORECAS
 
 
 def bridge_overrides(tree: dict[str, Any]) -> list[str]:
-    """`section.field=value` for every field of Bridge's that the tree sets, as Bridge's own command line takes them."""
+    """`section.field=value` for every field of Bridge that the tree sets, in the form of Bridge's command line."""
     lines = [
         f"{section}.{field}={_text(_activation(value) if field == 'activation_func' else value)}"
         for section in BRIDGE_SECTIONS
@@ -29,7 +29,7 @@ def bridge_overrides(tree: dict[str, Any]) -> list[str]:
 
 
 def models() -> list[dict[str, Any]]:
-    """One row a model: name, parameters (about), layers, hidden size, TP degrees that divide it, whether a CPU can."""
+    """A row per model: name, parameters (about), layers, hidden size, TP degrees that divide it, whether a CPU can."""
     return [_model(name) for name in source.groups()["model"]]
 
 
@@ -53,10 +53,10 @@ def _refused(tree: dict[str, Any], tp: int) -> bool:
 
 
 def _activation(path: str) -> str:
-    """Bridge's command line knows activation functions by their last name."""
+    """The last part of an activation function's path, its name on Bridge's command line."""
     return path.rpartition(".")[2]
 
 
 def _text(value: Any) -> str:
-    """A value in Hydra's grammar, in which "1,0,0" without quotes would be a sweep."""
+    """A value in Hydra's grammar, with quotes where needed: "1,0,0" without quotes would be a sweep."""
     return value if isinstance(value, str) and _WORD.fullmatch(value) else json.dumps(value, ensure_ascii=False)

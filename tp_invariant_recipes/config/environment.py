@@ -1,7 +1,7 @@
-"""Environment variables: those that numerics depend on, and those that a cluster's nodes want beside them.
+"""Environment variables: those that numerics depend on, and further ones of a cluster's nodes.
 
-Set before torch is imported, checked, and recorded. One row a variable that numerics depend on. A value that the user
-or the cluster has set is kept if it is one the row accepts, and is an error otherwise.
+tpi sets them before it imports torch, checks them and records them. One row per variable that numerics depend on. A
+value set by the user or the cluster stays if the row accepts it, and is an error otherwise.
 """
 
 import re
@@ -16,7 +16,7 @@ from tp_invariant_recipes.errors import ConfigError
 class Variable:
     """name=value on these devices.
 
-    accepted: other values that do as well. why: what would change the bits otherwise.
+    accepted: other valid values. why: the effect of other values on the bits.
     """
 
     name: str
@@ -35,7 +35,7 @@ VARIABLES = (
     Variable(
         "NCCL_ALGO",
         "^NVLS",
-        _BOTH,  # Bridge's deterministic mode asks for it on a CPU too
+        _BOTH,  # Bridge's deterministic mode requires it on a CPU, too
         "in-switch reduction (NVLS) adds in an order of its own",
         ("Ring", "Tree", "CollnetDirect", "CollnetChain"),
     ),
@@ -47,7 +47,7 @@ VARIABLES = (
     Variable("MKL_NUM_THREADS", "1", ("cpu",), "the number of threads decides how a CPU splits its sums"),
 )  # fmt: skip
 
-# Recorded where set, beside the table's own.
+# Variables with these prefixes are recorded, too, if they are set.
 RECORDED_PREFIXES = (
     "NCCL_",
     "NVTE_",
@@ -62,18 +62,18 @@ RECORDED_PREFIXES = (
     "NVIDIA_TF32",
 )
 
-# A name with one of these words is never recorded, whatever its prefix, and is no name for a cluster's variable.
+# A name with one of these words is never recorded, with any prefix, and is not allowed for a cluster's variable.
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
-# Words that contain one and are none: TOKENIZERS_PARALLELISM, NUM_OF_TOKENS_PER_CHUNK_COMBINE_API.
+# Harmless words that contain one of them: TOKENIZERS_PARALLELISM, NUM_OF_TOKENS_PER_CHUNK_COMBINE_API.
 NOT_SECRET = ("TOKENIZER", "TOKENS_PER")
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables to set for `device` ("cpu" or "gpu"), given what is set already: it wins over the cluster's.
+    """The variables to set for `device` ("cpu" or "gpu"). Values in `environment` win over the cluster's.
 
-    cluster: `cluster.environment`. What has no row in the table is returned, too.
+    cluster: `cluster.environment`. The result includes its variables without a row in the table.
     Raises ConfigError listing every variable whose value would change the bits, in the environment or the cluster's.
     """
     cluster = cluster or {}
@@ -88,7 +88,7 @@ def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, 
 
 
 def problems(tree: dict[str, Any]) -> list[str]:
-    """Everything wrong with the variables of a composed tree's cluster. A secret's value is never shown."""
+    """All problems of the cluster's variables in a composed tree. It never shows the value of a secret."""
     cluster = tree["cluster"]["environment"]
     names = [f"cluster.environment: {name!r} is no name of a variable" for name in cluster if not NAME.fullmatch(name)]
     secrets = [
@@ -101,14 +101,14 @@ def problems(tree: dict[str, Any]) -> list[str]:
 
 
 def recorded(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a run directory and a ledger keep of the environment. Never a secret: only names listed here."""
+    """The variables that a run directory and a ledger record. Only names listed here qualify, so never a secret."""
     names = {v.name for v in VARIABLES}
     kept = {k: v for k, v in environment.items() if k in names or k.startswith(RECORDED_PREFIXES)}
     return dict(sorted((k, v) for k, v in kept.items() if not is_secret(k)))
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable of this name may hold what nobody else should read."""
+    """Whether a variable of this name may hold a secret."""
     rest = name.upper()
     for word in NOT_SECRET:
         rest = rest.replace(word, "")
@@ -116,7 +116,7 @@ def is_secret(name: str) -> bool:
 
 
 def _refused(device: str, environment: Mapping[str, str]) -> list[tuple[Variable, str]]:
-    """The rows for `device` whose variable has a value that would change the bits, and that value."""
+    """(row, value) for the rows of `device` whose variable has a value that would change the bits."""
     found = ((v, environment[v.name]) for v in VARIABLES if device in v.devices and v.name in environment)
     return [(v, value) for v, value in found if value not in (v.value, *v.accepted)]
 

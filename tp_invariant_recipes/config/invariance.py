@@ -1,4 +1,4 @@
-"""What the invariant numerics can cover: one row a rule, so that a run it cannot is refused before it starts."""
+"""The limits of the invariant numerics: one row per rule, so that tpi refuses an unsupported run before it starts."""
 
 import math
 from typing import Any
@@ -23,12 +23,12 @@ SHARDED = (
 HYBRID_SIGNS = {*hybrid_spec.LAYERS, hybrid_spec.SEPARATOR}
 *_OTHERS, _LAST = hybrid_spec.LAYERS
 
-# Of SHARDED, what an activation follows.
+# Those of SHARDED that an activation follows.
 ACTIVATED = ("ffn_hidden_size", "moe_shared_expert_intermediate_size")
 
 DEFAULT_SHARDS = 8
 
-# Fields of the model that put other layers, or other sums, where the invariant ones stand.
+# Fields of the model that replace the invariant layers or sums by others.
 OFF = (
     "multi_latent_attention",
     "qk_l2_norm",
@@ -138,13 +138,13 @@ LIMITS = (
 
 
 def default_shards(model: dict[str, Any]) -> int:
-    """V where none is given: 8, or the largest power of two below that divides the model's sizes, in every layout."""
+    """The default V in every layout: 8, or the largest smaller power of two that divides the model's sizes."""
     sizes = [model.get(name) for name in SHARDED]
     return math.gcd(DEFAULT_SHARDS, *(size for size in sizes if isinstance(size, int)))
 
 
 def problems(tree: Tree) -> list[str]:
-    """Everything that keeps the tree's numerics mode from being invariant; nothing for stock."""
+    """All reasons why the tree's numerics mode would not be invariant; empty for stock."""
     mode, shards = tree["numerics"]["mode"], tree["numerics"].get("shards")
     if mode == "stock":
         return []
@@ -168,7 +168,7 @@ def _shards(tree: Tree, shards: Any) -> list[str]:
         return [f"tp={tp} does not divide numerics.shards={shards}; raise numerics.shards or change tp"]
     width = VECTORS * shards
     ragged = [field for field in ACTIVATED if (tree["model"].get(field) or 0) % width]
-    # The last numbers of a row, which fill no vector, go through code that rounds in another way.
+    # The last numbers of a row that fill no vector go through code that rounds differently.
     return [
         f"model.{field}={tree['model'][field]}: on a CPU it must be a multiple of {width}"
         for field in ragged

@@ -1,4 +1,4 @@
-"""What the invariant experts cannot cover, for models that have experts."""
+"""The limits of the invariant experts, for models with experts."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from tp_invariant_recipes.numerics import expert_placement
 
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 
-# Fields that put other sums, other orders or other modules where the invariant experts stand.
+# Fields that replace the invariant experts' sums, orders or modules by others.
 OFF = (
     "moe_z_loss_coeff",
     "moe_input_jitter_eps",
@@ -48,20 +48,20 @@ def _expert_width(tree: Tree) -> int:
 
 
 def _routed(tree: Tree) -> int:
-    """Numbers that the router makes of a virtual shard of one sequence, or 0 where V is not known to be one."""
+    """The number of router logits for a virtual shard of one sequence, or 0 if V is not valid."""
     shards, model = tree["numerics"].get("shards"), tree["model"]
     return model["seq_length"] // shards * model["num_moe_experts"] if isinstance(shards, int) and shards > 0 else 0
 
 
 def _of_experts(tree: Tree) -> str | None:
-    """What numerics/experts.py calls the activation; `activation_func` is a name or, in a plain program, a function."""
+    """The activation's name in numerics/experts.py; `activation_func` is a name or, in a plain program, a function."""
     function = tree["model"].get("activation_func")
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     kinds = {("silu", True): "swiglu", ("squared_relu", False): "squared_relu"}
     return kinds.get((name.rpartition(".")[2], bool(tree["model"].get("gated_linear_unit"))))
 
 
-# What a model with experts must not ask for, and why.
+# Settings that a model with experts must not have, and the reason.
 LIMITS = (
     _row(lambda t: t["numerics"]["mode"] != "tree", "experts are covered by numerics=tree only"),
     _row(

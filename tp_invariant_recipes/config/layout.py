@@ -1,6 +1,6 @@
-"""The rules a parallel layout must obey: the ranks, the model and the batch must divide evenly.
+"""The rules of a parallel layout: the ranks, the model and the batch must divide evenly.
 
-One row a rule. A rule looks at the composed tree and returns what is wrong, or None.
+One row per rule. A rule checks the composed tree and returns the problem, or None.
 """
 
 import math
@@ -34,7 +34,7 @@ class Layout:
 
 
 def of(tree: Tree) -> Layout:
-    """The layout a tree asks for."""
+    """The layout of a tree."""
     model = tree["model"]
     return Layout(
         tp=model["tensor_model_parallel_size"],
@@ -48,7 +48,7 @@ def of(tree: Tree) -> Layout:
 
 
 def problems(tree: Tree) -> list[str]:
-    """Everything wrong with the layout, in the order of the rules."""
+    """All problems of the layout, in the order of the rules."""
     layout = of(tree)
     degrees = {name: value for name, value in layout.as_dict().items() if name != "sp"}
     if any(value < 1 for value in degrees.values()):
@@ -58,7 +58,7 @@ def problems(tree: Tree) -> list[str]:
 
 
 def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Callable[[Tree, Layout], str | None]:
-    """The rule that a degree divides each of these numbers of the model, where the model has them."""
+    """The rule that a degree divides each of these numbers of the model, if the model has them."""
 
     def rule(tree: Tree, layout: Layout) -> str | None:
         totals = {f"model.{n}": tree["model"][n] for n in numbers if tree["model"].get(n) is not None}
@@ -76,7 +76,7 @@ def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Calla
 def _layers(tree: Tree, layout: Layout) -> str | None:
     model = tree["model"]
     if model.get("pipeline_model_parallel_layout") or model.get("num_layers_in_first_pipeline_stage"):
-        return None  # an uneven split the user wrote; Bridge checks it
+        return None  # the user wrote an uneven split; Bridge checks it
     return _divides("pp", lambda at: at.pp, "num_layers")(tree, layout)
 
 
@@ -148,8 +148,8 @@ def _interleaved(tree: Tree, layout: Layout) -> str | None:
     chunks = tree["model"].get("virtual_pipeline_model_parallel_size")
     if not chunks or chunks == 1 or tree["device"]["kind"] == "gpu":
         return None
-    # Seen at pp=2 with 4 micro-batches: another loss. There the next stage is the previous one, too, and Gloo tells
-    # messages between two ranks apart by their order alone.
+    # At pp=2 with 4 micro-batches we saw another loss: the next stage is also the previous one, and Gloo distinguishes
+    # messages between two ranks only by their order.
     return (
         f"model.virtual_pipeline_model_parallel_size={chunks}: interleaved stages take each other's messages for their "
         f"own on a CPU; leave it unset, or device=gpu"

@@ -1,11 +1,11 @@
-"""What products in FP8 or FP4 need of the rest of a configuration."""
+"""Requirements of products in FP8 or FP4 on the configuration."""
 
 from typing import Any
 
 Tree = dict[str, Any]
 
-MULTIPLE = 16  # cuBLAS multiplies FP8 matrices whose sides are multiples of it; Transformer Engine refuses others
-WORDS = ("fp8", "fp4")  # in the names of Bridge's recipes for them: mxfp8 and nvfp4, too
+MULTIPLE = 16  # cuBLAS needs FP8 matrices with sides that are multiples of it; Transformer Engine refuses others
+WORDS = ("fp8", "fp4")  # parts of the names of Bridge's recipes for them, also of mxfp8 and nvfp4
 
 
 def asked(tree: Tree) -> bool:
@@ -17,7 +17,7 @@ def asked(tree: Tree) -> bool:
 
 
 def problems(tree: Tree) -> list[str]:
-    """Everything that keeps such products from being computed; nothing where there are none."""
+    """All reasons why such products cannot be computed; empty if there are none."""
     if not asked(tree):
         return []
     if tree["device"]["kind"] != "gpu":
@@ -31,7 +31,7 @@ def problems(tree: Tree) -> list[str]:
 
 
 def _sides(tree: Tree) -> dict[str, float]:
-    """The sides of the products on one rank, by what they are made of."""
+    """The sides of the products on one rank: name -> size."""
     model = tree["model"]
     tp, etp = model["tensor_model_parallel_size"], model["expert_tensor_parallel_size"]
     mbs = tree["train"]["micro_batch_size"]

@@ -1,9 +1,9 @@
-"""One meaning for the size of a NullTokenizer's vocabulary, whatever Megatron-Core is installed.
+"""One meaning of a NullTokenizer's vocabulary size for every version of Megatron-Core.
 
-Megatron-Core up to 0.17 counts the end-of-document id on top of the size it is given (eod = N, vocabulary N + 1);
-0.19 counts it in (eod = N - 1, vocabulary N), as Megatron-LM does under `--null-tokenizer-vocab-includes-eod`.
-Runs compare only under one convention, so `tokenizer.vocab_includes_eod` states it, and the installed class is asked
-what it does with a number instead of being looked up by version.
+Megatron-Core up to 0.17 adds the end-of-document id to the given size (eod = N, vocabulary N + 1); 0.19 includes it
+(eod = N - 1, vocabulary N), as Megatron-LM does under `--null-tokenizer-vocab-includes-eod`. Runs are comparable only
+under one convention, so `tokenizer.vocab_includes_eod` states it. This module tests the installed class with a number
+instead of looking at its version.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ def eod_id(vocab_size: int, *, includes_eod: bool) -> int:
 
 
 def megatron_vocab_size(vocab_size: int, *, includes_eod: bool, tokenizer: Callable[[int], Any] | None = None) -> int:
-    """The number to hand to Megatron's NullTokenizer so that its eod is `eod_id(vocab_size, …)`.
+    """The number to pass to Megatron's NullTokenizer so that its eod is `eod_id(vocab_size, …)`.
 
-    tokenizer: the class to ask; the installed one where not given.
+    tokenizer: the class to test; None: the installed one.
     Raises ConfigError when the class follows neither known convention.
     """
     if tokenizer is None:

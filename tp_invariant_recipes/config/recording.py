@@ -1,4 +1,4 @@
-"""What a ledger can record of a run: one row a rule, so that a run of which it cannot is refused before it starts."""
+"""The limits of a ledger's recording: one row per rule, so that tpi refuses an unsupported run before it starts."""
 
 import re
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def steps(trace: str) -> range:
 
 
 def problems(tree: Tree) -> list[str]:
-    """Everything that keeps the ledger from recording what it is asked to."""
+    """All reasons why the ledger cannot record the requested values."""
     found = [problem for rule in RULES if (problem := rule(tree))]
     if tree["ledger"]["digests"]:
         found += [f"{why}; or record none: ledger.digests=0" for wrong, why in UNDIGESTED if wrong(tree)]
@@ -65,7 +65,7 @@ def _dump(tree: Tree) -> str | None:
 
 RULES: tuple[Callable[[Tree], str | None], ...] = (_digests, _trace, _graphs, _dump)
 
-# What digests of gradients and weights cannot cover, and why.
+# Configurations without digests of gradients and weights, and the reason.
 UNDIGESTED: tuple[tuple[Callable[[Tree], bool], str], ...] = (
     (
         lambda t: bool(t["ddp"]["overlap_param_gather"] or t["optimizer"]["overlap_param_gather"]),

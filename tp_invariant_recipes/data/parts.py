@@ -39,7 +39,7 @@ class Input:
 
 
 def write_parts(text: Input, folder: Path, tokenizer: Tokenizer, progress: PartProgress | None) -> None:
-    """Write the parts that are not in `folder` yet and remove those of other input.
+    """Write the parts missing from `folder` and remove those of other input.
 
     After the first bad document it only checks the remaining ones, so that all problems are reported soon.
     Raises DataError with the list. Finished parts stay, so a run after a corrected line reuses them.

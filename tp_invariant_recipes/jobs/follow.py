@@ -22,8 +22,8 @@ LOOK = 0.5  # seconds between two looks at the files
 class SubmissionWatch:
     """Queries the controller about submissions, less and less often while nothing changes.
 
-    report: called with what has changed, a line each.
-    states: as of the last answer, a list for each submission.
+    report: called with one line per change.
+    states: from the last answer, a list for each submission.
     """
 
     submissions: Sequence[Submission]
@@ -36,7 +36,7 @@ class SubmissionWatch:
     _unavailable: bool = False
 
     def __call__(self) -> bool:
-        """Query if it is time to. Returns whether all have ended. Raises RunError when the first query fails."""
+        """Query SLURM after the pause. Returns whether all have ended. Raises RunError when the first query fails."""
         if time.monotonic() >= self._next:
             self._ask()
             self._next = time.monotonic() + (LOOK if self._ended else self._pause)
@@ -48,7 +48,7 @@ class SubmissionWatch:
         except RunError as error:
             if not self.states:
                 raise
-            if not self._unavailable:  # a controller may be away for a while, and jobs go on without it
+            if not self._unavailable:  # jobs continue while the controller is temporarily unavailable
                 self.report(f"no answer, asking again and again: {error}")
             self._unavailable = True
             return
@@ -79,9 +79,9 @@ class SubmissionWatch:
 def wait(
     submissions: Sequence[Submission], report: Callable[[str], None], timeout: float | None = None
 ) -> list[list[JobState]]:
-    """Return when all have ended; the states of each. A job that is queued again has not ended.
+    """Wait until all have ended; returns the states of each. A requeued job has not ended.
 
-    report: called with what has changed. timeout: in seconds; then RunError, as when SLURM does not answer.
+    report: called with each change. timeout: in seconds; after it RunError, as when SLURM does not answer.
     """
     watch, until = SubmissionWatch(submissions, report), None if timeout is None else time.monotonic() + timeout
     while not watch():
@@ -95,7 +95,7 @@ def wait(
 
 @dataclass(frozen=True)
 class Source:
-    """A file to show, which need not be there yet. label: what it is called where there are several."""
+    """A file to show, which need not exist yet. label: its heading among several files."""
 
     label: str
     file: Path
@@ -103,7 +103,7 @@ class Source:
 
 @dataclass
 class Tails:
-    """Writes out what is appended to files. A file that was replaced, or became shorter, is shown from its start."""
+    """Copies text appended to files to an output. A replaced or shortened file starts from its beginning."""
 
     sources: Sequence[Source]
     out: BinaryIO
@@ -111,7 +111,7 @@ class Tails:
     _shown: Source | None = None
 
     def __call__(self, *, last: bool = False) -> bool:
-        """Write what is new in whole lines; with `last` the begun ones too. Returns whether there was anything."""
+        """Write new whole lines; with `last` also incomplete ones. Returns whether there was anything to write."""
         return any([self._show(source, last) for source in self.sources])
 
     def _show(self, source: Source, last: bool) -> bool:
@@ -137,9 +137,9 @@ class Tails:
 
 
 def sources(submission: Submission, rank: int | None = None) -> list[Source]:
-    """What to show of a submission: what its jobs print or, with `rank`, that rank's log. Raises RunError.
+    """The files to show of a submission: its jobs' output or, with `rank`, that rank's log.
 
-    RunError: the rank could be that of several runs.
+    RunError: several runs have this rank.
     """
     if rank is None:
         return [Source(part.name, part.log) for part in submission.parts]
@@ -151,7 +151,7 @@ def sources(submission: Submission, rank: int | None = None) -> list[Source]:
 
 
 def show(submission: Submission, shown: Sequence[Source], out: BinaryIO) -> None:
-    """Write out what there is now. Raises RunError when there is none of the files, with the state of the jobs."""
+    """Write the current contents. Raises RunError, with the state of the jobs, when no file exists."""
     if any(source.file.exists() for source in shown):
         Tails(shown, out)(last=True)
         return
@@ -170,7 +170,7 @@ def show(submission: Submission, shown: Sequence[Source], out: BinaryIO) -> None
 def follow(
     submission: Submission, sources: Sequence[Source], out: BinaryIO, report: Callable[[str], None]
 ) -> list[JobState]:
-    """Write out files as they grow until the jobs have ended; the states then. Raises RunError as `wait` does."""
+    """Write the files as they grow until the jobs have ended; returns the last states. Raises RunError like `wait`."""
     watch, tails = SubmissionWatch([submission], report), Tails(sources, out)
     while not watch():
         tails()

@@ -17,7 +17,7 @@ from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 
-SCHEMA = 1  # of submission.json
+SCHEMA = 1  # the schema version of submission.json
 
 TRAIN, CELL, CELLS, JUDGE = "train", "cell", "cells", "judge"
 
@@ -26,12 +26,12 @@ _ID = re.compile(r"(?P<job>[0-9]+)(_(?P<task>[0-9]+))?")
 
 @dataclass(frozen=True)
 class JobPart:
-    """A job of SLURM's, or one task of an array.
+    """A SLURM job, or one task of an array.
 
-    job, task: its id, and its number in the array; None: it is in no array.
+    job, task: its id, and its number in the array; None: it is not in an array.
     role:      "train", "cell" (of a verify) or "judge".
-    run:       what it trains; of a judge, the directory that holds its cells.
-    directory: of the submission.
+    run:       the run that it trains; for a judge, the directory of its cells.
+    directory: the submission's directory.
     ours:      whether the id still means this job to SLURM. False if a later submission got the same id: on another
                cluster, or on one that was set up anew.
     """
@@ -45,17 +45,17 @@ class JobPart:
 
     @property
     def id(self) -> str:
-        """As SLURM writes it: "12", or "12_0" in an array."""
+        """The id in SLURM's form: "12", or "12_0" in an array."""
         return self.job if self.task is None else f"{self.job}_{self.task}"
 
     @property
     def name(self) -> str:
-        """Of its run: the last part of its directory, for a cell also that of the directory around it."""
+        """The name of its run: the last part of its directory, for a cell with that of the parent directory."""
         return f"{self.directory.name}/{self.run.path.name}" if self.role == CELL else self.directory.name
 
     @property
     def log(self) -> Path:
-        """What the job prints, over all its tries."""
+        """The job's output of all its tries."""
         return self.directory / "logs" / f"job-{self.id}.log"
 
 
@@ -77,18 +77,18 @@ class Submission:
 
     @property
     def judge(self) -> JobPart | None:
-        """The job that compares; of a verify only."""
+        """The job that compares; only a verify has one."""
         return next((part for part in self.parts if part.role == JUDGE), None)
 
 
 def registry() -> Path:
-    """The file that lists the user's jobs: {"job": "12", "directory": "/path/of/run"} a line."""
+    """The file that lists the user's jobs, one {"job": "12", "directory": "/path/of/run"} per line."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(home) / "tpi" / "jobs.jsonl"
 
 
 def remember(directory: Path, ids: Iterable[str]) -> None:
-    """Note the jobs of a submission. Raises RunError when the registry cannot be written."""
+    """Register the jobs of a submission. Raises RunError when the registry cannot be written."""
     where = str(directory.resolve())
     lines = "".join(json.dumps({"job": job, "directory": where}) + "\n" for job in ids)
     file = registry()
@@ -96,8 +96,8 @@ def remember(directory: Path, ids: Iterable[str]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            # One write, so that those of two submissions do not mix. It begins a line of its own, whatever a full disk
-            # has left of the last one.
+            # One write, so that lines of two submissions do not mix. The newline first ends any line that a full disk
+            # has cut short.
             os.write(descriptor, b"\n" + lines.encode())
         finally:
             os.close(descriptor)
@@ -107,7 +107,7 @@ def remember(directory: Path, ids: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Registered:
-    """What the registry holds: (job id, directory) a line, oldest first."""
+    """The contents of the registry: one (job id, directory) per line, oldest first."""
 
     lines: tuple[tuple[str, Path], ...]
 
@@ -118,12 +118,12 @@ class Registered:
 
     @property
     def directories(self) -> list[Path]:
-        """Of all submissions, oldest first."""
+        """The directories of all submissions, oldest first."""
         return list(dict.fromkeys(directory for _, directory in self.lines))
 
 
 def registered() -> Registered:
-    """All lines that are whole; none where there is no registry yet. Raises RunError when it cannot be read."""
+    """All whole lines; empty without a registry. Raises RunError when it cannot be read."""
     try:
         lines = registry().read_bytes().splitlines()
     except FileNotFoundError:
@@ -132,14 +132,14 @@ def registered() -> Registered:
         raise RunError(f"cannot read {registry()}: {error.strerror}") from error
     found = []
     for line in lines:
-        with suppress(ValueError, KeyError, TypeError):  # torn: the disk was full
+        with suppress(ValueError, KeyError, TypeError):  # a torn line: the disk was full
             entry = json.loads(line)
             found.append((str(entry["job"]), Path(entry["directory"])))
     return Registered(tuple(found))
 
 
 def all_submissions() -> list[Submission]:
-    """All that are registered, oldest first, with or without their directories."""
+    """All registered submissions, oldest first, with or without their directories."""
     known = registered()
     return [_submission(directory, known) for directory in known.directories]
 
@@ -222,7 +222,7 @@ def _narrowed(submission: Submission, job: str, task: str | None) -> Submission:
 
 
 def _submission(directory: Path, known: Registered) -> Submission:
-    """As its directory says or, where that is gone, as the registry does."""
+    """The submission as its directory describes it or, if that is gone, as the registry does."""
     try:
         return _read(directory, known)
     except RunError as error:
@@ -252,7 +252,7 @@ def _read(directory: Path, known: Registered) -> Submission:
 def _train(directory: Path, job: str, raw: dict[str, Any]) -> list[JobPart]:
     run = RunDir(directory)
     ids = [(attempt.get("job") or {}).get("id") for attempt in attempts(run)]
-    # The script may have been handed to sbatch again, by hand: then the newest of those jobs counts.
+    # The user may have passed the script to sbatch again; then the newest of those jobs counts.
     return [JobPart(next((i for i in reversed(ids) if i), job), None, TRAIN, run, directory)]
 
 
@@ -264,12 +264,12 @@ def _judge(directory: Path, job: str, raw: dict[str, Any]) -> list[JobPart]:
     return [JobPart(job, None, JUDGE, RunDir(directory), directory)]
 
 
-# The role of a job in submission.json -> the parts that it stands for.
+# The role of a job in submission.json -> its parts.
 _ROLES: dict[str, Callable[[Path, str, dict[str, Any]], list[JobPart]]] = {TRAIN: _train, CELLS: _cells, JUDGE: _judge}
 
 
 def attempts(run: RunDir) -> list[dict[str, Any]]:
-    """The attempts at a run, as `run.json` lists them; none where there is no such file."""
+    """The attempts at a run in `run.json`; empty without that file."""
     try:
         return run.read_run().get("attempts", [])
     except RunError:

@@ -23,12 +23,12 @@ class Job:
     """The resources that a script requests from SLURM.
 
     about:       a sentence for people who read the script.
-    gres:        of each node, such as "gpu:8"; None: none. cpus: of each node; None: as the site has it.
+    gres:        of each node, such as "gpu:8"; None: none. cpus: of each node; None: the site's default.
     whole:       whether the job has its nodes to itself.
     save_before: seconds before the time limit at which SLURM signals the run; None: it does not.
-    directory:   that the job runs in.
-    log:         where its output goes, as sbatch's --output.
-    options:     more of sbatch's, as typed.
+    directory:   the job's working directory.
+    log:         the file of its output, as for sbatch's --output.
+    options:     further options of sbatch, as typed.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True)
 class CellStep:
-    """A cell of a verify: its name, the words that start its step, what it is composed from."""
+    """A cell of a verify: its name, the words that start its step, its overrides."""
 
     name: str
     srun: tuple[str, ...]
@@ -65,8 +65,8 @@ def training(tree: dict[str, Any], taken: Allocation, *, name: str, about: str, 
         about=about,
         nodes=taken.nodes,
         gres=f"{kind}:{taken.gpus}" if taken.gpus else None,
-        cpus=None if taken.gpus else taken.ranks,  # on a CPU one thread a rank computes
-        # Unless told otherwise SLURM would give the one task of a node one processor, and its memory in proportion.
+        cpus=None if taken.gpus else taken.ranks,  # on a CPU each rank computes with one thread
+        # By default SLURM would give a node's only task one processor, and memory in proportion.
         whole=slurm["exclusive"] or taken.ranks == ranks_per_node(tree),
         time=slurm["time"],
         account=slurm["account"],
@@ -97,7 +97,7 @@ def judge(job: Job, tree: dict[str, Any], directory: Path, needed: Sequence[Path
 
 
 def log_in(folder: Path, name: str) -> str:
-    """sbatch's --output for a file there. name: with SLURM's own placeholders, such as "job-%j.log".
+    """sbatch's --output for a file in a folder. name: with SLURM's placeholders, such as "job-%j.log".
 
     Raises ConfigError: the path has a backslash, which makes SLURM keep its placeholders as they are.
     """
@@ -116,7 +116,7 @@ def _render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=FileSystemLoader(templates()),
         undefined=StrictUndefined,
-        autoescape=False,  # this is bash; every value goes through one of the filters
+        autoescape=False,  # the text is bash; every value passes through one of the filters
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -131,12 +131,12 @@ def _quoted(value: object) -> str:
 
 
 def _words(values: Iterable[object]) -> str:
-    """Words of bash, one after the other."""
+    """Words of bash, separated by spaces."""
     return " ".join(map(_quoted, values))
 
 
 def _sbatch(value: object) -> str:
-    """A value on an #SBATCH line, quoted as sbatch reads it, which is not how bash does. Raises ConfigError."""
+    """A value on an #SBATCH line, quoted for sbatch, whose rules differ from bash's. Raises ConfigError."""
     text = str(value)
     if not text.isprintable():
         raise ConfigError(f"{text!r} cannot be told to sbatch: it has a line break or another invisible character")

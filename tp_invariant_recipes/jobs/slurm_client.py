@@ -1,4 +1,4 @@
-"""SLURM's commands as functions. No other module runs them, but for srun; this one knows nothing of runs."""
+"""SLURM's commands as functions. No other module runs them, except srun. This module is independent of runs."""
 
 import os
 import re
@@ -12,9 +12,9 @@ from tp_invariant_recipes.config import allocation
 from tp_invariant_recipes.errors import RunError
 
 TIMEOUT = 60.0  # seconds that a command may take
-PATIENCE = 20.0  # seconds in which sbatch may find room in a full queue; left alone it tries for minutes
+PATIENCE = 20.0  # seconds that sbatch waits for room in a full queue; by default it tries for minutes
 
-# States in which a job never runs again. COMPLETING is none: a job that is queued again passes through it.
+# States in which a job never runs again. COMPLETING is not one of them: a requeued job passes through it.
 OVER = frozenset(
     ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL", "DEADLINE")
 )
@@ -24,12 +24,12 @@ OVER = frozenset(
 class Queued:
     """A job, or tasks of an array, that the controller remembers. It forgets ended ones after minutes.
 
-    job:          the id; of an array, of the whole array.
-    task:         of an array: one task such as "3", or several that wait, such as "0-4"; None: not an array.
-    state:        in SLURM's words: "PENDING", "RUNNING", "COMPLETED", …
-    reason:       why it waits or ended, in SLURM's words; "None" where there is none.
+    job:          the id; for an array, that of the whole array.
+    task:         of an array: one task such as "3", or several waiting ones, such as "0-4"; None: not an array.
+    state:        SLURM's word: "PENDING", "RUNNING", "COMPLETED", …
+    reason:       SLURM's reason why it waits or ended; "None" without one.
     seconds_left: of its time limit; None: no limit, or it does not run.
-    nodes:        that it runs on or ran on last.
+    nodes:        the nodes that it runs on or ran on last.
     """
 
     job: str
@@ -48,7 +48,7 @@ class Queued:
 
 @dataclass(frozen=True)
 class Accounted:
-    """A job in the accounts. state: as in `Queued`; exit_status: of its script, 128 + N where signal N ended it."""
+    """A job in the accounts. state: as in `Queued`; exit_status: of its script, 128 + N if signal N ended it."""
 
     state: str
     exit_status: int
@@ -56,7 +56,7 @@ class Accounted:
 
 @dataclass(frozen=True)
 class Partition:
-    """nodes: how many it has. seconds: the longest time limit; None: no limit."""
+    """nodes: their number. seconds: the longest time limit; None: no limit."""
 
     name: str
     default: bool
@@ -64,7 +64,7 @@ class Partition:
     seconds: int | None
 
 
-# What SLURM says on standard error -> what to do about it. The first row that fits is shown, with SLURM's own line.
+# Pattern in SLURM's standard error -> the remedy. tpi shows the first matching row, with SLURM's own line.
 ADVICE = (
     (r"Unable to contact slurm controller|Connection refused|Socket timed out|s_p_parse_file|cannot stat file",
      "SLURM's controller does not answer; scontrol ping says whether it runs"),
@@ -91,20 +91,20 @@ NOT_INSTALLED = (
 
 
 def sbatch(script: Path, options: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> str:
-    """Submit a script; the id of its job.
+    """Submit a script; returns the id of its job.
 
-    options: more than the script says. environment: of the submitter, which the job gets; None: this process's.
-    Raises RunError. A queue that is full is tried again for PATIENCE seconds.
+    options: in addition to the script's. environment: the submitter's, which the job gets; None: this process's.
+    Raises RunError. While the queue is full, sbatch tries again for PATIENCE seconds.
     """
     given = _of_the_script(script, os.environ if environment is None else environment)
     return _run(["sbatch", "--parsable", *options, str(script)], given).strip().partition(";")[0]
 
 
 def queue(jobs: Iterable[str] | None = None) -> list[Queued]:
-    """The jobs of these ids ("12", or "12_0" of an array's task); None: all of mine.
+    """The jobs with these ids ("12", or "12_0" for an array's task); None: all of this user's.
 
     It includes ended jobs as long as the controller remembers them, and omits those that it forgot or never knew.
-    Raises RunError when SLURM is not there or does not answer.
+    Raises RunError when SLURM is not installed or does not answer.
     """
     whose = ["--me"] if jobs is None else [f"--jobs={','.join(jobs)}"]
     if whose == ["--jobs="]:
@@ -114,7 +114,7 @@ def queue(jobs: Iterable[str] | None = None) -> list[Queued]:
 
 
 def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
-    """What the accounts say of these jobs, by "12" or, of an array's task, "12_0". Empty where no accounts are kept."""
+    """The accounts of these jobs, by "12" or, for an array's task, "12_0". Empty if SLURM keeps no accounts."""
     ids = ",".join(jobs)
     if not ids:
         return {}
@@ -128,7 +128,7 @@ def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
     ]
     try:
         lines = _run(command).splitlines()
-    except RunError:  # no accounts, or they do not answer: the run directory still says how a run ended
+    except RunError:  # without accounts, the run directory still shows how a run ended
         return {}
     found = {}
     for job, state, code in (line.split("|") for line in lines):
@@ -139,12 +139,12 @@ def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
 
 def cancel(jobs: Iterable[str]) -> None:
     """End these jobs, running or waiting. A job that has ended already is no error. Raises RunError."""
-    for job in jobs:  # one by one: an id that is forgotten must not keep the others alive
+    for job in jobs:  # one by one: a forgotten id must not keep the others alive
         _run(["scancel", job], forgotten=True)
 
 
 def partitions() -> list[Partition]:
-    """All partitions. Raises RunError when SLURM is not there or does not answer."""
+    """All partitions. Raises RunError when SLURM is not installed or does not answer."""
     lines = _run(["sinfo", "--noheader", "--summarize", "--format=%P|%F|%l"]).splitlines()
     found = []
     for name, nodes, limit in (line.rsplit("|", 2) for line in lines):
@@ -213,21 +213,21 @@ def _queued(columns: Sequence[str]) -> Queued:
 
 
 def _seconds(text: str) -> int | None:
-    """A duration as squeue and sinfo print it; None for their words: UNLIMITED, infinite, INVALID, NOT_SET."""
+    """The seconds of a duration as squeue and sinfo print it; None for UNLIMITED, infinite, INVALID, NOT_SET."""
     return allocation.parse_time(text) if text[:1].isdigit() else None
 
 
 @cache
 def _hosts(listed: str) -> tuple[str, ...]:
-    """Node names out of SLURM's short form: n[1-3],m5."""
+    """The node names in SLURM's short form, such as n[1-3],m5."""
     if "[" not in listed:
         return tuple(filter(None, listed.split(",")))
     return tuple(_run(["scontrol", "show", "hostnames", listed]).split())
 
 
-# Options whose variable has another name than the option.
+# Options whose variable has a different name.
 _VARIABLES = {"time": "TIMELIMIT", "array": "ARRAY_INX"}
-# What an allocation says to processes in it, but where SLURM is and who one is.
+# Variables of an allocation that stay: they give SLURM's location and the user's identity.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 

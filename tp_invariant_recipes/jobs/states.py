@@ -18,7 +18,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 COMPLETED, UNKNOWN = "completed", "unknown"
 
 RECENT = 24 * 3600  # seconds
-# SLURM's words for jobs that ended by themselves: these leave a word of their own.
+# SLURM's words for jobs that ended by themselves; their run directories say how.
 _OF_SCRIPTS = ("COMPLETED", "FAILED")
 _TAKEN = "its id is another job's now"
 _LAST_BYTES = 4096  # of progress.jsonl: more than two lines
@@ -26,12 +26,12 @@ _LAST_BYTES = 4096  # of progress.jsonl: more than two lines
 
 @dataclass(frozen=True)
 class End:
-    """How a part ended.
+    """The end of a part.
 
-    word:        SLURM's, a verify's verdict, or how the run's last attempt in the job ended.
+    word:        SLURM's, a verify's verdict, or the outcome of the run's last attempt in the job.
     exit_status: 0 completed or identical, 1 different, 2 otherwise.
     settled:     whether it can no longer change. Files may become visible after their job's end.
-    note:        what else there is to say, such as the reason of a failure.
+    note:        further information, such as the reason of a failure.
     """
 
     word: str
@@ -42,14 +42,14 @@ class End:
 
 @dataclass(frozen=True)
 class JobState:
-    """Of one part of a submission.
+    """The state of one part of a submission.
 
-    word:         SLURM's ("RUNNING") or, of one that has ended, the end's.
+    word:         SLURM's ("RUNNING") or, after the end, the end's.
     alive:        whether it runs or waits; None: SLURM cannot be queried, and the run directory does not tell.
-    end:          of one that has ended; None otherwise.
-    tries:        how often SLURM has started it, as far as its run directory says.
-    step, of:     the last step recorded, and that at which the run will be done; None: not known.
-    reason:       SLURM's, why it is pending; None where there is none.
+    end:          None: it has not ended.
+    tries:        the number of starts by SLURM, as far as the run directory shows.
+    step, of:     the last recorded step, and the last planned step; None: unknown.
+    reason:       SLURM's reason why it is pending; None: no reason.
     seconds_left: of this try's time limit.
     """
 
@@ -68,17 +68,17 @@ class JobState:
 
     @property
     def exit_status(self) -> int | None:
-        """Its end's; None of one that has not ended."""
+        """The exit status of its end; None: it has not ended."""
         return self.end.exit_status if self.end else None
 
     @property
     def text(self) -> str:
-        """In a few words, such as "RUNNING try 2" or "PENDING (Resources)"."""
+        """The state in a few words, such as "RUNNING try 2" or "PENDING (Resources)"."""
         reason = f" ({self.reason})" if self.reason else ""
         return f"{self.word}{reason}" + (f" try {self.tries}" if self.alive and self.tries > 1 else "")
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; documented in `tpi jobs --help`."""
+        """The state as JSON; documented in `tpi jobs --help`."""
         return {
             "job": self.part.id,
             "role": self.part.role,
@@ -108,14 +108,14 @@ class Overview:
 
 
 def overview(submissions: Sequence[Submission]) -> Overview:
-    """The states of these, with or without SLURM."""
+    """The states of these submissions, with or without SLURM."""
     return _overview(submissions)
 
 
 def overview_of_recent(*, everything: bool = False) -> Overview:
-    """The states of the submissions that are in the queue, or were written to in the last day; or of all.
+    """The states of the submissions in the queue or with changes in the last day; with `everything`, of all.
 
-    Of those whose directories are gone, only what SLURM still knows.
+    For submissions without their directories, only SLURM's information.
     """
     known = status_query.query_all()
 
@@ -127,7 +127,7 @@ def overview_of_recent(*, everything: bool = False) -> Overview:
 
 
 def _overview(submissions: Sequence[Submission], known: SlurmStatus | None = None) -> Overview:
-    """known: SLURM's status, where it has been queried already."""
+    """known: SLURM's status; None: query it."""
     status = known or SlurmStatus()
     if status.unavailable is None:
         try:
@@ -146,13 +146,13 @@ def _recent(submission: Submission) -> bool:
 
 
 def states(submission: Submission, status: SlurmStatus) -> list[JobState]:
-    """Of each of its parts."""
+    """The states of a submission's parts."""
     found = [_state(part, status) for part in submission.parts]
     return [replace(state, note=submission.note) for state in found] if submission.note else found
 
 
 def exit_status(found: Sequence[JobState]) -> int | None:
-    """Of a submission by the states of its parts: that of the judge, or the worst; None: it has not ended."""
+    """A submission's exit status from its parts': the judge's, or the worst; None: it has not ended."""
     if any(one.exit_status is None for one in found):
         return None
     judged = [one for one in found if one.part.role == JUDGE]
@@ -176,7 +176,7 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
         return JobState(**facts, word=queued.state, reason=_reason(queued), seconds_left=queued.seconds_left, note=note)
     word = queued.state if queued else accounted.state if accounted else None
     if word not in slurm_client.OVER:
-        word = None  # accounts are written a while after the end
+        word = None  # SLURM writes the accounts some time after the end
     ended = _judged(part, word) if part.role == JUDGE else _ended(part, word, last)
     if status.unavailable is not None and (not ended.settled or last.get("requeued")):
         return JobState(**facts, word=UNKNOWN, alive=None)
@@ -196,7 +196,7 @@ def _ended(part: JobPart, word: str | None, last: dict[str, Any]) -> End:
         settled = elsewhere is not None or word not in (None, *_OF_SCRIPTS)
         return End(word or UNKNOWN, _status(word == "COMPLETED"), settled, note if part.ours else f"{_TAKEN}; {note}")
     settled = True
-    if last.get("requeued"):  # unless it was cancelled, SLURM has begun another try, and its word is to come
+    if last.get("requeued"):  # unless it was cancelled, SLURM has started another try, whose end is still to come
         settled = word not in (None, *_OF_SCRIPTS)
         note = "; ".join(filter(None, (note, "it was to be queued again, and is in the queue no more")))
     return End(word or outcome, _status(outcome == COMPLETED), settled, note)
@@ -233,7 +233,7 @@ def _elsewhere(part: JobPart, nodes: Sequence[str] = ()) -> str | None:
 
 
 def _last_step(file: Path) -> tuple[int | None, float | None]:
-    """Number and loss of the last step that stands whole in a progress file."""
+    """Number and loss of the last whole step in a progress file."""
     try:
         with file.open("rb") as stream:
             stream.seek(max(0, file.stat().st_size - _LAST_BYTES))

@@ -1,4 +1,4 @@
-"""SLURM's status of the parts of submissions: its rows, and which row is about which part."""
+"""SLURM's status of the parts of submissions: its rows, and the row of each part."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,14 +12,14 @@ from tp_invariant_recipes.jobs.slurm_client import Accounted, Queued
 
 @dataclass(frozen=True)
 class SlurmStatus:
-    """Rows of the controller and of the accounts. unavailable: why SLURM could not be queried; None: it was."""
+    """Rows of the controller and of the accounts. unavailable: why the query failed; None: it succeeded."""
 
     queued: tuple[Queued, ...] = ()
     accounted: Mapping[str, Accounted] = field(default_factory=dict)
     unavailable: str | None = None
 
     def queued_row(self, part: JobPart) -> Queued | None:
-        """The controller's row for a part; None: it has none, or none any more."""
+        """The controller's row for a part; None: the controller does not know it, or no longer knows it."""
         rows = [row for row in self.queued if part.ours and row.job == part.job]
         if part.task is None:
             return rows[0] if rows else None
@@ -36,9 +36,9 @@ class SlurmStatus:
 
 
 def query(parts: Sequence[JobPart], queued: Iterable[Queued] | None = None) -> SlurmStatus:
-    """The status of these parts. Raises RunError when SLURM is not there or does not answer.
+    """The status of these parts. Raises RunError when SLURM is not installed or does not answer.
 
-    queued: the controller's rows, where it has been queried already.
+    queued: the controller's rows; None: query it.
     """
     if queued is None:
         queued = slurm_client.queue(dict.fromkeys(part.job for part in parts if part.ours))

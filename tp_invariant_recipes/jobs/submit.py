@@ -26,16 +26,16 @@ from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.workflows import matrix, verify
 
-# Keys that the command itself decides -> how to say it instead.
+# Keys that the command itself sets -> the way to set them instead.
 RESERVED = {
     "launcher": "in a job srun starts the ranks; leave it out",
     "launcher.kind": "in a job srun starts the ranks; leave it out",
 }
-# Sections of which a verify has one value a key: its cells are tasks of one array, which asks for the same for all.
+# Sections whose keys have one value in a verify: its cells are tasks of one array with the same resources.
 OF_THE_ARRAY = ("cluster", "slurm")
 
-JUDGE_TIME = "30:00"  # for comparing, or the time limit of the cells if that is shorter
-ON_THE_NODE = Path("/tmp")  # for logs where nodes do not see the run directory
+JUDGE_TIME = "30:00"  # time limit of the comparison, or the cells' time limit if that is shorter
+ON_THE_NODE = Path("/tmp")  # folder of the logs if nodes do not share the run directory
 
 Progress = Callable[[int, int], None] | None
 
@@ -54,7 +54,7 @@ class PlannedSubmission:
     """A submission before it is made.
 
     about:    a few words about the nodes and ranks that it needs.
-    cells:    of a verify, by name, in the order of the array's tasks; none of a single run.
+    cells:    of a verify, by name, in the order of the array's tasks; empty for a single run.
     scripts:  in the order of submission; the second waits for the end of the first.
     validate: lets Bridge validate the runs. Raises ConfigError.
     write:    writes the runs, before the scripts.
@@ -69,12 +69,12 @@ class PlannedSubmission:
     write: Callable[[], None]
 
     def commands(self) -> list[str]:
-        """How each script is submitted, for people."""
+        """The command that submits each script, for people."""
         numbered = enumerate(self.scripts)
         return [shlex.join(["sbatch", "--parsable", *_options(number, "JOB"), str(s.file)]) for number, s in numbered]
 
     def as_dict(self, ids: Sequence[str] = ()) -> dict[str, Any]:
-        """What submission.json holds. ids: of the jobs that are submitted, in the order of the scripts."""
+        """The contents of submission.json. ids: of the submitted jobs, in the order of the scripts."""
         done = zip(self.scripts, ids, strict=False)
         return {
             "schema": registry.SCHEMA,
@@ -89,7 +89,7 @@ class PlannedSubmission:
 
 
 def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: Progress = None) -> PlannedSubmission:
-    """Plan the job of one run. Raises a TpiError that lists what is wrong; nothing but the data cache is written.
+    """Plan the job of one run. It writes only the data cache. Raises a TpiError that lists all problems.
 
     dry: make only the script; neither query SLURM nor prepare data. progress: as for `plan.new`.
     """
@@ -122,7 +122,7 @@ def verification(
     dry: bool = False,
     progress: Progress = None,
 ) -> PlannedSubmission:
-    """Plan the jobs of a matrix: an array of the cells, and one that judges them. Raises as `train` does.
+    """Plan the jobs of a matrix: an array of the cells, and one job that judges them. Raises as `train` does.
 
     against, directory: as for `verify.new`.
     """
@@ -180,7 +180,7 @@ def check(submission: PlannedSubmission) -> str | None:
 
 
 def execute(submission: PlannedSubmission) -> dict[str, Any]:
-    """Write the directory and submit. Returns what submission.json then holds. Raises RunError.
+    """Write the directory and submit. Returns the contents of submission.json. Raises RunError.
 
     If SLURM refuses, the directory is removed, so that the corrected command can be repeated.
     """
@@ -189,7 +189,7 @@ def execute(submission: PlannedSubmission) -> dict[str, Any]:
     ids: list[str] = []
     try:
         submission.write()
-        where.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not make it, and a job without a log is lost
+        where.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not create it, and a job without its log fails
         for one in submission.scripts:
             where.write_text(one.file, one.text)
         where.write(where.submission, submission.as_dict())
@@ -216,13 +216,13 @@ def _key(override: str) -> str:
 
 
 def _reserved(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is wrong with overrides that the command decides itself, and those that are left."""
+    """The problems of overrides that set reserved keys, and the other overrides."""
     problems = [f"{text}: {RESERVED[_key(text)]}" for text in overrides if _key(text) in RESERVED]
     return problems, [text for text in overrides if _key(text) not in RESERVED]
 
 
 def _composed(model: str, overrides: Sequence[str], problems: list[str]) -> Composed:
-    """Raises ConfigError that lists `problems` and what is wrong beside them."""
+    """Compose the run. Raises ConfigError that lists `problems` and the configuration's problems."""
     try:
         return compose(model, [*overrides, *_device(model, overrides)])
     except ConfigError as error:
@@ -231,20 +231,20 @@ def _composed(model: str, overrides: Sequence[str], problems: list[str]) -> Comp
 
 
 def _device(model: str, overrides: Sequence[str]) -> list[str]:
-    """The nodes' device as an override, said outright because a login node has no GPU; none where it is given."""
+    """The nodes' device as an explicit override, since a login node has no GPU; empty if the user gives it."""
     if any(_key(text) == "device" for text in overrides):
         return []
     of_the_cluster = [text for text in overrides if _key(text).partition(".")[0] == "cluster"]
     try:
         return [f"device={plan.device_on(model, of_the_cluster)}"]
     except ConfigError:
-        return ["device=gpu"]  # what is wrong there is found again, with all the rest
+        return ["device=gpu"]  # composing finds this problem again, with all others
 
 
 def _check(trees: Sequence[dict[str, Any]], problems: list[str], *, dry: bool) -> None:
-    """Raises ConfigError that lists `problems` and what is wrong with a job of these trees.
+    """Check the job of these trees. Raises ConfigError that lists `problems` and the job's problems.
 
-    dry: whether SLURM is not to be asked.
+    dry: do not query SLURM.
     """
     wrong = dict.fromkeys(problem for tree in trees for problem in allocation.problems(tree, os.environ))
     problems = [*problems, *wrong]
@@ -260,7 +260,7 @@ def _check(trees: Sequence[dict[str, Any]], problems: list[str], *, dry: bool) -
 
 
 def unfit(tree: dict[str, Any], there: Sequence[Partition]) -> list[str]:
-    """Why a job of this tree would wait forever in its partitions, although SLURM accepts it."""
+    """The reasons why a job of this tree would wait forever in its partitions, although SLURM accepts it."""
     asked = tree["slurm"]["partition"] or os.environ.get("SBATCH_PARTITION")
     names = asked.split(",") if asked else [p.name for p in there if p.default]
     known = {partition.name: partition for partition in there}
@@ -283,7 +283,7 @@ def _too_long(tree: dict[str, Any], chosen: Sequence[Partition], names: str) -> 
     longest = None if None in limits else max(seconds for seconds in limits if seconds is not None)
     try:
         asked = allocation.parse_time(tree["slurm"]["time"])
-    except (ValueError, TypeError):  # it has been said already
+    except (ValueError, TypeError):  # already reported
         return None
     if longest is None or asked <= longest:
         return None
@@ -315,7 +315,7 @@ def _largest(all_taken: Iterable[Allocation]) -> Allocation:
 
 
 def _judging(job: Job, *, name: str, about: str, log: str) -> Job:
-    """One processor of one node, for a while, where the cells were trained."""
+    """A judge's job: one processor of one node, for a limited time, in the cells' partition."""
     shorter = allocation.parse_time(job.time) < allocation.parse_time(JUDGE_TIME)
     limit = job.time if shorter else JUDGE_TIME
     return replace(

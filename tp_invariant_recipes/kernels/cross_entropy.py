@@ -1,9 +1,10 @@
 """Sums and gradients of exponentials over the shards of a vocabulary.
 
-A shard's sum is made by the same program whatever shards lie beside it. The torch functions add in another order; CPU
-and GPU agree to rounding, each with itself to the last bit. They take all shards in one call where a shard's numbers
-are whole vectors (host/vectors.py), and else one shard after the other.
+A shard's sum is made by the same program whatever shards lie beside it. The torch functions add in another order and
+hold few shards in fp32 at a time; CPU and GPU agree to rounding, each with itself to the last bit.
 """
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.launch import Kernel
 
 BLOCK = 4096
+TOGETHER = 1 << 20  # numbers that the torch functions hold in fp32 at a time, unless one shard has more
 
 
 def sum_of_exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
@@ -30,7 +32,9 @@ def sum_of_exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
         grid, shard = (rows, shards), size // shards
         SUM.launch(grid, (logits, highest, partials), (rows, size), (shard, _alignment(shard), BLOCK), num_warps=8)
     else:
-        partials.copy_(folding_sum(_exponentials(logits, highest, shards).view(rows, shards, -1), -1).t())
+        groups = partials.split(_together(logits, shards))
+        for group, exponentials in zip(groups, _exponentials(logits, highest, shards), strict=True):
+            group.copy_(folding_sum(exponentials.view(rows, len(group), -1), -1).t())
     return partials
 
 
@@ -51,18 +55,27 @@ def softmax_gradient(
         tensors = (logits, index, highest, total, gradient, out)
         GRADIENT.launch(grid, tensors, (size,), (_alignment(size), BLOCK), num_warps=8)
         return out
-    softmax = _exponentials(logits, highest, shards).div_(total.unsqueeze(-1))
-    mine = (index >= 0) & (index < size)
-    softmax[torch.arange(rows), index.clamp(0, size - 1)] -= mine.float()
-    return out.copy_(softmax.mul_(gradient.unsqueeze(-1)))
+    every_row = torch.arange(rows)
+    parts = out.split(size // shards * _together(logits, shards), -1)
+    for part, softmax in zip(parts, _exponentials(logits, highest, shards), strict=True):
+        softmax /= total.unsqueeze(-1)
+        mine = (index >= 0) & (index < part.shape[1])
+        softmax[every_row, index.clamp(0, part.shape[1] - 1)] -= mine.float()
+        part.copy_(softmax.mul_(gradient.unsqueeze(-1)))
+        index = index - part.shape[1]
+    return out
 
 
-def _exponentials(logits: Tensor, highest: Tensor, shards: int) -> Tensor:
-    """exp(logits - highest), [rows, vocab/t] fp32, contiguous, yours. A shard's bits are those it has alone."""
-    differences = logits - highest.unsqueeze(-1)
-    if differences.numel() // shards % VECTORS == 0:
-        return differences.exp_()
-    return torch.cat([shard.contiguous().exp_() for shard in differences.chunk(shards, -1)], -1)
+def _exponentials(logits: Tensor, highest: Tensor, shards: int) -> Iterator[Tensor]:
+    """exp(logits - highest) of groups of shards in order, each [rows, vocab of a group] fp32, contiguous, yours."""
+    for group in logits.split(logits.shape[1] // shards * _together(logits, shards), -1):
+        yield (group - highest.unsqueeze(-1)).contiguous().exp_()
+
+
+def _together(logits: Tensor, shards: int) -> int:
+    """Shards of a group. exp has the bits that a shard has alone only where a shard is whole vectors."""
+    alone = logits.numel() // shards
+    return max(1, min(shards, TOGETHER // alone)) if alone % VECTORS == 0 else 1
 
 
 def _alignment(size: int) -> int:

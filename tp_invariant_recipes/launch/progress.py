@@ -101,7 +101,7 @@ class Lines:
     def __init__(self, plan: Plan, console: Console) -> None:
         self.plan, self.console = plan, console
         self.tail = Tail(plan.run_dir.progress, plan.steps)
-        self.said = 0.0
+        self.printed = 0.0
 
     def __enter__(self) -> "Lines":
         return self
@@ -113,8 +113,8 @@ class Lines:
         """Print the steps that are due."""
         for event in self.tail.new():
             first = event["step"] - self.plan.start <= 3
-            if first or event["step"] == self.plan.steps or time.monotonic() - self.said > LINE_EVERY:
-                self.said = time.monotonic()
+            if first or event["step"] == self.plan.steps or time.monotonic() - self.printed > LINE_EVERY:
+                self.printed = time.monotonic()
                 left = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_left()))
                 step = f"step {event['step']:>5}/{self.plan.steps}"
                 self.console.print(f"{step}  {_figures(event, self.tail)}  {left} left", highlight=False)

@@ -1,4 +1,4 @@
-"""A float as exact text: its width and the hexadecimal of its IEEE 754 pattern, as in "f32:40c7d2f1".
+"""A float as exact text: its width and its IEEE 754 pattern in hexadecimal, such as "f32:40c7d2f1".
 
 Two texts are equal if and only if the bits are: -0.0 is not 0.0, and a NaN equals only the NaN of the same bits.
 """
@@ -26,14 +26,14 @@ _FORMATS = {
     64: _Format(64, ">Q", ">d", 1 << 63, 0x7FF0_0000_0000_0000),
 }
 _TEXT = re.compile(r"f(?:32:([0-9a-f]{8})|64:([0-9a-f]{16}))")
-_F32_DIGITS = 9  # decimal digits that always tell two f32 apart
-_DROPPED = 52 - 23  # fraction bits of f64 that f32 has no room for
+_F32_DIGITS = 9  # decimal digits that always distinguish two f32
+_DROPPED = 52 - 23  # fraction bits of f64 that f32 lacks
 
 
 def float_bits(value: float, width: int) -> str:
     """Write `value` as text of `width` bits (32 or 64).
 
-    ValueError: the width is neither, or `value` is not exactly a number of that width; nothing is ever rounded.
+    It never rounds. ValueError: the width is neither, or no number of that width equals `value`.
     """
     if width not in _FORMATS:
         raise ValueError(f"a float has 32 or 64 bits, not {width}")
@@ -45,22 +45,22 @@ def float_bits(value: float, width: int) -> str:
 
 
 def bits_float(text: str) -> float:
-    """Read the number back; the payload of an f32 NaN is kept, so `float_bits` returns the same text.
+    """Read the number back. It keeps the payload of an f32 NaN, so `float_bits` returns the same text.
 
     ValueError: `text` is not "f32:" and 8, or "f64:" and 16, lower-case hexadecimal digits.
     """
     fmt, pattern = _parse(text)
     if fmt.width == 32 and _is_nan(fmt, pattern):
-        # The processor's own widening would set the quiet bit of a signalling NaN; so widen as integers.
+        # The processor's widening would set the quiet bit of a signalling NaN, so widen the integers.
         sign, fraction = pattern & fmt.sign, pattern & ~(fmt.sign | fmt.infinity)
         fmt, pattern = _FORMATS[64], sign << 32 | _FORMATS[64].infinity | fraction << _DROPPED
     return _reinterpret(fmt.integer, fmt.floating, pattern)
 
 
 def ulp_distance(a: str, b: str) -> int | None:
-    """Count the steps from one representable number to the next that lead from `a` to `b`.
+    """The number of steps between neighbouring representable numbers from `a` to `b`.
 
-    Both zeros count, so the distance is 0 only for equal bits. None: a NaN, or two widths.
+    Both zeros count, so the distance is 0 only for equal bits. None: one is a NaN, or the widths differ.
     ValueError: `a` or `b` is not such a text.
     """
     (fmt, pattern_a), (fmt_b, pattern_b) = _parse(a), _parse(b)
@@ -70,7 +70,7 @@ def ulp_distance(a: str, b: str) -> int | None:
 
 
 def readable(text: str) -> float | str:
-    """Give the number with the fewest decimal digits that still reads back as these bits, for people.
+    """The number with the fewest decimal digits that reads back as these bits, for people.
 
     "nan", "inf" and "-inf" are strings, because JSON has no such numbers. ValueError: as `bits_float`.
     """
@@ -91,7 +91,7 @@ def _parse(text: str) -> tuple[_Format, int]:
 
 
 def _narrow(value: float, pattern: int) -> int:
-    """Turn the f64 `pattern` of `value` into the f32 pattern of the same number; ValueError: there is none."""
+    """Convert the f64 `pattern` of `value` to the f32 pattern of the same number. ValueError: there is none."""
     f32, f64 = _FORMATS[32], _FORMATS[64]
     if math.isnan(value):
         sign, fraction = pattern & f64.sign, pattern & ~(f64.sign | f64.infinity)
@@ -103,7 +103,7 @@ def _narrow(value: float, pattern: int) -> int:
 
 
 def _rounds_to_f32(value: float) -> float:
-    """Round to the nearest f32; struct refuses what overflows, which here is an answer like any other."""
+    """Round to the nearest f32. struct refuses numbers that overflow; here they become infinite."""
     try:
         return struct.unpack(">f", struct.pack(">f", value))[0]
     except OverflowError:

@@ -1,10 +1,10 @@
-"""Certificates: a run's ledger, configuration and versions in one small file that any change is seen in.
+"""Certificates: a run's ledger, configuration and versions in one small file that reveals any change to it.
 
 A certificate is a zip archive of `manifest.json` and the files of MEMBERS, in this order and nothing else.
 
     manifest      canonical JSON: schema, a summary of the run, size and sha256 of each member
-    hash          sha256 of the manifest's bytes: whoever has it by another way needs no trust in the file
-    seal          the archive's comment: sha256 of all bytes before it, so that damage anywhere is seen without the hash
+    hash          sha256 of the manifest's bytes: whoever got it through a separate channel need not trust the file
+    seal          the archive's comment: sha256 of all bytes before it, which reveals damage without the hash
 """
 
 import hashlib
@@ -26,9 +26,9 @@ SUFFIX = ".tpicert"
 
 MANIFEST = "manifest.json"
 MEMBERS = (FILE_NAME, "config.yaml", "run.json", "versions.json", "environment.json")
-LARGEST = 4 * 2**30 - 1  # bytes of a member: what a zip archive holds without its 64-bit extension
+LARGEST = 4 * 2**30 - 1  # bytes of a member: the limit of a zip archive without its 64-bit extension
 
-_DATE = (1980, 1, 1, 0, 0, 0)  # the earliest of a zip archive; when a run was certified says nothing about it
+_DATE = (1980, 1, 1, 0, 0, 0)  # the earliest date of a zip archive; the time of certification is irrelevant to the run
 _SEAL = "tpi-certificate sha256:"
 _SEAL_SIZE = len(_SEAL) + 64
 _LOCAL_HEADER, _CENTRAL_HEADER, _END = 30, 46, 22  # bytes of a zip archive's records, without names and comments
@@ -36,7 +36,7 @@ _LOCAL_HEADER, _CENTRAL_HEADER, _END = 30, 46, 22  # bytes of a zip archive's re
 
 @dataclass(frozen=True)
 class Certificate:
-    """A certificate that was checked whole. hash: sha256 of its manifest, as 64 hexadecimal digits."""
+    """A certificate that passed all checks. hash: sha256 of its manifest, as 64 hexadecimal digits."""
 
     path: Path
     hash: str
@@ -45,10 +45,10 @@ class Certificate:
 
 
 def certify(run: Path) -> bytes:
-    """The certificate of a run, the same bytes every time.
+    """The certificate of a run; the same run gives the same bytes every time.
 
-    Of a ledger that was cut short or is still growing it has the whole lines, and says of how many steps.
-    LedgerError: a file of the run directory is missing or unreadable, or they do not belong together.
+    If the ledger was cut short or is still growing, the certificate has its whole lines and states their number of
+    steps. LedgerError: a file of the run directory is missing or unreadable, or the files do not belong together.
     """
     if not run.is_dir():
         raise LedgerError(f"{run} is not a run directory: a certificate holds its configuration too")
@@ -62,7 +62,7 @@ def certify(run: Path) -> bytes:
 
 
 def check(path: str | os.PathLike) -> Certificate:
-    """Read a certificate and check all of it. LedgerError: it is missing or unreadable, or says why it is not whole."""
+    """Read a certificate and check all of it. LedgerError: it is missing, unreadable, altered or cut short."""
     file = Path(path)
     return open_certificate(file, contents(file))
 
@@ -81,7 +81,7 @@ def open_certificate(file: Path, data: bytes) -> Certificate:
 
 
 def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[str, Any]:
-    """What a person wants to know of the run. LedgerError: the files are not of one run, or not what they should be."""
+    """A summary of the run for people. LedgerError: the files belong to different runs, or are invalid."""
     import yaml  # only a certificate needs it
 
     try:
@@ -117,7 +117,7 @@ def _manifest(members: dict[str, bytes], summary: dict[str, Any]) -> bytes:
 
 
 def _checked(members: dict[str, bytes]) -> dict[str, Any]:
-    """The manifest. ValueError: it is not one, or not of these members."""
+    """The manifest. ValueError: it is invalid, or describes other members."""
     data = members[MANIFEST]
     manifest = load(data)
     if manifest.get("kind") != KIND or manifest.get("schema") != SCHEMA:
@@ -127,21 +127,21 @@ def _checked(members: dict[str, bytes]) -> dict[str, Any]:
         member = {"bytes": len(members[name]), "sha256": hashlib.sha256(members[name]).hexdigest()}
         if not isinstance(named, dict) or named.get(name) != member:
             raise ValueError(f"{name} was altered: it is not what the manifest says")
-    # Nothing else may stand in it, and in no other form: the hash is of these bytes.
+    # The manifest must have exactly this content and form, since the hash covers its bytes.
     if data != _manifest({name: members[name] for name in MEMBERS}, manifest.get("summary", {})):
         raise ValueError("its manifest holds more than a manifest does, or in another form")
     return manifest
 
 
 def _archive(members: dict[str, bytes]) -> bytes:
-    """A zip archive with room for the seal, which depends on the members alone."""
+    """A zip archive with room for the seal. Its bytes depend only on the members."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, allowZip64=False, compresslevel=9) as archive:
         for name, data in members.items():
             if len(data) > LARGEST:
                 raise LedgerError(f"{name} has {len(data)} bytes; a certificate holds at most {LARGEST} of one file")
             entry = zipfile.ZipInfo(name, _DATE)
-            entry.create_system = 3  # Unix, wherever this runs
+            entry.create_system = 3  # Unix, on every system
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED, 9)
         archive.comment = b" " * _SEAL_SIZE
@@ -158,7 +158,7 @@ def _seal(body: bytes) -> bytes:
 
 
 def _unpack(data: bytes) -> dict[str, bytes]:
-    """The members. ValueError or BadZipFile: it was damaged, or holds anything but these members once each."""
+    """The members. ValueError or BadZipFile: the archive is damaged, or does not hold exactly these members."""
     body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
     if not data.startswith(CERTIFICATE_START) or seal != _seal(body):
         raise ValueError("it was altered or cut short: its seal is not that of its bytes")
@@ -169,7 +169,7 @@ def _unpack(data: bytes) -> dict[str, bytes]:
             raise ValueError(f"it holds {', '.join(names)} and not just {', '.join((MANIFEST, *MEMBERS))}")
         offset = 0
         for entry in entries:
-            # Whatever an archive can carry between its members and in their headers is refused, since nobody sees it.
+            # Refuse any data between the members and in their headers, since nobody would see it.
             if entry.header_offset != offset or entry.extra or entry.comment or entry.flag_bits:
                 raise ValueError(f"something stands beside {entry.filename}")
             if entry.compress_type != zipfile.ZIP_DEFLATED:
@@ -185,7 +185,7 @@ def _unpack(data: bytes) -> dict[str, bytes]:
 
 
 def summary_words(summary: dict[str, Any]) -> str:
-    """What a certificate is of, in one line that is safe to print: it may come from anyone."""
+    """The summary in one line that is safe to print, since a certificate may come from anyone."""
     degrees = [f"{key}={value}" for key, value in summary["layout"].items() if key == "tp" or value not in (1, False)]
     parts = (
         " ".join(map(str, (summary["model"], *degrees))),

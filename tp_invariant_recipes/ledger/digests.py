@@ -1,8 +1,8 @@
-"""Digests of tensors as a ledger holds them: text of 128 bits, of a parameter, a group of parameters, the whole model.
+"""Digests in a ledger: 128 bits as text, for a parameter, a group of parameters, or the whole model.
 
     digest of a tensor = start(dtype, shape) + sum of its elements' lanes (kernels/digest.py), two lanes of 64 bits
 
-so it depends on bits, positions, dtype and shape, and on nothing else: not on the name, the layout or the order.
+A digest depends only on bits, positions, dtype and shape, and not on the name, the layout or the order of addition.
 """
 
 import functools
@@ -22,8 +22,8 @@ _LAYER = re.compile(r"(?:.+\.)?layers\.\d+(?=\.)")
 class Parameter:
     """A tensor of the model, under its name in Megatron's distributed checkpoints, with layer and expert numbered.
 
-    shape:    of the whole, not split tensor.
-    gradient: dtype of its gradient as the optimizer sees it, such as "float32"; None: it has none.
+    shape:    of the whole tensor.
+    gradient: dtype of the gradient that the optimizer gets, such as "float32"; None: no gradient.
     weight:   dtype of the tensor itself.
     """
 
@@ -39,11 +39,11 @@ class Traced:
 
     direction: "forward" or "backward".
     module:    its name in the whole model, such as "decoder.layers.3.mlp.linear_fc1".
-    tensor:    "input" or "output" of that direction: in the backward pass the input is the gradient that arrives at the
-               module's output, and the output the gradient that leaves it for the module's input. Further ones are
-               "input.1", "output.1" …
+    tensor:    "input" or "output" of that direction: in the backward pass the input is the gradient of the module's
+               output, and the output is the gradient of the module's input. Further tensors are "input.1",
+               "output.1" …
     dtype, shape: of the whole tensor: [sequence, global batch, features …].
-    digest:    None: no layout-independent digest can be made of this tensor (tokens of an expert, say).
+    digest:    None: this tensor has no layout-independent digest (for example, tokens of an expert).
     """
 
     direction: str
@@ -55,7 +55,7 @@ class Traced:
 
     @property
     def name(self) -> str:
-        """As dumps and messages have it: "forward/decoder.layers.3.mlp.linear_fc1/output"."""
+        """The name in dumps and messages, such as "forward/decoder.layers.3.mlp.linear_fc1/output"."""
         return f"{self.direction}/{self.module}/{self.tensor}"
 
 
@@ -72,18 +72,18 @@ def digest_texts(sums: bytes) -> list[str]:
 
 
 def start_lanes(dtype: str, shape: Sequence[int]) -> tuple[int, int]:
-    """What the lanes of a whole tensor begin with."""
+    """The initial lanes of a whole tensor's digest."""
     start = xxhash.xxh3_128_intdigest(f"{dtype}[{','.join(map(str, shape))}]".encode())
     return start >> 64, start & _MASK
 
 
 def whole_digest(digests: Mapping[str, str]) -> str:
-    """One digest of many by name; their order does not count."""
+    """One digest of many named digests, independent of their order."""
     return xxhash.xxh3_128_hexdigest("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode())
 
 
 def group_digests(digests: Mapping[str, str]) -> dict[str, str]:
-    """One digest a group, groups in the order of their first parameter."""
+    """One digest per group, in the order of the groups' first parameters."""
     groups: dict[str, dict[str, str]] = {}
     for name, digest in digests.items():
         groups.setdefault(group_of(name), {})[name] = digest
@@ -92,24 +92,24 @@ def group_digests(digests: Mapping[str, str]) -> dict[str, str]:
 
 @functools.cache  # the same names at every step
 def group_of(name: str) -> str:
-    """The group of a parameter: its layer ("decoder.layers.3"), or the module outside the layers that holds it."""
+    """The group of a parameter: its layer ("decoder.layers.3"), or its module outside the layers."""
     layer = _LAYER.match(name)
     return layer[0] if layer else name.rpartition(".")[0] or name
 
 
 def check_digest(text: object) -> str:
-    """The text itself. ValueError: it is not 32 lower-case hexadecimal digits."""
+    """The unchanged text. ValueError: it is not 32 lower-case hexadecimal digits."""
     if not isinstance(text, str) or not _TEXT.fullmatch(text):
         raise ValueError(f"{text!r} is not a digest of 32 lower-case hexadecimal digits")
     return text
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Names of parameters sorted as a forward pass meets them: embedding, layers by number, the rest."""
+    """Names of parameters in the order of a forward pass: embedding, layers by number, the rest."""
     return sorted(names, key=_place)
 
 
-# Prefix or part of a name -> where it stands among the others of its level.
+# Prefixes or parts of a name, in the order within their level.
 _STAGES = ("embedding.", "decoder.layers.", "decoder.", "mtp.", "output_layer.")
 _PARTS = (
     "input_layernorm",

@@ -1,9 +1,9 @@
-"""Dumps: the values of a few tensors at a few steps, one file a rank and step, and how far two of them are apart.
+"""Dumps: the values of a few tensors at a few steps, one file per rank and step, and the distance between two dumps.
 
     RUN/dumps/step-0000003/rank-1.safetensors
 
-A file holds the rank's pieces of every tensor as unsigned integers of the values' width, that is their bits. Its
-metadata says for each piece where it lies (kernels/digest.py), and how many ranks wrote a file.
+A file holds the bits of the rank's pieces of every tensor, as unsigned integers of the values' width. Its metadata
+gives the position of each piece (kernels/digest.py) and the number of ranks that wrote a file.
 """
 
 import json
@@ -17,12 +17,12 @@ import numpy as np
 
 from tp_invariant_recipes.errors import LedgerError
 
-RANKS = "ranks"  # the metadata that says how many files a step has
+RANKS = "ranks"  # the metadata with the number of files of a step
 
 
 @dataclass(frozen=True)
 class DumpedPart:
-    """A piece in a file: of which tensor, and where it lies in that tensor's table of rows and columns."""
+    """A piece in a file: its tensor, and its position in that tensor's table of rows and columns."""
 
     name: str
     dtype: str
@@ -35,13 +35,13 @@ class DumpedPart:
         object.__setattr__(self, "shape", tuple(self.shape))  # JSON has lists
 
     def text(self) -> str:
-        """As a file's metadata has it."""
+        """The text in a file's metadata."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
 class Dumped:
-    """A whole tensor. bits: unsigned integers [rows, columns]; row-major, they are the elements of `shape`."""
+    """A whole tensor. bits: unsigned integers [rows, columns], which in row-major order are the elements of `shape`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,14 +50,14 @@ class Dumped:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far two tensors of one dtype and shape are apart.
+    """The distance between two tensors of one dtype and shape.
 
-    total, differing: elements, and those whose bits differ.
-    max_ulp:          steps from one representable number to the next, as ledger/bits.py counts them; None: no number
-                      differs from a number, or the dtype is no float.
-    max_difference:   the largest |a - b| of numbers, in float64; None likewise.
-    nans:             differing elements of which at least one is a NaN; they count in neither maximum.
-    first:            index of the first differing element in the whole tensor; None: none differs.
+    total, differing: number of elements, and of elements whose bits differ.
+    max_ulp:          the largest distance in ULP, as ledger/bits.py counts them; None: no two numbers differ, or the
+                      dtype is not a float.
+    max_difference:   the largest |a - b| of numbers, in float64; None: likewise.
+    nans:             number of differing elements with at least one NaN; neither maximum includes them.
+    first:            index of the first differing element in the whole tensor; None: no element differs.
     """
 
     total: int
@@ -70,18 +70,18 @@ class Distance:
 
 @dataclass(frozen=True)
 class Dumps:
-    """The dumps of one step of a run. parts: of each tensor, the file and key of every piece."""
+    """The dumps of one step of a run. parts: tensor -> the file and key of every piece."""
 
     folder: Path
     parts: dict[str, tuple[tuple[Path, str, DumpedPart], ...]]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors, sorted."""
+        """The tensors' names, sorted."""
         return tuple(sorted(self.parts))
 
     def read(self, name: str) -> Dumped:
-        """One tensor, of the ranks' pieces; of replicas that disagree, the lowest rank's.
+        """One tensor, assembled from the ranks' pieces. If replicas disagree, the lowest rank's piece counts.
 
         LedgerError: it was not dumped, pieces are missing, or a file cannot be read.
         """
@@ -101,22 +101,22 @@ class Dumps:
 
 
 def folder_of(run: Path, step: int) -> Path:
-    """Where a run keeps the dumps of a step."""
+    """The folder of a step's dumps."""
     return run / "dumps" / f"step-{step:07d}"
 
 
 def file_of(run: Path, step: int, rank: int) -> Path:
-    """Where a rank writes them."""
+    """The file of a rank's dumps of a step."""
     return folder_of(run, step) / f"rank-{rank}.safetensors"
 
 
 def steps(run: Path) -> list[int]:
-    """The steps of which a run has dumps, in order."""
+    """The steps with dumps, in order."""
     return sorted(int(f.name.removeprefix("step-")) for f in (run / "dumps").glob("step-*") if f.is_dir())
 
 
 def read_step(run: Path, step: int) -> Dumps:
-    """What was dumped at a step. LedgerError naming the file: there is none, or one is missing or damaged."""
+    """The dumps of a step. LedgerError, naming the file: there are none, or a file is missing or damaged."""
     files = sorted(folder_of(run, step).glob("rank-*.safetensors"), key=lambda file: (len(file.name), file.name))
     if not files:
         raise LedgerError(f"{run} has no dumps of step {step}; they need ledger.trace={step}:{step} ledger.dump=[NAME]")
@@ -134,7 +134,7 @@ def read_step(run: Path, step: int) -> Dumps:
 
 
 def distance(a: Dumped, b: Dumped) -> Distance:
-    """How far apart two tensors are. LedgerError: they have different dtypes or shapes."""
+    """The distance between two tensors. LedgerError: their dtypes or shapes differ."""
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         raise LedgerError(f"no distance between {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
     left, right = a.bits.reshape(-1), b.bits.reshape(-1)
@@ -155,7 +155,7 @@ def distance(a: Dumped, b: Dumped) -> Distance:
     return Distance(a.bits.size, len(where), ulp, apart, nans, first)
 
 
-# dtype -> bits of the fraction; the exponent has what is left beside the sign.
+# dtype -> bits of the fraction; the remaining bits are the sign and the exponent.
 _FRACTIONS = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
 
 
@@ -168,20 +168,20 @@ def _is_nan(bits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _rank(bits: np.ndarray) -> np.ndarray:
-    """Number the patterns, unsigned, so that the order of integers is the order of floats: … -1, -0.0, 0.0, 1 …"""
+    """Map the unsigned patterns to integers in the order of the floats: … -1, -0.0, 0.0, 1 …"""
     sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
     return np.where(bits & sign, ~bits, bits | sign)
 
 
 def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
-    """float64, exactly."""
+    """The values in float64, exactly."""
     if dtype == "bfloat16":  # the upper half of a float32
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return bits.view(dtype).astype(np.float64)
 
 
 def _assembled(pieces: Sequence[tuple[DumpedPart, np.ndarray]], total: int) -> np.ndarray | None:
-    """The whole table; of places held twice, the first. None: not every element is held."""
+    """The whole table. If pieces overlap, the first counts. None: the pieces do not cover every element."""
     rows = max(part.row + part.step * (len(bits) - 1) + 1 for part, bits in pieces)
     columns = max(part.column + bits.shape[1] for part, bits in pieces)
     if rows * columns != total:
@@ -204,7 +204,7 @@ def _opened(file: Path) -> Any:
 
 
 def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
-    """How many ranks wrote files, and the pieces in this one. LedgerError: it cannot be read or is no dump."""
+    """The number of ranks that wrote files, and the pieces in this file. LedgerError: it is unreadable or no dump."""
     from safetensors import SafetensorError
 
     try:
@@ -216,5 +216,5 @@ def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
             raise ValueError("its metadata describes other tensors")
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         raise LedgerError(f"{file} is not a whole dump: {error}") from error
-    # In the order of writing: a dictionary of metadata has none.
+    # Restore the order of writing, which the metadata's dictionary does not keep.
     return ranks, {key: parts[key] for key in sorted(parts, key=int)}

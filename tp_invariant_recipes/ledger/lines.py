@@ -10,37 +10,37 @@ from tp_invariant_recipes.ledger.bits import bits_float, readable
 from tp_invariant_recipes.ledger.digests import Parameter, Traced, check_digest, group_digests, whole_digest
 
 SCHEMA = 2
-KIND = "tpi-ledger"  # tells a ledger from any other file of JSON lines
+KIND = "tpi-ledger"  # distinguishes a ledger from other files of JSON lines
 
 IDENTITY = "identity"
 # The parts of a header that may differ between comparable runs; a comparison only mentions them.
 INFORMATIVE = ("numerics", "layout", "versions", "device", "environment", "notes")
-# The values of a step that are recorded as exact bits.
+# The values of a step that the ledger records as exact bits.
 FLOATS = ("loss", "grad_norm", "learning_rate")
-_COUNTS = {"step": 1, "samples": 0, "tokens": 0}  # each with its smallest value
-# The tensors of a step that are recorded as digests, and the field of Parameter that has their dtype.
+_COUNTS = {"step": 1, "samples": 0, "tokens": 0}  # count -> its smallest value
+# The tensors of a step that the ledger records as digests -> the field of Parameter with their dtype.
 DIGESTED = {"gradients": "gradient", "weights": "weight"}
 _DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a run is. Runs are comparable when `identity` is equal; the rest informs.
+    """The description of a run. Runs are comparable when `identity` is equal; the other parts are informative.
 
-    Every part is JSON and is kept as JSON gives it back (tuples become lists, keys are sorted), so a header equals
-    itself read from disk. ValueError or TypeError: a part is not JSON, `identity` is empty or not
-    flat, or the schema is unknown.
+    Every part is JSON in the form that JSON returns (tuples become lists, keys are sorted), so a header equals itself
+    read from disk. ValueError or TypeError: a part is not JSON, `identity` is empty or not flat, or the schema is
+    unknown.
     """
 
     schema: int = SCHEMA
-    identity: dict  # dotted key → scalar or list, as "model.num_layers": 36, "rng.seed": 1234
+    identity: dict  # dotted key → scalar or list, such as "model.num_layers": 36, "rng.seed": 1234
     numerics: dict = field(default_factory=dict)  # mode, virtual shards …
     layout: dict = field(default_factory=dict)  # tp, pp, dp …
     versions: dict = field(default_factory=dict)
     device: dict = field(default_factory=dict)  # names, compute capability
     environment: dict = field(default_factory=dict)  # the variables that numerics depend on
-    notes: dict = field(default_factory=dict)  # facts worth saying, such as the tokenizer's convention
-    parameters: tuple[Parameter, ...] = ()  # what the digests of a step are of, in this order; none: none recorded
+    notes: dict = field(default_factory=dict)  # noteworthy facts, such as the tokenizer's convention
+    parameters: tuple[Parameter, ...] = ()  # the tensors of a step's digests, in their order; empty: no digests
     initial: Mapping[str, str] | None = None  # digests of the weights before the first step; None: not recorded
 
     def __post_init__(self) -> None:
@@ -74,14 +74,14 @@ class Header:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step computed. Nothing here may vary between identical runs: no time, host or process.
+    """The results of one step. No field may vary between identical runs: no time, host or process.
 
     ValueError: a count is negative or not an integer, a float is not bits as text, or a step that was not skipped
     has no loss or gradient norm.
     """
 
-    step: int  # completed steps, this one included
-    samples: int  # consumed since the start of training, this step included
+    step: int  # completed steps, including this one
+    samples: int  # consumed since the start of training, including this step
     tokens: int  # in this step
     loss: str | None  # bits, as all three floats; None: a skipped step has none
     grad_norm: str | None
@@ -89,7 +89,7 @@ class StepRecord:
     skipped: bool = False
     gradients: Mapping[str, str] | None = None  # parameter -> digest, before clipping; None: not recorded at this step
     weights: Mapping[str, str] | None = None  # the same after the step
-    # Replicas that disagree: "gradients" or "weights", the parameter, and ranks by what they hold, as [[0, 2], [1]].
+    # Disagreeing replicas: "gradients" or "weights", the parameter, and ranks grouped by equal values: [[0, 2], [1]].
     diverged: tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...] = ()
     trace: tuple[Traced, ...] | None = None  # in the order of execution; None: not a traced step
 
@@ -118,7 +118,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Difference:
-    """A header field of two runs: its dotted name, and both values as JSON text (None: not set)."""
+    """A differing header field: its dotted name, and both values as JSON text (None: not set)."""
 
     field: str
     a: str | None
@@ -137,18 +137,18 @@ def informative_differences(a: Header, b: Header) -> tuple[Difference, ...]:
 
 
 def _differences(a: dict, b: dict, prefix: str) -> tuple[Difference, ...]:
-    # Compared as text, as the hash is: to Python 1, 1.0 and True are equal.
+    # Compare text, as the hash does: in Python 1, 1.0 and True are equal.
     pairs = ((key, *(canonical(part[key]) if key in part else None for part in (a, b))) for key in sorted(a | b))
     return tuple(Difference(prefix + key, left, right) for key, left, right in pairs if left != right)
 
 
 def canonical(value: object) -> str:
-    """The one JSON text of a value: sorted keys, no spaces, ASCII. ValueError or TypeError: it is not JSON."""
+    """The canonical JSON text of a value: sorted keys, no spaces, ASCII. ValueError or TypeError: it is not JSON."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def encode_header(header: Header) -> bytes:
-    """The first line of a ledger, newline included."""
+    """The first line of a ledger, with its newline."""
     parts = {name: getattr(header, name) for name in (IDENTITY, *INFORMATIVE)}
     start = {"kind": KIND, "schema": header.schema, "identity_hash": header.identity_hash}
     end: dict[str, Any] = {"parameters": [asdict(parameter) for parameter in header.parameters], "initial": None}
@@ -158,14 +158,14 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(line: bytes) -> Header:
-    """Read a first line. ValueError: it is not a ledger's, has an unknown schema, or was altered."""
+    """Read a first line. ValueError: it is not a ledger's, its schema is unknown, or it was altered."""
     try:
         raw = load(line)
     except ValueError:
         raw = {}
     if raw.get("kind") != KIND:
         raise ValueError("not a ledger")
-    if raw.get("schema") == SCHEMA:  # of another schema, Header says so
+    if raw.get("schema") == SCHEMA:  # Header refuses another schema
         raw["parameters"] = tuple(map(_parameter, _required(raw, "parameters", list)))
         if _required(raw, "initial") is not None:
             names = [parameter.name for parameter in raw["parameters"]]
@@ -178,9 +178,9 @@ def decode_header(line: bytes) -> Header:
 
 
 def encode_step(record: StepRecord, header: Header) -> bytes:
-    """The line of a step, newline included; equal records give equal bytes.
+    """The line of a step, with its newline; equal records give equal bytes.
 
-    ValueError: its digests are not those of the header's parameters.
+    ValueError: its digests do not match the header's parameters.
     """
     raw: dict[str, Any] = {name: getattr(record, name) for name in (*_COUNTS, *FLOATS, "skipped")}
     for name in FLOATS:
@@ -197,7 +197,7 @@ def encode_step(record: StepRecord, header: Header) -> bytes:
 
 
 def decode_step(line: bytes, header: Header) -> StepRecord:
-    """Read the line of a step; keys this version does not know are ignored. ValueError: it is not a valid one."""
+    """Read the line of a step, ignoring keys that this version does not know. ValueError: the line is invalid."""
     raw = load(line)
     record: dict[str, Any] = {name: _required(raw, name) for name in (*_COUNTS, *FLOATS, "skipped")}
     for name in FLOATS:
@@ -264,7 +264,7 @@ def _shape(raw: object) -> tuple[int, ...]:
 
 
 def load(line: bytes) -> dict:
-    """Read one line as a JSON object. ValueError: it is not one, or has a key twice, or a bare NaN or Infinity."""
+    """Read one line as a JSON object. ValueError: it is not an object, repeats a key, or has a bare NaN or Infinity."""
     try:
         raw = json.loads(line.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except RecursionError:
@@ -285,7 +285,7 @@ def _decode_float(name: str, raw: object) -> str:
     if not isinstance(raw, dict) or not {"bits", "value"} <= raw.keys():
         raise ValueError(f"{name} is not an object of bits and value")
     _check_bits(name, raw["bits"])
-    # repr, because to == the two zeros are equal
+    # repr, because == takes the two zeros as equal
     if repr(raw["value"]) != repr(readable(raw["bits"])):
         raise ValueError(f"{name}: value {raw['value']!r} does not belong to bits {raw['bits']}: the line was altered")
     return raw["bits"]

@@ -1,4 +1,4 @@
-"""Opening a ledger wherever it lies: in a run directory, in a file of its own, in a certificate."""
+"""Open a ledger in a run directory, in a separate file or in a certificate."""
 
 import os
 
@@ -10,7 +10,7 @@ def read(path: str | os.PathLike) -> Ledger:
     """Read and check the ledger of a run directory, a ledger file, or the ledger in a certificate.
 
     LedgerError, naming the file and the line: it is missing or unreadable, not a ledger, was altered, or a step is
-    missing, repeated or out of order. Only a last line cut short is no error: it is what a killed run leaves.
+    missing, repeated or out of order. Only a torn last line is no error, since a killed run leaves one.
     """
     file = ledger_file(path)
     data = contents(file)

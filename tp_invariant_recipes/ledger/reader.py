@@ -1,4 +1,4 @@
-"""Reading and checking the file `ledger.jsonl` of a run directory."""
+"""Read and check the file `ledger.jsonl` of a run directory."""
 
 import os
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ class Ledger:
     header: Header
     steps: tuple[StepRecord, ...]
     path: Path
-    torn: bool  # the last line was cut short by the end of the run, and is not among `steps`
+    torn: bool  # the end of the run cut the last line short; `steps` does not include it
 
     @property
     def run_directory(self) -> Path | None:
-        """The directory of the run. None: the ledger is a file on its own, or in a certificate."""
+        """The directory of the run. None: the ledger is a separate file, or in a certificate."""
         return self.path.parent if self.path.name == FILE_NAME else None
 
 
 def ledger_file(path: str | os.PathLike) -> Path:
-    """The ledger of a run directory; a path that is not a directory is the ledger itself."""
+    """The ledger's file in a run directory; a path that is not a directory is itself the ledger."""
     path = Path(path)
     return path / FILE_NAME if path.is_dir() else path
 
@@ -44,7 +44,7 @@ def contents(file: Path) -> bytes:
 
 def parse(file: Path, data: bytes) -> Ledger:
     """Check the bytes of a ledger; `file` names it in errors. LedgerError: as `read`."""
-    *lines, rest = data.split(b"\n")  # `rest` is what follows the last newline: nothing, or a torn line
+    *lines, rest = data.split(b"\n")  # `rest` follows the last newline: it is empty, or a torn line
     if not lines:
         raise LedgerError(f"{file} line 1: " + ("not a ledger, or only part of its header" if rest else "empty file"))
     torn = rest != b""

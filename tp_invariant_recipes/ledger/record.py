@@ -1,4 +1,4 @@
-"""Writing the file `ledger.jsonl` of a run directory as the run trains: the header, then one line per step."""
+"""Write the file `ledger.jsonl` of a run directory during training: the header, then one line per step."""
 
 import itertools
 import json
@@ -18,14 +18,14 @@ from tp_invariant_recipes.ledger.lines import (
 )
 from tp_invariant_recipes.ledger.reader import Ledger, contents, ledger_file, parse
 
-# All that a caller needs to record a run and read it back.
+# The interface to record a run and read it back.
 __all__ = ["Header", "Ledger", "LedgerWriter", "StepRecord", "ledger_file", "put_aside", "resume"]
 
-_RESUMED = "resumed"  # the note of a header that says which steps ran elsewhere
+_RESUMED = "resumed"  # the header's note that lists changes at each resume
 
 
 class LedgerWriter:
-    """Appends to one ledger: `LedgerWriter(path).create(header)` starts it, `resume` goes on with it."""
+    """Appends to one ledger: `LedgerWriter(path).create(header)` starts it, `resume` continues it."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = ledger_file(path)
@@ -40,7 +40,7 @@ class LedgerWriter:
         self.close()
 
     def create(self, header: Header) -> "LedgerWriter":
-        """Start the ledger. LedgerError: there is one already. RunError: it cannot be written."""
+        """Start the ledger. LedgerError: a ledger exists already. RunError: it cannot be written."""
         try:
             self._open(os.O_CREAT | os.O_EXCL)
         except FileExistsError:
@@ -52,15 +52,15 @@ class LedgerWriter:
         try:
             self._write(encode_header(header))
         except RunError:
-            self.path.unlink(missing_ok=True)  # part of a header can neither be resumed nor created again
+            self.path.unlink(missing_ok=True)  # a partial header would prevent both resume and create
             raise
         return self
 
     def append(self, record: StepRecord) -> None:
-        """Add the line of the next step, in one write, so that a killed run leaves whole lines.
+        """Append the line of the next step in one write, so that a killed run leaves whole lines.
 
-        ValueError: the record is not of the step after the last. RunError: the line could not be written (a full
-        disk); nothing can be appended after that, since half of the line may be in the file.
+        ValueError: the record does not belong to the step after the last. RunError: the line could not be written (a
+        full disk). The writer then accepts no further line, since half of this one may be in the file.
         """
         if record.step != self.last_step + 1:
             raise ValueError(f"{self.path}: step {record.step} cannot follow step {self.last_step}")
@@ -68,7 +68,7 @@ class LedgerWriter:
         self.last_step = record.step
 
     def close(self) -> None:
-        """Close the file; doing it twice is harmless."""
+        """Close the file; a second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -90,13 +90,13 @@ class LedgerWriter:
 
 
 def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
-    """Open an existing ledger to go on after `step` completed steps (0: from the start), and return its writer.
+    """Open an existing ledger to continue after `step` completed steps (0: from the start), and return its writer.
 
-    Where that drops lines (steps that will be repeated, a torn line) the whole old file is first copied to
-    `ledger.replaced-K.jsonl`. The old header stays; if the run goes on with another layout, other versions and so
-    on, its note "resumed" says after which step. If nothing changed, the file ends up byte for byte like that of a
-    run that was never interrupted.
-    LedgerError: the ledger is invalid, of another identity (names the fields), or ends before `step`.
+    If that drops lines (repeated steps, a torn line), it first copies the whole old file to `ledger.replaced-K.jsonl`.
+    The old header stays. If the run continues with another layout, other versions and so on, the header's note
+    "resumed" gives the step of the change. If nothing changed, the file becomes byte for byte equal to that of an
+    uninterrupted run.
+    LedgerError: the ledger is invalid, has another identity (names the fields), or ends before `step`.
     RunError: it cannot be written.
     """
     file = ledger_file(path)
@@ -132,21 +132,21 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
 
 
 def _continued(old: Header, new: Header, step: int) -> Header:
-    """The header of a ledger whose steps up to `step` are of `old` and the others of `new`, which says so in a note."""
+    """The header of a ledger with steps of `old` up to `step` and of `new` afterwards; a note records the change."""
     if step == 0:
         return new
     notes = dict(old.notes)
     resumed = [entry for entry in notes.pop(_RESUMED, []) if entry["after_step"] < step]
     differences = informative_differences(replace(old, notes=notes), new)
     changed = {d.field: None if d.b is None else json.loads(d.b) for d in differences}
-    # Compared with the latest note, since going back to how the run began is a change too.
+    # Compare with the latest note, since a return to the initial values is a change, too.
     if changed != (resumed[-1]["changed"] if resumed else {}):
         resumed.append({"after_step": step, "changed": changed})
     return replace(old, notes=notes | ({_RESUMED: resumed} if resumed else {}))
 
 
 def put_aside(file: Path, data: bytes) -> None:
-    """Keep `data`, which was in a ledger, as `<stem>.replaced-K<suffix>` beside it, K the first number that is free."""
+    """Save `data` of a ledger as `<stem>.replaced-K<suffix>` beside it, where K is the first free number."""
     for k in itertools.count(1):
         try:
             with file.with_name(f"{file.stem}.replaced-{k}{file.suffix}").open("xb") as stream:

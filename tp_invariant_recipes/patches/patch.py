@@ -19,7 +19,7 @@ COMPARISONS = {">=": operator.ge, "<": operator.lt}
 
 @dataclass(frozen=True)
 class PatchVerdict:
-    """Whether a patch applies on this machine, and why.
+    """The state of a patch on this machine, and the reason.
 
     applies:    the installed code is known to need it.
     not needed: the package is absent, or its version does not need it.
@@ -102,14 +102,14 @@ def always(tree: dict[str, Any] | None) -> bool:
 class Patch:
     """One fix.
 
-    name:     what `patches.off` calls it.
+    name:     its name in `patches.off`.
     package:  the distribution that it fixes.
-    need:     which installed code needs it.
-    replacements: what is put in place, in this order.
-    why:      what goes wrong without it.
-    upstream: the change that makes it unnecessary, or where that is discussed; None: neither is known.
-    concerns: whether a run with this configuration (None: unknown) comes to the code at all. Where it does not, the
-              patch is neither applied nor a reason to refuse the run.
+    need:     the installed code that needs it.
+    replacements: the replacements, in order of application.
+    why:      the defect without it.
+    upstream: address of the upstream fix or of its discussion; None: neither is known.
+    concerns: whether a run with this configuration (None: unknown) reaches the code. If not, the patch is neither
+              applied nor a reason to refuse the run.
     """
 
     name: str

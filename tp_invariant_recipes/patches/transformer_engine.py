@@ -1,4 +1,4 @@
-"""The condition that the patches of Transformer Engine share: when they matter."""
+"""The condition that all patches of Transformer Engine share: the runs that they concern."""
 
 from collections.abc import Callable
 from importlib import import_module

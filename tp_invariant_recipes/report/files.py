@@ -28,7 +28,7 @@ def check(files: Mapping[str, Path | None], force: bool = False) -> None:
 
 
 def write(file: Path, data: bytes) -> None:
-    """Write a file at once. RunError: it cannot be written."""
+    """Write a file atomically. RunError: the file cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, data)

@@ -1,1 +1,1 @@
-"""Commands that make several runs and judge them: verify, bisect, audit, bench. And doctor."""
+"""Commands that train several runs and judge them (verify, bisect, audit, bench), and doctor."""

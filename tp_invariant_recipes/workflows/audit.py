@@ -24,11 +24,11 @@ from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.training import audit as rank
 
-STEPS = 8  # of each training, where nothing else is asked for
-NEVER = 1_000_000  # warm-up steps before a capture that does not come
+STEPS = 8  # the default number of steps of each training
+NEVER = 1_000_000  # warm-up steps that a training never completes, so that it captures nothing
 ROUNDED = "rounded"  # the third training
 
-# Keys that the audit itself decides -> how to say it instead.
+# Keys that the audit itself sets -> the way to set them instead.
 RESERVED = {
     "checkpoint.save_interval": "an audit saves no checkpoints; leave it out",
     "launcher": "an audit runs on this machine; leave it out",
@@ -37,16 +37,16 @@ RESERVED = {
     "ledger.trace": "an audit traces no modules; leave it out",
     "ledger.dump": "an audit dumps no tensors; leave it out",
 }
-# An audit looks at the norms; digests are recorded where they are asked for.
+# An audit compares norms; it records digests only on request.
 DEFAULTS = ("ledger.digests=0",)
 
-# Given the name of a training and its plan, shows its progress.
+# Takes the name of a training and its plan, and shows its progress.
 Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two trainings that should have the same gradients: their names, and the overrides that tell them apart.
+    """Two trainings that should have the same gradients: their names, and the overrides that distinguish them.
 
     replays: whether the second replays CUDA graphs, which the first never does.
     """
@@ -62,8 +62,8 @@ class Pair:
 class Audit:
     """An audit, ready to start.
 
-    plans:       the run of each training of the pair, and of the one that shows what rounding does.
-    counts_from: the first step that is judged.
+    plans:       the run of each training of the pair, and of the training that shows the effect of rounding.
+    counts_from: the first judged step.
     """
 
     directory: AuditDir
@@ -86,10 +86,10 @@ def new(
     directory: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Audit:
-    """Plan an audit. Raises a TpiError that lists what is wrong with it; nothing is written.
+    """Plan an audit. It writes nothing. Raises a TpiError that lists all problems.
 
     against: overrides of the second training; none: it replays the CUDA graphs that the first does not.
-    steps:   of each training; None: as `iters` says, or 8. progress: as for `plan.new`.
+    steps:   of each training; None: the value of `iters`, or 8. progress: as for `plan.new`.
     """
     pair = _against(against) if against else _graphs()
     problems = [f"{text}: {RESERVED[path]}" for text in (*overrides, *against) if (path := _path(text)) in RESERVED]
@@ -117,10 +117,10 @@ def check(audit: Audit) -> None:
 
 
 def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]:
-    """Train the pair, and where it is not the same to the last bit what rounding does, and return what `audit.json`
-    then holds. Raises RunError.
+    """Train the pair, and if its norms differ in any bit, the training with rounding. Returns the contents of
+    `audit.json`. Raises RunError.
 
-    keep: keep the run directories also where no group differs.
+    keep: keep the run directories even if no group differs.
     """
     first, second = (_train(audit, name, watch) for name in (audit.pair.first, audit.pair.second))
     if audit.pair.replays:
@@ -137,7 +137,7 @@ def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]
 
 
 def result(audit: Audit, judged: Judged) -> dict[str, Any]:
-    """What an audit found, as JSON."""
+    """The result of an audit, as JSON."""
     first = audit.first
     return {
         "schema": 1,
@@ -193,7 +193,7 @@ def _steps_problems(overrides: Sequence[str], steps: int | None) -> list[str]:
 
 
 def _replay_problems(tree: dict[str, Any]) -> list[str]:
-    """Why the second training would replay nothing."""
+    """The reasons why the second training would replay nothing."""
     if tree["model"].get("cuda_graph_impl", "none") in (None, "none"):
         return [
             "nothing is replayed with cuda_graph=off; cuda_graph=te or cuda_graph=full, or another pair of trainings: "
@@ -206,11 +206,11 @@ def _replay_problems(tree: dict[str, Any]) -> list[str]:
 
 
 def _warmup(tree: dict[str, Any]) -> int:
-    return tree["model"].get("cuda_graph_warmup_steps", 3)  # Core's own
+    return tree["model"].get("cuda_graph_warmup_steps", 3)  # Core's default
 
 
 def _composed(model: str, overrides: Sequence[str], pair: Pair, problems: list[str]) -> dict[str, Composed]:
-    """Compose both trainings. Raises ConfigError that lists `problems` and what is wrong with either, each once."""
+    """Compose both trainings. Raises ConfigError that lists `problems` and the problems of both, each once."""
     device = plan.detect_device()
     composed = {}
     for name, own in ((pair.second, pair.of_second), (pair.first, pair.of_first)):
@@ -221,14 +221,14 @@ def _composed(model: str, overrides: Sequence[str], pair: Pair, problems: list[s
         except ConfigError as error:
             problems += (problem for problem in error.problems if problem not in problems)
         if pair.replays and problems:
-            break  # the other differs in a number of steps; to check that field is to import Bridge
+            break  # the other differs only in a number of steps, and checking that field imports Bridge
     if problems:
         raise ConfigError(listed(problems), problems)
     return composed
 
 
 def _planned(composed: Composed, where: AuditDir, name: str, progress: Callable[[int, int], None] | None) -> Plan:
-    """The run of one training: it shares the index of the data with the others, and ends at once when told to."""
+    """The run of one training. It shares the data index with the others, and a signal ends it at once."""
     planned = plan.resolve(composed, where.training(name), progress)
     dataset = planned.tree["dataset"] | {"path_to_cache": str(where.index_cache)}
     train = planned.tree["train"] | {"exit_signal_handler": False}
@@ -239,7 +239,7 @@ def _planned(composed: Composed, where: AuditDir, name: str, progress: Callable[
 
 
 def _train(audit: Audit, name: str, watch: Watch, *, rounded_from: int | None = None) -> list[Norms]:
-    """The norms of every step. In processes of its own: what a library keeps of a graph outlives a training."""
+    """The norms of every step. The training has its own processes, since libraries keep parts of a graph after it."""
     planned, run = audit.plans[name], audit.directory.training(name)
     plan.write(planned)
     run.write_task(rounded_from)
@@ -247,7 +247,7 @@ def _train(audit: Audit, name: str, watch: Watch, *, rounded_from: int | None = 
         with watch(name, planned) as tick:
             outcome = local.run(planned, tick, rank_fn=rank.measure)
     except TpiError as error:
-        with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
+        with suppress(TpiError):  # usually a full disk, which the run's own error reports
             attempts.end(run, "failed", str(error))
         raise RunError(f"the training {name} failed, so that nothing can be compared\n{error}") from error
     attempts.end(run, outcome.value)
@@ -277,7 +277,7 @@ def _replayed(first: Sequence[Norms], second: Sequence[Norms], counts_from: int)
         )
 
 
-# --- What was found ---
+# --- Results ---
 
 
 def _text(audit: Audit, judged: Judged) -> str:
@@ -293,7 +293,7 @@ def _text(audit: Audit, judged: Judged) -> str:
 
 
 def _times(group: GroupRatio) -> str:
-    """How many times the first's norm the second's is, as a whole group."""
+    """The second norm of a whole group as a multiple of the first."""
     return f"×{group.second / group.first:.3g}" if group.first else f"{group.second:.3g} instead of 0"
 
 
@@ -314,5 +314,5 @@ def _group(group: GroupRatio) -> dict[str, Any]:
 
 
 def _finite(ratio: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity."""
+    """A ratio without infinities, which JSON lacks."""
     return ratio | {"deviation": None if ratio["ratio"] is None else ratio["deviation"]}

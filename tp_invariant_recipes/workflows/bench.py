@@ -1,4 +1,4 @@
-"""`tpi bench`: plan one run a mode, train them in turn on the same ranks, report."""
+"""`tpi bench`: plan one run per mode, train them in turn on the same ranks, report."""
 
 import os
 import shlex
@@ -23,7 +23,7 @@ from tp_invariant_recipes.training import profile
 from tp_invariant_recipes.training.profile import Trace
 from tp_invariant_recipes.workflows.timings import Spread, ratio, slowest, spread
 
-# Keys that the benchmark itself decides -> how to say it instead.
+# Keys that the benchmark itself sets -> the way to set them instead.
 RESERVED = {
     "numerics": "a benchmark sets the mode itself: --modes stock,tree",
     "numerics.mode": "a benchmark sets the mode itself: --modes stock,tree",
@@ -37,15 +37,15 @@ RESERVED = {
     "ledger.trace": "a benchmark traces no modules; leave it out",
     "ledger.dump": "a benchmark dumps no tensors; leave it out",
 }
-DIGESTS = "+digests"  # after a mode's name: with digests of all gradients and weights at every step
+DIGESTS = "+digests"  # a mode's suffix: with digests of all gradients and weights at every step
 
 
 @dataclass(frozen=True)
 class Bench:
     """A benchmark, ready to start.
 
-    plans:  mode -> the run that is trained for it; the first is what the others are compared with.
-    passes: the trainings, in their order.
+    plans:  mode -> its run. The first mode is the reference of the others.
+    passes: the trainings, in order.
     """
 
     directory: BenchDir
@@ -54,7 +54,7 @@ class Bench:
 
     @property
     def first(self) -> Plan:
-        """The run of the first mode. Layout, device and environment are those of all."""
+        """The run of the first mode. All modes share its layout, device and environment."""
         return next(iter(self.plans.values()))
 
 
@@ -70,7 +70,7 @@ def new(
     directory: Path | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Bench:
-    """Plan a benchmark. Raises a TpiError that lists what is wrong with it, for all modes; nothing is written.
+    """Plan a benchmark. It writes nothing. Raises a TpiError that lists the problems of all modes.
 
     traced: whether a traced pass of each mode follows the rounds. progress: as for `plan.new`.
     """
@@ -92,7 +92,7 @@ def new(
 
 
 def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
-    """Write the directory, train every pass, and return what `bench.json` then holds. Raises RunError.
+    """Write the directory, train every pass, and return the contents of `bench.json`. Raises RunError.
 
     watch: called while the ranks live, to show progress.
     """
@@ -109,7 +109,7 @@ def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
 
 
 def result(bench: Bench) -> dict[str, Any]:
-    """What a finished benchmark found, as JSON."""
+    """The result of a finished benchmark, as JSON."""
     first = bench.first
     found = {
         "directory": str(bench.directory.path),
@@ -144,7 +144,7 @@ def _modes_problems(modes: Sequence[str]) -> list[str]:
 
 
 def _composed(model: str, overrides: Sequence[str], modes: Sequence[str], problems: list[str]) -> dict[str, Composed]:
-    """Compose each mode. Raises ConfigError that lists `problems` and what is wrong in any mode, each once."""
+    """Compose each mode. Raises ConfigError that lists `problems` and the problems of all modes, each once."""
     device = plan.detect_device()
     composed = {}
     for mode in modes:
@@ -160,7 +160,7 @@ def _composed(model: str, overrides: Sequence[str], modes: Sequence[str], proble
 
 
 def _planned(mode: str, composed: Composed, where: BenchDir, progress: Callable[[int, int], None] | None) -> Plan:
-    """The run of one mode: it shares the index of the data with the others, and ends at once when told to."""
+    """The run of one mode. It shares the data index with the others, and a signal ends it at once."""
     planned = plan.resolve(composed, where.mode(mode), progress)
     dataset = planned.tree["dataset"] | {"path_to_cache": str(where.index_cache)}
     train = planned.tree["train"] | {"exit_signal_handler": False}
@@ -180,7 +180,7 @@ def _device(first: Plan) -> dict[str, Any]:
 
 
 def _modes(bench: Bench) -> list[dict[str, Any]]:
-    """One entry a mode, with its rounds and what it takes in terms of the first mode."""
+    """One entry per mode, with its rounds and its costs relative to the first mode."""
     ranks = [bench.directory.read_figures(rank) for rank in range(bench.first.layout.world)]
     taken = {mode: [_round(ranks, number) for number in _rounds(bench, mode)] for mode in bench.plans}
     base = next(iter(taken.values()))
@@ -211,7 +211,7 @@ def _mode(mode: str, rounds: list[dict[str, Any]], base: list[dict[str, Any]]) -
         "mode": mode,
         "step_ms": asdict(step),
         "tokens_per_second": 1000 * rounds[0]["tokens"] / step.median,
-        "peak_gib": peak / 2**30 if peak else None,  # a CPU's memory is not counted
+        "peak_gib": peak / 2**30 if peak else None,  # not measured on a CPU
         "time_ratio": None if rounds is base else asdict(_ratio(base, rounds, "median_ms")),
         "memory_ratio": None if rounds is base or not peak else asdict(_ratio(base, rounds, "peak_bytes")),
         "rounds": rounds,

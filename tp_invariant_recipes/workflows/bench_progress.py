@@ -1,4 +1,4 @@
-"""What a person sees while a benchmark runs: a live bar on a terminal, a line for each pass elsewhere."""
+"""The progress of a benchmark: a live bar on a terminal, a line for each pass elsewhere."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
 
 
 class Passes:
-    """The pass that runs and the steps done of all passes. Use as a context manager; call it to refresh."""
+    """Shows the running pass and the completed steps of all passes. Use it as a context manager; call it to refresh."""
 
     def __init__(self, bench_dir: BenchDir, passes: tuple[Pass, ...], console: Console) -> None:
         self.passes, self.console = passes, console
@@ -38,7 +38,7 @@ class Passes:
         self.progress.stop()
 
     def __call__(self) -> None:
-        """Show the steps that have been taken since."""
+        """Show the steps since the last call."""
         for event in self.tail.new():
             self._show(event)
 

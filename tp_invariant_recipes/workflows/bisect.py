@@ -1,7 +1,7 @@
 """`tpi bisect`: two runs differ at a step; train that step again with traces, and name the operation.
 
-Both runs are trained again from their last checkpoint before the step, or from the start, and stop after it. That step
-traces every module. A third pair of trainings dumps the first differing tensor and its operands.
+Both runs train again from their last checkpoint before the step, or from the start, and stop after it. That step traces
+every module. A third pair of trainings dumps the first differing tensor and its operands.
 """
 
 import os
@@ -30,7 +30,7 @@ from tp_invariant_recipes.workflows.first_divergence import distances, module_of
 
 SCHEMA = 1
 SIDES = ("a", "b")
-# Of a run's recorded environment, what belongs to the machine: it stays as it is here.
+# The variables of a run's recorded environment that belong to the machine; they keep this machine's values.
 OF_THE_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "*_DIR")
 
 Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
@@ -40,8 +40,8 @@ Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
 class Again:
     """A run to be trained again up to a step.
 
-    copied:      lines of its ledger that the new one begins with.
-    environment: the variables it was trained with.
+    copied:      the lines of its ledger that the new ledger starts with.
+    environment: the environment variables of its training.
     """
 
     original: Ledger
@@ -61,10 +61,9 @@ class Bisection:
 
 
 def new(a: Path, b: Path, directory: Path | None) -> Bisection | Comparison:
-    """Compare two run directories. Returns the comparison where there is nothing to train again.
+    """Compare two run directories. Returns the comparison if there is nothing to train again.
 
-    Raises LedgerError or RunError: one is not a run directory, they are of different experiments, or `directory` is
-    not empty.
+    Raises LedgerError or RunError: one is not a run directory, the experiments differ, or `directory` is not empty.
     """
     ledgers = [read(path) for path in (a, b)]
     if lacking := [ledger.path for ledger in ledgers if not _can_be_trained(ledger)]:
@@ -100,7 +99,7 @@ def plans(found: Bisection, name: str, step: int, alike: int, dump: tuple[str, .
 
 
 def execute(found: Bisection, watch: Watch) -> dict[str, Any]:
-    """Train, compare, and return what `bisect.json` then holds. Raises a TpiError when a run cannot be trained again.
+    """Train, compare, and return the contents of `bisect.json`. Raises a TpiError when a run cannot be trained again.
 
     watch: as for `tpi verify`.
     """
@@ -130,7 +129,7 @@ def _bisected(found: Bisection, watch: Watch) -> dict[str, Any]:
         placed = compare(*traced)
         if not repeating or placed.first is None or not 0 < placed.first.step < step:
             break
-        # They part at a step of which they recorded no digests: that is the one to trace.
+        # They first differ at a step without recorded digests: trace that step.
         step = placed.first.step
         alike = step - 1
         both = plans(found, f"traced-step-{step}", step, alike)
@@ -171,7 +170,7 @@ def _environment(recorded: dict[str, str]) -> Iterator[None]:
 
 
 def _last_alike(originals: Sequence[Ledger], step: int) -> int:
-    """The last step before `step` after which both recorded their weights, which are equal then; 0: the start.
+    """The last step before `step` after which both runs recorded weights, and equal ones; 0: the start.
 
     An equal loss or norm does not prove equal weights.
     """
@@ -184,7 +183,7 @@ def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.Checkpoin
 
     Raises CheckpointError: it is damaged.
     """
-    if not ledger.header.parameters:  # the lines before it have no digests, and a ledger has them from its start
+    if not ledger.header.parameters:  # a ledger has digests from its start, and these lines have none
         return None
     own = ledger.header.identity_hash
     for checkpoint in reversed(checkpoints.finished(original.checkpoints)):
@@ -195,7 +194,7 @@ def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.Checkpoin
 
 
 def _lines(ledger: Ledger, steps: int) -> bytes:
-    """The header and so many steps of a ledger, as they are."""
+    """The header and the first `steps` steps of a ledger, unchanged."""
     if not steps:
         return b""
     return b"".join(line + b"\n" for line in contents(ledger.path).split(b"\n")[: steps + 1])
@@ -212,7 +211,7 @@ def _train(again: Again, step: int, watch: Watch, remarks: list[str]) -> Ledger:
     try:
         with _environment(again.environment), watch(label, planned) as tick:
             outcome = train.execute(planned, tick)
-    except RunError as error:  # what comes after the step does not matter, and a run that diverges may well fail there
+    except RunError as error:  # a diverging run may fail after the step, which does not matter
         if not run_dir.ledger.exists() or len(read(run_dir.ledger).steps) < step:
             raise
         remarks.append(f"{run_dir.path} failed after step {step}: {str(error).splitlines()[0]}")
@@ -266,7 +265,7 @@ def _result(
 
 
 def _text(repeats: Sequence[Comparison], placed: Comparison) -> str:
-    """The answer: the first difference. A run that does not repeat itself comes before it: that is another answer."""
+    """The result in words: first the runs that do not repeat themselves, then the first difference."""
     said = [
         f"{run_name(repeated.a)} does not repeat itself here: {verdict_line(repeated)}"
         for repeated in repeats
@@ -288,7 +287,7 @@ def _other_versions(comparison: Comparison) -> list[str]:
     """Runs recorded with other versions than those installed, which may compute other bits."""
     said = []
     now = versions()
-    now.pop("git_commit", None)  # says little: most commits change nothing that computes
+    now.pop("git_commit", None)  # most commits do not change computations
     for ledger in (comparison.a, comparison.b):
         then = ledger.header.versions
         other = [

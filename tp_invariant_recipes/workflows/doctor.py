@@ -31,11 +31,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class PatchFinding(Finding):
-    """A fix to an installed package. found: what becomes of it here; advice: what goes wrong without it.
+    """A fix to an installed package. found: its state on this machine; advice: the defect without it.
 
-    reason:   why that becomes of it.
-    versions: of the package, that need it.
-    upstream: the change that makes it unnecessary, or where that is discussed.
+    reason:   the reason of that state.
+    versions: the package's versions that need it.
+    upstream: address of the upstream fix or of its discussion.
     """
 
     reason: str
@@ -91,7 +91,7 @@ def cpu_models() -> list[str]:
 
 
 def examine() -> list[Finding]:
-    """Look at this machine. Imports nothing heavy."""
+    """Examine this machine without heavy imports."""
     found = gpus.visible()
     pins = proven()
     return [

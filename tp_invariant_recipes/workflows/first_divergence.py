@@ -9,7 +9,7 @@ from tp_invariant_recipes.compare.explanation import modules_of
 from tp_invariant_recipes.compare.magnitude import DUMPED
 from tp_invariant_recipes.errors import LedgerError
 
-# Kind of the first difference, or name of the field -> the operation it comes from where all before it matched.
+# Kind of the first difference, or name of the field -> the operation that made it, if everything before it matched.
 OPERATIONS = {
     "forward": "the forward pass of {module}",
     "backward": "the gradient that {module} sends to its input",
@@ -60,7 +60,7 @@ def operation(placed: Comparison) -> str | None:
 
 
 def distances(dumped: Comparison, step: int, names: Sequence[str]) -> dict[str, Any]:
-    """Of every dumped tensor the fields of `dumps.Distance`, or `error`."""
+    """Tensor -> the fields of `dumps.Distance`, or `error`, for every dumped tensor."""
     from tp_invariant_recipes.ledger import dumps
 
     found: dict[str, Any] = {}

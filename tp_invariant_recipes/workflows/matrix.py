@@ -1,4 +1,4 @@
-"""Overrides with several values, spread out to one run a combination, and the directory that holds those runs."""
+"""Expand overrides with several values to one run per combination."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,10 @@ from tp_invariant_recipes.config.compose import as_typed
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.runs.matrix_dir import Axis
 
-MOST = 100  # cells: more is a slip of the hand, and each takes a training
+MOST = 100  # cells; more are most likely a typing error, and each costs a training
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._+-]+")
-_LONGEST_NAME = 100  # characters of a directory
+_LONGEST_NAME = 100  # characters of a directory's name
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Choice:
     """One value of every axis.
 
     name:      of its run directory, such as "tp2-sp-false"; label: for people, such as "tp=2 sp=false".
-    values:    one an axis.
-    overrides: all that its run is composed from; no key has several values.
+    values:    one per axis.
+    overrides: all overrides of its run; no key has several values.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Choice:
 def spread(overrides: Sequence[str], problems: list[str]) -> tuple[tuple[Axis, ...], tuple[Choice, ...]]:
     """The keys with several values, and every combination of their values: the last key changes fastest.
 
-    overrides: as typed. What is wrong with their values is added to `problems`, and that override left out; whatever
-    else is wrong is left for `compose` to find.
+    overrides: as typed. An override with invalid values adds to `problems` and is left out; `compose` finds all other
+    problems.
     """
     places: dict[int, Axis] = {}
     kept = list(overrides)
@@ -67,11 +67,11 @@ def _parsed(text: str) -> Override | None:
     try:
         return OverridesParser.create().parse_override(as_typed(text))
     except HydraException:
-        return None  # compose says what is wrong with it
+        return None  # compose reports the problem
 
 
 def _values(parsed: Override) -> tuple[str, ...]:
-    """ValueError: there is no list of values, no value, or one twice."""
+    """The values of an override. ValueError: it is not a list of values, is empty, or repeats a value."""
     if parsed.value_type is ValueType.GLOB_CHOICE_SWEEP:
         value: Any = parsed.value()
         values = value.filter(list(source.groups().get(parsed.key_or_group, ())))
@@ -119,7 +119,7 @@ def _with_value(text: str, value: str) -> str:
 
 
 def _word(key: str, value: str) -> str:
-    """tp=2 is tp2, sp=false is sp-false, model.attention_backend=unfused is attention_backend-unfused."""
+    """Part of a name: tp=2 gives tp2, sp=false sp-false, model.attention_backend=unfused attention_backend-unfused."""
     last = key.rpartition(".")[2]
     return _NOT_IN_NAMES.sub("_", f"{last}{value}" if value.isdigit() else f"{last}-{value}")
 

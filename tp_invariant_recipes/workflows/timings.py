@@ -7,7 +7,7 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Spread:
-    """Middle and ends of some numbers."""
+    """Median, smallest and largest of some numbers."""
 
     median: float
     min: float
@@ -20,9 +20,9 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def slowest(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The time of every step: the longest that any rank took.
+    """The time of every step: the longest time of any rank.
 
-    ranks: seconds of each step, one sequence a rank. Raises ValueError when they are not of one length.
+    ranks: seconds of each step, one sequence per rank. Raises ValueError when their lengths differ.
     """
     return tuple(max(step) for step in zip(*ranks, strict=True))
 
@@ -30,6 +30,6 @@ def slowest(ranks: Sequence[Sequence[float]]) -> tuple[float, ...]:
 def ratio(first: Sequence[float], other: Sequence[float]) -> Spread:
     """`other` / `first`, one ratio per round, so that anything that slows a whole round down cancels out.
 
-    first, other: one number for each round. Raises ValueError when they are not of one length.
+    first, other: one number for each round. Raises ValueError when their lengths differ.
     """
     return spread([b / a for a, b in zip(first, other, strict=True)])

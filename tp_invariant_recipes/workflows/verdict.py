@@ -1,4 +1,4 @@
-"""What the finished runs of a matrix say together. Needs their directories and nothing else: no Bridge, no GPU."""
+"""The verdict on the finished runs of a matrix. It needs only their directories: no Bridge, no GPU."""
 
 import json
 import os
@@ -20,13 +20,13 @@ from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
 
 SCHEMA = 1
 
-# What one cell's row can say, besides the verdicts of a comparison.
-REFERENCE = "reference"  # what the others are compared with
+# The states of a cell besides the verdicts of a comparison.
+REFERENCE = "reference"  # the others are compared with it
 FAILED = "failed"  # it did not run to its end, or its ledger is not the planned run's
 STOPPED = "stopped"
 NOT_RUN = "not run"
 
-INCOMPLETE = "incomplete"  # of the whole: a cell failed, was stopped or did not run
+INCOMPLETE = "incomplete"  # the whole matrix: a cell failed, was stopped or did not run
 EXIT_STATUS = {
     Verdict.IDENTICAL.value: 0,
     Verdict.DIFFERENT.value: 1,
@@ -37,12 +37,12 @@ EXIT_STATUS = {
 
 @dataclass(frozen=True)
 class CellResult:
-    """One cell, or first the ledger that all cells are compared with.
+    """One cell, or in the first row the ledger that all cells are compared with.
 
     state:      one of the words above, or a comparison's verdict.
-    why:        of a cell that failed or was stopped; None otherwise.
-    ledger:     None: there is none to read.
-    comparison: with the reference; None where this is the reference, or there is nothing to compare.
+    why:        the reason of a failure or stop; None otherwise.
+    ledger:     None: there is no readable ledger.
+    comparison: with the reference; None: this is the reference, or there is nothing to compare.
     """
 
     label: str
@@ -56,7 +56,7 @@ class CellResult:
 
     @property
     def steps(self) -> int:
-        """Whole steps in its ledger."""
+        """The number of whole steps in its ledger."""
         return len(self.ledger.steps) if self.ledger else 0
 
     @property
@@ -66,7 +66,7 @@ class CellResult:
 
     @property
     def last_loss(self) -> str:
-        """The same for people."""
+        """The last step's loss for people."""
         return "" if self.loss is None else str(readable(self.loss))
 
     @property
@@ -88,7 +88,7 @@ class CellResult:
 
 @dataclass(frozen=True)
 class MatrixVerdict:
-    """The answer of a matrix.
+    """The verdict on a matrix.
 
     verdict: "identical", "different", "not comparable" or "incomplete".
     line:    the whole verdict in one line. remarks: facts that a reader needs to judge it, one sentence each.
@@ -127,10 +127,10 @@ class MatrixVerdict:
 
 
 def judge(directory: Path, against: Path | None = None) -> MatrixVerdict:
-    """Compare the cells of a directory of `tpi verify` with the first whole one, or with the ledger they were run for.
+    """Compare the cells in a directory of `tpi verify` with the first complete one, or with the ledger of --against.
 
-    against: another path for that ledger, which may have moved. Writes `verify.json`. Raises RunError when this is
-    no such directory, LedgerError when the ledger to compare with cannot be read.
+    It writes `verify.json`. against: another path to that ledger, which may have moved. Raises RunError when
+    `directory` is not of `tpi verify`, LedgerError when the ledger to compare with cannot be read.
     """
     where = MatrixDir(directory)
     matrix = where.read_matrix()
@@ -199,7 +199,7 @@ def _another_run(cell: Cell, ledger: Ledger) -> str | None:
 def _reference(path: Path) -> CellResult:
     against, here = path.expanduser(), Path.cwd()
     if against.is_relative_to(here):
-        against = against.relative_to(here)  # as people name it
+        against = against.relative_to(here)  # the path that people would type
     try:
         ledger = read(against)
     except LedgerError as error:
@@ -238,7 +238,7 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...]) -> Ma
 
 
 def _first_different(compared: list[CellResult]) -> CellResult | None:
-    """The row that differs at the earliest step; of several the first."""
+    """The row that differs at the earliest step; the first of several."""
     firsts = [
         (row.comparison.first.step, n) for n, row in enumerate(compared) if row.comparison and row.comparison.first
     ]
@@ -263,7 +263,7 @@ def _extent(compared: list[CellResult]) -> str:
 
 
 def _digested(comparison: Comparison) -> int:
-    """Steps of which both runs have digests of gradients and weights."""
+    """The number of steps at which both runs have digests of gradients and weights."""
     return min(comparison.coverage[kind].both for kind in DIGESTED)
 
 
@@ -305,7 +305,7 @@ def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[
         for row in rows
         if row.state == STOPPED and row.ledger is not None
     ]
-    # What they say of a difference stands in the verdict and its advice, once for all rows.
+    # The verdict and its advice report differences once for all rows.
     identical = [row.comparison for row in compared if row.comparison and row.comparison.first is None]
     sentences += dict.fromkeys(sentence for comparison in identical for sentence in remarks(comparison))
     if any(row.comparison.initial for row in compared if row.comparison):

@@ -24,7 +24,7 @@ from tp_invariant_recipes.workflows.verdict import MatrixVerdict, judge
 
 __all__ = ["MatrixVerdict", "Verification", "check", "execute", "judge", "new"]
 
-# Keys that the command itself decides -> how to say it instead.
+# Keys that the command itself sets -> the way to set them instead.
 RESERVED = {
     "run.dir": "every cell has a run directory of its own in one directory: --dir PATH",
     "launcher": "the cells are trained here, one after the other; in jobs of their own: tpi submit --verify",
@@ -35,7 +35,7 @@ Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
 
 @dataclass(frozen=True)
 class Verification:
-    """A matrix, ready to start. plans: the run of each cell by its name, in their order."""
+    """A matrix, ready to start. plans: name of a cell -> its run, in order."""
 
     directory: MatrixDir
     matrix: Matrix
@@ -51,9 +51,9 @@ def new(
     progress: Callable[[int, int], None] | None = None,
     here: bool = True,
 ) -> Verification:
-    """Plan all cells. Raises a TpiError that lists what is wrong with any; nothing but the data cache is written.
+    """Plan all cells. It writes only the data cache. Raises a TpiError that lists the problems of all cells.
 
-    against: a run directory, ledger or certificate to compare all cells with, instead of with the first.
+    against: a run directory, ledger or certificate to compare all cells with, instead of the first cell.
     progress: as for `plan.new`. here: as for `plan.resolve`.
     """
     reserved = [text for text in overrides if _key(text) in RESERVED]
@@ -104,12 +104,12 @@ def execute(verification: Verification, watch: Watch) -> MatrixVerdict:
                 if _train(cell, verification.plans[cell.name], watch) is Ended.STOPPED:
                     break
         except KeyboardInterrupt:
-            pass  # a cell that has not ended is judged by what it left
+            pass  # the judge uses the files of an unfinished cell
     return judge(where.path)
 
 
 def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
-    """How it ended; None: it failed, and its run directory says why."""
+    """The end of a cell's run; None: it failed, and its run directory has the reason."""
     from tp_invariant_recipes.launch import train
 
     try:
@@ -134,7 +134,7 @@ def _interruptible() -> Iterator[None]:
 
 
 class _Problems:
-    """Problems of cells, each once, with the cells that have it where not all do."""
+    """Problems of cells, each once. A problem of only some cells lists these cells."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[str]] = {}
@@ -142,7 +142,7 @@ class _Problems:
 
     @contextmanager
     def of(self, label: str) -> Iterator[None]:
-        """Note the problems of a ConfigError raised within, for the cell of this label."""
+        """Record the problems of a ConfigError of the block, for the cell with this label."""
         self.cells += 1
         try:
             yield
@@ -151,7 +151,7 @@ class _Problems:
                 self.found.setdefault(problem, []).append(label)
 
     def lines(self) -> list[str]:
-        """One line a problem."""
+        """One line per problem."""
         return [
             problem if len(labels) == self.cells else f"{'; '.join(labels)}: {problem}"
             for problem, labels in self.found.items()
@@ -181,7 +181,7 @@ def _reference(against: Path | None, problems: list[str]) -> Ledger | None:
 
 
 def _composed(model: str, choices: Sequence[Choice], problems: list[str]) -> dict[str, Composed]:
-    """Compose each cell, by its label. Raises ConfigError that lists `problems` and what is wrong in any cell."""
+    """Compose each cell, by its label. Raises ConfigError that lists `problems` and the problems of all cells."""
     device = plan.detect_device()
     composed, found = {}, _Problems()
     for choice in choices:
@@ -194,7 +194,7 @@ def _composed(model: str, choices: Sequence[Choice], problems: list[str]) -> dic
 
 
 def _named(choice: Choice, composed: Composed) -> Choice:
-    """Where no key has several values, the one cell is named by its tensor-parallel degree."""
+    """The choice with a name. If no key has several values, the only cell is named by its tensor-parallel degree."""
     tp = layout.of(composed.tree).tp
     return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
 
@@ -245,7 +245,7 @@ def _environments(plans: dict[str, Plan]) -> list[str]:
 
 
 def _identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str, Plan]) -> list[str]:
-    """Why cells are different experiments: the keys whose values alone change the identity."""
+    """The reasons why cells are different experiments: the keys whose values alone change the identity."""
     first = choices[0]
     problems = []
     for number, axis in enumerate(axes):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.distributed.ranks import on_ranks, same_bits
+from tp_invariant_recipes.kernels import cross_entropy as kernel
 from tp_invariant_recipes.numerics.cross_entropy import vocab_parallel_cross_entropy
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 
@@ -205,9 +206,28 @@ def largest(mesh, logits, target, gradient) -> int:
     return sizes.most
 
 
-def test_only_one_shard_is_held_in_fp32():
+@pytest.mark.parametrize("limit, shards", ((0, 1), (1, 1), (2, 2), (100, 8)))
+def test_no_more_is_held_in_fp32_than_fits(monkeypatch, limit, shards):
+    """Small shards several at a time, large ones one by one. limit: in shards."""
     tensors = inputs(torch.bfloat16, (4, 2, 512))
-    assert on_ranks(1, 8, largest, *tensors) == [4 * 2 * 512 // 8]
+    alone = 4 * 2 * 512 // 8
+    monkeypatch.setattr(kernel, "TOGETHER", limit * alone)
+    assert on_ranks(1, 8, largest, *tensors) == [shards * alone]
+
+
+@pytest.mark.parametrize("rows, width", ((4, 8), (2, 48), (128, 64), (5, 96)))
+def test_shards_taken_together_have_the_bits_that_each_has_alone(monkeypatch, rows, width):
+    logits, highest = torch.randn(rows, 8 * width) * 4, torch.randn(rows)
+    together = list(kernel._exponentials(logits, highest, 8))
+    assert len(together) == 1
+    monkeypatch.setattr(kernel, "TOGETHER", 0)
+    assert same_bits(together[0], torch.cat(list(kernel._exponentials(logits, highest, 8)), -1))
+
+
+def test_shards_that_are_no_whole_vectors_are_taken_one_by_one():
+    """torch computes what fills no vector with other code, which a build of it may round in another way."""
+    highest = torch.zeros(7)
+    assert [len(list(kernel._exponentials(torch.randn(7, 8 * n), highest, 8))) for n in (32, 33)] == [1, 8]
 
 
 def test_a_vocabulary_that_does_not_fit_is_named():
