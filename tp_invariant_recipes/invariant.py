@@ -155,7 +155,7 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
         "ddp": ddp or {},
         "device": {"kind": _device()},
     }
-    found = [line.removeprefix("numerics=tree: ").replace("model.", "") for line in invariance.problems(tree)]
+    found = [line.removeprefix("numerics=tree: ").replace("model.", "") for line in invariance.limits(tree)]
     found = [line.replace("numerics.shards", SHARDS) for line in found]
     if _device() == "gpu" and not config.deterministic_mode:
         found.append("kernels that add in no fixed order repeat no bits; deterministic_mode=True")

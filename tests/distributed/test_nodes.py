@@ -11,7 +11,7 @@ from tests.distributed.faults import at_step, fail, reached, wait_for_ever, wait
 from tp_invariant_recipes.multinode import agent, heartbeat, rendezvous
 from tp_invariant_recipes.runs import checkpoints
 
-ALONE = ("train", "qwen3_toy", "tp=4", "iters=8", "save=4", "seq=32", "gbs=2", "model.num_layers=1")
+ALONE = ("train", "qwen3_toy", "tp=4", "iters=8", "save=4", "seq=32", "gbs=2", "model.num_layers=1", "numerics=stock")
 RUN = (*ALONE, "launcher=slurm", "--continue")
 
 

@@ -40,10 +40,10 @@ def problems(*overrides: str, model: str = "qwen3_toy", device: str = "cpu") -> 
 TYPED = (
     ("tp", "2", "model.tensor_model_parallel_size", 2, ()),
     ("pp", "2", "model.pipeline_model_parallel_size", 2, ()),
-    ("dp", "4", "parallel.data_parallel_size", 4, ("gbs=4",)),
-    ("cp", "2", "model.context_parallel_size", 2, ("device=gpu",)),
+    ("dp", "2", "parallel.data_parallel_size", 2, ("gbs=4",)),
+    ("cp", "2", "model.context_parallel_size", 2, ("device=gpu", "numerics=stock")),
     ("ep", "2", "model.expert_model_parallel_size", 2, ("dp=2", "gbs=4")),
-    ("etp", "2", "model.expert_tensor_parallel_size", 2, ("tp=2",)),
+    ("etp", "2", "model.expert_tensor_parallel_size", 2, ("tp=2", "numerics=stock")),
     ("sp", "false", "model.sequence_parallel", False, ("tp=2",)),
     ("seq", "64", "model.seq_length", 64, ()),
     ("mbs", "2", "train.micro_batch_size", 2, ("gbs=4",)),
@@ -123,7 +123,13 @@ GROUPS = [(group, option) for group, options in source.groups().items() for opti
 
 @pytest.mark.parametrize("group, option", GROUPS, ids="=".join)
 def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
-    needs = ["data.path=x"] if (group, option) == ("data", "text") else ["device=gpu"] if group in GPU_ONLY else []
+    needs = (
+        ["data.path=x"]
+        if (group, option) == ("data", "text")
+        else ["device=gpu", "numerics=stock"]
+        if group in GPU_ONLY
+        else []
+    )
     tree = compose("qwen3_toy", [f"{group}={option}", *needs]).tree
     if group == "precision":
         found = tree["mixed_precision"]

@@ -44,21 +44,21 @@ BEYOND = (
 
 @pytest.mark.parametrize("fields, says", BEYOND, ids=[str(fields) for fields, _ in BEYOND])
 def test_what_has_no_invariant_version_is_refused_under_tree_only(fields, says):
-    (problem,) = invariance.problems(changed(**fields))
+    (problem,) = invariance.limits(changed(**fields))
     assert problem.startswith(f"numerics=tree: {says}")
-    assert invariance.problems(changed(**fields, numerics__mode="stock")) == []
-    assert invariance.problems(changed(**(fields | {"model__num_moe_experts": None}))) == []
+    assert invariance.limits(changed(**fields, numerics__mode="stock")) == []
+    assert invariance.limits(changed(**(fields | {"model__num_moe_experts": None}))) == []
 
 
 def test_shared_experts_on_a_cpu_are_whole_vectors():
     """As every width that is divided among ranks and followed by an activation."""
-    (problem,) = invariance.problems(changed(model__moe_shared_expert_intermediate_size=64))
+    (problem,) = invariance.limits(changed(model__moe_shared_expert_intermediate_size=64))
     assert problem == "model.moe_shared_expert_intermediate_size=64: on a CPU it must be a multiple of 128"
-    assert invariance.problems(changed(model__moe_shared_expert_intermediate_size=128)) == []
+    assert invariance.limits(changed(model__moe_shared_expert_intermediate_size=128)) == []
 
 
 def test_gather_has_no_experts():
-    assert "numerics=gather: experts are covered by numerics=tree only" in invariance.problems(
+    assert "numerics=gather: experts are covered by numerics=tree only" in invariance.limits(
         changed(numerics__mode="gather")
     )
 

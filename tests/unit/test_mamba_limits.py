@@ -14,7 +14,7 @@ def problems(mode="tree", **fields):
     tree = copy.deepcopy(TREE)
     tree["model"] |= {"hybrid_layer_pattern": "M*-E|M", "mamba_num_groups": 8, **fields}
     tree["numerics"]["mode"] = mode
-    return invariance.problems(tree)
+    return invariance.limits(tree)
 
 
 def test_layers_that_are_covered():

@@ -29,7 +29,7 @@ def machine(monkeypatch):
 
 
 def check(folder, model, *overrides, device="gpu"):
-    tree = compose(model, overrides, device=device).tree
+    tree = compose(model, ["numerics=stock", *overrides], device=device).tree
     preflight.check(tree, layout.of(tree), RunDir(folder / "run"))
 
 

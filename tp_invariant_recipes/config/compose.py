@@ -24,7 +24,7 @@ from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.settings import AS_TYPED, OWN_SECTIONS
 from tp_invariant_recipes.config.values import WrongType, convert
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, listed
 
 # To YAML 4:00:00 is 14400 and 010 is 8, so that text made of the value need not be what was written.
 UNQUOTED = "expected text; in a file, write it in quotes"
@@ -58,12 +58,14 @@ class _Assignment:
     file: Path | None = None
 
 
-def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = None) -> Composed:
+def compose(
+    model: str, overrides: Sequence[str] = (), *, device: str | None = None, numerics: str | None = None
+) -> Composed:
     """Compose a run of `model`.
 
     overrides: `key=value` with short keys, Hydra groups, or the dotted path of any field of Bridge's; `cluster=FILE` of
                YAML is a cluster that lies anywhere.
-    device:    the group used where the overrides name none ("cpu" or "gpu").
+    device, numerics: the options of these groups where the overrides name none, such as "cpu" and "stock".
     Raises ConfigError listing every problem that can be found without building the model.
     """
     groups = source.groups()
@@ -73,8 +75,13 @@ def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = N
         problems.append(f"unknown model '{model}'{nearest(model, groups['model'])}")
     # A faulty override is reported and left out, so that what is wrong beside it is found in the same breath.
     sound = _understand(overrides, groups, problems)
-    if device is not None and not any(a.group and a.path == "device" for a in sound):
-        sound.append(_Assignment(f"device={device}", "device", device, group=True))
+    named = {a.path for a in sound if a.group}
+    defaults = {"device": device, "numerics": numerics}
+    sound += (
+        _Assignment(f"{group}={option}", group, option, group=True)
+        for group, option in defaults.items()
+        if option is not None and group not in named
+    )
     if known:
         tree = _hydra(model, sound, problems)
         wrong = _check_fields(tree, sound) | _lost_precision(model, sound, problems)
@@ -267,10 +274,3 @@ def _lost_precision(model: str, assignments: Sequence[_Assignment], problems: li
         return {}
     hint = "name another recipe, or set mixed_precision=null and then every field that counts"
     return {a.path: f"{a.text}: mixed_precision={name} is a whole that one field would replace; {hint}" for a in fields}
-
-
-def listed(problems: Sequence[str]) -> str:
-    """One message for all problems."""
-    if len(problems) == 1:
-        return problems[0]
-    return "\n".join([f"{len(problems)} problems in this configuration:", *(f"  - {p}" for p in problems)])

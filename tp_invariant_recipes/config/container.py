@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from tp_invariant_recipes.config import environment, schema
-from tp_invariant_recipes.config.compose import listed
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
 

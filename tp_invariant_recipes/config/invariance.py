@@ -3,8 +3,9 @@
 import math
 from typing import Any
 
-from tp_invariant_recipes.config import invariant_experts, low_precision
+from tp_invariant_recipes.config import invariant_experts, layout, low_precision
 from tp_invariant_recipes.config.limit import Limit, Tree, asked
+from tp_invariant_recipes.errors import OR_STOCK
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import hybrid_spec
 
@@ -144,6 +145,15 @@ def default_shards(model: dict[str, Any]) -> int:
 
 
 def problems(tree: Tree) -> list[str]:
+    """The limits that a run exceeds, then OR_STOCK, which avoids them all; nothing where there is none.
+
+    A degree below 1 is left to the rules of the layout.
+    """
+    found = limits(tree) if layout.countable(tree) else []
+    return [*found, OR_STOCK] if found else []
+
+
+def limits(tree: Tree) -> list[str]:
     """Everything that keeps the tree's numerics mode from being invariant; nothing for stock."""
     mode, shards = tree["numerics"]["mode"], tree["numerics"].get("shards")
     if mode == "stock":
@@ -164,7 +174,7 @@ def _shards(tree: Tree, shards: Any) -> list[str]:
             f"the largest that fits is numerics.shards={common & -common}"
         ]
     tp = tree["model"]["tensor_model_parallel_size"]
-    if shards % tp:
+    if shards % tp and not any(totals.get(f"model.{n}", 0) % tp for n in layout.SPLIT_BY_TP):  # else the layout says so
         return [f"tp={tp} does not divide numerics.shards={shards}; raise numerics.shards or change tp"]
     width = VECTORS * shards
     ragged = [field for field in ACTIVATED if (tree["model"].get(field) or 0) % width]

@@ -11,6 +11,17 @@ from typing import Any
 Tree = dict[str, Any]
 
 
+# Numbers of the model that tensor parallelism splits.
+SPLIT_BY_TP = (
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "vocab_size",
+    "mamba_num_groups",
+    "mamba_num_heads",
+)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Degrees of parallelism. `world` is the number of ranks they need."""
@@ -28,9 +39,14 @@ class Layout:
         """Ranks: tp * pp * cp * dp."""
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Short keys of the degrees of parallelism and their values."""
+        return {name: getattr(self, name) for name in ("tp", "pp", "cp", "dp", "ep", "etp")}
+
     def as_dict(self) -> dict[str, int | bool]:
         """Short keys and their values, for a ledger's header."""
-        return {name: getattr(self, name) for name in ("tp", "pp", "cp", "dp", "ep", "etp", "sp")}
+        return {**self.degrees, "sp": self.sp}
 
 
 def of(tree: Tree) -> Layout:
@@ -47,12 +63,16 @@ def of(tree: Tree) -> Layout:
     )
 
 
+def countable(tree: Tree) -> bool:
+    """Whether every degree is at least 1, so that rules can divide by it."""
+    return all(value >= 1 for value in of(tree).degrees.values())
+
+
 def problems(tree: Tree) -> list[str]:
     """Everything wrong with the layout, in the order of the rules."""
     layout = of(tree)
-    degrees = {name: value for name, value in layout.as_dict().items() if name != "sp"}
-    if any(value < 1 for value in degrees.values()):
-        return [f"{name}={value}: must be at least 1" for name, value in degrees.items() if value < 1]
+    if not countable(tree):
+        return [f"{name}={value}: must be at least 1" for name, value in layout.degrees.items() if value < 1]
     found = (rule(tree, layout) for rule in RULES)
     return [problem for problem in found if problem]
 
@@ -172,16 +192,7 @@ def _lr(tree: Tree, layout: Layout) -> str | None:
 
 
 RULES: tuple[Callable[[Tree, Layout], str | None], ...] = (
-    _divides(
-        "tp",
-        lambda at: at.tp,
-        "num_attention_heads",
-        "num_query_groups",
-        "ffn_hidden_size",
-        "vocab_size",
-        "mamba_num_groups",
-        "mamba_num_heads",
-    ),
+    _divides("tp", lambda at: at.tp, *SPLIT_BY_TP),
     _divides("etp", lambda at: at.etp, "moe_ffn_hidden_size"),
     _sequence_parallel,
     _sequence,

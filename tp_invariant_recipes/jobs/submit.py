@@ -14,9 +14,9 @@ from typing import Any
 
 from tp_invariant_recipes.config import allocation, layout
 from tp_invariant_recipes.config.allocation import Allocation
-from tp_invariant_recipes.config.compose import Composed, cluster_files, compose, listed
+from tp_invariant_recipes.config.compose import Composed, cluster_files, compose
 from tp_invariant_recipes.config.nearest import nearest
-from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.jobs import registry, script, slurm_client
 from tp_invariant_recipes.jobs.script import CellStep, Job
 from tp_invariant_recipes.jobs.slurm_client import Partition

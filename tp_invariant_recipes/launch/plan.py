@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config import environment, layout
-from tp_invariant_recipes.config.compose import Composed, compose, listed
+from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.null_tokenizer import eod_id
 from tp_invariant_recipes.data.prepare import ensure_prepared
 from tp_invariant_recipes.data.prepared import PreparedData
-from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
+from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import preflight
@@ -169,18 +169,38 @@ def resume_or_start(
         raise ConfigError("--continue needs the directory to go on in, or to begin in: run.dir=PATH")
     run_dir = RunDir(Path(where).expanduser())
     if run_dir.run.exists():
+        composed = _with_its_numerics(composed, run_dir.read_run())
         return _going_on(f"--continue run.dir={where}", run_dir, composed, progress, start)
     return resolve(composed, choose(where, model), progress)
 
 
 def _composed_again(run_dir: RunDir, overrides: Sequence[str]) -> Composed:
     before = run_dir.read_run()
-    return compose(before["model"], [*_asked(before, OF_AN_ATTEMPT), *overrides], device=before["device"])
+    return _compose_as(before, [*_asked(before, OF_AN_ATTEMPT), *overrides])
+
+
+def _compose_as(before: dict[str, Any], overrides: Sequence[str]) -> Composed:
+    """Compose with the device and the numerics of an earlier attempt, whatever is the default here and now."""
+    return compose(before["model"], overrides, device=before["device"], numerics=before["numerics"]["mode"])
+
+
+def _with_its_numerics(composed: Composed, before: dict[str, Any]) -> Composed:
+    """The same where the run was begun with numerics that were the default then: a job may outlive an installation."""
+    if composed.tree["numerics"]["mode"] == before["numerics"]["mode"]:
+        return composed
+    if any(_key(text) in ("numerics", "numerics.mode") for text in composed.overrides):
+        return composed
+    device, numerics = composed.tree["device"]["kind"], before["numerics"]["mode"]
+    return compose(composed.model, composed.overrides, device=device, numerics=numerics)
 
 
 def _asked(before: dict[str, Any], apart_from: Sequence[str]) -> list[str]:
     """The overrides that a run was made of."""
-    return [o for o in before["overrides"] if o.partition("=")[0].lstrip("+") not in apart_from]
+    return [o for o in before["overrides"] if _key(o) not in apart_from]
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+")
 
 
 def _going_on(
@@ -230,9 +250,7 @@ def rerun(
     # without a word to callbacks, so the ledger has the digests of a step only if another one follows.
     shorter = f"train.exit_interval={last_step + 1}"
     changes = [*record, "save=0", "logging=none", shorter, "train.exit_duration_in_mins=null"]
-    plan = resolve(
-        compose(before["model"], [*_asked(before, NOT_REPEATED), *changes], device=before["device"]), run_dir, progress
-    )
+    plan = resolve(_compose_as(before, [*_asked(before, NOT_REPEATED), *changes]), run_dir, progress)
     _same_identity(before["identity"], plan.identity, f"{run} cannot be repeated: it would be another run now.")
     plan.tree["checkpoint"]["save"] = None
     return plan if start is None else _from(plan, start)

@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config import allocation
-from tp_invariant_recipes.config.compose import listed
 from tp_invariant_recipes.config.layout import Layout
 from tp_invariant_recipes.config.size import parameters
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.patches import registry

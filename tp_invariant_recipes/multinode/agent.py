@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tp_invariant_recipes.config import allocation
-from tp_invariant_recipes.config.compose import listed
-from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import plan, ranks, train

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tp_invariant_recipes.config import allocation, environment, layout
-from tp_invariant_recipes.config.compose import cluster_files, listed
-from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.config.compose import cluster_files
+from tp_invariant_recipes.errors import ConfigError, RunError, listed
 from tp_invariant_recipes.launch.plan import Plan, Request, device_on
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask

@@ -14,9 +14,9 @@ from typing import Any
 from tp_invariant_recipes.compare import norm_ratios
 from tp_invariant_recipes.compare.norm_ratios import GroupRatio, Judged, Norms
 from tp_invariant_recipes.config import layout
-from tp_invariant_recipes.config.compose import Composed, compose, listed
+from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.keys import SHORT_KEYS
-from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.runs import attempts
@@ -39,6 +39,8 @@ RESERVED = {
 }
 # An audit looks at the norms; digests are recorded where they are asked for.
 DEFAULTS = ("ledger.digests=0",)
+# CUDA graphs are replayed under stock numerics alone, and the defects that an audit looks for are theirs.
+NUMERICS = "numerics=stock"
 
 # Given the name of a training and its plan, shows its progress.
 Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
@@ -97,7 +99,8 @@ def new(
     problems += [f"--against {text}: both train for as long" for text in against if _path(text) == "train.train_iters"]
     sound = [text for text in overrides if _path(text) not in RESERVED]
     length = [] if _given_length(overrides) else [f"iters={steps if steps and steps > 0 else STEPS}"]
-    common = [*DEFAULTS, *sound, *length, "save=0"]
+    numerics = [] if any(_path(text) in ("numerics", "numerics.mode") for text in sound) else [NUMERICS]
+    common = [*DEFAULTS, *numerics, *sound, *length, "save=0"]
     composed = _composed(model, common, pair, problems)
     counts_from = 1
     if pair.replays:
@@ -147,7 +150,7 @@ def result(audit: Audit, judged: Judged) -> dict[str, Any]:
         "remarks": _remarks(audit, judged),
         "directory": str(audit.directory.path),
         "model": first.composed.model,
-        "overrides": [text for text in first.composed.overrides if text not in DEFAULTS],
+        "overrides": [text for text in first.composed.overrides if text not in (*DEFAULTS, NUMERICS)],
         "pair": asdict(audit.pair),
         "layout": first.layout.as_dict(),
         "ranks": first.layout.world,

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config import environment, layout
-from tp_invariant_recipes.config.compose import Composed, compose, listed
-from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, RunError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan
@@ -153,7 +153,7 @@ def _composed(model: str, overrides: Sequence[str], modes: Sequence[str], proble
             recorded = f"ledger.digests={int(mode.endswith(DIGESTS))}"
             composed[mode] = compose(model, [*overrides, f"numerics={numerics}", recorded], device=device)
         except ConfigError as error:
-            problems += (problem for problem in error.problems if problem not in problems)
+            problems += (problem for problem in error.problems if problem not in (*problems, OR_STOCK))
     if problems:
         raise ConfigError(listed(problems), problems)
     return composed

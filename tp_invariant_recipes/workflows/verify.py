@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config import layout
-from tp_invariant_recipes.config.compose import Composed, compose, listed
-from tp_invariant_recipes.errors import ConfigError, LedgerError, TpiError
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, LedgerError, TpiError, listed
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.plan import Plan
@@ -153,7 +153,7 @@ class _Problems:
     def lines(self) -> list[str]:
         """One line a problem."""
         return [
-            problem if len(labels) == self.cells else f"{'; '.join(labels)}: {problem}"
+            problem if len(labels) == self.cells or problem == OR_STOCK else f"{'; '.join(labels)}: {problem}"
             for problem, labels in self.found.items()
         ]
 
