@@ -20,7 +20,7 @@ GROUPS = {
     ),
     "iters=2 precision=fp32": ("tp=1", "tp=4 sp=false"),
     "iters=2 model.share_embeddings_and_output_weights=false": ("tp=1", "tp=4"),
-    "iters=2 numerics.shards=4": ("tp=1", "tp=4"),
+    "iters=2 numerics.virtual_shards=4": ("tp=1", "tp=4"),
 }
 
 
@@ -62,9 +62,9 @@ REFUSED = {
     "model.normalization=LayerNorm": "only model.normalization=RMSNorm is covered",
     "model.ffn_hidden_size=192": "on a CPU it must be a multiple of 256",
     "dp=4": "more than two data-parallel ranks",
-    "numerics.shards=6": "must be a power of two",
-    "numerics.shards=16": "the largest that fits is numerics.shards=8",
-    "numerics.shards=2 tp=4": "tp=4 does not divide numerics.shards=2",
+    "numerics.virtual_shards=6": "must be a power of two",
+    "numerics.virtual_shards=16": "the largest that fits is numerics.virtual_shards=8",
+    "numerics.virtual_shards=2 tp=4": "tp=4 does not divide numerics.virtual_shards=2",
 }
 
 

@@ -94,7 +94,7 @@ MISFITS = (
     ({"cluster__ranks_per_node": 0}, "cluster.ranks_per_node=0: must be at least 1"),
     ({"cluster__ranks_per_node": -2}, "cluster.ranks_per_node=-2: must be at least 1"),
     ({"slurm__tries": 0}, "slurm.tries=0: must be at least 1"),
-    ({"slurm__meet": 0}, "slurm.meet=0: must be at least 1"),
+    ({"slurm__rendezvous_timeout": 0}, "slurm.rendezvous_timeout=0: must be at least 1"),
     ({"slurm__save_before": 0}, "slurm.save_before=0: must be at least 1"),
     ({"cluster__ranks_per_node": 9}, "cluster.ranks_per_node=9 is more than cluster.gpus_per_node=8, and each rank"),
     ({"cluster__shared_files": False, "checkpoint__save_interval": 5}, "save=5 with cluster.shared_files=false: a ch"),

@@ -77,7 +77,7 @@ def test_bridge_accepts_every_model_on_gpus(model):
 @pytest.mark.parametrize("device", ("cpu", "gpu"))
 def test_invariant_numerics_bring_their_layers(model, device):
     # Its two key and value heads are V at most, and its experts have options that this is not about.
-    more = ("numerics.shards=2",) if model == "nemotron3_nano_toy" else ()
+    more = ("numerics.virtual_shards=2",) if model == "nemotron3_nano_toy" else ()
     made = build(model, "numerics=tree", *more, device=device)
     layers = getattr(made.model, container.SPEC_FIELDS[type(made.model).__name__])
     assert f"{layers.__module__}.{layers.__name__}" == container.INVARIANT_SPECS[type(made.model).__name__]

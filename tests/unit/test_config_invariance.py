@@ -80,14 +80,16 @@ def test_all_that_is_beyond_is_said_at_once():
 
 def test_composing_says_it_beside_the_rest():
     with pytest.raises(ConfigError) as error:
-        compose("qwen3_toy", ["numerics=tree", "numerics.shards=3", "pp=3"], device="cpu")
+        compose("qwen3_toy", ["numerics=tree", "numerics.virtual_shards=3", "pp=3"], device="cpu")
     assert "pp=3 does not divide" in str(error.value)
-    assert "numerics.shards=3: must be a power of two" in str(error.value)
+    assert "numerics.virtual_shards=3: must be a power of two" in str(error.value)
 
 
 @pytest.mark.parametrize("shards", (None, 0, -2, 3, 6, 12, "8"))
 def test_the_number_of_shards_is_a_power_of_two(shards):
-    assert invariance.limits(changed(numerics__shards=shards)) == [f"numerics.shards={shards}: must be a power of two"]
+    assert invariance.limits(changed(numerics__virtual_shards=shards)) == [
+        f"numerics.virtual_shards={shards}: must be a power of two"
+    ]
 
 
 NUMBERS = st.sampled_from((4, 6, 8, 12, 16, 24, 48))
@@ -97,14 +99,16 @@ DIMENSIONS = st.fixed_dictionaries({f"model__{name}": NUMBERS for name in invari
 @given(DIMENSIONS, st.sampled_from((1, 2, 4, 8, 16)), st.sampled_from((1, 2, 3, 4, 8, 16)))
 def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp):
     fields = dimensions | {"model__tensor_model_parallel_size": tp, "device__kind": "gpu"}
-    found = invariance.limits(changed(**fields, numerics__shards=shards))
+    found = invariance.limits(changed(**fields, numerics__virtual_shards=shards))
     fits = all((number / shards).is_integer() for number in dimensions.values())
     assert bool(found) == (not fits or not (shards / tp).is_integer())
-    if match := re.search(r"the largest that fits is numerics\.shards=(\d+)$", "\n".join(found)):
-        again = invariance.limits(changed(**fields, numerics__shards=int(match[1])))
+    if match := re.search(r"the largest that fits is numerics\.virtual_shards=(\d+)$", "\n".join(found)):
+        again = invariance.limits(changed(**fields, numerics__virtual_shards=int(match[1])))
         assert not any(" does not divide model." in line or "power of two" in line for line in again)
     elif found:
-        assert found == [f"tp={tp} does not divide numerics.shards={shards}; raise numerics.shards or change tp"]
+        assert found == [
+            f"tp={tp} does not divide numerics.virtual_shards={shards}; raise numerics.virtual_shards or change tp"
+        ]
 
 
 def test_a_cpu_wants_whole_vectors():

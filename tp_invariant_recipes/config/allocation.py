@@ -77,7 +77,7 @@ def _counts(tree: Tree) -> Iterator[str]:
         "cluster.ranks_per_node": 1,
         "slurm.save_before": 1,
         "slurm.tries": 1,
-        "slurm.meet": 1,
+        "slurm.rendezvous_timeout": 1,
     }
     for key, low in lowest.items():
         section, _, name = key.partition(".")

@@ -106,7 +106,7 @@ def _numerics(provider: Any, tree: dict[str, Any]) -> None:
     """What the invariant layers read from their configuration, and weights that no layout changes."""
     numerics = tree["numerics"]
     if numerics["mode"] != "stock":
-        provider.invariant_mode, provider.virtual_shards = numerics["mode"], numerics["shards"]
+        provider.invariant_mode, provider.virtual_shards = numerics["mode"], numerics["virtual_shards"]
     if numerics["initial_weights"] == "invariant":
         from tp_invariant_recipes.numerics import init
 

@@ -155,7 +155,7 @@ def problems(tree: Tree) -> list[str]:
 
 def limits(tree: Tree) -> list[str]:
     """Everything that keeps the tree's numerics mode from being invariant; nothing for stock."""
-    mode, shards = tree["numerics"]["mode"], tree["numerics"].get("shards")
+    mode, shards = tree["numerics"]["mode"], tree["numerics"].get("virtual_shards")
     if mode == "stock":
         return []
     beyond = [f"numerics={mode}: {limit.why}" for limit in LIMITS if limit.wrong(tree)]
@@ -164,18 +164,18 @@ def limits(tree: Tree) -> list[str]:
 
 def _shards(tree: Tree, shards: Any) -> list[str]:
     if not isinstance(shards, int) or shards < 1 or shards & (shards - 1):
-        return [f"numerics.shards={shards}: must be a power of two"]
+        return [f"numerics.virtual_shards={shards}: must be a power of two"]
     totals = {f"model.{n}": tree["model"][n] for n in SHARDED if tree["model"].get(n) is not None}
     wrong = [f"{field}={total}" for field, total in totals.items() if total % shards]
     if wrong:
         common = math.gcd(*totals.values())
         return [
-            f"numerics.shards={shards} does not divide {', '.join(wrong)}; "
-            f"the largest that fits is numerics.shards={common & -common}"
+            f"numerics.virtual_shards={shards} does not divide {', '.join(wrong)}; "
+            f"the largest that fits is numerics.virtual_shards={common & -common}"
         ]
     tp = tree["model"]["tensor_model_parallel_size"]
     if shards % tp and not any(totals.get(f"model.{n}", 0) % tp for n in layout.SPLIT_BY_TP):  # else the layout says so
-        return [f"tp={tp} does not divide numerics.shards={shards}; raise numerics.shards or change tp"]
+        return [f"tp={tp} does not divide numerics.virtual_shards={shards}; raise numerics.virtual_shards or change tp"]
     width = VECTORS * shards
     ragged = [field for field in ACTIVATED if (tree["model"].get(field) or 0) % width]
     # The last numbers of a row, which fill no vector, go through code that rounds in another way.

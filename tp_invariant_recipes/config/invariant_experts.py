@@ -49,7 +49,7 @@ def _expert_width(tree: Tree) -> int:
 
 def _routed(tree: Tree) -> int:
     """Numbers that the router makes of a virtual shard of one sequence, or 0 where V is not known to be one."""
-    shards, model = tree["numerics"].get("shards"), tree["model"]
+    shards, model = tree["numerics"].get("virtual_shards"), tree["model"]
     return model["seq_length"] // shards * model["num_moe_experts"] if isinstance(shards, int) and shards > 0 else 0
 
 
@@ -83,7 +83,7 @@ LIMITS = (
     ),
     _row(
         lambda t: t["device"]["kind"] == "cpu" and bool(_routed(t) % VECTORS),
-        f"on a CPU seq / numerics.shards * model.num_moe_experts must be a multiple of {VECTORS}",
+        f"on a CPU seq / numerics.virtual_shards * model.num_moe_experts must be a multiple of {VECTORS}",
     ),
     _row(
         lambda t: _of_experts(t) is None,

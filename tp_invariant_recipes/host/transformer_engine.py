@@ -49,12 +49,6 @@ def prepare_import() -> None:
         setattr(sys.modules[holder], leaf, module)
 
 
-def is_placeholder() -> bool:
-    """Whether the Transformer Engine in `sys.modules` is this placeholder."""
-    module = sys.modules.get("transformer_engine")
-    return module is not None and getattr(module, "__version__", None) == PLACEHOLDER_VERSION
-
-
 def _module(name: str) -> ModuleType:
     module = ModuleType(name)
     module.__path__ = []

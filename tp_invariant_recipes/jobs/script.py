@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tp_invariant_recipes.config.allocation import Allocation, ranks_per_node
-from tp_invariant_recipes.config.compose import cluster_files
+from tp_invariant_recipes.config.overrides import Override, cluster_files, texts
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.multinode import srun_command
 
@@ -79,10 +79,11 @@ def training(tree: dict[str, Any], taken: Allocation, *, name: str, about: str, 
     )
 
 
-def train(job: Job, tree: dict[str, Any], model: str, overrides: Sequence[str], run: Path) -> str:
+def train(job: Job, tree: dict[str, Any], model: str, overrides: Sequence[Override], run: Path) -> str:
     """The script of one run. overrides: all but run.dir and launcher."""
     srun_ = ("srun", *srun_command.arguments(tree, [run, *cluster_files(overrides)]))
-    return _render("train", job=job, srun=srun_, tpi=srun_command.tpi(tree), model=model, overrides=overrides, run=run)
+    words = texts(overrides)
+    return _render("train", job=job, srun=srun_, tpi=srun_command.tpi(tree), model=model, overrides=words, run=run)
 
 
 def array(job: Job, tree: dict[str, Any], model: str, cells: Sequence[CellStep], directory: Path) -> str:

@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import allocation, layout
+from tp_invariant_recipes.config import allocation, layout, reserved
 from tp_invariant_recipes.config.allocation import Allocation
-from tp_invariant_recipes.config.compose import Composed, cluster_files, compose
+from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.nearest import nearest
+from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.jobs import registry, script, slurm_client
 from tp_invariant_recipes.jobs.script import CellStep, Job
@@ -26,11 +27,7 @@ from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.workflows import matrix, verify
 
-# Keys that the command itself decides -> how to say it instead.
-RESERVED = {
-    "launcher": "in a job srun starts the ranks; leave it out",
-    "launcher.kind": "in a job srun starts the ranks; leave it out",
-}
+IN_A_JOB = "launcher=slurm"
 # Sections of which a verify has one value a key: its cells are tasks of one array, which asks for the same for all.
 OF_THE_ARRAY = ("cluster", "slurm")
 
@@ -93,7 +90,7 @@ def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: 
 
     dry: only the script is wanted: SLURM is not asked, and no data prepared. progress: as for `plan.new`.
     """
-    problems, sound = _reserved(overrides)
+    problems, sound = reserved.check("submit", parse_all(overrides))
     composed = _composed(model, sound, problems)
     _check([composed.tree], problems, dry=dry)
     where = _absolute(choose(composed.tree["run"]["dir"], f"{model}-tp{layout.of(composed.tree).tp}"))
@@ -101,13 +98,14 @@ def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: 
     about = f"{model}: {taken}"
     log = _log(composed.tree, where, "job-%j.log")
     job = script.training(composed.tree, taken, name=f"tpi-{where.path.name}", about=about, log=log)
-    of_the_run = [text for text in composed.overrides if _key(text) != "run.dir"]
+    of_the_run = [one for one in composed.overrides if one.field not in ("run.dir", "launcher.kind")]
     text = script.train(job, composed.tree, model, of_the_run, where.path)
 
     scripts = (JobScript(registry.TRAIN, where.script, text),)
     if dry:
         return PlannedSubmission(model, about, where, (), scripts, _nothing, _nothing)
-    in_the_job = compose(model, [*of_the_run, f"run.dir={where.path}", "launcher=slurm"])
+    said = (*of_the_run, parse(f"run.dir={where.path}"), parse(IN_A_JOB))
+    in_the_job = replace(composed, overrides=said)
     planned = plan.resolve(in_the_job, where, progress, here=False)
     validate, write = partial(train_check, planned), partial(plan.write, planned, attempt=False)
     return PlannedSubmission(model, about, where, (), scripts, validate, write)
@@ -126,7 +124,7 @@ def verification(
 
     against, directory: as for `verify.new`.
     """
-    problems, sound = _reserved(overrides)
+    problems, sound = reserved.check("submit", parse_all(overrides))
     axes, _ = matrix.spread(sound, [])
     problems += [
         f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one verify for each, and compare "
@@ -137,9 +135,12 @@ def verification(
     if problems:
         raise ConfigError(listed(problems), problems)
     path = choose_for_several(directory, f"verify-{model}").absolute()
-    found = verify.new(
-        model, [*_device(model, sound), *sound], against=against, directory=path, progress=progress, here=False
-    )
+
+    def planning(device: str) -> verify.Verification:
+        asked = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
+        return verify.new(model, asked, against=against, directory=path, progress=progress, here=False)
+
+    found = plan.for_nodes(planning, lambda found: next(iter(found.plans.values())).tree, sound)
     trees = {name: planned.composed.tree for name, planned in found.plans.items()}
     tree = next(iter(trees.values()))
     if not tree["cluster"]["shared_files"]:
@@ -211,34 +212,19 @@ def execute(submission: PlannedSubmission) -> dict[str, Any]:
     return found
 
 
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+")
-
-
-def _reserved(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is wrong with overrides that the command decides itself, and those that are left."""
-    problems = [f"{text}: {RESERVED[_key(text)]}" for text in overrides if _key(text) in RESERVED]
-    return problems, [text for text in overrides if _key(text) not in RESERVED]
-
-
-def _composed(model: str, overrides: Sequence[str], problems: list[str]) -> Composed:
+def _composed(model: str, overrides: Sequence[Override], problems: list[str]) -> Composed:
     """Raises ConfigError that lists `problems` and what is wrong beside them."""
+    in_a_job = parse(IN_A_JOB)
+
+    def composing(device: str) -> Composed:
+        said = [] if given(overrides, "device.kind") else [parse(f"device={device}")]
+        return compose(model, [*overrides, *said, in_a_job])
+
     try:
-        return compose(model, [*overrides, *_device(model, overrides)])
+        return plan.for_nodes(composing, lambda composed: composed.tree, overrides)
     except ConfigError as error:
         found = [*problems, *error.problems]
         raise ConfigError(listed(found), found) from error
-
-
-def _device(model: str, overrides: Sequence[str]) -> list[str]:
-    """The nodes' device as an override, said outright because a login node has no GPU; none where it is given."""
-    if any(_key(text) == "device" for text in overrides):
-        return []
-    of_the_cluster = [text for text in overrides if _key(text).partition(".")[0] == "cluster"]
-    try:
-        return [f"device={plan.device_on(model, of_the_cluster)}"]
-    except ConfigError:
-        return ["device=gpu"]  # what is wrong there is found again, with all the rest
 
 
 def _check(trees: Sequence[dict[str, Any]], problems: list[str], *, dry: bool) -> None:

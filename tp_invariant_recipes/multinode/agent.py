@@ -43,7 +43,7 @@ class NodeTask:
     environment: variables to set before torch is imported.
     lead:        plans the run, on the first node.
     follow:      plans it on the others, from the step that the first has chosen.
-    meet:        seconds to wait for the others.
+    rendezvous_timeout: seconds to wait for the others.
     tries:       how many attempts of one job in a row may come to nothing.
     watch:       on the first node, shows the progress.
     """
@@ -52,7 +52,7 @@ class NodeTask:
     environment: dict[str, str]
     lead: Callable[[], Plan]
     follow: Callable[[int], Plan]
-    meet: int
+    rendezvous_timeout: int
     tries: int
     watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]
 
@@ -85,7 +85,7 @@ def run(place: NodeInfo, asked: NodeTask, stop: Stop) -> Ended:
 
     os.environ.update(asked.environment)
     bridge.load()  # now, while the other nodes do the same
-    meeting = Rendezvous(place, stop, asked.meet)
+    meeting = Rendezvous(place, stop, asked.rendezvous_timeout)
     return _lead(meeting, asked) if place.first else _follow(meeting, asked)
 
 
@@ -143,7 +143,7 @@ def _tried(meeting: Rendezvous, asked: NodeTask, planned: Plan, number: int) -> 
         checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
     try:
         with _announced(meeting, planned):
-            reached = _all_arrived(meeting, asked.meet)
+            reached = _all_arrived(meeting, asked.rendezvous_timeout)
         outcome = _trained(meeting, asked, planned, reached)
     except Stopped:
         outcome = Outcome.STOPPED
@@ -179,7 +179,7 @@ def _all_arrived(meeting: Rendezvous, patience: float) -> str | None:
         here = ", ".join([place.name, *(one["name"] for one in arrived)])
         raise RunError(
             f"{missing} of the nodes {place.names} did not come within {patience:.0f} s; here: {here}. Their lines in "
-            f"the job's log say why, if they started at all (slurm.meet=SECONDS waits longer)"
+            f"the job's log say why, if they started at all (slurm.rendezvous_timeout=SECONDS waits longer)"
         )
     problems = [problem for one in arrived for problem in one["problems"]]
     if problems:

@@ -5,13 +5,15 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tp_invariant_recipes.config import allocation, environment, layout
-from tp_invariant_recipes.config.compose import cluster_files
+from tp_invariant_recipes.config.compose import Composed
+from tp_invariant_recipes.config.overrides import cluster_files, parse
 from tp_invariant_recipes.errors import ConfigError, RunError, listed
-from tp_invariant_recipes.launch.plan import Plan, Request, device_on
+from tp_invariant_recipes.launch.plan import Plan, Request, for_nodes
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
@@ -26,11 +28,11 @@ def become(request: Request) -> NoReturn:
         raise ConfigError("launcher=slurm needs an allocation of SLURM: salloc, or tpi submit, which makes a job")
     if shutil.which("srun") is None:
         raise RunError("launcher=slurm: srun is not on PATH here, though this is an allocation of SLURM")
-    if request.model is not None:
-        request = replace(
-            request, overrides=(f"device={device_on(request.model, request.overrides)}", *request.overrides)
-        )
-    tree = _fitting(request)
+    composed = for_nodes(request.composed, lambda composed: composed.tree, request.overrides)
+    if request.resume is None:  # said outright, for the nodes too
+        device = composed.tree["device"]["kind"]
+        request = replace(request, overrides=(parse(f"device={device}"), *request.overrides))
+    tree = _fitting(composed)
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
     if (taken := allocation.of(tree)).nodes > given:
         raise ConfigError(
@@ -42,7 +44,7 @@ def become(request: Request) -> NoReturn:
         there = request.go_on and asked is not None
         found = Path(asked) if there else choose(asked, f"{request.model}-tp{layout.of(tree).tp}").path
         path = found.expanduser().absolute()
-        request = replace(request, overrides=(*request.overrides, f"run.dir={path}"))
+        request = replace(request, overrides=(*request.overrides, parse(f"run.dir={path}")))
     else:
         path = request.resume.absolute()
     path.mkdir(parents=True, exist_ok=True)  # a container can show only what is there
@@ -55,25 +57,25 @@ def become(request: Request) -> NoReturn:
 
 def node_task(request: Request, watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]) -> NodeTask:
     """What the task of each node is asked for. Raises ConfigError."""
-    tree = _fitting(request)
+    composed = request.composed()
+    tree = _fitting(composed)
     where = request.resume or tree["run"]["dir"]
     if where is None:
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
     return NodeTask(
         run_dir=RunDir(Path(where).expanduser()),
         environment=environment.settings(tree["device"]["kind"], os.environ, tree["cluster"]["environment"]),
-        lead=request.plan,
-        follow=request.follow,
-        meet=tree["slurm"]["meet"],
+        lead=partial(request.plan, composed),
+        follow=partial(request.follow, composed),
+        rendezvous_timeout=tree["slurm"]["rendezvous_timeout"],
         tries=tree["slurm"]["tries"],
         watch=watch,
     )
 
 
-def _fitting(request: Request) -> dict[str, Any]:
+def _fitting(composed: Composed) -> dict[str, Any]:
     """The composed tree. Raises ConfigError when the cluster's nodes cannot carry it."""
-    tree = request.composed().tree
-    problems = allocation.misfits(tree)
+    problems = allocation.misfits(composed.tree)
     if problems:
         raise ConfigError(listed(problems), problems)
-    return tree
+    return composed.tree

@@ -13,9 +13,9 @@ from typing import Any
 
 from tp_invariant_recipes.compare import norm_ratios
 from tp_invariant_recipes.compare.norm_ratios import GroupRatio, Judged, Norms
-from tp_invariant_recipes.config import layout
+from tp_invariant_recipes.config import layout, reserved
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.keys import SHORT_KEYS
+from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
@@ -28,15 +28,6 @@ STEPS = 8  # of each training, where nothing else is asked for
 NEVER = 1_000_000  # warm-up steps before a capture that does not come
 ROUNDED = "rounded"  # the third training
 
-# Keys that the audit itself decides -> how to say it instead.
-RESERVED = {
-    "checkpoint.save_interval": "an audit saves no checkpoints; leave it out",
-    "launcher": "an audit runs on this machine; leave it out",
-    "launcher.kind": "an audit runs on this machine; leave it out",
-    "run.dir": "an audit has its own directory: --dir PATH",
-    "ledger.trace": "an audit traces no modules; leave it out",
-    "ledger.dump": "an audit dumps no tensors; leave it out",
-}
 # An audit looks at the norms; digests are recorded where they are asked for.
 DEFAULTS = ("ledger.digests=0",)
 # CUDA graphs are replayed under stock numerics alone, and the defects that an audit looks for are theirs.
@@ -93,14 +84,16 @@ def new(
     against: overrides of the second training; none: it replays the CUDA graphs that the first does not.
     steps:   of each training; None: as `iters` says, or 8. progress: as for `plan.new`.
     """
-    pair = _against(against) if against else _graphs()
-    problems = [f"{text}: {RESERVED[path]}" for text in (*overrides, *against) if (path := _path(text)) in RESERVED]
-    problems += _steps_problems(overrides, steps)
-    problems += [f"--against {text}: both train for as long" for text in against if _path(text) == "train.train_iters"]
-    sound = [text for text in overrides if _path(text) not in RESERVED]
-    length = [] if _given_length(overrides) else [f"iters={steps if steps and steps > 0 else STEPS}"]
-    numerics = [] if any(_path(text) in ("numerics", "numerics.mode") for text in sound) else [NUMERICS]
-    common = [*DEFAULTS, *numerics, *sound, *length, "save=0"]
+    asked, differing = parse_all(overrides), parse_all(against)
+    pair = _against(texts(differing)) if against else _graphs()
+    problems, sound = reserved.check("audit", asked)
+    problems += reserved.check("audit", differing)[0]
+    length_given = given(asked, "train.train_iters") is not None
+    problems += _steps_problems(length_given, steps)
+    problems += [f"--against {o.text}: both train for as long" for o in differing if o.path == "train.train_iters"]
+    length = [] if length_given else [f"iters={steps if steps and steps > 0 else STEPS}"]
+    numerics = [] if given(sound, "numerics.mode") else [NUMERICS]
+    common: list[str | Override] = [*DEFAULTS, *numerics, *sound, *length, "save=0"]
     composed = _composed(model, common, pair, problems)
     counts_from = 1
     if pair.replays:
@@ -150,7 +143,7 @@ def result(audit: Audit, judged: Judged) -> dict[str, Any]:
         "remarks": _remarks(audit, judged),
         "directory": str(audit.directory.path),
         "model": first.composed.model,
-        "overrides": [text for text in first.composed.overrides if text not in (*DEFAULTS, NUMERICS)],
+        "overrides": [text for text in texts(first.composed.overrides) if text not in (*DEFAULTS, NUMERICS)],
         "pair": asdict(audit.pair),
         "layout": first.layout.as_dict(),
         "ranks": first.layout.world,
@@ -178,19 +171,10 @@ def _against(overrides: Sequence[str]) -> Pair:
     return Pair("first", "second", (), tuple(overrides), replays=False)
 
 
-def _path(override: str) -> str:
-    key = override.partition("=")[0].lstrip("+")
-    return SHORT_KEYS[key].path if key in SHORT_KEYS else key
-
-
-def _given_length(overrides: Sequence[str]) -> bool:
-    return any(_path(text) == "train.train_iters" for text in overrides)
-
-
-def _steps_problems(overrides: Sequence[str], steps: int | None) -> list[str]:
+def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
     if steps is None:
         return []
-    if _given_length(overrides):
+    if length_given:
         return [f"--steps {steps} and iters say the same; leave one out"]
     return [f"--steps {steps}: must be at least 1"] if steps < 1 else []
 
@@ -212,7 +196,7 @@ def _warmup(tree: dict[str, Any]) -> int:
     return tree["model"].get("cuda_graph_warmup_steps", 3)  # Core's own
 
 
-def _composed(model: str, overrides: Sequence[str], pair: Pair, problems: list[str]) -> dict[str, Composed]:
+def _composed(model: str, overrides: Sequence[str | Override], pair: Pair, problems: list[str]) -> dict[str, Composed]:
     """Compose both trainings. Raises ConfigError that lists `problems` and what is wrong with either, each once."""
     device = plan.detect_device()
     composed = {}
