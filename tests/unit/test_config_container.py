@@ -11,6 +11,7 @@ from tp_invariant_recipes.cli import show, train
 from tp_invariant_recipes.config import container, describe, environment, layout, schema, source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.container import LOCAL_SPECS
+from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.host.versions import installed
@@ -33,7 +34,7 @@ def validated(model: str, *overrides: str, device: str = "gpu"):
     """As a rank sees it."""
     tree = compose(model, overrides, device=device).tree
     made = container.build(tree)
-    container.validate(made, layout.of(tree).world, here=device == "cpu")
+    container.validate(made, layout.of(typed(tree)).world, here=device == "cpu")
     return made
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.jobs import submit
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -248,9 +249,9 @@ def _two_nodes() -> dict:
     return compose("qwen3_toy", [*NODES, "tp=8"]).tree
 
 
-def _tree(**settings: str) -> dict:
+def _tree(**settings: str) -> RunConfig:
     """A run of two nodes with these settings of slurm."""
-    return _two_nodes() | {"slurm": _two_nodes()["slurm"] | settings}
+    return typed(_two_nodes() | {"slurm": _two_nodes()["slurm"] | settings})
 
 
 # The partitions a job may wait in, and what is wrong: settings of slurm.*, partitions, parts of the problems.

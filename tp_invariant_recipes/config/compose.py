@@ -1,5 +1,6 @@
 """Compose `conf/` and the command line's overrides into one plain tree, with every mistake in one message."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from tp_invariant_recipes.config import (
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.overrides import Override, parse, parse_all
+from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.config.settings import OWN_SECTIONS
 from tp_invariant_recipes.config.values import WrongType, convert
 from tp_invariant_recipes.errors import ConfigError, listed
@@ -43,6 +45,11 @@ class Composed:
     model: str
     overrides: tuple[Override, ...]
     tree: dict[str, Any]
+
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The same tree with our own sections typed."""
+        return typed(self.tree)
 
 
 def compose(
@@ -250,8 +257,9 @@ def _as_by_default(tree: dict[str, Any], wrong: Iterable[str]) -> None:
     """Put defaults where files hold what was said to be wrong, so that what else is wrong can be said as well."""
     for section, _, name in (path.partition(".") for path in wrong):
         if section in OWN_SECTIONS:
-            field = name.partition(".")[0]
-            tree[section][field] = asdict(OWN_SECTIONS[section]()).get(field)
+            field, defaults = name.partition(".")[0], asdict(OWN_SECTIONS[section]())
+            tree[section].pop(field)
+            tree[section] |= {field: defaults[field]} if field in defaults else {}
 
 
 def _lost_precision(model: str, overrides: Sequence[Override], problems: list[str]) -> dict[str, str]:

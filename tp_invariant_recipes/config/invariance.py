@@ -5,6 +5,7 @@ from typing import Any
 
 from tp_invariant_recipes.config import invariant_experts, layout, low_precision
 from tp_invariant_recipes.config.limit import Limit, Tree, asked
+from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.errors import OR_STOCK
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import hybrid_spec
@@ -149,7 +150,7 @@ def problems(tree: Tree) -> list[str]:
 
     A degree below 1 is left to the rules of the layout.
     """
-    found = limits(tree) if layout.countable(tree) else []
+    found = limits(tree) if layout.countable(typed(tree)) else []
     return [*found, OR_STOCK] if found else []
 
 

@@ -17,6 +17,7 @@ from tp_invariant_recipes.config.allocation import Allocation
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
+from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.jobs import registry, script, slurm_client
 from tp_invariant_recipes.jobs.script import CellStep, Job
@@ -92,14 +93,14 @@ def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: 
     """
     problems, sound = reserved.check("submit", parse_all(overrides))
     composed = _composed(model, sound, problems)
-    _check([composed.tree], problems, dry=dry)
-    where = _absolute(choose(composed.tree["run"]["dir"], f"{model}-tp{layout.of(composed.tree).tp}"))
-    taken = allocation.of(composed.tree)
+    _check([composed.config], problems, dry=dry)
+    where = _absolute(choose(composed.config.run.dir, f"{model}-tp{layout.of(composed.config).tp}"))
+    taken = allocation.of(composed.config)
     about = f"{model}: {taken}"
-    log = _log(composed.tree, where, "job-%j.log")
-    job = script.training(composed.tree, taken, name=f"tpi-{where.path.name}", about=about, log=log)
+    log = _log(composed.config, where, "job-%j.log")
+    job = script.training(composed.config, taken, name=f"tpi-{where.path.name}", about=about, log=log)
     of_the_run = [one for one in composed.overrides if one.field not in ("run.dir", "launcher.kind")]
-    text = script.train(job, composed.tree, model, of_the_run, where.path)
+    text = script.train(job, composed.config, model, of_the_run, where.path)
 
     scripts = (JobScript(registry.TRAIN, where.script, text),)
     if dry:
@@ -140,30 +141,30 @@ def verification(
         asked = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
         return verify.new(model, asked, against=against, directory=path, progress=progress, here=False)
 
-    found = plan.for_nodes(planning, lambda found: next(iter(found.plans.values())).tree, sound)
-    trees = {name: planned.composed.tree for name, planned in found.plans.items()}
-    tree = next(iter(trees.values()))
-    if not tree["cluster"]["shared_files"]:
+    found = plan.for_nodes(planning, lambda found: next(iter(found.plans.values())).config, sound)
+    configs = {name: planned.composed.config for name, planned in found.plans.items()}
+    config = next(iter(configs.values()))
+    if not config.cluster.shared_files:
         problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
-    _check(list(trees.values()), problems, dry=dry)
-    taken = _largest(map(allocation.of, trees.values()))
-    about = f"{model}: an array of {len(trees)} cells, {taken} at most"
+    _check(list(configs.values()), problems, dry=dry)
+    taken = _largest(map(allocation.of, configs.values()))
+    about = f"{model}: an array of {len(configs)} cells, {taken} at most"
     name = f"tpi-{path.name}"
     where = found.directory
-    job = script.training(tree, taken, name=name, about=about, log=_log(tree, where, "job-%A_%a.log"))
+    job = script.training(config, taken, name=name, about=about, log=_log(config, where, "job-%A_%a.log"))
     reference = [] if found.matrix.against is None else [Path(found.matrix.against)]
     needed = [path, *cluster_files(sound)]
     steps = [
-        CellStep(cell.name, ("srun", *srun_command.arguments(trees[cell.name], needed)), cell.overrides)
+        CellStep(cell.name, ("srun", *srun_command.arguments(configs[cell.name], needed)), cell.overrides)
         for cell in found.matrix.cells
     ]
     judge = _judging(
-        job, name=f"{name}-judge", about=f"{model}: compares the cells", log=_log(tree, where, "job-%j.log")
+        job, name=f"{name}-judge", about=f"{model}: compares the cells", log=_log(config, where, "job-%j.log")
     )
-    cells = JobScript(registry.CELLS, where.script, script.array(job, tree, model, steps, path))
-    compare = JobScript(registry.JUDGE, path / "judge.sbatch", script.judge(judge, tree, path, [path, *reference]))
+    cells = JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path))
+    compare = JobScript(registry.JUDGE, path / "judge.sbatch", script.judge(judge, config, path, [path, *reference]))
     validate, write = partial(verify.check, found), partial(_write_cells, found)
-    return PlannedSubmission(model, about, where, tuple(trees), (cells, compare), validate, write)
+    return PlannedSubmission(model, about, where, tuple(configs), (cells, compare), validate, write)
 
 
 def check(submission: PlannedSubmission) -> str | None:
@@ -221,18 +222,18 @@ def _composed(model: str, overrides: Sequence[Override], problems: list[str]) ->
         return compose(model, [*overrides, *said, in_a_job])
 
     try:
-        return plan.for_nodes(composing, lambda composed: composed.tree, overrides)
+        return plan.for_nodes(composing, lambda composed: composed.config, overrides)
     except ConfigError as error:
         found = [*problems, *error.problems]
         raise ConfigError(listed(found), found) from error
 
 
-def _check(trees: Sequence[dict[str, Any]], problems: list[str], *, dry: bool) -> None:
-    """Raises ConfigError that lists `problems` and what is wrong with a job of these trees.
+def _check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> None:
+    """Raises ConfigError that lists `problems` and what is wrong with a job of these runs.
 
     dry: whether SLURM is not to be asked.
     """
-    wrong = dict.fromkeys(problem for tree in trees for problem in allocation.problems(tree, os.environ))
+    wrong = dict.fromkeys(problem for config in configs for problem in allocation.problems(config, os.environ))
     problems = [*problems, *wrong]
     if not dry:
         try:
@@ -240,14 +241,14 @@ def _check(trees: Sequence[dict[str, Any]], problems: list[str], *, dry: bool) -
         except RunError as error:
             problems.append(str(error))
         else:
-            problems += dict.fromkeys(problem for tree in trees for problem in unfit(tree, there))
+            problems += dict.fromkeys(problem for config in configs for problem in unfit(config, there))
     if problems:
         raise ConfigError(listed(problems), problems)
 
 
-def unfit(tree: dict[str, Any], there: Sequence[Partition]) -> list[str]:
-    """Why a job of this tree would wait for ever in its partitions, although SLURM takes it."""
-    asked = tree["slurm"]["partition"] or os.environ.get("SBATCH_PARTITION")
+def unfit(config: RunConfig, there: Sequence[Partition]) -> list[str]:
+    """Why a job of this run would wait for ever in its partitions, although SLURM takes it."""
+    asked = config.slurm.partition or os.environ.get("SBATCH_PARTITION")
     names = asked.split(",") if asked else [p.name for p in there if p.default]
     known = {partition.name: partition for partition in there}
     listing = ", ".join(f"{p.name}{' (default)' if p.default else ''}" for p in there)
@@ -260,24 +261,24 @@ def unfit(tree: dict[str, Any], there: Sequence[Partition]) -> list[str]:
     ]
     if not problems:
         chosen = [known[name] for name in names]
-        problems = [problem for rule in (_too_long, _too_many) if (problem := rule(tree, chosen, ",".join(names)))]
+        problems = [problem for rule in (_too_long, _too_many) if (problem := rule(config, chosen, ",".join(names)))]
     return problems
 
 
-def _too_long(tree: dict[str, Any], chosen: Sequence[Partition], names: str) -> str | None:
+def _too_long(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
     limits = [partition.seconds for partition in chosen]
     longest = None if None in limits else max(seconds for seconds in limits if seconds is not None)
     try:
-        asked = allocation.parse_time(tree["slurm"]["time"])
-    except (ValueError, TypeError):  # it has been said already
+        asked = allocation.parse_time(config.slurm.time or "")
+    except ValueError:  # it has been said already
         return None
     if longest is None or asked <= longest:
         return None
-    return f"slurm.time={tree['slurm']['time']}: partition {names} allows {timedelta(seconds=longest)}"
+    return f"slurm.time={config.slurm.time}: partition {names} allows {timedelta(seconds=longest)}"
 
 
-def _too_many(tree: dict[str, Any], chosen: Sequence[Partition], names: str) -> str | None:
-    taken, most = allocation.of(tree), max(partition.nodes for partition in chosen)
+def _too_many(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
+    taken, most = allocation.of(config), max(partition.nodes for partition in chosen)
     if taken.nodes <= most:
         return None
     return f"{taken} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"
@@ -287,9 +288,9 @@ def _absolute(run_dir: RunDir) -> RunDir:
     return RunDir(run_dir.path.absolute())
 
 
-def _log(tree: dict[str, Any], where: RunDir, name: str) -> str:
+def _log(config: RunConfig, where: RunDir, name: str) -> str:
     """The job's output: among the logs of the run or, where nodes do not see these, on the first of them."""
-    if tree["cluster"]["shared_files"]:
+    if config.cluster.shared_files:
         return script.log_in(where.logs, name)
     return script.log_in(ON_THE_NODE, f"tpi-%u-{name}")
 

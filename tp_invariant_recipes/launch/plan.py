@@ -1,5 +1,6 @@
 """Everything that is decided before a process starts: what to train, on what, where it is written, where it resumes."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,8 @@ from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.null_tokenizer import eod_id
 from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
+from tp_invariant_recipes.config.sections import RunConfig, typed
+from tp_invariant_recipes.config.settings import DataSettings
 from tp_invariant_recipes.data.prepare import ensure_prepared
 from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
@@ -48,6 +51,11 @@ class Plan:
     start: int = 0
     here: bool = True
 
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The tree with our own sections typed."""
+        return typed(self.tree)
+
     @property
     def steps(self) -> int:
         """Steps the run will have when it is done."""
@@ -58,7 +66,7 @@ class Plan:
     @property
     def device(self) -> str:
         """ "cpu" or "gpu"."""
-        return self.tree["device"]["kind"]
+        return self.config.device.kind
 
 
 @dataclass(frozen=True)
@@ -118,19 +126,17 @@ def detect_device() -> str:
     return "gpu" if gpus.visible() else "cpu"
 
 
-def for_nodes[T](
-    planning: Callable[[str], T], tree_of: Callable[[T], dict[str, Any]], overrides: Sequence[Override]
-) -> T:
+def for_nodes[T](planning: Callable[[str], T], config_of: Callable[[T], RunConfig], overrides: Sequence[Override]) -> T:
     """Compose or plan for the device of the cluster's nodes, which a login node cannot see: the cluster's file says
     how many GPUs they have.
 
     planning: given a device, composes. It is asked once more only where the cluster's file builds on others in a way
               that its own text does not show.
-    tree_of:  the composed tree of what it returns.
+    config_of: the configuration of what it returns.
     """
     device = _nodes_device(hydra_tree.unresolved("cluster", "gpus_per_node", overrides))
     found = planning(device)
-    right = _nodes_device(tree_of(found)["cluster"]["gpus_per_node"])
+    right = _nodes_device(config_of(found).cluster.gpus_per_node)
     return found if right == device or given(overrides, "device.kind") else planning(right)
 
 
@@ -143,8 +149,8 @@ def new(composed: Composed, *, progress: Callable[[int, int], None] | None = Non
 
     progress: told (bytes done, bytes in all) while text is prepared.
     """
-    tree = composed.tree
-    return resolve(composed, choose(tree["run"]["dir"], f"{composed.model}-tp{layout.of(tree).tp}"), progress)
+    config = composed.config
+    return resolve(composed, choose(config.run.dir, f"{composed.model}-tp{layout.of(config).tp}"), progress)
 
 
 def resume_run(
@@ -173,7 +179,7 @@ def resume_or_start(
 
     For a command that a scheduler may start again and again. start: as for `resume_run`. Raises a TpiError.
     """
-    where = composed.tree["run"]["dir"]
+    where = composed.config.run.dir
     if where is None:
         raise ConfigError("--continue needs the directory to go on in, or to begin in: run.dir=PATH")
     run_dir = RunDir(Path(where).expanduser())
@@ -196,12 +202,12 @@ def _compose_as(before: dict[str, Any], overrides: Sequence[Override]) -> Compos
 
 def _with_its_numerics(composed: Composed) -> Composed:
     """The same; of a run begun under another default of numerics, with those: a job may outlive a release."""
-    where = composed.tree["run"]["dir"]
+    where = composed.config.run.dir
     run_dir = RunDir(Path(where or "").expanduser())
     if where is None or not run_dir.run.exists() or given(composed.overrides, "numerics.mode"):
         return composed
-    numerics, device = run_dir.read_run()["numerics"]["mode"], composed.tree["device"]["kind"]
-    if composed.tree["numerics"]["mode"] == numerics:
+    numerics, device = run_dir.read_run()["numerics"]["mode"], composed.config.device.kind
+    if composed.config.numerics.mode == numerics:
         return composed
     return compose(composed.model, composed.overrides, device=device, numerics=numerics)
 
@@ -316,35 +322,47 @@ def resolve(
     here: as in Plan.
     """
     tree = {name: dict(part) if isinstance(part, dict) else part for name, part in composed.tree.items()}
-    at = layout.of(tree)
-    variables = environment.settings(tree["device"]["kind"], os.environ, tree["cluster"]["environment"])
+    config = composed.config
+    at = layout.of(config)
+    variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
     preflight.check(tree, at, run_dir, here=here)
-    data = _prepare(tree, progress)
+    data = _prepare(config.data, progress)
     tree["run"]["dir"] = str(run_dir.path)
     tree["checkpoint"]["save"] = str(run_dir.checkpoints)
     tree["dataset"]["path_to_cache"] = str(run_dir.index_cache)
     if data is not None:
         _use(tree, data)
-    if tree["logging"]["kind"] != "none":
+    if config.logging.kind != "none":
         tree["logger"]["tensorboard_dir"] = str(run_dir.tensorboard)
-    if tree["logging"]["kind"] == "wandb":
+    if config.logging.kind == "wandb":
         tree["logger"] |= {"wandb_exp_name": run_dir.path.name, "wandb_save_dir": str(run_dir.path)}
         if "WANDB_API_KEY" not in os.environ:
             variables |= {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
     return Plan(composed, tree, at, run_dir, identity(tree, data.digest if data else None), variables, here=here)
 
 
-def _prepare(tree: dict[str, Any], progress: Callable[[int, int], None] | None) -> PreparedData | None:
-    data = tree["data"]
-    if data["kind"] != "text":
+def resolve_beside(
+    composed: Composed, run_dir: RunDir, index_cache: Path, progress: Callable[[int, int], None] | None = None
+) -> Plan:
+    """The same for one of several runs that a command compares: they share the index of the data, in `index_cache`, and
+    end at once when told to.
+    """
+    planned = resolve(composed, run_dir, progress)
+    dataset = planned.tree["dataset"] | {"path_to_cache": str(index_cache)}
+    train = planned.tree["train"] | {"exit_signal_handler": False}
+    return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
+
+
+def _prepare(data: DataSettings, progress: Callable[[int, int], None] | None) -> PreparedData | None:
+    if data.kind != "text" or data.path is None or data.tokenizer is None:
         return None
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(data["cache"] or Path(home) / "tpi" / "data").expanduser()
+    cache = Path(data.cache or Path(home) / "tpi" / "data").expanduser()
     return ensure_prepared(
-        Path(data["path"]).expanduser(),
+        Path(data.path).expanduser(),
         cache,
-        tokenizer=str(Path(data["tokenizer"]).expanduser()),
-        json_key=data["json_key"],
+        tokenizer=str(Path(data.tokenizer).expanduser()),
+        json_key=data.json_key,
         progress=progress,
     )
 

@@ -18,7 +18,7 @@ from tp_invariant_recipes.config import allocation
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import plan, ranks, train
+from tp_invariant_recipes.launch import local, plan, ranks, train
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
@@ -188,9 +188,7 @@ def _all_arrived(meeting: Rendezvous, patience: float) -> str | None:
 
 
 def _trained(meeting: Rendezvous, asked: NodeTask, planned: Plan, reached: str | None) -> Outcome:
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = local.store()
     together = Heartbeat(meeting, planned, Receiver(meeting, planned.run_dir))
     through = interface(reached) if reached else "lo"
 
@@ -251,7 +249,7 @@ def _joined(meeting: Rendezvous, asked: NodeTask) -> tuple[Plan, bool]:
         planned = _without_shared_files(asked.follow(orders["start"]))
         token = planned.run_dir.token
         shared = token.exists() and token.read_text(encoding="utf-8") == orders["token"]
-        if not shared and planned.tree["cluster"]["shared_files"]:
+        if not shared and planned.config.cluster.shared_files:
             problems.append(
                 f"{place.name} does not see the files of {planned.run_dir.path} that the first of {place.names} wrote: "
                 f"set run.dir to a directory that all nodes share, or cluster.shared_files=false"
@@ -285,7 +283,7 @@ def _differences(theirs: dict[str, dict[str, Any]], ours: dict[str, dict[str, An
 
 
 def _fits(planned: Plan, place: NodeInfo) -> None:
-    taken = allocation.of(planned.tree)
+    taken = allocation.of(planned.config)
     if taken.nodes != place.count:
         raise ConfigError(
             f"this run takes {taken}, and srun started it on "
@@ -300,7 +298,7 @@ def _without_shared_files(planned: Plan) -> Plan:
     of a dataset for all others to read, unless the path of their cache is empty but not None: then each makes its own
     (megatron/core/datasets/gpt_dataset.py, `not path_to_cache or …`).
     """
-    if planned.tree["cluster"]["shared_files"]:
+    if planned.config.cluster.shared_files:
         return planned
     changes = {"checkpoint": {"save": None}, "dataset": {"path_to_cache": ""}}
     sections = {name: planned.tree[name] | change for name, change in changes.items()}
@@ -322,11 +320,9 @@ def _ranks(
     """
     from tp_invariant_recipes.training.rank import RankInfo
 
-    place, count = meeting.place, allocation.of(planned.tree).ranks
+    place, count = meeting.place, allocation.of(planned.config).ranks
     os.environ.update(planned.environment)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the processor
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # Gloo would look the host's name up
+    local.prepare_environment(interface)
     first = place.number * count
     seats = [RankInfo(first + n, n, planned.layout.world, count, address, (port,)) for n in range(count)]
     try:

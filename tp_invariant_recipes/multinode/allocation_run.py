@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tp_invariant_recipes.config import allocation, environment, layout
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
+from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.errors import ConfigError, RunError, listed
 from tp_invariant_recipes.launch.plan import Plan, Request, for_nodes
 from tp_invariant_recipes.multinode import srun_command
@@ -28,21 +29,22 @@ def become(request: Request) -> NoReturn:
         raise ConfigError("launcher=slurm needs an allocation of SLURM: salloc, or tpi submit, which makes a job")
     if shutil.which("srun") is None:
         raise RunError("launcher=slurm: srun is not on PATH here, though this is an allocation of SLURM")
-    composed = for_nodes(request.composed, lambda composed: composed.tree, request.overrides)
+    composed = for_nodes(request.composed, lambda composed: composed.config, request.overrides)
     if request.resume is None:  # said outright, for the nodes too
-        device = composed.tree["device"]["kind"]
+        device = composed.config.device.kind
         request = replace(request, overrides=(parse(f"device={device}"), *request.overrides))
-    tree = _fitting(composed)
+    config = _fitting(composed)
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
-    if (taken := allocation.of(tree)).nodes > given:
+    if (taken := allocation.of(config)).nodes > given:
         raise ConfigError(
             f"this run takes {taken}, and the allocation has {given}: "
             f"salloc --nodes={taken.nodes}, or change the layout or cluster.ranks_per_node"
         )
     if request.resume is None:
-        asked = tree["run"]["dir"]
-        there = request.go_on and asked is not None
-        found = Path(asked) if there else choose(asked, f"{request.model}-tp{layout.of(tree).tp}").path
+        asked = config.run.dir
+        found = (
+            Path(asked) if asked and request.go_on else choose(asked, f"{request.model}-tp{layout.of(config).tp}").path
+        )
         path = found.expanduser().absolute()
         request = replace(request, overrides=(*request.overrides, parse(f"run.dir={path}")))
     else:
@@ -51,31 +53,31 @@ def become(request: Request) -> NoReturn:
     os.environ |= UNBOUND
     needed = [path, *cluster_files(request.overrides)]
     os.execvp(
-        "srun", ["srun", *srun_command.arguments(tree, needed), *srun_command.tpi(tree), "train", *request.words()]
+        "srun", ["srun", *srun_command.arguments(config, needed), *srun_command.tpi(config), "train", *request.words()]
     )
 
 
 def node_task(request: Request, watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]) -> NodeTask:
     """What the task of each node is asked for. Raises ConfigError."""
     composed = request.composed()
-    tree = _fitting(composed)
-    where = request.resume or tree["run"]["dir"]
+    config = _fitting(composed)
+    where = request.resume or config.run.dir
     if where is None:
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
     return NodeTask(
         run_dir=RunDir(Path(where).expanduser()),
-        environment=environment.settings(tree["device"]["kind"], os.environ, tree["cluster"]["environment"]),
+        environment=environment.settings(config.device.kind, os.environ, config.cluster.environment),
         lead=partial(request.plan, composed),
         follow=partial(request.follow, composed),
-        rendezvous_timeout=tree["slurm"]["rendezvous_timeout"],
-        tries=tree["slurm"]["tries"],
+        rendezvous_timeout=config.slurm.rendezvous_timeout,
+        tries=config.slurm.tries,
         watch=watch,
     )
 
 
-def _fitting(composed: Composed) -> dict[str, Any]:
-    """The composed tree. Raises ConfigError when the cluster's nodes cannot carry it."""
-    problems = allocation.misfits(composed.tree)
+def _fitting(composed: Composed) -> RunConfig:
+    """What is composed. Raises ConfigError when the cluster's nodes cannot carry it."""
+    problems = allocation.misfits(composed.config)
     if problems:
         raise ConfigError(listed(problems), problems)
-    return composed.tree
+    return composed.config

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +98,12 @@ def new(
     counts_from = 1
     if pair.replays:
         counts_from = _warmup(composed[pair.second].tree) + 1
-    where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(composed[pair.first].tree).tp}"))
+    where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(composed[pair.first].config).tp}"))
     names = {pair.first: pair.first, pair.second: pair.second, ROUNDED: pair.first}
-    plans = {name: _planned(composed[of], where, name, progress) for name, of in names.items()}
+    plans = {
+        name: plan.resolve_beside(composed[of], where.training(name), where.index_cache, progress)
+        for name, of in names.items()
+    }
     return Audit(where, pair, plans, counts_from)
 
 
@@ -212,14 +215,6 @@ def _composed(model: str, overrides: Sequence[str | Override], pair: Pair, probl
     if problems:
         raise ConfigError(listed(problems), problems)
     return composed
-
-
-def _planned(composed: Composed, where: AuditDir, name: str, progress: Callable[[int, int], None] | None) -> Plan:
-    """The run of one training: it shares the index of the data with the others, and ends at once when told to."""
-    planned = plan.resolve(composed, where.training(name), progress)
-    dataset = planned.tree["dataset"] | {"path_to_cache": str(where.index_cache)}
-    train = planned.tree["train"] | {"exit_signal_handler": False}
-    return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
 
 
 # --- Training ---

@@ -68,8 +68,8 @@ def new(
     problems += decided
     length = max(warmup + steps, 1)
     composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
-    where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].tree).tp}"))
-    plans = {mode: _planned(mode, composed[mode], where, progress) for mode in modes}
+    where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].config).tp}"))
+    plans = {mode: plan.resolve_beside(composed[mode], where.mode(mode), where.index_cache, progress) for mode in modes}
     if any(one.environment != plans[modes[0]].environment for one in plans.values()):
         raise ConfigError("these modes need different environment variables, which one process cannot have")
     turns = [Pass(mode, number, warmup, length) for number in range(1, rounds + 1) for mode in modes]
@@ -142,14 +142,6 @@ def _composed(
     if problems:
         raise ConfigError(listed(problems), problems)
     return composed
-
-
-def _planned(mode: str, composed: Composed, where: BenchDir, progress: Callable[[int, int], None] | None) -> Plan:
-    """The run of one mode: it shares the index of the data with the others, and ends at once when told to."""
-    planned = plan.resolve(composed, where.mode(mode), progress)
-    dataset = planned.tree["dataset"] | {"path_to_cache": str(where.index_cache)}
-    train = planned.tree["train"] | {"exit_signal_handler": False}
-    return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
 
 
 def _device(first: Plan) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def _composed(model: str, choices: Sequence[Choice], problems: list[str]) -> dic
 
 def _named(choice: Choice, composed: Composed) -> Choice:
     """Where no key has several values, the one cell is named by its tensor-parallel degree."""
-    tp = layout.of(composed.tree).tp
+    tp = layout.of(composed.config).tp
     return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
 
 
