@@ -123,7 +123,9 @@ def test_a_cluster_of_ones_own_travels_with_the_job(cli, here):
     assert "#SBATCH --nodes=2\n" in ended.out
 
 
-@pytest.mark.parametrize("more", ((), ("precision=fp8_tensorwise", "cuda_graph=te")), ids=("bf16", "fp8"))
+@pytest.mark.parametrize(
+    "more", ((), ("precision=fp8_tensorwise", "cuda_graph=te", "numerics=stock")), ids=("bf16", "fp8")
+)
 def test_a_login_node_needs_no_transformer_engine(cli, slurm, here, more):
     before = dict(os.environ)
     ended = cli("submit", *ON_GPUS, *more, "run.dir=a")

@@ -6,12 +6,8 @@ One row a rule. A rule looks at the configuration and returns what is wrong, or 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from tp_invariant_recipes.config.sections import RunConfig, typed
-
-Tree = dict[str, Any]
-
+from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 
 # Numbers of the model that tensor parallelism splits.
 SPLIT_BY_TP = (
@@ -68,6 +64,12 @@ def of(config: RunConfig) -> Layout:
 def countable(config: RunConfig) -> bool:
     """Whether every degree is at least 1, so that rules can divide by it."""
     return all(value >= 1 for value in of(config).degrees.values())
+
+
+def splits_unevenly(config: RunConfig) -> bool:
+    """Whether tp does not divide the model."""
+    tp = of(config).tp
+    return any((config.model.get(number) or 0) % tp for number in SPLIT_BY_TP)
 
 
 def problems(tree: Tree) -> list[str]:

@@ -92,8 +92,9 @@ def parse(text: str | Override) -> Override:
         wrong = str(error).splitlines()[0]
     if parsed is not None:
         key = parsed.key_or_group
-        single = not (parsed.is_sweep_override() or parsed.is_delete())
-        value = str(parsed.value()) if single and key == "cluster" else parsed.get_value_string()
+        if not parsed.is_delete():
+            text_of_it = not parsed.is_sweep_override() and isinstance(parsed.value(), str)
+            value = str(parsed.value()) if key == "cluster" and text_of_it else parsed.get_value_string()
     path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
     return Override(text, key, path, value, key in source.group_names(), parsed, wrong, old if old != key else None)
 

@@ -19,6 +19,8 @@ from tp_invariant_recipes.config.settings import (
     SlurmSettings,
 )
 
+Tree = Mapping[str, Any]  # section -> fields, as Hydra composes it
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -46,7 +48,7 @@ class RunConfig:
         return self.bridge["model"]
 
 
-def typed(tree: Mapping[str, Any]) -> RunConfig:
+def typed(tree: Tree) -> RunConfig:
     """A tree whose fields have been checked, typed. A section or field of ours that it lacks has its default."""
     own = {name: cls(**tree.get(name, {})) for name, cls in OWN_SECTIONS.items()}
     return RunConfig(**own, bridge={name: fields for name, fields in tree.items() if name not in OWN_SECTIONS})
