@@ -16,7 +16,7 @@ GROUPS = {
     "iters=2 gbs=4 dp=2": ("tp=1", "tp=4"),
     "iters=2 gbs=4 pp=2": ("tp=1", "tp=2"),
     f"iters=2 {RECOMPUTE}": ("tp=1", "tp=4 sp=false"),
-    f"iters=2 precision=fp32 numerics.shards=4 {UNTIED}": ("tp=1", "tp=4 sp=false"),
+    f"iters=2 precision=fp32 numerics.virtual_shards=4 {UNTIED}": ("tp=1", "tp=4 sp=false"),
 }
 # More of the same, for a release: on two cores, a step of eight ranks takes a second.
 LONGER = {
