@@ -26,12 +26,12 @@ GPU_CLUSTERS = ("h100", "h200", "b300")
 # Model -> a layout that one would train it in on nodes of eight GPUs.
 LAYOUTS = {
     "qwen3_toy": ("tp=2",),
-    "qwen3_0p6b": ("dp=8", "gbs=8"),
+    "qwen3_0p6b": ("dp=8", "gbs=8", "numerics=stock"),
     "qwen3_8b": ("tp=8", "dp=2", "gbs=16", "numerics=tree", "save=500"),
     "qwen3_moe_toy": ("tp=2", "dp=2", "ep=2", "gbs=2"),
-    "qwen3_30b_a3b": ("tp=4", "dp=4", "ep=8", "gbs=16", "save=500"),
+    "qwen3_30b_a3b": ("tp=4", "dp=4", "ep=8", "gbs=16", "numerics=stock", "save=500"),
     "nemotron3_nano_toy": ("tp=2",),
-    "nemotron3_nano": ("tp=2", "dp=4", "ep=8", "gbs=8", "save=500"),
+    "nemotron3_nano": ("tp=2", "dp=4", "ep=8", "gbs=8", "numerics=stock", "save=500"),
 }
 # Nodes without GPUs, as scripts/slurm-cluster has them.
 THROWAWAY = ("cluster.name=throwaway", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
