@@ -62,7 +62,7 @@ def train(
     tpi train qwen3_toy save=10 run.dir=runs/a ; tpi train --resume runs/a
     tpi train qwen3_8b tp=4 model.attention_backend=unfused optimizer.clip_grad=0.5
     tpi train qwen3_8b tp=4 numerics=tree --trace 1:2
-    tpi train qwen3_8b tp=8 dp=4 gbs=4 cluster=h100 launcher=slurm
+    tpi train qwen3_8b tp=8 dp=2 gbs=2 cluster=h100 launcher=slurm
 
     The last is for inside an allocation (salloc); tpi submit makes a job of its own.
     """
