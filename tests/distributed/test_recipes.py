@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tp_invariant_recipes import recipes, replacement
+from tp_invariant_recipes import recipes
 from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
@@ -16,35 +16,6 @@ from tp_invariant_recipes.recipes.__main__ import main, publish
 pytestmark = pytest.mark.usefixtures("bridge")
 
 MODELS = source.groups()["model"]
-
-
-@pytest.fixture(autouse=True)
-def undone(monkeypatch):
-    """What a recipe replaces in this process is put back."""
-    undo, apply_ = [], replacement.apply
-
-    def apply(rows):
-        undo.append(apply_(rows))
-
-    monkeypatch.setattr(recipes, "_in_use", {})
-    monkeypatch.setattr("tp_invariant_recipes.replacement.apply", apply)
-    yield undo
-    for one in undo:
-        one()
-
-
-def test_invariant_numerics_replace_what_megatron_calls_by_name_once_and_stock_nothing(undone):
-    from megatron.core import tensor_parallel
-
-    stock = tensor_parallel.vocab_parallel_cross_entropy
-    recipe("qwen3_toy", "numerics=stock")
-    assert tensor_parallel.vocab_parallel_cross_entropy is stock
-    recipe("qwen3_toy")
-    recipe("qwen3_toy", "tp=2")
-    assert tensor_parallel.vocab_parallel_cross_entropy is not stock
-    assert len(undone) == 1
-    with pytest.raises(ConfigError, match=r"^an earlier recipe of this process has numerics\.mode=tree"):
-        recipe("qwen3_toy", "numerics=stock")
 
 
 def test_every_model_has_a_function_and_every_function_a_model():
@@ -147,3 +118,8 @@ def test_without_a_runner_the_usage_is_said(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recipes"])
     with pytest.raises(SystemExit, match=r"usage: python -m tp_invariant_recipes\.recipes RUNNER\.py"):
         main()
+
+
+def test_a_recipe_has_stock_numerics_which_a_container_alone_can_hold():
+    assert not hasattr(recipe("qwen3_toy").model, "invariant_mode")
+    assert recipe("qwen3_toy", "numerics=tree").model.invariant_mode == "tree"

@@ -156,7 +156,8 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
         outcome = Outcome.STOPPED
     except (RunError, PeerFailed) as error:
         cause = _first_cause(rendezvous, error)
-        again = number < task.tries and not cause.ours
+        # A rank may fail of the signal that was to stop it; then nobody wants the run to go on by itself.
+        again = number < task.tries and not cause.ours and not rendezvous.stop.requests
         more = "it is queued again" if again else "no more"
         return Ended(None, again, f"{cause}\n(try {number} of {task.tries} from step {planned.start}; {more})")
     return Ended(outcome, outcome is Outcome.STOPPED and rendezvous.stop.resumable)

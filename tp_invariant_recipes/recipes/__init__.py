@@ -6,52 +6,31 @@
 
     pretrain(tpi_qwen3_8b_pretrain_config("tp=4", "iters=50"), forward_step)
 
-Each takes what follows the model on `tpi train`'s command line, and raises ConfigError listing every problem. As there,
-numerics=tree is the default: it also replaces functions that Megatron calls by name, in this process and for good.
-"numerics=stock" replaces nothing.
+Each takes what follows the model on `tpi train`'s command line, and raises ConfigError listing every problem. But for
+one default these are the runs of `tpi train`: a recipe has numerics=stock. Invariant numerics also replace functions that
+Megatron calls by name, and a ConfigContainer cannot say that (docs/numerics.md, "Code that does not use our recipes").
 `python -m tp_invariant_recipes.recipes` runs Bridge's own recipe runner with these names known to it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from tp_invariant_recipes.errors import ConfigError
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 
 def recipe(model: str, *overrides: str, device: str = "gpu") -> ConfigContainer:
-    """The configuration of `model`, as `tpi train MODEL OVERRIDES…` would build it, for Bridge's pretrain().
+    """The configuration of `model`, as `tpi train MODEL numerics=stock OVERRIDES…` would build it, for Bridge's pretrain().
 
     overrides: as on the command line: "tp=4", "optimizer.adam_eps=1e-8".
     device:    "gpu", or "cpu" for code that runs inside `host.cpu.installed()`.
-    Raises ConfigError listing every problem, or that an earlier call has given this process other numerics.
+    Raises ConfigError listing every problem.
     """
     from tp_invariant_recipes.config import container
     from tp_invariant_recipes.config.compose import compose
 
-    tree = compose(model, overrides, device=device).tree
-    made = container.build(tree)
-    _use(tree["numerics"])
-    return made
-
-
-_in_use: dict[str, Any] = {}  # the numerics of this process, once a recipe has asked for invariant ones
-
-
-def _use(numerics: dict[str, Any]) -> None:
-    """Replace what Megatron calls by name, which a ConfigContainer cannot say, once."""
-    from tp_invariant_recipes.numerics import spec
-    from tp_invariant_recipes.replacement import apply
-
-    if _in_use and _in_use != numerics:
-        differing = " ".join(f"numerics.{name}={value}" for name, value in _in_use.items() if numerics[name] != value)
-        raise ConfigError(f"an earlier recipe of this process has {differing}; recipes of one process share numerics")
-    if not _in_use and numerics["mode"] != "stock":
-        apply(spec.replacements(numerics))
-        _in_use.update(numerics)
+    return container.build(compose(model, overrides, device=device, numerics="stock").tree)
 
 
 def tpi_qwen3_toy_pretrain_config(*overrides: str) -> ConfigContainer:
