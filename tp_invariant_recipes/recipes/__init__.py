@@ -6,9 +6,9 @@
 
     pretrain(tpi_qwen3_8b_pretrain_config("tp=4", "iters=50"), forward_step)
 
-Each takes what follows the model on `tpi train`'s command line, and raises ConfigError listing every problem. But for
-one default these are the runs of `tpi train`: a recipe has numerics=stock. Invariant numerics also replace functions that
-Megatron calls by name, and a ConfigContainer cannot say that (docs/numerics.md, "Code that does not use our recipes").
+Each takes what follows the model on `tpi train`'s command line, and raises ConfigError listing every problem. One
+default differs: a recipe has numerics=stock. Invariant numerics also replace functions that Megatron calls by name, and
+a ConfigContainer cannot say that (docs/numerics.md, "Code that does not use our recipes").
 `python -m tp_invariant_recipes.recipes` runs Bridge's own recipe runner with these names known to it.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def recipe(model: str, *overrides: str, device: str = "gpu") -> ConfigContainer:
-    """The configuration of `model`, as `tpi train MODEL numerics=stock OVERRIDES…` would build it, for Bridge's pretrain().
+    """The configuration of `model`, as `tpi train MODEL numerics=stock OVERRIDES…` would build it.
 
     overrides: as on the command line: "tp=4", "optimizer.adam_eps=1e-8".
     device:    "gpu", or "cpu" for code that runs inside `host.cpu.installed()`.
