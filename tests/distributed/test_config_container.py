@@ -52,7 +52,7 @@ def differing(a: object, b: object) -> dict[str, tuple]:
 
 @pytest.mark.parametrize("model", ON_CPU)
 def test_bridge_accepts_every_model_that_a_cpu_can(model):
-    made = validated(model, device="cpu")
+    made = validated(model, "numerics=stock", device="cpu")
     assert made.model.transformer_impl == "local"
     assert made.dist.distributed_backend == "gloo"
     provider = type(made.model).__name__
@@ -177,7 +177,7 @@ def test_the_provider_is_the_one_bridge_derives_from_hugging_face(model):
     kind = Qwen3MoeConfig if "num_experts" in HUGGING_FACE[model] else Qwen3Config
     config = kind(architectures=[kind.__name__.replace("Config", "ForCausalLM")], **HUGGING_FACE[model])
     theirs = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
-    ours = build(model).model
+    ours = build(model, "numerics=stock").model
     assert type(ours) is type(theirs)
     different = differing(theirs, ours)
     assert {name: pair for name, pair in different.items() if name not in NOT_ARCHITECTURE} == {}
