@@ -1,5 +1,6 @@
 """What a user sees when a run cannot go on: one screen, exit status 2, and the name of what to look at."""
 
+import json
 import os
 import signal
 import subprocess
@@ -28,6 +29,21 @@ def test_a_killed_rank_is_named_with_its_log_and_takes_the_others_along(tpi):
     for pid in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def _nobody_reads() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    for descriptor in (1, 2):
+        os.dup2(writing, descriptor)
+
+
+def test_a_training_whose_output_nobody_reads_goes_on_to_its_end(tpi):
+    """As in `tpi train … 2>&1 | head -6`."""
+    done = tpi("train", "qwen3_toy", "iters=6", "seq=64", "run.dir=run", before=_nobody_reads)
+    assert done.status == 0
+    assert len(tpi.ledger("run")) == 6
+    assert json.loads((tpi.folder / "run" / "run.json").read_text())["attempts"][0]["outcome"] == "completed"
 
 
 def _fail_on_rank_0() -> None:

@@ -1,6 +1,5 @@
 """`tpi compare`: did these runs compute the same bits?"""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +26,7 @@ from tp_invariant_recipes.compare.text import (
     verdict_line,
 )
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 
@@ -63,12 +63,12 @@ def compare(
         comparisons = _compare_all(runs)
     except LedgerError as error:
         if as_json:
-            typer.echo(json.dumps(error_report(error), indent=2))
+            terminal.print_json(error_report(error), indent=2)
         else:
-            typer.echo(f"not comparable: {error}", err=True)
+            terminal.console(stderr=True).print(Text(f"not comparable: {error}"), soft_wrap=True)
         raise typer.Exit(UNREADABLE) from None
     if as_json:
-        typer.echo(json.dumps(report(comparisons), indent=2))
+        terminal.print_json(report(comparisons), indent=2)
     else:
         _print(comparisons, every)
     raise typer.Exit(exit_status(comparisons))
@@ -88,7 +88,7 @@ def _compare(a: LedgerOrLog, b: LedgerOrLog) -> Comparison | PrintedComparison:
 
 
 def _print(comparisons: tuple[Comparison | PrintedComparison, ...], every: bool) -> None:
-    console = Console(highlight=False)
+    console = terminal.console()
     said = set()
     for one in comparisons:
         line = Text(verdict_line(one) if isinstance(one, Comparison) else log_compare.line(one))

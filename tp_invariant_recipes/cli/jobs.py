@@ -1,6 +1,5 @@
 """`tpi jobs`, `tpi logs`, `tpi cancel` and `tpi wait`."""
 
-import json
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -8,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.host import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.jobs.states import JobState
@@ -63,11 +62,13 @@ def jobs(
     found = states.overview(find(names)) if names else states.overview_of_recent(everything=everything)
     rows = [state for one in found.states for state in one]
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "warning": found.unavailable, "jobs": [state.as_dict() for state in rows]}))
+        terminal.print_json(
+            {"schema": SCHEMA, "warning": found.unavailable, "jobs": [state.as_dict() for state in rows]}
+        )
         return
     if found.unavailable:
         _say(f"warning: SLURM was not asked: {found.unavailable}")
-    console = Console(highlight=False)
+    console = terminal.console()
     if not rows:
         _print("no job was submitted yet" if everything else "none in the queue or ended within a day; --all lists all")
         return
@@ -107,7 +108,9 @@ def logs(
     if not following:
         launch.show(submission, sources, sys.stdout.buffer)
         return
-    states = launch.follow(submission, sources, sys.stdout.buffer, lambda line: _say(f"[{line}]"))
+    states = launch.follow(submission, sources, sys.stdout.buffer, lambda line: _say(f"[{line}]"), terminal.reader_gone)
+    if states is None:
+        return
     _say(_closing(states))
     _leave([states])
 
@@ -224,8 +227,8 @@ def _clock(seconds: int) -> str:
 
 
 def _print(text: str) -> None:
-    Console(highlight=False).print(Text(text), soft_wrap=True)
+    terminal.console().print(Text(text), soft_wrap=True)
 
 
 def _say(text: str) -> None:
-    Console(stderr=True, highlight=False).print(Text(text), soft_wrap=True)
+    terminal.console(stderr=True).print(Text(text), soft_wrap=True)

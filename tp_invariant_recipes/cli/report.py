@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from tp_invariant_recipes.host import terminal
+
 
 def report(
     runs: Annotated[
@@ -41,8 +43,8 @@ def report(
         drawings = [drawing for part in parts for drawing in part.drawings]
         files.write(image, render.png(drawings, "\n".join(page.verdicts(gathered))))
     for line in page.verdicts(gathered):
-        typer.echo(line)
+        terminal.print_text(line)
     for file in filter(None, (out, image)):
-        typer.echo(f"wrote {file}")
+        terminal.print_text(f"wrote {file}")
     if open_:
         typer.launch(str(out.resolve()))

@@ -1,6 +1,5 @@
 """`tpi train`."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ import typer
 
 from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, _models, cluster_override
 from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def train(
 
     The run directory (runs/MODEL-…, or run.dir=PATH) receives the configuration, the command, the environment, one log
     per rank, checkpoints and the ledger. SIGTERM or Ctrl-C saves a checkpoint and stops; --resume continues the run.
+    Exit status: 0 completed, or stopped by SIGTERM; 130 stopped by Ctrl-C; 2 a mistake or a failure.
 
     \b
     tpi train qwen3_8b tp=4
@@ -70,7 +71,7 @@ def train(
     Every tensor-parallel degree computes the same bits, unless you ask for numerics=stock. The last command is for use
     inside an allocation (salloc); tpi submit makes a job of its own.
     """
-    from tp_invariant_recipes.launch import plan, progress
+    from tp_invariant_recipes.launch import plan, progress, ranks
     from tp_invariant_recipes.launch import train as launch
 
     if verbose:
@@ -89,7 +90,7 @@ def train(
             "--resume RUN goes on with a run wherever it is, --continue with the one in run.dir: give one"
         )
     request = plan.Request(model, tuple(arguments), resume, go_on)
-    console = progress.console()
+    console = terminal.console_of_its_own()
     if request.launcher == "slurm" and as_json:
         raise ConfigError("--json is for runs of this process; with launcher=slurm, run.dir/run.json says how it ended")
     if request.launcher == "slurm":
@@ -100,13 +101,15 @@ def train(
     with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
         launch.check(planned)
     console.print(_opening(planned), soft_wrap=True)
-    with progress.watcher(planned, console, verbose=verbose) as watch:
-        outcome = launch.execute(planned, watch)
+    with ranks.stopping() as stop, progress.watcher(planned, console, verbose=verbose) as watch:
+        outcome = launch.execute(planned, watch, stop)
     summary = launch.summary(planned, outcome)
     if as_json:
-        print(json.dumps(summary))
+        terminal.print_json(summary)
     else:
         console.print(_closing(summary), soft_wrap=True)
+    if stop.interrupted:
+        raise typer.Exit(130)
 
 
 def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
@@ -132,6 +135,8 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
         raise typer.Exit(2)  # the first node says why, once for all
     if place.first:
         console.print(ended.word)
+    if stop.interrupted:
+        raise typer.Exit(130)
 
 
 def _opening(planned) -> str:

@@ -1,6 +1,5 @@
 """`tpi verify`."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ def verify(
     else:
         verdict = _run(model, list(overrides or []), against, directory, verbose)
     if as_json:
-        print(json.dumps(verdict.as_dict()))
+        terminal.print_json(verdict.as_dict())
     else:
         _print(verdict)
     raise typer.Exit(verdict.exit_status)
@@ -87,7 +86,7 @@ def _run(
 
     if verbose:
         os.environ[VERBOSE] = "1"
-    console = progress.console()
+    console = terminal.console_of_its_own()
     with progress.preparing(console) as report:
         planned = launch.new(model, overrides, against=against, directory=directory, progress=report)
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
@@ -107,7 +106,7 @@ def _run(
 
 
 def _print(verdict: "MatrixVerdict") -> None:
-    console = Console(highlight=False)
+    console = terminal.console()
     console.print(_table(verdict.rows))
     line = Text(verdict.line)
     line.stylize(f"bold {_COLOURS.get(verdict.verdict, 'yellow')}", 0, len(verdict.verdict))

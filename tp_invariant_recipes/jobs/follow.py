@@ -168,12 +168,21 @@ def show(submission: Submission, shown: Sequence[Source], out: BinaryIO) -> None
 
 
 def follow(
-    submission: Submission, sources: Sequence[Source], out: BinaryIO, report: Callable[[str], None]
-) -> list[JobState]:
-    """Write the files as they grow until the jobs have ended; returns the last states. Raises RunError like `wait`."""
+    submission: Submission,
+    sources: Sequence[Source],
+    out: BinaryIO,
+    report: Callable[[str], None],
+    reader_gone: Callable[[], bool],
+) -> list[JobState] | None:
+    """Write the files as they grow until the jobs have ended; returns the last states. Raises RunError like `wait`.
+
+    reader_gone: whether nobody reads `out` any more; then it ends at once and returns None.
+    """
     watch, tails = SubmissionWatch([submission], report), Tails(sources, out)
     while not watch():
         tails()
+        if reader_gone():
+            return None
         time.sleep(LOOK)
     tails(last=True)
     return watch.states[0]

@@ -56,12 +56,14 @@ class RankFailed(RunError):
 class Stop:
     """The signals that came, and what they ask for.
 
-    requests: SIGTERM or Ctrl-C: once to save and stop, twice to stop now. requeue: SIGUSR1: save and stop, but only
-    to go on in another job; never more than that.
+    requests:    SIGTERM or Ctrl-C: once to save and stop, twice to stop now.
+    requeue:     SIGUSR1: save and stop, but only to go on in another job; never more than that.
+    interrupted: whether one of the requests was Ctrl-C.
     """
 
     requests: int = 0
     requeue: bool = False
+    interrupted: bool = False
 
     @property
     def signals(self) -> int:
@@ -84,6 +86,7 @@ def stopping() -> Iterator[Stop]:
             stop.requeue = True
         else:
             stop.requests += 1
+            stop.interrupted |= number == signal.SIGINT
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
