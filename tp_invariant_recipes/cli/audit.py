@@ -58,7 +58,7 @@ def audit(
         )
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
-    console.print(f"audit directory {planned.directory.path}", soft_wrap=True)
+    console.print(Text(f"audit directory {planned.directory.path}"), soft_wrap=True)
 
     @contextmanager
     def watch(name: str, run: Any) -> Iterator[Any]:

@@ -69,7 +69,7 @@ def bench(
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         for one in planned.plans.values():
             check(one)
-    console.print(f"benchmark directory {planned.directory.path}", soft_wrap=True)
+    console.print(Text(f"benchmark directory {planned.directory.path}"), soft_wrap=True)
     with Passes(planned.directory, planned.passes, console) as watch:
         found = launch.execute(planned, watch)
     if as_json:

@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
 
 if TYPE_CHECKING:
@@ -205,8 +206,8 @@ def _table(rows: "Sequence[JobState]") -> Table:
         first = f": {row.note.splitlines()[0]}" if row.exit_status == 2 and row.note else ""
         table.add_row(
             Text(row.part.id),
-            Text(row.part.name + (" (judge)" if row.part.role == "judge" else "")),
-            Text(row.text + first, style=_COLOURS[row.exit_status]),
+            Text(one_line(row.part.name) + (" (judge)" if row.part.role == "judge" else "")),
+            Text(one_line(row.text + first), style=_COLOURS[row.exit_status]),
             Text(_steps(row)),
             Text("" if row.loss is None else f"{row.loss:.4f}"),
             Text("" if row.seconds_left is None else _clock(row.seconds_left)),

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
+from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, _models, cluster_override
 from tp_invariant_recipes.errors import ConfigError, RunError
@@ -107,7 +109,7 @@ def train(
     if as_json:
         terminal.print_json(summary)
     else:
-        console.print(_closing(summary), soft_wrap=True)
+        console.print(Text(_closing(summary)), soft_wrap=True)
     if stop.interrupted:
         raise typer.Exit(130)
 
@@ -147,7 +149,7 @@ def _opening(planned) -> str:
     return (
         f"[bold]{planned.composed.model}[/] on {ranks} {planned.device} rank{'s' if ranks > 1 else ''}, "
         f"{planned.steps} steps{resumed}, numerics={planned.tree['numerics']['mode']}\n"
-        f"run directory {planned.run_dir.path}; checkpoints {kept}"
+        f"run directory {escape(str(planned.run_dir.path))}; checkpoints {kept}"
     )
 
 

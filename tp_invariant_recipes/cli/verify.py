@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
 
@@ -91,7 +92,7 @@ def _run(
         planned = launch.new(model, overrides, against=against, directory=directory, progress=report)
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
-    console.print(f"{len(planned.plans)} runs in {planned.directory.path}", soft_wrap=True)
+    console.print(Text(f"{len(planned.plans)} runs in {planned.directory.path}"), soft_wrap=True)
     labels = [cell.label for cell in planned.matrix.cells]
 
     @contextmanager
@@ -108,7 +109,7 @@ def _run(
 def _print(verdict: "MatrixVerdict") -> None:
     console = terminal.console()
     console.print(_table(verdict.rows))
-    line = Text(verdict.line)
+    line = Text(one_line(verdict.line))
     line.stylize(f"bold {_COLOURS.get(verdict.verdict, 'yellow')}", 0, len(verdict.verdict))
     console.print(line, soft_wrap=True)
     for sentence in verdict.remarks:
@@ -130,6 +131,6 @@ def _table(rows: "tuple[CellResult, ...]") -> Table:
     )
     for row in rows:
         steps = str(row.steps) if row.steps == row.of else f"{row.steps} of {row.of}"
-        state = Text(row.words, style=_COLOURS.get(row.state, "yellow"))
-        table.add_row(Text(row.label), Text(str(row.ranks)), Text(steps), Text(row.last_loss), state)
+        state = Text(one_line(row.words), style=_COLOURS.get(row.state, "yellow"))
+        table.add_row(Text(one_line(row.label)), Text(str(row.ranks)), Text(steps), Text(row.last_loss), state)
     return table
