@@ -10,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from tp_invariant_recipes.config import (
+    bounds,
     cuda_graphs,
     environment,
     hydra_tree,
@@ -77,6 +78,13 @@ def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = N
         sound.append(_Assignment(f"device={device}", "device", device, group=True))
     if known:
         tree = _hydra(model, sound, problems)
+        if beyond := bounds.wrong(tree):  # before any rule, which may count up to such a number
+            typed = {a.path: beyond[a.path] for a in sound if a.path in beyond}
+            problems += (typed or beyond).values()  # other fields may follow from a typed one
+            sound = [a for a in sound if a.path not in beyond]
+            tree = _hydra(model, sound, problems)
+            if bounds.wrong(tree):  # of a file
+                raise ConfigError(listed(problems), problems)
         wrong = _check_fields(tree, sound) | _lost_precision(model, sound, problems)
         if wrong:
             problems += wrong.values()
@@ -98,6 +106,9 @@ def _understand(overrides: Iterable[str], groups: dict[str, tuple[str, ...]], pr
             parsed = parser.parse_override(as_typed(text))
         except HydraException as error:
             problems.append(f"'{text}' is not KEY=VALUE: {str(error).splitlines()[0]}")
+            continue
+        except ValueError:  # Python reads no number of more than 4300 digits
+            problems.append(f"{text[:30]}…: too many digits")
             continue
         key = parsed.key_or_group
         if parsed.is_sweep_override():

@@ -66,7 +66,7 @@ def spread(overrides: Sequence[str], problems: list[str]) -> tuple[tuple[Axis, .
 def _parsed(text: str) -> Override | None:
     try:
         return OverridesParser.create().parse_override(as_typed(text))
-    except HydraException:
+    except (HydraException, ValueError):
         return None  # compose reports the problem
 
 
