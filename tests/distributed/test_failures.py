@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.faults import at_step, reached, wait_for_ever
+
 RUN = ("train", "qwen3_toy", "tp=2", "iters=400", "seq=64", "run.dir=run")
 
 
@@ -112,6 +114,23 @@ def test_a_second_sigterm_does_not_wait(tpi):
     assert process.poll() is None
     os.kill(process.pid, signal.SIGTERM)
     process.wait()
+    assert _ranks(process.pid) == []
+
+
+def test_ranks_that_do_not_answer_sigterm_before_the_first_step_are_killed(tpi):
+    wait = at_step(1, wait_for_ever)
+
+    def plant() -> None:
+        from tp_invariant_recipes.launch import ranks
+
+        ranks.PATIENCE = 1.0
+        wait()
+
+    process = tpi.start(*RUN, before=plant)
+    process.until(reached(tpi.folder, 1))
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 0, process.stderr
+    assert "stopped at step 0 of 400" in process.stderr
     assert _ranks(process.pid) == []
 
 

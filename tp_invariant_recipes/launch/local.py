@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.launch import ranks
@@ -29,7 +30,19 @@ def run(
     stores = [_store() for _ in range(process_groups)]
     rank_infos = _rank_infos(plan.layout.world, tuple(store.port for store in stores))
     with ranks.stopping() if stop is None else nullcontext(stop) as noted:
-        return ranks.run(plan.run_dir, plan.device, rank_infos, tick, noted, rank_fn=rank_fn)
+        return ranks.run(
+            plan.run_dir, plan.device, rank_infos, tick, noted, rank_fn=rank_fn, stepped=_stepped(plan.run_dir.progress)
+        )
+
+
+def _stepped(progress: Path) -> Callable[[], bool]:
+    """Whether a step has been made since now. The ranks record each step before they save."""
+    before = _size(progress)
+    return lambda: _size(progress) != before
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def _store() -> Any:
