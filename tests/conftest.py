@@ -43,6 +43,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+# What Bridge and this package import only when a rank trains.
+LATE = (
+    "megatron.bridge.data.megatron_mimo",
+    "megatron.bridge.training.gpt_step",
+    "megatron.bridge.training.post_training.distillation",
+    "megatron.core.datasets.helpers",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "megatron.core.tokenizers.text.models",
+    "tp_invariant_recipes.host.cpu",
+)
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a command ended: exit status, standard output, standard error."""
@@ -88,6 +100,8 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def bridge() -> None:
     """Megatron-Bridge, imported once for all the forks of this worker."""
     os.environ.update(environment.settings("cpu", {}))
+    from hydra.core.plugins import Plugins
+
     from tp_invariant_recipes.host import bridge
 
     bridge.load()
@@ -97,6 +111,9 @@ def bridge() -> None:
         for name in sorted(file.stem for file in folder.glob("*.py")):
             if name != "te_layers":
                 import_module(f"tp_invariant_recipes.{package}.{name}")
+    for name in LATE:
+        import_module(name)
+    Plugins.instance()  # Hydra looks for its plugins once a process
 
     # Megatron collects garbage as it starts: every rank would go through all of Bridge, and copy what it visits.
     gc.collect()

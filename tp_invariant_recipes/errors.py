@@ -18,6 +18,20 @@ class ConfigError(TpiError):
         self.problems = tuple(problems) or (message,)
 
 
+# An entry of a ConfigError's problems that is none itself: what solves all those of numerics=tree and numerics=gather.
+OR_STOCK = "or numerics=stock"
+
+
+def listed(problems: Sequence[str]) -> str:
+    """One message for all problems."""
+    each = [problem for problem in problems if problem != OR_STOCK]
+    closing = OR_STOCK in problems
+    if len(each) == 1:
+        return f"{each[0]}, {OR_STOCK}" if closing else each[0]
+    lines = [f"{len(each)} problems in this configuration:", *(f"  - {problem}" for problem in each)]
+    return "\n".join([*lines, f"for the invariant numerics: change these, {OR_STOCK}"] if closing else lines)
+
+
 class DataError(TpiError):
     """Training data is missing, unreadable, empty or not what it claims to be."""
 

@@ -46,7 +46,7 @@ def install(shards: int) -> None:
     TransformerConfig.virtual_shards, TransformerConfig.invariant_mode = shards, NUMERICS["mode"]
     os.environ.update(environment.settings(_device(), os.environ))
     # Those of `spec` come last: what Megatron-Core imports by name must be its own when it is imported here.
-    apply((*_rows(shards), *spec.replacements(NUMERICS | {"shards": shards})))
+    apply((*_rows(shards), *spec.replacements(NUMERICS | {"virtual_shards": shards})))
 
 
 def _rows(shards: int) -> tuple[Replacement, ...]:
@@ -149,14 +149,14 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
     tree = {
-        "numerics": NUMERICS | {"shards": shards},
+        "numerics": NUMERICS | {"virtual_shards": shards},
         "model": model,
         "parallel": {"data_parallel_size": parallel_state.get_data_parallel_world_size()},
         "ddp": ddp or {},
         "device": {"kind": _device()},
     }
-    found = [line.removeprefix("numerics=tree: ").replace("model.", "") for line in invariance.problems(tree)]
-    found = [line.replace("numerics.shards", SHARDS) for line in found]
+    found = [line.removeprefix("numerics=tree: ").replace("model.", "") for line in invariance.limits(tree)]
+    found = [line.replace("numerics.virtual_shards", SHARDS) for line in found]
     if _device() == "gpu" and not config.deterministic_mode:
         found.append("kernels that add in no fixed order repeat no bits; deterministic_mode=True")
     return found

@@ -13,7 +13,7 @@ from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.open import read
 
-SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=2")
+SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=2", "numerics=stock")
 NORM = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
 

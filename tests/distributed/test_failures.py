@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.faults import at_step, reached, wait_for_ever
 
-RUN = ("train", "qwen3_toy", "tp=2", "iters=400", "seq=64", "run.dir=run")
+RUN = ("train", "qwen3_toy", "tp=2", "iters=400", "seq=64", "numerics=stock", "run.dir=run")
 
 
 def _ranks(launcher: int) -> list[int]:
@@ -85,7 +85,7 @@ def test_a_full_disk_is_said_before_the_start(tpi, small_disk):
 
 
 def test_a_disk_that_fills_up_is_said_at_the_end(tpi, small_disk):
-    process = tpi.start("train", "qwen3_toy", "iters=4000", "seq=64", f"run.dir={small_disk}/run")
+    process = tpi.start("train", "qwen3_toy", "iters=4000", "seq=64", "numerics=stock", f"run.dir={small_disk}/run")
     ledger = small_disk / "run" / "ledger.jsonl"
     process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
     with (small_disk / "ballast").open("wb", buffering=0) as ballast:

@@ -16,7 +16,7 @@ GROUPS = {
     "iters=2 gbs=4 dp=2": ("tp=1", "tp=4"),
     "iters=2 gbs=4 pp=2": ("tp=1", "tp=2"),
     f"iters=2 {RECOMPUTE}": ("tp=1", "tp=4 sp=false"),
-    f"iters=2 precision=fp32 numerics.shards=4 {UNTIED}": ("tp=1", "tp=4 sp=false"),
+    f"iters=2 precision=fp32 numerics.virtual_shards=4 {UNTIED}": ("tp=1", "tp=4 sp=false"),
 }
 # More of the same, for a release: on two cores, a step of eight ranks takes a second.
 LONGER = {
@@ -27,7 +27,7 @@ LONGER = {
     f"iters=2 {RECOMPUTE}": ("tp=1", "tp=2", "tp=4 sp=false"),
     "iters=2 precision=fp32": ("tp=1", "tp=4 sp=false"),
     f"iters=2 {UNTIED}": ("tp=1", "tp=4"),
-    "iters=2 numerics.shards=4": ("tp=1", "tp=4"),
+    "iters=2 numerics.virtual_shards=4": ("tp=1", "tp=4"),
 }
 ROWS = (*GROUPS.items(), *(pytest.param(*row, marks=pytest.mark.release) for row in LONGER.items()))
 
@@ -76,9 +76,9 @@ REFUSED = {
     "model.normalization=LayerNorm": "only model.normalization=RMSNorm is covered",
     "model.ffn_hidden_size=192": "on a CPU it must be a multiple of 256",
     "dp=4": "more than two data-parallel ranks",
-    "numerics.shards=6": "must be a power of two",
-    "numerics.shards=16": "the largest that fits is numerics.shards=8",
-    "numerics.shards=2 tp=4": "tp=4 does not divide numerics.shards=2",
+    "numerics.virtual_shards=6": "must be a power of two",
+    "numerics.virtual_shards=16": "the largest that fits is numerics.virtual_shards=8",
+    "numerics.virtual_shards=2 tp=4": "tp=4 does not divide numerics.virtual_shards=2",
 }
 
 

@@ -94,7 +94,7 @@ REFUSED = {
     "model.moe_router_load_balancing_type=sinkhorn": "model.moe_router_load_balancing_type one of aux_loss",
     "model.moe_z_loss_coeff=0.001": "model.moe_z_loss_coeff is not covered; leave it unset",
     "model.moe_ffn_hidden_size=48": "on a CPU model.moe_ffn_hidden_size must be a multiple of 32",
-    "seq=8": "on a CPU seq / numerics.shards * model.num_moe_experts must be a multiple of 32",
+    "seq=8": "on a CPU seq / numerics.virtual_shards * model.num_moe_experts must be a multiple of 32",
     "tp=4 model.num_moe_experts=6": "each expert needs one rank that computes it",
 }
 

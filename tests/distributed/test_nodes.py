@@ -11,7 +11,7 @@ from tests.distributed.faults import at_step, fail, reached, wait_for_ever, wait
 from tp_invariant_recipes.multinode import agent, heartbeat, rendezvous
 from tp_invariant_recipes.runs import checkpoints
 
-ALONE = ("train", "qwen3_toy", "tp=2", "iters=8", "save=4", "seq=32", "gbs=2", "model.num_layers=1")
+ALONE = ("train", "qwen3_toy", "tp=2", "iters=8", "save=4", "seq=32", "gbs=2", "model.num_layers=1", "numerics=stock")
 RUN = (*ALONE, "launcher=slurm", "--continue")
 
 
@@ -198,10 +198,10 @@ def test_tries_that_end_without_a_word_count_too(nodes):
 
 
 def test_a_node_that_does_not_come_is_said(nodes):
-    statuses, said = nodes(*here(nodes), "slurm.meet=3", absent=(1,))
+    statuses, said = nodes(*here(nodes), "slurm.rendezvous_timeout=3", absent=(1,))
     assert statuses == {0: 2}
     assert "1 of the nodes localhost[0-1] did not come within 3 s; here: n0" in said
-    statuses, said = nodes(*here(nodes), "slurm.meet=3", absent=(0,))
+    statuses, said = nodes(*here(nodes), "slurm.rendezvous_timeout=3", absent=(0,))
     assert statuses == {1: 2}
     assert "n1 did not reach the first of localhost[0-1] at 127.0.0.1, port " in said
     assert "within 3 s" in said
@@ -239,7 +239,7 @@ DISAGREEMENTS = {
 def test_nodes_that_would_not_compute_the_same_do_not_begin(nodes, fault):
     faults, words = DISAGREEMENTS[fault]
     patience = 3 if fault == "unaccepted" else 20  # seconds; that node ends at once, and the first waits for it in vain
-    statuses, said = nodes(*here(nodes), f"slurm.meet={patience}", **faults)
+    statuses, said = nodes(*here(nodes), f"slurm.rendezvous_timeout={patience}", **faults)
     assert set(statuses.values()) == {2}
     assert words in said
     assert not (nodes.tpi.folder / "run" / "ledger.jsonl").exists()

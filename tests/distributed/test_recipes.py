@@ -118,3 +118,8 @@ def test_without_a_runner_the_usage_is_said(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recipes"])
     with pytest.raises(SystemExit, match=r"usage: python -m tp_invariant_recipes\.recipes RUNNER\.py"):
         main()
+
+
+def test_a_recipe_has_stock_numerics_which_a_container_alone_can_hold():
+    assert not hasattr(recipe("qwen3_toy").model, "invariant_mode")
+    assert recipe("qwen3_toy", "numerics=tree").model.invariant_mode == "tree"

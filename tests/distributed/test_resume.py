@@ -13,7 +13,7 @@ import pytest
 from tests.distributed.faults import at_step, reached, wait_for_ever, wait_for_sigterm
 from tp_invariant_recipes.runs import checkpoints
 
-RUN = ("train", "qwen3_toy", "tp=2", "iters=12", "save=4", "seq=64", "gbs=2")
+RUN = ("train", "qwen3_toy", "tp=2", "iters=12", "save=4", "seq=64", "gbs=2", "numerics=stock")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import pytest
 
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.jobs import submit
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -122,7 +123,9 @@ def test_a_cluster_of_ones_own_travels_with_the_job(cli, here):
     assert "#SBATCH --nodes=2\n" in ended.out
 
 
-@pytest.mark.parametrize("more", ((), ("precision=fp8_tensorwise", "cuda_graph=te")), ids=("bf16", "fp8"))
+@pytest.mark.parametrize(
+    "more", ((), ("precision=fp8_tensorwise", "cuda_graph=te", "numerics=stock")), ids=("bf16", "fp8")
+)
 def test_a_login_node_needs_no_transformer_engine(cli, slurm, here, more):
     before = dict(os.environ)
     ended = cli("submit", *ON_GPUS, *more, "run.dir=a")
@@ -248,9 +251,9 @@ def _two_nodes() -> dict:
     return compose("qwen3_toy", [*NODES, "tp=8"]).tree
 
 
-def _tree(**settings: str) -> dict:
+def _tree(**settings: str) -> RunConfig:
     """A run of two nodes with these settings of slurm."""
-    return _two_nodes() | {"slurm": _two_nodes()["slurm"] | settings}
+    return typed(_two_nodes() | {"slurm": _two_nodes()["slurm"] | settings})
 
 
 # The partitions a job may wait in, and what is wrong: settings of slurm.*, partitions, parts of the problems.

@@ -12,7 +12,7 @@ from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.dumps import distance, read_step, steps
 from tp_invariant_recipes.training.placement import Site
 
-SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=3", "ledger.trace=1:2")
+SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=3", "numerics=stock", "ledger.trace=1:2")
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 
 # Each must have the trace of tp=1, every bit of it, as "tp=4" of `runs` must. Sequence parallelism is on where tp > 1
@@ -198,7 +198,7 @@ def test_a_tensor_that_cannot_be_dumped_ends_the_run(tpi):
 SMALL_MOE = (
     "qwen3_moe_toy seq=32 model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.num_query_groups=4 "
     "model.kv_channels=16 model.ffn_hidden_size=64 model.moe_ffn_hidden_size=32 model.vocab_size=256 iters=1 gbs=2 "
-    "ledger.trace=1:1"
+    "numerics=stock ledger.trace=1:1"
 )
 
 

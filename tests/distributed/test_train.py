@@ -13,7 +13,7 @@ from tp_invariant_recipes.ledger.bits import bits_float
 # What trains on a CPU besides one rank: each row a layout, as typed. Others train in test_digests.py.
 LAYOUTS = ("tp=2 dp=2 mbs=2 precision=fp32", pytest.param("tp=8", marks=pytest.mark.release))
 
-TEXT = ("seq=64", "gbs=1", "data=text")
+TEXT = ("seq=64", "gbs=1", "data=text", "numerics=stock")
 
 SMALL_MOE = (
     "qwen3_moe_toy seq=32 model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.num_query_groups=4 "
@@ -99,7 +99,7 @@ def test_a_run_is_never_overwritten(runs, text):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains(tpi, layout):
-    done = tpi("train", "qwen3_toy", "iters=2", "seq=64", *layout.split(), "run.dir=run", "--json")
+    done = tpi("train", "qwen3_toy", "numerics=stock", "iters=2", "seq=64", *layout.split(), "run.dir=run", "--json")
     assert done.status == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["outcome"] == "completed"
@@ -109,7 +109,7 @@ def test_every_layout_trains(tpi, layout):
 
 @pytest.mark.parametrize("layout", ("dp=2 ep=2 gbs=2", pytest.param("tp=2", marks=pytest.mark.release)))
 def test_mixture_of_experts_trains(tpi, layout):
-    done = tpi("train", *SMALL_MOE.split(), "iters=2", *layout.split(), "run.dir=run", "--json")
+    done = tpi("train", *SMALL_MOE.split(), "numerics=stock", "iters=2", *layout.split(), "run.dir=run", "--json")
     assert done.status == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2
 

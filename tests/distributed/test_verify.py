@@ -47,7 +47,7 @@ def test_tree_numerics_are_identical_and_the_table_names_each_cell(tree, shared)
 
 def test_the_runs_can_be_judged_again_without_training(tree, shared):
     before = (shared.folder / "tree" / "verify.json").read_bytes()
-    judged = shared("verify", "--judge", "tree")
+    judged = shared("verify", "--recheck", "tree")
     assert (judged.status, judged.stdout) == (0, tree.stdout)
     assert (shared.folder / "tree" / "verify.json").read_bytes() == before
 
@@ -126,7 +126,7 @@ def test_a_cell_that_fails_is_named_and_the_others_still_run(tpi):
     assert "incomplete: tp=2 failed; tp=1, tp=4 computed the same bits over 3 steps" in done.stdout
     assert "rank 1 failed: RuntimeError: planted" in done.stdout
     assert "its log: m/tp2/logs/rank-1.log" in done.stdout
-    assert tpi("verify", "--judge", "m").status == 2
+    assert tpi("verify", "--recheck", "m").status == 2
 
 
 LONGER = ("qwen3_toy", "seq=64", "gbs=2", "numerics=tree", "iters=6", "tp=1,2", "--dir", "m")
@@ -150,7 +150,7 @@ def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi)
     assert "incomplete: tp=2 was stopped" in said
     assert "tpi train --resume m/tp2" in said
     assert tpi("train", "--resume", "m/tp2").status == 0
-    judged = tpi("verify", "--judge", "m")
+    judged = tpi("verify", "--recheck", "m")
     assert judged.status == 0, judged.stdout
     assert "identical: tp=1, 2 computed the same bits over 6 steps" in judged.stdout
 
@@ -160,11 +160,11 @@ def test_after_sigterm_no_further_cell_starts_and_another_launcher_can_run_them(
     assert "incomplete: tp=1 was stopped; tp=2 did not run" in said
     assert not (tpi.folder / "m" / "tp2").exists()
     assert tpi("train", "--resume", "m/tp1").status == 0
-    assert tpi("verify", "--judge", "m").status == 2
+    assert tpi("verify", "--recheck", "m").status == 2
     cell = json.loads((tpi.folder / "m" / "matrix.json").read_text())["cells"][1]
     done = tpi("train", "qwen3_toy", *cell["overrides"], f"run.dir=m/{cell['name']}")
     assert done.status == 0, done.stderr
-    assert tpi("verify", "--judge", "m").status == 0
+    assert tpi("verify", "--recheck", "m").status == 0
 
 
 def test_what_is_wrong_with_any_cell_is_said_before_anything_starts(tpi):

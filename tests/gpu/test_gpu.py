@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-RUN = ("train", "qwen3_toy", "iters=12", "save=6")
+RUN = ("train", "qwen3_toy", "iters=12", "save=6", "numerics=stock")
 
 
 def tpi(folder, *arguments: str) -> subprocess.CompletedProcess:

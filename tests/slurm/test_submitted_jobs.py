@@ -117,6 +117,8 @@ def test_the_time_limit_saves_and_queues_again_and_cancel_ends_it(tpi, cluster, 
     again = tpi("cancel", "run")
     assert again.status == 0
     cluster.until(lambda: cluster.state(job) == "CANCELLED")
+    last = attempts(run)[-1]
+    assert (last["outcome"], last["requeued"]) == ("stopped", False), last
     assert (run / "job.ended").read_text() == "stopped\n"
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tp_invariant_recipes.config import allocation, layout
 from tp_invariant_recipes.config.allocation import SUBMITTED, WRITTEN, Allocation, misfits, parse_time
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.sections import RunConfig, typed
 
 GOOD = {"cluster.gpus_per_node": 8, "slurm.time": "4:00:00"}
 
@@ -20,8 +21,8 @@ def _composed(device: str):
     return compose("qwen3_toy", device=device).tree
 
 
-def job(tp: int = 1, dp: int = 1, *, device: str = "gpu", **fields) -> dict:
-    """A tree with these values at these places: `cluster__ranks_per_node=4`."""
+def job(tp: int = 1, dp: int = 1, *, device: str = "gpu", **fields) -> RunConfig:
+    """A run with these values at these places: `cluster__ranks_per_node=4`."""
     tree = copy.deepcopy(_composed(device))
     places = GOOD | {name.replace("__", "."): value for name, value in fields.items()}
     tree["model"]["tensor_model_parallel_size"] = tp
@@ -30,7 +31,7 @@ def job(tp: int = 1, dp: int = 1, *, device: str = "gpu", **fields) -> dict:
         section, name = path.split(".")
         assert name in tree[section], path
         tree[section][name] = value
-    return tree
+    return typed(tree)
 
 
 def problems(*arguments, environ=None, **fields) -> list[str]:
@@ -94,7 +95,7 @@ MISFITS = (
     ({"cluster__ranks_per_node": 0}, "cluster.ranks_per_node=0: must be at least 1"),
     ({"cluster__ranks_per_node": -2}, "cluster.ranks_per_node=-2: must be at least 1"),
     ({"slurm__tries": 0}, "slurm.tries=0: must be at least 1"),
-    ({"slurm__meet": 0}, "slurm.meet=0: must be at least 1"),
+    ({"slurm__rendezvous_timeout": 0}, "slurm.rendezvous_timeout=0: must be at least 1"),
     ({"slurm__save_before": 0}, "slurm.save_before=0: must be at least 1"),
     ({"cluster__ranks_per_node": 9}, "cluster.ranks_per_node=9 is more than cluster.gpus_per_node=8, and each rank"),
     ({"cluster__shared_files": False, "checkpoint__save_interval": 5}, "save=5 with cluster.shared_files=false: a ch"),
@@ -278,7 +279,7 @@ def test_what_comes_of_the_command_line_is_what_the_rules_read():
         "qwen3_toy",
         ["cluster=h100", "tp=8", "dp=2", "gbs=2", "slurm.time=90", "slurm.options=['--reservation=x']", "save=5"],
         device="gpu",
-    ).tree
+    ).config
     assert allocation.problems(tree, {}) == []
     assert allocation.of(tree) == Allocation(2, 8, 8)
     assert layout.of(tree).world == 16

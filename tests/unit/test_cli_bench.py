@@ -22,9 +22,9 @@ MISTAKES = (
     (["qwen3_toy", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),
     (["qwen3_toy", "--dir", "taken/file"], ["--dir taken/file is there and is not an empty directory"]),
     (["qwen3_toy", "device=gpu", "--modes", "stock"], ["device=gpu, but this machine shows no GPU"]),
-    (["qwen3_toy", "numerics.shards=3"], ["numerics.shards=3: must be a power of two"]),
+    (["qwen3_toy", "numerics.virtual_shards=3"], ["numerics.virtual_shards=3: must be a power of two"]),
     (
-        ["qwen3_toy", "gbs=3", "mbs=2", "numerics.shards=3", "iters=3", "save=2", "--rounds", "0", "--steps", "-1"],
+        ["qwen3_toy", "gbs=3", "mbs=2", "numerics.virtual_shards=3", "iters=3", "save=2", "--rounds=0", "--steps=-1"],
         [
             "6 problems in this configuration",
             "--rounds 0: must be at least 1",
@@ -32,7 +32,7 @@ MISTAKES = (
             "iters=3: a benchmark counts",
             "save=2: a benchmark saves no checkpoints",
             "gbs=3 is not a multiple",
-            "numerics.shards=3: must be",
+            "numerics.virtual_shards=3: must be",
         ],
     ),
 )  # fmt: skip

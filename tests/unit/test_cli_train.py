@@ -2,6 +2,7 @@
 
 import pytest
 
+from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.launch import plan
 
@@ -68,7 +69,7 @@ def test_a_full_disk_is_said_before_anything_is_written(cli, here, monkeypatch):
 
 
 def test_a_run_of_another_model_is_not_resumed(cli, here):
-    plan.write(plan.new("qwen3_toy", ["run.dir=run"]))
+    plan.write(plan.new(compose("qwen3_toy", ["run.dir=run"])))
     before = sorted((p.name, p.read_bytes()) for p in here.rglob("*") if p.is_file())
     ended = cli("train", "qwen3_8b", "--resume", "run")
     assert ended.status == 2

@@ -73,7 +73,7 @@ def test_what_is_set_in_the_shell_wins(name):
 def test_a_plan_has_them(tmp_path, no_gpus, monkeypatch):
     (tmp_path / "site.yaml").write_text("environment: {NCCL_DEBUG: WARN, TORCH_LOGS: x}\n")
     monkeypatch.setenv("TORCH_LOGS", "mine")
-    planned = plan.new("qwen3_toy", [f"cluster={tmp_path}/site.yaml", f"run.dir={tmp_path}/run"])
+    planned = plan.new(compose("qwen3_toy", [f"cluster={tmp_path}/site.yaml", f"run.dir={tmp_path}/run"], device="cpu"))
     assert planned.environment == settings("cpu", {}) | {"NCCL_DEBUG": "WARN", "TORCH_LOGS": "mine"}
 
 

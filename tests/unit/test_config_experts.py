@@ -30,7 +30,10 @@ BEYOND = (
     ({"model__expert_model_parallel_size": 3}, "each expert needs one rank that computes it"),
     ({"model__num_moe_experts": 12, "model__expert_model_parallel_size": 8}, "each expert needs one rank"),
     ({"model__moe_ffn_hidden_size": 48}, "on a CPU model.moe_ffn_hidden_size must be a multiple of 32"),
-    ({"model__num_moe_experts": 1, "model__seq_length": 64}, "on a CPU seq / numerics.shards * model.num_moe_experts"),
+    (
+        {"model__num_moe_experts": 1, "model__seq_length": 64},
+        "on a CPU seq / numerics.virtual_shards * model.num_moe_experts",
+    ),
     ({"model__activation_func": "torch.nn.functional.gelu"}, "of the experts' activations"),
     ({"model__gated_linear_unit": False}, "of the experts' activations"),
     ({"model__moe_router_load_balancing_type": "sinkhorn"}, "other sums stand in the router"),
@@ -44,21 +47,21 @@ BEYOND = (
 
 @pytest.mark.parametrize("fields, says", BEYOND, ids=[str(fields) for fields, _ in BEYOND])
 def test_what_has_no_invariant_version_is_refused_under_tree_only(fields, says):
-    (problem,) = invariance.problems(changed(**fields))
+    (problem,) = invariance.limits(changed(**fields))
     assert problem.startswith(f"numerics=tree: {says}")
-    assert invariance.problems(changed(**fields, numerics__mode="stock")) == []
-    assert invariance.problems(changed(**(fields | {"model__num_moe_experts": None}))) == []
+    assert invariance.limits(changed(**fields, numerics__mode="stock")) == []
+    assert invariance.limits(changed(**(fields | {"model__num_moe_experts": None}))) == []
 
 
 def test_shared_experts_on_a_cpu_are_whole_vectors():
     """As every width that is divided among ranks and followed by an activation."""
-    (problem,) = invariance.problems(changed(model__moe_shared_expert_intermediate_size=64))
+    (problem,) = invariance.limits(changed(model__moe_shared_expert_intermediate_size=64))
     assert problem == "model.moe_shared_expert_intermediate_size=64: on a CPU it must be a multiple of 128"
-    assert invariance.problems(changed(model__moe_shared_expert_intermediate_size=128)) == []
+    assert invariance.limits(changed(model__moe_shared_expert_intermediate_size=128)) == []
 
 
 def test_gather_has_no_experts():
-    assert "numerics=gather: experts are covered by numerics=tree only" in invariance.problems(
+    assert "numerics=gather: experts are covered by numerics=tree only" in invariance.limits(
         changed(numerics__mode="gather")
     )
 
@@ -78,6 +81,8 @@ def test_v_where_none_is_given(sizes, others):
 @pytest.mark.parametrize("model, shards", (("qwen3_8b", 8), ("qwen3_30b_a3b", 4), ("nemotron3_nano", 2)))
 def test_v_of_the_models_is_the_same_in_every_layout(model, shards):
     for layout in (["tp=1"], ["tp=2"], ["tp=2", "dp=2", "gbs=2"]):
-        assert compose(model, ["numerics=tree", *layout], device="gpu").tree["numerics"]["shards"] == shards
-    given = compose(model, ["numerics=tree", "numerics.shards=2"], device="gpu").tree["numerics"]["shards"]
+        assert compose(model, ["numerics=tree", *layout], device="gpu").tree["numerics"]["virtual_shards"] == shards
+    given = compose(model, ["numerics=tree", "numerics.virtual_shards=2"], device="gpu").tree["numerics"][
+        "virtual_shards"
+    ]
     assert given == 2

@@ -56,14 +56,14 @@ BEYOND = (
 
 @pytest.mark.parametrize("fields, says", BEYOND, ids=[str(fields) for fields, _ in BEYOND])
 def test_what_has_no_invariant_version_is_refused_under_tree_only(fields, says):
-    (problem,) = invariance.problems(changed(**fields))
+    (problem,) = invariance.limits(changed(**fields))
     assert problem.startswith(f"numerics=tree: {says}")
-    assert invariance.problems(changed(**fields, numerics__mode="stock")) == []
+    assert invariance.limits(changed(**fields, numerics__mode="stock")) == []
 
 
 @pytest.mark.parametrize("fields, says", BEYOND, ids=[str(fields) for fields, _ in BEYOND])
 def test_gather_is_refused_the_same_but_takes_a_norm_in_fp64(fields, says):
-    problems = invariance.problems(changed(**fields, numerics__mode="gather"))
+    problems = invariance.limits(changed(**fields, numerics__mode="gather"))
     if "numerics__grad_norm" in fields:
         assert problems == []
     else:
@@ -73,22 +73,22 @@ def test_gather_is_refused_the_same_but_takes_a_norm_in_fp64(fields, says):
 
 def test_all_that_is_beyond_is_said_at_once():
     everything = {name: value for fields, _ in BEYOND for name, value in fields.items()}
-    found = invariance.problems(changed(**everything | {"parallel__data_parallel_size": 4}))
+    found = invariance.limits(changed(**everything | {"parallel__data_parallel_size": 4}))
     said = {line.removeprefix("numerics=tree: ") for line in found}
     assert all(any(line.startswith(says) for line in said) for _, says in BEYOND)
 
 
 def test_composing_says_it_beside_the_rest():
     with pytest.raises(ConfigError) as error:
-        compose("qwen3_toy", ["numerics=tree", "numerics.shards=3", "pp=3"], device="cpu")
+        compose("qwen3_toy", ["numerics=tree", "numerics.virtual_shards=3", "pp=3"], device="cpu")
     assert "pp=3 does not divide" in str(error.value)
-    assert "numerics.shards=3: must be a power of two" in str(error.value)
+    assert "numerics.virtual_shards=3: must be a power of two" in str(error.value)
 
 
 @pytest.mark.parametrize("shards", (None, 0, -2, 3, 6, 12, "8"))
 def test_the_number_of_shards_is_a_power_of_two(shards):
-    assert invariance.problems(changed(numerics__shards=shards)) == [
-        f"numerics.shards={shards}: must be a power of two"
+    assert invariance.limits(changed(numerics__virtual_shards=shards)) == [
+        f"numerics.virtual_shards={shards}: must be a power of two"
     ]
 
 
@@ -99,26 +99,64 @@ DIMENSIONS = st.fixed_dictionaries({f"model__{name}": NUMBERS for name in invari
 @given(DIMENSIONS, st.sampled_from((1, 2, 4, 8, 16)), st.sampled_from((1, 2, 3, 4, 8, 16)))
 def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp):
     fields = dimensions | {"model__tensor_model_parallel_size": tp, "device__kind": "gpu"}
-    found = invariance.problems(changed(**fields, numerics__shards=shards))
+    found = invariance.limits(changed(**fields, numerics__virtual_shards=shards))
     fits = all((number / shards).is_integer() for number in dimensions.values())
     assert bool(found) == (not fits or not (shards / tp).is_integer())
-    if match := re.search(r"the largest that fits is numerics\.shards=(\d+)$", "\n".join(found)):
-        again = invariance.problems(changed(**fields, numerics__shards=int(match[1])))
+    if match := re.search(r"the largest that fits is numerics\.virtual_shards=(\d+)$", "\n".join(found)):
+        again = invariance.limits(changed(**fields, numerics__virtual_shards=int(match[1])))
         assert not any(" does not divide model." in line or "power of two" in line for line in again)
     elif found:
-        assert found == [f"tp={tp} does not divide numerics.shards={shards}; raise numerics.shards or change tp"]
+        assert found == [
+            f"tp={tp} does not divide numerics.virtual_shards={shards}; raise numerics.virtual_shards or change tp"
+        ]
 
 
 def test_a_cpu_wants_whole_vectors():
     says = "model.ffn_hidden_size=192: on a CPU it must be a multiple of 256"
-    assert invariance.problems(changed(model__ffn_hidden_size=192)) == [says]
-    assert invariance.problems(changed(model__ffn_hidden_size=192, device__kind="gpu")) == []
+    assert invariance.limits(changed(model__ffn_hidden_size=192)) == [says]
+    assert invariance.limits(changed(model__ffn_hidden_size=192, device__kind="gpu")) == []
 
 
 def test_precisions_that_scale_are_refused():
     tree = copy.deepcopy(TREE)
-    assert invariance.problems(tree) == []
+    assert invariance.limits(tree) == []
     for name, says in (("fp16_mixed", "only bf16_mixed is covered"), ("bf16_with_fp8_hybrid", "FP8 and FP4 scales")):
         tree["mixed_precision"] = name
-        (problem,) = invariance.problems(tree)
+        (problem,) = invariance.limits(tree)
         assert says in problem
+
+
+def test_invariant_numerics_are_the_default_and_stock_is_asked_for():
+    assert compose("qwen3_toy").tree["numerics"] == TREE["numerics"]
+    assert compose("qwen3_toy", ["numerics=stock"]).tree["numerics"]["mode"] == "stock"
+    assert compose("qwen3_toy", numerics="stock").tree["numerics"]["mode"] == "stock"
+    assert compose("qwen3_toy", ["numerics=tree"], numerics="stock").tree == compose("qwen3_toy").tree
+
+
+def refused(*overrides: str, model: str = "qwen3_toy") -> str:
+    with pytest.raises(ConfigError) as error:
+        compose(model, overrides, device="gpu")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("model", ("qwen3_toy", "qwen3_moe_toy", "nemotron3_nano_toy"))
+@pytest.mark.parametrize("override", ("precision=fp8_tensorwise", "cuda_graph=te", "cuda_graph=full"))
+def test_what_is_not_covered_is_one_message_that_ends_with_stock(model, override):
+    said = refused(override, model=model)
+    assert said.startswith("numerics=tree: ") or said.splitlines()[1].startswith("  - numerics=tree: ")
+    assert said.endswith("or numerics=stock")
+    assert said.count("or numerics=stock") == 1
+
+
+def test_several_limits_are_listed_and_the_way_out_is_said_once():
+    assert refused("cuda_graph=te", "cp=2").splitlines() == [
+        "2 problems in this configuration:",
+        "  - numerics=tree: cp has no invariant version yet; cp=1",
+        "  - numerics=tree: CUDA graphs are not covered yet; cuda_graph=off",
+        "for the invariant numerics: change these, or numerics=stock",
+    ]
+
+
+@pytest.mark.parametrize("override", ("tp=3", "tp=0", "dp=0", "pp=-1"))
+def test_what_stock_numerics_would_refuse_too_does_not_end_with_stock(override):
+    assert "numerics" not in refused(override)

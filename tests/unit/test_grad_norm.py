@@ -260,7 +260,7 @@ def test_the_signatures_are_those_of_megatron():
     assert parameters_of(clip_by_powers_of_two(clip)) == parameters_of(clip)
 
 
-NUMERICS = {"mode": "tree", "shards": 8, "grad_norm": "exact", "clip_rounding": "pow2"}
+NUMERICS = {"mode": "tree", "virtual_shards": 8, "grad_norm": "exact", "clip_rounding": "pow2"}
 
 
 def test_every_module_that_imported_megatrons_function_gets_ours():

@@ -22,12 +22,12 @@ def of(model: str, *overrides: str, device: str = "gpu") -> dict:
 SAME = (
     ("qwen3_8b", ("tp=2",)),
     ("qwen3_8b", ("tp=8", "sp=false")),
-    ("qwen3_8b", ("pp=4", "dp=4", "gbs=4", "cp=2")),
+    ("qwen3_8b", ("pp=4", "dp=4", "gbs=4", "cp=2", "numerics=stock")),
     ("qwen3_8b", ("device=cpu",)),
     ("qwen3_toy", ("device=cpu", "numerics=tree", "tp=8")),
     ("qwen3_8b", ("cluster=h100", "logging=wandb", "save=10", "run.dir=x")),
     ("qwen3_moe_toy", ("tp=2", "ep=2", "dp=2", "gbs=4")),
-    ("qwen3_moe_toy", ("tp=4", "etp=4")),
+    ("qwen3_moe_toy", ("tp=4", "etp=4", "numerics=stock")),
     ("nemotron3_nano_toy", ("tp=2", "pp=7")),
 )
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.config import layout
+from tp_invariant_recipes.config.sections import typed
 
 DEGREES = {
     "tp": "tensor_model_parallel_size",
@@ -124,7 +125,7 @@ def test_every_rule_has_its_say():
 
 
 def test_a_layout_counts_its_ranks():
-    at = layout.of(tree(tp=2, pp=3, cp=5, dp=7, ep=2, etp=2, sp=True))
+    at = layout.of(typed(tree(tp=2, pp=3, cp=5, dp=7, ep=2, etp=2, sp=True)))
     assert at.world == 2 * 3 * 5 * 7
     assert at.as_dict() == {"tp": 2, "pp": 3, "cp": 5, "dp": 7, "ep": 2, "etp": 2, "sp": True}
 

@@ -7,14 +7,14 @@ import pytest
 from tp_invariant_recipes.config import invariance
 from tp_invariant_recipes.config.compose import compose
 
-TREE = compose("qwen3_toy", ["numerics=tree", "numerics.shards=2"], device="cpu").tree
+TREE = compose("qwen3_toy", ["numerics=tree", "numerics.virtual_shards=2"], device="cpu").tree
 
 
 def problems(mode="tree", **fields):
     tree = copy.deepcopy(TREE)
     tree["model"] |= {"hybrid_layer_pattern": "M*-E|M", "mamba_num_groups": 8, **fields}
     tree["numerics"]["mode"] = mode
-    return invariance.problems(tree)
+    return invariance.limits(tree)
 
 
 def test_layers_that_are_covered():
@@ -35,4 +35,5 @@ def test_gather_covers_none():
 @pytest.mark.parametrize("field", ("mamba_num_groups", "mamba_num_heads"))
 def test_shards_divide_groups_and_heads(field):
     (problem,) = problems(**{field: 9})
-    assert problem == f"numerics.shards=2 does not divide model.{field}=9; the largest that fits is numerics.shards=1"
+    wrong = f"numerics.virtual_shards=2 does not divide model.{field}=9"
+    assert problem == f"{wrong}; the largest that fits is numerics.virtual_shards=1"

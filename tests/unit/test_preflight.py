@@ -6,6 +6,7 @@ import pytest
 
 from tp_invariant_recipes.config import layout
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
@@ -29,8 +30,8 @@ def machine(monkeypatch):
 
 
 def check(folder, model, *overrides, device="gpu"):
-    tree = compose(model, overrides, device=device).tree
-    preflight.check(tree, layout.of(tree), RunDir(folder / "run"))
+    tree = compose(model, ["numerics=stock", *overrides], device=device).tree
+    preflight.check(tree, layout.of(typed(tree)), RunDir(folder / "run"))
 
 
 def problems(folder, model, *overrides, device="gpu") -> list[str]:

@@ -81,12 +81,16 @@ def test_the_command_prints_the_expected_script(cli, monkeypatch):
 # Model -> a layout that one would train it in on nodes of eight GPUs, GPUs of each node, and the first line.
 MODELS = {
     "qwen3_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
-    "qwen3_0p6b": (("dp=8", "gbs=8"), 8, "1 node with 8 gpu ranks"),
+    "qwen3_0p6b": (("dp=8", "gbs=8", "numerics=stock"), 8, "1 node with 8 gpu ranks"),
     "qwen3_8b": (TWO_NODES, 8, "2 nodes with 8 gpu ranks each"),
     "qwen3_moe_toy": (("tp=2", "dp=2", "ep=2", "gbs=2"), 4, "1 node with 4 gpu ranks"),
-    "qwen3_30b_a3b": (("tp=4", "dp=4", "ep=8", "gbs=16", "save=500"), 8, "2 nodes with 8 gpu ranks each"),
+    "qwen3_30b_a3b": (
+        ("tp=4", "dp=4", "ep=8", "gbs=16", "numerics=stock", "save=500"),
+        8,
+        "2 nodes with 8 gpu ranks each",
+    ),
     "nemotron3_nano_toy": (("tp=2",), 2, "1 node with 2 gpu ranks"),
-    "nemotron3_nano": (("tp=2", "dp=4", "ep=8", "gbs=8", "save=500"), 8, "1 node with 8 gpu ranks"),
+    "nemotron3_nano": (("tp=2", "dp=4", "ep=8", "gbs=8", "numerics=stock", "save=500"), 8, "1 node with 8 gpu ranks"),
 }
 
 

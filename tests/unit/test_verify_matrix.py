@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tp_invariant_recipes.config.overrides import parse_all, texts
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
 def spread(*overrides: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[str]]:
     problems: list[str] = []
-    _, choices = matrix.spread(overrides, problems)
-    return [(one.name, one.label, one.overrides) for one in choices], problems
+    _, choices = matrix.spread(parse_all(overrides), problems)
+    return [(one.name, one.label, texts(one.overrides)) for one in choices], problems
 
 
 def test_several_values_are_a_cell_each_in_the_order_given():
@@ -50,7 +51,7 @@ SWEEPS = (
     ("++model.tensor_model_parallel_size=1,2", ["1", "2"], None),
     ("numerics=glob(*,exclude=stock)", ["gather", "tree"], ["numerics-gather", "numerics-tree"]),
     ("model.attention_backend=unfused,local", ["unfused", "local"], None),
-    ("numerics.shards=8,null", ["8", "null"], ["shards8", "shards-null"]),
+    ("numerics.virtual_shards=8,null", ["8", "null"], ["virtual_shards8", "virtual_shards-null"]),
     ("model.x='a,b','a/b'", ["'a,b'", "'a/b'"], ["x-_a_b_", "x-_a_b_-2"]),
     ("model.x=[1,2],[3]", ["[1,2]", "[3]"], ["x-_1_2_", "x-_3_"]),
 )
@@ -97,9 +98,9 @@ MISTAKES = (
     (["qwen3_toy", "device=cpu,gpu"], ["device=gpu: device=gpu, but this machine shows no GPU"]),
     (["qwen3_toy", "tp=1", "--against", "none"], ["--against: none does not exist"]),
     (["qwen3_toy", "tp=1", "--against", "taken/file"], ["--against: taken/file line 1: empty file"]),
-    (["--judge", "taken"], ["taken is not a directory of tpi verify: matrix.json"]),
-    (["--judge", "taken", "--dir", "x"], ["leave MODEL, overrides and --dir out"]),
-    (["qwen3_toy", "--judge", "taken"], ["leave MODEL, overrides and --dir out"]),
+    (["--recheck", "taken"], ["taken is not a directory of tpi verify: matrix.json"]),
+    (["--recheck", "taken", "--dir", "x"], ["leave MODEL, overrides and --dir out"]),
+    (["qwen3_toy", "--recheck", "taken"], ["leave MODEL, overrides and --dir out"]),
     (
         ["qwen3_toy", "tp=1,3,5", "seed=1,2", "gbs=3", "mbs=2", "foo=3", "run.dir=x", "pp=2,2"],
         [
@@ -483,7 +484,7 @@ def test_the_command_prints_a_table_a_line_and_json(cli, here):
     where = a_matrix(here / "m", 1, 2)
     ran(where, 1)
     ran(where, 2, loss="f32:40c80001")
-    judged = cli("verify", "--judge", "m")
+    judged = cli("verify", "--recheck", "m")
     assert (judged.status, judged.err) == (1, "")
     head, _rule, *rows = judged.out.splitlines()[1:5]
     assert head.split() == ["cell", "ranks", "steps", "last", "loss", "verdict"]
@@ -493,7 +494,7 @@ def test_the_command_prints_a_table_a_line_and_json(cli, here):
     ]
     assert "different: tp=2 computed other bits than tp=1 at step 2: loss " in judged.out
     assert "go on with: tpi bisect m/tp1 m/tp2" in judged.out
-    assert json.loads(cli("verify", "--judge", "m", "--json").out) == json.loads(where.result.read_text())
+    assert json.loads(cli("verify", "--recheck", "m", "--json").out) == json.loads(where.result.read_text())
 
 
 def test_judging_needs_neither_torch_nor_bridge(here):

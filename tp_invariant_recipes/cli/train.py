@@ -73,6 +73,7 @@ def train(
     Every tensor-parallel degree computes the same bits, unless you ask for numerics=stock. The last command is for use
     inside an allocation (salloc); tpi submit makes a job of its own.
     """
+    from tp_invariant_recipes.config.overrides import parse_all
     from tp_invariant_recipes.launch import plan, progress, ranks
     from tp_invariant_recipes.launch import train as launch
 
@@ -91,7 +92,7 @@ def train(
         raise ConfigError(
             "--resume RUN goes on with a run wherever it is, --continue with the one in run.dir: give one"
         )
-    request = plan.Request(model, tuple(arguments), resume, go_on)
+    request = plan.Request(model, tuple(parse_all(arguments)), resume, go_on)
     console = terminal.console_of_its_own()
     if request.launcher == "slurm" and as_json:
         raise ConfigError("--json is for runs of this process; with launcher=slurm, run.dir/run.json says how it ended")
@@ -99,7 +100,7 @@ def train(
         _on_nodes(request, console, verbose=verbose)
         return
     with progress.preparing(console) as report:
-        planned = request.plan(report)
+        planned = request.plan(request.composed(), report)
     with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
         launch.check(planned)
     console.print(_opening(planned), soft_wrap=True)

@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
+from tp_invariant_recipes import renamed
 from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
@@ -42,10 +43,11 @@ def verify(
         Path | None,
         typer.Option("--dir", metavar="DIR", help="Where to write; default runs/verify-MODEL-DATE-TIME."),
     ] = None,
-    judge: Annotated[
+    recheck: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Train nothing; compare the runs in this directory of an earlier verify."),
     ] = None,
+    judge: Annotated[Path | None, typer.Option(hidden=True)] = None,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
     ] = False,
@@ -63,13 +65,20 @@ def verify(
     tpi verify qwen3_8b tp=4 --against from-another-gpu.tpicert
     """
     if judge is not None:
+        if recheck is not None:
+            raise ConfigError("--judge and --recheck are the old and the new name of one option; keep --recheck")
+        renamed.hint("--judge", "--recheck")
+        recheck = judge
+    if recheck is not None:
         if model is not None or overrides or directory is not None:
-            raise ConfigError("--judge DIR takes its runs from the directory: leave MODEL, overrides and --dir out")
+            raise ConfigError("--recheck DIR takes its runs from the directory: leave MODEL, overrides and --dir out")
         from tp_invariant_recipes.workflows.verdict import judge as judge_directory
 
-        verdict = judge_directory(judge.expanduser(), against)
+        verdict = judge_directory(recheck.expanduser(), against)
     elif model is None:
-        raise ConfigError("name a model to verify (tpi models lists them), or a directory to judge: --judge DIR")
+        raise ConfigError(
+            "name a model to verify (tpi models lists them), or a directory to compare again: --recheck DIR"
+        )
     else:
         verdict = _run(model, list(overrides or []), against, directory, verbose)
     if as_json:

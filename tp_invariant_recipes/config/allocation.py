@@ -4,12 +4,10 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tp_invariant_recipes.config import layout
 from tp_invariant_recipes.config.environment import NAME
-
-Tree = dict[str, Any]
+from tp_invariant_recipes.config.sections import RunConfig
 
 
 @dataclass(frozen=True)
@@ -29,30 +27,30 @@ class Allocation:
         return f"{self.nodes} nodes with {ranks} each" if self.nodes > 1 else f"1 node with {ranks}"
 
 
-def of(tree: Tree) -> Allocation:
-    """The allocation a composed tree needs. Whole nodes but for a run that fits one."""
-    world, most = layout.of(tree).world, ranks_per_node(tree)
+def of(config: RunConfig) -> Allocation:
+    """The allocation a run needs. Whole nodes but for a run that fits one."""
+    world, most = layout.of(config).world, ranks_per_node(config)
     ranks = min(world, most or world)
-    return Allocation(-(-world // ranks), ranks, ranks if tree["device"]["kind"] == "gpu" else 0)
+    return Allocation(-(-world // ranks), ranks, ranks if config.device.kind == "gpu" else 0)
 
 
-def ranks_per_node(tree: Tree) -> int | None:
+def ranks_per_node(config: RunConfig) -> int | None:
     """The most ranks a node takes; None where the cluster does not say."""
-    cluster = tree["cluster"]
-    return cluster["ranks_per_node"] or cluster["gpus_per_node"]
+    cluster = config.cluster
+    return cluster.ranks_per_node or cluster.gpus_per_node
 
 
-def problems(tree: Tree, environ: Mapping[str, str]) -> list[str]:
+def problems(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
     """Everything that keeps a job of this run from being submitted here, each with the key to change.
 
     environ: of the process that submits.
     """
-    return [*misfits(tree), *(problem for rule in SUBMITTED for problem in rule(tree, environ))]
+    return [*misfits(config), *(problem for rule in SUBMITTED for problem in rule(config, environ))]
 
 
-def misfits(tree: Tree) -> list[str]:
+def misfits(config: RunConfig) -> list[str]:
     """What of `problems` holds wherever it is asked, so also on a node, in a container, without `tpi submit`."""
-    return [problem for rule in FITTING for problem in rule(tree)]
+    return [problem for rule in FITTING for problem in rule(config)]
 
 
 def parse_time(text: str) -> int:
@@ -70,30 +68,30 @@ def parse_time(text: str) -> int:
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+)(?::(?P<third>\d+))?)?", re.ASCII)
 
 
-def _counts(tree: Tree) -> Iterator[str]:
+def _counts(config: RunConfig) -> Iterator[str]:
     """At least so much of these."""
     lowest = {
         "cluster.gpus_per_node": 0,
         "cluster.ranks_per_node": 1,
         "slurm.save_before": 1,
         "slurm.tries": 1,
-        "slurm.meet": 1,
+        "slurm.rendezvous_timeout": 1,
     }
     for key, low in lowest.items():
         section, _, name = key.partition(".")
-        value = tree[section][name]
+        value = getattr(getattr(config, section), name)
         if value is not None and value < low:
             yield f"{key}={value}: must be at least {low}"
 
 
-def _more_ranks_than_gpus(tree: Tree) -> Iterator[str]:
-    ranks, gpus = tree["cluster"]["ranks_per_node"], tree["cluster"]["gpus_per_node"]
-    if tree["device"]["kind"] == "gpu" and ranks and gpus and ranks > gpus:
+def _more_ranks_than_gpus(config: RunConfig) -> Iterator[str]:
+    ranks, gpus = config.cluster.ranks_per_node, config.cluster.gpus_per_node
+    if config.device.kind == "gpu" and ranks and gpus and ranks > gpus:
         yield f"cluster.ranks_per_node={ranks} is more than cluster.gpus_per_node={gpus}, and each rank takes a GPU"
 
 
-def _part_of_a_node(tree: Tree) -> Iterator[str]:
-    at, most = layout.of(tree), ranks_per_node(tree)
+def _part_of_a_node(config: RunConfig) -> Iterator[str]:
+    at, most = layout.of(config), ranks_per_node(config)
     if most is None or most < 1 or _fills(at.world, most):
         return
     shard = at.world // at.dp
@@ -110,16 +108,16 @@ def _fills(world: int, most: int) -> bool:
     return world <= most or world % most == 0
 
 
-def _nothing_to_go_on_with(tree: Tree) -> Iterator[str]:
-    save = tree["checkpoint"]["save_interval"]
-    if save and not tree["cluster"]["shared_files"]:
+def _nothing_to_go_on_with(config: RunConfig) -> Iterator[str]:
+    save = config.bridge["checkpoint"]["save_interval"]
+    if save and not config.cluster.shared_files:
         yield (
             f"save={save} with cluster.shared_files=false: a checkpoint in parts on several nodes' disks cannot be "
             f"read again; save=0, or run.dir on files that all nodes share and cluster.shared_files=true"
         )
 
 
-FITTING: tuple[Callable[[Tree], Iterator[str]], ...] = (
+FITTING: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _counts,
     _more_ranks_than_gpus,
     _part_of_a_node,
@@ -127,24 +125,24 @@ FITTING: tuple[Callable[[Tree], Iterator[str]], ...] = (
 )
 
 
-def _unknown_nodes(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
-    if ranks_per_node(tree) is None:
+def _unknown_nodes(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    if ranks_per_node(config) is None:
         yield (
-            f"cluster={tree['cluster']['name']} does not say how many ranks a node takes: cluster=h100 (or h200, "
+            f"cluster={config.cluster.name} does not say how many ranks a node takes: cluster=h100 (or h200, "
             f"b300), --cluster-file FILE, or cluster.ranks_per_node=N"
         )
 
 
-def _other_device(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
-    name, device, gpus = tree["cluster"]["name"], tree["device"]["kind"], tree["cluster"]["gpus_per_node"]
+def _other_device(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    name, device, gpus = config.cluster.name, config.device.kind, config.cluster.gpus_per_node
     if device == "cpu" and gpus:
         yield f"cluster={name} is of GPU nodes and device=cpu"
     if device == "gpu" and gpus == 0:
         yield f"cluster={name} has cluster.gpus_per_node=0 and device=gpu; device=cpu runs the toy models"
 
 
-def _time(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
-    time, before = tree["slurm"]["time"], tree["slurm"]["save_before"]
+def _time(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    time, before = config.slurm.time, config.slurm.save_before
     if time is None:
         yield "slurm.time is not set: how long may one try take? as in slurm.time=4:00:00"
         return
@@ -157,16 +155,16 @@ def _time(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
             yield f"slurm.time={time} is {seconds} seconds, no longer than slurm.save_before={before}"
 
 
-def _words(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
+def _words(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
     for key in ("slurm.account", "slurm.partition", "slurm.qos", "cluster.gpu_type"):
         section, _, name = key.partition(".")
-        value = tree[section][name]
+        value = getattr(getattr(config, section), name)
         if value is not None and not _WORD.fullmatch(value):
             yield f"{key}={value!r}: must be a word, without spaces and what a shell would read"
 
 
-def _options(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
-    for option in tree["slurm"]["options"]:
+def _options(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    for option in config.slurm.options:
         name = re.split(r"[=\s]", option, maxsplit=1)[0]
         if not _LONG_OPTION.fullmatch(name):
             yield f"slurm.options: {option!r} does not begin with an option's long name, such as --reservation=NAME"
@@ -177,50 +175,50 @@ def _options(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
             yield f"slurm.options: {option}: the job says {taken} itself; {WRITTEN[taken]}"
 
 
-def _container(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
-    cluster = tree["cluster"]
-    image = cluster["container"]
+def _container(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    cluster = config.cluster
+    image = cluster.container
     if image is None:
-        if cluster["mounts"]:
+        if cluster.mounts:
             yield "cluster.mounts is set and there is no container: cluster.container=IMAGE, or leave mounts out"
         return
-    if cluster["python"] is None:
+    if cluster.python is None:
         yield f"cluster.container={image}: which interpreter inside runs tpi? as in cluster.python=python3"
     if image.endswith(".sqsh") and not image.startswith("/"):
         yield f"cluster.container={image}: must be an absolute path, or pyxis looks for an image of this name"
-    elif image.startswith("/") and _missing(tree, image):
+    elif image.startswith("/") and _missing(config, image):
         yield f"cluster.container={image} does not exist"
 
 
-def _mounts(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
-    for mount in tree["cluster"]["mounts"]:
+def _mounts(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    for mount in config.cluster.mounts:
         match = _MOUNT.fullmatch(mount)
         if match is None:
             yield f"cluster.mounts: {mount!r} is not SOURCE:TARGET or SOURCE:TARGET:FLAGS with absolute paths"
-        elif _missing(tree, match["source"]):
+        elif _missing(config, match["source"]):
             yield f"cluster.mounts: {mount}: {match['source']} does not exist"
 
 
-def _missing(tree: Tree, path: str) -> bool:
+def _missing(config: RunConfig, path: str) -> bool:
     """Whether a path that the nodes need is not there; where they share no files, this machine cannot know."""
-    return tree["cluster"]["shared_files"] and not os.path.exists(path)
+    return config.cluster.shared_files and not os.path.exists(path)
 
 
-def _python(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
-    python = tree["cluster"]["python"]
+def _python(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    python = config.cluster.python
     if python is not None and "/" in python and not python.startswith("/"):
         yield f"cluster.python={python}: must be an absolute path, or a name on the nodes' PATH such as python3"
 
 
-def _forwarded(tree: Tree, environ: Mapping[str, str]) -> Iterator[str]:
-    for name in tree["cluster"]["forward"]:
+def _forwarded(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    for name in config.cluster.forward:
         if not NAME.fullmatch(name):
             yield f"cluster.forward: {name!r} is no name of a variable; name it only, and set it where you submit"
         elif name not in environ:
             yield f"cluster.forward: {name} is not set here; export it, or leave it out of cluster.forward"
 
 
-SUBMITTED: tuple[Callable[[Tree, Mapping[str, str]], Iterator[str]], ...] = (
+SUBMITTED: tuple[Callable[[RunConfig, Mapping[str, str]], Iterator[str]], ...] = (
     _unknown_nodes,
     _other_device,
     _time,

@@ -1,14 +1,12 @@
 """Compose `conf/` and the command line's overrides into one plain tree, with every mistake in one message."""
 
-import os
+import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
+from tp_invariant_recipes import renamed
 from tp_invariant_recipes.config import (
     bounds,
     cuda_graphs,
@@ -21,11 +19,16 @@ from tp_invariant_recipes.config import (
     schema,
     source,
 )
+from tp_invariant_recipes.config import (
+    overrides as read,
+)
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.nearest import nearest
-from tp_invariant_recipes.config.settings import AS_TYPED, OWN_SECTIONS
+from tp_invariant_recipes.config.overrides import Override, parse, parse_all
+from tp_invariant_recipes.config.sections import RunConfig, typed
+from tp_invariant_recipes.config.settings import OWN_SECTIONS
 from tp_invariant_recipes.config.values import WrongType, convert
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, listed
 
 # To YAML 4:00:00 is 14400 and 010 is 8, so that text made of the value need not be what was written.
 UNQUOTED = "expected text; in a file, write it in quotes"
@@ -36,35 +39,28 @@ class Composed:
     """A run as composed.
 
     model:     the model's name.
-    overrides: what was asked for, as typed.
+    overrides: what was asked for.
     tree:      plain dicts and lists, interpolations resolved; one key per section.
     """
 
     model: str
-    overrides: tuple[str, ...]
+    overrides: tuple[Override, ...]
     tree: dict[str, Any]
 
-
-@dataclass(frozen=True)
-class _Assignment:
-    """One sound override: a group choice or a value for a dotted path.
-
-    file: of a cluster that is not one of ours, which was read.
-    """
-
-    text: str
-    path: str
-    value: str
-    group: bool
-    file: Path | None = None
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The same tree with our own sections typed."""
+        return typed(self.tree)
 
 
-def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = None) -> Composed:
+def compose(
+    model: str, overrides: Sequence[str | Override] = (), *, device: str | None = None, numerics: str | None = None
+) -> Composed:
     """Compose a run of `model`.
 
     overrides: `key=value` with short keys, Hydra groups, or the dotted path of any field of Bridge's; `cluster=FILE` of
                YAML is a cluster that lies anywhere.
-    device:    the group used where the overrides name none ("cpu" or "gpu").
+    device, numerics: the options of these groups where the overrides name none, such as "cpu" and "stock".
     Raises ConfigError listing every problem that can be found without building the model.
     """
     groups = source.groups()
@@ -72,10 +68,15 @@ def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = N
     known = model in groups["model"]
     if not known:
         problems.append(f"unknown model '{model}'{nearest(model, groups['model'])}")
+    asked = parse_all(overrides)
     # A faulty override is reported and left out, so that what is wrong beside it is found in the same breath.
-    sound = _understand(overrides, groups, problems)
-    if device is not None and not any(a.group and a.path == "device" for a in sound):
-        sound.append(_Assignment(f"device={device}", "device", device, group=True))
+    sound = _sound(asked, groups, problems)
+    defaults = {"device": device, "numerics": numerics}
+    sound += [
+        parse(f"{group}={option}")
+        for group, option in defaults.items()
+        if option is not None and not any(o.path == group for o in sound)
+    ]
     if known:
         tree = _hydra(model, sound, problems)
         if beyond := bounds.wrong(tree):  # before any rule, which may count up to such a number
@@ -88,89 +89,67 @@ def compose(model: str, overrides: Sequence[str] = (), *, device: str | None = N
         wrong = _check_fields(tree, sound) | _lost_precision(model, sound, problems)
         if wrong:
             problems += wrong.values()
-            sound = [a for a in sound if a.path not in wrong]
+            sound = [o for o in sound if o.path not in wrong]
             tree = _hydra(model, sound, problems)
             _as_by_default(tree, _check_fields(tree, sound))
         rules = (layout, invariance, cuda_graphs, low_precision, recording, environment)
         problems += [problem for rule in rules for problem in rule.problems(tree)]
     if problems:
         raise ConfigError(listed(problems), problems)
-    return Composed(model, tuple(overrides), tree)
+    return Composed(model, tuple(asked), tree)
 
 
-def _understand(overrides: Iterable[str], groups: dict[str, tuple[str, ...]], problems: list[str]) -> list[_Assignment]:
-    parser = OverridesParser.create()
-    assignments = []
-    for text in overrides:
+def _sound(overrides: Sequence[Override], groups: dict[str, tuple[str, ...]], problems: list[str]) -> list[Override]:
+    """The overrides that can be composed, values converted. What is wrong with the others is added to `problems`."""
+    problems += read.problems(overrides)
+    sound = []
+    for override in overrides:
+        if problem := _problem(override, groups):
+            problems.append(problem)
+            continue
         try:
-            parsed = parser.parse_override(as_typed(text))
-        except HydraException as error:
-            problems.append(f"'{text}' is not KEY=VALUE: {str(error).splitlines()[0]}")
-            continue
-        except ValueError:  # Python reads no number of more than 4300 digits
-            problems.append(f"{text[:30]}…: too many digits")
-            continue
-        key = parsed.key_or_group
-        if parsed.is_sweep_override():
-            problems.append(f"{text}: one run takes one value for {key}")
-        elif parsed.is_delete():
-            problems.append(f"{text}: fields cannot be deleted; set {key}=null")
-        elif key == "cluster" and _names_file(value := str(parsed.value())):
-            file = Path(os.path.expanduser(value)).absolute()
-            try:
-                hydra_tree.read(file)
-            except ConfigError as error:
-                problems.append(f"cluster={error}")
-            else:
-                assignments.append(_Assignment(text, key, hydra_tree.GIVEN, group=True, file=file))
-        elif key in groups:
-            if problem := _group_problem(key, parsed.get_value_string(), groups):
-                problems.append(problem)
-            else:
-                option = parsed.get_value_string()
-                own = source.users_file(key, option) if key == "cluster" else None
-                assignments.append(_Assignment(text, key, option, group=True, file=own))
-        elif short := SHORT_KEYS.get(key) or next((k for k in SHORT_KEYS.values() if k.path == key), None):
-            try:
-                # Converted before Hydra sees it, because interpolations and rules build on it: sp=off is no string.
-                value = convert(parsed.value(), short.type)
-            except WrongType as error:
-                problems.append(f"{text}: {short.help}: {error}")
-            else:
-                assignments.append(_Assignment(text, short.path, str(value), group=False))
-        elif problem := _key_problem(key, groups):
-            problems.append(f"{text}: {problem}")
-        else:
-            assignments.append(_Assignment(text, key, parsed.get_value_string(), group=False))
-    return assignments
+            sound.append(_converted(override))
+        except WrongType as error:
+            problems.append(f"{override.text}: {error}")
+    return sound
 
 
-def as_typed(text: str) -> str:
-    """Quote the value of a key that holds a path or a text, so that Hydra does not read it as its grammar."""
-    key, _, value = text.partition("=")
-    name = key.lstrip("+")
-    typed = name in AS_TYPED or name.startswith("cluster.environment.") or (name == "cluster" and _names_file(value))
-    if not typed or value in ("", "null") or value[0] in "'\"":
-        return text
-    return f"{key}={_quoted(value)}"
+def _problem(override: Override, groups: dict[str, tuple[str, ...]]) -> str | None:
+    """Why an override cannot be composed, whatever its value's type."""
+    text, key, parsed = override.text, override.key, override.parsed
+    if parsed is None:
+        shown = text if len(text) <= 200 else f"{text[:30]}…"
+        return f"'{shown}' is not KEY=VALUE: {override.wrong}"
+    if override.sweep:
+        return f"{text}: one run takes one value for {key}"
+    if parsed.is_delete():
+        return f"{text}: fields cannot be deleted; set {key}=null"
+    if override.given_file:
+        try:
+            hydra_tree.read(override.given_file)
+        except ConfigError as error:
+            return f"cluster={error}"
+        return None
+    if override.group:
+        return _group_problem(key, override.value, groups)
+    if any(key in (short.name, short.path) for short in SHORT_KEYS.values()):
+        return None
+    problem = _key_problem(key, groups)
+    return f"{text}: {problem}" if problem else None
 
 
-def _quoted(text: str) -> str:
-    return f'"{text.replace(chr(34), chr(92) + chr(34))}"'
+def _converted(override: Override) -> Override:
+    """The value of a short key as its type has it: interpolations and rules build on it, and sp=off is no string.
 
-
-def cluster_files(overrides: Iterable[str]) -> list[Path]:
-    """The file that describes the cluster of these overrides, where it is not one of ours."""
-    given = [text.partition("=")[2] for text in overrides if text.startswith("cluster=")]
-    if not given:
-        return []
-    file = Path(given[-1]) if _names_file(given[-1]) else source.users_file("cluster", given[-1])
-    return [file] if file else []
-
-
-def _names_file(cluster: str) -> bool:
-    """Whether the value of `cluster=` is a file and not one of the group's options."""
-    return "/" in cluster or cluster.endswith((".yaml", ".yml"))
+    Raises WrongType.
+    """
+    short = next((key for key in SHORT_KEYS.values() if key.path == override.path), None)
+    if short is None or override.parsed is None:
+        return override
+    try:
+        return replace(override, value=str(convert(override.parsed.value(), short.type)))
+    except WrongType as error:
+        raise WrongType(f"{short.help}: {error}") from None
 
 
 def _group_problem(key: str, option: str, groups: dict[str, tuple[str, ...]]) -> str | None:
@@ -192,11 +171,12 @@ def _key_problem(key: str, groups: dict[str, tuple[str, ...]]) -> str | None:
     return None
 
 
-def _hydra(model: str, assignments: Sequence[_Assignment], problems: list[str]) -> dict[str, Any]:
+def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> dict[str, Any]:
     """The tree, with every section in it a mapping. Raises ConfigError, with `problems`, when there is none."""
-    clusters = [a.file for a in assignments if a.group and a.path == "cluster"]
-    file = clusters[-1] if clusters else None
-    arguments = [f"{'' if a.group else '++'}{a.path}={a.value}" for a in assignments]
+    file = next(iter(read.cluster_files(overrides)), None)
+    arguments = [
+        f"{'' if o.group else '++'}{o.path}={hydra_tree.GIVEN if o.given_file else o.value}" for o in overrides
+    ]
     try:
         named = _named(file) if file else []
         tree = hydra_tree.composed([f"model={model}", *named, *arguments], file)
@@ -207,7 +187,27 @@ def _hydra(model: str, assignments: Sequence[_Assignment], problems: list[str]) 
     if found:
         found = [*problems, *found]
         raise ConfigError(listed(found), found)
+    _take_old_names(tree, overrides)
     return tree
+
+
+def _take_old_names(tree: dict[str, Any], overrides: Sequence[Override]) -> None:
+    """Move what a file puts under the old name of a key to the present one, unless the command line sets that.
+
+    Raises ConfigError where the cluster's file has both.
+    """
+    for old, new in renamed.RENAMED.items():
+        section, _, name = old.partition(".")
+        if name not in tree[section]:
+            continue
+        value = tree[section].pop(name)
+        for file in read.cluster_files(overrides):
+            written = hydra_tree.read(file).get(section)
+            if isinstance(written, dict) and {name, new.partition(".")[2]} <= written.keys():
+                raise ConfigError(f"{file}: {old} and {new} are the old and the new name of one key; keep {new}")
+        renamed.hint(old, new)
+        if not any(o.path == new for o in overrides):
+            tree[section][new.partition(".")[2]] = value
 
 
 def _not_sections(tree: dict[str, Any]) -> list[str]:
@@ -222,17 +222,17 @@ def _named(file: Path) -> list[str]:
     written = hydra_tree.read(file)
     section = written.get("cluster", written)  # a file without "# @package _global_" holds the section's fields alone
     named = not isinstance(section, dict) or "name" in section
-    return [] if named else [f"++cluster.name={_quoted(file.stem)}"]
+    return [] if named else [f"++cluster.name={read.quoted(file.stem)}"]
 
 
-def _check_fields(tree: dict[str, Any], assignments: Iterable[_Assignment]) -> dict[str, str]:
+def _check_fields(tree: dict[str, Any], overrides: Iterable[Override]) -> dict[str, str]:
     """Path -> problem, in our sections and in those of Bridge's where the user set a field directly; plain values there
     get their type.
 
     The other sections are as files have them; they are checked when the container is built.
     """
     short = {key.path for key in SHORT_KEYS.values()}
-    touched = {a.path.partition(".")[0] for a in assignments if not a.group and a.path not in short}
+    touched = {a.path.partition(".")[0] for a in overrides if not a.group and a.path not in short}
     wrong = {
         section: f"{section}: no such section{nearest(section, schema.SECTIONS)}"
         for section in tree
@@ -266,22 +266,16 @@ def _as_by_default(tree: dict[str, Any], wrong: Iterable[str]) -> None:
     """Put defaults where files hold what was said to be wrong, so that what else is wrong can be said as well."""
     for section, _, name in (path.partition(".") for path in wrong):
         if section in OWN_SECTIONS:
-            field = name.partition(".")[0]
-            tree[section][field] = asdict(OWN_SECTIONS[section]()).get(field)
+            field, defaults = name.partition(".")[0], asdict(OWN_SECTIONS[section]())
+            tree[section].pop(field)
+            tree[section] |= {field: defaults[field]} if field in defaults else {}
 
 
-def _lost_precision(model: str, assignments: Sequence[_Assignment], problems: list[str]) -> dict[str, str]:
+def _lost_precision(model: str, overrides: Sequence[Override], problems: list[str]) -> dict[str, str]:
     """Path -> problem, where one field would replace the named recipe and all that its name stands for."""
-    fields = [a for a in assignments if a.path.startswith("mixed_precision.")]
-    name = _hydra(model, [a for a in assignments if a not in fields], problems)["mixed_precision"] if fields else None
+    fields = [o for o in overrides if o.path.startswith("mixed_precision.")]
+    name = _hydra(model, [o for o in overrides if o not in fields], problems)["mixed_precision"] if fields else None
     if not isinstance(name, str):
         return {}
     hint = "name another recipe, or set mixed_precision=null and then every field that counts"
-    return {a.path: f"{a.text}: mixed_precision={name} is a whole that one field would replace; {hint}" for a in fields}
-
-
-def listed(problems: Sequence[str]) -> str:
-    """One message for all problems."""
-    if len(problems) == 1:
-        return problems[0]
-    return "\n".join([f"{len(problems)} problems in this configuration:", *(f"  - {p}" for p in problems)])
+    return {o.path: f"{o.text}: mixed_precision={name} is a whole that one field would replace; {hint}" for o in fields}

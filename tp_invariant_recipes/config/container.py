@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from tp_invariant_recipes.config import environment, schema
-from tp_invariant_recipes.config.compose import listed
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
 
@@ -107,7 +106,7 @@ def _numerics(provider: Any, tree: dict[str, Any]) -> None:
     """What the invariant layers read from their configuration, and weights that no layout changes."""
     numerics = tree["numerics"]
     if numerics["mode"] != "stock":
-        provider.invariant_mode, provider.virtual_shards = numerics["mode"], numerics["shards"]
+        provider.invariant_mode, provider.virtual_shards = numerics["mode"], numerics["virtual_shards"]
     if numerics["initial_weights"] == "invariant":
         from tp_invariant_recipes.numerics import init
 

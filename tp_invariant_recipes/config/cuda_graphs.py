@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Tree = dict[str, Any]
+from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+
 Model = Mapping[str, Any]
 
 TE, FULL = "transformer_engine", "full_iteration"
@@ -114,32 +115,32 @@ _BY_NAME = {module.name: module for module in MODULES}
 class Requirement:
     """wrong: whether the tree breaks the rule. why: the problem, and the key to change."""
 
-    wrong: Callable[[Tree], Any]
+    wrong: Callable[[RunConfig], Any]
     why: str
     implementations: tuple[str, ...] = (TE, FULL)
 
 
-def _model(field: str) -> Callable[[Tree], Any]:
-    return lambda tree: tree["model"].get(field)
+def _model(field: str) -> Callable[[RunConfig], Any]:
+    return lambda config: config.model.get(field)
 
 
-def _checked(section: str, field: str) -> Callable[[Tree], bool]:
+def _checked(section: str, field: str) -> Callable[[RunConfig], bool]:
     """Whether a check is on; it is on by default."""
-    return lambda tree: tree.get(section, {}).get(field, True) is not False
+    return lambda config: config.bridge.get(section, {}).get(field, True) is not False
 
 
-def _captures(tree: Tree, *names: str) -> bool:
-    modules = tree["model"].get("cuda_graph_modules")
+def _captures(config: RunConfig, *names: str) -> bool:
+    modules = config.model.get("cuda_graph_modules")
     return isinstance(modules, list) and any(name in modules for name in names)
 
 
-def _recomputes(tree: Tree, module: str) -> bool:
-    model = tree["model"]
+def _recomputes(config: RunConfig, module: str) -> bool:
+    model = config.model
     return model.get("recompute_granularity") == "selective" and module in (model.get("recompute_modules") or ())
 
 
-def _expandable(tree: Tree) -> bool:
-    variables = tree["cluster"]["environment"] | dict(os.environ)
+def _expandable(config: RunConfig) -> bool:
+    variables = config.cluster.environment | dict(os.environ)
     allocator = variables.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     return "expandable_segments:True" in allocator and variables.get("NCCL_GRAPH_REGISTER") != "0"
 
@@ -149,11 +150,11 @@ REPLACED = ("cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph")
 
 RULES = (
     Requirement(
-        lambda t: not t["model"].get("use_te_rng_tracker") or not t.get("rng", {}).get("te_rng_tracker"),
+        lambda t: not t.model.get("use_te_rng_tracker") or not t.bridge.get("rng", {}).get("te_rng_tracker"),
         "a graph cannot hold the state of other random numbers; model.use_te_rng_tracker=true rng.te_rng_tracker=true",
     ),
     Requirement(
-        lambda t: t["model"].get("recompute_granularity") == "full",
+        lambda t: t.model.get("recompute_granularity") == "full",
         "whole layers that are computed again can only be captured with the whole step; "
         "model.recompute_granularity=null, or cuda_graph=full",
         (TE,),
@@ -170,7 +171,7 @@ RULES = (
         (TE,),
     ),
     Requirement(
-        lambda t: t["model"].get("overlap_moe_expert_parallel_comm") and _captures(t, "moe", "mlp"),
+        lambda t: t.model.get("overlap_moe_expert_parallel_comm") and _captures(t, "moe", "mlp"),
         "moe and mlp cannot be captured with overlapped expert communication; "
         "model.overlap_moe_expert_parallel_comm=false, or other model.cuda_graph_modules",
         (TE,),
@@ -186,12 +187,12 @@ RULES = (
         (TE,),
     ),
     Requirement(
-        lambda t: t["model"].get("cuda_graph_modules"),
+        lambda t: t.model.get("cuda_graph_modules"),
         "the whole step is captured, so there are no modules to choose; model.cuda_graph_modules=[]",
         (FULL,),
     ),
     Requirement(
-        lambda t: _experts(t["model"]) and not padded(t["model"]),
+        lambda t: _experts(t.model) and not padded(t.model),
         "experts get another number of tokens at every step; model.moe_expert_capacity_factor=1.0 "
         "model.moe_pad_expert_input_to_capacity=true",
         (FULL,),
@@ -207,7 +208,7 @@ RULES = (
         (FULL,),
     ),
     Requirement(
-        lambda t: t.get("rerun_state_machine", {}).get("check_for_spiky_loss"),
+        lambda t: t.bridge.get("rerun_state_machine", {}).get("check_for_spiky_loss"),
         "a captured step cannot wait for a check of the loss; rerun_state_machine.check_for_spiky_loss=false",
         (FULL,),
     ),
@@ -222,7 +223,8 @@ RULES = (
 
 def problems(tree: Tree) -> list[str]:
     """All reasons why the tree's CUDA graphs cannot be captured; empty without CUDA graphs."""
-    model = tree["model"]
+    config = typed(tree)
+    model = config.model
     replaced = [f"model.{f}={model[f]}: cuda_graph=te or cuda_graph=full instead" for f in REPLACED if model.get(f)]
     implementation = model.get("cuda_graph_impl") or "none"
     if implementation == "none":
@@ -230,11 +232,11 @@ def problems(tree: Tree) -> list[str]:
     if implementation not in IMPLEMENTATIONS:
         return [*replaced, f"model.cuda_graph_impl={implementation}: cuda_graph=off, cuda_graph=te or cuda_graph=full"]
     asked = f"cuda_graph={IMPLEMENTATIONS[implementation]}"
-    if tree["device"]["kind"] != "gpu":
+    if config.device.kind != "gpu":
         return [*replaced, f"{asked}: CUDA graphs need a GPU; device=gpu, or cuda_graph=off"]
     warmup = model.get("cuda_graph_warmup_steps", 3)
     steps = [] if type(warmup) is int and warmup >= 1 else [_of_warmup(warmup)]
-    rules = [f"{asked}: {rule.why}" for rule in RULES if implementation in rule.implementations and rule.wrong(tree)]
+    rules = [f"{asked}: {rule.why}" for rule in RULES if implementation in rule.implementations and rule.wrong(config)]
     modules = [f"{asked}: {problem}" for problem in _modules(model)] if implementation == TE else []
     return [*replaced, *steps, *modules, *rules]
 

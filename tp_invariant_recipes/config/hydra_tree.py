@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tp_invariant_recipes.config import cuda_graphs, invariance, source
+from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError
 
 # The option that stands for a cluster's file, wherever it lies. No file of a tree has this name.
@@ -75,6 +76,36 @@ def read(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: not a mapping of keys to values")
     return found
+
+
+def unresolved(group: str, field: str, overrides: Sequence[Override]) -> Any:
+    """A field of the chosen option of a group as the text of files or an override has it, without composing.
+
+    None: it is not there, or cannot be read.
+    """
+    if (typed := given(overrides, f"{group}.{field}")) and typed.parsed:
+        return typed.parsed.value()
+    chosen = given(overrides, group)
+    file = chosen and (chosen.file or _option(group, chosen.value))
+    try:
+        return _written(group, field, file) if file else None
+    except ConfigError:
+        return None
+
+
+def _written(group: str, field: str, file: Path) -> Any:
+    """The field in a file, or in the last of those it builds on that has it."""
+    text = read(file)
+    own = text.get(group, text)
+    if isinstance(own, dict) and field in own:
+        return own[field]
+    bases = [base.rpartition("/")[2] for base in text.get("defaults", ()) if isinstance(base, str)]
+    found = (_written(group, field, _option(group, base)) for base in reversed(bases) if base != "_self_")
+    return next((value for value in found if value is not None), None)
+
+
+def _option(group: str, option: str) -> Path:
+    return source.users_file(group, option) or source.conf_dir() / group / f"{option}.yaml"
 
 
 def _graphed_modules(*, _parent_: Any) -> list[str]:

@@ -3,8 +3,10 @@
 import math
 from typing import Any
 
-from tp_invariant_recipes.config import invariant_experts, low_precision
-from tp_invariant_recipes.config.limit import Limit, Tree, asked
+from tp_invariant_recipes.config import invariant_experts, layout, low_precision
+from tp_invariant_recipes.config.limit import Limit, asked
+from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+from tp_invariant_recipes.errors import OR_STOCK
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import hybrid_spec
 
@@ -49,71 +51,71 @@ OFF = (
 
 LIMITS = (
     Limit(
-        lambda t: t["numerics"]["initial_weights"] != "invariant",
+        lambda t: t.numerics.initial_weights != "invariant",
         "Megatron draws other weights for every tp; numerics.initial_weights=invariant",
     ),
     Limit(
-        lambda t: t["numerics"]["mode"] == "tree" and t["numerics"]["grad_norm"] != "exact",
+        lambda t: t.numerics.mode == "tree" and t.numerics.grad_norm != "exact",
         "an fp64 sum still depends on its order; numerics.grad_norm=exact",
     ),
     *invariant_experts.LIMITS,
     Limit(
-        lambda t: t["numerics"]["mode"] != "tree" and "hybrid_layer_pattern" in t["model"],
+        lambda t: t.numerics.mode != "tree" and "hybrid_layer_pattern" in t.model,
         "Mamba layers are covered by numerics=tree only",
     ),
     Limit(
-        lambda t: bool(set(t["model"].get("hybrid_layer_pattern") or "") - HYBRID_SIGNS),
+        lambda t: bool(set(t.model.get("hybrid_layer_pattern") or "") - HYBRID_SIGNS),
         f"of hybrid layers only {', '.join(_OTHERS)} and {_LAST} have invariant versions; model.hybrid_layer_pattern",
     ),
     Limit(
-        lambda t: t["model"].get("use_mamba_mem_eff_path") is False,
+        lambda t: t.model.get("use_mamba_mem_eff_path") is False,
         "Megatron's other path through a Mamba layer is not covered; model.use_mamba_mem_eff_path=true",
     ),
-    Limit(lambda t: t["model"].get("normalization") != "RMSNorm", "only model.normalization=RMSNorm is covered"),
+    Limit(lambda t: t.model.get("normalization") != "RMSNorm", "only model.normalization=RMSNorm is covered"),
     Limit(
-        lambda t: bool(t["model"].get("layernorm_zero_centered_gamma")),
+        lambda t: bool(t.model.get("layernorm_zero_centered_gamma")),
         "zero-centred norm weights have no invariant version; model.layernorm_zero_centered_gamma=false",
     ),
     Limit(
         lambda t: bool(
-            t["model"].get("add_bias_linear")
-            and t["model"].get("bias_activation_fusion")
-            and not t["model"].get("gated_linear_unit")
+            t.model.get("add_bias_linear")
+            and t.model.get("bias_activation_fusion")
+            and not t.model.get("gated_linear_unit")
         ),
         "a bias fused into an ungated activation has no invariant version; model.bias_activation_fusion=false",
     ),
     Limit(
-        lambda t: bool(t["model"].get("hidden_dropout") or t["model"].get("attention_dropout")),
+        lambda t: bool(t.model.get("hidden_dropout") or t.model.get("attention_dropout")),
         "dropout draws other numbers in every layout; model.hidden_dropout=0, model.attention_dropout=0",
     ),
-    Limit(lambda t: t["model"]["context_parallel_size"] > 1, "cp has no invariant version yet; cp=1"),
+    Limit(lambda t: t.model["context_parallel_size"] > 1, "cp has no invariant version yet; cp=1"),
     Limit(
-        lambda t: t["parallel"]["data_parallel_size"] > 2,
+        lambda t: t.parallel.data_parallel_size > 2,
         "an all-reduce over more than two data-parallel ranks adds in an order of its own; dp=1 or 2",
     ),
-    Limit(lambda t: bool(t["model"].get("mtp_num_layers")), "multi-token prediction is not covered yet"),
+    Limit(lambda t: bool(t.model.get("mtp_num_layers")), "multi-token prediction is not covered yet"),
     Limit(
-        lambda t: t["parallel"]["data_parallel_size"] > 1 and bool(t["ddp"].get("overlap_grad_reduce")),
+        lambda t: t.parallel.data_parallel_size > 1 and bool(t.bridge["ddp"].get("overlap_grad_reduce")),
         "norm weight gradients are complete only when a backward pass ends; ddp.overlap_grad_reduce=false",
     ),
     Limit(
-        lambda t: not t["ddp"].get("grad_reduce_in_fp32", True),
+        lambda t: not t.bridge["ddp"].get("grad_reduce_in_fp32", True),
         "gradients are accumulated in fp32; ddp.grad_reduce_in_fp32=true",
     ),
     Limit(
-        lambda t: t["model"].get("cuda_graph_impl", "none") != "none",
+        lambda t: t.model.get("cuda_graph_impl", "none") != "none",
         "CUDA graphs are not covered yet; cuda_graph=off",
     ),
     Limit(
-        lambda t: t["model"].get("position_embedding_type", "rope") not in ("rope", "none"),
+        lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "none"),
         "only rotary positions are covered; model.position_embedding_type=rope",
     ),
     Limit(
-        lambda t: t.get("mixed_precision") not in (None, "bf16_mixed") and not low_precision.asked(t),
+        lambda t: t.bridge.get("mixed_precision") not in (None, "bf16_mixed") and not low_precision.asked(t),
         "of Bridge's precisions only bf16_mixed is covered; precision=bf16 or precision=fp32",
     ),
     Limit(
-        lambda t: (t["model"].get("gtp_weight_remat_size") or 1) > 1,
+        lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1,
         "weights spread over more ranks are not covered; model.gtp_weight_remat_size=1",
     ),
     *(Limit(asked(field), f"model.{field} is not covered; leave it unset") for field in OFF),
@@ -123,15 +125,15 @@ LIMITS = (
         "model.fp4=null",
     ),
     Limit(
-        lambda t: bool(t["model"].get("tp_comm_overlap")),
+        lambda t: bool(t.model.get("tp_comm_overlap")),
         "overlapped collectives add in an order of their own; model.tp_comm_overlap=false",
     ),
     Limit(
-        lambda t: bool(t["model"].get("delay_wgrad_compute")),
+        lambda t: bool(t.model.get("delay_wgrad_compute")),
         "delayed weight gradients are not covered; model.delay_wgrad_compute=false",
     ),
     Limit(
-        lambda t: bool(t["model"].get("cross_entropy_loss_fusion")),
+        lambda t: bool(t.model.get("cross_entropy_loss_fusion")),
         "the fused cross entropy would stand in front of the invariant one; model.cross_entropy_loss_fusion=false",
     ),
 )  # fmt: skip
@@ -144,33 +146,56 @@ def default_shards(model: dict[str, Any]) -> int:
 
 
 def problems(tree: Tree) -> list[str]:
-    """All reasons why the tree's numerics mode would not be invariant; empty for stock."""
-    mode, shards = tree["numerics"]["mode"], tree["numerics"].get("shards")
+    """The limits that a run exceeds, then OR_STOCK, which avoids them all; nothing where there is none.
+
+    A degree below 1, or a tp that does not divide the model either, is left to the rules of the layout.
+    """
+    config = typed(tree)
+    if not layout.countable(config):
+        return []
+    said_by_layout = _ranks(config) if layout.splits_unevenly(config) else []
+    found = [limit for limit in limits(tree) if limit not in said_by_layout]
+    return [*found, OR_STOCK] if found else []
+
+
+def limits(tree: Tree) -> list[str]:
+    """Everything that keeps the tree's numerics mode from being invariant; nothing for stock."""
+    config = typed(tree)
+    mode = config.numerics.mode
     if mode == "stock":
         return []
-    beyond = [f"numerics={mode}: {limit.why}" for limit in LIMITS if limit.wrong(tree)]
-    return [*beyond, *_shards(tree, shards)]
+    beyond = [f"numerics={mode}: {limit.why}" for limit in LIMITS if limit.wrong(config)]
+    return [*beyond, *(_shards(config) or _ranks(config) or _ragged(config))]
 
 
-def _shards(tree: Tree, shards: Any) -> list[str]:
+def _shards(config: RunConfig) -> list[str]:
+    shards = config.numerics.virtual_shards
     if not isinstance(shards, int) or shards < 1 or shards & (shards - 1):
-        return [f"numerics.shards={shards}: must be a power of two"]
-    totals = {f"model.{n}": tree["model"][n] for n in SHARDED if tree["model"].get(n) is not None}
+        return [f"numerics.virtual_shards={shards}: must be a power of two"]
+    totals = {f"model.{n}": config.model[n] for n in SHARDED if config.model.get(n) is not None}
     wrong = [f"{field}={total}" for field, total in totals.items() if total % shards]
     if wrong:
         common = math.gcd(*totals.values())
         return [
-            f"numerics.shards={shards} does not divide {', '.join(wrong)}; "
-            f"the largest that fits is numerics.shards={common & -common}"
+            f"numerics.virtual_shards={shards} does not divide {', '.join(wrong)}; "
+            f"the largest that fits is numerics.virtual_shards={common & -common}"
         ]
-    tp = tree["model"]["tensor_model_parallel_size"]
-    if shards % tp:
-        return [f"tp={tp} does not divide numerics.shards={shards}; raise numerics.shards or change tp"]
-    width = VECTORS * shards
-    ragged = [field for field in ACTIVATED if (tree["model"].get(field) or 0) % width]
+    return []
+
+
+def _ranks(config: RunConfig) -> list[str]:
+    shards, tp = config.numerics.virtual_shards or 1, config.model["tensor_model_parallel_size"]
+    if not isinstance(shards, int) or shards % tp == 0:
+        return []
+    return [f"tp={tp} does not divide numerics.virtual_shards={shards}; raise numerics.virtual_shards or change tp"]
+
+
+def _ragged(config: RunConfig) -> list[str]:
+    width = VECTORS * (config.numerics.virtual_shards or 1)
+    ragged = [field for field in ACTIVATED if (config.model.get(field) or 0) % width]
     # The last numbers of a row that fill no vector go through code that rounds differently.
     return [
-        f"model.{field}={tree['model'][field]}: on a CPU it must be a multiple of {width}"
+        f"model.{field}={config.model[field]}: on a CPU it must be a multiple of {width}"
         for field in ragged
-        if tree["device"]["kind"] == "cpu"
+        if config.device.kind == "cpu"
     ]

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from tp_invariant_recipes.config.limit import Limit, Tree, asked
+from tp_invariant_recipes.config.limit import Limit, asked
+from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import expert_placement
 
@@ -33,43 +34,43 @@ OFF = (
 )
 
 
-def _row(wrong: Callable[[Tree], bool], why: str) -> Limit:
-    return Limit(lambda t: bool(t["model"].get("num_moe_experts")) and wrong(t), why)
+def _row(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
+    return Limit(lambda t: bool(t.model.get("num_moe_experts")) and wrong(t), why)
 
 
-def _owned(tree: Tree) -> bool:
-    model = tree["model"]
+def _owned(config: RunConfig) -> bool:
+    model = config.model
     degrees = model["tensor_model_parallel_size"], model["expert_model_parallel_size"]
     return expert_placement.fits(model["num_moe_experts"], *degrees)
 
 
-def _expert_width(tree: Tree) -> int:
-    return tree["model"].get("moe_ffn_hidden_size") or tree["model"]["ffn_hidden_size"]
+def _expert_width(config: RunConfig) -> int:
+    return config.model.get("moe_ffn_hidden_size") or config.model["ffn_hidden_size"]
 
 
-def _routed(tree: Tree) -> int:
+def _routed(config: RunConfig) -> int:
     """The number of router logits for a virtual shard of one sequence, or 0 if V is not valid."""
-    shards, model = tree["numerics"].get("shards"), tree["model"]
+    shards, model = config.numerics.virtual_shards, config.model
     return model["seq_length"] // shards * model["num_moe_experts"] if isinstance(shards, int) and shards > 0 else 0
 
 
-def _of_experts(tree: Tree) -> str | None:
+def _of_experts(config: RunConfig) -> str | None:
     """The activation's name in numerics/experts.py; `activation_func` is a name or, in a plain program, a function."""
-    function = tree["model"].get("activation_func")
+    function = config.model.get("activation_func")
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     kinds = {("silu", True): "swiglu", ("squared_relu", False): "squared_relu"}
-    return kinds.get((name.rpartition(".")[2], bool(tree["model"].get("gated_linear_unit"))))
+    return kinds.get((name.rpartition(".")[2], bool(config.model.get("gated_linear_unit"))))
 
 
 # Settings that a model with experts must not have, and the reason.
 LIMITS = (
-    _row(lambda t: t["numerics"]["mode"] != "tree", "experts are covered by numerics=tree only"),
+    _row(lambda t: t.numerics.mode != "tree", "experts are covered by numerics=tree only"),
     _row(
-        lambda t: t["model"]["expert_tensor_parallel_size"] > 1,
+        lambda t: t.model["expert_tensor_parallel_size"] > 1,
         "experts split over ranks have no invariant version; etp=1",
     ),
     _row(
-        lambda t: t["model"]["tensor_model_parallel_size"] > 1 and not t["model"]["sequence_parallel"],
+        lambda t: t.model["tensor_model_parallel_size"] > 1 and not t.model["sequence_parallel"],
         "experts under tensor parallelism need sequence parallelism; sp=true",
     ),
     _row(
@@ -78,31 +79,31 @@ LIMITS = (
         "model.num_moe_experts",
     ),
     _row(
-        lambda t: t["device"]["kind"] == "cpu" and bool(_expert_width(t) % VECTORS),
+        lambda t: t.device.kind == "cpu" and bool(_expert_width(t) % VECTORS),
         f"on a CPU model.moe_ffn_hidden_size must be a multiple of {VECTORS}",
     ),
     _row(
-        lambda t: t["device"]["kind"] == "cpu" and bool(_routed(t) % VECTORS),
-        f"on a CPU seq / numerics.shards * model.num_moe_experts must be a multiple of {VECTORS}",
+        lambda t: t.device.kind == "cpu" and bool(_routed(t) % VECTORS),
+        f"on a CPU seq / numerics.virtual_shards * model.num_moe_experts must be a multiple of {VECTORS}",
     ),
     _row(
         lambda t: _of_experts(t) is None,
         "of the experts' activations only SwiGLU and squared ReLU are covered",
     ),
     _row(
-        lambda t: t["model"].get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,
+        lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,
         f"other sums stand in the router; model.moe_router_load_balancing_type one of {', '.join(BALANCING)}",
     ),
     _row(
-        lambda t: t["model"].get("moe_router_dtype") not in (None, "fp32"),
+        lambda t: t.model.get("moe_router_dtype") not in (None, "fp32"),
         "only model.moe_router_dtype=fp32 or null is covered",
     ),
     _row(
-        lambda t: t["model"].get("moe_token_dispatcher_type", "allgather") == "flex",
+        lambda t: t.model.get("moe_token_dispatcher_type", "allgather") == "flex",
         "the flex dispatcher has no invariant version; model.moe_token_dispatcher_type=alltoall",
     ),
     _row(
-        lambda t: bool(t["model"].get("add_bias_linear")),
+        lambda t: bool(t.model.get("add_bias_linear")),
         "experts with biases are not covered; model.add_bias_linear=false",
     ),
     *(_row(asked(field), f"model.{field} is not covered; leave it unset") for field in OFF),

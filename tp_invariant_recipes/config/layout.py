@@ -1,14 +1,23 @@
 """The rules of a parallel layout: the ranks, the model and the batch must divide evenly.
 
-One row per rule. A rule checks the composed tree and returns the problem, or None.
+One row a rule. A rule looks at the configuration and returns what is wrong, or None.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-Tree = dict[str, Any]
+from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+
+# Numbers of the model that tensor parallelism splits.
+SPLIT_BY_TP = (
+    "num_attention_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "vocab_size",
+    "mamba_num_groups",
+    "mamba_num_heads",
+)
 
 LARGEST_LISTED = 4096  # the largest degree that a message proposes
 
@@ -30,40 +39,56 @@ class Layout:
         """Ranks: tp * pp * cp * dp."""
         return self.tp * self.pp * self.cp * self.dp
 
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Short keys of the degrees of parallelism and their values."""
+        return {name: getattr(self, name) for name in ("tp", "pp", "cp", "dp", "ep", "etp")}
+
     def as_dict(self) -> dict[str, int | bool]:
         """Short keys and their values, for a ledger's header."""
-        return {name: getattr(self, name) for name in ("tp", "pp", "cp", "dp", "ep", "etp", "sp")}
+        return {**self.degrees, "sp": self.sp}
 
 
-def of(tree: Tree) -> Layout:
+def of(config: RunConfig) -> Layout:
     """The layout of a tree."""
-    model = tree["model"]
+    model = config.model
     return Layout(
         tp=model["tensor_model_parallel_size"],
         pp=model["pipeline_model_parallel_size"],
         cp=model["context_parallel_size"],
-        dp=tree["parallel"]["data_parallel_size"],
+        dp=config.parallel.data_parallel_size,
         ep=model["expert_model_parallel_size"],
         etp=model["expert_tensor_parallel_size"],
         sp=bool(model["sequence_parallel"]),
     )
 
 
+def countable(config: RunConfig) -> bool:
+    """Whether every degree is at least 1, so that rules can divide by it."""
+    return all(value >= 1 for value in of(config).degrees.values())
+
+
+def splits_unevenly(config: RunConfig) -> bool:
+    """Whether tp does not divide the model."""
+    tp = of(config).tp
+    return any((config.model.get(number) or 0) % tp for number in SPLIT_BY_TP)
+
+
 def problems(tree: Tree) -> list[str]:
     """All problems of the layout, in the order of the rules."""
-    layout = of(tree)
-    degrees = {name: value for name, value in layout.as_dict().items() if name != "sp"}
-    if any(value < 1 for value in degrees.values()):
-        return [f"{name}={value}: must be at least 1" for name, value in degrees.items() if value < 1]
-    found = (rule(tree, layout) for rule in RULES)
+    config = typed(tree)
+    layout = of(config)
+    if not countable(config):
+        return [f"{name}={value}: must be at least 1" for name, value in layout.degrees.items() if value < 1]
+    found = (rule(config, layout) for rule in RULES)
     return [problem for problem in found if problem]
 
 
-def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Callable[[Tree, Layout], str | None]:
+def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Callable[[RunConfig, Layout], str | None]:
     """The rule that a degree divides each of these numbers of the model, if the model has them."""
 
-    def rule(tree: Tree, layout: Layout) -> str | None:
-        totals = {f"model.{n}": tree["model"][n] for n in numbers if tree["model"].get(n) is not None}
+    def rule(config: RunConfig, layout: Layout) -> str | None:
+        totals = {f"model.{n}": config.model[n] for n in numbers if config.model.get(n) is not None}
         d = degree(layout)
         wrong = [f"{field}={total}" for field, total in totals.items() if total % d]
         if not wrong:
@@ -75,15 +100,15 @@ def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Calla
     return rule
 
 
-def _layers(tree: Tree, layout: Layout) -> str | None:
-    model = tree["model"]
+def _layers(config: RunConfig, layout: Layout) -> str | None:
+    model = config.model
     if model.get("pipeline_model_parallel_layout") or model.get("num_layers_in_first_pipeline_stage"):
-        return None  # the user wrote an uneven split; Bridge checks it
-    return _divides("pp", lambda at: at.pp, "num_layers")(tree, layout)
+        return None  # an uneven split the user wrote; Bridge checks it
+    return _divides("pp", lambda at: at.pp, "num_layers")(config, layout)
 
 
-def _sequence(tree: Tree, layout: Layout) -> str | None:
-    seq = tree["model"]["seq_length"]
+def _sequence(config: RunConfig, layout: Layout) -> str | None:
+    seq = config.model["seq_length"]
     per = layout.cp * (2 if layout.cp > 1 else 1) * (layout.tp if layout.sp else 1)
     if seq % per == 0:
         return None
@@ -93,12 +118,12 @@ def _sequence(tree: Tree, layout: Layout) -> str | None:
     return f"seq={seq} is not a multiple of {why}; the next that is: seq={-(-seq // per) * per}"
 
 
-def _sequence_parallel(tree: Tree, layout: Layout) -> str | None:
+def _sequence_parallel(config: RunConfig, layout: Layout) -> str | None:
     return "sp=true needs tp > 1; leave sp out or set tp" if layout.sp and layout.tp == 1 else None
 
 
-def _batch(tree: Tree, layout: Layout) -> str | None:
-    mbs, gbs = tree["train"]["micro_batch_size"], tree["train"]["global_batch_size"]
+def _batch(config: RunConfig, layout: Layout) -> str | None:
+    mbs, gbs = config.bridge["train"]["micro_batch_size"], config.bridge["train"]["global_batch_size"]
     if mbs < 1 or gbs < 1:
         return f"mbs={mbs}, gbs={gbs}: must be at least 1"
     if gbs % (mbs * layout.dp) == 0:
@@ -109,8 +134,8 @@ def _batch(tree: Tree, layout: Layout) -> str | None:
     )
 
 
-def _experts(tree: Tree, layout: Layout) -> str | None:
-    experts = tree["model"].get("num_moe_experts")
+def _experts(config: RunConfig, layout: Layout) -> str | None:
+    experts = config.model.get("num_moe_experts")
     if experts is None:
         wrong = [f"{n}={v}" for n, v in (("ep", layout.ep), ("etp", layout.etp)) if v > 1]
         return f"{', '.join(wrong)}: this model has no experts" if wrong else None
@@ -125,30 +150,30 @@ def _experts(tree: Tree, layout: Layout) -> str | None:
     return None
 
 
-def _pattern(tree: Tree, layout: Layout) -> str | None:
-    pattern = tree["model"].get("hybrid_layer_pattern")
+def _pattern(config: RunConfig, layout: Layout) -> str | None:
+    pattern = config.model.get("hybrid_layer_pattern")
     if pattern is None or layout.pp == 1 or "|" in pattern:
         return None
     length = len(pattern.partition("/")[0])
     return None if length % layout.pp == 0 else f"pp={layout.pp} does not divide the {length} layers of this model"
 
 
-def _data(tree: Tree, layout: Layout) -> str | None:
-    kind, path = tree["data"]["kind"], tree["data"]["path"]
+def _data(config: RunConfig, layout: Layout) -> str | None:
+    kind, path = config.data.kind, config.data.path
     if kind == "mock" and path:
         return "data.path is set but data=mock ignores it; add data=text"
     return "data=text needs data.path=FILE_OR_FOLDER" if kind == "text" and not path else None
 
 
-def _context(tree: Tree, layout: Layout) -> str | None:
-    if layout.cp == 1 or tree["device"]["kind"] == "gpu":
+def _context(config: RunConfig, layout: Layout) -> str | None:
+    if layout.cp == 1 or config.device.kind == "gpu":
         return None
     return f"cp={layout.cp}: context parallelism needs Transformer Engine's attention, so device=gpu"
 
 
-def _interleaved(tree: Tree, layout: Layout) -> str | None:
-    chunks = tree["model"].get("virtual_pipeline_model_parallel_size")
-    if not chunks or chunks == 1 or tree["device"]["kind"] == "gpu":
+def _interleaved(config: RunConfig, layout: Layout) -> str | None:
+    chunks = config.model.get("virtual_pipeline_model_parallel_size")
+    if not chunks or chunks == 1 or config.device.kind == "gpu":
         return None
     # At pp=2 with 4 micro-batches we saw another loss: the next stage is also the previous one, and Gloo distinguishes
     # messages between two ranks only by their order.
@@ -158,32 +183,23 @@ def _interleaved(tree: Tree, layout: Layout) -> str | None:
     )
 
 
-def _iters(tree: Tree, layout: Layout) -> str | None:
-    iters = tree["train"]["train_iters"]
+def _iters(config: RunConfig, layout: Layout) -> str | None:
+    iters = config.bridge["train"]["train_iters"]
     return f"iters={iters}: must be at least 1" if iters is None or iters < 1 else None
 
 
-def _save(tree: Tree, layout: Layout) -> str | None:
-    save = tree["checkpoint"]["save_interval"]
+def _save(config: RunConfig, layout: Layout) -> str | None:
+    save = config.bridge["checkpoint"]["save_interval"]
     return f"save={save}: must be 0 (only on SIGTERM) or more" if save < 0 else None
 
 
-def _lr(tree: Tree, layout: Layout) -> str | None:
-    lr, low = tree["optimizer"]["lr"], tree["optimizer"]["min_lr"] or 0.0
+def _lr(config: RunConfig, layout: Layout) -> str | None:
+    lr, low = config.bridge["optimizer"]["lr"], config.bridge["optimizer"]["min_lr"] or 0.0
     return None if lr >= low >= 0 else f"lr={lr} is below optimizer.min_lr={low}; set optimizer.min_lr too"
 
 
-RULES: tuple[Callable[[Tree, Layout], str | None], ...] = (
-    _divides(
-        "tp",
-        lambda at: at.tp,
-        "num_attention_heads",
-        "num_query_groups",
-        "ffn_hidden_size",
-        "vocab_size",
-        "mamba_num_groups",
-        "mamba_num_heads",
-    ),
+RULES: tuple[Callable[[RunConfig, Layout], str | None], ...] = (
+    _divides("tp", lambda at: at.tp, *SPLIT_BY_TP),
     _divides("etp", lambda at: at.etp, "moe_ffn_hidden_size"),
     _sequence_parallel,
     _sequence,

@@ -2,19 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-Tree = dict[str, Any]
+from tp_invariant_recipes.config.sections import RunConfig
 
 
 @dataclass(frozen=True)
 class Limit:
-    """wrong: whether the tree is beyond what is covered. why: what there is no invariant version of yet."""
+    """wrong: whether a run is beyond what is covered. why: what there is no invariant version of yet."""
 
-    wrong: Callable[[Tree], bool]
+    wrong: Callable[[RunConfig], bool]
     why: str
 
 
-def asked(field: str) -> Callable[[Tree], bool]:
+def asked(field: str) -> Callable[[RunConfig], bool]:
     """Whether a field of the model is set to anything."""
-    return lambda t: bool(t["model"].get(field))
+    return lambda t: bool(t.model.get(field))

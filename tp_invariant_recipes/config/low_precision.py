@@ -1,16 +1,14 @@
 """Requirements of products in FP8 or FP4 on the configuration."""
 
-from typing import Any
-
-Tree = dict[str, Any]
+from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 
 MULTIPLE = 16  # cuBLAS needs FP8 matrices with sides that are multiples of it; Transformer Engine refuses others
 WORDS = ("fp8", "fp4")  # parts of the names of Bridge's recipes for them, also of mxfp8 and nvfp4
 
 
-def asked(tree: Tree) -> bool:
+def asked(config: RunConfig) -> bool:
     """Whether any product is in FP8 or FP4."""
-    precision, model = tree.get("mixed_precision"), tree["model"]
+    precision, model = config.bridge.get("mixed_precision"), config.model
     if isinstance(precision, str):
         return any(word in precision or model.get(word) for word in WORDS)
     return any((precision or {}).get(word) or model.get(word) for word in WORDS)
@@ -18,23 +16,24 @@ def asked(tree: Tree) -> bool:
 
 def problems(tree: Tree) -> list[str]:
     """All reasons why such products cannot be computed; empty if there are none."""
-    if not asked(tree):
+    config = typed(tree)
+    if not asked(config):
         return []
-    if tree["device"]["kind"] != "gpu":
+    if config.device.kind != "gpu":
         return ["FP8 and FP4 products need Transformer Engine on a GPU; precision=bf16, or device=gpu"]
     return [
         f"FP8 and FP4 products have sides that are multiples of {MULTIPLE}, and {words} is {side:g}; "
         f"change it, or precision=bf16"
-        for words, side in _sides(tree).items()
+        for words, side in _sides(config).items()
         if side % MULTIPLE
     ]
 
 
-def _sides(tree: Tree) -> dict[str, float]:
+def _sides(config: RunConfig) -> dict[str, float]:
     """The sides of the products on one rank: name -> size."""
-    model = tree["model"]
+    model = config.model
     tp, etp = model["tensor_model_parallel_size"], model["expert_tensor_parallel_size"]
-    mbs = tree["train"]["micro_batch_size"]
+    mbs = config.bridge["train"]["micro_batch_size"]
     queries = model["num_attention_heads"]
     heads = queries + 2 * (model.get("num_query_groups") or queries)
     width = model.get("kv_channels") or model["hidden_size"] / queries

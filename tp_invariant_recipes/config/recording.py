@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
-Tree = dict[str, Any]
+from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+
 _STEPS = re.compile(r"(\d+):(\d+)")
 _TENSOR = re.compile(r"(forward|backward)/.+/(input|output)(\.\d+)?|(gradients|weights)/.+")
 
@@ -19,65 +19,66 @@ def steps(trace: str) -> range:
 
 def problems(tree: Tree) -> list[str]:
     """All reasons why the ledger cannot record the requested values."""
-    found = [problem for rule in RULES if (problem := rule(tree))]
-    if tree["ledger"]["digests"]:
-        found += [f"{why}; or record none: ledger.digests=0" for wrong, why in UNDIGESTED if wrong(tree)]
+    config = typed(tree)
+    found = [problem for rule in RULES if (problem := rule(config))]
+    if config.ledger.digests:
+        found += [f"{why}; or record none: ledger.digests=0" for wrong, why in UNDIGESTED if wrong(config)]
     return found
 
 
-def _digests(tree: Tree) -> str | None:
-    every = tree["ledger"]["digests"]
+def _digests(config: RunConfig) -> str | None:
+    every = config.ledger.digests
     if type(every) is int and every >= 0:
         return None
     return f"ledger.digests={every}: must be 0 (never) or a number of steps"
 
 
-def _trace(tree: Tree) -> str | None:
-    trace = tree["ledger"]["trace"]
+def _trace(config: RunConfig) -> str | None:
+    trace = config.ledger.trace
     if trace is None:
         return None
     try:
         last = steps(str(trace))[-1]
     except ValueError as error:
         return str(error)
-    iters = tree["train"]["train_iters"]
+    iters = config.bridge["train"]["train_iters"]
     return None if last <= iters else f"ledger.trace={trace}: the run ends at step {iters}; raise iters or trace less"
 
 
-def _graphs(tree: Tree) -> str | None:
-    implementation = tree["model"].get("cuda_graph_impl")
-    if tree["ledger"]["trace"] is None or implementation in (None, "none"):
+def _graphs(config: RunConfig) -> str | None:
+    implementation = config.model.get("cuda_graph_impl")
+    if config.ledger.trace is None or implementation in (None, "none"):
         return None
     asked = f"model.cuda_graph_impl={implementation}"
     return f"ledger.trace: a replayed CUDA graph calls no module, and {asked}; cuda_graph=off"
 
 
-def _dump(tree: Tree) -> str | None:
-    dump = tree["ledger"]["dump"]
+def _dump(config: RunConfig) -> str | None:
+    dump = config.ledger.dump
     wrong = [name for name in dump if not _TENSOR.fullmatch(name)]
     if wrong:
         return (
             f"ledger.dump: {', '.join(wrong)}: a tensor is forward/MODULE/output, backward/MODULE/input, "
             f"gradients/PARAMETER or weights/PARAMETER"
         )
-    return "ledger.dump: at which steps? set ledger.trace=FIRST:LAST" if dump and not tree["ledger"]["trace"] else None
+    return "ledger.dump: at which steps? set ledger.trace=FIRST:LAST" if dump and not config.ledger.trace else None
 
 
-RULES: tuple[Callable[[Tree], str | None], ...] = (_digests, _trace, _graphs, _dump)
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (_digests, _trace, _graphs, _dump)
 
 # Configurations without digests of gradients and weights, and the reason.
-UNDIGESTED: tuple[tuple[Callable[[Tree], bool], str], ...] = (
+UNDIGESTED: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (
-        lambda t: bool(t["ddp"]["overlap_param_gather"] or t["optimizer"]["overlap_param_gather"]),
+        lambda t: bool(t.bridge["ddp"]["overlap_param_gather"] or t.bridge["optimizer"]["overlap_param_gather"]),
         "digests: weights are not all gathered when the step ends; ddp.overlap_param_gather=false, "
         "optimizer.overlap_param_gather=false",
     ),
     (
-        lambda t: bool(t["ddp"].get("use_megatron_fsdp") or t["ddp"].get("use_custom_fsdp")),
+        lambda t: bool(t.bridge["ddp"].get("use_megatron_fsdp") or t.bridge["ddp"].get("use_custom_fsdp")),
         "digests: FSDP keeps gradients in buffers of its own; ddp.use_megatron_fsdp=false",
     ),
     (
-        lambda t: (t["model"].get("gtp_weight_remat_size") or 1) > 1,
+        lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1,
         "digests: weights spread over more ranks are not covered; model.gtp_weight_remat_size=1",
     ),
 )

@@ -16,14 +16,14 @@ class NumericsSettings:
     """Which sums are fixed, and how (docs/numerics.md).
 
     mode:            what adds across ranks.
-    shards:          V, virtual shards of the invariant modes.
+    virtual_shards:  V, virtual shards of the invariant modes.
     grad_norm:       the invariant modes' gradient norm: exact, or a plain fp64 sum as in the published scheme.
     clip_rounding:   pow2 rounds the clipping coefficient down to a power of two, as in the published scheme.
     initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
     """
 
-    mode: Literal["stock", "tree", "gather"] = "stock"
-    shards: int | None = None
+    mode: Literal["stock", "tree", "gather"] = "tree"
+    virtual_shards: int | None = None
     grad_norm: Literal["exact", "fp64"] = "exact"
     clip_rounding: Literal["none", "pow2"] = "none"
     initial_weights: Literal["invariant", "megatron"] = "invariant"
@@ -115,7 +115,7 @@ class SlurmSettings:
     time:        limit of one try, as sbatch takes it: "4:00:00", "2-00:00:00", or minutes.
     save_before: seconds before the time limit at which the run saves and asks to be queued again.
     tries:       how often in a row a job may start from the same step without reaching another checkpoint.
-    meet:        seconds that nodes wait for each other.
+    rendezvous_timeout: seconds that nodes wait for each other.
     exclusive:   whole nodes, also where fewer ranks would do.
     options:     more of sbatch's options, as typed: ["--reservation=maintenance"].
     """
@@ -126,7 +126,7 @@ class SlurmSettings:
     time: str | None = None
     save_before: int = 120
     tries: int = 3
-    meet: int = 600
+    rendezvous_timeout: int = 600
     exclusive: bool = False
     options: list[str] = field(default_factory=list)
 

@@ -24,8 +24,13 @@ def groups() -> dict[str, tuple[str, ...]]:
     """Every Hydra group and its options, e.g. {"numerics": ("stock",)}; names starting with _ are only bases."""
     return {
         group: tuple(sorted(f.stem for f in (*_options(conf_dir(), group), *_options(user_dir(), group))))
-        for group in _names()
+        for group in group_names()
     }
+
+
+def group_names() -> list[str]:
+    """Every Hydra group, such as "numerics"."""
+    return sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir())
 
 
 def summary(group: str, option: str) -> str:
@@ -56,17 +61,13 @@ def _passed_over(file: Path) -> str | None:
     group = file.parts[0]
     if len(file.parts) != 2:
         return "not in the folder of a group, such as cluster/mysite.yaml"
-    if group not in _names():
-        return f"'{group}' is no group{nearest(group, _names())}"
+    if group not in group_names():
+        return f"'{group}' is no group{nearest(group, group_names())}"
     if file.suffix != ".yaml":
         return "the name must end in .yaml"
     if (conf_dir() / file).exists():
         return f"{group}={file.stem} is one of tpi's own; give the file another name"
     return None
-
-
-def _names() -> list[str]:
-    return sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir())
 
 
 def _options(tree: Path, group: str) -> list[Path]:

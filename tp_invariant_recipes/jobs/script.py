@@ -10,7 +10,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tp_invariant_recipes.config.allocation import Allocation, ranks_per_node
-from tp_invariant_recipes.config.compose import cluster_files
+from tp_invariant_recipes.config.overrides import Override, cluster_files, texts
+from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.multinode import srun_command
@@ -57,44 +58,46 @@ class CellStep:
     overrides: tuple[str, ...]
 
 
-def training(tree: dict[str, Any], taken: Allocation, *, name: str, about: str, log: str) -> Job:
+def training(config: RunConfig, taken: Allocation, *, name: str, about: str, log: str) -> Job:
     """The job of a run of this configuration. taken: the part of the cluster that it needs."""
-    cluster, slurm = tree["cluster"], tree["slurm"]
-    kind = f"gpu:{cluster['gpu_type']}" if cluster["gpu_type"] else "gpu"
+    cluster, slurm = config.cluster, config.slurm
+    assert slurm.time is not None  # config/allocation.py refuses a job without
+    kind = f"gpu:{cluster.gpu_type}" if cluster.gpu_type else "gpu"
     return Job(
         name=name,
         about=about,
         nodes=taken.nodes,
         gres=f"{kind}:{taken.gpus}" if taken.gpus else None,
-        cpus=None if taken.gpus else taken.ranks,  # on a CPU each rank computes with one thread
+        cpus=None if taken.gpus else taken.ranks,  # on a CPU one thread a rank computes
         # By default SLURM would give a node's only task one processor, and memory in proportion.
-        whole=slurm["exclusive"] or taken.ranks == ranks_per_node(tree),
-        time=slurm["time"],
-        account=slurm["account"],
-        partition=slurm["partition"],
-        qos=slurm["qos"],
-        save_before=slurm["save_before"],
+        whole=slurm.exclusive or taken.ranks == ranks_per_node(config),
+        time=slurm.time,
+        account=slurm.account,
+        partition=slurm.partition,
+        qos=slurm.qos,
+        save_before=slurm.save_before,
         directory=Path.cwd(),
         log=log,
-        options=tuple(slurm["options"]),
+        options=tuple(slurm.options),
     )
 
 
-def train(job: Job, tree: dict[str, Any], model: str, overrides: Sequence[str], run: Path) -> str:
+def train(job: Job, config: RunConfig, model: str, overrides: Sequence[Override], run: Path) -> str:
     """The script of one run. overrides: all but run.dir and launcher."""
-    srun_ = ("srun", *srun_command.arguments(tree, [run, *cluster_files(overrides)]))
-    return _render("train", job=job, srun=srun_, tpi=srun_command.tpi(tree), model=model, overrides=overrides, run=run)
+    srun_ = ("srun", *srun_command.arguments(config, [run, *cluster_files(overrides)]))
+    words = texts(overrides)
+    return _render("train", job=job, srun=srun_, tpi=srun_command.tpi(config), model=model, overrides=words, run=run)
 
 
-def array(job: Job, tree: dict[str, Any], model: str, cells: Sequence[CellStep], directory: Path) -> str:
+def array(job: Job, config: RunConfig, model: str, cells: Sequence[CellStep], directory: Path) -> str:
     """The script of the cells of a verify, each in a directory of its name in `directory`."""
-    return _render("array", job=job, tpi=srun_command.tpi(tree), model=model, cells=cells, directory=directory)
+    return _render("array", job=job, tpi=srun_command.tpi(config), model=model, cells=cells, directory=directory)
 
 
-def judge(job: Job, tree: dict[str, Any], directory: Path, needed: Sequence[Path]) -> str:
+def judge(job: Job, config: RunConfig, directory: Path, needed: Sequence[Path]) -> str:
     """The script that compares the cells. needed: the paths that it reads."""
-    container = srun_command.container(tree, needed)
-    return _render("judge", job=job, container=container, tpi=srun_command.tpi(tree), directory=directory)
+    container = srun_command.container(config, needed)
+    return _render("judge", job=job, container=container, tpi=srun_command.tpi(config), directory=directory)
 
 
 def log_in(folder: Path, name: str) -> str:

@@ -12,11 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import allocation, layout
+from tp_invariant_recipes.config import allocation, layout, reserved
 from tp_invariant_recipes.config.allocation import Allocation
-from tp_invariant_recipes.config.compose import Composed, cluster_files, compose, listed
+from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.nearest import nearest
-from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
+from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
+from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.jobs import registry, script, slurm_client
 from tp_invariant_recipes.jobs.script import CellStep, Job
 from tp_invariant_recipes.jobs.slurm_client import Partition
@@ -26,12 +28,8 @@ from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.workflows import matrix, verify
 
-# Keys that the command itself sets -> the way to set them instead.
-RESERVED = {
-    "launcher": "in a job srun starts the ranks; leave it out",
-    "launcher.kind": "in a job srun starts the ranks; leave it out",
-}
-# Sections whose keys have one value in a verify: its cells are tasks of one array with the same resources.
+IN_A_JOB = "launcher=slurm"
+# Sections of which a verify has one value a key: its cells are tasks of one array, which asks for the same for all.
 OF_THE_ARRAY = ("cluster", "slurm")
 
 JUDGE_TIME = "30:00"  # time limit of the comparison, or the cells' time limit if that is shorter
@@ -93,21 +91,22 @@ def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: 
 
     dry: make only the script; neither query SLURM nor prepare data. progress: as for `plan.new`.
     """
-    problems, sound = _reserved(overrides)
+    problems, sound = reserved.check("submit", parse_all(overrides))
     composed = _composed(model, sound, problems)
-    _check([composed.tree], problems, dry=dry)
-    where = _absolute(choose(composed.tree["run"]["dir"], f"{model}-tp{layout.of(composed.tree).tp}"))
-    taken = allocation.of(composed.tree)
+    _check([composed.config], problems, dry=dry)
+    where = _absolute(choose(composed.config.run.dir, f"{model}-tp{layout.of(composed.config).tp}"))
+    taken = allocation.of(composed.config)
     about = f"{model}: {taken}"
-    log = _log(composed.tree, where, "job-%j.log")
-    job = script.training(composed.tree, taken, name=f"tpi-{where.path.name}", about=about, log=log)
-    of_the_run = [text for text in composed.overrides if _key(text) != "run.dir"]
-    text = script.train(job, composed.tree, model, of_the_run, where.path)
+    log = _log(composed.config, where, "job-%j.log")
+    job = script.training(composed.config, taken, name=f"tpi-{where.path.name}", about=about, log=log)
+    of_the_run = [one for one in composed.overrides if one.field not in ("run.dir", "launcher.kind")]
+    text = script.train(job, composed.config, model, of_the_run, where.path)
 
     scripts = (JobScript(registry.TRAIN, where.script, text),)
     if dry:
         return PlannedSubmission(model, about, where, (), scripts, _nothing, _nothing)
-    in_the_job = compose(model, [*of_the_run, f"run.dir={where.path}", "launcher=slurm"])
+    said = (*of_the_run, parse(f"run.dir={where.path}"), parse(IN_A_JOB))
+    in_the_job = replace(composed, overrides=said)
     planned = plan.resolve(in_the_job, where, progress, here=False)
     validate, write = partial(train_check, planned), partial(plan.write, planned, attempt=False)
     return PlannedSubmission(model, about, where, (), scripts, validate, write)
@@ -126,7 +125,7 @@ def verification(
 
     against, directory: as for `verify.new`.
     """
-    problems, sound = _reserved(overrides)
+    problems, sound = reserved.check("submit", parse_all(overrides))
     axes, _ = matrix.spread(sound, [])
     problems += [
         f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one verify for each, and compare "
@@ -137,32 +136,35 @@ def verification(
     if problems:
         raise ConfigError(listed(problems), problems)
     path = choose_for_several(directory, f"verify-{model}").absolute()
-    found = verify.new(
-        model, [*_device(model, sound), *sound], against=against, directory=path, progress=progress, here=False
-    )
-    trees = {name: planned.composed.tree for name, planned in found.plans.items()}
-    tree = next(iter(trees.values()))
-    if not tree["cluster"]["shared_files"]:
+
+    def planning(device: str) -> verify.Verification:
+        asked = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
+        return verify.new(model, asked, against=against, directory=path, progress=progress, here=False)
+
+    found = plan.for_nodes(planning, lambda found: next(iter(found.plans.values())).config, sound)
+    configs = {name: planned.composed.config for name, planned in found.plans.items()}
+    config = next(iter(configs.values()))
+    if not config.cluster.shared_files:
         problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
-    _check(list(trees.values()), problems, dry=dry)
-    taken = _largest(map(allocation.of, trees.values()))
-    about = f"{model}: an array of {len(trees)} cells, {taken} at most"
+    _check(list(configs.values()), problems, dry=dry)
+    taken = _largest(map(allocation.of, configs.values()))
+    about = f"{model}: an array of {len(configs)} cells, {taken} at most"
     name = f"tpi-{path.name}"
     where = found.directory
-    job = script.training(tree, taken, name=name, about=about, log=_log(tree, where, "job-%A_%a.log"))
+    job = script.training(config, taken, name=name, about=about, log=_log(config, where, "job-%A_%a.log"))
     reference = [] if found.matrix.against is None else [Path(found.matrix.against)]
     needed = [path, *cluster_files(sound)]
     steps = [
-        CellStep(cell.name, ("srun", *srun_command.arguments(trees[cell.name], needed)), cell.overrides)
+        CellStep(cell.name, ("srun", *srun_command.arguments(configs[cell.name], needed)), cell.overrides)
         for cell in found.matrix.cells
     ]
     judge = _judging(
-        job, name=f"{name}-judge", about=f"{model}: compares the cells", log=_log(tree, where, "job-%j.log")
+        job, name=f"{name}-judge", about=f"{model}: compares the cells", log=_log(config, where, "job-%j.log")
     )
-    cells = JobScript(registry.CELLS, where.script, script.array(job, tree, model, steps, path))
-    compare = JobScript(registry.JUDGE, path / "judge.sbatch", script.judge(judge, tree, path, [path, *reference]))
+    cells = JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path))
+    compare = JobScript(registry.JUDGE, path / "judge.sbatch", script.judge(judge, config, path, [path, *reference]))
     validate, write = partial(verify.check, found), partial(_write_cells, found)
-    return PlannedSubmission(model, about, where, tuple(trees), (cells, compare), validate, write)
+    return PlannedSubmission(model, about, where, tuple(configs), (cells, compare), validate, write)
 
 
 def check(submission: PlannedSubmission) -> str | None:
@@ -211,42 +213,27 @@ def execute(submission: PlannedSubmission) -> dict[str, Any]:
     return found
 
 
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+")
+def _composed(model: str, overrides: Sequence[Override], problems: list[str]) -> Composed:
+    """Raises ConfigError that lists `problems` and what is wrong beside them."""
+    in_a_job = parse(IN_A_JOB)
 
+    def composing(device: str) -> Composed:
+        said = [] if given(overrides, "device.kind") else [parse(f"device={device}")]
+        return compose(model, [*overrides, *said, in_a_job])
 
-def _reserved(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The problems of overrides that set reserved keys, and the other overrides."""
-    problems = [f"{text}: {RESERVED[_key(text)]}" for text in overrides if _key(text) in RESERVED]
-    return problems, [text for text in overrides if _key(text) not in RESERVED]
-
-
-def _composed(model: str, overrides: Sequence[str], problems: list[str]) -> Composed:
-    """Compose the run. Raises ConfigError that lists `problems` and the configuration's problems."""
     try:
-        return compose(model, [*overrides, *_device(model, overrides)])
+        return plan.for_nodes(composing, lambda composed: composed.config, overrides)
     except ConfigError as error:
         found = [*problems, *error.problems]
         raise ConfigError(listed(found), found) from error
 
 
-def _device(model: str, overrides: Sequence[str]) -> list[str]:
-    """The nodes' device as an explicit override, since a login node has no GPU; empty if the user gives it."""
-    if any(_key(text) == "device" for text in overrides):
-        return []
-    of_the_cluster = [text for text in overrides if _key(text).partition(".")[0] == "cluster"]
-    try:
-        return [f"device={plan.device_on(model, of_the_cluster)}"]
-    except ConfigError:
-        return ["device=gpu"]  # composing finds this problem again, with all others
-
-
-def _check(trees: Sequence[dict[str, Any]], problems: list[str], *, dry: bool) -> None:
-    """Check the job of these trees. Raises ConfigError that lists `problems` and the job's problems.
+def _check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> None:
+    """Raises ConfigError that lists `problems` and what is wrong with a job of these runs.
 
     dry: do not query SLURM.
     """
-    wrong = dict.fromkeys(problem for tree in trees for problem in allocation.problems(tree, os.environ))
+    wrong = dict.fromkeys(problem for config in configs for problem in allocation.problems(config, os.environ))
     problems = [*problems, *wrong]
     if not dry:
         try:
@@ -254,14 +241,14 @@ def _check(trees: Sequence[dict[str, Any]], problems: list[str], *, dry: bool) -
         except RunError as error:
             problems.append(str(error))
         else:
-            problems += dict.fromkeys(problem for tree in trees for problem in unfit(tree, there))
+            problems += dict.fromkeys(problem for config in configs for problem in unfit(config, there))
     if problems:
         raise ConfigError(listed(problems), problems)
 
 
-def unfit(tree: dict[str, Any], there: Sequence[Partition]) -> list[str]:
+def unfit(config: RunConfig, there: Sequence[Partition]) -> list[str]:
     """The reasons why a job of this tree would wait forever in its partitions, although SLURM accepts it."""
-    asked = tree["slurm"]["partition"] or os.environ.get("SBATCH_PARTITION")
+    asked = config.slurm.partition or os.environ.get("SBATCH_PARTITION")
     names = asked.split(",") if asked else [p.name for p in there if p.default]
     known = {partition.name: partition for partition in there}
     listing = ", ".join(f"{p.name}{' (default)' if p.default else ''}" for p in there)
@@ -274,24 +261,24 @@ def unfit(tree: dict[str, Any], there: Sequence[Partition]) -> list[str]:
     ]
     if not problems:
         chosen = [known[name] for name in names]
-        problems = [problem for rule in (_too_long, _too_many) if (problem := rule(tree, chosen, ",".join(names)))]
+        problems = [problem for rule in (_too_long, _too_many) if (problem := rule(config, chosen, ",".join(names)))]
     return problems
 
 
-def _too_long(tree: dict[str, Any], chosen: Sequence[Partition], names: str) -> str | None:
+def _too_long(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
     limits = [partition.seconds for partition in chosen]
     longest = None if None in limits else max(seconds for seconds in limits if seconds is not None)
     try:
-        asked = allocation.parse_time(tree["slurm"]["time"])
-    except (ValueError, TypeError):  # already reported
+        asked = allocation.parse_time(config.slurm.time or "")
+    except ValueError:  # it has been said already
         return None
     if longest is None or asked <= longest:
         return None
-    return f"slurm.time={tree['slurm']['time']}: partition {names} allows {timedelta(seconds=longest)}"
+    return f"slurm.time={config.slurm.time}: partition {names} allows {timedelta(seconds=longest)}"
 
 
-def _too_many(tree: dict[str, Any], chosen: Sequence[Partition], names: str) -> str | None:
-    taken, most = allocation.of(tree), max(partition.nodes for partition in chosen)
+def _too_many(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
+    taken, most = allocation.of(config), max(partition.nodes for partition in chosen)
     if taken.nodes <= most:
         return None
     return f"{taken} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"
@@ -301,9 +288,9 @@ def _absolute(run_dir: RunDir) -> RunDir:
     return RunDir(run_dir.path.absolute())
 
 
-def _log(tree: dict[str, Any], where: RunDir, name: str) -> str:
+def _log(config: RunConfig, where: RunDir, name: str) -> str:
     """The job's output: among the logs of the run; on the first node if the nodes do not share these."""
-    if tree["cluster"]["shared_files"]:
+    if config.cluster.shared_files:
         return script.log_in(where.logs, name)
     return script.log_in(ON_THE_NODE, f"tpi-%u-{name}")
 

@@ -1,16 +1,17 @@
-"""Digest lanes: sums over the elements of a tensor that tell what stands where, whatever holds the parts.
+"""Digest lanes: sums over a tensor's elements and positions, independent of how the tensor is divided.
 
 A tensor is seen as a table of rows and columns: the last dimension, or all but the first two of an activation, are its
 columns. With x the bits of an element as an unsigned integer, R odd numbers of 32 bits and C odd numbers of 64,
 
     lane = sum over rows r and columns c of   x[r, c] · R[r] · C[c]   modulo 2^64
 
-R and C are pseudo-random functions of the number of the row or column in the whole tensor, others for each of the two
-lanes. So parts add up to the whole in any order, and what is added is integers. An element that changes alone is always
-seen: |x' - x| · R is less than 2^64 and not 0, and C can be divided out. Any other difference, fixed before R and C are
-drawn, goes unseen with a probability of about 2^-62: within a column, one R in 2^31 can hide it, and so in the other
-lane; C adds less than that. This is multilinear hashing (Lemire, Kaser, "Strongly universal string hashing is fast",
-2014), once over rows and once over columns. Elements of 8 bytes count as two words of 4.
+R and C are pseudo-random functions of the row or column number in the whole tensor, different for each of the two
+lanes. All sums are of integers, so the parts' lanes add up to the whole's in any order. A change of a single element
+always changes the lanes: |x' - x| · R is less than 2^64 and not 0, and C can be divided out. Any other difference,
+fixed before R and C are drawn, goes unseen with a probability of about 2^-62: within a column, one R in 2^31 can hide
+it, and likewise in the other lane; C adds less than that. This is multilinear hashing (Lemire, Kaser, "Strongly
+universal string hashing is fast", 2014), once over rows and once over columns. Elements of 8 bytes count as two words
+of 4.
 
 The Triton kernel reads every element once, does two multiplications of 32 by 32 bits for it, and is launched once for
 all pieces of one width. On the way it can find the largest magnitude, which spares the exact gradient norm a pass.

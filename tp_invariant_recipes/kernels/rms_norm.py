@@ -1,8 +1,8 @@
 """RMSNorm: forward, and backward with the weight gradient in leaves of fixed shape.
 
-Rows are x[token, head]; without heads there is one a token. A row's output and gradient depend on that row alone. The
-weight gradient is a sum over rows, so the rows of each of this rank's n shards are cut into L equal leaves, each added
-up on its own; L and the rows of a leaf depend on the size of a shard, never on how many shards this rank has.
+Rows are x[token, head]; without heads there is one row per token. A row's output and gradient depend only on that row.
+The weight gradient is a sum over rows, so the rows of each of this rank's n shards are cut into L equal leaves with
+separate sums; L and the rows of a leaf depend on the size of a shard, never on this rank's number of shards.
 
     shards are chunks of tokens:      shard v holds tokens v·T/n …, all heads
     shards are groups of heads:       shard v holds heads v·H/n …, all tokens

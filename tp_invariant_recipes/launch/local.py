@@ -27,7 +27,7 @@ def run(
     stop:           of a caller that notes signals itself. Default: they are noted while the ranks live.
     """
     os.environ.update(plan.environment)
-    stores = [_store() for _ in range(process_groups)]
+    stores = [store() for _ in range(process_groups)]
     rank_infos = _rank_infos(plan.layout.world, tuple(store.port for store in stores))
     with ranks.stopping() if stop is None else nullcontext(stop) as noted:
         return ranks.run(
@@ -45,16 +45,22 @@ def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def _store() -> Any:
-    """The store at which ranks meet. This process holds it, as torchrun's agent does, so the port is ours."""
+def store() -> Any:
+    """Where ranks meet. Held by this process, as torchrun's agent does, so that the port is ours from the start."""
     from torch.distributed import TCPStore
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+def prepare_environment(interface: str | None) -> None:
+    """Variables that ranks inherit, where they are not set. interface: through which Gloo reaches other ranks."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the processor
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # Gloo would look the host's name up; it may not resolve
+
+
 def _rank_infos(world: int, ports: tuple[int, ...]) -> list[Any]:
     from tp_invariant_recipes.training.rank import RankInfo
 
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the processor
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # Gloo would look this host's name up, which may not resolve
+    prepare_environment("lo")
     return [RankInfo(r, r, world, world, "127.0.0.1", ports) for r in range(world)]

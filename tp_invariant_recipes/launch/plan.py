@@ -1,18 +1,22 @@
 """Everything that is decided before a process starts: what to train, on what, where it is written, where it resumes."""
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import environment, layout
-from tp_invariant_recipes.config.compose import Composed, compose, listed
+from tp_invariant_recipes.config import environment, hydra_tree, layout
+from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.null_tokenizer import eod_id
+from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
+from tp_invariant_recipes.config.sections import RunConfig, typed
+from tp_invariant_recipes.config.settings import DataSettings
 from tp_invariant_recipes.data.prepare import ensure_prepared
 from tp_invariant_recipes.data.prepared import PreparedData
-from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
+from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import preflight
@@ -23,7 +27,7 @@ from tp_invariant_recipes.runs.checkpoints import Checkpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 
 # Overrides of one attempt at a run and not of the run: which step it resumed from, and what started its ranks.
-OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher")
+OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind")
 # And those that say where it was written, which a repetition does elsewhere.
 NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir", "checkpoint.save")
 
@@ -47,6 +51,11 @@ class Plan:
     start: int = 0
     here: bool = True
 
+    @functools.cached_property
+    def config(self) -> RunConfig:
+        """The tree with our own sections typed."""
+        return typed(self.tree)
+
     @property
     def steps(self) -> int:
         """Steps the run will have when it is done."""
@@ -57,57 +66,59 @@ class Plan:
     @property
     def device(self) -> str:
         """ "cpu" or "gpu"."""
-        return self.tree["device"]["kind"]
+        return self.config.device.kind
 
 
 @dataclass(frozen=True)
 class Request:
     """What a command of `tpi train` asks for: a model, or a run to go on with.
 
+    It is composed once; what is composed is then handed to `plan` or `follow`.
     go_on: go on with the run in run.dir if there is one.
     """
 
     model: str | None
-    overrides: tuple[str, ...]
+    overrides: tuple[Override, ...]
     resume: Path | None = None
     go_on: bool = False
 
     @property
     def launcher(self) -> str:
         """Who is to start the ranks: as typed, not yet checked."""
-        given = [text.partition("=")[2] for text in self.overrides if text.startswith(("launcher=", "launcher.kind="))]
-        return given[-1] if given else "local"
+        asked = given(self.overrides, "launcher.kind")
+        return asked.value if asked else "local"
 
-    def composed(self) -> Composed:
-        """The configuration alone. Raises ConfigError; RunError where there is no run to go on with."""
+    def composed(self, device: str | None = None) -> Composed:
+        """The configuration alone. Raises ConfigError; RunError where there is no run to go on with.
+
+        device: where neither the overrides nor the run to go on with name one; None: what is here.
+        """
         if self.resume is not None:
-            return _composed_again(RunDir(self.resume), self.overrides)
-        return compose(self._model(), self.overrides, device=detect_device())
+            return _composed_again(self.resume, self.model, self.overrides)
+        if self.model is None:
+            raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
+        composed = compose(self.model, self.overrides, device=device or detect_device())
+        return _with_its_numerics(composed) if self.go_on else composed
 
-    def plan(self, progress: Callable[[int, int], None] | None = None) -> Plan:
+    def plan(self, composed: Composed, progress: Callable[[int, int], None] | None = None) -> Plan:
         """Plan the run. Raises a TpiError."""
         if self.resume is not None:
-            return resume_run(self.resume, self.model, self.overrides, progress=progress)
+            return resume_run(self.resume, composed, progress=progress)
         if self.go_on:
-            return resume_or_start(self._model(), self.overrides, progress=progress)
-        return new(self._model(), self.overrides, progress=progress)
+            return resume_or_start(composed, progress=progress)
+        return new(composed, progress=progress)
 
-    def follow(self, start: int) -> Plan:
+    def follow(self, composed: Composed, start: int) -> Plan:
         """Plan the same where another machine has planned it to start after step `start`. Raises a TpiError."""
         if self.resume is not None:
-            return resume_run(self.resume, self.model, self.overrides, start=start)
-        return resume_or_start(self._model(), self.overrides, start=start)
+            return resume_run(self.resume, composed, start=start)
+        return resume_or_start(composed, start=start)
 
     def words(self) -> list[str]:
         """What follows `tpi train`, to ask for the same again."""
         resume = [] if self.resume is None else ["--resume", str(self.resume.absolute())]
         model = [] if self.model is None else [self.model]
-        return [*model, *self.overrides, *resume, *(["--continue"] if self.go_on else [])]
-
-    def _model(self) -> str:
-        if self.model is None:
-            raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
-        return self.model
+        return [*model, *texts(self.overrides), *resume, *(["--continue"] if self.go_on else [])]
 
 
 def detect_device() -> str:
@@ -115,72 +126,95 @@ def detect_device() -> str:
     return "gpu" if gpus.visible() else "cpu"
 
 
-def device_on(model: str, overrides: Sequence[str]) -> str:
-    """The device group for the nodes of the cluster in use: where a job is submitted there may be no GPU."""
-    count = compose(model, overrides, device="gpu").tree["cluster"]["gpus_per_node"]
-    return detect_device() if count is None else "gpu" if count else "cpu"
+def for_nodes[T](planning: Callable[[str], T], config_of: Callable[[T], RunConfig], overrides: Sequence[Override]) -> T:
+    """Compose or plan for the device of the cluster's nodes, which a login node cannot see: the cluster's file says
+    how many GPUs they have.
+
+    planning: given a device, composes. It is asked once more only where the cluster's file builds on others in a way
+              that its own text does not show.
+    config_of: the configuration of what it returns.
+    """
+    device = _nodes_device(hydra_tree.unresolved("cluster", "gpus_per_node", overrides))
+    found = planning(device)
+    right = _nodes_device(config_of(found).cluster.gpus_per_node)
+    return found if right == device or given(overrides, "device.kind") else planning(right)
 
 
-def new(model: str, overrides: Sequence[str], *, progress: Callable[[int, int], None] | None = None) -> Plan:
+def _nodes_device(gpus_per_node: int | None) -> str:
+    return detect_device() if gpus_per_node is None else "gpu" if gpus_per_node else "cpu"
+
+
+def new(composed: Composed, *, progress: Callable[[int, int], None] | None = None) -> Plan:
     """Plan a new run. Raises a TpiError that lists what is wrong; nothing but the data cache is written.
 
     progress: told (bytes done, bytes in all) while text is prepared.
     """
-    composed = compose(model, overrides, device=detect_device())
-    run_dir = choose(composed.tree["run"]["dir"], f"{model}-tp{layout.of(composed.tree).tp}")
-    return resolve(composed, run_dir, progress)
+    config = composed.config
+    return resolve(composed, choose(config.run.dir, f"{composed.model}-tp{layout.of(config).tp}"), progress)
 
 
 def resume_run(
     run: Path,
-    model: str | None,
-    overrides: Sequence[str],
+    composed: Composed,
     *,
     start: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Plan to go on with a run from its newest finished checkpoint, or from the start if it has none.
 
-    model, overrides: None and what to change. Layout and length may change; what makes runs comparable may not.
+    composed: as the run was, but for what is to change: layout and length may, what makes runs comparable may not.
     start: the step to go on from, of which another process has made sure (0: from the beginning).
     Raises a TpiError that names the fields, or the damaged files.
     """
-    run_dir = RunDir(run)
-    before = run_dir.read_run()
-    if model not in (None, before["model"]):
-        raise ConfigError(f"--resume {run} is a run of {before['model']}, not of {model}")
-    return _going_on(f"--resume {run}", run_dir, _composed_again(run_dir, overrides), progress, start)
+    return _going_on(f"--resume {run}", RunDir(run), composed, progress, start)
 
 
 def resume_or_start(
-    model: str,
-    overrides: Sequence[str],
+    composed: Composed,
     *,
     start: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """Plan to go on with the run in `run.dir` if one is there, else to begin it there.
 
-    For a command that a scheduler may start again and again. start: as for `again`. Raises a TpiError.
+    For a command that a scheduler may start again and again. start: as for `resume_run`. Raises a TpiError.
     """
-    composed = compose(model, overrides, device=detect_device())
-    where = composed.tree["run"]["dir"]
+    where = composed.config.run.dir
     if where is None:
         raise ConfigError("--continue needs the directory to go on in, or to begin in: run.dir=PATH")
     run_dir = RunDir(Path(where).expanduser())
     if run_dir.run.exists():
         return _going_on(f"--continue run.dir={where}", run_dir, composed, progress, start)
-    return resolve(composed, choose(where, model), progress)
+    return resolve(composed, choose(where, composed.model), progress)
 
 
-def _composed_again(run_dir: RunDir, overrides: Sequence[str]) -> Composed:
-    before = run_dir.read_run()
-    return compose(before["model"], [*_asked(before, OF_AN_ATTEMPT), *overrides], device=before["device"])
+def _composed_again(run: Path, model: str | None, overrides: Sequence[Override]) -> Composed:
+    before = RunDir(run).read_run()
+    if model not in (None, before["model"]):
+        raise ConfigError(f"--resume {run} is a run of {before['model']}, not of {model}")
+    return _compose_as(before, [*_asked(before, OF_AN_ATTEMPT), *overrides])
 
 
-def _asked(before: dict[str, Any], apart_from: Sequence[str]) -> list[str]:
+def _compose_as(before: dict[str, Any], overrides: Sequence[Override]) -> Composed:
+    """Compose with the device and the numerics of an earlier attempt, whatever is the default here and now."""
+    return compose(before["model"], overrides, device=before["device"], numerics=before["numerics"]["mode"])
+
+
+def _with_its_numerics(composed: Composed) -> Composed:
+    """The same; of a run begun under another default of numerics, with those: a job may outlive a release."""
+    where = composed.config.run.dir
+    run_dir = RunDir(Path(where or "").expanduser())
+    if where is None or not run_dir.run.exists() or given(composed.overrides, "numerics.mode"):
+        return composed
+    numerics, device = run_dir.read_run()["numerics"]["mode"], composed.config.device.kind
+    if composed.config.numerics.mode == numerics:
+        return composed
+    return compose(composed.model, composed.overrides, device=device, numerics=numerics)
+
+
+def _asked(before: dict[str, Any], apart_from: Sequence[str]) -> list[Override]:
     """The overrides that a run was made of."""
-    return [o for o in before["overrides"] if o.partition("=")[0].lstrip("+") not in apart_from]
+    return [override for override in parse_all(before["overrides"]) if override.field not in apart_from]
 
 
 def _going_on(
@@ -190,7 +224,7 @@ def _going_on(
     progress: Callable[[int, int], None] | None,
     start: int | None = None,
 ) -> Plan:
-    """asked: the words of the command, for messages. start: as for `again`."""
+    """asked: the words of the command, for messages. start: as for `resume_run`."""
     plan = resolve(composed, run_dir, progress)
     before = run_dir.read_run()
     if composed.model != before["model"]:
@@ -230,9 +264,7 @@ def rerun(
     # without a word to callbacks, so the ledger has the digests of a step only if another one follows.
     shorter = f"train.exit_interval={last_step + 1}"
     changes = [*record, "save=0", "logging=none", shorter, "train.exit_duration_in_mins=null"]
-    plan = resolve(
-        compose(before["model"], [*_asked(before, NOT_REPEATED), *changes], device=before["device"]), run_dir, progress
-    )
+    plan = resolve(_compose_as(before, [*_asked(before, NOT_REPEATED), *parse_all(changes)]), run_dir, progress)
     _same_identity(before["identity"], plan.identity, f"{run} cannot be repeated: it would be another run now.")
     plan.tree["checkpoint"]["save"] = None
     return plan if start is None else _from(plan, start)
@@ -258,7 +290,7 @@ def write(plan: Plan, *, attempt: bool = True, job: dict[str, Any] | None = None
         so_far = [*so_far, attempts.begun(plan.start, plan.steps, job)]
     run = {
         "model": plan.composed.model,
-        "overrides": list(plan.composed.overrides),
+        "overrides": list(texts(plan.composed.overrides)),
         "device": plan.device,
         "layout": plan.layout.as_dict(),
         "numerics": plan.tree["numerics"],
@@ -290,35 +322,47 @@ def resolve(
     here: as in Plan.
     """
     tree = {name: dict(part) if isinstance(part, dict) else part for name, part in composed.tree.items()}
-    at = layout.of(tree)
-    variables = environment.settings(tree["device"]["kind"], os.environ, tree["cluster"]["environment"])
+    config = composed.config
+    at = layout.of(config)
+    variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
     preflight.check(tree, at, run_dir, here=here)
-    data = _prepare(tree, progress)
+    data = _prepare(config.data, progress)
     tree["run"]["dir"] = str(run_dir.path)
     tree["checkpoint"]["save"] = str(run_dir.checkpoints)
     tree["dataset"]["path_to_cache"] = str(run_dir.index_cache)
     if data is not None:
         _use(tree, data)
-    if tree["logging"]["kind"] != "none":
+    if config.logging.kind != "none":
         tree["logger"]["tensorboard_dir"] = str(run_dir.tensorboard)
-    if tree["logging"]["kind"] == "wandb":
+    if config.logging.kind == "wandb":
         tree["logger"] |= {"wandb_exp_name": run_dir.path.name, "wandb_save_dir": str(run_dir.path)}
         if "WANDB_API_KEY" not in os.environ:
             variables |= {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
     return Plan(composed, tree, at, run_dir, identity(tree, data.digest if data else None), variables, here=here)
 
 
-def _prepare(tree: dict[str, Any], progress: Callable[[int, int], None] | None) -> PreparedData | None:
-    data = tree["data"]
-    if data["kind"] != "text":
+def resolve_beside(
+    composed: Composed, run_dir: RunDir, index_cache: Path, progress: Callable[[int, int], None] | None = None
+) -> Plan:
+    """The same for one of several runs that a command compares: they share the index of the data, in `index_cache`, and
+    end at once when told to.
+    """
+    planned = resolve(composed, run_dir, progress)
+    dataset = planned.tree["dataset"] | {"path_to_cache": str(index_cache)}
+    train = planned.tree["train"] | {"exit_signal_handler": False}
+    return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
+
+
+def _prepare(data: DataSettings, progress: Callable[[int, int], None] | None) -> PreparedData | None:
+    if data.kind != "text" or data.path is None or data.tokenizer is None:
         return None
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(data["cache"] or Path(home) / "tpi" / "data").expanduser()
+    cache = Path(data.cache or Path(home) / "tpi" / "data").expanduser()
     return ensure_prepared(
-        Path(data["path"]).expanduser(),
+        Path(data.path).expanduser(),
         cache,
-        tokenizer=str(Path(data["tokenizer"]).expanduser()),
-        json_key=data["json_key"],
+        tokenizer=str(Path(data.tokenizer).expanduser()),
+        json_key=data.json_key,
         progress=progress,
     )
 

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config import allocation
-from tp_invariant_recipes.config.compose import listed
 from tp_invariant_recipes.config.layout import Layout
+from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.config.size import parameters
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.patches import registry
@@ -33,21 +33,22 @@ def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir, *, here: bool =
 
     here: whether ranks will run on it; the disk of the run directory must do in any case.
     """
-    of_machine = (*_gpus(tree, layout), *registry.problems(tree)) if here else ()
-    problems = [*of_machine, *_disk(tree, run_dir)]
+    config = typed(tree)
+    of_machine = (*_gpus(config, layout), *registry.problems(tree)) if here else ()
+    problems = [*of_machine, *_disk(config, run_dir)]
     if problems:
         raise ConfigError(listed(problems), problems)
 
 
-def _gpus(tree: dict[str, Any], layout: Layout) -> list[str]:
-    cluster = tree["cluster"]
-    if tree["device"]["kind"] == "cpu":
-        return [f"cluster={cluster['name']} is of GPU nodes and device=cpu"] if cluster["gpus_per_node"] else []
+def _gpus(config: RunConfig, layout: Layout) -> list[str]:
+    cluster = config.cluster
+    if config.device.kind == "cpu":
+        return [f"cluster={cluster.name} is of GPU nodes and device=cpu"] if cluster.gpus_per_node else []
     found = gpus.visible()
     degrees = f"tp={layout.tp} * pp={layout.pp} * cp={layout.cp} * dp={layout.dp} = {layout.world} ranks"
     ranks = layout.world
-    if tree["launcher"]["kind"] == "slurm":
-        taken = allocation.of(tree)
+    if config.launcher.kind == "slurm":
+        taken = allocation.of(config)
         ranks, degrees = taken.ranks, f"{degrees} on {taken.nodes} nodes, {taken.ranks} on each"
     problems = []
     if not found:
@@ -56,41 +57,41 @@ def _gpus(tree: dict[str, Any], layout: Layout) -> list[str]:
         problems.append(f"{degrees}, but this machine has {len(found)} GPUs; lower one of them")
     if installed("transformer-engine") is None:
         problems.append("device=gpu needs Transformer Engine, which is not installed: make gpu (tpi doctor)")
-    if tree["model"].get("hybrid_layer_pattern") and installed("mamba-ssm") is None:
+    if config.model.get("hybrid_layer_pattern") and installed("mamba-ssm") is None:
         problems.append("this model's Mamba layers need mamba-ssm, which is not installed: make gpu (tpi doctor)")
-    wanted = cluster["compute_capability"]
+    wanted = cluster.compute_capability
     wrong = {g.name for g in found if wanted and list(g.capability) != list(wanted)}
     if wrong:
-        problems.append(f"cluster={cluster['name']} is of other GPUs than this machine's {', '.join(sorted(wrong))}")
+        problems.append(f"cluster={cluster.name} is of other GPUs than this machine's {', '.join(sorted(wrong))}")
     return problems
 
 
-def _samples(tree: dict[str, Any]) -> int:
+def _samples(config: RunConfig) -> int:
     """Samples that Megatron will index for the run."""
-    if tree["data"]["kind"] == "mock":
-        return MOCK_TOKENS // tree["model"]["seq_length"]
-    return tree["train"]["train_iters"] * tree["train"]["global_batch_size"]
+    if config.data.kind == "mock":
+        return MOCK_TOKENS // config.model["seq_length"]
+    return config.bridge["train"]["train_iters"] * config.bridge["train"]["global_batch_size"]
 
 
-def _ledger_bytes(tree: dict[str, Any]) -> int:
+def _ledger_bytes(config: RunConfig) -> int:
     """The approximate size of the digests of all steps."""
-    every, model = tree["ledger"]["digests"], tree["model"]
+    every, model = config.ledger.digests, config.model
     layers = model.get("num_layers") or len(model.get("hybrid_layer_pattern") or "")
     tensors = layers * (TENSORS_OF_LAYER + TENSORS_OF_EXPERT * (model.get("num_moe_experts") or 0))
-    return 2 * DIGEST_BYTES * tensors * (tree["train"]["train_iters"] // every) if every else 0
+    return 2 * DIGEST_BYTES * tensors * (config.bridge["train"]["train_iters"] // every) if every else 0
 
 
-def _disk(tree: dict[str, Any], run_dir: RunDir) -> list[str]:
+def _disk(config: RunConfig, run_dir: RunDir) -> list[str]:
     free = free_bytes(run_dir.path)
-    need = SMALL_FILES + INDEX_BYTES_PER_SAMPLE * _samples(tree) + _ledger_bytes(tree)
-    if tree["checkpoint"]["save_interval"]:
-        need += CHECKPOINT_BYTES_PER_PARAMETER * parameters(tree["model"])
+    need = SMALL_FILES + INDEX_BYTES_PER_SAMPLE * _samples(config) + _ledger_bytes(config)
+    if config.bridge["checkpoint"]["save_interval"]:
+        need += CHECKPOINT_BYTES_PER_PARAMETER * parameters(config.model)
     if free >= need:
         return []
     ways = ["free some", "set run.dir=PATH on another disk"]
-    if _ledger_bytes(tree) > SMALL_FILES:
+    if _ledger_bytes(config) > SMALL_FILES:
         ways.append("record digests less often (ledger.digests=N)")
-    if tree["checkpoint"]["save_interval"]:
+    if config.bridge["checkpoint"]["save_interval"]:
         ways.append("or save=0")
     where = Path(run_dir.path).absolute()
     return [

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.lines import canonical, load
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
@@ -73,11 +74,19 @@ def open_certificate(file: Path, data: bytes) -> Certificate:
         members = _unpack(data)
         manifest = _checked(members)
         ledger = parse(file, members[FILE_NAME])
-        if canonical(manifest["summary"]) != canonical(_summary(file, members, ledger)):
+        summary = _present_names(manifest["summary"])
+        if canonical(summary) != canonical(_summary(file, members, ledger)):
             raise ValueError("its summary is not that of its members")
     except (ValueError, zipfile.BadZipFile) as error:
         raise LedgerError(f"{file} is not a whole certificate: {error}") from error
-    return Certificate(file, hashlib.sha256(members[MANIFEST]).hexdigest(), manifest["summary"], ledger)
+    return Certificate(file, hashlib.sha256(members[MANIFEST]).hexdigest(), summary, ledger)
+
+
+def _present_names(summary: dict[str, Any]) -> dict[str, Any]:
+    """A summary that an earlier version may have written, with the fields' present names."""
+    if not isinstance(summary, dict) or not isinstance(summary.get("numerics"), dict):
+        return summary  # which is not that of its members
+    return summary | {"numerics": renamed.section("numerics", summary["numerics"])}
 
 
 def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from tp_invariant_recipes import renamed
 from tp_invariant_recipes.ledger.bits import bits_float, readable
 from tp_invariant_recipes.ledger.digests import Parameter, Traced, check_digest, group_digests, whole_digest
 
@@ -27,14 +28,14 @@ _DIRECTIONS = ("forward", "backward")
 class Header:
     """The description of a run. Runs are comparable when `identity` is equal; the other parts are informative.
 
-    Every part is JSON in the form that JSON returns (tuples become lists, keys are sorted), so a header equals itself
-    read from disk. ValueError or TypeError: a part is not JSON, `identity` is empty or not flat, or the schema is
-    unknown.
+    Every part is JSON and is kept as JSON gives it back (tuples become lists, keys are sorted), so a header equals
+    itself read from disk. Fields that an earlier version has recorded have their present names. ValueError or
+    TypeError: a part is not JSON, `identity` is empty or not flat, or the schema is unknown.
     """
 
     schema: int = SCHEMA
-    identity: dict  # dotted key → scalar or list, such as "model.num_layers": 36, "rng.seed": 1234
-    numerics: dict = field(default_factory=dict)  # mode, virtual shards …
+    identity: dict  # dotted key → scalar or list, as "model.num_layers": 36, "rng.seed": 1234
+    numerics: dict = field(default_factory=dict)  # mode, virtual_shards …
     layout: dict = field(default_factory=dict)  # tp, pp, dp …
     versions: dict = field(default_factory=dict)
     device: dict = field(default_factory=dict)  # names, compute capability
@@ -50,7 +51,7 @@ class Header:
             part = json.loads(canonical(getattr(self, name)))
             if not isinstance(part, dict):
                 raise ValueError(f"{name} is not an object of keys and values")
-            object.__setattr__(self, name, part)
+            object.__setattr__(self, name, renamed.section(name, part))
         if not self.identity:
             raise ValueError("identity is empty: any two runs would pass for comparable")
         nested = [key for key, value in self.identity.items() if isinstance(value, dict)]

@@ -23,11 +23,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tp_invariant_recipes.config import allocation
-from tp_invariant_recipes.config.compose import listed
-from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import plan, ranks, train
+from tp_invariant_recipes.launch import local, plan, ranks, train
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
@@ -52,7 +51,7 @@ class NodeTask:
     environment: variables to set before torch is imported.
     lead:        plans the run, on the first node.
     follow:      plans it on the others, from the step that the first has chosen.
-    meet:        seconds to wait for the others.
+    rendezvous_timeout: seconds to wait for the others.
     tries:       how many attempts of one job in a row may come to nothing.
     watch:       on the first node, shows the progress.
     """
@@ -61,7 +60,7 @@ class NodeTask:
     environment: dict[str, str]
     lead: Callable[[], Plan]
     follow: Callable[[int], Plan]
-    meet: int
+    rendezvous_timeout: int
     tries: int
     watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]
 
@@ -93,7 +92,7 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Ended:
 
     os.environ.update(task.environment)
     bridge.load()  # now, while the other nodes do the same
-    rendezvous = Rendezvous(node, stop, task.meet)
+    rendezvous = Rendezvous(node, stop, task.rendezvous_timeout)
     return _run_first_node(rendezvous, task) if node.first else _run_other_node(rendezvous, task)
 
 
@@ -151,13 +150,14 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
         checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
     try:
         with _orders_given(rendezvous, planned):
-            reached = _wait_for_arrivals(rendezvous, task.meet)
+            reached = _wait_for_arrivals(rendezvous, task.rendezvous_timeout)
         outcome = _train(rendezvous, task, planned, reached)
     except Stopped:
         outcome = Outcome.STOPPED
     except (RunError, PeerFailed) as error:
         cause = _first_cause(rendezvous, error)
-        again = number < task.tries and not cause.ours
+        # A rank may fail of the signal that was to stop it; then nobody wants the run to go on by itself.
+        again = number < task.tries and not cause.ours and not rendezvous.stop.requests
         more = "it is queued again" if again else "no more"
         return Ended(None, again, f"{cause}\n(try {number} of {task.tries} from step {planned.start}; {more})")
     return Ended(outcome, outcome is Outcome.STOPPED and rendezvous.stop.resumable)
@@ -187,7 +187,7 @@ def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
         here = ", ".join([node.name, *(one["name"] for one in arrived)])
         raise RunError(
             f"{missing} of the nodes {node.names} did not come within {patience:.0f} s; here: {here}. Their lines in "
-            f"the job's log say why, if they started at all (slurm.meet=SECONDS waits longer)"
+            f"the job's log say why, if they started at all (slurm.rendezvous_timeout=SECONDS waits longer)"
         )
     problems = [problem for one in arrived for problem in one["problems"]]
     if problems:
@@ -196,9 +196,7 @@ def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
 
 
 def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str | None) -> Outcome:
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = local.store()
     heartbeat = Heartbeat(rendezvous, planned, Receiver(rendezvous, planned.run_dir))
     through = interface(reached) if reached else "lo"
 
@@ -259,7 +257,7 @@ def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask) -> tuple[Plan, bool
         planned = _without_shared_files(task.follow(orders["start"]))
         token = planned.run_dir.token
         shared = token.exists() and token.read_text(encoding="utf-8") == orders["token"]
-        if not shared and planned.tree["cluster"]["shared_files"]:
+        if not shared and planned.config.cluster.shared_files:
             problems.append(
                 f"{node.name} does not see the files of {planned.run_dir.path} that the first of {node.names} wrote: "
                 f"set run.dir to a directory that all nodes share, or cluster.shared_files=false"
@@ -293,7 +291,7 @@ def _differences(theirs: dict[str, dict[str, Any]], ours: dict[str, dict[str, An
 
 
 def _check_node_count(planned: Plan, node: NodeInfo) -> None:
-    taken = allocation.of(planned.tree)
+    taken = allocation.of(planned.config)
     if taken.nodes != node.count:
         raise ConfigError(
             f"this run takes {taken}, and srun started it on "
@@ -308,7 +306,7 @@ def _without_shared_files(planned: Plan) -> Plan:
     all other ranks to read, unless the path of their cache is empty but not None: then each rank makes its own
     (megatron/core/datasets/gpt_dataset.py, `not path_to_cache or …`).
     """
-    if planned.tree["cluster"]["shared_files"]:
+    if planned.config.cluster.shared_files:
         return planned
     changes = {"checkpoint": {"save": None}, "dataset": {"path_to_cache": ""}}
     sections = {name: planned.tree[name] | change for name, change in changes.items()}
@@ -330,11 +328,9 @@ def _run_ranks(
     """
     from tp_invariant_recipes.training.rank import RankInfo
 
-    node, count = rendezvous.node, allocation.of(planned.tree).ranks
+    node, count = rendezvous.node, allocation.of(planned.config).ranks
     os.environ.update(planned.environment)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the processor
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # Gloo would look the host's name up
+    local.prepare_environment(interface)
     first = node.number * count
     rank_infos = [RankInfo(first + n, n, planned.layout.world, count, address, (port,)) for n in range(count)]
     try:

@@ -5,13 +5,16 @@ import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from tp_invariant_recipes.config import allocation, environment, layout
-from tp_invariant_recipes.config.compose import cluster_files, listed
-from tp_invariant_recipes.errors import ConfigError, RunError
-from tp_invariant_recipes.launch.plan import Plan, Request, device_on
+from tp_invariant_recipes.config.compose import Composed
+from tp_invariant_recipes.config.overrides import cluster_files, parse
+from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.errors import ConfigError, RunError, listed
+from tp_invariant_recipes.launch.plan import Plan, Request, for_nodes
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
@@ -26,54 +29,55 @@ def become(request: Request) -> NoReturn:
         raise ConfigError("launcher=slurm needs an allocation of SLURM: salloc, or tpi submit, which makes a job")
     if shutil.which("srun") is None:
         raise RunError("launcher=slurm: srun is not on PATH here, though this is an allocation of SLURM")
-    if request.model is not None:
-        request = replace(
-            request, overrides=(f"device={device_on(request.model, request.overrides)}", *request.overrides)
-        )
-    tree = _fitting(request)
+    composed = for_nodes(request.composed, lambda composed: composed.config, request.overrides)
+    if request.resume is None:  # said outright, for the nodes too
+        device = composed.config.device.kind
+        request = replace(request, overrides=(parse(f"device={device}"), *request.overrides))
+    config = _fitting(composed)
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
-    if (taken := allocation.of(tree)).nodes > given:
+    if (taken := allocation.of(config)).nodes > given:
         raise ConfigError(
             f"this run takes {taken}, and the allocation has {given}: "
             f"salloc --nodes={taken.nodes}, or change the layout or cluster.ranks_per_node"
         )
     if request.resume is None:
-        asked = tree["run"]["dir"]
-        there = request.go_on and asked is not None
-        found = Path(asked) if there else choose(asked, f"{request.model}-tp{layout.of(tree).tp}").path
+        asked = config.run.dir
+        found = (
+            Path(asked) if asked and request.go_on else choose(asked, f"{request.model}-tp{layout.of(config).tp}").path
+        )
         path = found.expanduser().absolute()
-        request = replace(request, overrides=(*request.overrides, f"run.dir={path}"))
+        request = replace(request, overrides=(*request.overrides, parse(f"run.dir={path}")))
     else:
         path = request.resume.absolute()
     path.mkdir(parents=True, exist_ok=True)  # a container can show only what is there
     os.environ |= UNBOUND
     needed = [path, *cluster_files(request.overrides)]
     os.execvp(
-        "srun", ["srun", *srun_command.arguments(tree, needed), *srun_command.tpi(tree), "train", *request.words()]
+        "srun", ["srun", *srun_command.arguments(config, needed), *srun_command.tpi(config), "train", *request.words()]
     )
 
 
 def node_task(request: Request, watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]) -> NodeTask:
     """What the task of each node is asked for. Raises ConfigError."""
-    tree = _fitting(request)
-    where = request.resume or tree["run"]["dir"]
+    composed = request.composed()
+    config = _fitting(composed)
+    where = request.resume or config.run.dir
     if where is None:
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
     return NodeTask(
         run_dir=RunDir(Path(where).expanduser()),
-        environment=environment.settings(tree["device"]["kind"], os.environ, tree["cluster"]["environment"]),
-        lead=request.plan,
-        follow=request.follow,
-        meet=tree["slurm"]["meet"],
-        tries=tree["slurm"]["tries"],
+        environment=environment.settings(config.device.kind, os.environ, config.cluster.environment),
+        lead=partial(request.plan, composed),
+        follow=partial(request.follow, composed),
+        rendezvous_timeout=config.slurm.rendezvous_timeout,
+        tries=config.slurm.tries,
         watch=watch,
     )
 
 
-def _fitting(request: Request) -> dict[str, Any]:
-    """The composed tree. Raises ConfigError when the cluster's nodes cannot carry it."""
-    tree = request.composed().tree
-    problems = allocation.misfits(tree)
+def _fitting(composed: Composed) -> RunConfig:
+    """What is composed. Raises ConfigError when the cluster's nodes cannot carry it."""
+    problems = allocation.misfits(composed.config)
     if problems:
         raise ConfigError(listed(problems), problems)
-    return tree
+    return composed.config

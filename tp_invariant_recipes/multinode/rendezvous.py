@@ -117,7 +117,7 @@ class Rendezvous:
         return (
             f"{self.node.name} did not reach the first of {self.node.names} at {self.node.address}, port "
             f"{self.node.port}, within {patience:.0f} s: it has not started, or a firewall is between them "
-            f"(slurm.meet=SECONDS waits longer)"
+            f"(slurm.rendezvous_timeout=SECONDS waits longer)"
         )
 
     def set(self, key: str, **facts: Any) -> None:

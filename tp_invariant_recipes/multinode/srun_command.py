@@ -3,37 +3,37 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tp_invariant_recipes.config import allocation
+from tp_invariant_recipes.config.sections import RunConfig
 
 WAIT = 60  # seconds that srun gives the other nodes when one has ended
 
 
-def arguments(tree: dict[str, Any], needed: Sequence[Path] = ()) -> list[str]:
+def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
     """srun's options for a run: as many nodes as it takes, one task on each, in the cluster's container if any.
 
     needed: as for `container`.
     """
-    taken = allocation.of(tree)
+    taken = allocation.of(config)
     options = [f"--nodes={taken.nodes}", f"--ntasks={taken.nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
-    return [*options, *container(tree, needed)]
+    return [*options, *container(config, needed)]
 
 
-def container(tree: dict[str, Any], needed: Sequence[Path]) -> list[str]:
+def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
     """Options of pyxis, which gives srun containers; none where the cluster has no container.
 
     needed: paths to mount beside the cluster's mounts. Sources: pyxis's README, `srun --help` with it.
     """
-    cluster = tree["cluster"]
-    if not cluster["container"]:
+    cluster = config.cluster
+    if not cluster.container:
         return []
-    mounts = [*cluster["mounts"], *(f"{path}:{path}" for path in needed if cluster["shared_files"])]
-    lists = {"mounts": mounts, "env": cluster["forward"]}  # env: the image's own values would win otherwise
+    mounts = [*cluster.mounts, *(f"{path}:{path}" for path in needed if cluster.shared_files)]
+    lists = {"mounts": mounts, "env": cluster.forward}  # env: the image's own values would win otherwise
     options = [f"--container-{name}={','.join(values)}" for name, values in lists.items() if values]
-    return [f"--container-image={cluster['container']}", *options]
+    return [f"--container-image={cluster.container}", *options]
 
 
-def tpi(tree: dict[str, Any]) -> list[str]:
+def tpi(config: RunConfig) -> list[str]:
     """The words that run `tpi` on a node."""
-    return [tree["cluster"]["python"] or sys.executable, "-m", "tp_invariant_recipes"]
+    return [config.cluster.python or sys.executable, "-m", "tp_invariant_recipes"]

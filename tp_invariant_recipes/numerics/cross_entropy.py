@@ -1,6 +1,6 @@
 """Cross entropy of logits whose vocabulary is divided among the ranks; its one inexact sum is a tree sum of V partials.
 
-No more than the logits and their gradient is kept: backward computes the exponentials again.
+It keeps only the logits and their gradient; the backward pass computes the exponentials again.
 """
 
 import math
@@ -22,8 +22,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, mesh: VirtualMe
     logits:  [s, b, vocab/t], this rank's slice of the vocabulary; target: [s, b] int64, of the whole vocabulary.
     returns: [s, b] fp32, the same bits on every rank and for every t dividing V; so is the gradient, in logits' dtype.
 
-    A target outside the vocabulary picks nothing, as in Megatron: mask its loss. A row that holds a NaN or +inf has
-    loss and gradient NaN throughout.
+    A target outside the vocabulary selects no logit, as in Megatron: mask its loss. A row with a NaN or +inf has only
+    NaN as loss and gradient.
     """
     vocabulary = logits.shape[-1] * mesh.size
     if vocabulary % mesh.shards:

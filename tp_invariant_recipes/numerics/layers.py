@@ -1,7 +1,7 @@
-"""What the invariant layers on Megatron-Core's local layers and on its Transformer Engine wrappers have in common.
+"""Common base of the invariant layers on Megatron-Core's local layers and on its Transformer Engine wrappers.
 
-A layer's parameters, names and checkpoints are those of the class it stands for; only `forward` is ours. V is
-`config.virtual_shards`, how its products are summed across ranks `config.invariant_mode`.
+A layer keeps the parameters, names and checkpoints of the class it replaces; only `forward` is ours. V is
+`config.virtual_shards`; `config.invariant_mode` selects the strategy of sums across ranks.
 """
 
 from functools import cached_property

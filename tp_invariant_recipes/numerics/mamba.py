@@ -35,7 +35,10 @@ class InvariantMambaMixer(MambaMixer):
             problem
             for wrong, problem in (
                 (self.config.invariant_mode != "tree", "Mamba layers are covered by numerics=tree only"),
-                (self.ngroups % shards, f"numerics.shards={shards} must divide model.mamba_num_groups={self.ngroups}"),
+                (
+                    self.ngroups % shards,
+                    f"numerics.virtual_shards={shards} must divide model.mamba_num_groups={self.ngroups}",
+                ),
                 (not self.use_mem_eff_path, "set model.use_mamba_mem_eff_path=true"),
                 (self.cp.cp_size > 1, "Mamba layers with cp have no invariant version; cp=1"),
                 (self.D_has_hdim or not self.rmsnorm, "a mixer without norm, or with D for every channel"),

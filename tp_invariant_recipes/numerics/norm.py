@@ -1,4 +1,4 @@
-"""RMSNorm whose rows do not know how many they are, and whose weight gradient is a tree sum of V partials."""
+"""RMSNorm: each row's result is independent of the other rows, and the weight gradient is a tree sum of V partials."""
 
 from enum import Enum
 from typing import Any
@@ -13,7 +13,7 @@ from tp_invariant_recipes.numerics.partial_gradient import reduce_weight_gradien
 
 
 class NormShards(Enum):
-    """What the V shards of the rows are, and what this rank has of them.
+    """The division of the rows into V shards, and this rank's part of them.
 
     SEQUENCE_WHOLE: V chunks of the sequence; x is [s, b, h], all of them, on every rank.
     SEQUENCE_SLICE: the same chunks; x is [s/t, b, h], this rank's V/t.
@@ -31,8 +31,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of
     x:       as `shards_of` says; weight: its last dimension.
     returns: x's shape and dtype; a row's bits, here and in its gradient, depend on that row alone.
 
-    The weight gradient is the sum over the rows of all ranks, the same bits for every t dividing V; where it goes,
-    says `partial_gradient.reduce_weight_gradient`.
+    The weight gradient is the sum over the rows of all ranks, the same bits for every t dividing V;
+    `partial_gradient.reduce_weight_gradient` returns it or adds it to `main_grad`.
     """
     if weight.requires_grad and torch.is_grad_enabled():
         _check(x, mesh, shards_of)

@@ -1,7 +1,7 @@
-"""Gradients of parameters that every rank has whole (norm weights, biases): a tree sum of V partials.
+"""Gradients of parameters that every rank holds whole (norm weights, biases): a tree sum of V partials.
 
-The partials of all these parameters wait until the backward pass ends, then are added up side by side, with one
-all-gather for them all: a collective for each parameter would cost more than what it moves.
+The partials of all these parameters wait until the end of the backward pass and are then summed together with one
+all-gather: a collective for each parameter would cost more than moving its bytes.
 """
 
 from typing import NamedTuple
@@ -25,16 +25,16 @@ class _Waiting(NamedTuple):
     everywhere: bool
 
 
-# By backward pass: one that failed leaves its own behind, which no other may take for its.
+# By backward pass: a failed pass leaves its entries behind, and no other pass may use them.
 _waiting: dict[int, list[_Waiting]] = {}
 
 
 def reduce_weight_gradient(weight: Tensor, leaves: Tensor, mesh: VirtualMesh, everywhere: bool) -> Tensor:
-    """What a backward pass returns to autograd for `weight`.
+    """The tensor that a backward pass returns to autograd for `weight`.
 
     leaves:     [V/t, L, size] fp32, of each of this rank's shards L parts in order; [V, L, size] if `everywhere`.
-    everywhere: every rank has the partials of all shards, and Megatron does not add the ranks' gradients up. Otherwise
-                it does, so rank 0 has the sum and the others zeros.
+    everywhere: every rank has the partials of all shards, and Megatron does not sum the ranks' gradients. Otherwise
+                Megatron sums them, so rank 0 has the sum and the others zeros.
 
     With `weight.main_grad` (Megatron's fp32 buffer) the sum is added there when the backward pass ends; without it,
     it is made and returned at once. Either is a collective.

@@ -97,7 +97,7 @@ def _named(path: str) -> Any:
 def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
     """Replacements of classes and functions that Megatron uses by name. Empty for stock numerics.
 
-    numerics: mode, shards, grad_norm, clip_rounding, as in the configuration.
+    numerics: mode, virtual_shards, grad_norm, clip_rounding, as in the configuration.
     """
     if numerics["mode"] == "stock":
         return ()
@@ -106,7 +106,7 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
         _built_by_name("VocabParallelEmbedding", "InvariantVocabParallelEmbedding"),
         Replacement(
             "megatron.core.tensor_parallel:vocab_parallel_cross_entropy",
-            _cross_entropy(numerics["shards"]),
+            _cross_entropy(numerics["virtual_shards"]),
             "sum(exp) over the vocabulary crosses ranks",
         ),
         Replacement(

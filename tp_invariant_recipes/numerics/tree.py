@@ -17,9 +17,9 @@ from tp_invariant_recipes.numerics.mesh import VirtualMesh
 
 @dataclass
 class Moving:
-    """Bytes on their way. `arrived` waits for them; on a GPU, the stream does.
+    """Bytes in communication. `arrived` waits for them; on a GPU, the stream waits.
 
-    buffer: where they arrive; work: the collective, None if nothing moves.
+    buffer: their destination; work: the collective; None: nothing moves.
     """
 
     buffer: Tensor
@@ -35,7 +35,7 @@ class Moving:
 
 @dataclass
 class Reducing:
-    """A reduce-scatter under way: the other ranks' nodes for this rank's slice are still arriving."""
+    """A started reduce-scatter: the other ranks' nodes for this rank's slice are still arriving."""
 
     nodes: Moving
 
@@ -68,11 +68,11 @@ def tree_all_reduce(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> 
 
 
 def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing:
-    """Begin to sum the V partials of all ranks in tree order; each rank keeps its slice of the tokens.
+    """Start the sum of all ranks' V partials in tree order; each rank keeps its slice of the tokens.
 
-    partials: [n, tokens, features] fp32, contiguous: what this rank's V/t shards add up to, as n = 1 to V/t nodes of
-              the tree, n a power of two; t divides tokens.
-    returns:  what gives [tokens/t, features] when finished: slice `rank` of the whole sum.
+    partials: [n, tokens, features] fp32, contiguous: the sums of this rank's V/t shards, as n = 1 to V/t nodes of the
+              tree, n a power of two; t divides tokens.
+    returns:  a `Reducing` whose result is [tokens/t, features]: slice `rank` of the whole sum.
     """
     if mesh.size == 1:
         return Reducing(Moving(partials))
@@ -80,7 +80,7 @@ def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing:
 
 
 def start_all_to_all(tokens: Tensor, mesh: VirtualMesh) -> Moving:
-    """Begin to give every rank its slice of the tokens, as each rank has them. Moves bytes only.
+    """Start sending every rank its slice of each rank's tokens. It only moves bytes.
 
     tokens: [m, …], t divides m; arrives as [t, m/t, …], in rank order.
     """
@@ -95,7 +95,7 @@ def start_all_to_all(tokens: Tensor, mesh: VirtualMesh) -> Moving:
 
 
 def start_all_gather(slices: Tensor, mesh: VirtualMesh) -> Moving:
-    """Begin to put the ranks' slices of dimension 0 together, in rank order. Moves bytes only.
+    """Start concatenating the ranks' slices along dimension 0, in rank order. It only moves bytes.
 
     slices: [n/t, …]; arrives as [n, …].
     """

@@ -8,8 +8,8 @@ so partial v of a sum over output features is the sum over segments, in order, o
 segment: Megatron interleaves its rows by query group, so a shard is whole groups. Segments are `segments` equal ones,
 or have the sizes that it lists (Mamba's z, x, B, C and dt).
 
-The two lowest levels of the tree cost nothing: a segment's product, and the right neighbour's, are added to what is
-there by the product itself (`product(…, add=True)`), which rounds as a separate addition would.
+The two lowest levels of the tree cost nothing: `product(…, add=True)` itself adds the product of a segment or of the
+right neighbour to the output, and rounds as a separate addition would.
 """
 
 import torch
@@ -29,7 +29,7 @@ def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Part
 
     x:        [s/t, b, k] with sequence parallelism, [s, b, k] without.
     weight:   [n/t, k], this rank's segments and shards.
-    segments: how many, or the rows of each in `weight`.
+    segments: their number, or the rows of each in `weight`.
     returns:  [s, b, n/t] of x's dtype.
     """
     return _ColumnParallel.apply(x, weight, mesh, segments, sequence_parallel)
@@ -106,7 +106,7 @@ class _RowParallel(torch.autograd.Function):
 
 
 def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts) -> Reducing:
-    """Begin a @ b where the summed dimension is divided among the ranks.
+    """Start a @ b with the summed dimension divided among the ranks.
 
     a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k.
     """

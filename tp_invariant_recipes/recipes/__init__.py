@@ -6,7 +6,10 @@
 
     pretrain(tpi_qwen3_8b_pretrain_config("tp=4", "iters=50"), forward_step)
 
-Each takes what follows the model on `tpi train`'s command line, and raises ConfigError listing every problem.
+Each takes what follows the model on `tpi train`'s command line, and raises ConfigError listing every problem. But for
+one default these are the runs of `tpi train`: a recipe has numerics=stock. Invariant numerics also replace functions
+that Megatron calls by name, and a ConfigContainer cannot say that (docs/numerics.md, "Code that does not use our
+recipes").
 `python -m tp_invariant_recipes.recipes` runs Bridge's own recipe runner with these names known to it.
 """
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def recipe(model: str, *overrides: str, device: str = "gpu") -> ConfigContainer:
-    """The configuration of `model`, as `tpi train MODEL OVERRIDES…` would build it, for Bridge's pretrain().
+    """The configuration of `model` that `tpi train MODEL numerics=stock OVERRIDES…` builds, for Bridge's pretrain().
 
     overrides: as on the command line: "tp=4", "optimizer.adam_eps=1e-8".
     device:    "gpu", or "cpu" for code that runs inside `host.cpu.installed()`.
@@ -28,7 +31,7 @@ def recipe(model: str, *overrides: str, device: str = "gpu") -> ConfigContainer:
     from tp_invariant_recipes.config import container
     from tp_invariant_recipes.config.compose import compose
 
-    return container.build(compose(model, overrides, device=device).tree)
+    return container.build(compose(model, overrides, device=device, numerics="stock").tree)
 
 
 def tpi_qwen3_toy_pretrain_config(*overrides: str) -> ConfigContainer:

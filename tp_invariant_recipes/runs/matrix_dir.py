@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -79,7 +80,15 @@ class MatrixDir(RunDir):
             if raw.pop("schema") != SCHEMA:
                 raise ValueError(f"this version reads schema {SCHEMA}")
             axes = tuple(Axis(axis["key"], tuple(axis["values"])) for axis in raw.pop("axes"))
-            cells = tuple(Cell(**cell | {"overrides": tuple(cell["overrides"])}) for cell in raw.pop("cells"))
-            return Matrix(**raw | {"overrides": tuple(raw["overrides"])}, axes=axes, cells=cells)
+            cells = tuple(_cell(cell) for cell in raw.pop("cells"))
+            return Matrix(**raw | {"overrides": _overrides(raw)}, axes=axes, cells=cells)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunError(f"{self.path} is not a directory of tpi verify: {self.matrix.name}: {error}") from error
+
+
+def _cell(raw: dict[str, Any]) -> Cell:
+    return Cell(**raw | {"overrides": _overrides(raw), "numerics": renamed.section("numerics", raw["numerics"])})
+
+
+def _overrides(raw: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(renamed.override(text) for text in raw["overrides"])

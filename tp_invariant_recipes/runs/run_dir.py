@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import write_atomically
 
@@ -108,8 +109,13 @@ class RunDir:
         return self._read(self.config, yaml.safe_load)
 
     def read_run(self) -> dict[str, Any]:
-        """What `run.json` holds. Raises RunError when this is not a run directory."""
-        return self._read(self.run, json.load)
+        """What `run.json` holds, keys by their present names. Raises RunError when this is not a run directory."""
+        run = self._read(self.run, json.load)
+        if "overrides" in run:
+            run["overrides"] = [renamed.override(text) for text in run["overrides"]]
+        if "numerics" in run:
+            run["numerics"] = renamed.section("numerics", run["numerics"])
+        return run
 
     def read_environment(self) -> dict[str, str]:
         """The variables that numerics depend on. Raises RunError when this is not a run directory."""

@@ -7,16 +7,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.compare import norm_ratios
 from tp_invariant_recipes.compare.norm_ratios import GroupRatio, Judged, Norms
-from tp_invariant_recipes.config import layout
-from tp_invariant_recipes.config.compose import Composed, compose, listed
-from tp_invariant_recipes.config.keys import SHORT_KEYS
-from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
+from tp_invariant_recipes.config import layout, reserved
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.runs import attempts
@@ -28,17 +28,10 @@ STEPS = 8  # the default number of steps of each training
 NEVER = 1_000_000  # warm-up steps that a training never completes, so that it captures nothing
 ROUNDED = "rounded"  # the third training
 
-# Keys that the audit itself sets -> the way to set them instead.
-RESERVED = {
-    "checkpoint.save_interval": "an audit saves no checkpoints; leave it out",
-    "launcher": "an audit runs on this machine; leave it out",
-    "launcher.kind": "an audit runs on this machine; leave it out",
-    "run.dir": "an audit has its own directory: --dir PATH",
-    "ledger.trace": "an audit traces no modules; leave it out",
-    "ledger.dump": "an audit dumps no tensors; leave it out",
-}
-# An audit compares norms; it records digests only on request.
+# An audit looks at the norms; digests are recorded where they are asked for.
 DEFAULTS = ("ledger.digests=0",)
+# CUDA graphs are replayed under stock numerics alone, and the defects that an audit looks for are theirs.
+NUMERICS = "numerics=stock"
 
 # Takes the name of a training and its plan, and shows its progress.
 Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
@@ -91,20 +84,26 @@ def new(
     against: overrides of the second training; none: it replays the CUDA graphs that the first does not.
     steps:   of each training; None: the value of `iters`, or 8. progress: as for `plan.new`.
     """
-    pair = _against(against) if against else _graphs()
-    problems = [f"{text}: {RESERVED[path]}" for text in (*overrides, *against) if (path := _path(text)) in RESERVED]
-    problems += _steps_problems(overrides, steps)
-    problems += [f"--against {text}: both train for as long" for text in against if _path(text) == "train.train_iters"]
-    sound = [text for text in overrides if _path(text) not in RESERVED]
-    length = [] if _given_length(overrides) else [f"iters={steps if steps and steps > 0 else STEPS}"]
-    common = [*DEFAULTS, *sound, *length, "save=0"]
+    asked, differing = parse_all(overrides), parse_all(against)
+    pair = _against(texts(differing)) if against else _graphs()
+    problems, sound = reserved.check("audit", asked)
+    problems += reserved.check("audit", differing)[0]
+    length_given = given(asked, "train.train_iters") is not None
+    problems += _steps_problems(length_given, steps)
+    problems += [f"--against {o.text}: both train for as long" for o in differing if o.path == "train.train_iters"]
+    length = [] if length_given else [f"iters={steps if steps and steps > 0 else STEPS}"]
+    numerics = [] if given(sound, "numerics.mode") else [NUMERICS]
+    common: list[str | Override] = [*DEFAULTS, *numerics, *sound, *length, "save=0"]
     composed = _composed(model, common, pair, problems)
     counts_from = 1
     if pair.replays:
         counts_from = _warmup(composed[pair.second].tree) + 1
-    where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(composed[pair.first].tree).tp}"))
+    where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(composed[pair.first].config).tp}"))
     names = {pair.first: pair.first, pair.second: pair.second, ROUNDED: pair.first}
-    plans = {name: _planned(composed[of], where, name, progress) for name, of in names.items()}
+    plans = {
+        name: plan.resolve_beside(composed[of], where.training(name), where.index_cache, progress)
+        for name, of in names.items()
+    }
     return Audit(where, pair, plans, counts_from)
 
 
@@ -147,7 +146,7 @@ def result(audit: Audit, judged: Judged) -> dict[str, Any]:
         "remarks": _remarks(audit, judged),
         "directory": str(audit.directory.path),
         "model": first.composed.model,
-        "overrides": [text for text in first.composed.overrides if text not in DEFAULTS],
+        "overrides": [text for text in texts(first.composed.overrides) if text not in (*DEFAULTS, NUMERICS)],
         "pair": asdict(audit.pair),
         "layout": first.layout.as_dict(),
         "ranks": first.layout.world,
@@ -175,19 +174,10 @@ def _against(overrides: Sequence[str]) -> Pair:
     return Pair("first", "second", (), tuple(overrides), replays=False)
 
 
-def _path(override: str) -> str:
-    key = override.partition("=")[0].lstrip("+")
-    return SHORT_KEYS[key].path if key in SHORT_KEYS else key
-
-
-def _given_length(overrides: Sequence[str]) -> bool:
-    return any(_path(text) == "train.train_iters" for text in overrides)
-
-
-def _steps_problems(overrides: Sequence[str], steps: int | None) -> list[str]:
+def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
     if steps is None:
         return []
-    if _given_length(overrides):
+    if length_given:
         return [f"--steps {steps} and iters say the same; leave one out"]
     return [f"--steps {steps}: must be at least 1"] if steps < 1 else []
 
@@ -209,7 +199,7 @@ def _warmup(tree: dict[str, Any]) -> int:
     return tree["model"].get("cuda_graph_warmup_steps", 3)  # Core's default
 
 
-def _composed(model: str, overrides: Sequence[str], pair: Pair, problems: list[str]) -> dict[str, Composed]:
+def _composed(model: str, overrides: Sequence[str | Override], pair: Pair, problems: list[str]) -> dict[str, Composed]:
     """Compose both trainings. Raises ConfigError that lists `problems` and the problems of both, each once."""
     device = plan.detect_device()
     composed = {}
@@ -225,14 +215,6 @@ def _composed(model: str, overrides: Sequence[str], pair: Pair, problems: list[s
     if problems:
         raise ConfigError(listed(problems), problems)
     return composed
-
-
-def _planned(composed: Composed, where: AuditDir, name: str, progress: Callable[[int, int], None] | None) -> Plan:
-    """The run of one training. It shares the data index with the others, and a signal ends it at once."""
-    planned = plan.resolve(composed, where.training(name), progress)
-    dataset = planned.tree["dataset"] | {"path_to_cache": str(where.index_cache)}
-    train = planned.tree["train"] | {"exit_signal_handler": False}
-    return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
 
 
 # --- Training ---

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import environment, layout
-from tp_invariant_recipes.config.compose import Composed, compose, listed
-from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.config import environment, layout, reserved
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.overrides import Override, parse_all, texts
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, RunError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan
@@ -23,21 +24,7 @@ from tp_invariant_recipes.training import profile
 from tp_invariant_recipes.training.profile import Trace
 from tp_invariant_recipes.workflows.timings import Spread, ratio, slowest, spread
 
-# Keys that the benchmark itself sets -> the way to set them instead.
-RESERVED = {
-    "numerics": "a benchmark sets the mode itself: --modes stock,tree",
-    "numerics.mode": "a benchmark sets the mode itself: --modes stock,tree",
-    "iters": "a benchmark counts its own steps: --warmup N --steps N",
-    "train.train_iters": "a benchmark counts its own steps: --warmup N --steps N",
-    "save": "a benchmark saves no checkpoints; leave it out",
-    "checkpoint.save_interval": "a benchmark saves no checkpoints; leave it out",
-    "launcher": "a benchmark runs on this machine; leave it out",
-    "run.dir": "a benchmark has its own directory: --dir PATH",
-    "ledger.digests": "a mode says whether it records digests: --modes tree,tree+digests",
-    "ledger.trace": "a benchmark traces no modules; leave it out",
-    "ledger.dump": "a benchmark dumps no tensors; leave it out",
-}
-DIGESTS = "+digests"  # a mode's suffix: with digests of all gradients and weights at every step
+DIGESTS = "+digests"  # after a mode's name: with digests of all gradients and weights at every step
 
 
 @dataclass(frozen=True)
@@ -77,12 +64,12 @@ def new(
     counts = (("--rounds", rounds, 1), ("--warmup", warmup, 0), ("--steps", steps, 1))
     problems = [f"{option} {value}: must be at least {least}" for option, value, least in counts if value < least]
     problems += _modes_problems(modes)
-    problems += [f"{text}: {RESERVED[key]}" for text in overrides if (key := _key(text)) in RESERVED]
-    sound = [text for text in overrides if _key(text) not in RESERVED]
+    decided, sound = reserved.check("bench", parse_all(overrides))
+    problems += decided
     length = max(warmup + steps, 1)
     composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
-    where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].tree).tp}"))
-    plans = {mode: _planned(mode, composed[mode], where, progress) for mode in modes}
+    where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].config).tp}"))
+    plans = {mode: plan.resolve_beside(composed[mode], where.mode(mode), where.index_cache, progress) for mode in modes}
     if any(one.environment != plans[modes[0]].environment for one in plans.values()):
         raise ConfigError("these modes need different environment variables, which one process cannot have")
     turns = [Pass(mode, number, warmup, length) for number in range(1, rounds + 1) for mode in modes]
@@ -114,7 +101,7 @@ def result(bench: Bench) -> dict[str, Any]:
     found = {
         "directory": str(bench.directory.path),
         "model": first.composed.model,
-        "overrides": [text for text in first.composed.overrides if _key(text) not in RESERVED],
+        "overrides": list(texts(reserved.check("bench", first.composed.overrides)[1])),
         "layout": first.layout.as_dict(),
         "ranks": first.layout.world,
         "device": _device(first),
@@ -133,17 +120,15 @@ def result(bench: Bench) -> dict[str, Any]:
     return found | ({"profile": _profile(bench, traces)} if traces else {})
 
 
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+")
-
-
 def _modes_problems(modes: Sequence[str]) -> list[str]:
     if not modes:
         return ["--modes: name at least one, as in --modes stock,tree"]
     return [f"--modes: {mode} is named twice" for mode in dict.fromkeys(modes) if modes.count(mode) > 1]
 
 
-def _composed(model: str, overrides: Sequence[str], modes: Sequence[str], problems: list[str]) -> dict[str, Composed]:
+def _composed(
+    model: str, overrides: Sequence[str | Override], modes: Sequence[str], problems: list[str]
+) -> dict[str, Composed]:
     """Compose each mode. Raises ConfigError that lists `problems` and the problems of all modes, each once."""
     device = plan.detect_device()
     composed = {}
@@ -153,18 +138,10 @@ def _composed(model: str, overrides: Sequence[str], modes: Sequence[str], proble
             recorded = f"ledger.digests={int(mode.endswith(DIGESTS))}"
             composed[mode] = compose(model, [*overrides, f"numerics={numerics}", recorded], device=device)
         except ConfigError as error:
-            problems += (problem for problem in error.problems if problem not in problems)
+            problems += (problem for problem in error.problems if problem not in (*problems, OR_STOCK))
     if problems:
         raise ConfigError(listed(problems), problems)
     return composed
-
-
-def _planned(mode: str, composed: Composed, where: BenchDir, progress: Callable[[int, int], None] | None) -> Plan:
-    """The run of one mode. It shares the data index with the others, and a signal ends it at once."""
-    planned = plan.resolve(composed, where.mode(mode), progress)
-    dataset = planned.tree["dataset"] | {"path_to_cache": str(where.index_cache)}
-    train = planned.tree["train"] | {"exit_signal_handler": False}
-    return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
 
 
 def _device(first: Plan) -> dict[str, Any]:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override as HydrasOverride
+from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
 from tp_invariant_recipes.config import source
-from tp_invariant_recipes.config.compose import as_typed
-from tp_invariant_recipes.config.keys import SHORT_KEYS
+from tp_invariant_recipes.config.overrides import Override
 from tp_invariant_recipes.runs.matrix_dir import Axis
 
 MOST = 100  # cells; more are most likely a typing error, and each costs a training
@@ -33,44 +32,38 @@ class Choice:
     name: str
     label: str
     values: tuple[str, ...]
-    overrides: tuple[str, ...]
+    overrides: tuple[Override, ...]
 
 
-def spread(overrides: Sequence[str], problems: list[str]) -> tuple[tuple[Axis, ...], tuple[Choice, ...]]:
+def spread(overrides: Sequence[Override], problems: list[str]) -> tuple[tuple[Axis, ...], tuple[Choice, ...]]:
     """The keys with several values, and every combination of their values: the last key changes fastest.
 
-    overrides: as typed. An override with invalid values adds to `problems` and is left out; `compose` finds all other
-    problems.
+    What is wrong with their values is added to `problems`, and that override left out; whatever
+    else is wrong is left for `compose` to find.
     """
     places: dict[int, Axis] = {}
-    kept = list(overrides)
-    for place, text in enumerate(overrides):
-        parsed = _parsed(text)
-        if parsed is None or not parsed.is_sweep_override():
+    kept: list[Override | None] = list(overrides)
+    for place, override in enumerate(overrides):
+        if override.parsed is None or not override.sweep:
             continue
         try:
-            values = _values(parsed)
+            values = _values(override.parsed)
         except ValueError as error:
-            problems.append(f"{text}: {error}")
-            kept[place] = ""
+            problems.append(f"{override.text}: {error}")
+            kept[place] = None
         else:
-            places[place] = Axis(parsed.key_or_group, values)
-    problems += _given_twice(overrides, tuple(places.values()))
+            places[place] = Axis(override.key, values)
+    problems += _given_twice(overrides, places)
     combinations = list(islice(product(*(axis.values for axis in places.values())), MOST + 1))
     if len(combinations) > MOST:
-        problems.append(f"{' '.join(overrides[place] for place in places)}: more than {MOST} cells; give fewer values")
+        problems.append(
+            f"{' '.join(overrides[place].text for place in places)}: more than {MOST} cells; give fewer values"
+        )
         return tuple(places.values()), ()
     return tuple(places.values()), tuple(_choices(kept, places, combinations))
 
 
-def _parsed(text: str) -> Override | None:
-    try:
-        return OverridesParser.create().parse_override(as_typed(text))
-    except (HydraException, ValueError):
-        return None  # compose reports the problem
-
-
-def _values(parsed: Override) -> tuple[str, ...]:
+def _values(parsed: HydrasOverride) -> tuple[str, ...]:
     """The values of an override. ValueError: it is not a list of values, is empty, or repeats a value."""
     if parsed.value_type is ValueType.GLOB_CHOICE_SWEEP:
         value: Any = parsed.value()
@@ -89,33 +82,25 @@ def _values(parsed: Override) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _given_twice(overrides: Sequence[str], axes: Iterable[Axis]) -> list[str]:
+def _given_twice(overrides: Sequence[Override], places: Iterable[int]) -> list[str]:
     """Keys given twice: the later value would win, and cells with different names would be equal."""
-    paths = [_path(text) for text in overrides]
-    return [f"{axis.key} has several values and is given twice" for axis in axes if paths.count(_path(axis.key)) > 1]
-
-
-def _path(override: str) -> str:
-    key = override.partition("=")[0].lstrip("+")
-    return SHORT_KEYS[key].path if key in SHORT_KEYS else key
+    fields = [override.field for override in overrides]
+    twice = [place for place in places if fields.count(fields[place]) > 1]
+    return [f"{overrides[place].key} has several values and is given twice" for place in twice]
 
 
 def _choices(
-    overrides: Sequence[str], places: dict[int, Axis], combinations: Iterable[tuple[str, ...]]
+    overrides: Sequence[Override | None], places: dict[int, Axis], combinations: Iterable[tuple[str, ...]]
 ) -> Iterable[Choice]:
     names: set[str] = set()
     for values in combinations:
         pairs = [(axis.key, value) for axis, value in zip(places.values(), values, strict=True)]
         chosen = dict(zip(places, values, strict=True))
-        texts = [_with_value(text, chosen[n]) if n in chosen else text for n, text in enumerate(overrides)]
+        single = [one.with_value(chosen[n]) if one and n in chosen else one for n, one in enumerate(overrides)]
         name = _unused("-".join(_word(key, value) for key, value in pairs), names)
         names.add(name)
         label = " ".join(f"{key}={value}" for key, value in pairs)
-        yield Choice(name, label, values, tuple(text for text in texts if text))
-
-
-def _with_value(text: str, value: str) -> str:
-    return f"{text.partition('=')[0]}={value}"
+        yield Choice(name, label, values, tuple(one for one in single if one))
 
 
 def _word(key: str, value: str) -> str:

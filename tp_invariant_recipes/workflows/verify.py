@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import layout
-from tp_invariant_recipes.config.compose import Composed, compose, listed
-from tp_invariant_recipes.errors import ConfigError, LedgerError, TpiError
+from tp_invariant_recipes.config import layout, reserved
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.overrides import Override, parse_all, texts
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, LedgerError, TpiError, listed
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.plan import Plan
@@ -23,12 +24,6 @@ from tp_invariant_recipes.workflows.matrix import Choice
 from tp_invariant_recipes.workflows.verdict import MatrixVerdict, judge
 
 __all__ = ["MatrixVerdict", "Verification", "check", "execute", "judge", "new"]
-
-# Keys that the command itself sets -> the way to set them instead.
-RESERVED = {
-    "run.dir": "every cell has a run directory of its own in one directory: --dir PATH",
-    "launcher": "the cells are trained here, one after the other; in jobs of their own: tpi submit --verify",
-}
 
 Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
 
@@ -44,7 +39,7 @@ class Verification:
 
 def new(
     model: str,
-    overrides: Sequence[str],
+    overrides: Sequence[str | Override],
     *,
     against: Path | None,
     directory: Path | None,
@@ -56,9 +51,9 @@ def new(
     against: a run directory, ledger or certificate to compare all cells with, instead of the first cell.
     progress: as for `plan.new`. here: as for `plan.resolve`.
     """
-    reserved = [text for text in overrides if _key(text) in RESERVED]
-    problems = [f"{text}: {RESERVED[_key(text)]}" for text in reserved]
-    axes, choices = matrix.spread([text for text in overrides if text not in reserved], problems)
+    asked = parse_all(overrides)
+    problems, sound = reserved.check("verify", asked)
+    axes, choices = matrix.spread(sound, problems)
     reference = _reference(against, problems)
     if len(choices) == 1 and not problems and against is None:
         problems.append(
@@ -76,7 +71,7 @@ def new(
         raise ConfigError(listed(problems), problems)
     cells = tuple(_cell(one, plans[one.name]) for one in choices)
     path = None if against is None else str(against.expanduser().absolute())
-    return Verification(where, Matrix(model, tuple(overrides), axes, cells, path), plans)
+    return Verification(where, Matrix(model, texts(asked), axes, cells, path), plans)
 
 
 def check(verification: Verification) -> None:
@@ -153,7 +148,7 @@ class _Problems:
     def lines(self) -> list[str]:
         """One line per problem."""
         return [
-            problem if len(labels) == self.cells else f"{'; '.join(labels)}: {problem}"
+            problem if len(labels) == self.cells or problem == OR_STOCK else f"{'; '.join(labels)}: {problem}"
             for problem, labels in self.found.items()
         ]
 
@@ -161,10 +156,6 @@ class _Problems:
         """Raise ConfigError if there is a problem."""
         if self.found:
             raise ConfigError(listed(self.lines()), self.lines())
-
-
-def _key(override: str) -> str:
-    return override.partition("=")[0].lstrip("+")
 
 
 def _reference(against: Path | None, problems: list[str]) -> Ledger | None:
@@ -195,7 +186,7 @@ def _composed(model: str, choices: Sequence[Choice], problems: list[str]) -> dic
 
 def _named(choice: Choice, composed: Composed) -> Choice:
     """The choice with a name. If no key has several values, the only cell is named by its tensor-parallel degree."""
-    tp = layout.of(composed.tree).tp
+    tp = layout.of(composed.config).tp
     return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
 
 
@@ -218,7 +209,7 @@ def _cell(choice: Choice, planned: Plan) -> Cell:
     return Cell(
         name=choice.name,
         label=choice.label,
-        overrides=choice.overrides,
+        overrides=texts(choice.overrides),
         ranks=planned.layout.world,
         steps=planned.steps,
         identity_hash=plan.identity_hash(planned.identity),

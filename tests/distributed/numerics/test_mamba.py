@@ -131,5 +131,9 @@ def _refusal(mesh, settings, mode, shards):
 
 def test_what_it_does_not_cover_is_refused_at_once(bridge):
     (said,) = on_ranks(1, SHARDS, _refusal, {"use_mamba_mem_eff_path": False}, "gather", 8)
-    for words in ("numerics=tree only", "numerics.shards=8 must divide model.mamba_num_groups=4", "mem_eff_path=true"):
+    for words in (
+        "numerics=tree only",
+        "numerics.virtual_shards=8 must divide model.mamba_num_groups=4",
+        "mem_eff_path=true",
+    ):
         assert words in said

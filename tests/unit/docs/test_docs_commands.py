@@ -18,8 +18,8 @@ FOREIGN = {
     "--array", "--comment", "--cpus-per-task", "--exclusive", "--gres", "--mail-type", "--mem", "--nodes", "--parsable",
     "--requeue", "--reservation", "--signal",
     # of scripts/bootstrap, torchrun, run_recipe.py, pre-commit, pytest and uv
-    "--collect-only", "--continue", "--gpu", "--hook-type", "--nproc_per_node", "--only-downloads", "--plan", "--recipe",
-    "--show-urls",
+    "--collect-only", "--continue", "--gpu", "--hook-type", "--nproc_per_node", "--only-downloads", "--plan",
+    "--recipe", "--show-urls",
 }  # fmt: skip
 
 
@@ -72,7 +72,9 @@ def composable() -> list[tuple[str, str]]:
         except Exception:  # the test above says so, of this line alone
             continue
         if command in ("train", "show", "submit", "verify", "bench", "audit"):
-            words = [*(given.get("overrides") or ()), *((given["against"] or ()) if command == "audit" else ())]
+            words = [*(given.get("overrides") or ())]
+            if command == "audit":  # of stock numerics unless told otherwise
+                words = ["numerics=stock", *words, *(given["against"] or ())]
             words += [f"ledger.trace={given['trace']}"] if given.get("trace") else []
             if command == "verify" or given.get("verify"):
                 words = [word.partition(",")[0] for word in words]

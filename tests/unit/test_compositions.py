@@ -1,0 +1,101 @@
+"""A configuration is composed once a command, and what is composed is passed on."""
+
+import os
+
+import pytest
+
+from tp_invariant_recipes.config import hydra_tree
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import parse_all
+from tp_invariant_recipes.jobs import submit
+from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.multinode import allocation_run
+from tp_invariant_recipes.workflows import verify
+
+pytestmark = pytest.mark.usefixtures("here", "no_gpus")
+
+CPUS = ("cluster.name=site", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
+JOB = ("tp=2", "slurm.time=5")
+
+
+@pytest.fixture
+def compositions(monkeypatch) -> list[tuple[str, ...]]:
+    """What Hydra is asked to compose, as it is asked."""
+    asked: list[tuple[str, ...]] = []
+    composed = hydra_tree.composed
+
+    def counted(arguments, cluster):
+        asked.append(tuple(arguments))
+        return composed(arguments, cluster)
+
+    monkeypatch.setattr(hydra_tree, "composed", counted)
+    monkeypatch.setattr(submit.slurm_client, "partitions", lambda: [submit.Partition("cpu", True, 9, None)])
+    return asked
+
+
+def request(*overrides: str, **how) -> plan.Request:
+    return plan.Request("qwen3_toy", tuple(parse_all(overrides)), **how)
+
+
+def test_the_counter_counts(compositions):
+    compose("qwen3_toy")
+    compose("qwen3_toy")
+    assert len(compositions) == 2
+
+
+def test_a_training_composes_once(compositions):
+    asked = request("tp=2")
+    asked.plan(asked.composed())
+    assert len(compositions) == 1
+
+
+@pytest.mark.parametrize("cluster", (CPUS, ("cluster=h100", "cluster.ranks_per_node=4"), ("cluster=h200",)), ids=str)
+def test_a_submission_composes_once(compositions, cluster):
+    submit.train("qwen3_toy", [*JOB, *cluster])
+    assert len(compositions) == 1
+
+
+def test_a_file_that_builds_on_another_is_read_and_composed_once(compositions, tmp_path):
+    (tmp_path / "site.yaml").write_text("# @package _global_\ndefaults:\n  - h100\ncluster:\n  name: site\n")
+    found = submit.train("qwen3_toy", [*JOB, f"cluster={tmp_path}/site.yaml"])
+    assert "gpu ranks" in found.about
+    assert len(compositions) == 1
+
+
+def test_a_file_that_hides_what_its_nodes_have_is_composed_again_for_these(compositions, tmp_path):
+    hidden = "cluster:\n  gpus_per_node: ${oc.env:GPUS}\n"
+    (tmp_path / "site.yaml").write_text(f"# @package _global_\ndefaults:\n  - local\n{hidden}  ranks_per_node: 4\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "GPUS", "0")
+        found = submit.train("qwen3_toy", [*JOB, f"cluster={tmp_path}/site.yaml"])
+    assert "cpu ranks" in found.about
+    assert len(compositions) == 2
+
+
+def test_a_matrix_composes_each_cell_once(compositions):
+    verify.new("qwen3_toy", ["tp=1,2,4"], against=None, directory=None)
+    assert len(compositions) == 3
+    compositions.clear()
+    submit.verification("qwen3_toy", ["tp=1,2,4", "slurm.time=5", *CPUS], against=None, directory=None)
+    assert len(compositions) == 3
+
+
+def test_a_node_composes_once(compositions, tmp_path):
+    asked = request("tp=2", *CPUS, f"run.dir={tmp_path}/run", go_on=True)
+    task = allocation_run.node_task(asked, watch=None)
+    task.lead()
+    task.follow(0)
+    assert len(compositions) == 1
+
+
+def test_whoever_becomes_srun_composes_once(compositions, monkeypatch, tmp_path):
+    words: list[str] = []
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    monkeypatch.setattr(allocation_run.shutil, "which", lambda name: name)
+    monkeypatch.setattr(allocation_run.os, "execvp", lambda _, given: words.extend(given))
+    allocation_run.become(request("tp=2", *CPUS, "launcher=slurm"))
+    assert len(compositions) == 1
+    after = words[words.index("train") :]
+    assert after[:3] == ["train", "qwen3_toy", "device=cpu"]
+    assert after[-1].startswith("run.dir=/")

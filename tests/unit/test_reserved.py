@@ -1,0 +1,50 @@
+"""Keys that a command decides itself are refused by it, however they are spelt."""
+
+import pytest
+
+from tp_invariant_recipes.config import reserved
+from tp_invariant_recipes.config.keys import SHORT_KEYS
+from tp_invariant_recipes.config.overrides import DECIDED_BY, parse
+
+SHORT = {key.path: name for name, key in SHORT_KEYS.items()}
+GROUPS = {f"{group}.{field}": group for group, field in DECIDED_BY.items()}
+VALUES = {"numerics.mode": "stock", "launcher.kind": "local", "ledger.trace": "1:2", "ledger.dump": "[]"}
+
+# Command, its arguments but the override.
+COMMANDS = {
+    "submit": ("submit", "qwen3_toy", "--dry-run"),
+    "verify": ("verify", "qwen3_toy", "tp=1,2"),
+    "audit": ("audit", "qwen3_toy", "--against", "tp=2"),
+    "bench": ("bench", "qwen3_toy"),
+}
+ROWS = [(command, field) for command, table in reserved.RESERVED.items() for field in table]
+
+
+def spellings(field: str) -> list[str]:
+    names = [name for name in (field, SHORT.get(field), GROUPS.get(field)) if name]
+    return [f"{signs}{name}={VALUES.get(field, '1')}" for name in names for signs in ("", "+", "++")]
+
+
+def test_every_command_has_its_arguments():
+    assert COMMANDS.keys() == reserved.RESERVED.keys()
+
+
+@pytest.mark.parametrize("command, field", ROWS, ids=[" ".join(row) for row in ROWS])
+def test_a_reserved_key_is_refused_in_every_spelling(command, field):
+    for text in spellings(field):
+        assert reserved.check(command, [parse(text)]) == ([f"{text}: {reserved.RESERVED[command][field]}"], [])
+
+
+def test_other_keys_are_left():
+    given = [parse(text) for text in ("tp=2", "launcher.nodes=2", "numerics.initial_weights=invariant", "no override")]
+    for command in reserved.RESERVED:
+        assert reserved.check(command, given) == ([], given)
+
+
+@pytest.mark.parametrize("command", reserved.RESERVED)
+@pytest.mark.parametrize("text", ("launcher=local", "launcher.kind=local", "++launcher.kind=local"))
+def test_the_command_says_so(cli, here, no_gpus, command, text):
+    """One key in all spellings; the table above is what each command asks."""
+    ended = cli(*COMMANDS[command], text)
+    assert (ended.status, ended.out) == (2, "")
+    assert f"{text}: {reserved.RESERVED[command]['launcher.kind']}" in ended.err
