@@ -1,11 +1,14 @@
 """What a user sees when a run cannot go on: one screen, exit status 2, and the name of what to look at."""
 
+import json
 import os
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.distributed.faults import at_step, reached, wait_for_ever
 
 RUN = ("train", "qwen3_toy", "tp=2", "iters=400", "seq=64", "numerics=stock", "run.dir=run")
 
@@ -28,6 +31,21 @@ def test_a_killed_rank_is_named_with_its_log_and_takes_the_others_along(tpi):
     for pid in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def _nobody_reads() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    for descriptor in (1, 2):
+        os.dup2(writing, descriptor)
+
+
+def test_a_training_whose_output_nobody_reads_goes_on_to_its_end(tpi):
+    """As in `tpi train … 2>&1 | head -6`."""
+    done = tpi("train", "qwen3_toy", "iters=6", "seq=64", "run.dir=run", before=_nobody_reads)
+    assert done.status == 0
+    assert len(tpi.ledger("run")) == 6
+    assert json.loads((tpi.folder / "run" / "run.json").read_text())["attempts"][0]["outcome"] == "completed"
 
 
 def _fail_on_rank_0() -> None:
@@ -96,6 +114,23 @@ def test_a_second_sigterm_does_not_wait(tpi):
     assert process.poll() is None
     os.kill(process.pid, signal.SIGTERM)
     process.wait()
+    assert _ranks(process.pid) == []
+
+
+def test_ranks_that_do_not_answer_sigterm_before_the_first_step_are_killed(tpi):
+    wait = at_step(1, wait_for_ever)
+
+    def plant() -> None:
+        from tp_invariant_recipes.launch import ranks
+
+        ranks.PATIENCE = 1.0
+        wait()
+
+    process = tpi.start(*RUN, before=plant)
+    process.until(reached(tpi.folder, 1))
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait() == 0, process.stderr
+    assert "stopped at step 0 of 400" in process.stderr
     assert _ranks(process.pid) == []
 
 

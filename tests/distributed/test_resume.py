@@ -127,11 +127,14 @@ def _processes_with(mark: str) -> list[str]:
     return found
 
 
-def test_sigterm_saves_and_the_run_goes_on(whole, tpi):
+@pytest.mark.parametrize(
+    "number, status", ((signal.SIGTERM, 0), (signal.SIGINT, 130)), ids=lambda one: getattr(one, "name", "")
+)
+def test_a_signal_saves_and_the_run_goes_on(whole, tpi, number, status):
     process = tpi.start(*RUN, "save=0", "run.dir=run", before=at_step(5, wait_for_sigterm))
     process.until(reached(tpi.folder, 5))
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait() == 0, process.stderr
+    os.kill(process.pid, number)
+    assert process.wait() == status, process.stderr
     assert "tpi train --resume run" in process.stderr
     saved = checkpoints.finished(tpi.folder / "run" / "checkpoints")
     assert [c.step for c in saved] == [len(tpi.ledger("run"))] == [5]

@@ -1,6 +1,5 @@
 """`tpi audit`."""
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Model, Overrides
+from tp_invariant_recipes.host import terminal
 
 _COLOURS = {"same": "green", "equal": "green", "rounding": "green", "different": "red"}
 
@@ -52,14 +51,14 @@ def audit(
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import audit as launch
 
-    console = progress.console()
+    console = terminal.console_of_its_own()
     with progress.preparing(console) as report:
         planned = launch.new(
             model, list(overrides or []), against=against or (), steps=steps, directory=directory, progress=report
         )
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
-    console.print(f"audit directory {planned.directory.path}", soft_wrap=True)
+    console.print(Text(f"audit directory {planned.directory.path}"), soft_wrap=True)
 
     @contextmanager
     def watch(name: str, run: Any) -> Iterator[Any]:
@@ -69,14 +68,14 @@ def audit(
 
     found = launch.execute(planned, watch, keep=keep)
     if as_json:
-        print(json.dumps(found))
+        terminal.print_json(found)
     else:
         _print(found)
     raise typer.Exit(found["exit_status"])
 
 
 def _print(found: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    console = terminal.console()
     console.print(_table(found))
     line = Text(found["text"])
     line.stylize(f"bold {_COLOURS[found['verdict']]}", 0, len(found["verdict"]))

@@ -1,17 +1,16 @@
 """`tpi bench`."""
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Model, Overrides
+from tp_invariant_recipes.host import terminal
 
 
 def bench(
@@ -54,7 +53,7 @@ def bench(
     from tp_invariant_recipes.workflows import bench as launch
     from tp_invariant_recipes.workflows.bench_progress import Passes
 
-    console = progress.console()
+    console = terminal.console_of_its_own()
     with progress.preparing(console) as report:
         planned = launch.new(
             model,
@@ -70,17 +69,17 @@ def bench(
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         for one in planned.plans.values():
             check(one)
-    console.print(f"benchmark directory {planned.directory.path}", soft_wrap=True)
+    console.print(Text(f"benchmark directory {planned.directory.path}"), soft_wrap=True)
     with Passes(planned.directory, planned.passes, console) as watch:
         found = launch.execute(planned, watch)
     if as_json:
-        print(json.dumps(found))
+        terminal.print_json(found)
     else:
         _print(found)
 
 
 def _print(found: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    console = terminal.console()
     console.print(_title(found), soft_wrap=True)
     console.print(_figures(found["modes"]))
     if "profile" in found:

@@ -1,6 +1,5 @@
 """`tpi bisect`."""
 
-import json
 import os
 import shlex
 from collections.abc import Iterator
@@ -9,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
 
 
@@ -48,13 +47,12 @@ def bisect(
         os.environ[VERBOSE] = "1"
     found = launch.new(run_a.expanduser(), run_b.expanduser(), directory)
     if isinstance(found, Comparison):
-        print(
-            json.dumps({"recorded": comparison_json(found)})
-            if as_json
-            else f"{verdict_line(found)}\nthere is no step to train again"
-        )
+        if as_json:
+            terminal.print_json({"recorded": comparison_json(found)})
+        else:
+            terminal.print_text(f"{verdict_line(found)}\nthere is no step to train again")
         raise typer.Exit(found.exit_status)
-    console = progress.console()
+    console = terminal.console_of_its_own()
     console.print(Text(f"recorded: {verdict_line(found.first)}"), soft_wrap=True)
     console.print(Text(f"training step {found.step} again in {found.directory.path}"), soft_wrap=True)
 
@@ -66,14 +64,14 @@ def bisect(
 
     result = launch.execute(found, watch)
     if as_json:
-        print(json.dumps(result))
+        terminal.print_json(result)
     else:
         _print(result)
     raise typer.Exit(result["exit_status"])
 
 
 def _print(result: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    console = terminal.console()
     lines = [result["text"]]
     if result["operation"]:
         lines.append(f"the operation: {result['operation']}")

@@ -1,6 +1,5 @@
 """`tpi certify`."""
 
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +9,7 @@ import typer
 from tp_invariant_recipes.cli.arguments import Json
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.files import write_atomically
+from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.ledger.bits import readable
 
@@ -57,13 +57,13 @@ def certify(
             raise LedgerError("--hash is for checking a certificate: --check FILE --hash HASH")
         found = _certify(Path(str(run)), out)
     if as_json:
-        print(json.dumps(_report(found)))
+        terminal.print_json(_report(found))
         return
     summary = found.summary
-    typer.echo(f"{found.path}: {certificate.summary_words(summary)}")
+    terminal.print_text(f"{found.path}: {certificate.summary_words(summary)}")
     if summary["steps"] != summary["of"]:
-        typer.echo(f"the run has {summary['steps']} of {summary['of']} steps: it was not finished")
-    typer.echo(f"certificate hash {found.hash}{', as expected' if expected else ''}")
+        terminal.print_text(f"the run has {summary['steps']} of {summary['of']} steps: it was not finished")
+    terminal.print_text(f"certificate hash {found.hash}{', as expected' if expected else ''}")
 
 
 def _certify(run: Path, out: Path | None) -> certificate.Certificate:

@@ -1,6 +1,5 @@
 """`tpi compare`: did these runs compute the same bits?"""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +26,8 @@ from tp_invariant_recipes.compare.text import (
     verdict_line,
 )
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 
@@ -63,12 +64,12 @@ def compare(
         comparisons = _compare_all(runs)
     except LedgerError as error:
         if as_json:
-            typer.echo(json.dumps(error_report(error), indent=2))
+            terminal.print_json(error_report(error), indent=2)
         else:
-            typer.echo(f"not comparable: {error}", err=True)
+            terminal.console(stderr=True).print(Text(f"not comparable: {error}"), soft_wrap=True)
         raise typer.Exit(UNREADABLE) from None
     if as_json:
-        typer.echo(json.dumps(report(comparisons), indent=2))
+        terminal.print_json(report(comparisons), indent=2)
     else:
         _print(comparisons, every)
     raise typer.Exit(exit_status(comparisons))
@@ -88,12 +89,12 @@ def _compare(a: LedgerOrLog, b: LedgerOrLog) -> Comparison | PrintedComparison:
 
 
 def _print(comparisons: tuple[Comparison | PrintedComparison, ...], every: bool) -> None:
-    console = Console(highlight=False)
+    console = terminal.console()
     said = set()
     for one in comparisons:
-        line = Text(verdict_line(one) if isinstance(one, Comparison) else log_compare.line(one))
+        line = Text(one_line(verdict_line(one) if isinstance(one, Comparison) else log_compare.line(one)))
         line.stylize(f"bold {_COLOURS[one.exit_status]}", 0, len(one.verdict.value))
-        prefix = f"{log_compare.called(one.b)}: " if len(comparisons) > 1 else ""
+        prefix = f"{one_line(log_compare.called(one.b))}: " if len(comparisons) > 1 else ""
         console.print(Text(prefix) + line, soft_wrap=True)
         if isinstance(one, Comparison):
             _print_parameters(console, one, every)
@@ -102,7 +103,7 @@ def _print(comparisons: tuple[Comparison | PrintedComparison, ...], every: bool)
                 console.print(_table(one, rows))
         for sentence in remarks(one) if isinstance(one, Comparison) else log_compare.remarks(one):
             if sentence not in said:
-                console.print(Text(sentence, style="dim"), soft_wrap=True)
+                console.print(Text(one_line(sentence), style="dim"), soft_wrap=True)
             said.add(sentence)
 
 
@@ -110,14 +111,14 @@ def _print_parameters(console: Console, comparison: Comparison, every: bool) -> 
     line = parameter_line(comparison)
     if line is None:
         return
-    console.print(line, soft_wrap=True)
+    console.print(Text(line), soft_wrap=True)
     if parameters_alike(comparison) and not every:
         return
     rows = parameter_rows(comparison)
     shown = rows if every else rows[:_ROWS]
     # Not a table of rich: names are copied from here, so they are never folded.
     table = [("parameter", "gradient from", "weight from", "steps")]
-    table += [(row.name, _step(row.gradient), _step(row.weight), str(row.steps)) for row in shown]
+    table += [(one_line(row.name), _step(row.gradient), _step(row.weight), str(row.steps)) for row in shown]
     width = max(len(name) for name, *_ in table)
     console.print()
     for name, gradient, weight, steps in table:
@@ -135,7 +136,7 @@ def _table(comparison: Comparison, rows: tuple[tuple[str, str, str], ...]) -> Ta
     """Cells are Text, because a header may contain characters that rich reads as markup."""
     table = Table("header")
     for run in (comparison.a, comparison.b):
-        table.add_column(Text(run_name(run)))
+        table.add_column(Text(one_line(run_name(run))))
     for row in rows:
-        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+        table.add_row(*(Text(one_line(cell), overflow="fold") for cell in row))
     return table

@@ -1,6 +1,5 @@
 """`tpi data`: make the datasets that `tpi train data=text` reads."""
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tp_invariant_recipes.cli.help_text import help_text
+from tp_invariant_recipes.host import terminal
 
 data_app = typer.Typer(help="Turn text into the indexed datasets that Megatron trains on.", no_args_is_help=True)
 
@@ -51,11 +51,11 @@ def prepare(
     with _progress_bar(f"preparing {prefix}") as progress:
         prepared = prepare_data(source, prefix, tokenizer=tokenizer, json_key=json_key, progress=progress)
     if as_json:
-        typer.echo(json.dumps(asdict(prepared) | {"prefix": str(prepared.prefix)}))
+        terminal.print_json(asdict(prepared) | {"prefix": str(prepared.prefix)})
         return
-    typer.echo(f"{prepared.prefix}: {prepared.documents} documents, {prepared.tokens} tokens")
-    typer.echo(f"tokenizer {prepared.tokenizer}, vocabulary {prepared.vocab_size} with eod {prepared.eod}")
-    typer.echo(f"digest {prepared.digest}")
+    terminal.print_text(f"{prepared.prefix}: {prepared.documents} documents, {prepared.tokens} tokens")
+    terminal.print_text(f"tokenizer {prepared.tokenizer}, vocabulary {prepared.vocab_size} with eod {prepared.eod}")
+    terminal.print_text(f"digest {prepared.digest}")
 
 
 data_app.command("prepare", help=help_text(prepare))(prepare)
@@ -64,10 +64,9 @@ data_app.command("prepare", help=help_text(prepare))(prepare)
 @contextmanager
 def _progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
     """A bar on standard error where that is a terminal, else None. Pulses until the bytes are counted."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = terminal.console(stderr=True)
     if not console.is_terminal:
         yield None
         return

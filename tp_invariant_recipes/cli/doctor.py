@@ -1,13 +1,11 @@
 """`tpi doctor`."""
 
-import json
-
 import typer
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
 from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.host import terminal
 
 MARKS = {
     "ok": "[green]ok[/]",
@@ -29,9 +27,9 @@ def doctor(as_json: Json = False) -> None:
 
     findings = doctor.examine()
     if as_json:
-        print(json.dumps([finding.__dict__ for finding in findings], indent=2))
+        terminal.print_json([finding.__dict__ for finding in findings], indent=2)
     else:
-        console = Console(highlight=False)
+        console = terminal.console()
         patches = [finding for finding in findings if isinstance(finding, doctor.PatchFinding)]
         table = Table("what", "found", "", "its purpose, and how to get it")
         for finding in findings:

@@ -1,6 +1,5 @@
 """`tpi jobs`, `tpi logs`, `tpi cancel` and `tpi wait`."""
 
-import json
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -8,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.host import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.jobs.states import JobState
@@ -63,11 +63,13 @@ def jobs(
     found = states.overview(find(names)) if names else states.overview_of_recent(everything=everything)
     rows = [state for one in found.states for state in one]
     if as_json:
-        print(json.dumps({"schema": SCHEMA, "warning": found.unavailable, "jobs": [state.as_dict() for state in rows]}))
+        terminal.print_json(
+            {"schema": SCHEMA, "warning": found.unavailable, "jobs": [state.as_dict() for state in rows]}
+        )
         return
     if found.unavailable:
         _say(f"warning: SLURM was not asked: {found.unavailable}")
-    console = Console(highlight=False)
+    console = terminal.console()
     if not rows:
         _print("no job was submitted yet" if everything else "none in the queue or ended within a day; --all lists all")
         return
@@ -107,7 +109,9 @@ def logs(
     if not following:
         launch.show(submission, sources, sys.stdout.buffer)
         return
-    states = launch.follow(submission, sources, sys.stdout.buffer, lambda line: _say(f"[{line}]"))
+    states = launch.follow(submission, sources, sys.stdout.buffer, lambda line: _say(f"[{line}]"), terminal.reader_gone)
+    if states is None:
+        return
     _say(_closing(states))
     _leave([states])
 
@@ -202,8 +206,8 @@ def _table(rows: "Sequence[JobState]") -> Table:
         first = f": {row.note.splitlines()[0]}" if row.exit_status == 2 and row.note else ""
         table.add_row(
             Text(row.part.id),
-            Text(row.part.name + (" (judge)" if row.part.role == "judge" else "")),
-            Text(row.text + first, style=_COLOURS[row.exit_status]),
+            Text(one_line(row.part.name) + (" (judge)" if row.part.role == "judge" else "")),
+            Text(one_line(row.text + first), style=_COLOURS[row.exit_status]),
             Text(_steps(row)),
             Text("" if row.loss is None else f"{row.loss:.4f}"),
             Text("" if row.seconds_left is None else _clock(row.seconds_left)),
@@ -224,8 +228,8 @@ def _clock(seconds: int) -> str:
 
 
 def _print(text: str) -> None:
-    Console(highlight=False).print(Text(text), soft_wrap=True)
+    terminal.console().print(Text(text), soft_wrap=True)
 
 
 def _say(text: str) -> None:
-    Console(stderr=True, highlight=False).print(Text(text), soft_wrap=True)
+    terminal.console(stderr=True).print(Text(text), soft_wrap=True)

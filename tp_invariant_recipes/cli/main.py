@@ -5,7 +5,7 @@ import sys
 import traceback
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 from tp_invariant_recipes import __version__
 from tp_invariant_recipes.cli import (
@@ -25,11 +25,14 @@ from tp_invariant_recipes.cli import (
 )
 from tp_invariant_recipes.cli.help_text import help_text
 from tp_invariant_recipes.errors import TpiError
+from tp_invariant_recipes.foreign_text import visible
+from tp_invariant_recipes.host import terminal
 
 app = typer.Typer(
     name="tpi",
     help="Train Megatron-Bridge models, record every step's exact bits, and prove that runs computed the same bits.",
-    epilog="Exit status: 0 done or identical, 1 different, 2 a mistake; the message says how to correct it.",
+    epilog="Exit status: 0 done or identical, 1 different, 2 a mistake; the message says how to correct it; "
+    "130 Ctrl-C. Output that nobody reads changes none of these.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -62,12 +65,13 @@ def _root(
     version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
 ) -> None:
     if version:
-        print(f"tpi {__version__}")
+        terminal.print_text(f"tpi {__version__}")
         raise typer.Exit
 
 
 def main() -> None:
     """Entry point: run a command; print a mistake on one screen and exit with status 2."""
+    terminal.install()
     try:
         app()
     except TpiError as error:
@@ -78,16 +82,10 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _fail(f"the disk is full: {error.filename or error}")
         # Python would exit with 1, which here means that two runs differ.
-        traceback.print_exc()
+        sys.stderr.write(visible(traceback.format_exc()))
         _fail(f"this is a defect of tpi {__version__}, not a mistake of yours; the lines above say where")
 
 
 def _fail(message: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_escape(message)}")
+    terminal.console(stderr=True, soft_wrap=True).print(Text.assemble(("error:", "bold red"), f" {message}"))
     sys.exit(2)
-
-
-def _escape(message: str) -> str:
-    from rich.markup import escape
-
-    return escape(message)

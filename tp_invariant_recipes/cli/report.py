@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+from tp_invariant_recipes.foreign_text import one_line, visible
+from tp_invariant_recipes.host import terminal
+
 
 def report(
     runs: Annotated[
@@ -36,13 +39,13 @@ def report(
     files.check({"--out": out, "--png": image}, force)
     gathered = gather(runs)
     parts = page.sections(gathered)
-    files.write(out, page.page(gathered, parts).encode("utf-8", "replace"))
+    files.write(out, visible(page.page(gathered, parts)).encode())
     if image:
         drawings = [drawing for part in parts for drawing in part.drawings]
-        files.write(image, render.png(drawings, "\n".join(page.verdicts(gathered))))
+        files.write(image, render.png(drawings, "\n".join(map(one_line, page.verdicts(gathered)))))
     for line in page.verdicts(gathered):
-        typer.echo(line)
+        terminal.print_text(one_line(line))
     for file in filter(None, (out, image)):
-        typer.echo(f"wrote {file}")
+        terminal.print_text(f"wrote {file}")
     if open_:
         typer.launch(str(out.resolve()))

@@ -1,12 +1,9 @@
 """`tpi show` and `tpi models`."""
 
-import json
-
-import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from tp_invariant_recipes.cli.arguments import Json, Model, Overrides
+from tp_invariant_recipes.host import terminal
 
 
 def show(model: Model, overrides: Overrides = None, as_json: Json = False) -> None:
@@ -25,11 +22,11 @@ def show(model: Model, overrides: Overrides = None, as_json: Json = False) -> No
     tree = compose(model, list(overrides or []), device=detect_device()).tree
     lines = describe.bridge_overrides(tree)
     if as_json:
-        print(json.dumps({"configuration": tree, "bridge_overrides": lines}, indent=2))
+        terminal.print_json({"configuration": tree, "bridge_overrides": lines}, indent=2)
         return
-    print(yaml.safe_dump(tree, sort_keys=False), end="")
-    print("\n# Megatron-Bridge overrides")
-    print("\n".join(lines))
+    terminal.print_text(yaml.safe_dump(tree, sort_keys=False), end="")
+    terminal.print_text("\n# Megatron-Bridge overrides")
+    terminal.print_text("\n".join(lines))
 
 
 def models(as_json: Json = False) -> None:
@@ -38,7 +35,7 @@ def models(as_json: Json = False) -> None:
 
     rows = describe.models()
     if as_json:
-        print(json.dumps(rows, indent=2))
+        terminal.print_json(rows, indent=2)
         return
     table = Table(
         *(Column(name, no_wrap=True) for name in ("model", "parameters", "layers", "tp", "device")), "what it is"
@@ -52,5 +49,5 @@ def models(as_json: Json = False) -> None:
             "cpu, gpu" if row["cpu"] else "gpu",
             row["summary"],
         )
-    Console().print(table)
-    typer.echo("train one: tpi train MODEL tp=2")
+    terminal.console().print(table)
+    terminal.print_text("train one: tpi train MODEL tp=2")

@@ -1,14 +1,13 @@
 """`tpi submit`."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Model, Overrides, cluster_override
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.jobs.submit import PlannedSubmission
@@ -61,7 +60,7 @@ def submit(
     asked = [*(overrides or []), *cluster_override(cluster_file)]
     if not verify and (against is not None or directory is not None):
         raise ConfigError("--against and --dir belong to --verify; the directory of a single run is run.dir=PATH")
-    to_person = progress.console()
+    to_person = terminal.console_of_its_own()
     with progress.preparing(to_person) as report:
         if verify:
             planned = launch.verification(
@@ -69,10 +68,10 @@ def submit(
             )
         else:
             planned = launch.train(model, asked, dry=dry_run, progress=report)
-    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    console = terminal.console(stderr=True, soft_wrap=True, markup=False)
     if dry_run:
         console.print(_foreseen(planned))
-        print(_scripts(planned), end="")
+        terminal.print_text(_scripts(planned), end="")
         return
     with progress.busy(to_person, "importing Megatron-Bridge and checking the configuration"):
         unasked = launch.check(planned)
@@ -80,7 +79,10 @@ def submit(
         console.print(unasked)
     submitted = launch.execute(planned)
     console.print(_said(planned, submitted))
-    print(json.dumps(submitted) if as_json else submitted["jobs"][0]["id"])
+    if as_json:
+        terminal.print_json(submitted)
+    else:
+        terminal.print_text(submitted["jobs"][0]["id"])
 
 
 def _scripts(planned: "PlannedSubmission") -> str:

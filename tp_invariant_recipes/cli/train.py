@@ -1,6 +1,5 @@
 """`tpi train`."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,9 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
+from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, _models, cluster_override
 from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def train(
 
     The run directory (runs/MODEL-…, or run.dir=PATH) receives the configuration, the command, the environment, one log
     per rank, checkpoints and the ledger. SIGTERM or Ctrl-C saves a checkpoint and stops; --resume continues the run.
+    Exit status: 0 completed, or stopped by SIGTERM; 130 stopped by Ctrl-C; 2 a mistake or a failure.
 
     \b
     tpi train qwen3_8b tp=4
@@ -71,7 +74,7 @@ def train(
     inside an allocation (salloc); tpi submit makes a job of its own.
     """
     from tp_invariant_recipes.config.overrides import parse_all
-    from tp_invariant_recipes.launch import plan, progress
+    from tp_invariant_recipes.launch import plan, progress, ranks
     from tp_invariant_recipes.launch import train as launch
 
     if verbose:
@@ -90,7 +93,7 @@ def train(
             "--resume RUN goes on with a run wherever it is, --continue with the one in run.dir: give one"
         )
     request = plan.Request(model, tuple(parse_all(arguments)), resume, go_on)
-    console = progress.console()
+    console = terminal.console_of_its_own()
     if request.launcher == "slurm" and as_json:
         raise ConfigError("--json is for runs of this process; with launcher=slurm, run.dir/run.json says how it ended")
     if request.launcher == "slurm":
@@ -101,13 +104,15 @@ def train(
     with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
         launch.check(planned)
     console.print(_opening(planned), soft_wrap=True)
-    with progress.watcher(planned, console, verbose=verbose) as watch:
-        outcome = launch.execute(planned, watch)
+    with ranks.stopping() as stop, progress.watcher(planned, console, verbose=verbose) as watch:
+        outcome = launch.execute(planned, watch, stop)
     summary = launch.summary(planned, outcome)
     if as_json:
-        print(json.dumps(summary))
+        terminal.print_json(summary)
     else:
-        console.print(_closing(summary), soft_wrap=True)
+        console.print(Text(_closing(summary)), soft_wrap=True)
+    if stop.interrupted:
+        raise typer.Exit(130)
 
 
 def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
@@ -133,6 +138,8 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
         raise typer.Exit(2)  # the first node says why, once for all
     if place.first:
         console.print(ended.word)
+    if stop.interrupted:
+        raise typer.Exit(130)
 
 
 def _opening(planned) -> str:
@@ -143,7 +150,7 @@ def _opening(planned) -> str:
     return (
         f"[bold]{planned.composed.model}[/] on {ranks} {planned.device} rank{'s' if ranks > 1 else ''}, "
         f"{planned.steps} steps{resumed}, numerics={planned.tree['numerics']['mode']}\n"
-        f"run directory {planned.run_dir.path}; checkpoints {kept}"
+        f"run directory {escape(str(planned.run_dir.path))}; checkpoints {kept}"
     )
 
 

@@ -1,6 +1,5 @@
 """`tpi verify`."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def verify(
     else:
         verdict = _run(model, list(overrides or []), against, directory, verbose)
     if as_json:
-        print(json.dumps(verdict.as_dict()))
+        terminal.print_json(verdict.as_dict())
     else:
         _print(verdict)
     raise typer.Exit(verdict.exit_status)
@@ -96,12 +96,12 @@ def _run(
 
     if verbose:
         os.environ[VERBOSE] = "1"
-    console = progress.console()
+    console = terminal.console_of_its_own()
     with progress.preparing(console) as report:
         planned = launch.new(model, overrides, against=against, directory=directory, progress=report)
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
-    console.print(f"{len(planned.plans)} runs in {planned.directory.path}", soft_wrap=True)
+    console.print(Text(f"{len(planned.plans)} runs in {planned.directory.path}"), soft_wrap=True)
     labels = [cell.label for cell in planned.matrix.cells]
 
     @contextmanager
@@ -116,9 +116,9 @@ def _run(
 
 
 def _print(verdict: "MatrixVerdict") -> None:
-    console = Console(highlight=False)
+    console = terminal.console()
     console.print(_table(verdict.rows))
-    line = Text(verdict.line)
+    line = Text(one_line(verdict.line))
     line.stylize(f"bold {_COLOURS.get(verdict.verdict, 'yellow')}", 0, len(verdict.verdict))
     console.print(line, soft_wrap=True)
     for sentence in verdict.remarks:
@@ -140,6 +140,6 @@ def _table(rows: "tuple[CellResult, ...]") -> Table:
     )
     for row in rows:
         steps = str(row.steps) if row.steps == row.of else f"{row.steps} of {row.of}"
-        state = Text(row.words, style=_COLOURS.get(row.state, "yellow"))
-        table.add_row(Text(row.label), Text(str(row.ranks)), Text(steps), Text(row.last_loss), state)
+        state = Text(one_line(row.words), style=_COLOURS.get(row.state, "yellow"))
+        table.add_row(Text(one_line(row.label)), Text(str(row.ranks)), Text(steps), Text(row.last_loss), state)
     return table

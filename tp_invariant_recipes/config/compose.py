@@ -8,6 +8,7 @@ from typing import Any
 
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.config import (
+    bounds,
     cuda_graphs,
     environment,
     hydra_tree,
@@ -78,6 +79,13 @@ def compose(
     ]
     if known:
         tree = _hydra(model, sound, problems)
+        if beyond := bounds.wrong(tree):  # before any rule, which may count up to such a number
+            typed = {a.path: beyond[a.path] for a in sound if a.path in beyond}
+            problems += (typed or beyond).values()  # other fields may follow from a typed one
+            sound = [a for a in sound if a.path not in beyond]
+            tree = _hydra(model, sound, problems)
+            if bounds.wrong(tree):  # of a file
+                raise ConfigError(listed(problems), problems)
         wrong = _check_fields(tree, sound) | _lost_precision(model, sound, problems)
         if wrong:
             problems += wrong.values()
@@ -110,7 +118,8 @@ def _problem(override: Override, groups: dict[str, tuple[str, ...]]) -> str | No
     """Why an override cannot be composed, whatever its value's type."""
     text, key, parsed = override.text, override.key, override.parsed
     if parsed is None:
-        return f"'{text}' is not KEY=VALUE: {override.wrong}"
+        shown = text if len(text) <= 200 else f"{text[:30]}…"
+        return f"'{shown}' is not KEY=VALUE: {override.wrong}"
     if override.sweep:
         return f"{text}: one run takes one value for {key}"
     if parsed.is_delete():

@@ -19,6 +19,8 @@ SPLIT_BY_TP = (
     "mamba_num_heads",
 )
 
+LARGEST_LISTED = 4096  # the largest degree that a message proposes
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -92,7 +94,7 @@ def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Calla
         if not wrong:
             return None
         common = math.gcd(*totals.values())
-        fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        fits = ", ".join(str(n) for n in range(1, min(common, LARGEST_LISTED) + 1) if common % n == 0)
         return f"{name}={d} does not divide {', '.join(wrong)}; {name} can be {fits}"
 
     return rule

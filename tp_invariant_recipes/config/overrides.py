@@ -90,6 +90,8 @@ def parse(text: str | Override) -> Override:
         parsed = _parser().parse_override(_as_typed(text))
     except HydraException as error:
         wrong = str(error).splitlines()[0]
+    except ValueError:  # Python reads no number of more than 4300 digits
+        wrong = "too many digits"
     if parsed is not None:
         key = parsed.key_or_group
         if not parsed.is_delete():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.foreign_text import one_line, visible
 from tp_invariant_recipes.jobs import states, status_query
 from tp_invariant_recipes.jobs.registry import JUDGE, Submission
 from tp_invariant_recipes.jobs.states import JobState
@@ -128,12 +129,19 @@ class Tails:
         whole = data if last else data[: data.rfind(b"\n") + 1]
         self._positions[source.file] = (found.st_ino, position + len(whole))
         if whole and len(self.sources) > 1 and self._shown is not source:
-            self.out.write(f"{'' if self._shown is None else chr(10)}==> {source.label} <==\n".encode())
+            heading = f"==> {one_line(source.label)} <==\n"
+            self.out.write(f"{'' if self._shown is None else chr(10)}{heading}".encode())
         if whole:
             self._shown = source
-            self.out.write(whole)
+            self.out.write(_shown(whole))
             self.out.flush()
         return bool(whole)
+
+
+def _shown(data: bytes) -> bytes:
+    """The text of a log. What a line would have overwritten (a progress bar) stays, as a line of its own."""
+    text = data.decode("utf-8", "backslashreplace").replace("\r\n", "\n").replace("\r", "\n")
+    return visible(text).encode()
 
 
 def sources(submission: Submission, rank: int | None = None) -> list[Source]:
@@ -168,12 +176,21 @@ def show(submission: Submission, shown: Sequence[Source], out: BinaryIO) -> None
 
 
 def follow(
-    submission: Submission, sources: Sequence[Source], out: BinaryIO, report: Callable[[str], None]
-) -> list[JobState]:
-    """Write the files as they grow until the jobs have ended; returns the last states. Raises RunError like `wait`."""
+    submission: Submission,
+    sources: Sequence[Source],
+    out: BinaryIO,
+    report: Callable[[str], None],
+    reader_gone: Callable[[], bool],
+) -> list[JobState] | None:
+    """Write the files as they grow until the jobs have ended; returns the last states. Raises RunError like `wait`.
+
+    reader_gone: whether nobody reads `out` any more; then it ends at once and returns None.
+    """
     watch, tails = SubmissionWatch([submission], report), Tails(sources, out)
     while not watch():
         tails()
+        if reader_gone():
+            return None
         time.sleep(LOOK)
     tails(last=True)
     return watch.states[0]

@@ -13,6 +13,7 @@ from tp_invariant_recipes.config.allocation import Allocation, ranks_per_node
 from tp_invariant_recipes.config.overrides import Override, cluster_files, texts
 from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.multinode import srun_command
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -124,7 +125,7 @@ def _render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"q": _quoted, "words": _words, "s": _sbatch, "option": _option}
+    environment.filters |= {"q": _quoted, "words": _words, "s": _sbatch, "option": _option, "comment": one_line}
     return environment.get_template(f"{template}.sbatch.j2").render(values)
 
 

@@ -2,25 +2,47 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.launch.ranks import Outcome, RankFn
+from tp_invariant_recipes.launch.ranks import Outcome, RankFn, Stop
 
 
-def run(plan: Plan, tick: Callable[[], None], *, rank_fn: RankFn | None = None, process_groups: int = 1) -> Outcome:
+def run(
+    plan: Plan,
+    tick: Callable[[], None],
+    *,
+    rank_fn: RankFn | None = None,
+    process_groups: int = 1,
+    stop: Stop | None = None,
+) -> Outcome:
     """Run all ranks to their end. Raises RunError naming the rank that died, its log and its last words.
 
     tick:           called about ten times a second while ranks live.
     rank_fn:        what each rank does, a function of a module. Default: train.
     process_groups: how many the ranks form in turn.
+    stop:           of a caller that notes signals itself. Default: they are noted while the ranks live.
     """
     os.environ.update(plan.environment)
     stores = [store() for _ in range(process_groups)]
     rank_infos = _rank_infos(plan.layout.world, tuple(store.port for store in stores))
-    with ranks.stopping() as stop:
-        return ranks.run(plan.run_dir, plan.device, rank_infos, tick, stop, rank_fn=rank_fn)
+    with ranks.stopping() if stop is None else nullcontext(stop) as noted:
+        return ranks.run(
+            plan.run_dir, plan.device, rank_infos, tick, noted, rank_fn=rank_fn, stepped=_stepped(plan.run_dir.progress)
+        )
+
+
+def _stepped(progress: Path) -> Callable[[], bool]:
+    """Whether a step has been made since now. The ranks record each step before they save."""
+    before = _size(progress)
+    return lambda: _size(progress) != before
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def store() -> Any:

@@ -1,7 +1,6 @@
 """The progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +17,6 @@ WINDOW = 20  # steps over which tokens/s and the time left are averaged
 # rich would otherwise take over standard output and error, and ranks forked meanwhile would write to the terminal.
 PLAIN: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
 LINE_EVERY = 10.0  # seconds between plain lines, after the first steps
-
-
-def console() -> Console:
-    """A console on a copy of standard error, so that a spinner turns while third parties' output is redirected."""
-    return Console(file=os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8"), highlight=False)
 
 
 @dataclass

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 START_METHODS = {"cpu": "fork", "gpu": "spawn"}
 GRACE = 5.0  # seconds that the other ranks get to say why they failed, after the first has
+PATIENCE = 20.0  # seconds that ranks get to answer a request to stop before they have made a step
 POLL = 0.1  # seconds between looks at the ranks
 FULL = 64 * 1024  # bytes: a disk with less free is what stopped the ranks
 TAIL = 12  # lines of a dead rank's log to show
@@ -56,12 +57,14 @@ class RankFailed(RunError):
 class Stop:
     """The signals that came, and what they ask for.
 
-    requests: SIGTERM or Ctrl-C: once to save and stop, twice to stop now. requeue: SIGUSR1: save and stop, but only
-    to go on in another job; never more than that.
+    requests:    SIGTERM or Ctrl-C: once to save and stop, twice to stop now.
+    requeue:     SIGUSR1: save and stop, but only to go on in another job; never more than that.
+    interrupted: whether one of the requests was Ctrl-C.
     """
 
     requests: int = 0
     requeue: bool = False
+    interrupted: bool = False
 
     @property
     def signals(self) -> int:
@@ -84,6 +87,7 @@ def stopping() -> Iterator[Stop]:
             stop.requeue = True
         else:
             stop.requests += 1
+            stop.interrupted |= number == signal.SIGINT
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
@@ -102,12 +106,15 @@ def run(
     *,
     rank_fn: RankFn | None = None,
     started: Callable[[], None] | None = None,
+    stepped: Callable[[], bool] | None = None,
 ) -> Outcome:
     """Run these ranks, all of this machine, to their end. Raises RankFailed: which one died, its log, its last lines.
 
     tick:    called about ten times a second while ranks live; if it raises, they are ended and the error passed on.
     rank_fn: default: train.
     started: called once all processes exist, before any of them does anything.
+    stepped: whether the ranks have made a step. Until then there is nothing to save: ranks that do not answer a request
+             to stop within PATIENCE are killed. None: not known here, so they get as long as they need.
     """
     import torch.multiprocessing
 
@@ -126,7 +133,7 @@ def run(
     if started:
         started()
     all_started.set()
-    ended_here = _watch(context.processes, stop, tick)
+    ended_here = _watch(context.processes, stop, tick, stepped)
     codes = {rank_infos[n].rank: p.exitcode for n, p in enumerate(context.processes)}
     dead = {rank: code for rank, code in codes.items() if code and rank not in {rank_infos[n].rank for n in ended_here}}
     if stop.signals and all(code == -signal.SIGTERM for code in dead.values()):
@@ -136,22 +143,25 @@ def run(
     return Outcome.STOPPED if stop.signals else Outcome.COMPLETED
 
 
-def _watch(processes: list[Any], stop: Stop, tick: Callable[[], None]) -> set[int]:
+def _watch(processes: list[Any], stop: Stop, tick: Callable[[], None], stepped: Callable[[], bool] | None) -> set[int]:
     """Wait for the end of all; pass a stop on to them; end the others soon after one has failed.
 
     Returns the indices of the processes that were killed here: these did not fail by themselves.
     """
-    passed_on, failed_at, ended_here = 0, None, set()
+    passed_on, asked_at, failed_at, ended_here = 0, None, None, set()
     try:
         while any(p.is_alive() for p in processes):
             time.sleep(POLL)
             tick()
             if stop.signals > passed_on:
                 passed_on = stop.signals
+                asked_at = asked_at or time.monotonic()
                 if passed_on == 1:
                     _signal(processes, signal.SIGTERM)
                 else:
                     ended_here |= _signal(processes, signal.SIGKILL)
+            if asked_at and stepped and time.monotonic() - asked_at > PATIENCE and not stepped():
+                ended_here |= _signal(processes, signal.SIGKILL)
             if failed_at is None and any(p.exitcode for p in processes):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > GRACE:

@@ -10,6 +10,7 @@ from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import attempts, checkpoints
@@ -23,16 +24,16 @@ def check(planned: Plan) -> None:
         container.validate(container.build(planned.tree), planned.layout.world, here=planned.here)
 
 
-def execute(planned: Plan, watch: Callable[[], None]) -> local.Outcome:
+def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) -> local.Outcome:
     """Write the run directory and train. Raises RunError when a rank dies.
 
-    watch: called while the ranks live, to show progress.
+    watch: called while the ranks live, to show progress. stop: as for `local.run`.
     """
     if planned.run_dir.checkpoints.exists():
         checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
     plan.write(planned)
     try:
-        outcome = local.run(planned, watch)
+        outcome = local.run(planned, watch, stop=stop)
     except TpiError as error:
         with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
             attempts.end(planned.run_dir, "failed", str(error))

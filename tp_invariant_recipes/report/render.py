@@ -17,7 +17,8 @@ _DPI = 110
 
 def svg(drawing: Drawing) -> str:
     """The drawing as an <svg> element for a page, in the page's colours and font."""
-    with settings(**{"svg.hashsalt": drawing.name}):
+    with settings(**{"svg.hashsalt": drawing.name}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         figure = Figure(figsize=(WIDTH, drawing.height), facecolor="none")
         drawing.draw(figure)
         stream = io.StringIO()

@@ -9,6 +9,7 @@ from typing import Any
 
 from tp_invariant_recipes.compare.compare import Comparison, compare
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 
@@ -110,7 +111,7 @@ def _names(ledgers: Iterable[Ledger]) -> list[str]:
         lengths = range(1, len(path.parts) + 1)
         apart = (n for n in lengths if all(other.parts[-n:] != path.parts[-n:] for other in whole if other != path))
         ends[path] = "/".join(path.parts[-next(apart, len(path.parts)) :])
-    return [ends[path] for path in whole]
+    return [one_line(ends[path]) for path in whole]
 
 
 def _timings(file: Path) -> tuple[tuple[Timing, ...], int]:

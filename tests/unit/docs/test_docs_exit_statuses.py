@@ -17,7 +17,7 @@ STATUSES = {
     **verdict.EXIT_STATUS,
     "same": 0,
 }
-MEANING = {0: "done or identical", 1: "different", 2: "a mistake"}
+MEANING = {0: "done or identical", 1: "different", 2: "a mistake", 130: "Ctrl-C"}
 
 
 def rows() -> list[tuple[str, int, str]]:

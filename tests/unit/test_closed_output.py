@@ -1,0 +1,79 @@
+"""Output whose reader has gone is dropped: it changes no exit status and stops no command."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+
+
+@pytest.fixture
+def ledgers(tmp_path):
+    """Runs a and same are equal, b differs."""
+    for name, loss in (("a", "f32:40c80000"), ("same", "f32:40c80000"), ("b", "f32:40c80001")):
+        with LedgerWriter(tmp_path / name).create(Header(identity={"rng.seed": 1})) as ledger:
+            for step in range(1, 4):
+                values = dict(samples=step, tokens=step, grad_norm="f32:3fa00000", learning_rate="f64:3f33a92a30553261")
+                ledger.append(StepRecord(step=step, loss=loss, **values))
+    return tmp_path
+
+
+def broken_pipe() -> int:
+    """A descriptor to write to that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def tpi(folder, *arguments: str, closed: bool = False) -> tuple[int, bytes]:
+    """Exit status and standard error of a process of its own, whose end flushes its output, too.
+
+    closed: standard output is closed from the start; else its reader has gone.
+    """
+    pipe = broken_pipe()
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", "tp_invariant_recipes", *arguments],
+            cwd=folder,
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            preexec_fn=(lambda: os.close(1)) if closed else None,
+        )
+    finally:
+        os.close(pipe)
+    return ended.returncode, ended.stderr
+
+
+@pytest.mark.parametrize(
+    "command, status",
+    (("compare a same", 0), ("compare a b", 1), ("compare a b --json", 1), ("compare a missing", 2), ("models", 0)),
+)
+def test_a_command_whose_reader_has_gone_keeps_its_exit_status(ledgers, command, status):
+    ended = tpi(ledgers, *command.split())
+    assert ended[0] == status
+    assert (b"missing" in ended[1]) if status == 2 else ended[1] == b""
+
+
+def test_a_closed_standard_output_is_no_file_of_ours(ledgers):
+    assert tpi(ledgers, "compare", "a", "b", closed=True) == (1, b"")
+
+
+def test_what_is_written_after_the_reader_has_gone_is_dropped_and_what_others_write_there_too():
+    pipe = broken_pipe()
+    stream = terminal._stream(pipe, line_buffering=True, closefd=True)
+    stream.write("one\n")
+    stream.write("two\n" * 10_000)
+    assert stream.buffer.raw.gone
+    assert os.write(pipe, b"of a library\n")
+    stream.close()
+
+
+def test_another_error_of_a_write_is_an_error():
+    with open("/dev/full", "w") as full:
+        stream = terminal._stream(full.fileno(), line_buffering=True)
+        with pytest.raises(OSError, match="No space left"):
+            stream.write("one\n")
+        os.dup2(broken_pipe(), full.fileno())  # or closing the stream would fail as well

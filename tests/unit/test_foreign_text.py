@@ -1,0 +1,192 @@
+"""Text of strangers controls neither a terminal nor a page: no ESC leaves a command, wherever it came in."""
+
+import ast
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.compare.ledgers import HEADER, PARAMETERS, record, trace
+from tests.unit.docs.markdown import ROOT
+from tests.unit.jobs.conftest import _state, slurm, submitted  # noqa: F401 -- fixtures
+from tests.unit.jobs.fake_slurm import now, row
+from tp_invariant_recipes.foreign_text import one_line, visible
+from tp_invariant_recipes.jobs import script
+from tp_invariant_recipes.launch import plan, ranks
+from tp_invariant_recipes.ledger.record import LedgerWriter
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+ONE, OTHER = "0" * 32, "1" * 32  # digests
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\x7f"
+CONTROLS = ("\x1b", "\x07", "\x9b", "\x7f", "\u202e")
+
+
+@given(st.text(st.characters(codec=None)))
+def test_no_control_character_is_left_and_other_text_is(text):
+    shown = visible(text)
+    shown.encode()  # no lone surrogate
+    assert not any(one in shown for one in CONTROLS)
+    if text.isprintable():
+        assert shown == text
+    assert "\n" not in one_line(text)
+
+
+def test_a_control_character_shows_as_its_escape():
+    assert visible("a\tb\n\x1b[1m\x7f\x9b\u202e\udc80") == "a\tb\n\\x1b[1m\\x7f\\x9b\\u202e\\udc80"
+    assert one_line("a\nb") == "a\\nb"
+
+
+def clean(ended) -> None:
+    """Nothing that a command printed controls a terminal, and it did print what was planted."""
+    for text in (ended.out, ended.err):
+        assert not any(one in text for one in CONTROLS), repr(text)
+    assert "\\x1b" in ended.out + ended.err or "\\u001b" in ended.out + ended.err
+
+
+def write(folder, name: str, header, **changes) -> None:
+    (folder / name).mkdir()
+    with LedgerWriter(folder / name / "ledger.jsonl").create(header) as writer:
+        for step in (1, 2, 3):
+            whole = record(step, traced=True)
+            digests = {
+                kind: {name: getattr(whole, kind).get(name, ONE) for name in header.digested(kind)}
+                for kind in ("gradients", "weights")
+            }
+            writer.append(replace(whole, **(digests | (changes if step == 2 else {}))))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    write(tmp_path, "a", HEADER)
+    return tmp_path
+
+
+def named(digest: str) -> dict:
+    return {"trace": tuple(replace(one, module=one.module + EVIL, digest=digest) for one in trace(2))}
+
+
+def weighed(digest: str) -> dict:
+    return {"weights": record(2).weights | {EVIL: digest}}
+
+
+OWNED = replace(HEADER, parameters=(*PARAMETERS, replace(PARAMETERS[0], name=EVIL)))
+DIVERGED = {"diverged": (("weights", PARAMETERS[0].name + EVIL, ((0,), (1,))),)}
+# What is planted -> the other run's name, header and changes at step 2; header and changes of the first.
+PLANTED = {
+    "a key of the identity": ("b", replace(HEADER, identity={"rng.seed": 1234, f"x{EVIL}": 1}), {}, HEADER, {}),
+    "a value of the identity": ("b", replace(HEADER, identity={"rng.seed": EVIL}), {}, HEADER, {}),
+    "a key of the layout": ("b", replace(HEADER, layout={f"tp{EVIL}": 1}), {}, HEADER, {}),
+    "a value of the layout": ("b", replace(HEADER, layout={"tp": EVIL}), {}, HEADER, {}),
+    "a version": ("b", replace(HEADER, versions={"torch": EVIL}), {}, HEADER, {}),
+    "a note": ("b", replace(HEADER, notes={EVIL: EVIL}), {}, HEADER, {}),
+    "a parameter": ("b", OWNED, weighed(ONE), OWNED, weighed(OTHER)),
+    "a trace": ("b", HEADER, named(ONE), HEADER, named(OTHER)),
+    "diverged": ("b", HEADER, DIVERGED, HEADER, {}),
+    "a label": (f"b{EVIL}", HEADER, {"loss": "f32:3f800000"}, HEADER, {}),
+}
+
+
+@pytest.mark.parametrize("where", PLANTED)
+def test_compare_and_report_show_no_control_character_of_a_ledger(cli, tmp_path, monkeypatch, where):
+    name, header, changes, first, of_first = PLANTED[where]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    write(tmp_path, "a", first, **of_first)
+    write(tmp_path, name, header, **changes)
+    clean(cli("compare", "a", name, "a"))
+    as_json = cli("compare", "a", name, "--json")
+    clean(as_json)
+    json.loads(as_json.out)
+    reported = cli("report", "a", name, "--out", "page.html", "--no-png")
+    assert reported.status == 0, reported.err
+    page = (tmp_path / "page.html").read_text()
+    for text in (reported.out, reported.err, page):
+        assert not any(one in text for one in CONTROLS)
+
+
+def test_a_page_shows_what_was_planted_as_text(cli, folder):
+    write(folder, "b", replace(HEADER, layout={f"tp{EVIL}": 1}))
+    assert cli("report", "a", "b", "--out", "page.html").status == 0
+    assert "tp\\x1b]0;owned" in (folder / "page.html").read_text()
+
+
+def test_a_ledger_cannot_write_a_verdict(cli, folder):
+    """A line break in a name does not begin a line."""
+    write(folder, "b", replace(HEADER, identity={"rng.seed": 1, "x\nidentical: 3 steps": 1}))
+    ended = cli("compare", "a", "b")
+    assert ended.status == 2
+    assert not any(line.startswith("identical") for line in ended.out.splitlines())
+
+
+def test_a_dead_ranks_log_and_reason_control_nothing(cli, tmp_path, monkeypatch):
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    run.rank_log(1).write_text(f"last words {EVIL}\n")
+    for dead in ({1: -9}, {0: 1}):
+        run.failure(0).parent.mkdir(exist_ok=True)
+        facts = {"rank": 0, "time": 1.0, "kind": "ValueError", "message": EVIL, "ours": False, "errno": None}
+        run.failure(0).write_text(json.dumps(facts))
+        failure = ranks._failure(run, dead)
+        assert "\x1b" in str(failure)
+
+        def fail(*_args, error=failure, **_kwargs):
+            raise error
+
+        monkeypatch.setattr(plan, "new", fail)
+        ended = cli("train", "qwen3_toy")
+        assert ended.status == 2
+        clean(ended)
+
+
+def test_a_traceback_controls_nothing(cli, monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise ZeroDivisionError(EVIL)
+
+    monkeypatch.setattr(plan, "new", fail)
+    clean(cli("train", "qwen3_toy"))
+
+
+def test_jobs_and_logs_control_nothing(cli, slurm, submitted):  # noqa: F811
+    made = submitted()
+    slurm.scene(row("12", "PENDING", EVIL))
+    now(made.attempt(outcome="failed", why=EVIL))
+    now(made.put(made.directory / "logs" / "job-12.log", f"10 %\r20 %\n{EVIL}\n"))
+    now(f"printf '\\377\\n' >>{made.directory}/logs/job-12.log")
+    shown = cli("logs", "12")
+    clean(shown)
+    assert shown.out.startswith("10 %\n20 %\n\\x1b]0;owned\\x07")
+    assert shown.out.endswith("\\xff\n")
+    clean(cli("jobs"))
+    slurm.scene()
+    clean(cli("jobs", "12"))
+    clean(cli("wait", "12"))
+
+
+def test_a_comment_of_a_script_stays_one():
+    shown = script._render("_job", job={"about": f"a\nrm -rf b {EVIL}"} | dict.fromkeys(JOB, ""))
+    assert shown.splitlines()[1].startswith("# a\\nrm -rf b \\x1b")
+
+
+JOB = ("name", "nodes", "gres", "cpus", "whole", "time", "account", "partition", "qos", "directory", "log", "options")
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "tp_invariant_recipes" / "cli").glob("*.py")), ids=lambda file: file.stem
+)
+def test_commands_print_through_one_module(file):
+    """host/terminal.py, which makes text visible; logs write to its stream what jobs/follow.py has made visible."""
+    assert others(file.read_text()) == set()
+
+
+def others(source: str) -> set[str]:
+    """Calls that print in another way."""
+    calls = {ast.unparse(one.func) for one in ast.walk(ast.parse(source)) if isinstance(one, ast.Call)}
+    return calls & {"print", "Console", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write"}
+
+
+def test_another_way_is_seen():
+    assert others("print(1)\ntyper.echo(2)\nConsole().print(3)") == {"print", "typer.echo", "Console"}

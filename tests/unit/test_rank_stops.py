@@ -1,0 +1,72 @@
+"""When a request to stop becomes stronger."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.launch import local, ranks
+from tp_invariant_recipes.launch.ranks import Stop
+
+
+def _deaf(ready) -> None:
+    """A rank in a loop that never looks at signals."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    while True:
+        time.sleep(60)
+
+
+@pytest.fixture
+def deaf():
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=_deaf, args=(ready,))
+    process.start()
+    assert ready.wait(20)
+    yield process
+    if process.is_alive():
+        os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr(ranks, "PATIENCE", 0.3)
+    monkeypatch.setattr(ranks, "POLL", 0.01)
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_that_does_not_answer_before_the_first_step_is_killed(deaf):
+    began = time.monotonic()
+    ended = ranks._watch([deaf], Stop(requests=1), lambda: None, lambda: False)
+    assert ended == {0}
+    assert time.monotonic() - began > 0.3
+    deaf.join()
+    assert deaf.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("stepped", (lambda: True, None), ids=("stepped", "not known"))
+def test_one_that_may_be_saving_gets_the_time_it_needs(deaf, stepped):
+    """A second request ends it, as always."""
+    stop, began = Stop(requests=1), time.monotonic()
+
+    def tick() -> None:
+        if time.monotonic() - began > 1.0:
+            stop.requests = 2
+
+    assert ranks._watch([deaf], stop, tick, stepped) == {0}
+    assert time.monotonic() - began > 1.0
+
+
+def test_a_step_of_an_earlier_attempt_is_none_of_this_one(tmp_path: Path):
+    progress = tmp_path / "progress.jsonl"
+    stepped = local._stepped(progress)
+    assert not stepped()
+    progress.write_text("{}\n")
+    assert stepped()
+    assert not local._stepped(progress)()

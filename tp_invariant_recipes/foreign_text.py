@@ -1,0 +1,21 @@
+"""Text that others wrote, made safe to show: a control character appears as its escape and controls nothing."""
+
+import re
+
+# C0 but tab and newline, DEL, C1, bidirectional controls, and surrogates, which no encoding of a terminal can hold.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    r"""The text with each control character as its escape: ESC as \x1b. Tabs and newlines stay."""
+    return _CONTROL.sub(_escape, text)
+
+
+def one_line(text: str) -> str:
+    """The same on one line: newlines and tabs as escapes, too."""
+    return visible(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -1,0 +1,98 @@
+"""Standard output and error. Commands print through this module and in no other way.
+
+Output whose reader has gone is dropped, so `tpi … | head -1` neither stops a training nor changes an exit status.
+Control characters in text become visible, so a name or a log of a stranger cannot control the terminal.
+"""
+
+import io
+import json
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from tp_invariant_recipes.foreign_text import visible
+
+
+class _Surviving(io.FileIO):
+    """A descriptor to write to. Once its reader has gone, it leads to /dev/null."""
+
+    gone = False
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except ConnectionError:  # EPIPE of a pipe, ECONNRESET of a socket
+            self.gone = True
+            sink = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(sink, self.fileno(), os.get_inheritable(self.fileno()))  # also for what libraries in C++ write
+            os.close(sink)
+            return memoryview(data).nbytes
+
+
+def install() -> None:
+    """Make standard output and error survive their readers. A test's own stream stays.
+
+    A closed standard descriptor becomes /dev/null: the next file that is opened would take its number and get output.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        current = getattr(sys, name)
+        if current is None or _replaceable(current, descriptor):
+            line_buffering = descriptor == 2 or getattr(current, "line_buffering", False)
+            encoding = getattr(current, "encoding", None) or "utf-8"
+            setattr(sys, name, _stream(descriptor, encoding=encoding, line_buffering=line_buffering))
+
+
+def reader_gone() -> bool:
+    """Whether standard output has lost its reader."""
+    return getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "gone", False)
+
+
+class _Console(Console):
+    """A console that styles what we print and shows foreign control characters as text."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
+
+
+def console(*, stderr: bool = False, **settings: Any) -> Console:
+    """A console on standard output or error. settings: as for rich."""
+    return _Console(stderr=stderr, highlight=False, **settings)
+
+
+def console_of_its_own() -> Console:
+    """A console on a copy of standard error, so that a spinner turns while third parties' output is redirected."""
+    return _Console(file=_stream(os.dup(2), line_buffering=True, closefd=True), highlight=False)
+
+
+def print_text(text: str = "", end: str = "\n") -> None:
+    """Print plain text, as one write."""
+    sys.stdout.write(visible(text) + end)
+
+
+def print_json(value: Any, indent: int | None = None) -> None:
+    """Print a value as JSON, in ASCII without a control character."""
+    print_text(json.dumps(value, indent=indent).replace("\x7f", "\\u007f"))
+
+
+def _stream(descriptor: int, *, line_buffering: bool, encoding: str = "utf-8", closefd: bool = False) -> TextIO:
+    raw = _Surviving(descriptor, "w", closefd=closefd)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=line_buffering
+    )
+
+
+def _replaceable(stream: TextIO, descriptor: int) -> bool:
+    try:
+        return stream.fileno() == descriptor and not isinstance(getattr(stream.buffer, "raw", None), _Surviving)
+    except (OSError, ValueError, AttributeError):  # a stream in memory
+        return False
