@@ -297,7 +297,7 @@ def _text(audit: Audit, judged: Judged) -> str:
 
 
 def _parameters(judged: Judged) -> int:
-    return len({one.name for one in (*judged.ratios, *judged.aside)})
+    return len({one.name for one in judged.ratios} | {one.name for one in judged.aside})
 
 
 def _times(group: GroupRatio) -> str:
