@@ -112,12 +112,14 @@ def _place(location: tuple[int | str, ...]) -> str:
 def _walk(value: Any, most: int | None = None) -> None:
     """ValueError: nested deeper than DEPTH, more than `most` values, or text with half a character."""
     level, count = [value], 0
-    for _ in range(DEPTH + 1):
+    for depth in range(DEPTH + 1):
         inner: list[Any] = []
         for item in level:
             if isinstance(item, str):
                 if not _is_text(item):
                     raise ValueError("text with half a character (a lone surrogate)")
+            elif depth == DEPTH and isinstance(item, dict | list | tuple | set):
+                raise ValueError("nested too deeply")
             elif isinstance(item, dict):
                 inner += item
                 inner += item.values()
@@ -129,7 +131,6 @@ def _walk(value: Any, most: int | None = None) -> None:
             return
         count += len(inner)
         level = inner
-    raise ValueError("nested too deeply")
 
 
 def _is_text(text: str) -> bool:
