@@ -8,6 +8,7 @@
 """
 
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def read_log(path: Path) -> Log | None:
 
     LedgerError: the file cannot be read.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         return None
     data = contents(path)
     first = data.partition(b"\n")[0][:200]

@@ -31,7 +31,7 @@ class Ledger:
 def ledger_file(path: str | os.PathLike) -> Path:
     """The ledger's file in a run directory; a path that is not a directory is itself the ledger."""
     path = Path(path)
-    return path / FILE_NAME if path.is_dir() else path
+    return path / FILE_NAME if os.path.isdir(path) else path  # Path.is_dir raises for a name that is too long
 
 
 def contents(file: Path, limit: int = LARGEST) -> bytes:
