@@ -1,6 +1,7 @@
 """Which gradient norms differ by more than rounding: the rule, and whose parameters they are."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from tp_invariant_recipes.compare import norm_ratios
 from tp_invariant_recipes.compare.norm_ratios import MARGIN, Norms, deviation, judge_ratios, same
 from tp_invariant_recipes.compare.parameter_groups import GROUPS, groups_in_order, parameter_group
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.workflows import audit
+from tp_invariant_recipes.workflows.audit import Pair
 
 FC1 = "decoder.layers.{}.mlp.experts.{}.linear_fc1.weight"
 NAMES = [FC1.format(layer, expert) for layer in (1, 4) for expert in (0, 1)]
@@ -114,11 +117,77 @@ def test_gradients_that_are_0_in_both_are_equal():
     assert (experts.name, experts.state, experts.first) == ("experts", "equal", 0.0)
 
 
+def idle(*steps: int, value: float = 0.0) -> list[Norms]:
+    """The rounded training with an expert, of layer 4, that gets no token at these steps."""
+    return training(
+        **{f"{n}@{s}": value if n == IDLE and s in steps else 1.001 for n in ALL for s in (3, 4)},
+        **{f"{IDLE}@{s}": value for s in steps if s < 3},
+    )
+
+
+IDLE = NAMES[2]
+
+
+@pytest.mark.parametrize("value", (0.0, math.nan, math.inf))
+def test_an_expert_without_tokens_by_rounding_is_set_aside_and_the_rest_is_judged(value):
+    second = training(**{f"{name}@{step}": 0.4 for name in NAMES for step in (3, 4)})
+    judged = judge_ratios(training(), second, idle(3, 4, value=value), counts_from=3)
+    (aside,) = judged.aside
+    assert (aside.name, aside.group, aside.since, aside.first) == (IDLE, "experts", 3, 9.0)
+    (group,) = judged.different
+    assert (group.name, group.parameters, group.since) == ("experts", 3, 3)
+    assert group.worst.allowed == pytest.approx(MARGIN * math.log(1.001))
+    assert [ratio.name for ratio in judged.ratios] == [name for name in ALL if name != IDLE]
+    assert states(training(**{f"{IDLE}@4": 0.4}), idle(3, 4, value=value))["experts"] == "equal"
+
+
+def test_a_parameter_is_judged_at_the_steps_before_it_is_set_aside():
+    judged = judge_ratios(training(), training(**{f"{IDLE}@3": 0.4}), idle(4), counts_from=3)
+    assert (judged.aside[0].since, judged.different[0].worst.name, judged.different[0].since) == (4, IDLE, 3)
+    assert states(training(**{f"{IDLE}@4": 0.4}), idle(4))["experts"] == "equal"
+    assert states(training(**{f"{IDLE}@4": 0.4}), ROUNDED)["experts"] == "different"
+
+
+def test_an_expert_without_tokens_in_the_first_training_alone_is_set_aside_too():
+    first = training(**{f"{IDLE}@3": 0.0})
+    judged = judge_ratios(first, training(**{f"{ROUTER}@4": 1.3}), ROUNDED, counts_from=3)
+    assert [(one.name, one.first) for one in judged.aside] == [(IDLE, 0.0)]
+    assert [group.name for group in judged.different] == ["router"]
+
+
+def test_steps_that_do_not_repeat_set_a_parameter_aside_for_good():
+    judged = judge_ratios(training(), training(**{f"{IDLE}@1": 0.0, f"{IDLE}@3": 0.4}), ROUNDED, counts_from=3)
+    assert [(one.name, one.since) for one in judged.aside] == [(IDLE, 3)]
+    assert (judged.different, judged.repeats) == ((), False)
+
+
+def test_a_group_that_is_set_aside_whole_has_no_row():
+    rounded = training(**{f"{n}@{s}": 0.0 if n in NAMES else 1.001 for n in ALL for s in (3, 4)})
+    assert states(training(**{f"{NAMES[0]}@3": 0.4}), rounded) == {"router": "equal", "embedding": "equal"}
+    assert states(training(**{f"{ROUTER}@3": 0.4}), rounded)["router"] == "different"
+
+
+def test_the_result_names_what_was_set_aside():
+    planned = SimpleNamespace(
+        pair=Pair("eager", "replayed", (), (), replays=True), counts_from=3, first=SimpleNamespace(steps=4)
+    )
+    judged = judge_ratios(training(), training(**{f"{ROUTER}@4": 1.001}), idle(4), counts_from=3)
+    assert audit._text(planned, judged).endswith("over steps 3 to 4; set aside: 1 of 6 parameters")
+    (remark,) = audit._remarks(planned, judged)
+    assert remark.startswith(
+        f"not judged from step 4 on: {IDLE}: rounding alone takes the norm of its gradient from 12 "
+    )
+    none = judge_ratios(training(), training(**{f"{ROUTER}@4": 1.001}), ROUNDED, counts_from=3)
+    assert audit._text(planned, none).endswith("over steps 3 to 4")
+    assert audit._remarks(planned, none) == []
+
+
 def test_what_cannot_be_judged_is_an_error():
     with pytest.raises(RunError, match="changed no gradient"):
         judge_ratios(training(), training(**{f"{ROUTER}@3": 2.0}), training(), counts_from=3)
-    with pytest.raises(RunError, match=f"takes the gradient of {ROUTER}"):
-        judge_ratios(training(), training(), training(**{f"{ROUTER}@3": 0.0, f"{EMBEDDING}@3": 1.1}), counts_from=3)
+    gone = training(**{f"{name}@3": 0.0 for name in ALL})
+    with pytest.raises(RunError, match=r"takes the gradient of every parameter, such as .* nothing can be judged"):
+        judge_ratios(training(), training(), gone, counts_from=3)
     fewer = [Norms(one.step, 0, {k: v for k, v in one.norms.items() if k != ROUTER}) for one in training()]
     for second in (training(3), fewer, []):
         with pytest.raises(RunError, match="other steps or parameters"):

@@ -1,18 +1,21 @@
 """Of two traced runs that part: which module and operation it is said to be, and what is written out of it."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tp_invariant_recipes.compare.compare import Comparison, compare
+from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.digests import Parameter, Traced
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, StepRecord
+from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.workflows import bisect
 from tp_invariant_recipes.workflows.first_divergence import distances, module_of, operation, worth_dumping
 
@@ -102,11 +105,85 @@ def test_a_number_has_an_operation_and_nothing_to_write_out(field):
     assert (operation(placed), module_of(placed), worth_dumping(placed)) == (words, None, ())
 
 
-def test_replicas_that_disagree_and_equal_runs_have_nothing_to_write_out():
-    diverged = parted(diverged=(("weights", f"{FC1}.weight", ((0,), (1,))),))
-    assert diverged.first is not None
-    for placed in (diverged, parted()):
-        assert (operation(placed), module_of(placed), worth_dumping(placed)) == (None, None, ())
+RANKS = ((0,), (1,))
+
+# The tensor whose replicas disagree -> its module and the operation.
+REPLICAS = {
+    f"{kind}/{name}": PLACES[f"{kind}/{name}"][:2]
+    for kind, name in (
+        ("forward", f"{FC1}/output"),
+        ("backward", f"{FC1}/output"),
+        ("gradients", f"{FC1}.weight"),
+        ("gradients", "bias"),
+        ("weights", f"{FC1}.weight"),
+    )
+}
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_replicas_that_disagree_have_the_operation_of_their_tensor_and_nothing_to_write_out(name):
+    kind, _, tensor = name.partition("/")
+    # The optimizer then gives each replica another weight: the gradient comes first in the order of execution.
+    later = () if kind == "weights" else (("weights", f"{FC1}.weight", RANKS),)
+    placed = parted(diverged=(*later, (kind, tensor, RANKS)))
+    assert placed.first is not None
+    assert (placed.first.kind, placed.first.name) == ("replicas", name)
+    assert ((module_of(placed), operation(placed)), worth_dumping(placed)) == (REPLICAS[name], ())
+
+
+def test_equal_runs_and_replicas_of_an_unknown_tensor_have_nothing_to_name():
+    for placed in (parted(), parted(diverged=(("weights", "unknown", RANKS),))):
+        assert (operation(placed), worth_dumping(placed)) == (None, ())
+    assert module_of(parted()) is None
+
+
+UPDATED = ("weights", f"{FC1}.weight", RANKS)
+# What the recorded run has at its last step beside the values, and what training it again gives; whether it repeats.
+REPETITIONS = (
+    ({"diverged": (UPDATED,)}, {"diverged": (UPDATED,)}, True),
+    ({"diverged": (UPDATED,), "trace": None}, {"diverged": (UPDATED,)}, True),
+    ({"gradients": None, "weights": None}, {"diverged": (UPDATED,)}, True),  # nothing was digested, so nothing compared
+    ({"trace": None}, {"diverged": (("forward", f"{FC1}/output", RANKS),)}, True),
+    ({"diverged": (UPDATED,)}, {}, False),
+    ({}, {"diverged": (UPDATED,)}, False),
+    ({"diverged": (UPDATED,)}, {"diverged": (("weights", f"{FC1}.weight", ((0,), (1, 2))),)}, False),
+    ({"diverged": (UPDATED,)}, {"diverged": (UPDATED, UPDATED)}, False),  # of two parts of one tensor
+    ({}, {"diverged": (("forward", f"{FC1}/output", RANKS),)}, False),
+    ({"diverged": (UPDATED,)}, {"diverged": (UPDATED,), "loss": "f32:40c80001"}, False),
+)
+
+
+@pytest.mark.parametrize("recorded, again, repeats", REPETITIONS)
+def test_a_run_repeats_itself_also_where_its_replicas_disagree(recorded, again, repeats):
+    result = compare(ledger(**recorded), ledger(**again), repetition=True)
+    assert (result.verdict is Verdict.IDENTICAL) is repeats
+    assert compare(ledger(**recorded), ledger(**again)).verdict is Verdict.DIFFERENT  # as between two runs
+
+
+@pytest.mark.parametrize("repeats", (True, False))
+def test_bisect_names_the_update_that_made_replicas_disagree(tmp_path, monkeypatch, repeats):
+    """Of the recorded runs one has replicas that disagree; it is trained again with the same result, or another."""
+    apart = ("weights", f"{FC1}.weight", ((0, 2), (1,)))
+    recorded = [
+        replace(ledger(trace=None), path=tmp_path / "a" / "ledger.jsonl"),
+        ledger(trace=None, diverged=(apart,)),
+    ]
+    traced = [ledger(), ledger(diverged=(apart if repeats else UPDATED,))]
+    first = compare(*recorded)
+    found = bisect.Bisection(first, RunDir(tmp_path / "bisect"), first.first.step, ())
+    planned = [
+        SimpleNamespace(environment={}, plan=SimpleNamespace(start=0, run_dir=RunDir(tmp_path / side)), ledger=one)
+        for side, one in zip("ab", traced, strict=True)
+    ]
+    monkeypatch.setattr(bisect, "plans", lambda *_: planned)
+    monkeypatch.setattr(bisect.train, "check", lambda _: None)
+    monkeypatch.setattr(bisect, "_train", lambda again, *_: again.ledger)
+    found.directory.path.mkdir()
+    result = bisect.execute(found, lambda *_: nullcontext())
+    assert (result["step"], result["repeats"]) == (2, [True, repeats])
+    assert ("does not repeat itself here" in result["text"]) is not repeats
+    assert f"replicas of weights {FC1}.weight disagree: ranks 0" in result["text"]
+    assert (result["module"], result["operation"]) == (FC1, "the update of the optimizer")
 
 
 def test_an_input_without_a_digest_is_not_written_out():

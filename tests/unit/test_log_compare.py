@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from hypothesis import given
@@ -222,6 +223,64 @@ def test_the_printed_learning_rate_is_the_next_steps():
     result = compare_printed(ledger(at=4, learning_rate=float_bits(1e-4, 64)), A)
     assert (result.first.step, result.first.name, result.first.a) == (3, "learning rate", "1.000000E-04")
     assert compare_printed(ledger(at=1, learning_rate=float_bits(1e-4, 64)), A).verdict is LogVerdict.SAME
+
+
+# An f64 that is 1.268728E-03, and 1.268729E-03 once it is rounded to fp32, as Bridge does before it prints it.
+RATE = 0.0012687284882248024
+AS_BRIDGE = float(np.float32(RATE))
+
+
+@pytest.mark.parametrize("turned", (False, True))
+def test_a_runs_own_log_prints_the_learning_rate_rounded_to_fp32(turned):
+    own = log("a.log", rate=AS_BRIDGE)
+    assert own.iterations[3]["learning rate"] == "1.268729E-03" != f"{RATE:.6E}"
+    result = compare_printed(*(ledger(at=4, learning_rate=float_bits(RATE, 64)), own)[:: -1 if turned else 1])
+    assert (result.verdict, result.rounded) == (LogVerdict.SAME, {})
+
+
+# What a log prints where the ledger's numbers are 6.25, 1.25 and RATE; whether rounding may cause it.
+NEAR = (
+    ({"rate": 0.001268728}, "learning rate", True),  # Megatron-LM prints the f64
+    ({"rate": 0.001268730}, "learning rate", True),
+    ({"rate": 0.001268727}, "learning rate", False),
+    ({"rate": 0.001268731}, "learning rate", False),
+    ({"rate": AS_BRIDGE, "loss": 6.250001}, "lm loss", True),
+    ({"rate": AS_BRIDGE, "loss": 6.250002}, "lm loss", False),
+    ({"rate": AS_BRIDGE, "norm": 1.249}, "grad norm", True),
+    ({"rate": AS_BRIDGE, "norm": 1.252}, "grad norm", False),
+    ({"rate": AS_BRIDGE, "norm": -1.25}, "grad norm", False),
+)
+
+
+@pytest.mark.parametrize("changes, name, may", NEAR)
+def test_one_unit_in_the_last_digit_may_be_rounding_and_two_are_a_difference(changes, name, may):
+    result = compare_printed(ledger(at=4, learning_rate=float_bits(RATE, 64)), log("a.log", **changes))
+    said = f"The last printed digit of {name} differs by one unit at 1 step, as rounding may cause: not counted as a "
+    if may:
+        assert (result.verdict, result.rounded) == (LogVerdict.SAME, {name: 1})
+        assert said + "difference." in remarks(result)
+    else:
+        assert (result.verdict, result.first.name, result.first.step) == (LogVerdict.DIFFERENT, name, 3)
+        assert said + "difference." not in remarks(result)
+
+
+@pytest.mark.parametrize(
+    "a, b, units",
+    (
+        ("9.999999E-04", "1.000000E-03", 1),
+        ("9.999998E-04", "1.000000E-03", 2),
+        ("1.000001E-03", "9.999999E-04", 11),
+        ("0.999", "1.000", 1),
+        ("0.998", "1.000", 2),
+        ("0.000", "0.001", 1),
+        ("-0.001", "0.001", 2),
+        ("1.438814E-03", "1.438813E-03", 1),
+    ),
+)
+def test_units_of_the_last_digit(a, b, units):
+    for one, other in ((a, b), (b, a)):
+        assert alike(one, other, units)
+        assert not alike(one, other, units - 1)
 
 
 def test_a_loss_that_is_no_number_is_not_printed():

@@ -128,11 +128,14 @@ class Comparison:
         return max(len(self.a.steps), len(self.b.steps))
 
 
-def compare(a: Ledger, b: Ledger) -> Comparison:
+def compare(a: Ledger, b: Ledger, *, repetition: bool = False) -> Comparison:
     """Compare headers, then every common step bit for bit.
 
     Steps, digests and traced tensors that only one ledger has are no difference (a run may be killed or still
     running, and digests cost time), but the counts show them. Disagreeing replicas in either run are a difference.
+
+    repetition: `b` is `a` trained again. Then replicas that disagree in the same way in both are no difference, and
+                neither are those of tensors that only one run digested.
     """
     refused = identity_differences(a.header, b.header)
     # Readers check that steps count from 1 without gaps, so the common steps are a common prefix.
@@ -140,7 +143,11 @@ def compare(a: Ledger, b: Ledger) -> Comparison:
     order = in_order({p.name for ledger in (a, b) for p in ledger.header.parameters})
     model = _model_differences(a.header, b.header) if pairs else ()
     initial = _initial_differences(a.header, b.header) if pairs else ()
-    found = {left.step: one for left, right in pairs if (one := next(differences(left, right, order), None))}
+
+    def first_of(left: StepRecord, right: StepRecord) -> Found | None:
+        return next(differences(left, right, order, repetition=repetition), None)
+
+    found = {left.step: one for left, right in pairs if (one := first_of(left, right))}
     return Comparison(
         verdict=_verdict(bool(pairs), bool(model or initial or found)),
         a=a,

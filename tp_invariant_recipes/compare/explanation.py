@@ -1,7 +1,7 @@
 """The first difference of two runs in words: the differing value, and whether the inputs of its computation matched."""
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tp_invariant_recipes.compare.step_order import FIELDS, INITIAL, MODEL, REPLICAS, Found, digest, tensors
@@ -82,13 +82,16 @@ def _initial(scene: Scene) -> InputsMatch:
 
 
 def _replicas(scene: Scene) -> InputsMatch:
+    """The inputs matched if those of the tensor itself did: replicas that disagreed before would be found first."""
     kind, _, name = scene.found.name.partition("/")
     clauses = [
         f"{run_name(run)}: replicas of {kind} {name} disagree: ranks {ranks}"
         for run, ranks in ((scene.a, scene.found.a), (scene.b, scene.found.b))
         if ranks is not None
     ]
-    return None, "; ".join(clauses)
+    listed = scene.found.name in scene.pairs(kind)
+    tensor = Scene(replace(scene.found, kind=kind), scene.step, scene.a, scene.b, scene.order)
+    return _EXPLAINED[kind](tensor)[0] if listed else None, "; ".join(clauses)
 
 
 def _traced(scene: Scene) -> InputsMatch:

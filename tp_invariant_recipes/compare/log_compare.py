@@ -1,5 +1,6 @@
 """Compare the numbers in two logs, or in a log and a ledger, digit by digit. Equal digits do not prove equal bits."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
@@ -51,6 +52,7 @@ class PrintedComparison:
     only_a: tuple[str, ...]  # fields that only one run prints
     only_b: tuple[str, ...]
     mean: bool  # the log's loss is a mean over several steps, which a ledger does not have
+    rounded: dict[str, int]  # field -> steps at which a ledger and a log differ by the one unit that rounding may cause
 
     @property
     def exit_status(self) -> int:
@@ -59,19 +61,30 @@ class PrintedComparison:
 
 
 def compare_printed(a: LedgerOrLog, b: LedgerOrLog) -> PrintedComparison:
-    """Compare all common fields, except measurements of the machine, at all common iterations."""
+    """Compare all common fields, except measurements of the machine, at all common iterations.
+
+    Two logs were printed by one kind of program, so their digits are compared as they are. The digits of a ledger are
+    computed here, and programs round a number to fp32 before they print it or do not; both are correct, and they differ
+    by at most one unit in the last digit.
+    """
     left, right = _as_logs(a, b)
     names = _in_order([name for name in left.fields if name in right.fields])
     common = [number for number in left.iterations if number in right.iterations]
     differing: dict[int, PrintedDifference] = {}
     seen: dict[str, int | None] = {}
+    rounded: Counter[str] = Counter()
+    units = 1 if isinstance(a, Ledger) or isinstance(b, Ledger) else 0
     for number in common:
         for name in names:
             one, other = (log.iterations[number].get(name, "") for log in (left, right))
             if one is None or other is None:
                 continue
             seen[name] = _fewest(seen.get(name), one, other)
-            if not alike(one, other):
+            if alike(one, other):
+                continue
+            if alike(one, other, units):
+                rounded[name] += 1
+            else:
                 differing.setdefault(number, PrintedDifference(number, name, one, other))
     numbers = [name for name, count in seen.items() if count is not None]
     return PrintedComparison(
@@ -85,11 +98,15 @@ def compare_printed(a: LedgerOrLog, b: LedgerOrLog) -> PrintedComparison:
         only_a=tuple(name for name in left.fields if name not in right.fields),
         only_b=tuple(name for name in right.fields if name not in left.fields),
         mean=LOSS in names and LOSS not in seen and max(left.interval, right.interval) > 1,
+        rounded=dict(rounded),
     )
 
 
-def alike(a: str, b: str) -> bool:
-    """Whether two texts show the same number, rounded to the digits of the shorter one."""
+def alike(a: str, b: str, units: int = 0) -> bool:
+    """Whether two texts show the same number, rounded to the digits of the shorter one.
+
+    units: the number of units by which their last digits may differ. Of two powers of ten the smaller unit counts.
+    """
     if a == b:
         return True
     try:
@@ -99,7 +116,11 @@ def alike(a: str, b: str) -> bool:
     if is_count(a) or is_count(b) or not all(number.is_finite() for number in numbers):
         return False
     kept = min(digits(a), digits(b)) - 1
-    return len({f"{number:.{kept}E}" for number in numbers}) == 1
+    one, other = (Decimal(f"{number:.{kept}E}") for number in numbers)
+    if one == other:
+        return True
+    exponents = [int(number.as_tuple().exponent) for number in (one, other)]
+    return bool(units) and abs(one - other) <= units * Decimal(1).scaleb(min(exponents))
 
 
 def line(comparison: PrintedComparison) -> str:
@@ -129,6 +150,11 @@ def remarks(comparison: PrintedComparison) -> tuple[str, ...]:
     for run, only in ((comparison.a, comparison.only_a), (comparison.b, comparison.only_b)):
         if only:
             sentences.append(f"Only {called(run)} has {', '.join(only)}: not compared.")
+    sentences += [
+        f"The last printed digit of {name} differs by one unit at {steps} step{'s' * (steps > 1)}, as rounding may "
+        "cause: not counted as a difference."
+        for name, steps in comparison.rounded.items()
+    ]
     sentences.append(
         "A log says little of model, data and seed: whether these are runs of one experiment is not checked."
     )
@@ -148,6 +174,7 @@ def comparison_json(comparison: PrintedComparison) -> dict[str, Any]:
         "steps_differing": comparison.steps_differing,
         "first_difference": asdict(comparison.first) if comparison.first else None,
         "digits": comparison.digits,
+        "rounded": comparison.rounded,
         "only_a": list(comparison.only_a),
         "only_b": list(comparison.only_b),
     }

@@ -8,12 +8,13 @@
 """
 
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_invariant_recipes.ledger.bits import bits_float
+from tp_invariant_recipes.ledger.bits import bits_float, rounded_to_f32
 from tp_invariant_recipes.ledger.lines import KIND, StepRecord
 from tp_invariant_recipes.ledger.reader import Ledger, contents
 
@@ -64,7 +65,7 @@ def read_log(path: Path) -> Log | None:
 
     LedgerError: the file cannot be read.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         return None
     data = contents(path)
     first = data.partition(b"\n")[0][:200]
@@ -157,13 +158,14 @@ def _print(name: str, form: str, record: StepRecord, after: StepRecord | None, s
         return _number(record.loss, form, or_nothing=True) if single and not record.skipped else None
     if name == NORM:
         return _number(record.grad_norm, form)
-    return _number(after.learning_rate, form) if after else None
+    # Bridge takes the largest learning rate of the model-parallel ranks, in fp32, and prints that.
+    return _number(after.learning_rate, form, in_f32=True) if after else None
 
 
-def _number(bits: str | None, form: str, or_nothing: bool = False) -> str | None:
+def _number(bits: str | None, form: str, or_nothing: bool = False, in_f32: bool = False) -> str | None:
     if bits is None:
         return None
     value = bits_float(bits)
     if or_nothing and not value >= 0:  # Megatron prints a loss only if it is at least 0, so never a NaN
         return ""
-    return format(value, form)
+    return format(rounded_to_f32(value) if in_f32 else value, form)

@@ -11,10 +11,13 @@ deviation that rounding may cause.
 The limit uses only steps up to this one: rounding moves trainings apart over time, so the limit of the last step would
 hide a fault at the first. Both trainings compute the same in the steps before those that count. If their norms differ
 there, the trainings do not repeat themselves, and that deviation counts as rounding, too.
+
+Rounding may change the choice of experts, so that an expert gets no token in one training, and no deviation of its
+norms is too large. Its parameters are set aside from that step on, and every other parameter is judged.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -58,6 +61,21 @@ class Ratio:
 
 
 @dataclass(frozen=True)
+class SetAside:
+    """A parameter that is not judged from a step on: rounding alone takes its norm from or to 0, or to no number.
+
+    since:       the first step that is not judged.
+    first, other: its norms in the two trainings that should differ by rounding only.
+    """
+
+    name: str
+    group: str
+    since: int
+    first: float
+    other: float
+
+
+@dataclass(frozen=True)
 class GroupRatio:
     """The parameters of a group together.
 
@@ -82,11 +100,15 @@ class GroupRatio:
 
 @dataclass(frozen=True)
 class Judged:
-    """groups: in the order of the table. ratios: of every parameter. repeats: whether the steps before were equal."""
+    """groups: in the order of the table. ratios: of every parameter that is judged at one step at least.
+
+    repeats: whether the steps before were equal. aside: parameters that are not judged at all steps, or at none.
+    """
 
     groups: tuple[GroupRatio, ...]
     ratios: tuple[Ratio, ...]
     repeats: bool
+    aside: tuple[SetAside, ...] = ()
 
     @property
     def different(self) -> tuple[GroupRatio, ...]:
@@ -109,11 +131,26 @@ def judge_ratios(
     """
     _alike(first, second, *([rounded] if rounded is not None else []))
     counted, before = _split(first, second, counts_from)
-    noise = None if rounded is None else _noise(_split(first, rounded, counts_from)[0], before)
-    ratios = [_furthest(name, counted, noise) for name in first[0].norms]
+    aside: dict[str, SetAside] = {}
+    noise: list[dict[str, float]] | None = None
+    if rounded is not None:
+        noisy = _split(first, rounded, counts_from)[0]
+        aside = _aside(noisy, before)
+        noise = _noise(noisy, before, aside)
+    ratios = [
+        _furthest(name, judged, noise)
+        for name in first[0].norms
+        if (judged := [p for p in counted if name not in aside or p[0].step < aside[name].since])
+    ]
+    if not ratios:
+        raise RunError(
+            f"rounding alone takes the gradient of every parameter, such as {next(iter(aside))}, from or to 0, or to "
+            "no number: nothing can be judged"
+        )
     groups = {name: [ratio for ratio in ratios if ratio.group == name] for name in {one.group for one in ratios}}
     found = tuple(_group(name, groups[name], counted) for name in groups_in_order(set(groups)))
-    return Judged(found, tuple(ratios), all(a.norms == b.norms for a, b in before))
+    repeats = all(a.norms == b.norms for a, b in before)
+    return Judged(found, tuple(ratios), repeats, tuple(aside.values()))
 
 
 def deviation(first: float, second: float) -> float:
@@ -142,9 +179,11 @@ def _split(first: Sequence[Norms], second: Sequence[Norms], counts_from: int) ->
 
 
 def _furthest(name: str, pairs: Pairs, allowed: list[dict[str, float]] | None) -> Ratio:
-    """allowed: for each pair, group → deviation; None: all norms are equal."""
+    """pairs: the first of the steps that count. allowed: for each step that counts, group → deviation; None: all norms
+    are equal.
+    """
     group = parameter_group(name)
-    limits = [one[group] for one in allowed] if allowed else [0.0] * len(pairs)
+    limits = [one[group] for one in allowed[: len(pairs)]] if allowed else [0.0] * len(pairs)
     apart = [deviation(a.norms[name], b.norms[name]) for a, b in pairs]
     beyond = [pair[0].step for pair, far, limit in zip(pairs, apart, limits, strict=True) if far > limit]
     at = max(range(len(pairs)), key=lambda n: _excess(apart[n], limits[n]))
@@ -167,10 +206,23 @@ def _excess(apart: float, limit: float) -> float:
     return apart / limit if limit else math.inf if apart else 0.0
 
 
-def _noise(rounded: Pairs, before: Pairs) -> list[dict[str, float]]:
+def _aside(rounded: Pairs, before: Pairs) -> dict[str, SetAside]:
+    """The parameters with an infinite deviation by rounding alone, and the first step that must not be judged."""
+    start = rounded[0][0].step
+    found: dict[str, SetAside] = {}
+    for a, b in (*before, *rounded):
+        for name in a.norms:
+            one, other = a.norms[name], b.norms[name]
+            if name not in found and math.isinf(deviation(one, other)):
+                found[name] = SetAside(name, parameter_group(name), max(start, a.step), one, other)
+    return found
+
+
+def _noise(rounded: Pairs, before: Pairs, aside: Mapping[str, SetAside]) -> list[dict[str, float]]:
     """For each step that counts, group → the allowed deviation. Raises RunError when rounding changed nothing.
 
     rounded: the first training and the rounded one. before: the pair's steps that should have been equal.
+    aside:   parameters that show nothing of rounding from a step on.
     """
     start = rounded[0]
     if start[0].norms == start[1].norms:
@@ -178,24 +230,22 @@ def _noise(rounded: Pairs, before: Pairs) -> list[dict[str, float]]:
             f"changing all weights by rounding changed no gradient of step {start[0].step}, so that nothing is known "
             "of rounding: weights that are gathered late are not reached; ddp.overlap_param_gather=false"
         )
-    largest = {name: max((_moved(name, *pair) for pair in before), default=0.0) for name in start[0].norms}
+    largest = dict.fromkeys(start[0].norms, 0.0)
+    group_of = {name: parameter_group(name) for name in largest}
     allowed = []
-    for pair in rounded:
-        largest = {name: max(far, _moved(name, *pair)) for name, far in largest.items()}
-        least = median(largest.values())
-        groups = {parameter_group(name): [least] for name in largest}
-        for name, far in largest.items():
-            groups[parameter_group(name)].append(far)
-        allowed.append({group: MARGIN * max(moved) for group, moved in groups.items()})
+    for pair in (*before, *rounded):
+        step = pair[0].step
+        judged = [name for name in largest if name not in aside or step < aside[name].since]
+        for name in judged:
+            largest[name] = max(largest[name], deviation(pair[0].norms[name], pair[1].norms[name]))
+        if step < start[0].step:
+            continue
+        # A deviation from before a parameter was set aside still shows what rounding may do to its group.
+        moved = dict.fromkeys(group_of.values(), median(largest[name] for name in judged) if judged else 0.0)
+        for name, group in group_of.items():
+            moved[group] = max(moved[group], largest[name])
+        allowed.append({group: MARGIN * far for group, far in moved.items()})
     return allowed
-
-
-def _moved(name: str, first: Norms, second: Norms) -> float:
-    """The deviation of a parameter by rounding alone. Raises RunError when it is infinite."""
-    far = deviation(first.norms[name], second.norms[name])
-    if math.isinf(far):
-        raise RunError(f"rounding alone takes the gradient of {name} from 0 or to no number: nothing can be judged")
-    return far
 
 
 def _group(name: str, members: list[Ratio], counted: Pairs) -> GroupRatio:

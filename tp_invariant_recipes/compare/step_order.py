@@ -72,8 +72,13 @@ class Found:
     b: str | int | bool | None
 
 
-def differences(a: StepRecord, b: StepRecord, parameters: Sequence[str]) -> Iterator[Found]:
-    """All differences in a step, in the order of execution. parameters: the compared ones, in forward order."""
+def differences(
+    a: StepRecord, b: StepRecord, parameters: Sequence[str], *, repetition: bool = False
+) -> Iterator[Found]:
+    """All differences in a step, in the order of execution. parameters: the compared ones, in forward order.
+
+    repetition: `b` repeats `a`. Replicas may disagree, if they do so alike wherever both runs compared them.
+    """
     for part in SEQUENCE:
         if isinstance(part, Field):
             # Floats are compared as text: a NaN equals itself, and the two zeros differ.
@@ -81,7 +86,7 @@ def differences(a: StepRecord, b: StepRecord, parameters: Sequence[str]) -> Iter
             if left != right:
                 yield Found(part.phase, FIELD, part.name, left, right)
         elif a.diverged or b.diverged or _unlike(getattr(a, part.record), getattr(b, part.record)):
-            yield from _tensors(part, a, b, parameters)
+            yield from _tensors(part, a, b, parameters, repetition)
 
 
 def differing(a: StepRecord, b: StepRecord, kind: str, parameters: Sequence[str]) -> list[str]:
@@ -124,21 +129,27 @@ def _unlike(a: object, b: object) -> bool:
     return a is not None and b is not None and a != b
 
 
-def _tensors(part: Tensors, a: StepRecord, b: StepRecord, parameters: Sequence[str]) -> Iterator[Found]:
+def _tensors(
+    part: Tensors, a: StepRecord, b: StepRecord, parameters: Sequence[str], repetition: bool
+) -> Iterator[Found]:
     left, right = (tensors(record, part.kind, parameters) for record in (a, b))
     disagreeing = [_diverged(record, part.kind) for record in (a, b)]
+    # Ranks compare the replicas of tensors that they digest, and of no others.
+    compared = all(getattr(record, part.record) is not None for record in (a, b))
     # No ledger of ours has a diverged parameter that neither run lists, but such a parameter must be reported.
     for name in dict.fromkeys([*left, *right, *disagreeing[0], *disagreeing[1]]):
-        if any(name in ranks for ranks in disagreeing):
-            yield Found(part.phase, REPLICAS, name, *(ranks.get(name) for ranks in disagreeing))
+        one, other = (ranks.get(name) for ranks in disagreeing)
+        if (compared and one != other) if repetition else (one or other):
+            yield Found(part.phase, REPLICAS, name, one, other)
         one, other = digest(left.get(name)), digest(right.get(name))
         if _unlike(one, other):
             yield Found(part.phase, part.kind, name, one, other)
 
 
 def _diverged(record: StepRecord, kind: str) -> dict[str, str]:
-    return {
-        f"{kind}/{name}": " | ".join(", ".join(map(str, group)) for group in ranks)
-        for of, name, ranks in record.diverged
-        if of == kind
-    }
+    """Name of a tensor -> its ranks in groups of equal replicas, as text; of several parts or calls, all of them."""
+    found: dict[str, list[str]] = {}
+    for of, name, ranks in record.diverged:
+        if of == kind:
+            found.setdefault(f"{kind}/{name}", []).append(" | ".join(", ".join(map(str, group)) for group in ranks))
+    return {name: "; ".join(texts) for name, texts in found.items()}

@@ -11,15 +11,35 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.ledger.run_files import LARGEST, Attempted
+from tp_invariant_recipes.reading import checked, parse_json, read_limited
+from tp_invariant_recipes.runs.matrix_dir import Name
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 
 SCHEMA = 1  # the schema version of submission.json
 
 TRAIN, CELL, CELLS, JUDGE = "train", "cell", "cells", "judge"
+
+
+class _JobFile(TypedDict):
+    id: str
+    role: Literal["train", "cells", "judge"]
+
+
+class _SubmissionFile(TypedDict):
+    schema: int
+    jobs: list[_JobFile]
+    cells: NotRequired[list[Name]]
+
+
+class _Line(TypedDict):
+    job: str
+    directory: str
+
 
 _ID = re.compile(r"(?P<job>[0-9]+)(_(?P<task>[0-9]+))?")
 
@@ -125,15 +145,15 @@ class Registered:
 def registered() -> Registered:
     """All whole lines; empty without a registry. Raises RunError when it cannot be read."""
     try:
-        lines = registry().read_bytes().splitlines()
+        lines = read_limited(registry(), LARGEST).splitlines()
     except FileNotFoundError:
         return Registered(())
-    except OSError as error:
-        raise RunError(f"cannot read {registry()}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {registry()}: {getattr(error, 'strerror', None) or error}") from error
     found = []
     for line in lines:
-        with suppress(ValueError, KeyError, TypeError):  # a torn line: the disk was full
-            entry = json.loads(line)
+        with suppress(ValueError):  # a torn line: the disk was full
+            entry = checked(_Line, parse_json(line))
             found.append((str(entry["job"]), Path(entry["directory"])))
     return Registered(tuple(found))
 
@@ -236,13 +256,13 @@ def _read(directory: Path, known: Registered) -> Submission:
     """Raises RunError."""
     file = RunDir(directory).submission
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = checked(_SubmissionFile, parse_json(read_limited(file, LARGEST)))
         if raw["schema"] != SCHEMA:
             raise ValueError(f"its schema is {raw['schema']}, and this version reads {SCHEMA}")
         parts = [part for job in raw["jobs"] for part in _ROLES[job["role"]](directory, str(job["id"]), raw)]
         if not parts:
             raise ValueError("it names no job: tpi submit has not got as far")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
     owners = known.owners
     ours = [replace(part, ours=owners.get(part.job, directory) == directory) for part in parts]
@@ -257,7 +277,8 @@ def _train(directory: Path, job: str, raw: dict[str, Any]) -> list[JobPart]:
 
 
 def _cells(directory: Path, job: str, raw: dict[str, Any]) -> list[JobPart]:
-    return [JobPart(job, str(n), CELL, RunDir(directory / name), directory) for n, name in enumerate(raw["cells"])]
+    names = raw.get("cells", [])
+    return [JobPart(job, str(n), CELL, RunDir(directory / name), directory) for n, name in enumerate(names)]
 
 
 def _judge(directory: Path, job: str, raw: dict[str, Any]) -> list[JobPart]:
@@ -271,6 +292,6 @@ _ROLES: dict[str, Callable[[Path, str, dict[str, Any]], list[JobPart]]] = {TRAIN
 def attempts(run: RunDir) -> list[dict[str, Any]]:
     """The attempts at a run in `run.json`; empty without that file."""
     try:
-        return run.read_run().get("attempts", [])
+        return run.read_run(Attempted)["attempts"]
     except RunError:
         return []

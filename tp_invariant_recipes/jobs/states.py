@@ -1,6 +1,5 @@
 """The state of a job: from SLURM as long as it knows the job, afterwards from its accounts and the run directory."""
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,8 @@ from tp_invariant_recipes.jobs import slurm_client, status_query
 from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_submissions, attempts
 from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.jobs.status_query import SlurmStatus
+from tp_invariant_recipes.ledger.run_files import Progress
+from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -209,9 +210,9 @@ def _status(completed: bool) -> int:
 def _judged(part: JobPart, word: str | None) -> End:
     """The end of a judge whose job SLURM no longer knows, from the files that it wrote."""
     try:
-        found = json.loads(MatrixDir(part.directory).result.read_text(encoding="utf-8"))
-        return End(found["verdict"], int(found["exit_status"]), True, found["text"])
-    except (OSError, ValueError, KeyError, TypeError):
+        found = MatrixDir(part.directory).read_result()
+        return End(found["verdict"], found["exit_status"], True, found["text"])
+    except RunError:
         settled = word not in (None, *_OF_SCRIPTS)
         return End(word or UNKNOWN, 2, settled, _silent(part, "it left no verdict"))
 
@@ -238,7 +239,7 @@ def _last_step(file: Path) -> tuple[int | None, float | None]:
         with file.open("rb") as stream:
             stream.seek(max(0, file.stat().st_size - _LAST_BYTES))
             lines = stream.read().rpartition(b"\n")[0].splitlines()
-        event = json.loads(lines[-1])
-        return event["step"], event["loss"]
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        event = checked(Progress, parse_json(lines[-1], constants=True))
+        return event["step"], event.get("loss")
+    except (OSError, ValueError, IndexError):
         return None, None

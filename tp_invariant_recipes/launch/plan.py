@@ -22,6 +22,7 @@ from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import preflight
 from tp_invariant_recipes.ledger.lines import Header
 from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import Checkpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
@@ -189,7 +190,7 @@ def resume_or_start(
 
 
 def _composed_again(run: Path, model: str | None, overrides: Sequence[Override]) -> Composed:
-    before = RunDir(run).read_run()
+    before = RunDir(run).read_run(RunFile)
     if model not in (None, before["model"]):
         raise ConfigError(f"--resume {run} is a run of {before['model']}, not of {model}")
     return _compose_as(before, [*_asked(before, OF_AN_ATTEMPT), *overrides])
@@ -226,7 +227,7 @@ def _going_on(
 ) -> Plan:
     """asked: the words of the command, for messages. start: as for `resume_run`."""
     plan = resolve(composed, run_dir, progress)
-    before = run_dir.read_run()
+    before = run_dir.read_run(RunFile)
     if composed.model != before["model"]:
         raise ConfigError(f"{asked} is a run of {before['model']}, not of {composed.model}")
     _same_identity(before["identity"], plan.identity, f"{asked} would go on with another run.")
@@ -259,7 +260,7 @@ def rerun(
     record: overrides of what the ledger records.
     Raises a TpiError: this machine cannot carry it, or it would be another run.
     """
-    before = RunDir(run).read_run()
+    before = RunDir(run).read_run(RunFile)
     # The length stays: how often Megatron goes through the text, and in which order, depends on it. Bridge leaves
     # without a word to callbacks, so the ledger has the digests of a step only if another one follows.
     shorter = f"train.exit_interval={last_step + 1}"

@@ -1,9 +1,8 @@
 """The progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
-import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.ledger.run_files import WholeProgress
+from tp_invariant_recipes.reading import checked, parse_json
 
 WINDOW = 20  # steps over which tokens/s and the time left are averaged
 # rich would otherwise take over standard output and error, and ranks forked meanwhile would write to the terminal.
@@ -41,7 +42,10 @@ class Tail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self.position += len(whole)
-        fresh = [json.loads(line) for line in whole.splitlines()]
+        fresh = []
+        for line in whole.splitlines():
+            with suppress(ValueError):  # a killed attempt left half a line, and this one's first follows on it
+                fresh.append(checked(WholeProgress, parse_json(line, constants=True)))
         self.events = [*self.events, *fresh][-WINDOW:]
         return fresh
 

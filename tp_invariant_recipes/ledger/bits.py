@@ -80,7 +80,7 @@ def readable(text: str) -> float | str:
     if text.startswith("f64"):
         return value  # Python already prints the shortest decimal of an f64
     shorter = (float(f"{value:.{digits}g}") for digits in range(1, _F32_DIGITS + 1))
-    return next(number for number in shorter if _rounds_to_f32(number) == value)
+    return next(number for number in shorter if rounded_to_f32(number) == value)
 
 
 def _parse(text: str) -> tuple[_Format, int]:
@@ -97,13 +97,13 @@ def _narrow(value: float, pattern: int) -> int:
         sign, fraction = pattern & f64.sign, pattern & ~(f64.sign | f64.infinity)
         if fraction % (1 << _DROPPED) == 0:
             return sign >> 32 | f32.infinity | fraction >> _DROPPED
-    elif _rounds_to_f32(value) == value:
+    elif rounded_to_f32(value) == value:
         return _reinterpret(f32.floating, f32.integer, value)
     raise ValueError(f"{value!r} is not exactly an f32 number; record it as f64 or pass the f32 itself")
 
 
-def _rounds_to_f32(value: float) -> float:
-    """Round to the nearest f32. struct refuses numbers that overflow; here they become infinite."""
+def rounded_to_f32(value: float) -> float:
+    """Round to the nearest f32, as a float. struct refuses numbers that overflow; here they become infinite."""
     try:
         return struct.unpack(">f", struct.pack(">f", value))[0]
     except OverflowError:

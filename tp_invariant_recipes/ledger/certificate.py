@@ -12,14 +12,17 @@ import io
 import os
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.ledger.lines import canonical, load
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
+from tp_invariant_recipes.reading import MIB, checked, parse_yaml
 
 SCHEMA = 1
 KIND = "tpi-certificate"
@@ -27,12 +30,22 @@ SUFFIX = ".tpicert"
 
 MANIFEST = "manifest.json"
 MEMBERS = (FILE_NAME, "config.yaml", "run.json", "versions.json", "environment.json")
-LARGEST = 4 * 2**30 - 1  # bytes of a member: the limit of a zip archive without its 64-bit extension
+LARGEST = 4 * 2**30 - 1  # bytes of a certificate and of a ledger in one: the limit of a zip archive without extension
+# A small archive may claim, and hold, a thousand times its size. Digests hardly compress, and repeated lines do so by
+# less than this factor; a small ledger may have any.
+_FACTOR, _SMALL = 32, 64 * MIB
 
 _DATE = (1980, 1, 1, 0, 0, 0)  # the earliest date of a zip archive; the time of certification is irrelevant to the run
 _SEAL = "tpi-certificate sha256:"
 _SEAL_SIZE = len(_SEAL) + 64
 _LOCAL_HEADER, _CENTRAL_HEADER, _END = 30, 46, 22  # bytes of a zip archive's records, without names and comments
+
+
+class _Manifest(TypedDict):
+    kind: str
+    schema: int
+    summary: dict[str, Any]
+    members: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,7 @@ def certify(run: Path) -> bytes:
     """
     if not run.is_dir():
         raise LedgerError(f"{run} is not a run directory: a certificate holds its configuration too")
-    members = {name: contents(run / name) for name in MEMBERS}
+    members = {name: contents(run / name, _most(name)) for name in MEMBERS}
     file = run / FILE_NAME
     ledger = parse(file, members[FILE_NAME])
     lines = members[FILE_NAME].split(b"\n")[: 1 + len(ledger.steps)]
@@ -65,7 +78,7 @@ def certify(run: Path) -> bytes:
 def check(path: str | os.PathLike) -> Certificate:
     """Read a certificate and check all of it. LedgerError: it is missing, unreadable, altered or cut short."""
     file = Path(path)
-    return open_certificate(file, contents(file))
+    return open_certificate(file, contents(file, LARGEST))
 
 
 def open_certificate(file: Path, data: bytes) -> Certificate:
@@ -89,20 +102,33 @@ def _present_names(summary: dict[str, Any]) -> dict[str, Any]:
     return summary | {"numerics": renamed.section("numerics", summary["numerics"])}
 
 
+# Member -> how it is read, and its type.
+_TYPES: dict[str, tuple[Callable[[bytes], Any], Any]] = {
+    "run.json": (load, run_files.CertifiedRun),
+    "versions.json": (load, run_files.Versions),
+    "environment.json": (load, run_files.Environment),
+    "config.yaml": (parse_yaml, run_files.Config),
+}
+
+
+def _most(name: str) -> int:
+    """The most bytes that a member may have."""
+    if name == FILE_NAME:
+        return LARGEST
+    return run_files.LARGEST_CONFIG if name == "config.yaml" else run_files.LARGEST
+
+
 def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[str, Any]:
     """A summary of the run for people. LedgerError: the files belong to different runs, or are invalid."""
-    import yaml  # only a certificate needs it
-
+    name = ""
     try:
-        run = load(members["run.json"])
-        for name in ("versions.json", "environment.json"):
-            load(members[name])
-        planned = yaml.safe_load(members["config.yaml"])["train"]["train_iters"]
-        if type(planned) is not int:
-            raise ValueError(f"config.yaml: train.train_iters is {planned!r}")
-        model, identity_hash = run["model"], run["identity_hash"]
-    except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise LedgerError(f"{source}: not the files of a run: {error!r}") from error
+        typed = {}
+        for name, (read, kind) in _TYPES.items():
+            typed[name] = checked(kind, read(members[name]))
+    except ValueError as error:
+        raise LedgerError(f"{source}: not the files of a run: {name}: {error}") from error
+    run, planned = typed["run.json"], typed["config.yaml"]["train"]["train_iters"]
+    model, identity_hash = run["model"], run["identity_hash"]
     header = ledger.header
     if identity_hash != header.identity_hash:
         raise LedgerError(f"{source}: {FILE_NAME} and run.json are of different runs: their identities differ")
@@ -125,10 +151,10 @@ def _manifest(members: dict[str, bytes], summary: dict[str, Any]) -> bytes:
     return canonical({"kind": KIND, "schema": SCHEMA, "summary": summary, "members": digests}).encode()
 
 
-def _checked(members: dict[str, bytes]) -> dict[str, Any]:
+def _checked(members: dict[str, bytes]) -> _Manifest:
     """The manifest. ValueError: it is invalid, or describes other members."""
     data = members[MANIFEST]
-    manifest = load(data)
+    manifest = checked(_Manifest, load(data))
     if manifest.get("kind") != KIND or manifest.get("schema") != SCHEMA:
         raise ValueError(f"its manifest is not of schema {SCHEMA}, which this version reads")
     named = manifest.get("members")
@@ -147,13 +173,16 @@ def _archive(members: dict[str, bytes]) -> bytes:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, allowZip64=False, compresslevel=9) as archive:
         for name, data in members.items():
-            if len(data) > LARGEST:
-                raise LedgerError(f"{name} has {len(data)} bytes; a certificate holds at most {LARGEST} of one file")
+            if len(data) > _most(name):
+                raise LedgerError(f"{name} has {len(data)} bytes; a certificate holds at most {_most(name)} of it")
             entry = zipfile.ZipInfo(name, _DATE)
             entry.create_system = 3  # Unix, on every system
             entry.external_attr = 0o644 << 16
             archive.writestr(entry, data, zipfile.ZIP_DEFLATED, 9)
         archive.comment = b" " * _SEAL_SIZE
+        for entry in archive.infolist():
+            if entry.file_size > max(_SMALL, _FACTOR * entry.compress_size):
+                raise LedgerError(f"{entry.filename} compresses to less than a {_FACTOR}th, as no ledger of a run does")
     return stream.getvalue()
 
 
@@ -183,14 +212,27 @@ def _unpack(data: bytes) -> dict[str, bytes]:
                 raise ValueError(f"something stands beside {entry.filename}")
             if entry.compress_type != zipfile.ZIP_DEFLATED:
                 raise ValueError(f"{entry.filename} is not deflated")
+            if entry.file_size > min(_most(entry.filename), max(_SMALL, _FACTOR * entry.compress_size)):
+                raise ValueError(
+                    f"{entry.filename} claims {entry.file_size} bytes, too many for its kind and size here"
+                )
             offset += _LOCAL_HEADER + len(entry.filename) + entry.compress_size
         offset += sum(_CENTRAL_HEADER + len(name) for name in names) + _END + _SEAL_SIZE
         if offset != len(data):
             raise ValueError("something stands beside its members")
         try:
-            return {name: archive.read(name) for name in names}
-        except (EOFError, OSError, RuntimeError, zlib.error) as error:
+            return {entry.filename: _content(archive, entry) for entry in entries}
+        except (EOFError, NotImplementedError, OSError, RuntimeError, zlib.error) as error:
             raise ValueError(str(error)) from error
+
+
+def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    """A member, of which no more is decompressed than it claims. ValueError or BadZipFile: it is shorter."""
+    with archive.open(entry) as stream:
+        data = stream.read(entry.file_size)  # without a size, zipfile decompresses 2 GiB before it looks at the claim
+    if len(data) != entry.file_size:
+        raise ValueError(f"{entry.filename} is shorter than it claims")
+    return data
 
 
 def summary_words(summary: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ A digest depends only on bits, positions, dtype and shape, and not on the name, 
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -15,6 +15,7 @@ import xxhash
 LANES = 2
 _MASK = (1 << 64) - 1
 _TEXT = re.compile(r"[0-9a-f]{32}")
+_TEXTS = re.compile(r"[0-9a-f]*")
 _LAYER = re.compile(r"(?:.+\.)?layers\.\d+(?=\.)")
 
 
@@ -104,6 +105,17 @@ def check_digest(text: object) -> str:
     return text
 
 
+def check_digests(texts: Collection[object]) -> None:
+    """The same for many, in one match. ValueError names the first that is none."""
+    try:
+        joined = "".join(texts)  # type: ignore[arg-type]
+    except TypeError:
+        joined = ""
+    if not (_TEXTS.fullmatch(joined) and len(joined) == 32 * len(texts) and set(map(len, texts)) <= {32}):  # type: ignore[arg-type]
+        for text in texts:
+            check_digest(text)
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """Names of parameters in the order of a forward pass: embedding, layers by number, the rest."""
     return sorted(names, key=_place)
@@ -142,4 +154,4 @@ def _place(name: str) -> tuple:
 
 
 def _numbers_by_value(name: str) -> list:
-    return [(0, int(word), "") if word.isdigit() else (1, 0, word) for word in re.split(r"(\d+)", name)]
+    return [(0, int(word), "") if word.isdecimal() else (1, 0, word) for word in re.split(r"(\d+)", name)]

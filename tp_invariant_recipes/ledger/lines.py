@@ -1,14 +1,26 @@
 """The two kinds of line of a ledger, header and step record, and their text."""
 
+import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from pydantic import Field
 
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.ledger.bits import bits_float, readable
-from tp_invariant_recipes.ledger.digests import Parameter, Traced, check_digest, group_digests, whole_digest
+from tp_invariant_recipes.ledger.digests import (
+    Parameter,
+    Traced,
+    check_digest,
+    check_digests,
+    group_digests,
+    whole_digest,
+)
+from tp_invariant_recipes.reading import Count, Hash, Integer, Layout, checked, parse_json
 
 SCHEMA = 2
 KIND = "tpi-ledger"  # distinguishes a ledger from other files of JSON lines
@@ -22,6 +34,52 @@ _COUNTS = {"step": 1, "samples": 0, "tokens": 0}  # count -> its smallest value
 # The tensors of a step that the ledger records as digests -> the field of Parameter with their dtype.
 DIGESTED = {"gradients": "gradient", "weights": "weight"}
 _DIRECTIONS = ("forward", "backward")
+_MOST = 2**70  # of a count; the text and the sum of larger ones have no bound
+_NAME = re.compile(
+    r"[!-~]{1,1024}"
+)  # of a parameter, a module or a tensor: no space, and nothing that a terminal obeys
+
+Name = Annotated[str, Field(pattern=rf"^{_NAME.pattern}$")]
+Scalar = str | Integer | float | bool | None
+
+
+class _ParameterLine(TypedDict):
+    name: Name
+    shape: Annotated[list[Count], Field(max_length=32)]
+    gradient: Name | None
+    weight: Name
+
+
+class _Resumed(TypedDict):
+    after_step: Count
+    changed: dict[str, Any]
+
+
+class _Numerics(TypedDict):
+    mode: NotRequired[str]
+
+
+class _Device(TypedDict):
+    name: NotRequired[str]
+
+
+class _Notes(TypedDict):
+    resumed: NotRequired[list[_Resumed]]
+
+
+class _HeaderLine(TypedDict):
+    """The types of a header as JSON; `Header` checks what its parts mean."""
+
+    identity_hash: Hash
+    identity: dict[str, Scalar | list[Any]]
+    numerics: _Numerics
+    layout: Layout
+    versions: dict[str, Scalar]
+    device: _Device
+    environment: dict[str, Scalar]
+    notes: _Notes
+    parameters: list[_ParameterLine]
+    initial: dict[str, Any] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +118,7 @@ class Header:
         names = [parameter.name for parameter in self.parameters]
         if len(set(names)) != len(names):
             raise ValueError("a parameter appears twice")
-        for digest in (self.initial or {}).values():
-            check_digest(digest)
+        check_digests((self.initial or {}).values())
 
     def digested(self, kind: str) -> list[str]:
         """Names of the parameters that have a digest of `kind`, "gradients" or "weights", in order."""
@@ -97,8 +154,8 @@ class StepRecord:
     def __post_init__(self) -> None:
         for name, least in _COUNTS.items():
             value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} is {value!r}, not an integer of at least {least}")
+            if type(value) is not int or not least <= value <= _MOST:
+                raise ValueError(f"{name} is {value!r}, not an integer of at least {least} and at most {_MOST}")
         if type(self.skipped) is not bool:
             raise ValueError(f"skipped is {self.skipped!r}, not true or false")
         for name in FLOATS:
@@ -108,8 +165,7 @@ class StepRecord:
             elif not self.skipped or name == "learning_rate":
                 raise ValueError(f"{name} is missing, and only a skipped step may lack its loss or gradient norm")
         for digests in (self.gradients, self.weights):
-            for digest in (digests or {}).values():
-                check_digest(digest)
+            check_digests((digests or {}).values())
         for traced in self.trace or ():
             if traced.direction not in _DIRECTIONS:
                 raise ValueError(f"trace: {traced.direction!r} is not a direction: forward or backward")
@@ -167,6 +223,7 @@ def decode_header(line: bytes) -> Header:
     if raw.get("kind") != KIND:
         raise ValueError("not a ledger")
     if raw.get("schema") == SCHEMA:  # Header refuses another schema
+        checked(_HeaderLine, raw)
         raw["parameters"] = tuple(map(_parameter, _required(raw, "parameters", list)))
         if _required(raw, "initial") is not None:
             names = [parameter.name for parameter in raw["parameters"]]
@@ -213,6 +270,17 @@ def decode_step(line: bytes, header: Header) -> StepRecord:
     return StepRecord(**record)
 
 
+def _name(raw: object) -> str:
+    if not isinstance(raw, str) or not _is_name(raw):
+        raise ValueError(f"{raw!r:.100} is not the name of a tensor, a module or a type")
+    return raw
+
+
+@functools.lru_cache(maxsize=1 << 16)  # the same names at every step
+def _is_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
+
+
 def _line(raw: dict) -> bytes:
     return (json.dumps(raw, allow_nan=False) + "\n").encode()
 
@@ -228,7 +296,8 @@ def _decode_digests(kind: str, raw: dict, names: Sequence[str]) -> dict[str, str
     texts = _required(raw, "parameters", list)
     if len(texts) != len(names):
         raise ValueError(f"{kind}: {len(texts)} digests of {len(names)} parameters")
-    digests = {name: check_digest(text) for name, text in zip(names, texts, strict=True)}
+    check_digests(texts)
+    digests = dict(zip(names, texts, strict=True))
     if raw != _encode_digests(digests, names):
         raise ValueError(f"{kind}: group or model do not belong to the parameters: the line was altered")
     return digests
@@ -244,32 +313,35 @@ def _parameter(raw: object) -> Parameter:
 def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]]:
     if not isinstance(raw, dict):
         raise ValueError("diverged: not an object")
-    ranks = tuple(tuple(group) for group in _required(raw, "ranks", list))
+    ranks = tuple(map(_ranks, _required(raw, "ranks", list)))
     of = _required(raw, "of", str)
     if of not in (*DIGESTED, *_DIRECTIONS):
         raise ValueError(f"diverged: {of!r} is not one of {', '.join((*DIGESTED, *_DIRECTIONS))}")
-    return of, _required(raw, "parameter", str), ranks
+    return of, _name(_required(raw, "parameter")), ranks
+
+
+def _ranks(raw: object) -> tuple[int, ...]:
+    if not isinstance(raw, list) or not all(type(rank) is int and 0 <= rank <= _MOST for rank in raw):
+        raise ValueError("diverged: ranks are not lists of numbers of ranks")
+    return tuple(raw)
 
 
 def _decode_traced(raw: object) -> Traced:
     if not isinstance(raw, list) or len(raw) != len(fields(Traced)):
         raise ValueError("trace: an entry is not a list of direction, module, tensor, dtype, shape and digest")
     direction, module, tensor, dtype, shape, digest = raw
-    return Traced(direction, module, tensor, dtype, _shape(shape), digest)
+    return Traced(_name(direction), _name(module), _name(tensor), _name(dtype), _shape(shape), digest)
 
 
 def _shape(raw: object) -> tuple[int, ...]:
-    if not isinstance(raw, list) or not all(type(size) is int and size >= 0 for size in raw):
+    if not isinstance(raw, list) or not all(type(size) is int and 0 <= size <= _MOST for size in raw):
         raise ValueError(f"{raw!r} is not a shape")
     return tuple(raw)
 
 
 def load(line: bytes) -> dict:
-    """Read one line as a JSON object. ValueError: it is not an object, repeats a key, or has a bare NaN or Infinity."""
-    try:
-        raw = json.loads(line.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    """Read one line as a JSON object. ValueError: it is not an object, or not JSON (`reading.parse_json`)."""
+    raw = parse_json(line)
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
     return raw
@@ -298,13 +370,3 @@ def _required(raw: dict, name: str, kind: type = object) -> Any:
     if not isinstance(raw[name], kind):
         raise ValueError(f"{name} is not a {kind.__name__}")
     return raw[name]
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict:
-    if len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a key appears twice")
-    return dict(pairs)
-
-
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.lines import Header, StepRecord, decode_header, decode_step, load
+from tp_invariant_recipes.reading import read_limited
 
 FILE_NAME = "ledger.jsonl"
+LARGEST = 16 << 30  # bytes: 10,000 steps of 22,000 parameters
 CERTIFICATE_START = b"PK\x03\x04"  # a certificate is a zip archive; a ledger begins with a brace
 
 
@@ -29,17 +31,22 @@ class Ledger:
 def ledger_file(path: str | os.PathLike) -> Path:
     """The ledger's file in a run directory; a path that is not a directory is itself the ledger."""
     path = Path(path)
-    return path / FILE_NAME if path.is_dir() else path
+    return path / FILE_NAME if os.path.isdir(path) else path  # Path.is_dir raises for a name that is too long
 
 
-def contents(file: Path) -> bytes:
-    """The bytes of a ledger. LedgerError: it does not exist or cannot be read."""
+def contents(file: Path, limit: int = LARGEST) -> bytes:
+    """The bytes of a ledger or a certificate, or of another file with its limit.
+
+    LedgerError: it does not exist, cannot be read or has more than `limit` bytes.
+    """
     try:
-        return file.read_bytes()
+        return read_limited(file, limit)
     except FileNotFoundError:
         raise LedgerError(f"{file} does not exist") from None
     except OSError as error:
         raise LedgerError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise LedgerError(f"cannot read {file}: {error}") from error
 
 
 def parse(file: Path, data: bytes) -> Ledger:

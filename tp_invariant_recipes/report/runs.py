@@ -1,17 +1,18 @@
 """The runs of a report: ledgers with short names, other data of their run directories, and their comparisons."""
 
-import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tp_invariant_recipes.compare.compare import Comparison, compare
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.reader import LARGEST as LEDGER
 from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.run_files import LARGEST, Attempted, Progress
+from tp_invariant_recipes.reading import checked, parse_json, read_limited
 
 PROGRESS = "progress.jsonl"
 RUN = "run.json"
@@ -118,10 +119,10 @@ def _timings(file: Path) -> tuple[tuple[Timing, ...], int]:
     """The timings by step. A step repeated after a resume counts with its last time."""
     found, unread = {}, 0
     for line in _bytes(file).splitlines():
-        event = _object(line)
         try:
+            event = checked(Progress, parse_json(line, constants=True))
             timing = Timing(**{name: event[name] for name in _TIMED})
-        except KeyError:
+        except (KeyError, ValueError):
             unread += 1
         else:
             found[timing.step] = timing
@@ -129,23 +130,20 @@ def _timings(file: Path) -> tuple[tuple[Timing, ...], int]:
 
 
 def _planned(file: Path) -> int | None:
-    attempts = _object(_bytes(file)).get("attempts")
-    last = attempts[-1].get("to_step") if isinstance(attempts, list) and attempts else None
-    return last if isinstance(last, int) else None
-
-
-def _bytes(file: Path) -> bytes:
+    """The last step that the last attempt planned. None: unknown."""
     try:
-        return file.read_bytes()
+        attempts = checked(Attempted, parse_json(_bytes(file, LARGEST)))["attempts"]
+    except ValueError:
+        return None
+    return attempts[-1].get("to_step") if attempts else None
+
+
+def _bytes(file: Path, limit: int = LEDGER) -> bytes:
+    try:
+        return read_limited(file, limit)
     except FileNotFoundError:
         return b""
     except OSError as error:
         raise LedgerError(f"cannot read {file}: {error.strerror}") from error
-
-
-def _object(text: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
+    except ValueError as error:
+        raise LedgerError(f"cannot read {file}: {error}") from error

@@ -7,12 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from tp_invariant_recipes.ledger.run_files import Attempted, Config
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 
 def read_attempts(run_dir: RunDir) -> list[dict[str, Any]]:
     """The attempts at a run so far; none where there is no run yet. Raises RunError."""
-    return run_dir.read_run()["attempts"] if run_dir.run.exists() else []
+    return run_dir.read_run(Attempted)["attempts"] if run_dir.run.exists() else []
 
 
 def begun(start: int, last: int, job: dict[str, Any] | None) -> dict[str, Any]:
@@ -38,16 +39,16 @@ def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool
 
     outcome: "completed", "stopped" or "failed". requeued: whether its job asks to be queued again.
     """
-    run = run_dir.read_run()
+    run = run_dir.read_run(Attempted)
     run["attempts"][-1] |= {"outcome": outcome, "why": why, "requeued": requeued}
     run_dir.write(run_dir.run, run)
 
 
 def refused(run_dir: RunDir, why: str, job: dict[str, Any] | None) -> None:
     """Record a failed attempt: an existing run could not even be planned. Raises RunError."""
-    run = run_dir.read_run()
+    run = run_dir.read_run(Attempted)
     step = run["attempts"][-1]["from_step"] if run["attempts"] else 0
-    run["attempts"].append(begun(step, run_dir.read_config()["train"]["train_iters"], job))
+    run["attempts"].append(begun(step, run_dir.read_config(Config)["train"]["train_iters"], job))
     run_dir.write(run_dir.run, run)
     end(run_dir, "failed", why)
 

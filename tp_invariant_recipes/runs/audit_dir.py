@@ -1,12 +1,22 @@
 """The files of an audit's directory."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from tp_invariant_recipes.compare.norm_ratios import Norms
+from tp_invariant_recipes.reading import Count, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
+
+
+class _Task(TypedDict):
+    rounded_from: Count | None
+
+
+class _Line(TypedDict):
+    step: Count
+    graphs: Count
+    norms: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -29,11 +39,16 @@ class AuditedRun(RunDir):
 
     def read_task(self) -> dict[str, Any]:
         """The task. Raises RunError when this is no training of an audit."""
-        return self._read(self.task, json.load)
+        return self._read(self.task, parse_json, _Task)
 
     def read_norms(self) -> list[Norms]:
         """What the training found. Raises RunError."""
-        return self._read(self.norms, lambda stream: [Norms(**json.loads(line)) for line in stream])
+        lines = self._read(self.norms, _lines, list[_Line], limit=1 << 30)
+        return [Norms(line["step"], line["graphs"], line["norms"]) for line in lines]
+
+
+def _lines(data: bytes) -> list[Any]:
+    return [parse_json(line, constants=True) for line in data.splitlines()]
 
 
 @dataclass(frozen=True)

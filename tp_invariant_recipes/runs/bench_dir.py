@@ -1,10 +1,10 @@
 """The files of a benchmark's directory."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.reading import parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 
@@ -61,8 +61,10 @@ class BenchDir(RunDir):
 
     def read_passes(self) -> tuple[Pass, ...]:
         """The passes. Raises RunError when this is not a benchmark's directory."""
-        return tuple(Pass(**one) for one in self._read(self.passes, json.load))
+        return tuple(self._read(self.passes, lambda data: [Pass(**one) for one in parse_json(data)]))
 
     def read_figures(self, rank: int) -> list[dict[str, Any]]:
         """The lines of one rank. Raises RunError when there are none."""
-        return self._read(self.figures(rank), lambda stream: [json.loads(line) for line in stream])
+        return self._read(
+            self.figures(rank), lambda data: [parse_json(line, constants=True) for line in data.splitlines()]
+        )

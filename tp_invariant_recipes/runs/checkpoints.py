@@ -8,16 +8,28 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import xxhash
 
 from tp_invariant_recipes.errors import CheckpointError
 from tp_invariant_recipes.files import write_atomically
+from tp_invariant_recipes.ledger.run_files import LARGEST
+from tp_invariant_recipes.reading import Count, checked, parse_json, read_limited
 
 MANIFEST = "tpi-manifest.json"
 ASIDE = "set-aside"
 _ITERATION = re.compile(r"iter_(\d{7})")
+
+
+class _File(TypedDict):
+    bytes: Count
+    xxh3_128: str
+
+
+class _Manifest(TypedDict):
+    identity_hash: str
+    files: dict[str, _File]
 
 
 @dataclass(frozen=True)
@@ -30,12 +42,12 @@ class Checkpoint:
     def read_manifest(self) -> dict[str, Any]:
         """What was written. Raises CheckpointError when the manifest cannot be read."""
         try:
-            manifest = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+            manifest = parse_json(read_limited(self.path / MANIFEST, LARGEST))
+            if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict):
+                return checked(_Manifest, manifest)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}: its manifest cannot be read: {error}") from error
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-            raise CheckpointError(f"{self.path}: its manifest lists no files")
-        return manifest
+        raise CheckpointError(f"{self.path}: its manifest lists no files")
 
     def verify(self) -> None:
         """Re-read every file. Raises CheckpointError naming each that is missing, short or altered."""

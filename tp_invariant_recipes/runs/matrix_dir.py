@@ -1,15 +1,55 @@
 """The files of a directory of `tpi verify`: the cells of its matrix, a run directory for each, and the verdict."""
 
-import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
+
+from pydantic import Field
 
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.ledger.run_files import LARGEST
+from tp_invariant_recipes.reading import Hash, Layout, checked, parse_json, read_limited
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 SCHEMA = 1
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._+-]{1,255}$")]  # of a directory beside matrix.json
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class _AxisFile(TypedDict):
+    key: str
+    values: list[str]
+
+
+class _CellFile(TypedDict):
+    name: Name
+    label: str
+    overrides: list[str]
+    ranks: Positive
+    steps: Positive
+    identity_hash: Hash
+    layout: Layout
+    numerics: dict[str, Any]
+
+
+class _MatrixFile(TypedDict):
+    schema: int
+    model: str
+    overrides: list[str]
+    axes: list[_AxisFile]
+    cells: Annotated[list[_CellFile], Field(min_length=1, max_length=10_000)]
+    against: str | None
+
+
+class Result(TypedDict):
+    """`verify.json`, as far as another command reads it."""
+
+    verdict: str
+    exit_status: Literal[0, 1, 2]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -74,21 +114,47 @@ class MatrixDir(RunDir):
         self.write(self.matrix, {"schema": SCHEMA} | asdict(matrix))
 
     def read_matrix(self) -> Matrix:
-        """The matrix. Raises RunError when this is not a directory of `tpi verify`."""
+        """The matrix. Raises RunError when this is not a directory of `tpi verify`, or two cells are one run."""
         try:
-            raw = json.loads(self.matrix.read_text(encoding="utf-8"))
-            if raw.pop("schema") != SCHEMA:
+            raw = checked(_MatrixFile, parse_json(read_limited(self.matrix, LARGEST)))
+            if raw["schema"] != SCHEMA:
                 raise ValueError(f"this version reads schema {SCHEMA}")
-            axes = tuple(Axis(axis["key"], tuple(axis["values"])) for axis in raw.pop("axes"))
-            cells = tuple(_cell(cell) for cell in raw.pop("cells"))
-            return Matrix(**raw | {"overrides": _overrides(raw)}, axes=axes, cells=cells)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            axes = tuple(Axis(axis["key"], tuple(axis["values"])) for axis in raw["axes"])
+            cells = tuple(_cell(cell) for cell in raw["cells"])
+            self._distinct(cells)
+        except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is not a directory of tpi verify: {self.matrix.name}: {error}") from error
+        return Matrix(raw["model"], _overrides(raw["overrides"]), axes, cells, raw["against"])
+
+    def read_result(self) -> Result:
+        """The verdict. Raises RunError when there is none."""
+        try:
+            return checked(Result, parse_json(read_limited(self.result, LARGEST)))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.result}: {error}") from error
+
+    def _distinct(self, cells: Sequence[Cell]) -> None:
+        """ValueError: two cells are one run, which would be compared with itself."""
+        for number, cell in enumerate(cells):
+            if cell.name in ("", ".", ".."):
+                raise ValueError(f"cells.{number}.name: {cell.name!r} is not the name of a run directory")
+        for what, found in (
+            ("name", [cell.name for cell in cells]),
+            ("label", [cell.label for cell in cells]),
+            ("set of overrides", [cell.overrides for cell in cells]),
+            ("run directory", [str(self.cell(cell.name).path.resolve()) for cell in cells]),
+        ):
+            first: dict[Any, int] = {}
+            for number, value in enumerate(found):
+                if (before := first.setdefault(value, number)) != number:
+                    raise ValueError(f"cells.{before} and cells.{number} have one {what}, so that they prove nothing")
 
 
-def _cell(raw: dict[str, Any]) -> Cell:
-    return Cell(**raw | {"overrides": _overrides(raw), "numerics": renamed.section("numerics", raw["numerics"])})
+def _cell(raw: _CellFile) -> Cell:
+    known = {name.name: raw[name.name] for name in fields(Cell)}  # type: ignore[literal-required]
+    numerics = renamed.section("numerics", raw["numerics"])
+    return Cell(**known | {"overrides": _overrides(raw["overrides"]), "numerics": numerics})
 
 
-def _overrides(raw: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(renamed.override(text) for text in raw["overrides"])
+def _overrides(raw: Sequence[str]) -> tuple[str, ...]:
+    return tuple(renamed.override(text) for text in raw)

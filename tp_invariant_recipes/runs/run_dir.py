@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import yaml
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import write_atomically
+from tp_invariant_recipes.ledger import run_files
+from tp_invariant_recipes.reading import checked, parse_json, parse_yaml, read_limited
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,16 @@ class RunDir:
         """Why a rank failed, as it reports itself."""
         return self.logs / f"rank-{rank}.error.json"
 
-    def read_config(self) -> dict[str, Any]:
-        """The composed tree. Raises RunError when this is not a run directory."""
-        return self._read(self.config, yaml.safe_load)
+    def read_config(self, kind: Any = dict[str, Any]) -> dict[str, Any]:
+        """The composed tree, with the fields of a type. Raises RunError when this is not a run directory."""
+        return self._read(self.config, parse_yaml, kind, run_files.LARGEST_CONFIG)
 
-    def read_run(self) -> dict[str, Any]:
-        """What `run.json` holds, keys by their present names. Raises RunError when this is not a run directory."""
-        run = self._read(self.run, json.load)
+    def read_run(self, kind: Any = dict[str, Any]) -> dict[str, Any]:
+        """What `run.json` holds, with the fields of a type and keys by their present names.
+
+        Raises RunError when this is not a run directory.
+        """
+        run = self._read(self.run, parse_json, kind)
         if "overrides" in run:
             run["overrides"] = [renamed.override(text) for text in run["overrides"]]
         if "numerics" in run:
@@ -119,7 +125,7 @@ class RunDir:
 
     def read_environment(self) -> dict[str, str]:
         """The variables that numerics depend on. Raises RunError when this is not a run directory."""
-        return self._read(self.environment, json.load)
+        return self._read(self.environment, parse_json, run_files.Environment)
 
     def write(self, file: Path, data: Any) -> None:
         """Write one of the files above, whole or not at all. Raises RunError when it cannot be written."""
@@ -134,11 +140,11 @@ class RunDir:
         except OSError as error:
             raise RunError(cannot_write(file, error)) from error
 
-    def _read(self, file: Path, parse) -> Any:
+    def _read(self, file: Path, parse: Callable[[bytes], Any], kind: Any = Any, limit: int = run_files.LARGEST) -> Any:
+        """A file of this type. Raises RunError, which names the file and the field."""
         try:
-            with file.open(encoding="utf-8") as stream:
-                return parse(stream)
-        except (OSError, ValueError, yaml.YAMLError) as error:
+            return checked(kind, parse(read_limited(file, limit)))
+        except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is not a run directory: {file.name}: {error}") from error
 
 

@@ -1,5 +1,6 @@
 """`tpi audit`: train the same twice, once with CUDA graphs replayed, and compare the gradients' norms."""
 
+import math
 import os
 import shlex
 import shutil
@@ -159,6 +160,7 @@ def result(audit: Audit, judged: Judged) -> dict[str, Any]:
         "margin": norm_ratios.MARGIN,
         "groups": [_group(group) for group in judged.groups],
         "parameters": [_finite(asdict(ratio)) for ratio in judged.ratios],
+        "set_aside": [_numbers(asdict(one)) for one in judged.aside],
     }
 
 
@@ -268,10 +270,16 @@ def _text(audit: Audit, judged: Judged) -> str:
         rounding = [group.name for group in judged.groups if group.state == "rounding"]
         how = "bit for bit" if not rounding else f"but for rounding ({', '.join(rounding)})"
         counted = f"over steps {audit.counts_from} to {audit.first.steps}"
+        if judged.aside:
+            counted += f"; set aside: {len(judged.aside)} of {_parameters(judged)} parameters"
         return f"same: gradient norms of {pair.first} and {pair.second} are equal {how} {counted}"
     in_time = sorted(judged.different, key=lambda group: group.since or 0)
     named = ", ".join(f"{group.name} {_times(group)} from step {group.since}" for group in in_time)
     return f"different: gradients of {pair.second} are not those of {pair.first}: {named}"
+
+
+def _parameters(judged: Judged) -> int:
+    return len({one.name for one in judged.ratios} | {one.name for one in judged.aside})
 
 
 def _times(group: GroupRatio) -> str:
@@ -280,7 +288,11 @@ def _times(group: GroupRatio) -> str:
 
 
 def _remarks(audit: Audit, judged: Judged) -> list[str]:
-    remarks = []
+    remarks = [
+        f"not judged from step {one.since} on: {one.name}: rounding alone takes the norm of its gradient from "
+        f"{one.first:.3g} to {one.other:.3g}, as when an expert gets no token"
+        for one in judged.aside
+    ]
     if len({group.since for group in judged.different}) > 1:
         remarks.append("groups that differ later may do so for what the first did to the weights")
     if not judged.repeats:
@@ -298,3 +310,7 @@ def _group(group: GroupRatio) -> dict[str, Any]:
 def _finite(ratio: dict[str, Any]) -> dict[str, Any]:
     """A ratio without infinities, which JSON lacks."""
     return ratio | {"deviation": None if ratio["ratio"] is None else ratio["deviation"]}
+
+
+def _numbers(aside: dict[str, Any]) -> dict[str, Any]:
+    return aside | {name: aside[name] if math.isfinite(aside[name]) else None for name in ("first", "other")}

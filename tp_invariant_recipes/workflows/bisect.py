@@ -124,7 +124,7 @@ def _bisected(found: Bisection, watch: Watch) -> dict[str, Any]:
         remarks.append(f"not both recorded digests at every step: known to agree up to step {alike}")
     while True:
         traced = [_train(again, step, watch, remarks) for again in both]
-        repeats = [compare(original, ledger) for original, ledger in zip(originals, traced, strict=True)]
+        repeats = [compare(*pair, repetition=True) for pair in zip(originals, traced, strict=True)]
         repeating = all(repeated.verdict is Verdict.IDENTICAL for repeated in repeats)
         placed = compare(*traced)
         if not repeating or placed.first is None or not 0 < placed.first.step < step:

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tp_invariant_recipes.compare.compare import Comparison
+from tp_invariant_recipes.compare.compare import Comparison, FirstDifference
 from tp_invariant_recipes.compare.explanation import modules_of
 from tp_invariant_recipes.compare.magnitude import DUMPED
+from tp_invariant_recipes.compare.step_order import REPLICAS
 from tp_invariant_recipes.errors import LedgerError
 
 # Kind of the first difference, or name of the field -> the operation that made it, if everything before it matched.
@@ -41,10 +42,10 @@ def worth_dumping(placed: Comparison) -> tuple[str, ...]:
 def module_of(placed: Comparison) -> str | None:
     """The module at which the runs first differ; for a parameter's gradient or weight, the module traced with it."""
     first = placed.first
-    if first is None or first.kind not in DUMPED:
+    if first is None or _kind(first) not in DUMPED:
         return None
     _, _, rest = first.name.partition("/")
-    if first.kind in ("forward", "backward"):
+    if _kind(first) in ("forward", "backward"):
         return rest.rpartition("/")[0]
     traced = {t.module for t in placed.a.steps[first.step - 1].trace or ()}
     return next(iter(modules_of(rest, traced)), None)
@@ -55,8 +56,13 @@ def operation(placed: Comparison) -> str | None:
     first = placed.first
     if first is None or not first.inputs_matched:
         return None
-    words = OPERATIONS.get(first.kind) or OPERATIONS.get(first.name)
+    words = OPERATIONS.get(_kind(first)) or OPERATIONS.get(first.name)
     return None if words is None else words.format(module=module_of(placed))
+
+
+def _kind(first: FirstDifference) -> str:
+    """The kind of the tensor that differs, between runs or between the replicas of one run."""
+    return first.name.partition("/")[0] if first.kind == REPLICAS else first.kind
 
 
 def distances(dumped: Comparison, step: int, names: Sequence[str]) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def _another_run(cell: Cell, ledger: Ledger) -> str | None:
 
 
 def _reference(path: Path) -> CellResult:
-    against, here = path.expanduser(), Path.cwd()
+    against, here = Path(os.path.expanduser(path)), Path.cwd()  # Path.expanduser raises where a user is unknown
     if against.is_relative_to(here):
         against = against.relative_to(here)  # the path that people would type
     try:

@@ -1,0 +1,351 @@
+"""Files that come from elsewhere, forged in every place: reading them succeeds or raises one TpiError, nothing else.
+
+The table of mutations is the same for every kind of file, and every value of a file is forged in turn.
+"""
+
+import copy
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_ledger_digests import HEADER, RECORD
+from tp_invariant_recipes.compare.compare import compare
+from tp_invariant_recipes.compare.text import remarks, report, verdict_line
+from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
+from tp_invariant_recipes.jobs import registry, states
+from tp_invariant_recipes.ledger import certificate
+from tp_invariant_recipes.ledger.lines import encode_header, encode_step
+from tp_invariant_recipes.ledger.reader import parse
+from tp_invariant_recipes.ledger.record import Header
+from tp_invariant_recipes.reading import DEPTH, checked, parse_json, parse_yaml, read_limited
+from tp_invariant_recipes.report import runs as report_runs
+from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
+from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.workflows.verdict import judge
+
+DEEP = "DEEP"  # replaced in the text, since Python's own encoder refuses it
+# What each value becomes in turn; the text of a forged file is that of json.dumps, lone surrogates and NaN included.
+MUTATIONS: dict[str, Any] = {
+    "null": None,
+    "true": True,
+    "a list": [],
+    "a list of lists": [[["x"]]],
+    "an object": {},
+    "an object of lists": {"x": [1]},
+    "text": "x",
+    "no text": "",
+    "half a character": "\ud800",
+    "a terminal's escape": "\x1b[31m",
+    "long digits": "9" * 5000,
+    "an unknown user": "~nobody-here/x",
+    "a zero byte": "a\0b",
+    "a superscript": "layers.²",
+    "zero": 0,
+    "negative": -1,
+    "a fraction": 0.5,
+    "huge": 10**300,
+    "endless": float("inf"),
+    "no number": float("nan"),
+    "deep": DEEP,
+}
+
+
+def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """The path of every value inside a value; of a list, those of its first two."""
+    items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def forged(value: Any) -> Iterator[tuple[str, bytes]]:
+    """What was done, and the text: every value mutated or left out, every key renamed, and the text cut in places."""
+    whole = text(value)
+    for path in places(value):
+        for name, mutation in MUTATIONS.items():
+            yield (
+                f"{path} is {name}",
+                text(changed(value, path, lambda inner, key, to=mutation: inner.__setitem__(key, to))),
+            )
+        yield f"{path} is missing", text(changed(value, path, lambda inner, key: inner.pop(key)))
+        if isinstance(path[-1], str):
+            yield f"{path} is renamed", text(changed(value, path, rename))
+            yield (
+                f"{path} is there twice",
+                whole.replace(f'"{path[-1]}":'.encode(), f'"{path[-1]}": 1, "{path[-1]}":'.encode(), 1),
+            )
+    for at in range(0, len(whole), max(1, len(whole) // 12)):
+        yield f"cut after {at} bytes", whole[:at]
+        yield f"another byte at {at}", whole[:at] + b"\xff" + whole[at + 1 :]
+    for name, mutation in MUTATIONS.items():
+        yield f"all of it is {name}", text(mutation)
+
+
+def changed(value: Any, path: tuple, change: Callable[[Any, Any], Any]) -> Any:
+    value = copy.deepcopy(value)
+    inner = value
+    for key in path[:-1]:
+        inner = inner[key]
+    change(inner, path[-1])
+    return value
+
+
+def rename(inner: dict, key: str) -> None:
+    inner["\udfff"] = inner.pop(key)
+
+
+def text(value: Any) -> bytes:
+    return json.dumps(value).replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000, 1).encode()
+
+
+NOTES = {"resumed": [{"after_step": 1, "changed": {"layout.tp": 2}}]}
+FULL = Header(
+    identity={"rng.seed": 1, "data.split": [1, 2]},
+    layout={"tp": 2, "sp": True},
+    numerics={"mode": "tree"},
+    versions={"torch": "2"},
+    device={"name": "cpu"},
+    notes=NOTES,
+    parameters=HEADER.parameters,
+    initial=HEADER.initial,
+)
+HEAD, STEP = encode_header(FULL), encode_step(RECORD, FULL)
+LEDGER = parse(Path("a/ledger.jsonl"), HEAD + STEP)
+RUN = {
+    "model": "qwen3_toy",
+    "overrides": ["tp=2"],
+    "device": "cpu",
+    "layout": {"tp": 2},
+    "identity": {"rng.seed": 1},
+    "identity_hash": FULL.identity_hash,
+    "attempts": [{"from_step": 0, "to_step": 1, "job": {"id": "12"}, "outcome": "completed", "why": None}],
+}
+CELLS = [
+    Cell(name, name, (name,), 2, 1, FULL.identity_hash, {"tp": 2, "sp": True}, {"mode": "tree"})
+    for name in ("tp1", "tp2")
+]
+MATRIX = Matrix("qwen3_toy", ("tp=1,2",), (Axis("tp", ("1", "2")),), tuple(CELLS), None)
+
+
+def use(ledger) -> None:
+    """All that a command does with a ledger."""
+    for pair in ((ledger, LEDGER), (LEDGER, ledger), (ledger, ledger)):
+        comparison = compare(*pair)
+        verdict_line(comparison), remarks(comparison), json.dumps(report((comparison,))).encode()
+
+
+def rehashed(data: bytes) -> bytes:
+    """A header with the hash of whatever its identity is now: what a forger can make."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        raw = json.loads(data)
+        identity = json.dumps(raw["identity"], sort_keys=True, separators=(",", ":"))
+        raw["identity_hash"] = hashlib.sha256(identity.encode()).hexdigest()
+        return json.dumps(raw).encode()
+    return data
+
+
+def header(folder: Path, data: bytes) -> None:
+    for line in (data, rehashed(data)):
+        with suppress(TpiError):
+            use(parse(folder / "ledger.jsonl", line + b"\n" + STEP))
+
+
+def step(folder: Path, data: bytes) -> None:
+    use(parse(folder / "ledger.jsonl", HEAD + data + b"\n"))
+
+
+def run_json(folder: Path, data: bytes) -> None:
+    run = RunDir(folder)
+    run.run.write_bytes(data)
+    registry.attempts(run)
+    report_runs._planned(run.run)
+    for attempt in attempts.read_attempts(run):
+        str(attempt.get("outcome")), (attempt.get("job") or {}).get("id")
+
+
+def matrix_json(folder: Path, data: bytes) -> None:
+    where = MatrixDir(folder)
+    where.matrix.write_bytes(data)
+    try:
+        matrix = where.read_matrix()
+    except RunError:
+        return
+    assert all((folder / cell.name).resolve().parent == folder.resolve() for cell in matrix.cells)
+    str(judge(folder).line).encode()
+
+
+def verify_json(folder: Path, data: bytes) -> None:
+    MatrixDir(folder).result.write_bytes(data)
+    part = registry.JobPart("12", None, registry.JUDGE, RunDir(folder), folder)
+    states._judged(part, None)
+
+
+def submission_json(folder: Path, data: bytes) -> None:
+    RunDir(folder).submission.write_bytes(data)
+    for part in registry._read(folder, registry.Registered(())).parts:
+        assert part.run.path.resolve().is_relative_to(folder.resolve())
+        part.id.encode(), part.name.encode()
+
+
+def progress_jsonl(folder: Path, data: bytes) -> None:
+    file = folder / "progress.jsonl"
+    file.write_bytes(data + b"\n")
+    timings, _ = report_runs._timings(file)
+    assert all(isinstance(one.seconds, int | float) for one in timings)
+    states._last_step(file)
+
+
+def manifest(folder: Path, data: bytes) -> None:
+    (folder / checkpoints.MANIFEST).write_bytes(data)
+    checkpoints.Checkpoint(folder, 1).verify()
+
+
+# Kind of file -> what reads it, and a valid one.
+KINDS: dict[str, tuple[Callable[[Path, bytes], None], Any]] = {
+    "ledger's header": (header, json.loads(HEAD)),
+    "ledger's step": (step, json.loads(STEP)),
+    "run.json": (run_json, RUN),
+    "matrix.json": (matrix_json, None),
+    "verify.json": (verify_json, {"verdict": "identical", "exit_status": 0, "text": "identical"}),
+    "submission.json": (submission_json, {"schema": 1, "jobs": [{"id": "1", "role": "cells"}], "cells": ["a", "b"]}),
+    "progress.jsonl": (progress_jsonl, {"step": 1, "loss": 1.5, "seconds": 0.5, "tokens": 8, "peak_memory": 0}),
+    "manifest": (manifest, {"identity_hash": "x", "files": {"a": {"bytes": 1, "xxh3_128": "x"}}}),
+}
+
+
+def valid(kind: str, folder: Path) -> Any:
+    if kind != "matrix.json":
+        return KINDS[kind][1]
+    MatrixDir(folder).write_matrix(MATRIX)
+    return json.loads(MatrixDir(folder).matrix.read_bytes())
+
+
+def refusal(read: Callable[[Path, bytes], None], folder: Path, data: bytes, what: str) -> str | None:
+    """The message of the TpiError with which a file is refused. None: it was read."""
+    try:
+        read(folder, data)
+    except TpiError as error:
+        return str(error)
+    except Exception as error:
+        pytest.fail(f"{what}: {type(error).__name__}: {error}")
+    return None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forged_file_is_read_or_refused_with_one_message(kind, tmp_path):
+    read, _ = KINDS[kind]
+    whole = valid(kind, tmp_path)
+    if kind != "manifest":  # its files are not there
+        read(tmp_path, text(whole))
+    refused = tried = 0
+    for what, data in forged(whole):
+        tried += 1
+        message = refusal(read, tmp_path, data, f"{kind}: {what}")
+        refused += message is not None
+        assert kind == "manifest" or message is None or len(message.splitlines()) == 1, (what, message)
+    assert tried > 100
+    assert refused or kind in ("ledger's header", "verify.json", "progress.jsonl", "matrix.json")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    (
+        ({"name": "tp1"}, "cells.0 and cells.1 have one name"),
+        ({"label": "tp1"}, "cells.0 and cells.1 have one label"),
+        ({"overrides": ["tp1"]}, "cells.0 and cells.1 have one set of overrides"),
+        ({"name": "link"}, "cells.0 and cells.1 have one run directory"),
+        ({"name": "../tp1"}, "cells.1.name: "),
+        ({"name": "."}, "cells.1.name: "),
+        ({"ranks": "2"}, "cells.1.ranks: "),
+    ),
+)
+def test_a_matrix_that_compares_a_run_with_itself_is_refused(change, words, tmp_path):
+    (tmp_path / "tp1").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "tp1")
+    MatrixDir(tmp_path).write_matrix(MATRIX)
+    assert MatrixDir(tmp_path).read_matrix() == MATRIX
+    raw = json.loads(MatrixDir(tmp_path).matrix.read_bytes())
+    raw["cells"][1] |= change
+    MatrixDir(tmp_path).matrix.write_text(json.dumps(raw))
+    with pytest.raises(RunError, match=r"is not a directory of tpi verify: matrix\.json: ") as caught:
+        judge(tmp_path)
+    assert words in str(caught.value)
+
+
+def sealed(files: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, data in files.items():
+            archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
+        archive.comment = bytes(certificate._SEAL_SIZE)
+    return certificate._sealed(stream.getvalue())
+
+
+CONFIG = b"train: {train_iters: 1}\n"
+MEMBERS = {"ledger.jsonl": HEAD + STEP, "config.yaml": CONFIG, "run.json": text(RUN), "versions.json": b"{}"}
+MEMBERS |= {"environment.json": b"{}"}
+CONFIGS = (
+    b"[" * 100_000,
+    b"train: {train_iters: '1'}",
+    b"train: [1]",
+    b"- train",
+    b"&a [*a]",
+    b"train: &a {train_iters: 1, x: *a}",
+    b"".join(b"a%d: &a%d [%s]\n" % (n, n, b"*a%d," % (n - 1) * 9 if n else b"1") for n in range(12)),
+    b"train: {train_iters: 1, x: 2001-99-99}",
+    b'train: {train_iters: 1, x: "\\ud800"}',
+    b"? [1]\n: 2",
+    b"\xff\xfe",
+    b"!!python/object:os.system x",
+    b"train: {train_iters: 1, x: !!int a}",
+    b"train: {train_iters: %s}" % (b"9" * 5000),
+    b"",
+)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=[repr(one[:24]) for one in CONFIGS])
+def test_a_certificate_with_a_forged_configuration_is_refused(config):
+    members = MEMBERS | {"config.yaml": config}
+    manifest = certificate._manifest(members, {})
+    with pytest.raises(LedgerError) as caught:
+        certificate.open_certificate(Path("a.tpicert"), sealed({certificate.MANIFEST: manifest} | members))
+    assert str(caught.value).startswith("a.tpicert: not the files of a run: config.yaml: ")
+
+
+@pytest.mark.parametrize("name", ("ledger.jsonl", "run.json"))
+def test_a_certificate_that_would_swell_is_refused_before_it_is_decompressed(name, monkeypatch):
+    members = {certificate.MANIFEST: b"{}"} | MEMBERS | {name: b" " * (65 << 20)}
+    data = sealed(members)
+    assert len(data) < 1 << 20
+    monkeypatch.setattr(certificate, "_content", lambda *_: pytest.fail("decompressed"))
+    with pytest.raises(LedgerError, match=f"{name} claims 68157440 bytes, too many"):
+        certificate.open_certificate(Path("a.tpicert"), data)
+
+
+def test_a_file_is_not_read_beyond_its_limit(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"12345")
+    assert read_limited(file, 5) == b"12345"
+    with pytest.raises(ValueError, match="more than 4 bytes"):
+        read_limited(file, 4)
+    with pytest.raises(ValueError, match="more than 100 bytes"):
+        read_limited(Path("/dev/zero"), 100)  # its size is 0
+
+
+def test_the_limits_of_json_and_yaml():
+    parse_json(b"[" * DEPTH + b"]" * DEPTH)
+    for data in (b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), b'{"a": 1, "a": 1}', b"NaN", b'"\\ud800"', b"\xff"):
+        with pytest.raises(ValueError):
+            parse_json(data)
+    assert parse_json(b'"\\ud83d\\ude00"') == "😀"
+    assert parse_yaml(b"a: &x [1]\nb: *x\n") == {"a": [1], "b": [1]}
+    with pytest.raises(ValueError, match="Input should be a valid integer"):
+        checked(int, "1")

@@ -1,0 +1,104 @@
+"""The other files of a run directory as certificates, reports and commands read them: their types and largest sizes.
+
+A file may have other fields beside these, and a field of another version of tpi is no error.
+"""
+
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from pydantic import Field
+
+from tp_invariant_recipes.reading import MIB, Count, Hash, Integer, Layout
+
+LARGEST = 16 * MIB  # bytes of a JSON file of a run directory
+LARGEST_CONFIG = MIB  # YAML is read slowly
+
+
+class Job(TypedDict):
+    """The SLURM job of an attempt."""
+
+    id: NotRequired[str | None]
+
+
+class Attempt(TypedDict):
+    """One start of a run."""
+
+    from_step: NotRequired[Count]
+    to_step: NotRequired[Count]
+    command: NotRequired[str]
+    time: NotRequired[str]
+    host: NotRequired[str]
+    job: NotRequired[Job | None]
+    outcome: NotRequired[str | None]
+    why: NotRequired[str | None]
+    requeued: NotRequired[bool]
+
+
+class _Typed(TypedDict, total=False):
+    layout: Layout
+    numerics: dict[str, Any]
+    identity_hash: Hash
+    notes: dict[str, Any]
+
+
+class Attempted(_Typed):
+    """`run.json` where only its attempts count."""
+
+    attempts: list[Attempt]
+
+
+class RunFile(Attempted):
+    """`run.json` with all that a command needs to train the run again."""
+
+    model: str
+    overrides: list[str]
+    device: str
+    identity: dict[str, Any]
+
+
+class CertifiedRun(TypedDict):
+    """`run.json` in a certificate."""
+
+    model: str
+    identity_hash: Hash
+
+
+class Train(TypedDict):
+    """The section `train` of a configuration."""
+
+    train_iters: Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Config(TypedDict):
+    """`config.yaml`."""
+
+    train: Train
+
+
+class _Progress(TypedDict):
+    """A line of `progress.jsonl`. Numbers may be NaN or infinite."""
+
+    step: Count
+    grad_norm: NotRequired[float | None]
+    learning_rate: NotRequired[float]
+    peak_memory: NotRequired[Count]
+    time: NotRequired[float]
+
+
+class Progress(_Progress, total=False):
+    """The same where a field may be missing."""
+
+    loss: float | None
+    tokens: Count
+    seconds: float
+
+
+class WholeProgress(_Progress):
+    """The same with all that a progress bar shows."""
+
+    loss: float | None
+    tokens: Count
+    seconds: float
+
+
+Environment = dict[str, str]
+Versions = dict[str, str | Integer | float | bool | None]

@@ -1,0 +1,152 @@
+"""Files that come from elsewhere: read up to a limit, parsed strictly, and checked against a type.
+
+    data = read_limited(file, MiB)              OSError, ValueError: more bytes than that
+    value = parse_json(data)                    ValueError: not JSON, nested too deeply, half a character, …
+    checked(Run, value)                         ValueError: "attempts.0.from_step: Input should be a valid integer"
+
+A file of a run directory, a certificate or a matrix may be damaged or forged. Whoever reads one catches OSError and
+ValueError and nothing else, and raises its own TpiError that names the file; the message of a ValueError is one line.
+"""
+
+import functools
+import json
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+
+MIB = 1 << 20
+DEPTH = 64  # of nested lists and objects; our own files have at most 10
+NODES = 1_000_000  # values in a YAML file, with those that an alias repeats
+_PROBLEMS = 3  # named in one message
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate: half a character, if the other half is missing
+
+# Integers that fit in 64 bits: arithmetic on larger ones, and their text, has no bound.
+Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # sha256
+Layout = dict[str, Integer | bool]
+
+
+def read_limited(file: Path, limit: int) -> bytes:
+    """The bytes of a file. OSError: it cannot be read. ValueError: it has more than `limit` bytes.
+
+    The size is checked before anything is read, and again while reading, since a pipe has no size and a file may grow.
+    """
+    with file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        data = stream.read(size) if size <= limit else b""
+        rest, total = [], max(size, len(data))
+        while total <= limit and (block := stream.read(MIB)):
+            rest.append(block)
+            total += len(block)
+    if total > limit:
+        raise ValueError(f"it has more than {limit} bytes, the most that a file of its kind may have")
+    return b"".join([data, *rest]) if rest else data
+
+
+def parse_json(data: bytes, *, constants: bool = False) -> Any:
+    """A JSON value. ValueError: it is none, repeats a key, is nested deeper than DEPTH, or has half a character.
+
+    constants: whether NaN and Infinity are allowed, which JSON lacks and Python writes.
+    """
+    try:
+        text = data.decode()
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=None if constants else _refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    # Both walks are slow, and few lines of a ledger have so many brackets or an escape.
+    if data.count(b"[") + data.count(b"{") > DEPTH or _HALF.search(data):
+        _walk(value)
+    return value
+
+
+def parse_yaml(data: bytes) -> Any:
+    """A YAML value of plain types. ValueError: as `parse_json`, or aliases make it endless or huge."""
+    try:
+        value = yaml.safe_load(data)  # not libyaml's loader, which a deep nesting crashes
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:  # its constructors of numbers and dates
+        raise ValueError(f"not YAML: {type(error).__name__}") from error
+    _walk(value, most=NODES)
+    return value
+
+
+def checked(kind: Any, value: Any) -> Any:
+    """The unchanged value. kind: whatever pydantic checks, such as a TypedDict or a list of them.
+
+    ValueError: it is not of this type, strictly; the message names up to three fields.
+    """
+    try:
+        _adapter(kind).validate_python(value, strict=True)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False, include_context=False)
+        named = [_words(_place(one["loc"]), one["type"], one["msg"]) for one in problems[:_PROBLEMS]]
+        more = f"; and {len(problems) - _PROBLEMS} more" if len(problems) > _PROBLEMS else ""
+        raise ValueError("; ".join(named) + more) from None
+    return value
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
+def _words(place: str, kind: str, message: str) -> str:
+    if kind == "missing":
+        return f"{place} is missing"
+    return f"{place}: {message}" if place else message
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """The dotted name of a field, fit for a message whatever a forger calls it."""
+    return "".join(c if c.isprintable() else "?" for c in ".".join(map(str, location))[:200])
+
+
+def _walk(value: Any, most: int | None = None) -> None:
+    """ValueError: nested deeper than DEPTH, more than `most` values, or text with half a character."""
+    level, count = [value], 0
+    for depth in range(DEPTH + 1):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, str):
+                if not _is_text(item):
+                    raise ValueError("text with half a character (a lone surrogate)")
+            elif depth == DEPTH and isinstance(item, dict | list | tuple | set):
+                raise ValueError("nested too deeply")
+            elif isinstance(item, dict):
+                inner += item
+                inner += item.values()
+            elif isinstance(item, list | tuple | set):
+                inner += item
+            if most is not None and count + len(inner) > most:
+                raise ValueError(f"more than {most} values")
+        if not inner:
+            return
+        count += len(inner)
+        level = inner
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice")
+    return found
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
