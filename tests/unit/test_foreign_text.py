@@ -90,7 +90,24 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("where", PLANTED)
+# What no ledger may hold: reading it is an error, which shows nothing of it either.
+REFUSED = ("a value of the layout", "a parameter", "a trace", "diverged")
+
+
+@pytest.mark.parametrize("where", REFUSED)
+def test_names_with_control_characters_are_refused(cli, tmp_path, monkeypatch, where):
+    name, header, changes, first, of_first = PLANTED[where]
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "a", first, **of_first)
+    write(tmp_path, name, header, **changes)
+    for command in (("compare", "a", name), ("compare", "a", name, "--json"), ("report", "a", name, "--no-png")):
+        ended = cli(*command)
+        assert ended.status == 2
+        assert "ledger.jsonl line" in ended.out + ended.err
+        assert not any(one in ended.out + ended.err for one in CONTROLS)
+
+
+@pytest.mark.parametrize("where", [where for where in PLANTED if where not in REFUSED])
 def test_compare_and_report_show_no_control_character_of_a_ledger(cli, tmp_path, monkeypatch, where):
     name, header, changes, first, of_first = PLANTED[where]
     monkeypatch.chdir(tmp_path)

@@ -155,7 +155,7 @@ def test_an_old_run_under_tree_goes_on(tmp_path):
 def test_an_old_matrix_is_read(tmp_path):
     where = MatrixDir(tmp_path / "m")
     numerics = renamed.section("numerics", OLD)
-    cell = Cell("tp1", "tp=1", ("tp=1", "numerics.virtual_shards=8"), 1, 3, "0", {"tp": 1}, numerics)
+    cell = Cell("tp1", "tp=1", ("tp=1", "numerics.virtual_shards=8"), 1, 3, "0" * 64, {"tp": 1}, numerics)
     written = Matrix("qwen3_toy", ("tp=1,2", "numerics.virtual_shards=8"), (Axis("tp", ("1", "2")),), (cell,), None)
     where.write_matrix(written)
     where.matrix.write_text(where.matrix.read_text().replace("virtual_shards", "shards"))

@@ -117,10 +117,11 @@ class RunDir:
         Raises RunError when this is not a run directory.
         """
         run = self._read(self.run, parse_json, kind)
-        if "overrides" in run:
-            run["overrides"] = [renamed.override(text) for text in run["overrides"]]
-        if "numerics" in run:
-            run["numerics"] = renamed.section("numerics", run["numerics"])
+        overrides, numerics = run.get("overrides"), run.get("numerics")
+        if isinstance(overrides, list):
+            run["overrides"] = [renamed.override(text) if isinstance(text, str) else text for text in overrides]
+        if isinstance(numerics, dict):
+            run["numerics"] = renamed.section("numerics", numerics)
         return run
 
     def read_environment(self) -> dict[str, str]:
