@@ -355,7 +355,8 @@ def test_mixed_precision_is_a_name_or_all_its_fields():
         "mixed_precision.params_dtype=bfloat16",
         "mixed_precision.pipeline_dtype=bfloat16",
     )
-    made = validated("qwen3_toy", "mixed_precision=null", *fields, "mixed_precision.grad_reduce_in_fp32=false")
+    fields += ("mixed_precision.grad_reduce_in_fp32=false", "numerics=stock")
+    made = validated("qwen3_toy", "mixed_precision=null", *fields)
     assert made.model.bf16 is True
     assert made.model.params_dtype is torch.bfloat16
     assert made.ddp.grad_reduce_in_fp32 is False
@@ -400,7 +401,12 @@ def test_validation_is_for_the_ranks_asked_for_and_leaves_the_environment(monkey
     (
         (("qwen3_30b_a3b",), "fus"),
         (
-            ("qwen3_30b_a3b", "precision=fp8_tensorwise", *(f"model.{field}=false" for field in container.NEED_TE)),
+            (
+                "qwen3_30b_a3b",
+                "numerics=stock",
+                "precision=fp8_tensorwise",
+                *(f"model.{x}=false" for x in container.NEED_TE),
+            ),
             "transformer-engine",
         ),
     ),

@@ -186,12 +186,16 @@ def test_a_run_inside_an_allocation(tpi, cluster, tmp_path: Path, python_on_node
 
 
 def test_what_slurm_would_refuse_is_said_before_anything_is_written(tpi, cluster, site) -> None:
-    refused = tpi("submit", *RUN, "dp=8", "gbs=8", "slurm.partition=gpu", "slurm.time=soon", "run.dir=run", site)
+    refused = tpi(
+        "submit", *RUN, "dp=8", "gbs=8", "numerics=stock", "slurm.partition=gpu", "slurm.time=soon", "run.dir=run", site
+    )
     assert refused.status == 2
     assert "slurm.partition=gpu: there is no gpu" in refused.stderr
     assert "cpu (default), short" in refused.stderr
     assert "slurm.time" in refused.stderr
-    refused = tpi("submit", *RUN, "dp=8", "gbs=8", "slurm.partition=short", "slurm.time=2", "run.dir=run", site)
+    refused = tpi(
+        "submit", *RUN, "dp=8", "gbs=8", "numerics=stock", "slurm.partition=short", "slurm.time=2", "run.dir=run", site
+    )
     assert refused.status == 2
     assert "partition short allows 0:01:00" in refused.stderr
     assert "8 nodes with 2 cpu ranks each are needed, and partition short has 3" in refused.stderr
