@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 # In fp32, since bf16 would round most of what another order changes away.
 SMALL = ("qwen3_toy", "seq=64", "gbs=2", "numerics=tree", "precision=fp32")
 FC2 = "decoder.layers.1.mlp.linear_fc2"
@@ -103,6 +105,7 @@ def test_a_forward_product_added_in_another_order_across_tp(tpi):
     assert f"step 3: forward of {FC2}: output differs" in traced.stdout
 
 
+@pytest.mark.release  # in `make test`: the forward product, and the weight gradient
 def test_a_backward_product_added_in_another_order_within_one_tp(tpi):
     """tp=4 with and without sequence parallelism, from the start."""
     plant = _at(2, QKV, _wrong_order(lambda config: config.sequence_parallel))

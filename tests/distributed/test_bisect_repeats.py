@@ -97,6 +97,7 @@ def test_each_run_is_trained_again_in_its_own_environment(runs):
     assert json.loads(then.read_text())["NCCL_ALGO"] == "Ring"
 
 
+@pytest.mark.release  # in `make test`: the other repetitions of this file
 def test_text_that_is_read_several_times_keeps_its_order(tpi):
     """Megatron shuffles as many passes through the text as the whole run needs, all together."""
     words = tpi.folder / "words"

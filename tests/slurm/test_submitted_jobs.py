@@ -122,6 +122,7 @@ def test_the_time_limit_saves_and_queues_again_and_cancel_ends_it(tpi, cluster, 
     assert (run / "job.ended").read_text() == "stopped\n"
 
 
+@pytest.mark.release  # in `make test`: tests/unit/test_verify_matrix.py, and SLURM takes the scripts in test_cluster.py
 def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, cluster, submit, site) -> None:
     matrix = ("qwen3_toy", "tp=1,2", "seq=32", "model.num_layers=1", "iters=20", "--verify")
     jobs = {mode: submit(*matrix, f"numerics={mode}", "--dir", mode) for mode in ("tree", "stock")}
@@ -141,6 +142,7 @@ def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, clust
     assert "as tree" in json.loads((tpi.folder / "there" / "verify.json").read_text())["text"]
 
 
+@pytest.mark.release  # in `make test`: tests/distributed/test_nodes.py: gives up after its tries
 def test_a_job_that_keeps_failing_gives_up_and_says_why(tpi, cluster, submit) -> None:
     run = tpi.folder / "run"
     arguments = ("qwen3_toy", "seq=32", "model.num_layers=1", "iters=20", "run.dir=run", "slurm.tries=2")
@@ -155,6 +157,7 @@ def test_a_job_that_keeps_failing_gives_up_and_says_why(tpi, cluster, submit) ->
     cluster.until(lambda: cluster.state(job) == "FAILED")
 
 
+@pytest.mark.release  # in `make test`: tests/unit/test_rendezvous.py
 def test_nodes_that_share_no_files_bring_theirs_to_the_first(tpi, cluster, submit, shared) -> None:
     private = cluster.folder / "private" / "run"
     run = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=20")

@@ -351,6 +351,7 @@ def installed_pythons(machine: Machine) -> Iterator[Path]:
     return (machine.folder / "home/.local").glob("**/python3.12")
 
 
+@pytest.mark.release  # in `make test`: the same with stand-ins for uv and pip
 def test_python_comes_from_a_mirror(real):
     result = real.bootstrap(**real.downloads)
     assert result.returncode == 0, result.stderr

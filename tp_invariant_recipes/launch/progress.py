@@ -22,10 +22,14 @@ LINE_EVERY = 10.0  # seconds between plain lines, after the first steps
 
 @dataclass
 class Tail:
-    """Reads the progress file as it grows. `position` is where the next look starts, `steps` the last step's number."""
+    """Reads the progress file as it grows.
+
+    steps: the last step's number. kind: the fields of a line. position: where the next look starts.
+    """
 
     file: Path
     steps: int
+    kind: Any = WholeProgress
     position: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)
 
@@ -45,7 +49,7 @@ class Tail:
         fresh = []
         for line in whole.splitlines():
             with suppress(ValueError):  # a killed attempt left half a line, and this one's first follows on it
-                fresh.append(checked(WholeProgress, parse_json(line, constants=True)))
+                fresh.append(checked(self.kind, parse_json(line, constants=True)))
         self.events = [*self.events, *fresh][-WINDOW:]
         return fresh
 

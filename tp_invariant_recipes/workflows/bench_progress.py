@@ -17,7 +17,7 @@ class Passes:
         self.rounds = max(one.round for one in passes)
         self.current: int | None = None
         total = sum(one.steps for one in passes)
-        self.tail = Tail(bench_dir.figures(0), total)
+        self.tail = Tail(bench_dir.figures(0), total, dict[str, Any])
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

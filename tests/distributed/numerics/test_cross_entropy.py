@@ -73,6 +73,7 @@ def test_one_result_for_all_degrees(dtype, shards):
     assert_same(everywhere(t, shards, tensors) for t in degrees(shards))
 
 
+@pytest.mark.release  # in `make test`: the shapes of the other tests of this file
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 40)),

@@ -95,6 +95,7 @@ def test_one_result_for_all_degrees(dtype, shards):
         assert_same([whole], [sliced])
 
 
+@pytest.mark.release  # in `make test`: the shapes of the other tests of this file
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     chunk=st.integers(1, 5),
