@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.shard_operands import Parts, like, parts_of, without_gaps
+from tp_invariant_recipes.numerics.shard_operands import Parts, like, parts_of, same_bits, without_gaps
 
 LEAST = 256  # numbers of a result; trials of a smaller one would say little about how it is summed
 TRIALS = 4
@@ -77,7 +77,7 @@ def is_right(together: Form, one_by_one: Form, a: Tensor, b: Tensor, *kind: Any)
     right = _together_is_right.get(key)
     if right is None:
         right = a.shape[:-1].numel() * b.shape[-1] >= LEAST
-        right = right and all(_same_bits(together(x, y), one_by_one(x, y)) for x, y in _trials(a, b))
+        right = right and all(same_bits(together(x, y), one_by_one(x, y)) for x, y in _trials(a, b))
         _together_is_right[key] = right
     return right
 
@@ -109,8 +109,3 @@ def _trials(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     # A row's zeros have one sign, and a column's numbers too: a sum of -0.0 alone is -0.0, unless it starts at 0.0.
     rows, columns = normal(a[..., :1]).sign(), normal(b[..., :1, :]).sign()
     yield like(a, ALIGNMENT).copy_((rows * 0.0).expand_as(a)), like(b, ALIGNMENT).copy_(columns.expand_as(b))
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    words = {4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(words), b.contiguous().view(words))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 Parts = int | tuple[int, ...]  # a number of equal parts, or the size of each
@@ -29,3 +30,9 @@ def like(tensor: Tensor, alignment: int) -> Tensor:
     offset = tensor.data_ptr() % alignment // tensor.element_size()
     memory = tensor.new_empty(offset + last + 1)
     return memory.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bits."""
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(words), b.view(words))
