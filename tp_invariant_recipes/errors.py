@@ -7,6 +7,10 @@ class TpiError(Exception):
     """Something the user can mend; the message says what and how."""
 
 
+class Interrupted(TpiError):
+    """Ctrl-C ended the command before its end; the message says what it leaves. Exit status 130 instead of 2."""
+
+
 class ConfigError(TpiError):
     """The configuration is wrong; lists every problem and the key that mends each.
 

@@ -5,13 +5,15 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+UNFINISHED = ".new"  # how the names of files end that a killed process was writing
+
 
 def write_atomically(file: Path, data: str | bytes) -> None:
     """Give a file its contents at once: a crash, a full disk or a power cut leaves the old ones or the new ones.
 
     data: text is written as UTF-8. The folder is there. Raises OSError, and leaves nothing but the old file then.
     """
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.new")  # two processes write two
+    temporary = file.with_name(f".{file.name}.{os.getpid()}{UNFINISHED}")  # two processes write two
     try:
         with temporary.open("wb") as stream:
             stream.write(data.encode() if isinstance(data, str) else data)

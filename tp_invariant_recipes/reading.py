@@ -27,6 +27,7 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate: half a charac
 # Integers that fit in 64 bits: arithmetic on larger ones, and their text, has no bound.
 Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0, lt=2**40)]  # also of a time since 1970
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # sha256
 Layout = dict[str, Integer | bool]
 

@@ -15,6 +15,7 @@ from typing import Any
 from tp_invariant_recipes.config import allocation, layout, reserved
 from tp_invariant_recipes.config.allocation import Allocation
 from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.memory import estimate
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
 from tp_invariant_recipes.config.sections import RunConfig
@@ -22,9 +23,10 @@ from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.jobs import registry, script, slurm_client
 from tp_invariant_recipes.jobs.script import CellStep, Job
 from tp_invariant_recipes.jobs.slurm_client import Partition
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch import memory, plan
 from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.multinode import srun_command
+from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.workflows import matrix, verify
 
@@ -52,6 +54,7 @@ class PlannedSubmission:
     """A submission before it is made.
 
     about:    a few words about the nodes and ranks that it needs.
+    memory:   a line about the fullest rank of its largest run.
     cells:    of a verify, by name, in the order of the array's tasks; empty for a single run.
     scripts:  in the order of submission; the second waits for the end of the first.
     validate: lets Bridge validate the runs. Raises ConfigError.
@@ -60,6 +63,7 @@ class PlannedSubmission:
 
     model: str
     about: str
+    memory: str
     directory: RunDir
     cells: tuple[str, ...]
     scripts: tuple[JobScript, ...]
@@ -103,13 +107,14 @@ def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: 
     text = script.train(job, composed.config, model, of_the_run, where.path)
 
     scripts = (JobScript(registry.TRAIN, where.script, text),)
+    needs = memory.summary(composed.config, here=False)
     if dry:
-        return PlannedSubmission(model, about, where, (), scripts, _nothing, _nothing)
+        return PlannedSubmission(model, about, needs, where, (), scripts, _nothing, _nothing)
     said = (*of_the_run, parse(f"run.dir={where.path}"), parse(IN_A_JOB))
     in_the_job = replace(composed, overrides=said)
     planned = plan.resolve(in_the_job, where, progress, here=False)
     validate, write = partial(train_check, planned), partial(plan.write, planned, attempt=False)
-    return PlannedSubmission(model, about, where, (), scripts, validate, write)
+    return PlannedSubmission(model, about, needs, where, (), scripts, validate, write)
 
 
 def verification(
@@ -164,7 +169,9 @@ def verification(
     cells = JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path))
     compare = JobScript(registry.JUDGE, path / "judge.sbatch", script.judge(judge, config, path, [path, *reference]))
     validate, write = partial(verify.check, found), partial(_write_cells, found)
-    return PlannedSubmission(model, about, where, tuple(configs), (cells, compare), validate, write)
+    fullest = max(configs.values(), key=lambda one: estimate(one).rank)
+    needs = memory.summary(fullest, here=False)
+    return PlannedSubmission(model, about, needs, where, tuple(configs), (cells, compare), validate, write)
 
 
 def check(submission: PlannedSubmission) -> str | None:
@@ -188,6 +195,12 @@ def execute(submission: PlannedSubmission) -> dict[str, Any]:
     """
     where = submission.directory
     made = not where.path.exists()
+    with locked_empty(where):
+        return _execute(submission, made=made)
+
+
+def _execute(submission: PlannedSubmission, *, made: bool) -> dict[str, Any]:
+    where = submission.directory
     ids: list[str] = []
     try:
         submission.write()
@@ -233,7 +246,11 @@ def _check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> N
 
     dry: do not query SLURM.
     """
-    wrong = dict.fromkeys(problem for config in configs for problem in allocation.problems(config, os.environ))
+    wrong = dict.fromkeys(
+        problem
+        for config in configs
+        for problem in (*allocation.problems(config, os.environ), *memory.problems(config, here=False))
+    )
     problems = [*problems, *wrong]
     if not dry:
         try:

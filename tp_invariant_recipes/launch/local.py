@@ -6,9 +6,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.launch.ranks import Outcome, RankFn, Stop
+from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
+from tp_invariant_recipes.runs import lock
 
 
 def run(
@@ -19,20 +21,43 @@ def run(
     process_groups: int = 1,
     stop: Stop | None = None,
 ) -> Outcome:
-    """Run all ranks to their end. Raises RunError naming the rank that died, its log and its last words.
+    """Run all ranks to their end.
+
+    Raises RunError naming the rank that died or hangs, its log and its last words; LockLost.
 
     tick:           called about ten times a second while ranks live.
     rank_fn:        what each rank does, a function of a module. Default: train.
     process_groups: how many the ranks form in turn.
-    stop:           of a caller that notes signals itself. Default: they are noted while the ranks live.
+    stop:           of a caller that notes signals itself. Default: they are noted while the ranks live, and Ctrl-C is
+                    raised as KeyboardInterrupt once all ranks have ended.
     """
+
+    def watch() -> None:
+        tick()
+        lock.check()
+
     os.environ.update(plan.environment)
     stores = [store() for _ in range(process_groups)]
     rank_infos = _rank_infos(plan.layout.world, tuple(store.port for store in stores))
     with ranks.stopping() if stop is None else nullcontext(stop) as noted:
-        return ranks.run(
-            plan.run_dir, plan.device, rank_infos, tick, noted, rank_fn=rank_fn, stepped=_stepped(plan.run_dir.progress)
-        )
+        try:
+            outcome = ranks.run(
+                plan.run_dir,
+                plan.device,
+                rank_infos,
+                watch,
+                noted,
+                rank_fn=rank_fn,
+                stepped=_stepped(plan.run_dir.progress),
+                limits=limits(plan.config),
+            )
+        except RankFailed as error:
+            if stop is None and noted.interrupted:  # a rank may fail of the signal
+                raise KeyboardInterrupt from error
+            raise
+    if stop is None and noted.interrupted:
+        raise KeyboardInterrupt
+    return outcome
 
 
 def _stepped(progress: Path) -> Callable[[], bool]:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import environment, hydra_tree, layout
+from tp_invariant_recipes.config import environment, hydra_tree, layout, relations, source
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.null_tokenizer import eod_id
 from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
 from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.config.settings import DataSettings
-from tp_invariant_recipes.data.prepare import ensure_prepared
+from tp_invariant_recipes.data.prepare import ensure_prepared, foresee
 from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
 from tp_invariant_recipes.host import gpus
@@ -28,9 +28,9 @@ from tp_invariant_recipes.runs.checkpoints import Checkpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 
 # Overrides of one attempt at a run and not of the run: which step it resumed from, and what started its ranks.
-OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind")
-# And those that say where it was written, which a repetition does elsewhere.
-NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir", "checkpoint.save")
+OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind", *relations.REPLACED)
+# And the one that says where it was written, which a repetition does elsewhere.
+NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Plan:
     environment: variables to set before torch is imported.
     start:       completed steps to start from; 0 for a new run.
     here:        whether ranks will run on this machine; False where their job is only submitted.
+    data_missing: whether text has yet to be prepared; such a plan is for `tpi train --dry-run` alone.
+    attempts:    at the run so far, when this was planned; None: there was no run.
     """
 
     composed: Composed
@@ -51,6 +53,8 @@ class Plan:
     environment: dict[str, str]
     start: int = 0
     here: bool = True
+    data_missing: bool = False
+    attempts: int | None = None
 
     @functools.cached_property
     def config(self) -> RunConfig:
@@ -65,6 +69,13 @@ class Plan:
         return min(train["train_iters"], (self.start // every + 1) * every) if every else train["train_iters"]
 
     @property
+    def last_recorded(self) -> int:
+        """The last of these steps in the ledger: one after which Bridge leaves has digests only if it saves."""
+        train, checkpoint = self.tree["train"], self.tree["checkpoint"]
+        leaves = train.get("exit_interval") and self.steps % train["exit_interval"] == 0
+        return self.steps - 1 if leaves and not checkpoint["save"] else self.steps
+
+    @property
     def device(self) -> str:
         """ "cpu" or "gpu"."""
         return self.config.device.kind
@@ -76,12 +87,14 @@ class Request:
 
     It is composed once; what is composed is then handed to `plan` or `follow`.
     go_on: go on with the run in run.dir if there is one.
+    dry: plan only; prepare no data.
     """
 
     model: str | None
     overrides: tuple[Override, ...]
     resume: Path | None = None
     go_on: bool = False
+    dry: bool = False
 
     @property
     def launcher(self) -> str:
@@ -95,19 +108,27 @@ class Request:
         device: where neither the overrides nor the run to go on with name one; None: what is here.
         """
         if self.resume is not None:
+            self._goes_on_there(self.resume)
             return _composed_again(self.resume, self.model, self.overrides)
         if self.model is None:
             raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
         composed = compose(self.model, self.overrides, device=device or detect_device())
         return _with_its_numerics(composed) if self.go_on else composed
 
+    def _goes_on_there(self, run: Path) -> None:
+        """Raises ConfigError where run.dir is to be another directory than that of the run."""
+        asked = given(self.overrides, "run.dir")
+        where = asked and asked.parsed and asked.parsed.value()
+        if asked and (where is None or Path(str(where)).expanduser().resolve() != run.resolve()):
+            raise ConfigError(f"--resume {run} goes on in {run}: leave out {asked.text}")
+
     def plan(self, composed: Composed, progress: Callable[[int, int], None] | None = None) -> Plan:
         """Plan the run. Raises a TpiError."""
         if self.resume is not None:
-            return resume_run(self.resume, composed, progress=progress)
+            return resume_run(self.resume, composed, progress=progress, dry=self.dry)
         if self.go_on:
-            return resume_or_start(composed, progress=progress)
-        return new(composed, progress=progress)
+            return resume_or_start(composed, progress=progress, dry=self.dry)
+        return new(composed, progress=progress, dry=self.dry)
 
     def follow(self, composed: Composed, start: int) -> Plan:
         """Plan the same where another machine has planned it to start after step `start`. Raises a TpiError."""
@@ -145,13 +166,16 @@ def _nodes_device(gpus_per_node: int | None) -> str:
     return detect_device() if gpus_per_node is None else "gpu" if gpus_per_node else "cpu"
 
 
-def new(composed: Composed, *, progress: Callable[[int, int], None] | None = None) -> Plan:
+def new(composed: Composed, *, progress: Callable[[int, int], None] | None = None, dry: bool = False) -> Plan:
     """Plan a new run. Raises a TpiError that lists what is wrong; nothing but the data cache is written.
 
-    progress: told (bytes done, bytes in all) while text is prepared.
+    progress: told (bytes done, bytes in all) while text is prepared. dry: prepare none.
     """
     config = composed.config
-    return resolve(composed, choose(config.run.dir, f"{composed.model}-tp{layout.of(config).tp}"), progress)
+    if (step := config.bridge["checkpoint"].get("ckpt_step")) is not None:
+        raise ConfigError(f"checkpoint.ckpt_step={step}: a new run begins at step 0; it goes with --resume RUN")
+    where = choose(config.run.dir, f"{composed.model}-tp{layout.of(config).tp}")
+    return resolve(composed, where, progress, dry=dry)
 
 
 def resume_run(
@@ -160,14 +184,16 @@ def resume_run(
     *,
     start: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    dry: bool = False,
 ) -> Plan:
     """Plan to go on with a run from its newest finished checkpoint, or from the start if it has none.
 
     composed: as the run was, but for what is to change: layout and length may, what makes runs comparable may not.
     start: the step to go on from, of which another process has made sure (0: from the beginning).
+    dry: as for `new`.
     Raises a TpiError that names the fields, or the damaged files.
     """
-    return _going_on(f"--resume {run}", RunDir(run), composed, progress, start)
+    return _going_on(f"--resume {run}", RunDir(run), composed, progress, start, dry=dry)
 
 
 def resume_or_start(
@@ -175,18 +201,20 @@ def resume_or_start(
     *,
     start: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    dry: bool = False,
 ) -> Plan:
     """Plan to go on with the run in `run.dir` if one is there, else to begin it there.
 
-    For a command that a scheduler may start again and again. start: as for `resume_run`. Raises a TpiError.
+    For a command that a scheduler may start again and again. start: as for `resume_run`. dry: as for `new`.
+    Raises a TpiError.
     """
     where = composed.config.run.dir
     if where is None:
         raise ConfigError("--continue needs the directory to go on in, or to begin in: run.dir=PATH")
     run_dir = RunDir(Path(where).expanduser())
     if run_dir.run.exists():
-        return _going_on(f"--continue run.dir={where}", run_dir, composed, progress, start)
-    return resolve(composed, choose(where, composed.model), progress)
+        return _going_on(f"--continue run.dir={where}", run_dir, composed, progress, start, dry=dry)
+    return resolve(composed, choose(where, composed.model), progress, dry=dry)
 
 
 def _composed_again(run: Path, model: str | None, overrides: Sequence[Override]) -> Composed:
@@ -224,10 +252,14 @@ def _going_on(
     composed: Composed,
     progress: Callable[[int, int], None] | None,
     start: int | None = None,
+    *,
+    dry: bool = False,
 ) -> Plan:
-    """asked: the words of the command, for messages. start: as for `resume_run`."""
-    plan = resolve(composed, run_dir, progress)
+    """asked: the words of the command, for messages. start: as for `resume_run`. dry: as for `new`."""
+    plan = resolve(composed, run_dir, progress, dry=dry)
     before = run_dir.read_run(RunFile)
+    if plan.data_missing:
+        plan.identity["data.digest"] = before["identity"].get("data.digest")  # not known before it is prepared
     if composed.model != before["model"]:
         raise ConfigError(f"{asked} is a run of {before['model']}, not of {composed.model}")
     _same_identity(before["identity"], plan.identity, f"{asked} would go on with another run.")
@@ -235,6 +267,11 @@ def _going_on(
         return _from(plan, Checkpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
     step = plan.tree["checkpoint"]["ckpt_step"]
     found = checkpoints.select(run_dir.checkpoints, step, within=_recorded(run_dir))
+    if found and found.step > plan.tree["train"]["train_iters"]:
+        raise ConfigError(
+            f"{asked} goes on at step {found.step}, after iters={plan.tree['train']['train_iters']}: raise iters, or "
+            f"checkpoint.ckpt_step=STEP"
+        )
     if found and found.read_manifest()["identity_hash"] != identity_hash(plan.identity):
         raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run_dir.path}")
     return plan if found is None else _from(plan, found)
@@ -280,6 +317,16 @@ def _from(plan: Plan, found: Checkpoint) -> Plan:
     return replace(plan, tree=plan.tree | {"scheduler": scheduler, "checkpoint": checkpoint}, start=found.step)
 
 
+def check_current(plan: Plan) -> None:
+    """Raises RunError when another process has trained in the run directory since this was planned."""
+    if _attempts(plan.run_dir) != plan.attempts:
+        raise RunError(f"another command has begun to train in {plan.run_dir.path} since this one looked there")
+
+
+def _attempts(run_dir: RunDir) -> int | None:
+    return len(attempts.read_attempts(run_dir)) if run_dir.run.exists() else None
+
+
 def write(plan: Plan, *, attempt: bool = True, job: dict[str, Any] | None = None) -> None:
     """Write the run directory, before anything starts. Raises RunError.
 
@@ -317,21 +364,27 @@ def resolve(
     progress: Callable[[int, int], None] | None = None,
     *,
     here: bool = True,
+    dry: bool = False,
 ) -> Plan:
     """Fill in what only this machine knows, and check that it can carry the run. Raises a TpiError.
 
-    here: as in Plan.
+    here: as in Plan. dry: as for `new`.
     """
     tree = {name: dict(part) if isinstance(part, dict) else part for name, part in composed.tree.items()}
     config = composed.config
     at = layout.of(config)
+    so_far = _attempts(run_dir)
     variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
+    if weights := tree["checkpoint"].get("pretrained_checkpoint"):
+        tree["checkpoint"]["pretrained_checkpoint"] = str(Path(weights).expanduser())
     preflight.check(tree, at, run_dir, here=here)
-    data = _prepare(config.data, progress)
+    data = _prepare(config.data, progress, dry=dry)
     tree["run"]["dir"] = str(run_dir.path)
     tree["checkpoint"]["save"] = str(run_dir.checkpoints)
     tree["dataset"]["path_to_cache"] = str(run_dir.index_cache)
-    if data is not None:
+    if isinstance(data, int):
+        _check_vocabulary(str(config.data.path), data, tree)
+    elif data is not None:
         _use(tree, data)
     if config.logging.kind != "none":
         tree["logger"]["tensorboard_dir"] = str(run_dir.tensorboard)
@@ -339,7 +392,10 @@ def resolve(
         tree["logger"] |= {"wandb_exp_name": run_dir.path.name, "wandb_save_dir": str(run_dir.path)}
         if "WANDB_API_KEY" not in os.environ:
             variables |= {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
-    return Plan(composed, tree, at, run_dir, identity(tree, data.digest if data else None), variables, here=here)
+    missing = isinstance(data, int)
+    digest = data.digest if isinstance(data, PreparedData) else None
+    of_run = identity(tree, digest)
+    return Plan(composed, tree, at, run_dir, of_run, variables, here=here, data_missing=missing, attempts=so_far)
 
 
 def resolve_beside(
@@ -354,27 +410,30 @@ def resolve_beside(
     return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
 
 
-def _prepare(data: DataSettings, progress: Callable[[int, int], None] | None) -> PreparedData | None:
+def _prepare(
+    data: DataSettings, progress: Callable[[int, int], None] | None, *, dry: bool
+) -> PreparedData | int | None:
+    """The run's data; None: it is generated. With `dry` the size of its vocabulary where it has yet to be prepared."""
     if data.kind != "text" or data.path is None or data.tokenizer is None:
         return None
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    cache = Path(data.cache or Path(home) / "tpi" / "data").expanduser()
-    return ensure_prepared(
-        Path(data.path).expanduser(),
-        cache,
-        tokenizer=str(Path(data.tokenizer).expanduser()),
-        json_key=data.json_key,
-        progress=progress,
-    )
+    cache = Path(data.cache or source.cache_dir() / "data").expanduser()
+    path, tokenizer = Path(data.path).expanduser(), str(Path(data.tokenizer).expanduser())
+    if dry:
+        return foresee(path, cache, tokenizer=tokenizer, json_key=data.json_key)
+    return ensure_prepared(path, cache, tokenizer=tokenizer, json_key=data.json_key, progress=progress)
+
+
+def _check_vocabulary(where: str, size: int, tree: dict[str, Any]) -> None:
+    if size > tree["model"]["vocab_size"]:
+        raise ConfigError(
+            f"{where} holds {size} token ids but model.vocab_size={tree['model']['vocab_size']}; "
+            f"use data.tokenizer=byte (257 ids) or raise model.vocab_size"
+        )
 
 
 def _use(tree: dict[str, Any], data: PreparedData) -> None:
     """Point the dataset at prepared data and give the NullTokenizer the ids that data holds."""
-    if data.vocab_size > tree["model"]["vocab_size"]:
-        raise ConfigError(
-            f"{data.prefix} holds {data.vocab_size} token ids but model.vocab_size={tree['model']['vocab_size']}; "
-            f"use data.tokenizer=byte (257 ids) or raise model.vocab_size"
-        )
+    _check_vocabulary(str(data.prefix), data.vocab_size, tree)
     tree["dataset"]["blend"] = [[str(data.prefix.absolute())], None]
     tree["tokenizer"] |= {"vocab_size": data.vocab_size, "vocab_includes_eod": True}
     if data.eod != data.vocab_size - 1:

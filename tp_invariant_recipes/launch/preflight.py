@@ -1,15 +1,17 @@
 """What this machine must have for a run, checked before anything is written."""
 
+import os
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import allocation
+from tp_invariant_recipes.config import allocation, environment
 from tp_invariant_recipes.config.layout import Layout
 from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.config.size import parameters
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.launch import memory
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
 
@@ -27,6 +29,16 @@ INDEX_BYTES_PER_SAMPLE = 8
 # A checkpoint holds each parameter in the training dtype and three fp32 copies: master weight, both moments.
 CHECKPOINT_BYTES_PER_PARAMETER = 2 + 3 * 4
 
+# One of these lies in a folder that Bridge takes for a checkpoint: of a run, of one step, of Hugging Face.
+CHECKPOINT_FILES = (
+    "latest_train_state.pt",
+    "latest_checkpointed_iteration.txt",
+    "run_config.yaml",
+    "metadata.json",
+    ".metadata",
+    "config.json",
+)
+
 
 def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir, *, here: bool = True) -> None:
     """Raises ConfigError listing everything this machine lacks.
@@ -34,10 +46,15 @@ def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir, *, here: bool =
     here: whether ranks will run on it; the disk of the run directory must do in any case.
     """
     config = typed(tree)
-    of_machine = (*_gpus(config, layout), *registry.problems(tree)) if here else ()
-    problems = [*of_machine, *_disk(config, run_dir)]
+    of_machine = (*_gpus(config, layout), *registry.problems(tree), *_flash(config)) if here else ()
+    problems = [*of_machine, *memory.problems(config, here=here), *_weights(config, here), *_disk(config, run_dir)]
     if problems:
         raise ConfigError(listed(problems), problems)
+
+
+def _flash(config: RunConfig) -> list[str]:
+    variables = {**config.cluster.environment, **os.environ}
+    return environment.flash_problems(config.device.kind, config.numerics.mode, variables)
 
 
 def _gpus(config: RunConfig, layout: Layout) -> list[str]:
@@ -66,6 +83,21 @@ def _gpus(config: RunConfig, layout: Layout) -> list[str]:
     return problems
 
 
+def _weights(config: RunConfig, here: bool) -> list[str]:
+    """Bridge begins with new weights where it finds no checkpoint."""
+    folder = config.bridge["checkpoint"].get("pretrained_checkpoint")
+    if folder is None or not (here or (config.cluster.shared_files and config.cluster.container is None)):
+        return []
+    path = Path(folder)
+    if any((path / file).exists() for file in CHECKPOINT_FILES):
+        return []
+    if path.is_dir():
+        why = "holds no checkpoint of Megatron-Bridge, Megatron-LM or Hugging Face; of a run: RUN/checkpoints"
+    else:
+        why = "is a file; name the folder of the checkpoint" if path.exists() else "there is no such folder"
+    return [f"checkpoint.pretrained_checkpoint={folder}: {why}"]
+
+
 def _samples(config: RunConfig) -> int:
     """Samples that Megatron will index for the run."""
     if config.data.kind == "mock":
@@ -75,10 +107,14 @@ def _samples(config: RunConfig) -> int:
 
 def _ledger_bytes(config: RunConfig) -> int:
     """The approximate size of the digests of all steps."""
-    every, model = config.ledger.digests, config.model
+    every, state, model = config.ledger.digests, config.ledger.state_digests, config.model
     layers = model.get("num_layers") or len(model.get("hybrid_layer_pattern") or "")
     tensors = layers * (TENSORS_OF_LAYER + TENSORS_OF_EXPERT * (model.get("num_moe_experts") or 0))
-    return 2 * DIGEST_BYTES * tensors * (config.bridge["train"]["train_iters"] // every) if every else 0
+    if not every:
+        return 0
+    steps = config.bridge["train"]["train_iters"]
+    kinds = 3 * (steps // every) + 3 * (steps // state if state else 0)  # three of a step's tensors, three of moments
+    return DIGEST_BYTES * tensors * kinds
 
 
 def _disk(config: RunConfig, run_dir: RunDir) -> list[str]:
@@ -90,7 +126,7 @@ def _disk(config: RunConfig, run_dir: RunDir) -> list[str]:
         return []
     ways = ["free some", "set run.dir=PATH on another disk"]
     if _ledger_bytes(config) > SMALL_FILES:
-        ways.append("record digests less often (ledger.digests=N)")
+        ways.append("record digests less often (ledger.digests=N ledger.state_digests=N)")
     if config.bridge["checkpoint"]["save_interval"]:
         ways.append("or save=0")
     where = Path(run_dir.path).absolute()

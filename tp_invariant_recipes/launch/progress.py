@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.run_files import WholeProgress
@@ -25,6 +26,7 @@ class Tail:
     """Reads the progress file as it grows.
 
     steps: the last step's number. kind: the fields of a line. position: where the next look starts.
+    strange: the first line of another kind, and what is wrong with it; it is not shown, and the watcher says so once.
     """
 
     file: Path
@@ -32,12 +34,17 @@ class Tail:
     kind: Any = WholeProgress
     position: int = 0
     events: list[dict[str, Any]] = field(default_factory=list)
+    strange: str | None = None
 
     def __post_init__(self) -> None:
         self.position = self.file.stat().st_size if self.file.exists() else 0  # an earlier attempt's steps are not news
 
     def new(self) -> list[dict[str, Any]]:
-        """The steps recorded since the last call; half a line waits for its end."""
+        """The steps recorded since the last call.
+
+        Half a line at the end waits for its other half. One that never came, since a rank died or a disk was full,
+        makes a line that is not JSON with what follows; it is passed over.
+        """
         try:
             with self.file.open("rb") as stream:
                 stream.seek(self.position)
@@ -48,8 +55,12 @@ class Tail:
         self.position += len(whole)
         fresh = []
         for line in whole.splitlines():
-            with suppress(ValueError):  # a killed attempt left half a line, and this one's first follows on it
-                fresh.append(checked(self.kind, parse_json(line, constants=True)))
+            with suppress(ValueError):
+                event = parse_json(line, constants=True)
+                try:
+                    fresh.append(checked(self.kind, event))
+                except ValueError as error:
+                    self.strange = self.strange or f"{self.file}: a line of another kind is not shown: {error}"
         self.events = [*self.events, *fresh][-WINDOW:]
         return fresh
 
@@ -65,11 +76,25 @@ class Tail:
         return (self.steps - self.events[-1]["step"]) * sum(e["seconds"] for e in timed) / len(timed)
 
 
+class Remark:
+    """Says once what a `Tail` could not show."""
+
+    def __init__(self, tail: Tail, console: Console) -> None:
+        self.tail, self.console, self.said = tail, console, False
+
+    def __call__(self) -> None:
+        """Say it, if it is there."""
+        if self.tail.strange and not self.said:
+            self.said = True
+            self.console.print(Text(self.tail.strange), soft_wrap=True)
+
+
 class Bar:
     """A live progress bar. Use as a context manager; call it to refresh."""
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self.tail = Tail(plan.run_dir.progress, plan.steps)
+        self.remark = Remark(self.tail, console)
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -95,6 +120,7 @@ class Bar:
             self.progress.update(
                 self.task, description="training", completed=event["step"], figures=_figures(event, self.tail)
             )
+        self.remark()
 
 
 class Lines:
@@ -103,6 +129,7 @@ class Lines:
     def __init__(self, plan: Plan, console: Console) -> None:
         self.plan, self.console = plan, console
         self.tail = Tail(plan.run_dir.progress, plan.steps)
+        self.remark = Remark(self.tail, console)
         self.printed = 0.0
 
     def __enter__(self) -> "Lines":
@@ -120,6 +147,7 @@ class Lines:
                 left = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_left()))
                 step = f"step {event['step']:>5}/{self.plan.steps}"
                 self.console.print(f"{step}  {_figures(event, self.tail)}  {left} left", highlight=False)
+        self.remark()
 
 
 class Echo(Lines):

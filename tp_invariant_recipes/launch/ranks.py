@@ -6,7 +6,6 @@ A process that forks must not have started CUDA, so GPU ranks are spawned.
 """
 
 import errno
-import json
 import os
 import signal
 import time
@@ -17,8 +16,14 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.launch.hang import HangWatch, Stand, message, suspects
+from tp_invariant_recipes.ledger.run_files import LARGEST, Reason
+from tp_invariant_recipes.reading import checked, parse_json, read_limited
+from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
+from tp_invariant_recipes.training.heartbeat import Heartbeats, Phase
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.training.rank import RankInfo
@@ -42,15 +47,22 @@ class Outcome(Enum):
 
 
 class RankFailed(RunError):
-    """A rank died. cause: seconds since 1970 of the failure that began it; 0 where nothing but a signal ended the rank.
+    """A rank died, or hangs.
 
-    ours: it said itself what is wrong with the configuration, and would say so again.
+    cause:  seconds since 1970 of the failure that began it; 0 where nothing but a signal ended the rank.
+    ours:   it said itself what is wrong with the configuration, and would say so again.
+    stands: where ranks that hang stand, and those that wait for them.
     """
 
-    def __init__(self, message: str, cause: float, *, ours: bool = False) -> None:
+    def __init__(self, message: str, cause: float, *, ours: bool = False, stands: Sequence[Stand] = ()) -> None:
         super().__init__(message)
         self.cause = cause
         self.ours = ours
+        self.stands = tuple(stands)
+
+
+class PeersHang(Exception):
+    """Ranks of another machine hang, or wait for ranks that do. A `tick` raises it to learn where those here stand."""
 
 
 @dataclass
@@ -107,14 +119,18 @@ def run(
     rank_fn: RankFn | None = None,
     started: Callable[[], None] | None = None,
     stepped: Callable[[], bool] | None = None,
+    limits: Limits | None = None,
 ) -> Outcome:
-    """Run these ranks, all of this machine, to their end. Raises RankFailed: which one died, its log, its last lines.
+    """Run these ranks, all of this machine, to their end.
+
+    Raises RankFailed: which one died, its log, its last lines; or which one hangs, and where.
 
     tick:    called about ten times a second while ranks live; if it raises, they are ended and the error passed on.
     rank_fn: default: train.
     started: called once all processes exist, before any of them does anything.
     stepped: whether the ranks have made a step. Until then there is nothing to save: ranks that do not answer a request
              to stop within PATIENCE are killed. None: not known here, so they get as long as they need.
+    limits:  seconds that a rank may give no sign of life; None: it may hang for ever.
     """
     import torch.multiprocessing
 
@@ -122,10 +138,12 @@ def run(
 
     _remove_failures(run_dir, rank_infos)
     method = START_METHODS[device]
-    all_started = torch.multiprocessing.get_context(method).Event()
+    multiprocessing = torch.multiprocessing.get_context(method)
+    all_started = multiprocessing.Event()
+    heartbeats = Heartbeats(len(rank_infos), multiprocessing)
     context = torch.multiprocessing.start_processes(
         rank.main,
-        args=(str(run_dir.path), rank_infos, rank_fn or rank.train, all_started),
+        args=(str(run_dir.path), rank_infos, rank_fn or rank.train, all_started, heartbeats, lock.Inherited()),
         nprocs=len(rank_infos),
         join=False,
         start_method=method,
@@ -133,9 +151,26 @@ def run(
     if started:
         started()
     all_started.set()
-    ended_here = _watch(context.processes, stop, tick, stepped)
-    codes = {rank_infos[n].rank: p.exitcode for n, p in enumerate(context.processes)}
-    dead = {rank: code for rank, code in codes.items() if code and rank not in {rank_infos[n].rank for n in ended_here}}
+    processes = context.processes
+    hangs = HangWatch(heartbeats, [info.rank for info in rank_infos], limits)
+    logs = [run_dir.rank_log(info.rank) for info in rank_infos]
+
+    def look() -> None:
+        try:
+            tick()
+            if not hangs.overdue([p.is_alive() for p in processes]):
+                return
+        except PeersHang:
+            pass
+        raise hanging(hangs.stands(processes, logs), run_dir)
+
+    def failed(n: int) -> bool:
+        """Whether a rank has ended before it was done: with a status, or without a word."""
+        code = processes[n].exitcode
+        return code is not None and (code != 0 or heartbeats[n].phase is not Phase.DONE)
+
+    ended_here = _watch(processes, stop, look, stepped, failed)
+    dead = {rank_infos[n].rank: p.exitcode for n, p in enumerate(processes) if failed(n) and n not in ended_here}
     if stop.signals and all(code == -signal.SIGTERM for code in dead.values()):
         return Outcome.STOPPED  # before training began, SIGTERM just ends a rank
     if dead:
@@ -143,12 +178,31 @@ def run(
     return Outcome.STOPPED if stop.signals else Outcome.COMPLETED
 
 
-def _watch(processes: list[Any], stop: Stop, tick: Callable[[], None], stepped: Callable[[], bool] | None) -> set[int]:
+def hanging(stands: Sequence[Stand], run_dir: RunDir) -> RankFailed:
+    """The error of a run whose ranks stand like this, on one machine or several."""
+    first = (suspects(stands) or stands)[0].rank
+    lines = [
+        message(stands),
+        f"the frames of all threads are at the end of each rank's log: {run_dir.rank_log(first)}",
+        "run.hang_timeout=SECONDS gives a step more time; off: there is no limit",
+    ]
+    return RankFailed("\n".join(lines), time.time(), stands=stands)
+
+
+def _watch(
+    processes: list[Any],
+    stop: Stop,
+    tick: Callable[[], None],
+    stepped: Callable[[], bool] | None,
+    failed: Callable[[int], bool] | None = None,
+) -> set[int]:
     """Wait for the end of all; pass a stop on to them; end the others soon after one has failed.
 
+    failed: whether the process at an index has. Default: it has ended with a status other than 0.
     Returns the indices of the processes that were killed here: these did not fail by themselves.
     """
     passed_on, asked_at, failed_at, ended_here = 0, None, None, set()
+    failed = failed or (lambda n: bool(processes[n].exitcode))
     try:
         while any(p.is_alive() for p in processes):
             time.sleep(POLL)
@@ -162,7 +216,7 @@ def _watch(processes: list[Any], stop: Stop, tick: Callable[[], None], stepped: 
                     ended_here |= _signal(processes, signal.SIGKILL)
             if asked_at and stepped and time.monotonic() - asked_at > PATIENCE and not stepped():
                 ended_here |= _signal(processes, signal.SIGKILL)
-            if failed_at is None and any(p.exitcode for p in processes):
+            if failed_at is None and any(map(failed, range(len(processes)))):
                 failed_at = time.monotonic()
             if failed_at is not None and time.monotonic() - failed_at > GRACE:
                 ended_here |= _signal(processes, signal.SIGKILL)
@@ -222,7 +276,7 @@ def _exit_text(code: int) -> str:
 
 def _reason(file: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return checked(Reason, parse_json(read_limited(file, LARGEST)))
     except (OSError, ValueError):
         return None
 

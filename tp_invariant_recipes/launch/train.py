@@ -1,19 +1,39 @@
 """`tpi train`, once it is planned: check with Bridge, write the run directory, run the ranks."""
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config import container
-from tp_invariant_recipes.errors import TpiError
+from tp_invariant_recipes.config.compose import Composed
+from tp_invariant_recipes.config.memory import estimate
+from tp_invariant_recipes.errors import RunError, TpiError
 from tp_invariant_recipes.host.quiet import quiet
-from tp_invariant_recipes.launch import local, plan
-from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch import local, memory, plan
+from tp_invariant_recipes.launch.plan import Plan, Request
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+
+@contextmanager
+def locked_run(request: Request, composed: Composed) -> Iterator[Lock | None]:
+    """Hold the lock of the run to go on with while it is planned and trained; None: a new run, which `execute` locks.
+
+    Raises RunError when another process holds it.
+    """
+    where = request.resume or (composed.config.run.dir if request.go_on else None)
+    run_dir = RunDir(Path(where).expanduser()) if where else None
+    if run_dir is None or not run_dir.run.exists():
+        yield None
+        return
+    with locked(run_dir) as lock:
+        yield lock
 
 
 def check(planned: Plan) -> None:
@@ -24,22 +44,70 @@ def check(planned: Plan) -> None:
         container.validate(container.build(planned.tree), planned.layout.world, here=planned.here)
 
 
-def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) -> local.Outcome:
-    """Write the run directory and train. Raises RunError when a rank dies.
+def foreseen(planned: Plan) -> dict[str, Any]:
+    """A plan for machines. memory: as `launch.memory.as_dict` has it."""
+    return {
+        "model": planned.composed.model,
+        "run": str(planned.run_dir.path),
+        "device": planned.device,
+        "layout": planned.layout.as_dict(),
+        "ranks": planned.layout.world,
+        "numerics": planned.tree["numerics"]["mode"],
+        "start": planned.start,
+        "of": planned.steps,
+        "data_missing": planned.data_missing,
+        "memory": memory.as_dict(estimate(planned.composed.config)),
+    }
 
-    watch: called while the ranks live, to show progress. stop: as for `local.run`.
+
+def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) -> local.Outcome:
+    """Write the run directory and train.
+
+    Raises RunError when another process trains there, a rank dies or hangs, or the run ends before its last step.
+
+    watch: called while the ranks live, to show progress. stop: as for `local.run`, without it Ctrl-C is raised.
     """
+    with locked(planned.run_dir):
+        return _execute(planned, watch, stop)
+
+
+def _execute(planned: Plan, watch: Callable[[], None], stop: Stop | None) -> local.Outcome:
+    plan.check_current(planned)
     if planned.run_dir.checkpoints.exists():
         checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
     plan.write(planned)
     try:
-        outcome = local.run(planned, watch, stop=stop)
+        outcome = ended(planned, local.run(planned, watch, stop=stop))
+    except LockLost:
+        raise
     except TpiError as error:
         with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
             attempts.end(planned.run_dir, "failed", str(error))
         raise
+    except KeyboardInterrupt:
+        attempts.end(planned.run_dir, local.Outcome.STOPPED.value)
+        raise
     attempts.end(planned.run_dir, outcome.value)
     return outcome
+
+
+def ended(planned: Plan, outcome: local.Outcome) -> local.Outcome:
+    """How a run ended whose ranks all ended well. Raises RunError: before its last step, and nobody asked for it.
+
+    Bridge leaves early with status 0 after train.exit_duration_in_mins, and on a signal that a rank got by itself.
+    """
+    if outcome is not local.Outcome.COMPLETED:
+        return outcome
+    run_dir, minutes = planned.run_dir, planned.tree["train"].get("exit_duration_in_mins")
+    steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
+    reached = steps[-1].step if steps else 0
+    if planned.last_recorded <= reached <= planned.steps:
+        return outcome
+    reason = f"; train.exit_duration_in_mins={minutes}" if minutes else f"; Bridge's log says why: {run_dir.bridge_log}"
+    raise RunError(
+        f"the ranks ended at step {reached} of {planned.steps}, and nothing had failed{reason}\n"
+        f"go on with: tpi train --resume {run_dir.path}"
+    )
 
 
 def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:

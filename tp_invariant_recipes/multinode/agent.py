@@ -7,8 +7,8 @@ queued again. The keys of the rendezvous, in the order in which nodes set them:
     orders     the first node: the step to start from, and what must be equal on all nodes
     arrived/N  node N: it has planned the same run, or why it cannot
     next       the first node: the port where the ranks of all nodes meet; None: the run is over
-    failed/N   node N, if its ranks failed: why, and when the failure began
-    failing    any node, after a failure: the others end their ranks
+    failed/N   node N, if its ranks failed: why, and when the failure began; where its ranks stand, if some hang
+    failing    any node, after a failure: the others end their ranks, and first say where they stand if some hang
     ended/N    node N: its ranks have ended
     over       the first node, at any time: how the run ended
     left/N     node N, last
@@ -18,21 +18,24 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tp_invariant_recipes.config import allocation
+from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, ranks, train
+from tp_invariant_recipes.launch.hang import Stand
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
-from tp_invariant_recipes.multinode.heartbeat import Heartbeat, PeerFailed, Superseded
+from tp_invariant_recipes.multinode.heartbeat import Heartbeat, PeerFailed
 from tp_invariant_recipes.multinode.rendezvous import POLL, NodeInfo, Rendezvous, Stopped
 from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs.lock import LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 NEXT = 600.0  # seconds that the first node may take to start its ranks once all nodes have arrived
@@ -54,6 +57,7 @@ class NodeTask:
     rendezvous_timeout: seconds to wait for the others.
     tries:       how many attempts of one job in a row may come to nothing.
     watch:       on the first node, shows the progress.
+    remark:      on the first node, shows a line.
     """
 
     run_dir: RunDir
@@ -63,6 +67,7 @@ class NodeTask:
     rendezvous_timeout: int
     tries: int
     watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]
+    remark: Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -100,16 +105,19 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Ended:
 
 
 def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
-    try:
-        ended = _plan_and_train(rendezvous, task)
-    except TpiError as error:
-        ended = Ended(None, why=str(error))
-    except Superseded:
-        ended = Ended(None, why="SLURM has started this job elsewhere: this try ends and leaves the run to the other")
-    rendezvous.set("over", outcome=ended.outcome and ended.outcome.value, requeued=ended.requeued, why=ended.why)
-    rendezvous.set("next", port=None)
-    _wait_for_others(rendezvous, "joined", LAST_WORDS)
-    _wait_for_others(rendezvous, "left", LAST_WORDS)
+    """It holds the run directory's lock for all nodes, until they have left."""
+    with ExitStack() as stack:
+        try:
+            lock = stack.enter_context(locked(task.run_dir, nodes=rendezvous.node.count))
+            if lock.remark:
+                task.remark(lock.remark)
+            ended = _plan_and_train(rendezvous, task)
+        except TpiError as error:
+            ended = Ended(None, why=str(error))
+        rendezvous.set("over", outcome=ended.outcome and ended.outcome.value, requeued=ended.requeued, why=ended.why)
+        rendezvous.set("next", port=None)
+        _wait_for_others(rendezvous, "joined", LAST_WORDS)
+        _wait_for_others(rendezvous, "left", LAST_WORDS)
     return ended
 
 
@@ -129,6 +137,8 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Ended:
     plan.write(planned, job=job)
     try:
         ended = _attempt(rendezvous, task, planned, attempts.consecutive_failures(mine, planned.start) + 1)
+    except LockLost:
+        raise
     except TpiError as error:
         ended = Ended(None, why=str(error))
     with suppress(TpiError):  # mostly a full disk, which the run's own error names
@@ -155,7 +165,7 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
     except Stopped:
         outcome = Outcome.STOPPED
     except (RunError, PeerFailed) as error:
-        cause = _first_cause(rendezvous, error)
+        cause = _first_cause(rendezvous, planned.run_dir, error)
         # A rank may fail of the signal that was to stop it; then nobody wants the run to go on by itself.
         again = number < task.tries and not cause.ours and not rendezvous.stop.requests
         more = "it is queued again" if again else "no more"
@@ -208,15 +218,18 @@ def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str |
         _wait_for_others(rendezvous, "ended", None, tick=heartbeat)
         heartbeat.look()  # the others' last files
         heartbeat.show()
-    return outcome
+    return train.ended(planned, outcome)
 
 
-def _first_cause(rendezvous: Rendezvous, error: Exception) -> RankFailed:
-    """The earliest failure of a rank on any node; `error` where no rank failed."""
-    rendezvous.set("failing")
+def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> RankFailed:
+    """The earliest failure of a rank on any node; if none failed, which ranks of all nodes hang; else `error`."""
+    _set_failing(rendezvous, hang=False)
     _wait_for_others(rendezvous, "ended", LAST_WORDS)
-    failures = [rendezvous.get(f"failed/{number}") for number in range(rendezvous.node.count)]
-    first = min((one for one in failures if one), key=lambda one: one["cause"], default=None)
+    found = [rendezvous.get(f"failed/{number}") for number in range(rendezvous.node.count)]
+    failures = [one for one in found if one]
+    first = min((one for one in failures if not one["stands"]), key=lambda one: one["cause"], default=None)
+    if first is None and failures:
+        return ranks.hanging([Stand.of(facts) for one in failures for facts in one["stands"]], run_dir)
     if first is None:
         return RankFailed(str(error), time.time())
     where = f"\n(on {first['name']})" if rendezvous.node.count > 1 else ""
@@ -227,9 +240,15 @@ def _first_cause(rendezvous: Rendezvous, error: Exception) -> RankFailed:
 
 
 def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
+    """It holds the lock of its own run directory if it shares none with the first node."""
+    with ExitStack() as stack:
+        return _follow(rendezvous, task, stack)
+
+
+def _follow(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> Ended:
     rendezvous.set(f"joined/{rendezvous.node.number}")
     try:
-        planned, shared = _plan_as_ordered(rendezvous, task)
+        planned, shared = _plan_as_ordered(rendezvous, task, locks)
         # One blocking wait, no polling: the first node forks its ranks now, and its store's thread must have no work.
         port = rendezvous.wait("next", NEXT)["port"]
         if port is None:
@@ -246,7 +265,7 @@ def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
     return Ended(Outcome(over["outcome"]) if over["outcome"] else None, over["requeued"], over["why"])
 
 
-def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask) -> tuple[Plan, bool]:
+def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> tuple[Plan, bool]:
     """Plan from the step in "orders" and set "arrived". Raises _Over when this node cannot take part.
 
     Returns the plan, and whether this node shares the run directory with the first.
@@ -262,6 +281,8 @@ def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask) -> tuple[Plan, bool
                 f"{node.name} does not see the files of {planned.run_dir.path} that the first of {node.names} wrote: "
                 f"set run.dir to a directory that all nodes share, or cluster.shared_files=false"
             )
+        elif not shared:
+            locks.enter_context(locked(planned.run_dir))
         problems += _differences(orders["agreed"], _must_agree(planned), node)
         train.check(planned)
     except TpiError as error:
@@ -281,7 +302,7 @@ def _differences(theirs: dict[str, dict[str, Any]], ours: dict[str, dict[str, An
     return [
         f"{node.name} has another {part}: {key} is {ours[part].get(key)}, and {theirs[part].get(key)} on the first of "
         f"{node.names}"
-        for part in theirs
+        for part in ours
         for key in sorted({*theirs[part], *ours[part]})
         if theirs[part].get(key) != ours[part].get(key)
     ]
@@ -334,16 +355,31 @@ def _run_ranks(
     first = node.number * count
     rank_infos = [RankInfo(first + n, n, planned.layout.world, count, address, (port,)) for n in range(count)]
     try:
-        return ranks.run(planned.run_dir, planned.device, rank_infos, heartbeat, rendezvous.stop, started=started)
+        return ranks.run(
+            planned.run_dir,
+            planned.device,
+            rank_infos,
+            heartbeat,
+            rendezvous.stop,
+            started=started,
+            limits=limits(planned.config),
+        )
     except RankFailed as error:
-        facts = {"cause": error.cause, "why": str(error), "ours": error.ours}
+        stands = [asdict(replace(one, node=node.name)) for one in error.stands]
+        facts = {"cause": error.cause, "why": str(error), "ours": error.ours, "stands": stands}
         rendezvous.set(f"failed/{node.number}", name=node.name, **facts)
-        rendezvous.set("failing")
+        _set_failing(rendezvous, hang=bool(stands))
         raise
     finally:
         if heartbeat.files:
             heartbeat.files()
         rendezvous.set(f"ended/{node.number}")
+
+
+def _set_failing(rendezvous: Rendezvous, *, hang: bool) -> None:
+    """Have the other nodes end their ranks, unless a node has done so. hang: they first say where theirs stand."""
+    if not rendezvous.has("failing"):
+        rendezvous.set("failing", hang=hang)
 
 
 def _wait_for_first_node(

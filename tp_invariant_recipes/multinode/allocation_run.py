@@ -17,6 +17,7 @@ from tp_invariant_recipes.errors import ConfigError, RunError, listed
 from tp_invariant_recipes.launch.plan import Plan, Request, for_nodes
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
+from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 
 # srun would bind the one task of a node, and with it all its ranks, to one core.
@@ -49,7 +50,8 @@ def become(request: Request) -> NoReturn:
         request = replace(request, overrides=(*request.overrides, parse(f"run.dir={path}")))
     else:
         path = request.resume.absolute()
-    path.mkdir(parents=True, exist_ok=True)  # a container can show only what is there
+    with locked(RunDir(path)):  # before srun starts; it makes the directory: a container can show only what is there
+        pass
     os.environ |= UNBOUND
     needed = [path, *cluster_files(request.overrides)]
     os.execvp(
@@ -57,8 +59,12 @@ def become(request: Request) -> NoReturn:
     )
 
 
-def node_task(request: Request, watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]]) -> NodeTask:
-    """What the task of each node is asked for. Raises ConfigError."""
+def node_task(
+    request: Request,
+    watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]],
+    remark: Callable[[str], None],
+) -> NodeTask:
+    """What the task of each node is asked for. watch, remark: as in NodeTask. Raises ConfigError."""
     composed = request.composed()
     config = _fitting(composed)
     where = request.resume or config.run.dir
@@ -72,6 +78,7 @@ def node_task(request: Request, watch: Callable[[Plan], AbstractContextManager[C
         rendezvous_timeout=config.slurm.rendezvous_timeout,
         tries=config.slurm.tries,
         watch=watch,
+        remark=remark,
     )
 
 

@@ -4,14 +4,23 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.record import put_aside
 from tp_invariant_recipes.multinode.rendezvous import Rendezvous
+from tp_invariant_recipes.reading import Count, checked, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 CHUNK = 1 << 20  # bytes
 FILES = re.compile(r"ledger\.jsonl|progress\.jsonl|logs/[\w-]+\.log")  # all that is sent, and all that is accepted
+
+
+class _Head(TypedDict):
+    """The first line of what is sent; the bytes follow."""
+
+    file: str
+    position: Count
 
 
 @dataclass
@@ -66,7 +75,10 @@ class Receiver:
 
     def _write(self, message: bytes) -> None:
         head, _, data = message.partition(b"\n")
-        facts = json.loads(head)
+        try:
+            facts = checked(_Head, parse_json(head))
+        except ValueError as error:
+            raise RunError(f"a process at this job's rendezvous sends what no node of it sends: {error}") from error
         if not FILES.fullmatch(facts["file"]):
             raise RunError(f"a process at this job's rendezvous sends {facts['file']}, which no node of it sends")
         file = self.run_dir.path / facts["file"]

@@ -6,9 +6,10 @@ from typing import Any
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.ranks import PeersHang
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
 from tp_invariant_recipes.multinode.rendezvous import Rendezvous
-from tp_invariant_recipes.runs import attempts
+from tp_invariant_recipes.runs import lock
 
 ROUND = 1.0  # seconds between two heartbeats
 LOST = 60.0  # seconds without a heartbeat after which a node counts as lost
@@ -18,8 +19,8 @@ class PeerFailed(Exception):
     """Another node has failed; it reports the reason itself."""
 
 
-class Superseded(Exception):
-    """SLURM took this job for dead and started it elsewhere, while its processes went on here."""
+class PeerHangs(PeerFailed, PeersHang):
+    """Ranks of another node hang, or wait for ranks that do: maybe for some here."""
 
 
 class Heartbeat:
@@ -29,7 +30,6 @@ class Heartbeat:
         """files: forwards files from node to node; None: all nodes share them."""
         self.rendezvous, self.run_dir, self.files = rendezvous, planned.run_dir, files
         self.show: Callable[[], None] = lambda: None
-        self.attempts = len(attempts.read_attempts(self.run_dir))
         self.rounds = 0
         self.looked = 0.0
         self.signs: dict[int, tuple[Any, float]] = {}  # by node: the last heartbeat and when it was first seen
@@ -37,7 +37,7 @@ class Heartbeat:
     def __call__(self) -> None:
         """Show progress; once a second, look at the others.
 
-        Raises PeerFailed, Superseded, and RunError when a node is lost.
+        Raises PeerFailed, RunError when a node is lost, and LockLost when SLURM has started this job elsewhere.
         """
         self.show()
         if time.monotonic() - self.looked >= ROUND:
@@ -51,11 +51,10 @@ class Heartbeat:
         self.rendezvous.set(f"alive/{node.number}", round=self.rounds)
         if self.files:
             self.files()
-        if self.rendezvous.has("failing"):
-            raise PeerFailed
+        if (failing := self.rendezvous.get("failing")) is not None:
+            raise PeerHangs if failing["hang"] else PeerFailed
+        lock.check()
         if node.first:
-            if len(attempts.read_attempts(self.run_dir)) != self.attempts:
-                raise Superseded
             for number in range(1, node.count):
                 self._look_for(number)
 

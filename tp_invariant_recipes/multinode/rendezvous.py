@@ -8,15 +8,114 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
+
+from pydantic import Field
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.quiet import quiet
+from tp_invariant_recipes.launch.hang import Standing
 from tp_invariant_recipes.launch.ranks import Stop
+from tp_invariant_recipes.ledger.run_files import Environment, Versions
+from tp_invariant_recipes.reading import MIB, Count, Seconds, checked, parse_json
+
+LARGEST = 16 * MIB  # bytes of a value
 
 PORTS = range(20_000, 32_000)  # below Linux's ephemeral ports; the job's id chooses one
 POLL = 0.1  # seconds between two looks for a key
 ANSWER = 30  # seconds that the first node may take to answer
+
+
+class Agreed(TypedDict):
+    """What must be equal on all nodes."""
+
+    identity: dict[str, Any]
+    environment: Environment
+    versions: Versions
+
+
+class Orders(TypedDict):
+    """What the first node tells the others to do."""
+
+    start: Count
+    token: str
+    agreed: Agreed
+
+
+class Arrived(TypedDict):
+    """A node that has planned."""
+
+    name: str
+    problems: list[str]
+    reached: str
+
+
+class Next(TypedDict):
+    """Where ranks meet."""
+
+    port: Annotated[int, Field(gt=0, lt=2**16)] | None
+
+
+class StandFacts(TypedDict):
+    """`launch.hang.Stand`."""
+
+    rank: Count
+    count: Count
+    place: str
+    late: str
+    seconds: Seconds
+    standing: Standing
+    at: Annotated[list[str], Field(min_length=1)]
+    node: str
+
+
+class Failed(TypedDict):
+    """A node whose ranks have failed."""
+
+    name: str
+    cause: Seconds
+    why: str
+    ours: bool
+    stands: list[StandFacts]
+
+
+class Failing(TypedDict):
+    """That ranks have failed somewhere."""
+
+    hang: bool
+
+
+class Over(TypedDict):
+    """How the run ended."""
+
+    outcome: Literal["completed", "stopped"] | None
+    requeued: bool
+    why: str | None
+
+
+class Alive(TypedDict):
+    """A heartbeat."""
+
+    round: Count
+
+
+class Nothing(TypedDict):
+    """A key that says all by being set."""
+
+
+# The first word of a key -> the fields of its value; multinode/agent.py says who sets it.
+VALUES: dict[str, Any] = {
+    "joined": Nothing,
+    "orders": Orders,
+    "arrived": Arrived,
+    "next": Next,
+    "failed": Failed,
+    "failing": Failing,
+    "ended": Nothing,
+    "over": Over,
+    "left": Nothing,
+    "alive": Alive,
+}
 
 
 class Stopped(Exception):
@@ -91,6 +190,16 @@ def _address(name: str, launcher: str) -> str:
         return launcher
 
 
+def parse(key: str, data: bytes) -> dict[str, Any]:
+    """The value of a key. RunError: it is none that a node sets, since anyone who reaches the port may set keys."""
+    try:
+        if len(data) > LARGEST:
+            raise ValueError(f"more than {LARGEST} bytes")
+        return checked(VALUES[key.partition("/")[0]], parse_json(data))
+    except ValueError as error:
+        raise RunError(f"a process at this job's rendezvous sets {key} to what no node of it sets: {error}") from error
+
+
 class Rendezvous:
     """The rendezvous, joined. Its methods raise RunError when the first node is gone."""
 
@@ -129,15 +238,16 @@ class Rendezvous:
         return self._ask(lambda: self.store.check([key]))
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The value of a key; None: it is not set."""
-        return self._ask(lambda: json.loads(self.store.get(key)) if self.store.check([key]) else None)
+        """The value of a key; None: it is not set. RunError: no node sets such a value."""
+        data = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
+        return None if data is None else parse(key, data)
 
     def wait(self, key: str, patience: float) -> dict[str, Any]:
         """The value of a key, after one blocking wait without polling; RunError after `patience` seconds."""
         from datetime import timedelta
 
         self._ask(lambda: self.store.wait([key], timedelta(seconds=patience)))
-        return json.loads(self._ask(lambda: self.store.get(key)))
+        return parse(key, self._ask(lambda: self.store.get(key)))
 
     def send(self, key: str, data: bytes) -> None:
         """Store bytes for one node to take."""

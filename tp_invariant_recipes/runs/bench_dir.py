@@ -1,11 +1,36 @@
 """The files of a benchmark's directory."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from tp_invariant_recipes.reading import parse_json
+from tp_invariant_recipes.reading import Count, Seconds, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
+
+
+class _Pass(TypedDict):
+    mode: str
+    round: Count
+    warmup: Count
+    steps: Count
+    profile: bool
+
+
+# A line of one rank's figures; `pass` is a keyword of Python.
+Figures = TypedDict(
+    "Figures",
+    {
+        "pass": Count,
+        "mode": str,
+        "round": Count,
+        "profile": bool,
+        "step": Count,
+        "counts": bool,
+        "seconds": Seconds,
+        "tokens": Count,
+        "peak_bytes": Count,
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -61,10 +86,13 @@ class BenchDir(RunDir):
 
     def read_passes(self) -> tuple[Pass, ...]:
         """The passes. Raises RunError when this is not a benchmark's directory."""
-        return tuple(self._read(self.passes, lambda data: [Pass(**one) for one in parse_json(data)]))
+        passes = self._read(self.passes, parse_json, list[_Pass])
+        return tuple(Pass(**{field.name: one[field.name] for field in fields(Pass)}) for one in passes)
 
     def read_figures(self, rank: int) -> list[dict[str, Any]]:
         """The lines of one rank. Raises RunError when there are none."""
-        return self._read(
-            self.figures(rank), lambda data: [parse_json(line, constants=True) for line in data.splitlines()]
-        )
+        return self._read(self.figures(rank), _lines, list[Figures], limit=1 << 30)
+
+
+def _lines(data: bytes) -> list[Any]:
+    return [parse_json(line) for line in data.splitlines()]

@@ -13,7 +13,7 @@ import yaml
 
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.files import write_atomically
+from tp_invariant_recipes.files import UNFINISHED, write_atomically
 from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.reading import checked, parse_json, parse_yaml, read_limited
 
@@ -80,6 +80,11 @@ class RunDir:
         return self.path / "index-cache"
 
     @property
+    def lock(self) -> Path:
+        """Who writes here now (runs/lock.py)."""
+        return self.path / "write.lock"
+
+    @property
     def script(self) -> Path:
         """The sbatch script of the run's job."""
         return self.path / "job.sbatch"
@@ -98,6 +103,13 @@ class RunDir:
     def ended(self) -> Path:
         """How the last attempt in a job ended, for the job's script (`Ended.word` in multinode/agent.py)."""
         return self.path / "job.ended"
+
+    def is_empty(self) -> bool:
+        """Whether a command may begin here: nothing is there, or what one left that was killed before `run.json`."""
+        there = {file.name for file in self.path.iterdir()} if self.path.exists() else set()
+        before_run = {file.name for file in (self.lock, self.config, self.environment, self.versions)}
+        begun = {name for name in there if name in before_run or (name.startswith(".") and name.endswith(UNFINISHED))}
+        return not there or (self.lock.name in there and there == begun)
 
     def rank_log(self, rank: int) -> Path:
         """Standard output and error of one rank."""
@@ -171,7 +183,7 @@ def choose(requested: str | None, name: str) -> RunDir:
         path = Path(requested).expanduser()
         if path.exists() and not path.is_dir():
             raise RunError(f"run.dir={path} is a file")
-        if path.is_dir() and any(path.iterdir()):
+        if not RunDir(path).is_empty():
             raise RunError(f"run.dir={path} is not empty: go on with it (--resume {path}) or choose another run.dir")
         return RunDir(path)
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -187,7 +199,7 @@ def choose_for_several(requested: Path | None, name: str) -> Path:
     if requested is None:
         return choose(None, name).path
     path = requested.expanduser()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not (path.is_dir() and RunDir(path).is_empty()):
         raise RunError(
             f"--dir {requested} is there and is not an empty directory: nothing is overwritten, choose another"
         )

@@ -1,0 +1,191 @@
+"""Notices that ranks hang, by the time since their last signs of life, and says which one the others wait for."""
+
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from tp_invariant_recipes.config.hang_timeout import Limits
+from tp_invariant_recipes.launch import stacks
+from tp_invariant_recipes.training.heartbeat import WRITE_FRAMES, Heartbeats, Phase, Sign
+
+WINDOW = 20  # steps of which the longest counts
+LOOK = 1.0  # seconds: the most that counts between two looks; the launcher itself was stopped if it is more
+NAMED = 4  # ranks that a message shows one by one
+FRAMES = 3  # of each
+STEPS = (Phase.STEP, Phase.LONG_STEP)
+STOPPED = ("T", "t")  # states of a process, as proc(5) names them
+
+# What a rank is at in a phase; what it has not done; which limit holds. {0}: its step, {1}: the one after it.
+_Words = tuple[str, str, Literal["step", "long_step", "alone"]]
+PHASES: dict[Phase, _Words] = {
+    Phase.STARTING: ("before its start", "has not started", "alone"),
+    Phase.LOADING: ("while it loads Megatron-Bridge", "has not loaded Megatron-Bridge and the model", "alone"),
+    Phase.SETTING_UP: ("in its set-up", "has not set up process groups, model and checkpoint", "alone"),
+    Phase.OPENING_DATA: ("while it opens the data", "has not opened its data", "alone"),
+    Phase.READY: ("before its first step", "has not begun step {1}", "alone"),
+    Phase.STEP: ("in step {0}", "has not ended step {0}", "step"),
+    Phase.LONG_STEP: ("in step {0}", "has not ended step {0}", "long_step"),
+    Phase.BETWEEN: ("after step {0}", "has ended step {0} and has not begun another", "alone"),
+    Phase.EVALUATING: ("in the evaluation after step {0}", "has not ended the evaluation after step {0}", "long_step"),
+    Phase.ENDING: ("after its last step", "has not ended after its last step", "alone"),
+    Phase.DONE: ("at its end", "is done, and its process has not ended", "alone"),
+}
+
+# How a rank stands: who cannot run is to blame, then who does anything but wait.
+Standing = Literal["stopped", "silent", "busy", "waits"]
+
+
+@dataclass(frozen=True)
+class Stand:
+    """Where one rank stands, as nodes tell each other.
+
+    count:   its signs of life: the fewest is the furthest behind.
+    place:   what it is at: "in step 12". late: what it has not done: "has not ended step 12".
+    seconds: since its last sign.
+    at:      in words, what it waits for, or its innermost frame and the frames that called it.
+    node:    in a job of several nodes, where it runs.
+    """
+
+    rank: int
+    count: int
+    place: str
+    late: str
+    seconds: float
+    standing: Standing
+    at: tuple[str, ...]
+    node: str = ""
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> "Stand":
+        """What another node sends."""
+        return cls(**{field.name: facts[field.name] for field in fields(cls)} | {"at": tuple(facts["at"])})
+
+    @property
+    def name(self) -> str:
+        """rank 3; rank 3 (on n1)."""
+        return f"rank {self.rank} (on {self.node})" if self.node else f"rank {self.rank}"
+
+
+class HangWatch:
+    """Looks at the ranks of this machine. Every look is cheap."""
+
+    def __init__(self, heartbeats: Heartbeats, ranks: Sequence[int], limits: Limits | None) -> None:
+        """ranks: their numbers. limits: None: no rank is ever overdue."""
+        self.heartbeats, self.ranks, self.limits = heartbeats, ranks, limits
+        self.clock = 0.0  # seconds that the launcher itself has been running
+        self.looked = time.monotonic()
+        self.signs = [heartbeats[n] for n in range(len(ranks))]
+        self.since = [0.0 for _ in ranks]  # on the clock: when the sign came
+        self.steps: list[deque[float]] = [deque(maxlen=WINDOW) for _ in ranks]  # seconds
+        self.warm = [False for _ in ranks]  # whether the first step has ended, which tells nothing of the next
+
+    def overdue(self, alive: Sequence[bool]) -> bool:
+        """Whether a rank that lives has given no sign for longer than it may."""
+        now = time.monotonic()
+        passed = min(now - self.looked, LOOK)
+        self.clock, self.looked = self.clock + passed, now
+        for n, before in enumerate(self.signs):
+            sign = self.heartbeats[n]
+            if sign.count != before.count:
+                self._take(n, before, sign, passed)
+        return any(lives and self.clock - self.since[n] > self._limit(n) for n, lives in enumerate(alive))
+
+    def _take(self, n: int, before: Sign, sign: Sign, passed: float) -> None:
+        """New signs since the last look, `passed` seconds ago. What lies between two looks took no longer than that."""
+        if before.phase in STEPS:
+            took = self.clock - self.since[n]
+        elif sign.step - before.step > (sign.phase in STEPS):
+            took = passed
+        else:  # no step has ended
+            took = None
+        if took is not None and self.warm[n]:
+            self.steps[n].append(took)
+        self.warm[n] |= took is not None
+        self.signs[n], self.since[n] = sign, self.clock
+
+    def _limit(self, n: int) -> float:
+        if self.limits is None:
+            return float("inf")
+        kind = PHASES[self.signs[n].phase][2]
+        if kind == "step":
+            return self.limits.of_step(max(self.steps[n], default=None))
+        return self.limits.long_step if kind == "long_step" else self.limits.alone
+
+    def stands(self, processes: Sequence[Any], logs: Sequence[Path]) -> list[Stand]:
+        """Where the ranks that live stand now. It asks them, which takes up to `stacks.ANSWER` seconds.
+
+        processes, logs: of all ranks here.
+        """
+        alive = [n for n, process in enumerate(processes) if process.is_alive()]
+        states = {n: stacks.state(processes[n].pid) for n in alive}
+        asked = [n for n in alive if self.signs[n].count and states[n] not in STOPPED]
+        before = {n: (logs[n], stacks.size_of(logs[n])) for n in asked}
+        for n in asked:
+            with suppress(ProcessLookupError):
+                os.kill(processes[n].pid, WRITE_FRAMES)
+        found = stacks.answers(before, {n: self.signs[n].thread for n in asked})
+        return [self._stand(n, states[n], found.get(n)) for n in alive]
+
+    def _stand(self, n: int, state: str, stack: stacks.Stack | None) -> Stand:
+        sign = self.signs[n]
+        place, late, _ = (words.format(sign.step, sign.step + 1) for words in PHASES[sign.phase])
+        standing: Standing
+        at: tuple[str, ...]
+        if state in STOPPED:
+            standing, at = "stopped", ("stopped by a signal (SIGSTOP), so it cannot say where",)
+        elif stack is None:
+            waits = ", in an uninterruptible wait for a file system or a driver" if state == "D" else ""
+            standing, at = "silent", (f"it does not say where{waits}",)
+        elif stack.waits:
+            standing, at = "waits", (f"waiting for {stack.waits}",)
+        else:
+            frames = [str(frame) for frame in stack.frames[:FRAMES]] or ["no function of Python"]
+            standing, at = "busy", (f"at {frames[0]}", *frames[1:])
+        return Stand(self.ranks[n], sign.count, place, late, self.clock - self.since[n], standing, at)
+
+
+def suspects(stands: Sequence[Stand]) -> list[Stand]:
+    """Those for whom the others wait: stopped ranks; else, of those furthest behind, those that do anything but wait.
+
+    Empty: all are equally far and wait, so no one is to blame alone.
+    """
+    stopped = [one for one in stands if one.standing == "stopped"]
+    if stopped:
+        return stopped
+    fewest = min(one.count for one in stands)
+    behind = [one for one in stands if one.count == fewest]
+    guilty = [one for one in behind if one.standing != "waits"]
+    return guilty or (behind if len(behind) < len(stands) else [])
+
+
+def message(stands: Sequence[Stand]) -> str:
+    """Which ranks hang, at which step, where they stand; then those that wait for them."""
+    found = suspects(stands)
+    if found:
+        worst = max(found, key=lambda one: one.seconds)
+        numbers = [one.rank for one in found]
+        more = "s" if len(found) > 1 else ""
+        lines = [f"{stacks.listed(numbers)} hang{'' if more else 's'}: {_late(worst, len(found))}"]
+    else:
+        worst = max(stands, key=lambda one: one.seconds)
+        lines = [f"all ranks hang: {stacks.listed(o.rank for o in stands)}, each waits: {_late(worst, len(stands))}"]
+    shown = (found or list(stands))[:NAMED]
+    for one in shown:
+        first, *callers = one.at
+        lines += [f"  {one.name} {one.place}, {first}", *(f"    called at {frame}" for frame in callers)]
+    groups: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for one in stands:
+        if one not in shown:
+            groups[one.place, one.at[0]].append(one.rank)
+    lines += [f"  {stacks.listed(ranks)} {place}, {at}" for (place, at), ranks in list(groups.items())[:NAMED]]
+    return "\n".join(lines)
+
+
+def _late(one: Stand, several: int) -> str:
+    words = one.late if several == 1 else one.late.replace("has ", "have ", 1).replace("is ", "are ", 1)
+    return f"{'it' if several == 1 else 'they'} {words} for {one.seconds:.0f} s"

@@ -1,0 +1,117 @@
+"""Whether a run fits the memory of the GPUs or nodes that it is for, as far as that can be told before it starts."""
+
+from dataclasses import dataclass
+
+from tp_invariant_recipes.config import layout, memory
+from tp_invariant_recipes.config.memory import ACTIVATIONS, GIB, LOSS, MIB, Estimate
+from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host import memory as host
+
+# A run is refused only if it needs more even where all that the estimate does not count exactly is this part too high.
+# docs/memory.md says how near the measured peaks it is.
+ERROR = 0.15
+
+
+@dataclass(frozen=True)
+class Room:
+    """What there is. size: bytes. what: of what, for messages. whole: of a node for all its ranks, not of a GPU."""
+
+    size: float
+    what: str
+    whole: bool = False
+
+
+def room(config: RunConfig, *, here: bool) -> Room | None:
+    """The memory of what the run is for. None: not known.
+
+    here: whether its ranks will run on this machine.
+    """
+    if config.device.kind == "gpu":
+        found = gpus.visible() if here else []
+        if found:
+            return Room(min(gpu.memory for gpu in found), "a GPU of this machine")
+        size = config.cluster.gpu_memory
+        return None if size is None else Room(size * GIB, f"a GPU of cluster={config.cluster.name}")
+    left = host.available() if here else None
+    return None if left is None else Room(left, "this machine", whole=True)
+
+
+def problems(config: RunConfig, *, here: bool) -> list[str]:
+    """Why the run cannot fit, with the figures and what would lower them; empty where it may.
+
+    here: as for `room`.
+    """
+    there = room(config, here=here) if config.device.check_memory else None
+    if there is None:
+        return []
+    need = memory.estimate(config)
+    least = need.least(ERROR)
+    if there.whole:
+        least = need.ranks * least + need.together * (1 - ERROR)
+    if least <= there.size:
+        return []
+    wanted = f"{_gib(need.node)} on a node" if there.whole else f"{_gib(need.rank)} on a GPU"
+    lines = [
+        f"this run needs about {wanted}, and {there.what} has {_gib(there.size)}:",
+        *(f"    {line}" for line in table(need)),
+        f"    lower it: {', '.join(_ways(config, need))}; device.check_memory=false starts it anyway",
+    ]
+    return ["\n".join(lines)]
+
+
+def summary(config: RunConfig, *, here: bool) -> str:
+    """One line: the fullest rank, and what there is for it if that is known. here: as for `room`."""
+    there = room(config, here=here)
+    known = "" if there is None else f"; {there.what} has {_gib(there.size)}"
+    return f"the fullest rank needs about {_gib(memory.estimate(config).rank)}{known}"
+
+
+def table(need: Estimate) -> list[str]:
+    """The estimate for people: a line a part, then a rank, and the node where its ranks share the memory."""
+    rows = [*need.parts.items(), ("a rank", need.rank)]
+    if need.together:
+        ranks = "1 rank" if need.ranks == 1 else f"{need.ranks} ranks"
+        rows += [("Python and Megatron-Bridge, once", need.together), (f"a node, {ranks}", need.node)]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:{width}}  {_aligned(size)}" for name, size in rows]
+    return [*lines, *(f"{key}: not followed in {', '.join(parts)}" for key, parts in need.unfollowed.items())]
+
+
+def as_dict(need: Estimate) -> dict[str, object]:
+    """The estimate for machines, in bytes."""
+    return {
+        "parts": dict(need.parts),
+        "rank": need.rank,
+        "ranks_per_node": need.ranks,
+        "node": need.node,
+        "not_followed": {key: list(parts) for key, parts in need.unfollowed.items()},
+    }
+
+
+def _ways(config: RunConfig, need: Estimate) -> list[str]:
+    """Overrides that lower the estimate, those of the larger parts first."""
+    at, model = layout.of(config), config.model
+    tokens = need.parts[ACTIVATIONS] + need.parts[LOSS]
+    of_tokens = ["lower seq=" if config.bridge["train"]["micro_batch_size"] == 1 else "lower mbs= or seq="]
+    if model.get("recompute_granularity") != "full":
+        of_tokens.append("model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1")
+    if config.device.kind == "cpu":
+        of_states = ["a smaller model (tpi models)"]  # ranks of a node share its memory
+    else:
+        of_states = ["raise tp= or pp="]
+        if model.get("num_moe_experts"):
+            of_states[0] += " or ep="
+        if not config.bridge["optimizer"].get("use_distributed_optimizer"):
+            of_states.append("optimizer.use_distributed_optimizer=true with dp=")
+        elif at.dp == 1:
+            of_states.append("raise dp= (its ranks share the optimizer's state)")
+    return [*of_tokens, *of_states] if tokens > need.rank / 2 else [*of_states, *of_tokens]
+
+
+def _aligned(size: int) -> str:
+    return f"{size / GIB:8.2f} GiB" if size >= GIB / 10 else f"{size / MIB:8.2f} MiB"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
