@@ -8,12 +8,15 @@ neither torch nor Megatron is imported.
 """
 
 import os
+import pkgutil
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
 from inspect import signature
 from typing import Any
 
-from tp_invariant_recipes.config import environment, invariance
+from tp_invariant_recipes.config import allowed_fields, environment, invariance, invariant_experts, model_fields
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.vectors import VECTORS
@@ -38,13 +41,16 @@ def switched_on(variables: dict[str, str]) -> int | None:
 
 def install(shards: int) -> None:
     """Make this process's Megatron-Core invariant with V = `shards`, for good."""
+    import torch
     from megatron.core.transformer import TransformerConfig
 
     from tp_invariant_recipes.numerics import spec
 
+    variables = _variables()  # before anything is changed
     # What the layers read. A recipe sets both on its own configuration; a plain one has these.
     TransformerConfig.virtual_shards, TransformerConfig.invariant_mode = shards, NUMERICS["mode"]
-    os.environ.update(environment.settings(_device(), os.environ))
+    os.environ.update(variables)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     # Those of `spec` come last: what Megatron-Core imports by name must be its own when it is imported here.
     apply((*_rows(shards), *spec.replacements(NUMERICS | {"virtual_shards": shards})))
 
@@ -58,7 +64,7 @@ def _rows(shards: int) -> tuple[Replacement, ...]:
         ),
         Replacement(
             "megatron.core.models.common.language_module.language_module:LanguageModule.__init__",
-            _gpt_only,
+            _only("megatron.core.models.gpt:GPTModel", "has no invariant version; only GPTModel has"),
             "other models have layers with no invariant version",
         ),
         Replacement(
@@ -71,7 +77,33 @@ def _rows(shards: int) -> tuple[Replacement, ...]:
             lambda original: _checked(original, shards),
             "some ways to reduce gradients are not covered",
         ),
+        Replacement(
+            "megatron.core.distributed.data_parallel_base:_BaseDataParallel.__init__",
+            _only(
+                "megatron.core.distributed:DistributedDataParallel",
+                "reduces gradients in an order of its own; use DistributedDataParallel",
+            ),
+            "FSDP reduces gradients in an order of its own",
+        ),
+        Replacement(
+            "megatron.core.optimizer.optimizer:MegatronOptimizer.__init__",
+            _checked_optimizer,
+            "some optimizers are not covered; every one of Megatron's passes here, wherever it is built",
+        ),
     )
+
+
+def _variables() -> dict[str, str]:
+    """What numerics depend on. Raises ConfigError for a wrong value, and for one that CUDA started without."""
+    import torch
+
+    device = _device()
+    _refuse(environment.flash_problems(device, NUMERICS["mode"], os.environ))
+    variables = environment.settings(device, os.environ)
+    late = [f"{name}={value}" for name, value in variables.items() if os.environ.get(name) != value]
+    if late and torch.cuda.is_initialized():
+        _refuse([f"{', '.join(late)}: CUDA has started without; import this module before, or set them in the shell"])
+    return variables
 
 
 def _device() -> str:
@@ -99,16 +131,19 @@ def _checked_and_initialised(original: Callable[..., None], shards: int) -> Call
     return __init__
 
 
-def _gpt_only(original: Callable[..., None]) -> Callable[..., None]:
-    @wraps(original)
-    def __init__(self, *args, **kwargs) -> None:
-        from megatron.core.models.gpt import GPTModel
+def _only(target: str, refusal: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Wrap the constructor of a base class: of its subclasses only `target`, MODULE:CLASS, can be built."""
 
-        if not isinstance(self, GPTModel):
-            _refuse([f"{type(self).__name__} has no invariant version; only GPTModel has"])
-        original(self, *args, **kwargs)
+    def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+        @wraps(original)
+        def __init__(self, *args, **kwargs) -> None:
+            if not isinstance(self, pkgutil.resolve_name(target)):
+                _refuse([f"{type(self).__name__} {refusal}"])
+            original(self, *args, **kwargs)
 
-    return __init__
+        return __init__
+
+    return wrapper
 
 
 def _invariant_layers(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,12 +161,27 @@ def _checked(original: Callable[..., None], shards: int) -> Callable[..., None]:
     def __init__(self, config, ddp_config, *args, **kwargs) -> None:
         import torch
 
-        ddp = {name: getattr(ddp_config, name) for name in ("grad_reduce_in_fp32", "overlap_grad_reduce")}
+        ddp = allowed_fields.values_of(ddp_config)
         ddp["grad_reduce_in_fp32"] |= config.params_dtype == torch.float32
         _refuse(_problems(config, shards, ddp=ddp))
         original(self, config, ddp_config, *args, **kwargs)
 
     return __init__
+
+
+def _checked_optimizer(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def __init__(self, optimizer, config, *args, **kwargs) -> None:
+        _refuse([_plain(line) for line in allowed_fields.refused("optimizer", allowed_fields.values_of(config))])
+        original(self, optimizer, config, *args, **kwargs)
+
+    return __init__
+
+
+def _plain(line: str) -> str:
+    """A problem as a program of its own has it: without the sections of our configuration."""
+    line = re.sub(r"\b(model|ddp|optimizer)\.(?=\w)", "", line.removeprefix("numerics=tree: "))
+    return line.replace("numerics.virtual_shards", SHARDS)
 
 
 def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict[str, Any] | None = None) -> list[str]:
@@ -142,11 +192,13 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
     """
     from megatron.core import parallel_state
 
-    model = {name: value for name, value in vars(config).items() if name != "hybrid_layer_pattern"} | {
+    model = {name: value for name, value in _given(config).items() if name != "hybrid_layer_pattern"} | {
         "vocab_size": vocab_size or shards,
         "seq_length": shards * VECTORS,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        # What counts is torch's flag, which Megatron-Core sets by the field with bf16=True alone.
+        "disable_bf16_reduced_precision_matmul": not _adds_in_bf16(),
     }
     tree = {
         "numerics": NUMERICS | {"virtual_shards": shards},
@@ -155,11 +207,28 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
         "ddp": ddp or {},
         "device": {"kind": _device()},
     }
-    found = [line.removeprefix("numerics=tree: ").replace("model.", "") for line in invariance.limits(tree)]
-    found = [line.replace("numerics.virtual_shards", SHARDS) for line in found]
+    found = [_plain(line) for line in invariance.limits(tree)]
     if _device() == "gpu" and not config.deterministic_mode:
         found.append("kernels that add in no fixed order repeat no bits; deterministic_mode=True")
     return found
+
+
+def _given(config: Any) -> dict[str, Any]:
+    """The fields of a TransformerConfig without those that no rule knows and that have their default."""
+    defaults = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(config)}
+    known = (*model_fields.KNOWN, *invariance.OFF, *invariant_experts.OFF)
+    return {
+        name: value
+        for name, value in vars(config).items()
+        if name in known or (name in defaults and name[0] != "_" and value != defaults[name])
+    }
+
+
+def _adds_in_bf16() -> bool:
+    """Whether cuBLAS may add parts of a product in bf16."""
+    import torch
+
+    return torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 
 
 def _refuse(problems: list[str]) -> None:

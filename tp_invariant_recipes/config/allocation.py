@@ -73,6 +73,7 @@ def _counts(config: RunConfig) -> Iterator[str]:
     lowest = {
         "cluster.gpus_per_node": 0,
         "cluster.ranks_per_node": 1,
+        "cluster.gpu_memory": 1,
         "slurm.save_before": 1,
         "slurm.tries": 1,
         "slurm.rendezvous_timeout": 1,

@@ -11,11 +11,14 @@ from tp_invariant_recipes.config import (
     bounds,
     cuda_graphs,
     environment,
+    field_table,
+    hang_timeout,
     hydra_tree,
     invariance,
     layout,
     low_precision,
     recording,
+    relations,
     schema,
     source,
 )
@@ -29,6 +32,8 @@ from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.config.settings import OWN_SECTIONS
 from tp_invariant_recipes.config.values import WrongType, convert
 from tp_invariant_recipes.errors import ConfigError, listed
+
+OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
 
 # To YAML 4:00:00 is 14400 and 010 is 8, so that text made of the value need not be what was written.
 UNQUOTED = "expected text; in a file, write it in quotes"
@@ -78,25 +83,55 @@ def compose(
         if option is not None and not any(o.path == group for o in sound)
     ]
     if known:
-        tree = _hydra(model, sound, problems)
-        if beyond := bounds.wrong(tree):  # before any rule, which may count up to such a number
-            typed = {a.path: beyond[a.path] for a in sound if a.path in beyond}
-            problems += (typed or beyond).values()  # other fields may follow from a typed one
-            sound = [a for a in sound if a.path not in beyond]
-            tree = _hydra(model, sound, problems)
-            if bounds.wrong(tree):  # of a file
-                raise ConfigError(listed(problems), problems)
-        wrong = _check_fields(tree, sound) | _lost_precision(model, sound, problems)
-        if wrong:
-            problems += wrong.values()
-            sound = [o for o in sound if o.path not in wrong]
-            tree = _hydra(model, sound, problems)
-            _as_by_default(tree, _check_fields(tree, sound))
-        rules = (layout, invariance, cuda_graphs, low_precision, recording, environment)
+        tree = _checked(model, sound, problems)
+        rules = (
+            layout,
+            relations,
+            invariance,
+            cuda_graphs,
+            low_precision,
+            recording,
+            hang_timeout,
+            environment,
+        )
         problems += [problem for rule in rules for problem in rule.problems(tree)]
     if problems:
         raise ConfigError(listed(problems), problems)
     return Composed(model, tuple(asked), tree)
+
+
+def _checked(model: str, sound: Sequence[Override], problems: list[str]) -> dict[str, Any]:
+    """The tree of those overrides whose numbers and types fit. What is wrong with others is added to `problems`.
+
+    Raises ConfigError where files put into a section of Bridge's what no rule can judge.
+    """
+    tree = _hydra(model, sound, problems)
+    while wrong := _misfits(model, tree, sound, problems):
+        problems += [problem for problem in wrong.values() if problem not in problems]
+        left = [o for o in sound if o.path not in wrong]
+        if len(left) < len(sound):
+            sound = left
+            tree = _hydra(model, sound, problems)
+        elif any(path.partition(".")[0] in OF_BRIDGE for path in wrong):
+            raise ConfigError(listed(problems), problems)
+        else:
+            _as_by_default(tree, wrong)
+    return tree
+
+
+def _misfits(model: str, tree: dict[str, Any], overrides: Sequence[Override], problems: list[str]) -> dict[str, str]:
+    """Path -> problem. Numbers first, which need no import, and again when texts have become numbers."""
+    return (
+        _out_of_range(tree, overrides)
+        or _check_fields(tree, overrides) | _lost_precision(model, overrides, problems)
+        or _out_of_range(tree, overrides)
+    )
+
+
+def _out_of_range(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[str, str]:
+    """Path -> problem of numbers; those that the user has set, if any: others may follow from them."""
+    wrong = bounds.wrong(tree)
+    return {o.path: wrong[o.path] for o in overrides if o.path in wrong} or wrong
 
 
 def _sound(overrides: Sequence[Override], groups: dict[str, tuple[str, ...]], problems: list[str]) -> list[Override]:
@@ -226,24 +261,40 @@ def _named(file: Path) -> list[str]:
 
 
 def _check_fields(tree: dict[str, Any], overrides: Iterable[Override]) -> dict[str, str]:
-    """Path -> problem, in our sections and in those of Bridge's where the user set a field directly; plain values there
-    get their type.
+    """Path -> problem, in our sections and in those of Bridge's whose fields are known without importing it, or where
+    the user set a field directly. Plain values get their type.
 
     The other sections are as files have them; they are checked when the container is built.
     """
     short = {key.path for key in SHORT_KEYS.values()}
-    touched = {a.path.partition(".")[0] for a in overrides if not a.group and a.path not in short}
+    asked = [o.path.split(".") for o in overrides if not o.group and o.path not in short]
     wrong = {
         section: f"{section}: no such section{nearest(section, schema.SECTIONS)}"
         for section in tree
         if section not in schema.SECTIONS
     }
-    for section in sorted(touched | OWN_SECTIONS.keys()):
+    wrong |= _wrong_short_keys(tree)
+    table = field_table.read()
+    for section in sorted(schema.SECTIONS & tree.keys()):
         if isinstance(tree[section], dict):
-            values, problems = schema.convert_section(section, tree)
+            names = [path[1] for path in asked if path[0] == section and len(path) > 1]
+            values, problems = schema.check_section(section, tree, names, table)
             tree[section] |= {name: value for name, value in values.items() if type(value) in (bool, int, float)}
             wrong |= problems
     return _hinted(tree, wrong)
+
+
+def _wrong_short_keys(tree: dict[str, Any]) -> dict[str, str]:
+    """Path -> problem, where a file gives a field that has a short key a value of another type."""
+    wrong = {}
+    for key in SHORT_KEYS.values():
+        section, _, name = key.path.partition(".")
+        value = tree[section].get(name)
+        try:
+            convert(value, key.type)
+        except WrongType as error:
+            wrong[key.path] = f"{key.path}={value}: {error}"
+    return wrong
 
 
 def _hinted(tree: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
@@ -265,7 +316,9 @@ def _hinted(tree: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
 def _as_by_default(tree: dict[str, Any], wrong: Iterable[str]) -> None:
     """Put defaults where files hold what was said to be wrong, so that what else is wrong can be said as well."""
     for section, _, name in (path.partition(".") for path in wrong):
-        if section in OWN_SECTIONS:
+        if section not in OWN_SECTIONS:
+            tree.pop(section)
+        else:
             field, defaults = name.partition(".")[0], asdict(OWN_SECTIONS[section]())
             tree[section].pop(field)
             tree[section] |= {field: defaults[field]} if field in defaults else {}

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from tp_invariant_recipes.config import environment, schema
+from tp_invariant_recipes.config import allowed_fields, environment, schema
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.config.sections import RunConfig, typed
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
 
@@ -55,17 +56,18 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
         raise ConfigError(listed(problems))
     from megatron.bridge.training.config import ConfigContainer
 
+    config = typed(tree)
     _null_tokenizer(sections["tokenizer"])
-    _layers(tree, sections["model"])
+    _layers(config, sections["model"])
     parts = {
         name: schema.section_class(name, tree)(**values)
         for name, values in sections.items()
         if name in schema.BRIDGE_SECTIONS or name == "mixed_precision"
     }
     parts.setdefault("mixed_precision", tree["mixed_precision"])
-    _numerics(parts["model"], tree)
+    _numerics(parts["model"], config)
     # Bridge sets these too, so that code which does not go through our launcher computes the same bits.
-    variables = environment.settings(tree["device"]["kind"], os.environ, tree["cluster"]["environment"])
+    variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
     return ConfigContainer(**parts, env_vars=variables)
 
 
@@ -74,7 +76,8 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True) 
 
     here: whether they will run on this machine. If not, and Transformer Engine is missing here, what it takes is left
           for the nodes to find out.
-    It finalizes the container in place, so give it one that is not used afterwards. Raises ConfigError.
+    It finalizes the container in place, so give it one that is not used afterwards. Raises ConfigError for what Bridge
+    refuses, and for what Bridge sets and the invariant numerics do not allow.
     """
     from unittest.mock import patch
 
@@ -89,28 +92,43 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True) 
             runtime_config_update(container)
         except (AssertionError, ValueError, NotImplementedError) as error:
             raise ConfigError(f"Megatron-Bridge refuses this configuration: {str(error).strip() or error!r}") from error
+    if problems := _changed_by_bridge(container):
+        raise ConfigError(listed(problems), problems)
 
 
-def _layers(tree: dict[str, Any], model: dict[str, Any]) -> None:
+def _changed_by_bridge(container: ConfigContainer) -> list[str]:
+    """What the invariant numerics do not allow, and what the tree did not say: Bridge's validation sets fields, too."""
+    mode = getattr(container.model, "invariant_mode", "stock")
+    if mode == "stock":
+        return []
+    found = [
+        line
+        for section in allowed_fields.SECTIONS
+        for line in allowed_fields.refused(section, allowed_fields.values_of(getattr(container, section)))
+    ]
+    return [*(f"numerics={mode}: Megatron-Bridge sets {line}" for line in found), *([OR_STOCK] if found else [])]
+
+
+def _layers(config: RunConfig, model: dict[str, Any]) -> None:
     """The provider's layers, unless the tree names some of its own or stock ones of Transformer Engine are meant."""
     from hydra.utils import get_method
 
-    provider = tree["model"]["_target_"].rpartition(".")[2]
+    provider = config.model["_target_"].rpartition(".")[2]
     local = LOCAL_SPECS if model["transformer_impl"] == "local" else {}
-    specs = local if tree["numerics"]["mode"] == "stock" else INVARIANT_SPECS
+    specs = local if config.numerics.mode == "stock" else INVARIANT_SPECS
     if provider in specs:
         model.setdefault(SPEC_FIELDS[provider], get_method(specs[provider]))
 
 
-def _numerics(provider: Any, tree: dict[str, Any]) -> None:
+def _numerics(provider: Any, config: RunConfig) -> None:
     """What the invariant layers read from their configuration, and weights that no layout changes."""
-    numerics = tree["numerics"]
-    if numerics["mode"] != "stock":
-        provider.invariant_mode, provider.virtual_shards = numerics["mode"], numerics["virtual_shards"]
-    if numerics["initial_weights"] == "invariant":
+    numerics = config.numerics
+    if numerics.mode != "stock":
+        provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
+    if numerics.initial_weights == "invariant":
         from tp_invariant_recipes.numerics import init
 
-        provider.register_pre_wrap_hook(partial(init.initialise, seed=tree["rng"]["seed"]))
+        provider.register_pre_wrap_hook(partial(init.initialise, seed=config.bridge["rng"]["seed"]))
 
 
 def _null_tokenizer(tokenizer: dict[str, Any]) -> None:

@@ -4,10 +4,11 @@ import json
 import re
 from typing import Any
 
-from tp_invariant_recipes.config import layout, source
+from tp_invariant_recipes.config import layout, memory, source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.container import LOCAL_SPECS
 from tp_invariant_recipes.config.schema import BRIDGE_SECTIONS
+from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.config.settings import OWN_KEYS
 from tp_invariant_recipes.config.size import parameters
 
@@ -29,27 +30,32 @@ def bridge_overrides(tree: dict[str, Any]) -> list[str]:
 
 
 def models() -> list[dict[str, Any]]:
-    """A row per model: name, parameters (about), layers, hidden size, TP degrees that divide it, whether a CPU can."""
+    """A row per model: name, parameters, layers, hidden size, TP degrees that divide it, whether a CPU can.
+
+    memory: bytes that a rank on a GPU needs, about, for each of these degrees in order.
+    """
     return [_model(name) for name in source.groups()["model"]]
 
 
 def _model(name: str) -> dict[str, Any]:
     tree = compose(name, device="gpu").tree
     model = tree["model"]
+    degrees = [tp for tp in TP_DEGREES if not layout.problems(_split(tree, tp))]
     return {
         "model": name,
         "summary": source.summary("model", name),
         "parameters": parameters(model),
         "layers": model.get("num_layers") or len(model["hybrid_layer_pattern"]),
         "hidden_size": model["hidden_size"],
-        "tp": [tp for tp in TP_DEGREES if not _refused(tree, tp)],
+        "tp": degrees,
+        "memory": [memory.estimate(typed(_split(tree, tp))).rank for tp in degrees],
         "cpu": model["_target_"].rpartition(".")[2] in LOCAL_SPECS,
     }
 
 
-def _refused(tree: dict[str, Any], tp: int) -> bool:
+def _split(tree: dict[str, Any], tp: int) -> dict[str, Any]:
     changed = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
-    return bool(layout.problems(tree | {"model": tree["model"] | changed}))
+    return tree | {"model": tree["model"] | changed}
 
 
 def _activation(path: str) -> str:

@@ -1,61 +1,103 @@
 """Environment variables: those that numerics depend on, and further ones of a cluster's nodes.
 
 tpi sets them before it imports torch, checks them and records them. One row per variable that numerics depend on. A
-value set by the user or the cluster stays if the row accepts it, and is an error otherwise.
+value set by the user or the cluster stays if the row accepts it, and is an error otherwise. Some must not be set.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from tp_invariant_recipes.config.sections import Tree, typed
 from tp_invariant_recipes.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Variable:
-    """name=value on these devices.
+    """name=value on these devices; a value of None leaves the variable unset.
 
     accepted: other valid values. why: the effect of other values on the bits.
     """
 
     name: str
-    value: str
+    value: str | None
     devices: tuple[str, ...]
     why: str
     accepted: tuple[str, ...] = ()
 
 
 _GPU = ("gpu",)
+_CPU = ("cpu",)
 _BOTH = ("cpu", "gpu")
+_WORKSPACE = "cuBLAS chooses its algorithm by the workspace that it has"
+_EMULATED = "cuBLAS would compute products from parts of their operands"
+_NVLS = "in-switch reduction (NVLS) adds in an order of its own"
+_MARGIN = "the number of multiprocessors decides how Transformer Engine splits its sums"
+_ATTENTION = "each implementation of attention has its own order of sums; choose one by model.attention_backend"
+_KERNEL = "another kernel adds in an order of its own"
+_TIMED = "torch times algorithms in every process, and takes the fastest"
+_THREADS = "the number of threads decides how a CPU splits its sums"
+_ROUNDED = "fp32 products must not round their inputs"
 
 VARIABLES = (
-    Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", _GPU, "cuBLAS repeats sums only in a fixed workspace", (":16:8",)),
+    Variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8", _GPU, _WORKSPACE),
+    Variable("CUBLASLT_WORKSPACE_SIZE", None, _GPU, _WORKSPACE),
+    Variable("TORCH_CUBLASLT_UNIFIED_WORKSPACE", None, _GPU, _WORKSPACE),
+    Variable("TORCH_BLAS_PREFER_CUBLASLT", "0", _GPU, "cuBLAS and cuBLASLt choose different algorithms"),
+    Variable("DISABLE_ADDMM_CUDA_LT", "0", _GPU, "cuBLAS and cuBLASLt choose different algorithms"),
+    Variable("CUBLASLT_HEURISTICS_LUT_FILE", None, _GPU, "the file chooses the algorithms of cuBLASLt"),
+    Variable("PYTORCH_TUNABLEOP_ENABLED", "0", _GPU, _TIMED),
+    Variable("CUBLAS_EMULATE_SINGLE_PRECISION", "0", _GPU, _EMULATED),
+    Variable("CUBLAS_EMULATE_DOUBLE_PRECISION", "0", _GPU, _EMULATED),
+    Variable("NVIDIA_TF32_OVERRIDE", "0", _GPU, "fp32 products must not round their inputs to TF32"),
+    # NVIDIA's images set it to 1, which NVIDIA_TF32_OVERRIDE=0 overrules.
+    Variable("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "0", _GPU, _ROUNDED, ("1",)),
     Variable("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", _GPU, "Transformer Engine's attention backward adds atomically"),
+    Variable("NVTE_FUSED_ATTN_BACKEND", None, _GPU, _ATTENTION),
+    Variable("NVTE_FUSED_ATTN_USE_FAv2_BWD", None, _GPU, _ATTENTION, ("0",)),
+    Variable("NVTE_MASKED_SOFTMAX_FUSION", None, _GPU, _ATTENTION, ("1",)),
+    Variable("NVTE_FWD_LAYERNORM_SM_MARGIN", None, _GPU, _MARGIN, ("0",)),
+    Variable("NVTE_BWD_LAYERNORM_SM_MARGIN", None, _GPU, _MARGIN, ("0",)),
+    Variable("NVTE_EXT_MARGIN_SM", None, _GPU, _MARGIN),
+    Variable("NVTE_NORM_FWD_USE_CUDNN", None, _GPU, _KERNEL, ("0",)),
+    Variable("NVTE_NORM_BWD_USE_CUDNN", None, _GPU, _KERNEL, ("0",)),
+    Variable("NVTE_USE_CUTLASS_GROUPED_GEMM", None, _GPU, _KERNEL, ("0",)),
+    Variable("NVTE_CUTEDSL_FUSED_GROUPED_MLP", None, _GPU, _KERNEL, ("0",)),
+    Variable("TRITON_F32_DEFAULT", None, _GPU, "it decides how Triton's products round their fp32 inputs"),
+    Variable("TRITON_DEFAULT_FP_FUSION", None, _GPU, "Triton would round products before it adds them", ("1",)),
     Variable(
         "NCCL_ALGO",
         "^NVLS",
         _BOTH,  # Bridge's deterministic mode requires it on a CPU, too
-        "in-switch reduction (NVLS) adds in an order of its own",
+        _NVLS,
         ("Ring", "Tree", "CollnetDirect", "CollnetChain"),
     ),
-    Variable("NCCL_NVLS_ENABLE", "0", _GPU, "in-switch reduction (NVLS) adds in an order of its own"),
+    Variable("NCCL_NVLS_ENABLE", "0", _GPU, _NVLS),
     Variable("MAMBA_DETERMINISTIC", "1", _GPU, "mamba_ssm times its kernels in every process, and adds atomically"),
-    Variable("NVIDIA_TF32_OVERRIDE", "0", _GPU, "fp32 products must not round their inputs to TF32"),
     Variable("CUDA_DEVICE_MAX_CONNECTIONS", "1", _GPU, "Megatron orders collectives by launch order", ("8", "32")),
-    Variable("OMP_NUM_THREADS", "1", ("cpu",), "the number of threads decides how a CPU splits its sums"),
-    Variable("MKL_NUM_THREADS", "1", ("cpu",), "the number of threads decides how a CPU splits its sums"),
+    Variable("OMP_NUM_THREADS", "1", _CPU, _THREADS),
+    Variable("MKL_NUM_THREADS", "1", _CPU, _THREADS),
+    Variable("ONEDNN_DEFAULT_FPMATH_MODE", None, _CPU, _ROUNDED, ("STRICT",)),
+    Variable("DNNL_DEFAULT_FPMATH_MODE", None, _CPU, _ROUNDED, ("STRICT",)),
 )  # fmt: skip
+
+# Refused by the invariant modes with any other value. Megatron itself sets it on the ranks, so it is not set here.
+FLASH = Variable("NVTE_FLASH_ATTN", "0", _GPU, "flash-attn's backward groups sums by the number of heads on a rank")
 
 # Variables with these prefixes are recorded, too, if they are set.
 RECORDED_PREFIXES = (
     "NCCL_",
     "NVTE_",
     "CUBLAS_",
+    "CUBLASLT_",
     "CUDA_",
     "CUDNN_",
     "TORCH_",
+    "TORCHDYNAMO_",
     "PYTORCH_",
+    "ATEN_",
+    "ONEDNN_",
+    "DNNL_",
     "OMP_",
     "MKL_",
     "MAMBA_",
@@ -78,18 +120,19 @@ def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, 
     """
     cluster = cluster or {}
     shell = [
-        f"{v.name}={value} in the environment: {v.why}; unset it or set {v.name}={v.value}"
+        f"{v.name}={value} in the environment: {v.why}; unset it{_or_set(v)}"
         for v, value in _refused(device, environment)
     ]
     if wrong := [*shell, *_changing_bits(device, cluster)]:
         raise ConfigError("\n".join(wrong), wrong)
-    wanted = {v.name: v.value for v in VARIABLES if device in v.devices} | dict(cluster)
+    wanted = {name: value for name, value in _rows(device, environment).items() if value is not None} | dict(cluster)
     return {name: environment.get(name, value) for name, value in wanted.items()}
 
 
-def problems(tree: dict[str, Any]) -> list[str]:
+def problems(tree: Tree) -> list[str]:
     """All problems of the cluster's variables in a composed tree. It never shows the value of a secret."""
-    cluster = tree["cluster"]["environment"]
+    config = typed(tree)
+    cluster = config.cluster.environment
     names = [f"cluster.environment: {name!r} is no name of a variable" for name in cluster if not NAME.fullmatch(name)]
     secrets = [
         f"cluster.environment.{name}: looks like a secret, and what is configured is written down; set it where you "
@@ -97,7 +140,18 @@ def problems(tree: dict[str, Any]) -> list[str]:
         for name in cluster
         if is_secret(name)
     ]
-    return [*names, *secrets, *_changing_bits(tree["device"]["kind"], cluster)]
+    return [*names, *secrets, *_changing_bits(config.device.kind, cluster)]
+
+
+def flash_problems(device: str, mode: str, environment: Mapping[str, str]) -> list[str]:
+    """What is wrong with asking for flash-attn by the environment, under a mode of numerics."""
+    value = environment.get(FLASH.name, FLASH.value)
+    if device not in FLASH.devices or mode == "stock" or value == FLASH.value:
+        return []
+    return [
+        f"{FLASH.name}={value} in the environment: {FLASH.why}; unset it or set {FLASH.name}={FLASH.value}, "
+        f"or numerics=stock"
+    ]
 
 
 def recorded(environment: Mapping[str, str]) -> dict[str, str]:
@@ -115,6 +169,15 @@ def is_secret(name: str) -> bool:
     return any(word in rest for word in SECRET_WORDS)
 
 
+def _rows(device: str, environment: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables of the table for `device`: name -> the user's value, or the table's."""
+    return {v.name: environment.get(v.name, v.value) for v in VARIABLES if device in v.devices}
+
+
+def _or_set(variable: Variable, prefix: str = "") -> str:
+    return "" if variable.value is None else f" or set {prefix}{variable.name}={variable.value}"
+
+
 def _refused(device: str, environment: Mapping[str, str]) -> list[tuple[Variable, str]]:
     """(row, value) for the rows of `device` whose variable has a value that would change the bits."""
     found = ((v, environment[v.name]) for v in VARIABLES if device in v.devices and v.name in environment)
@@ -123,6 +186,6 @@ def _refused(device: str, environment: Mapping[str, str]) -> list[tuple[Variable
 
 def _changing_bits(device: str, cluster: Mapping[str, str]) -> list[str]:
     return [
-        f"cluster.environment.{v.name}={value}: {v.why}; leave it out or set cluster.environment.{v.name}={v.value}"
+        f"cluster.environment.{v.name}={value}: {v.why}; leave it out{_or_set(v, 'cluster.environment.')}"
         for v, value in _refused(device, cluster)
     ]

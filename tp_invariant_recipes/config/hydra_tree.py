@@ -1,11 +1,13 @@
 """What Hydra is asked for: one tree out of `conf/`, the user's own tree and at most one cluster's file."""
 
+import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -15,11 +17,12 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.basecontainer import BaseContainer
+from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
 from tp_invariant_recipes.config import cuda_graphs, invariance, source
 from tp_invariant_recipes.config.overrides import Override, given
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, listed
 
 # The option that stands for a cluster's file, wherever it lies. No file of a tree has this name.
 GIVEN = "_given_file"
@@ -44,14 +47,14 @@ def composed(arguments: Sequence[str], cluster: Path | None) -> dict[str, Any]:
     cluster: the file that `cluster=` GIVEN stands for; it is read as if it lay in `conf/cluster/`.
     Raises ConfigError in the words of what failed, naming the file.
     """
-    OmegaConf.register_new_resolver("tpi.more_than_one", lambda n: isinstance(n, int) and n > 1, replace=True)
-    OmegaConf.register_new_resolver("tpi.graphed_modules", _graphed_modules, replace=True)
-    OmegaConf.register_new_resolver("tpi.shards", _shards, replace=True)
     Plugins.instance().register(_OtherTrees)
     GlobalHydra.instance().clear()
     try:
-        with _trees(cluster), initialize_config_dir(str(source.conf_dir()), version_base="1.3"):
-            tree: Any = OmegaConf.to_container(compose("config", overrides=[*arguments]), resolve=True)
+        with _trees(cluster), initialize_config_dir(str(source.conf_dir()), version_base="1.3"), _resolvers():
+            composed = compose("config", overrides=[*arguments])
+            if calls := [*_calls("", OmegaConf.to_container(composed, resolve=False))]:
+                raise ConfigError(listed(calls), calls)
+            tree: Any = OmegaConf.to_container(composed, resolve=True)
             return tree
     except (HydraException, OmegaConfBaseException) as error:
         found = [*_unreadable(), _first_line(error).replace(f"cluster/{GIVEN}", str(cluster))]
@@ -108,6 +111,29 @@ def _option(group: str, option: str) -> Path:
     return source.users_file(group, option) or source.conf_dir() / group / f"{option}.yaml"
 
 
+@contextmanager
+def _resolvers() -> Iterator[None]:
+    """In the block, OmegaConf has the resolvers of RESOLVERS and no other, under whatever name one is called."""
+    with patch.dict(BaseContainer._resolvers, clear=True):
+        for name, function in RESOLVERS.items():
+            OmegaConf.register_new_resolver(name, function)
+        yield
+
+
+def _calls(path: str, value: Any) -> Iterator[str]:
+    """What is wrong with each value that calls another resolver."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _calls(f"{path}.{key}" if path else str(key), inner)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _calls(f"{path}[{index}]", inner)
+    elif isinstance(value, str):
+        for name in dict.fromkeys(_CALL.findall(value)):
+            if name not in RESOLVERS:
+                yield f"{path}: ${{{name}:…}} {NOT_READ}"
+
+
 def _graphed_modules(*, _parent_: Any) -> list[str]:
     model: Any = OmegaConf.to_container(_parent_, resolve=False)
     return cuda_graphs.graphed_modules(model)
@@ -115,6 +141,19 @@ def _graphed_modules(*, _parent_: Any) -> list[str]:
 
 def _shards(*, _root_: Any) -> int:
     return invariance.default_shards({name: OmegaConf.select(_root_, f"model.{name}") for name in invariance.SHARDED})
+
+
+# What interpolations may call: functions of the tree alone. Others read the environment, files or the clock.
+RESOLVERS: dict[str, Callable[..., Any]] = {
+    "tpi.more_than_one": lambda n: isinstance(n, int) and n > 1,
+    "tpi.graphed_modules": _graphed_modules,
+    "tpi.shards": _shards,
+}
+NOT_READ = (
+    "is not resolved, since its value would stand in config.yaml, logs, certificates and job scripts; write the value "
+    "itself, or hand a variable to the ranks by its name: cluster.forward=[NAME]"
+)
+_CALL = re.compile(r"(?<!\\)\$\{\s*([A-Za-z_][\w.]*)\s*:")
 
 
 @contextmanager
@@ -146,6 +185,8 @@ def _wrong(files: Iterable[Path]) -> Iterator[str]:
 def _first_line(error: HydraException | OmegaConfBaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines()]
     first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # what follows is OmegaConf's error
+    if isinstance(error, UnsupportedInterpolationType):
+        first = f"{first}: it {NOT_READ}"
     key = getattr(error, "full_key", None)
     return f"{key}: {first}" if key else first
 

@@ -3,6 +3,8 @@
 from fnmatch import fnmatchcase
 from typing import Any
 
+from tp_invariant_recipes.config.sections import Tree, typed
+
 # Sections whose fields are part of the identity.
 SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "rng", "mixed_precision")
 
@@ -32,6 +34,7 @@ EXCLUDED = {
         "rng.te_rng_tracker",
         "model.deterministic_mode",
         "model.batch_invariant_mode",
+        "model.disable_bf16_reduced_precision_matmul",
     ),
     "when it is computed": (
         "model.recompute_*",
@@ -58,15 +61,17 @@ EXCLUDED = {
 }
 
 
-def identity(tree: dict[str, Any], data_digest: str | None) -> dict[str, Any]:
+def identity(tree: Tree, data_digest: str | None) -> dict[str, Any]:
     """Dotted key -> value of everything that two comparable runs have in common.
 
     data_digest: of the prepared text (`PreparedData.digest`); None for generated data.
     """
-    flat = {k: v for section in SECTIONS for k, v in _flat(section, tree.get(section)).items() if not _excluded(k)}
+    config = typed(tree)
+    sections = {section: config.bridge.get(section) for section in SECTIONS}
+    flat = {k: v for name, fields in sections.items() for k, v in _flat(name, fields).items() if not _excluded(k)}
     if flat.get("scheduler.lr_decay_iters") is None:
-        flat["scheduler.lr_decay_iters"] = tree["train"]["train_iters"]
-    flat["data.kind"] = tree["data"]["kind"]
+        flat["scheduler.lr_decay_iters"] = config.bridge["train"]["train_iters"]
+    flat["data.kind"] = config.data.kind
     flat["data.digest"] = data_digest
     return dict(sorted(flat.items()))
 

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from tp_invariant_recipes.config import invariant_experts, layout, low_precision
-from tp_invariant_recipes.config.limit import Limit, asked
+from tp_invariant_recipes.config import allowed_fields, invariant_experts, layout, low_precision, model_fields
+from tp_invariant_recipes.config.limit import Limit, is_set
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 from tp_invariant_recipes.errors import OR_STOCK
 from tp_invariant_recipes.host.vectors import VECTORS
@@ -47,7 +47,12 @@ OFF = (
     "inference_fuse_tp_communication",
     "cpu_offloading",
     "fp16",
+    "qk_clip",
+    "log_max_attention_logit",
 )
+
+# By source, flash-attn's backward groups sums by the number of heads on a rank.
+ATTENTION_BACKENDS = ("auto", "fused", "unfused", "local")
 
 LIMITS = (
     Limit(
@@ -95,12 +100,8 @@ LIMITS = (
     ),
     Limit(lambda t: bool(t.model.get("mtp_num_layers")), "multi-token prediction is not covered yet"),
     Limit(
-        lambda t: t.parallel.data_parallel_size > 1 and bool(t.bridge["ddp"].get("overlap_grad_reduce")),
-        "norm weight gradients are complete only when a backward pass ends; ddp.overlap_grad_reduce=false",
-    ),
-    Limit(
-        lambda t: not t.bridge["ddp"].get("grad_reduce_in_fp32", True),
-        "gradients are accumulated in fp32; ddp.grad_reduce_in_fp32=true",
+        lambda t: bool(t.bridge.get("comm_overlap")),
+        "overlapped collectives add in an order of their own; leave comm_overlap.* unset",
     ),
     Limit(
         lambda t: t.model.get("cuda_graph_impl", "none") != "none",
@@ -111,22 +112,35 @@ LIMITS = (
         "only rotary positions are covered; model.position_embedding_type=rope",
     ),
     Limit(
-        lambda t: t.bridge.get("mixed_precision") not in (None, "bf16_mixed") and not low_precision.asked(t),
+        lambda t: t.bridge.get("mixed_precision") not in (None, "bf16_mixed") and not low_precision.enabled(t),
         "of Bridge's precisions only bf16_mixed is covered; precision=bf16 or precision=fp32",
     ),
     Limit(
         lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1,
         "weights spread over more ranks are not covered; model.gtp_weight_remat_size=1",
     ),
-    *(Limit(asked(field), f"model.{field} is not covered; leave it unset") for field in OFF),
     Limit(
-        low_precision.asked,
+        lambda t: _name(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
+        f"of attention only {', '.join(ATTENTION_BACKENDS[:-1])} and {ATTENTION_BACKENDS[-1]} are covered; "
+        f"model.attention_backend=auto",
+    ),
+    Limit(
+        lambda t: t.model.get("softmax_type", "vanilla") != "vanilla",
+        "only the plain softmax of attention is covered; model.softmax_type=vanilla",
+    ),
+    *(Limit(is_set(field), f"model.{field} is not covered; leave it unset") for field in OFF),
+    Limit(
+        low_precision.enabled,
         "FP8 and FP4 scales depend on how a tensor is cut; precision=bf16 or precision=fp32, model.fp8=null, "
         "model.fp4=null",
     ),
     Limit(
         lambda t: bool(t.model.get("tp_comm_overlap")),
         "overlapped collectives add in an order of their own; model.tp_comm_overlap=false",
+    ),
+    Limit(
+        lambda t: not t.model.get("disable_bf16_reduced_precision_matmul"),
+        "cuBLAS may add parts of a product in bf16; model.disable_bf16_reduced_precision_matmul=true",
     ),
     Limit(
         lambda t: bool(t.model.get("delay_wgrad_compute")),
@@ -137,6 +151,11 @@ LIMITS = (
         "the fused cross entropy would stand in front of the invariant one; model.cross_entropy_loss_fusion=false",
     ),
 )  # fmt: skip
+
+
+def _name(value: Any) -> str:
+    """Of a backend: as text in a tree, an enumeration in Megatron's configuration."""
+    return getattr(value, "name", value)
 
 
 def default_shards(model: dict[str, Any]) -> int:
@@ -164,8 +183,11 @@ def limits(tree: Tree) -> list[str]:
     mode = config.numerics.mode
     if mode == "stock":
         return []
-    beyond = [f"numerics={mode}: {limit.why}" for limit in LIMITS if limit.wrong(config)]
-    return [*beyond, *(_shards(config) or _ranks(config) or _ragged(config))]
+    beyond = [limit.why for limit in LIMITS if limit.wrong(config)]
+    beyond += model_fields.unknown(config.model, (*OFF, *invariant_experts.OFF))
+    for section in allowed_fields.SECTIONS:
+        beyond += allowed_fields.refused(section, config.bridge.get(section, {}))
+    return [*(f"numerics={mode}: {why}" for why in beyond), *(_shards(config) or _ranks(config) or _ragged(config))]
 
 
 def _shards(config: RunConfig) -> list[str]:

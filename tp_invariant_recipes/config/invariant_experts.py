@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tp_invariant_recipes.config.limit import Limit, asked
+from tp_invariant_recipes.config.limit import Limit, is_set
 from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import expert_placement
@@ -106,5 +106,5 @@ LIMITS = (
         lambda t: bool(t.model.get("add_bias_linear")),
         "experts with biases are not covered; model.add_bias_linear=false",
     ),
-    *(_row(asked(field), f"model.{field} is not covered; leave it unset") for field in OFF),
+    *(_row(is_set(field), f"model.{field} is not covered; leave it unset") for field in OFF),
 )

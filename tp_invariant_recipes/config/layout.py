@@ -124,8 +124,6 @@ def _sequence_parallel(config: RunConfig, layout: Layout) -> str | None:
 
 def _batch(config: RunConfig, layout: Layout) -> str | None:
     mbs, gbs = config.bridge["train"]["micro_batch_size"], config.bridge["train"]["global_batch_size"]
-    if mbs < 1 or gbs < 1:
-        return f"mbs={mbs}, gbs={gbs}: must be at least 1"
     if gbs % (mbs * layout.dp) == 0:
         return None
     return (
@@ -183,16 +181,6 @@ def _interleaved(config: RunConfig, layout: Layout) -> str | None:
     )
 
 
-def _iters(config: RunConfig, layout: Layout) -> str | None:
-    iters = config.bridge["train"]["train_iters"]
-    return f"iters={iters}: must be at least 1" if iters is None or iters < 1 else None
-
-
-def _save(config: RunConfig, layout: Layout) -> str | None:
-    save = config.bridge["checkpoint"]["save_interval"]
-    return f"save={save}: must be 0 (only on SIGTERM) or more" if save < 0 else None
-
-
 def _lr(config: RunConfig, layout: Layout) -> str | None:
     lr, low = config.bridge["optimizer"]["lr"], config.bridge["optimizer"]["min_lr"] or 0.0
     return None if lr >= low >= 0 else f"lr={lr} is below optimizer.min_lr={low}; set optimizer.min_lr too"
@@ -209,8 +197,6 @@ RULES: tuple[Callable[[RunConfig, Layout], str | None], ...] = (
     _pattern,
     _experts,
     _batch,
-    _iters,
-    _save,
     _lr,
     _data,
 )

@@ -14,6 +14,6 @@ class Limit:
     why: str
 
 
-def asked(field: str) -> Callable[[RunConfig], bool]:
+def is_set(field: str) -> Callable[[RunConfig], bool]:
     """Whether a field of the model is set to anything."""
     return lambda t: bool(t.model.get(field))

@@ -6,7 +6,7 @@ MULTIPLE = 16  # cuBLAS needs FP8 matrices with sides that are multiples of it; 
 WORDS = ("fp8", "fp4")  # parts of the names of Bridge's recipes for them, also of mxfp8 and nvfp4
 
 
-def asked(config: RunConfig) -> bool:
+def enabled(config: RunConfig) -> bool:
     """Whether any product is in FP8 or FP4."""
     precision, model = config.bridge.get("mixed_precision"), config.model
     if isinstance(precision, str):
@@ -17,7 +17,7 @@ def asked(config: RunConfig) -> bool:
 def problems(tree: Tree) -> list[str]:
     """All reasons why such products cannot be computed; empty if there are none."""
     config = typed(tree)
-    if not asked(config):
+    if not enabled(config):
         return []
     if config.device.kind != "gpu":
         return ["FP8 and FP4 products need Transformer Engine on a GPU; precision=bf16, or device=gpu"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 
 _STEPS = re.compile(r"(\d+):(\d+)")
-_TENSOR = re.compile(r"(forward|backward)/.+/(input|output)(\.\d+)?|(gradients|weights)/.+")
+_TENSOR = re.compile(r"(forward|backward)/.+/(input|output)(\.\d+)?|(gradients|masters|weights)/.+")
 
 
 def steps(trace: str) -> range:
@@ -31,6 +31,13 @@ def _digests(config: RunConfig) -> str | None:
     if type(every) is int and every >= 0:
         return None
     return f"ledger.digests={every}: must be 0 (never) or a number of steps"
+
+
+def _state_digests(config: RunConfig) -> str | None:
+    every = config.ledger.state_digests
+    if type(every) is int and every >= 0:
+        return None
+    return f"ledger.state_digests={every}: must be a number of steps, or 0 (only at checkpoints and the last step)"
 
 
 def _trace(config: RunConfig) -> str | None:
@@ -59,12 +66,12 @@ def _dump(config: RunConfig) -> str | None:
     if wrong:
         return (
             f"ledger.dump: {', '.join(wrong)}: a tensor is forward/MODULE/output, backward/MODULE/input, "
-            f"gradients/PARAMETER or weights/PARAMETER"
+            f"gradients/PARAMETER, masters/PARAMETER or weights/PARAMETER"
         )
     return "ledger.dump: at which steps? set ledger.trace=FIRST:LAST" if dump and not config.ledger.trace else None
 
 
-RULES: tuple[Callable[[RunConfig], str | None], ...] = (_digests, _trace, _graphs, _dump)
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (_digests, _state_digests, _trace, _graphs, _dump)
 
 # Configurations without digests of gradients and weights, and the reason.
 UNDIGESTED: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
@@ -76,6 +83,11 @@ UNDIGESTED: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (
         lambda t: bool(t.bridge["ddp"].get("use_megatron_fsdp") or t.bridge["ddp"].get("use_custom_fsdp")),
         "digests: FSDP keeps gradients in buffers of its own; ddp.use_megatron_fsdp=false",
+    ),
+    (
+        lambda t: bool(t.bridge["optimizer"].get("optimizer_cpu_offload")),
+        "digests: an optimizer on the CPU keeps master weights and moments there; "
+        "optimizer.optimizer_cpu_offload=false",
     ),
     (
         lambda t: (t.model.get("gtp_weight_remat_size") or 1) > 1,

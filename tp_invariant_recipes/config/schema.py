@@ -1,23 +1,34 @@
 """Which keys exist and what they hold: ours from `settings.py`, Bridge's from its dataclasses.
 
-Asking for Bridge's fields imports Bridge (10 to 20 s), so what can be answered without it is.
+Asking Bridge for its fields imports it (10 to 60 s), so what the table of its fields or no field can answer is answered
+without it.
 """
 
 import dataclasses
 import functools
 import typing
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.config import field_table
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.settings import OWN_KEYS, OWN_SECTIONS
 from tp_invariant_recipes.config.values import WrongType, convert, named
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
 
+PROVIDER = "_target_"  # the field of `model` that names its class; of conf/model/ these:
+PROVIDERS = (
+    "megatron.bridge.models.gpt_provider.GPTModelProvider",
+    "megatron.bridge.models.hybrid.hybrid_provider.HybridModelProvider",
+)
+
 # The sections of Bridge's ConfigContainer that a run may set, and the class behind each; `model` is the provider
 # that the model's file names in `_target_`.
 BRIDGE_SECTIONS: dict[str, str] = {
-    "model": "_target_",
+    "model": PROVIDER,
     "train": "megatron.bridge.training.config.TrainingConfig",
     "optimizer": "megatron.bridge.training.config.OptimizerConfig",
     "scheduler": "megatron.bridge.training.config.SchedulerConfig",
@@ -47,21 +58,43 @@ SECTIONS = frozenset((*OWN_SECTIONS, *BRIDGE_SECTIONS, "mixed_precision"))
 
 def section_class(section: str, tree: dict[str, Any]) -> type:
     """The dataclass behind a section of the composed tree."""
-    if section in OWN_SECTIONS:
-        return OWN_SECTIONS[section]
-    if section == "mixed_precision":
-        return _bridge_class(MIXED_PRECISION)
-    path = BRIDGE_SECTIONS[section]
-    return _bridge_class(tree[section][path] if path == "_target_" else path)
+    return OWN_SECTIONS.get(section) or _bridge_class(_path(section, tree))
+
+
+def _path(section: str, tree: dict[str, Any]) -> str:
+    """The dotted path of the class of Bridge's behind a section."""
+    path = MIXED_PRECISION if section == "mixed_precision" else BRIDGE_SECTIONS[section]
+    return str(tree[section][path]) if path == PROVIDER else path
 
 
 @functools.cache
 def _bridge_class(path: str) -> type:
     bridge.load()
+    _keep_fields()
+    return _located(path)
+
+
+def _located(path: str) -> type:
     cls = named(path)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"{path} is not one of Megatron-Bridge's classes of settings (tpi doctor shows the versions)")
     return cls
+
+
+@functools.cache
+def _keep_fields() -> None:
+    """Write the table of fields for the commands to come, where there is none that counts."""
+    if not field_table.read():
+        with suppress(OSError, ValueError, ConfigError):  # then the next command asks Bridge again
+            write_field_table(field_table.in_cache())
+
+
+def write_field_table(file: Path) -> None:
+    """Write down the fields of all sections and of the models' providers. Raises OSError, ConfigError."""
+    bridge.load()
+    paths = [*BRIDGE_SECTIONS.values(), MIXED_PRECISION, *PROVIDERS]
+    classes = {path: _located(path) for path in paths if path != PROVIDER}
+    field_table.write(file, {path: (cls, fields(cls)) for path, cls in classes.items()})
 
 
 @functools.cache
@@ -75,22 +108,44 @@ def fields(cls: type) -> dict[str, Any]:
 
 
 def convert_section(section: str, tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The section's values, converted, and what is wrong: path -> problem."""
+    """The section's values, converted, and what is wrong: path -> problem. A section of Bridge's imports it."""
     cls = section_class(section, tree)
-    hints = fields(cls)
+    return _converted(section, tree, cls.__name__, fields(cls))
+
+
+def check_section(
+    section: str, tree: dict[str, Any], asked: Collection[str], table: field_table.Hints
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The same; Bridge is imported only where the table lacks the class, or the type of a field that is asked for.
+
+    asked: the fields that the user has set. A section that only Bridge can check stays as it is where there are none.
+    table: as `field_table.read` has it.
+    """
+    if section in OWN_SECTIONS:
+        return convert_section(section, tree)
+    path = _path(section, tree)
+    if path in table and all(table[path].get(name, Any) is not None for name in asked):
+        return _converted(section, tree, path.rpartition(".")[2], table[path])
+    return convert_section(section, tree) if asked else ({}, {})
+
+
+def _converted(
+    section: str, tree: dict[str, Any], cls: str, hints: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """hints: None for a field whose values are left as they are."""
     values: dict[str, Any] = {}
     problems: dict[str, str] = {}
     for name, value in tree[section].items():
         path = f"{section}.{name}"
-        if name == "_target_":
+        if name == PROVIDER:
+            continue
+        if path not in OWN_KEYS and name not in hints:
+            known = (f"{section}.{name}" for name in hints)
+            problems[path] = f"{path}: no such field of {cls}{nearest(path, known)}"
             continue
         hint = OWN_KEYS.get(path, hints.get(name))
-        if hint is None:
-            known = (f"{section}.{name}" for name in hints)
-            problems[path] = f"{path}: no such field of {cls.__name__}{nearest(path, known)}"
-            continue
         try:
-            values[name] = convert(value, hint)
+            values[name] = value if hint is None else convert(value, hint)
         except WrongType as error:
             problems[path] = f"{path}={value}: {error}"
     return values, problems

@@ -6,9 +6,14 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Where the run is written."""
+    """Where the run is written, and when it is given up.
+
+    hang_timeout: seconds that a rank may take for a step; auto: it follows the run's own steps
+                  (config/hang_timeout.py); off: for ever.
+    """
 
     dir: str | None = None
+    hang_timeout: int | Literal["auto", "off"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -49,21 +54,29 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """What computes: decides layers, collectives and how ranks are started."""
+    """What computes: decides layers, collectives and how ranks are started.
+
+    check_memory: whether a run whose estimated memory cannot fit is refused (docs/memory.md).
+    """
 
     kind: Literal["cpu", "gpu"] = "cpu"
+    check_memory: bool = True
 
 
 @dataclass(frozen=True)
 class LedgerSettings:
     """What a run records beside losses (docs/ledger.md).
 
-    digests: every so many steps, digests of all gradients and weights; 0: never.
+    digests: every so many steps, digests of all gradients and master weights (of weights without one: themselves); 0:
+             never, and none of moments.
+    state_digests: every so many steps, digests of the optimizer's moments; 0: only at checkpoints and the last step,
+             which have them in any case.
     trace:   "FIRST:LAST", the steps of which every module's inputs and outputs have digests; None: none.
     dump:    tensors to write out at the traced steps, such as "gradients/output_layer.weight".
     """
 
     digests: int = 1
+    state_digests: int = 10
     trace: str | None = None
     dump: list[str] = field(default_factory=list)
 
@@ -85,6 +98,7 @@ class ClusterSettings:
     gpus_per_node:      None: whatever this machine has; 0: none.
     ranks_per_node:     None: one a GPU.
     compute_capability: of the GPUs, such as (9, 0).
+    gpu_memory:         GiB of a GPU, for checks where no GPU can be asked; None: unknown.
     gpu_type:           the word between "gpu" and the count, where SLURM wants one: --gres=gpu:h100:8.
     environment:        variables for the ranks; one that is set where the run starts wins. Never a secret.
     forward:            names of variables that must be set where a job is submitted, such as WANDB_API_KEY. Only the
@@ -99,6 +113,7 @@ class ClusterSettings:
     gpus_per_node: int | None = None
     ranks_per_node: int | None = None
     compute_capability: tuple[int, int] | None = None
+    gpu_memory: float | None = None
     gpu_type: str | None = None
     environment: dict[str, str] = field(default_factory=dict)
     forward: list[str] = field(default_factory=list)

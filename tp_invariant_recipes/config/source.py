@@ -20,6 +20,12 @@ def user_dir() -> Path:
     return Path(home) / "tpi"
 
 
+def cache_dir() -> Path:
+    """Where tpi keeps what it can make again."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "tpi"
+
+
 def groups() -> dict[str, tuple[str, ...]]:
     """Every Hydra group and its options, e.g. {"numerics": ("stock",)}; names starting with _ are only bases."""
     return {

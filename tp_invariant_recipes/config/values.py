@@ -1,5 +1,6 @@
 """Check and convert one value against the type hint of the field it is for."""
 
+import functools
 import re
 import types
 import typing
@@ -94,6 +95,19 @@ def _mentions_callable(hint: Any) -> bool:
 
 
 def _adapter(hint: Any) -> TypeAdapter:
+    try:
+        return _cached_adapter(hint, repr(hint))
+    except TypeError:  # an unhashable hint
+        return _new_adapter(hint)
+
+
+@functools.cache
+def _cached_adapter(hint: Any, text: str) -> TypeAdapter:
+    """text: the hint's. Two unions of the same types are equal, but the first type that fits counts."""
+    return _new_adapter(hint)
+
+
+def _new_adapter(hint: Any) -> TypeAdapter:
     try:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
     except PydanticUserError as error:

@@ -69,8 +69,23 @@ def ensure_prepared(
     if path.suffix in INDEX_SUFFIXES or not path.exists():
         return load(path)
     text = _read(path, tokenizer, json_key, PART_BYTES)
-    prefix = path if is_prepared(path) else cache / f"{source_name(path)}-{text.fingerprint[:16]}"
-    return _prepare(text, prefix, progress)
+    return _prepare(text, _prefix(path, cache, text), progress)
+
+
+def foresee(path: Path, cache: Path, *, tokenizer: str = BYTE, json_key: str = "text") -> PreparedData | int:
+    """What `ensure_prepared` would return if it is there already, else the size of its vocabulary. Writes nothing.
+
+    Raises DataError as `ensure_prepared` does, but for what only preparing finds out.
+    """
+    if not path.exists() or path.suffix in INDEX_SUFFIXES:
+        return ensure_prepared(path, cache)  # a dataset that exists, or an error
+    text = _read(path, tokenizer, json_key, PART_BYTES)
+    prefix = _prefix(path, cache, text)
+    return _finished(text, prefix, beside(prefix, ".partial")) or open_tokenizer(text.identity).vocab_size
+
+
+def _prefix(path: Path, cache: Path, text: Input) -> Path:
+    return path if is_prepared(path) else cache / f"{source_name(path)}-{text.fingerprint[:16]}"
 
 
 def _read(source: Path, tokenizer: str, json_key: str, part_bytes: int) -> Input:

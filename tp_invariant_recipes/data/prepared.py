@@ -4,34 +4,46 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from tp_invariant_recipes.data.files import beside, sha256_of_file
 from tp_invariant_recipes.data.source import Corpus
 from tp_invariant_recipes.data.tokenizer import Identity, Tokenizer
 from tp_invariant_recipes.errors import DataError
+from tp_invariant_recipes.reading import MIB, Count, Hash, checked, parse_json, read_limited
 
 SCHEMA_VERSION = 1
+LARGEST = 64 * MIB  # bytes of PREFIX.json, which lists the files of the source
 INDEX_SUFFIXES = (".bin", ".idx")
 SUFFIXES = (*INDEX_SUFFIXES, ".json")
 
 _AGAIN = "remove its .bin, .idx and .json and run tpi data prepare again"
 
-# Key of PREFIX.json -> its type.
-METADATA = {
-    "schema_version": int,
-    "tokenizer": str,
-    "tokenizer_sha256": str,
-    "vocab_size": int,
-    "eod": int,
-    "documents": int,
-    "tokens": int,
-    "bin_bytes": int,
-    "bin_sha256": str,
-    "idx_bytes": int,
-    "idx_sha256": str,
-    "source": dict,
-}
+
+class Source(TypedDict):
+    """What the text was."""
+
+    name: str
+    json_key: str
+    sha256: Hash
+    files: list[dict[str, Any]]
+
+
+class Metadata(TypedDict):
+    """PREFIX.json."""
+
+    schema_version: int
+    tokenizer: str
+    tokenizer_sha256: Hash
+    vocab_size: Count
+    eod: Count
+    documents: Count
+    tokens: Count
+    bin_bytes: Count
+    bin_sha256: Hash
+    idx_bytes: Count
+    idx_sha256: Hash
+    source: Source
 
 
 @dataclass(frozen=True)
@@ -91,15 +103,17 @@ def read_metadata(prefix: Path) -> dict[str, Any]:
         raise DataError(f"no prepared data at {prefix}: {', '.join(missing)} missing; make it with tpi data prepare")
     path = beside(prefix, ".json")
     try:
-        metadata = json.loads(path.read_bytes())
+        metadata = parse_json(read_limited(path, LARGEST))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path} ({error}); {_AGAIN}") from error
     version = metadata.get("schema_version") if isinstance(metadata, dict) else None
     if version != SCHEMA_VERSION:
-        raise DataError(f"{path} has schema version {version}, this tpi reads {SCHEMA_VERSION}; {_AGAIN}")
-    wrong = [key for key, kind in METADATA.items() if not isinstance(metadata.get(key), kind)]
-    if wrong:
-        raise DataError(f"{path} lacks a valid {', '.join(wrong)}; {_AGAIN}")
+        said = version if isinstance(version, int) and abs(version) < 10**6 else None
+        raise DataError(f"{path} has schema version {said}, this tpi reads {SCHEMA_VERSION}; {_AGAIN}")
+    try:
+        checked(Metadata, metadata)
+    except ValueError as error:
+        raise DataError(f"{path} is not what tpi writes ({error}); {_AGAIN}") from error
     return metadata
 
 

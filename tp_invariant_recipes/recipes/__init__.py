@@ -6,10 +6,11 @@
 
     pretrain(tpi_qwen3_8b_pretrain_config("tp=4", "iters=50"), forward_step)
 
-Each takes what follows the model on `tpi train`'s command line, and raises ConfigError listing every problem. But for
-one default these are the runs of `tpi train`: a recipe has numerics=stock. Invariant numerics also replace functions
-that Megatron calls by name, and a ConfigContainer cannot say that (docs/numerics.md, "Code that does not use our
-recipes").
+Each takes what follows the model on `tpi train`'s command line, and raises ConfigError listing every problem. These are
+the runs of `tpi train numerics=stock`. Invariant numerics also replace functions that Megatron calls by name, which a
+ConfigContainer cannot do, so a recipe refuses numerics=tree. With NVTE_TP_INVARIANT_MODE=1 and `import
+tp_invariant_recipes.invariant` the same recipe trains with the invariant numerics (docs/numerics.md, "Can I use it
+without the recipes?").
 `python -m tp_invariant_recipes.recipes` runs Bridge's own recipe runner with these names known to it.
 """
 
@@ -17,8 +18,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tp_invariant_recipes.errors import ConfigError, listed
+
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
+
+NOT_HERE = (
+    "a ConfigContainer holds the invariant layers, and not the rest (gradient norm, cross entropy, checks of the "
+    "optimizer); use `tpi train`, or leave it out and import tp_invariant_recipes.invariant with "
+    "NVTE_TP_INVARIANT_MODE=1"
+)
 
 
 def recipe(model: str, *overrides: str, device: str = "gpu") -> ConfigContainer:
@@ -30,8 +39,18 @@ def recipe(model: str, *overrides: str, device: str = "gpu") -> ConfigContainer:
     """
     from tp_invariant_recipes.config import container
     from tp_invariant_recipes.config.compose import compose
+    from tp_invariant_recipes.config.overrides import parse_all
 
-    return container.build(compose(model, overrides, device=device, numerics="stock").tree)
+    refused = [o for o in parse_all(overrides) if o.path in ("numerics", "numerics.mode") and o.value != "stock"]
+    problems = [f"{override.text}: {NOT_HERE}" for override in refused]
+    others = [o for o in parse_all(overrides) if o not in refused]
+    try:
+        tree = compose(model, others, device=device, numerics="stock").tree
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(listed(problems), problems)
+    return container.build(tree)
 
 
 def tpi_qwen3_toy_pretrain_config(*overrides: str) -> ConfigContainer:

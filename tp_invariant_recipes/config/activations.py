@@ -1,0 +1,172 @@
+"""What a rank keeps of a micro-batch from its forward to its backward pass: one row a group of tensors.
+
+Read from the code of Megatron-Core 0.19 and Transformer Engine 2.20, and from `numerics/`. In the comments [s] are the
+tokens of a sequence, [s/t] those of a rank with sequence parallelism.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tp_invariant_recipes.config import layout, size
+from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.config.size import Widths
+
+FP32 = 4
+
+# Rows of the tables below. A word of `model.recompute_modules` drops the rows of its name.
+INPUT, NORM, ATTENTION, CORE, MLP, EXPERTS, ACTIVATION, SHARED, MAMBA = (
+    "input",
+    "layernorm",
+    "attention",
+    "core_attn",
+    "mlp",
+    "moe",
+    "moe_act",
+    "shared_experts",
+    "mamba",
+)
+# What else a word drops: recomputing all of the experts' part recomputes these, too.
+ALSO_DROPS = {EXPERTS: (ACTIVATION, SHARED)}
+
+Kept = dict[str, int]  # row -> bytes
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch on one rank, and what decides which tensors stay.
+
+    tokens:   of the whole tensor-parallel group; with cp, this rank's part of them.
+    slice:    of this rank where sequence parallelism divides them, else all.
+    sequence: tokens that attend to each other: of one sequence.
+    element:  bytes of an activation.
+    tp, etp:  as in `Layout`.
+    topk:     copies of each token for experts; experts: how many there are.
+    tree:     whether layers are our own, not stock ones.
+    fused:    whether attention and activation functions are fused kernels: Transformer Engine's layers.
+    """
+
+    tokens: int
+    slice: int
+    sequence: int
+    element: int
+    tp: int
+    etp: int
+    heads: int
+    topk: int
+    experts: int
+    tree: bool
+    fused: bool
+    head_norms: bool
+    widths: Widths
+
+    @property
+    def rows(self) -> int:
+        """Copies of tokens that a rank's experts compute, if the router spreads them evenly."""
+        return self.slice * self.topk * self.etp
+
+
+def micro_batch(config: RunConfig) -> MicroBatch:
+    """The micro-batch of a run on one of its ranks."""
+    model, at = config.model, layout.of(config)
+    tokens = config.bridge["train"]["micro_batch_size"] * model["seq_length"] // at.cp
+    te = model.get("transformer_impl") != "local"
+    return MicroBatch(
+        tokens=tokens,
+        slice=tokens // at.tp if at.sp else tokens,
+        sequence=model["seq_length"],
+        element=element(config),
+        tp=at.tp,
+        etp=at.etp,
+        heads=model["num_attention_heads"] // at.tp,
+        topk=model.get("moe_router_topk") or 2,
+        experts=model.get("num_moe_experts") or 0,
+        tree=config.numerics.mode != "stock",
+        fused=te and model.get("attention_backend") not in ("unfused", "local"),
+        head_norms=bool(model.get("qk_layernorm")),
+        widths=size.widths(model),
+    )
+
+
+def element(config: RunConfig) -> int:
+    """Bytes of a weight and of an activation."""
+    return FP32 if config.bridge["mixed_precision"] is None and not _half(config) else 2
+
+
+def _half(config: RunConfig) -> bool:
+    return bool(config.model.get("bf16") or config.model.get("fp16"))
+
+
+def kept(batch: MicroBatch, part: str) -> Kept:
+    """Bytes that a part of a layer keeps, by row."""
+    return PARTS[part](batch)
+
+
+def _attention(b: MicroBatch) -> Kept:
+    query, key = b.widths.query // b.tp, b.widths.key // b.tp
+    joined = query + 2 * key  # what the one product makes of a token
+    copied = query if query > key else 0  # of several heads a group: they do not lie side by side in `joined`
+    before_norms = 0
+    if b.head_norms:
+        # The stock norm copies keys that do not lie side by side. Ours reads them where they are, so `joined` stays.
+        before_norms = copied + joined if b.tree else query + key
+    after = query + 2 * key
+    core = b.heads * b.tokens * FP32  # of the softmax, a number a row
+    if not b.fused:
+        repeated = 2 * query if query > key else 0
+        scores = b.heads * b.tokens * b.sequence * (FP32 + (b.element if b.element != FP32 else 0))
+        core = scores + b.tokens * b.element * repeated
+    return {
+        INPUT: b.slice * b.element * b.widths.hidden,
+        NORM: b.slice * b.element * b.widths.hidden,
+        ATTENTION: b.tokens * b.element * (before_norms + after + query),
+        CORE: core,
+    }
+
+
+def _feed_forward(b: MicroBatch, width: int, tokens: int) -> int:
+    """Before and after the activation function; unfused ones keep what is between, too."""
+    return tokens * b.element * width * (b.widths.gates + 1 + (0 if b.fused else 1))
+
+
+def _mlp(b: MicroBatch) -> Kept:
+    return {
+        INPUT: b.slice * b.element * b.widths.hidden,
+        NORM: b.slice * b.element * b.widths.hidden,
+        MLP: _feed_forward(b, b.widths.ffn // b.tp, b.tokens),
+    }
+
+
+def _experts(b: MicroBatch) -> Kept:
+    width = b.widths.moe_ffn // b.etp
+    # Of the router, in fp32: logits, scores, and both once more for its loss.
+    routed = b.slice * b.experts * 4 * FP32
+    unfused = 0 if b.fused or b.tree else b.rows * b.element * width
+    return {
+        INPUT: b.slice * b.element * b.widths.hidden,
+        NORM: b.slice * b.element * b.widths.hidden,
+        EXPERTS: routed + b.rows * b.element * (b.widths.hidden + b.widths.gates * width) + unfused,
+        ACTIVATION: b.rows * b.element * width,
+        SHARED: _feed_forward(b, b.widths.shared // b.tp, b.tokens),
+    }
+
+
+def _mamba(b: MicroBatch) -> Kept:
+    inner, states = b.widths.inner // b.tp, b.widths.states // b.tp
+    heads = b.widths.mamba_heads // b.tp
+    # Stock: z, x, B, C and dt as in_proj makes them; the scan's y before and after its gate; the norm's.
+    # Tree: x, B and C before and after the convolution; z and dt; y before and after its gate, twice; the norm's.
+    y = 4 * inner + states if b.tree else 3 * inner
+    features = 2 * inner + states + heads + y
+    return {
+        INPUT: b.slice * b.element * b.widths.hidden,
+        NORM: b.slice * b.element * b.widths.hidden,
+        MAMBA: b.tokens * (b.element * features + FP32 * heads),
+    }
+
+
+PARTS: dict[str, Callable[[MicroBatch], Kept]] = {
+    size.ATTENTION: _attention,
+    size.MLP: _mlp,
+    size.EXPERTS: _experts,
+    size.MAMBA: _mamba,
+}

@@ -1,0 +1,136 @@
+"""The fields of Bridge's classes of settings, kept in a file: a typo shows at once, not after an import of 10 to 60 s.
+
+`scripts/bootstrap` writes the file into `.venv`; elsewhere the first import of Bridge writes it into the user's cache.
+It counts only while the sources that it was made from are as they were. Without it tpi asks Bridge itself.
+"""
+
+import functools
+import hashlib
+import importlib.util
+import json
+import operator
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from tp_invariant_recipes import reading
+from tp_invariant_recipes.config.source import cache_dir
+from tp_invariant_recipes.files import write_atomically
+
+Fields = Mapping[str, Any]  # field -> type hint
+Hints = Mapping[str, Fields]  # dotted path of a class -> its fields
+
+PACKAGES = ("megatron.bridge", "megatron.core")
+LIMIT = 4 * reading.MIB
+
+# Types that the file names. Only Bridge can check a field of another type.
+PLAIN = {"int": int, "float": float, "bool": bool, "str": str, "null": types.NoneType}
+_NAMES = {type_: name for name, type_ in PLAIN.items()}
+_TEXT = "="  # before each text that a Literal allows
+
+
+class Table(TypedDict):
+    """The file.
+
+    sources: "package/file" -> size in bytes, time of change in ns.
+    classes: dotted path -> field -> names of the types it takes; None: only Bridge can check it.
+    """
+
+    sources: dict[str, list[int]]
+    classes: dict[str, dict[str, list[str] | None]]
+
+
+def read() -> Hints:
+    """The classes of the file. A field has None for a hint where only Bridge can check its value.
+
+    Empty: there is no file, it is damaged, or Bridge has changed since it was made.
+    """
+    for file in (in_environment(), in_cache()):
+        with suppress(OSError, ValueError, KeyError):
+            sources, classes = _parsed(file, file.stat().st_mtime_ns)
+            if all(_stamp(source) == stamp for source, stamp in sources.items()):
+                return classes
+    return {}
+
+
+@functools.lru_cache(maxsize=2)
+def _parsed(file: Path, changed: int) -> tuple[dict[str, list[int]], Hints]:
+    """The sources and the classes of a file. changed: its time, so that a new one is read anew.
+
+    Raises OSError, ValueError, KeyError.
+    """
+    table = reading.checked(Table, reading.parse_json(reading.read_limited(file, LIMIT)))
+    classes = table["classes"].items()
+    return table["sources"], {path: {n: names and _hint(names) for n, names in f.items()} for path, f in classes}
+
+
+def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
+    """Make the file. classes: dotted path -> the class and its fields. Raises OSError."""
+    sources = {source for cls, _ in classes.values() for source in _sources(cls)}
+    table: Table = {
+        "sources": {source: _stamp(source) for source in sorted(sources)},
+        "classes": {path: {n: _names(hint) for n, hint in fields.items()} for path, (_, fields) in classes.items()},
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, json.dumps(table))
+
+
+def in_environment() -> Path:
+    """Where `scripts/bootstrap` writes the file."""
+    return Path(sys.prefix) / "share" / "tpi" / "bridge-fields.json"
+
+
+def in_cache() -> Path:
+    """Where tpi writes it elsewhere: one file for each installed Bridge."""
+    name = hashlib.sha256(str(_folder(PACKAGES[0])).encode()).hexdigest()[:16]
+    return cache_dir() / f"bridge-fields-{name}.json"
+
+
+@functools.cache
+def _folder(package: str) -> Path:
+    """Where an installed package lies; it is not imported for that. Raises ValueError: it is not installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"{package} is not installed")
+    return Path(spec.submodule_search_locations[0])
+
+
+def _sources(cls: type) -> Iterator[str]:
+    """The files that define a class and what it inherits."""
+    for base in cls.__mro__:
+        package = next((one for one in PACKAGES if base.__module__.startswith(f"{one}.")), None)
+        if package:
+            file = Path(str(sys.modules[base.__module__].__file__))
+            yield f"{package}/{file.relative_to(_folder(package))}"
+
+
+def _stamp(source: str) -> list[int]:
+    """Size and time of change. Raises OSError, ValueError: the file is not there."""
+    package, _, file = source.partition("/")
+    if package not in PACKAGES:
+        raise ValueError(f"{package} is none of Bridge's packages")
+    status = os.stat(_folder(package) / file)
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _names(hint: Any) -> list[str] | None:
+    """The types of a hint as the file has them; None: not all have a name."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return [f"{_TEXT}{text}" for text in args] if all(isinstance(text, str) for text in args) else None
+    if origin in (typing.Union, types.UnionType):
+        parts = [_names(one) for one in args]
+        return None if None in parts else [name for part in parts for name in part or ()]
+    return [_NAMES[hint]] if isinstance(hint, type) and hint in _NAMES else None
+
+
+def _hint(names: list[str]) -> Any:
+    """The reverse of `_names`. Raises KeyError: no such type."""
+    texts = tuple(name.removeprefix(_TEXT) for name in names if name.startswith(_TEXT))
+    plain = [PLAIN[name] for name in names if not name.startswith(_TEXT)]
+    return functools.reduce(operator.or_, [*([Literal[texts]] if texts else []), *plain])

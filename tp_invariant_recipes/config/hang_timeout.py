@@ -1,0 +1,72 @@
+"""How long a rank may give no sign of life before its run ends: `run.hang_timeout`."""
+
+from dataclasses import dataclass
+
+from tp_invariant_recipes.config import recording
+from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+
+# By default a step may take so many times the longest of the last steps, and always so many seconds: a file system or a
+# network may be away for a minute.
+FACTOR, LEAST = 5, 120.0
+# Seconds for what each rank does by itself: to import Bridge, to read and write a checkpoint, to capture CUDA graphs.
+ALONE = 1800.0
+# The others wait in a collective for a rank that is late in a step, and their library gives up at its own limit. This
+# part of it is ours: then the message names the rank that is late, not one of those that waited.
+OF_COLLECTIVES = 0.9
+SETTLING = 2  # steps after a start that compile and warm up
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds without a sign of life.
+
+    step:      None: it follows the longest of the last steps.
+    long_step: of a step that compiles, captures or writes tensors; of one of an evaluation.
+    alone:     of what ranks do outside of steps.
+    """
+
+    step: float | None
+    long_step: float
+    alone: float
+
+    def of_step(self, longest: float | None) -> float:
+        """longest: of the last steps, in seconds; None: none is known."""
+        if self.step is not None:
+            return self.step
+        if longest is None:
+            return self.long_step
+        return max(LEAST, 2 * longest, min(FACTOR * longest, self.long_step))
+
+
+def limits(config: RunConfig) -> Limits | None:
+    """The limits of a run; None: off."""
+    asked, dist = config.run.hang_timeout, config.bridge.get("dist", {})
+    if asked == "off":
+        return None
+    seconds = asked if isinstance(asked, int) else 0
+    of_collectives = dist.get("distributed_timeout_seconds_after_init") or 60 * dist.get(
+        "distributed_timeout_minutes", 10
+    )
+    long_step = max(OF_COLLECTIVES * of_collectives, LEAST, seconds)
+    return Limits(seconds or None, long_step, max(ALONE, long_step))
+
+
+def takes_long(tree: Tree, step: int, start: int) -> bool:
+    """Whether a step may take longer than those around it.
+
+    start: steps that were done when the ranks were started.
+    """
+    done, model, trace = step - 1 - start, tree["model"], tree["ledger"].get("trace")
+    if done < SETTLING or (trace and step in recording.steps(trace)):
+        return True
+    if model.get("cuda_graph_impl") in (None, "none"):
+        return False
+    return 0 <= done + 1 - (model.get("cuda_graph_warmup_steps") or 0) <= SETTLING
+
+
+def problems(tree: Tree) -> list[str]:
+    """What is wrong with the key."""
+    asked = typed(tree).run.hang_timeout
+    if isinstance(asked, int) and asked < 1:
+        return [f"run.hang_timeout={asked}: must be at least 1 second, auto, or off"]
+    return []

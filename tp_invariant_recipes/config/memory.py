@@ -1,0 +1,293 @@
+"""How much memory a rank needs at most, from the configuration alone, part by part.
+
+The estimate is for the fullest moment of a step: the end of the forward pass, when all activations are kept and the
+loss is computed. docs/memory.md compares it with measured peaks.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tp_invariant_recipes.config import activations, allocation, layout, size
+from tp_invariant_recipes.config.activations import FP32, MicroBatch
+from tp_invariant_recipes.config.layout import Layout
+from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.config.size import Weights
+
+MIB, GIB = 2**20, 2**30
+
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, FIRST_STEP, LIBRARIES = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "loss",
+    "first step",
+    "libraries",
+)
+
+# Parts that are numbers of parameters times bytes.
+COUNTED = (WEIGHTS, GRADIENTS, OPTIMIZER)
+
+# cuBLAS's workspace and Transformer Engine's, 32 MiB each, and what torch's allocator loses to rounding: it does not
+# split the last MiB off a block, and a step of Qwen3-8B keeps some 400.
+WORKSPACES = 350 * MIB
+# What torch's allocator does not count: CUDA's context, NCCL's buffers, cuDNN's plans. Assumed, not measured.
+OUTSIDE = 1536 * MIB
+# Of a rank on a CPU beside its tensors, and of all ranks together: they are forked from a process that has imported
+# Megatron-Bridge. Measured as proportional set size.
+RANK_ON_CPU = 150 * MIB
+IMPORTED = 800 * MIB
+
+MOMENTS = {"adam": 2, "sgd": 1}  # per parameter, by optimizer.optimizer; 1 for others
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "uint8": 1}
+
+# Keys that move or shrink something in a way that the estimate does not follow, and the parts that it then does not
+# count against the memory of a rank.
+UNFOLLOWED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("model.cpu_offloading", (ACTIVATIONS,)),
+    ("model.fine_grained_activation_offloading", (ACTIVATIONS,)),
+    ("mixed_precision.fp8", (ACTIVATIONS,)),
+    ("optimizer.optimizer_cpu_offload", (OPTIMIZER,)),
+    ("optimizer.use_layer_wise_distributed_optimizer", (OPTIMIZER,)),
+    ("ddp.use_megatron_fsdp", (WEIGHTS, GRADIENTS, OPTIMIZER)),
+    ("dist.use_torch_fsdp2", (WEIGHTS, GRADIENTS, OPTIMIZER)),
+)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The memory of the fullest rank and of a node.
+
+    parts:      bytes of the rank, by part.
+    outside:    bytes of the rank that torch's allocator does not count; part of `libraries`.
+    ranks:      on a node. together: bytes of a node that its ranks share; 0 on GPUs.
+    unfollowed: key -> parts that the key changes in a way that the estimate does not follow.
+    """
+
+    parts: Mapping[str, int]
+    outside: int
+    ranks: int
+    together: int
+    unfollowed: Mapping[str, tuple[str, ...]]
+
+    @property
+    def rank(self) -> int:
+        """Bytes of the fullest rank."""
+        return sum(self.parts.values())
+
+    @property
+    def allocated(self) -> int:
+        """Bytes that torch's allocator counts after the first step: `torch.cuda.max_memory_allocated` of a step."""
+        return self.rank - self.outside - self.parts[FIRST_STEP]
+
+    @property
+    def node(self) -> int:
+        """Bytes of a node with all its ranks as full as the fullest."""
+        return self.ranks * self.rank + self.together
+
+    def least(self, error: float) -> float:
+        """Bytes that the rank needs even if all that is not counted exactly is estimated too high by this part of it.
+
+        Parts that some key changes in a way that the estimate does not follow are left out.
+        """
+        left_out = {part for parts in self.unfollowed.values() for part in parts}
+        certain = {part: size for part, size in self.parts.items() if part not in left_out}
+        return sum(size * (1 if part in COUNTED else 1 - error) for part, size in certain.items())
+
+
+def estimate(config: RunConfig) -> Estimate:
+    """The memory of a run whose configuration has been checked. Imports neither torch nor Megatron."""
+    at = layout.of(config)
+    # The first stage has an embedding and the most micro-batches, the last one the logits; others are as the second.
+    stages = [_stage(config, at, stage) for stage in sorted({0, min(1, at.pp - 1), at.pp - 1})]
+    on_cpu = config.device.kind == "cpu"
+    outside = RANK_ON_CPU if on_cpu else OUTSIDE
+    fullest = max(stages, key=lambda parts: sum(parts.values()))
+    return Estimate(
+        parts={**fullest, LIBRARIES: outside + (0 if on_cpu else WORKSPACES)},
+        outside=outside,
+        ranks=allocation.of(config).ranks,
+        together=IMPORTED if on_cpu else 0,
+        unfollowed={key: parts for key, parts in UNFOLLOWED if _set(config, key)},
+    )
+
+
+def _set(config: RunConfig, key: str) -> bool:
+    section, _, name = key.partition(".")
+    fields = config.bridge.get(section)
+    if isinstance(fields, str):  # a precision by its name
+        return name == "fp8" and any(kind in fields for kind in ("fp8", "fp4"))
+    return bool((fields or {}).get(name))
+
+
+def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
+    """Bytes of a rank of one pipeline stage, by part."""
+    held, weights = _layers(config, at, stage), Weights()
+    for layer, count in held.items():
+        for part in layer:
+            weights += size.weights(config.model, part) * count
+    last = stage == at.pp - 1
+    tied = config.model.get("share_embeddings_and_output_weights")
+    if stage == 0:
+        weights += size.embedding(config.model)
+    if last:
+        weights += Weights(whole=config.model["hidden_size"])  # the final norm
+        weights += Weights() if tied and at.pp == 1 else size.embedding(config.model)
+    batch = activations.micro_batch(config)
+    kept = sum(count * _kept(config, batch, layer) for layer, count in held.items())
+    ends = 2 * batch.slice * batch.element * batch.widths.hidden if last else 0  # the final norm's input and output
+    return {
+        **_states(config, at, weights),
+        ACTIVATIONS: int(kept * _in_flight(config, at, stage)) + ends,
+        **_working(config, at, batch, held, weights.largest // at.tp, last=last),
+    }
+
+
+def _layers(config: RunConfig, at: Layout, stage: int) -> Counter[str]:
+    """The layers of a stage by kind, each kind divided as all layers are."""
+    layers, model = size.layers(config.model), config.model
+    first = model.get("num_layers_in_first_pipeline_stage")
+    final = model.get("num_layers_in_last_pipeline_stage")
+    counts = {0: first, at.pp - 1: final} if at.pp > 1 else {}
+    given = {number: count for number, count in counts.items() if count}
+    total, others = layers.total(), at.pp - len(given)
+    mine = given.get(stage) or (total - sum(given.values())) / max(1, others)
+    return Counter({kind: math.ceil(count * mine / total) for kind, count in layers.items()})
+
+
+def _in_flight(config: RunConfig, at: Layout, stage: int) -> float:
+    """Micro-batches whose activations a stage keeps at once: one forward, one backward (1F1B)."""
+    train = config.bridge["train"]
+    steps = max(1, train["global_batch_size"] // (train["micro_batch_size"] * at.dp))
+    chunks = config.model.get("virtual_pipeline_model_parallel_size") or 1
+    if chunks == 1:
+        return min(at.pp - stage, steps)
+    return min((at.pp - stage - 1) * 2 + (chunks - 1) * at.pp + 1, steps * chunks) / chunks
+
+
+def _states(config: RunConfig, at: Layout, weights: Weights) -> dict[str, int]:
+    """Weights, gradients and the optimizer's state of a rank."""
+    dense = weights.split // at.tp + weights.whole
+    experts = weights.experts // (at.ep * at.etp)
+    shards, expert_shards = (
+        (at.dp * at.cp, max(1, at.world // (at.pp * at.etp * at.ep))) if _sharded(config) else (1, 1)
+    )
+    owned = dense // shards + experts // expert_shards
+    half = activations.element(config)
+    return {
+        WEIGHTS: half * (dense + experts),
+        GRADIENTS: _gradient(config, half) * (dense + experts),
+        OPTIMIZER: _of_optimizer(config.bridge["optimizer"], half) * owned,
+    }
+
+
+def _sharded(config: RunConfig) -> bool:
+    return bool(config.bridge["optimizer"].get("use_distributed_optimizer"))
+
+
+def _gradient(config: RunConfig, half: int) -> int:
+    """Bytes of a gradient in Megatron's buffer."""
+    precision = config.bridge["mixed_precision"]
+    if isinstance(precision, str):  # Bridge's recipes of this name decide, not the section ddp
+        return half if precision.startswith("fp16") else FP32
+    asked: Any = config.bridge["ddp"] if precision is None else precision
+    return FP32 if asked.get("grad_reduce_in_fp32", True) else half
+
+
+def _of_optimizer(optimizer: Mapping[str, Any], half: int) -> int:
+    """Bytes the optimizer keeps of a parameter: a master weight of 32 bits, and moments."""
+    moments = MOMENTS.get(optimizer["optimizer"], 1)
+    master = 0 if half == FP32 else FP32
+    if not optimizer.get("use_precision_aware_optimizer"):
+        return master + moments * FP32
+    if half != FP32 and optimizer.get("store_param_remainders", True):
+        master = FP32 - half  # the bits that the weight lacks
+    widths = [_bytes(optimizer.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+    return master + sum(widths[:moments])
+
+
+def _bytes(dtype: Any) -> int:
+    """Bytes of a dtype as a configuration names it: "bfloat16", "torch.bfloat16"; fp32 where it names none."""
+    name = str(dtype or "float32").rpartition(".")[2]
+    return next((width for known, width in BYTES.items() if name.startswith(known)), FP32)
+
+
+def _kept(config: RunConfig, batch: MicroBatch, layer: str) -> float:
+    """Bytes that a layer keeps of a micro-batch, after what is recomputed."""
+    rows = [activations.kept(batch, part) for part in layer]
+    granularity = config.model.get("recompute_granularity")
+    if granularity == "full":
+        unit = 1
+        if config.model.get("recompute_method") != "block":
+            unit = config.model.get("recompute_num_layers") or 1
+        return rows[0][activations.INPUT] / unit
+    dropped = _dropped(config) if granularity == "selective" else set()
+    return sum(amount for part in rows for row, amount in part.items() if row not in dropped)
+
+
+def _dropped(config: RunConfig) -> set[str]:
+    words = config.model.get("recompute_modules") or [activations.CORE]
+    return {row for word in words for row in (word, *activations.ALSO_DROPS.get(word, ()))}
+
+
+def _working(
+    config: RunConfig, at: Layout, batch: MicroBatch, held: Counter[str], largest: int, *, last: bool
+) -> dict[str, int]:
+    """Bytes in use for a moment: those of the loss or of the backward pass of a layer, whichever is more.
+
+    largest: numbers of the rank's part of the largest matrix.
+    """
+    matrix, hidden = largest * batch.element, batch.tokens * batch.widths.hidden
+    moments = [max((_backward(config, batch, layer) for layer in held), default=0) + matrix]
+    trial = 0
+    if last:
+        logits = config.model["vocab_size"] // at.tp * batch.tokens
+        moments += LOSSES[config.numerics.mode](batch, logits, largest, at.tp)
+        if batch.tree and config.device.kind == "cpu" and batch.element != FP32:
+            # numerics/cpu_product.py multiplies in fp32.
+            moments.append(largest * FP32 + logits * (FP32 + batch.element))
+        if config.numerics.mode == "tree" and config.device.kind == "gpu":
+            # numerics/product.py tries the first gradient of the output matrix: three of it in fp32, and its operand.
+            trial = 2 * logits * batch.element + 3 * largest * FP32
+    standing = 0
+    if batch.tree:
+        standing = matrix  # numerics/weight_gradient.py: autograd sees it in place of the gradient in Megatron's buffer
+    elif batch.slice < batch.tokens:
+        standing = hidden * batch.element  # Megatron's output layer gathers its input into a buffer that stays
+    working = max(moments) + standing
+    return {LOSS: working, FIRST_STEP: max(0, trial - working)}
+
+
+def _backward(config: RunConfig, batch: MicroBatch, layer: str) -> int:
+    """The gradients of a layer's widest part; after recomputation also all that the layer has computed again."""
+    rows = [activations.kept(batch, part) for part in layer]
+    again = config.model.get("recompute_granularity") == "full"
+    return max(max(part.values()) for part in rows) + again * sum(sum(part.values()) for part in rows)
+
+
+def _stock_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
+    """The logits and their softmax in fp32; the logits' gradient with the matrix's and the tokens'.
+
+    logits, largest: numbers of the rank's logits and of its output matrix.
+    """
+    softmax = 0 if b.element == FP32 else logits * FP32
+    return logits * b.element + softmax, (logits + largest + b.tokens * b.widths.hidden) * b.element
+
+
+def _tree_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
+    """The logits and their gradient; the gradient with nodes of the tree, leaving and arriving, and gathered tokens."""
+    hidden = b.tokens * b.widths.hidden
+    return 2 * logits * b.element, logits * b.element + hidden * (2 * FP32 + b.element)
+
+
+def _gather_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int, ...]:
+    """The logits and their gradient; the gradient with the whole matrix, twice, and whole tokens."""
+    whole = 2 * tp * largest + 2 * b.tokens * b.widths.hidden
+    return 2 * logits * b.element, (2 * logits + whole) * b.element
+
+
+# numerics.mode -> bytes at the moments of the loss.
+LOSSES = {"stock": _stock_loss, "tree": _tree_loss, "gather": _gather_loss}

@@ -1,0 +1,167 @@
+"""The fields of a model that the invariant numerics know. tpi refuses a run that sets another one.
+
+Somebody has read what each of these does to the order of sums. Any value is as good as another, unless a rule of
+`invariance.py` or `invariant_experts.py` says otherwise.
+"""
+
+from collections.abc import Iterable
+
+SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "vocab_size",
+    "should_pad_vocab",
+    "make_vocab_size_divisible_by",
+    "seq_length",
+    "is_hybrid_model",
+    "hybrid_layer_pattern",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+    "mamba_state_dim",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_layer_freq",
+)
+MATHEMATICS = (
+    "activation_func",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "attention_dropout",
+    "attention_softmax_in_fp32",
+    "gated_linear_unit",
+    "hidden_dropout",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "mtp_num_layers",
+    "normalization",
+    "position_embedding_type",
+    "qk_layernorm",
+    "rotary_base",
+    "rotary_interleaved",
+    "rotary_percent",
+    "share_embeddings_and_output_weights",
+    "softmax_scale",
+    "softmax_type",
+    "moe_aux_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_token_drop_policy",
+    "moe_router_bias_update_rate",
+    "moe_router_dtype",
+    "moe_router_enable_expert_bias",
+    "moe_router_group_topk",
+    "moe_router_load_balancing_type",
+    "moe_router_num_groups",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk",
+    "moe_router_topk_scaling_factor",
+)
+WEIGHTS = (
+    "init_method",
+    "init_method_std",
+    "embedding_init_method",
+    "embedding_init_method_std",
+    "output_layer_init_method",
+    "init_model_with_meta_device",
+    "perform_initialization",
+    "use_cpu_initialization",
+)
+PRECISION = (
+    "autocast_dtype",
+    "bf16",
+    "disable_bf16_reduced_precision_matmul",
+    "first_last_layers_bf16",
+    "fp4",
+    "fp8",
+    "params_dtype",
+    "pipeline_dtype",
+    # Bridge's bf16_mixed sets these, and Megatron-Core reads them with fp8 or fp4 alone.
+    "fp4_recipe",
+    "fp8_amax_compute_algo",
+    "fp8_amax_history_len",
+    "fp8_margin",
+    "fp8_recipe",
+    "fp8_wgrad",
+    "num_layers_at_end_in_bf16",
+    "num_layers_at_start_in_bf16",
+)
+LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "virtual_pipeline_model_parallel_size",
+    "pipeline_model_parallel_layout",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "gtp_weight_remat_size",
+    "microbatch_group_size_per_vp_stage",
+    "batch_p2p_comm",
+    "deallocate_pipeline_outputs",
+    "overlap_p2p_comm",
+    "variable_seq_lengths",
+)
+CODE = (
+    "apply_rope_fusion",
+    "attention_backend",
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "cross_entropy_loss_fusion",
+    "cuda_graph_impl",
+    "cuda_graph_modules",
+    "cuda_graph_scope",
+    "cuda_graph_warmup_steps",
+    "delay_wgrad_compute",
+    "deterministic_mode",
+    "gradient_accumulation_fusion",
+    "hybrid_stack_spec",
+    "masked_softmax_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_token_dispatcher_type",
+    "persist_layer_norm",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_modules",
+    "recompute_num_layers",
+    "tp_comm_overlap",
+    "transformer_impl",
+    "transformer_layer_spec",
+    "use_fused_weighted_squared_relu",
+    "use_mamba_mem_eff_path",
+    "use_te_rng_tracker",
+)
+INFERENCE = ("inference_cuda_graph_scope", "inference_grouped_gemm_backend")
+# What training loops set, and what says where weights come from.
+LOOP = (
+    "config_logger_dir",
+    "finalize_model_grads_func",
+    "grad_scale_func",
+    "grad_sync_func",
+    "hf_model_id",
+    "hf_model_revision",
+    "no_sync_func",
+    "param_sync_func",
+    "timers",
+)
+KNOWN = frozenset((*SIZES, *MATHEMATICS, *WEIGHTS, *PRECISION, *LAYOUT, *CODE, *INFERENCE, *LOOP))
+
+
+def unknown(given: Iterable[str], refused_elsewhere: Iterable[str]) -> list[str]:
+    """One line for every field that no rule knows.
+
+    given: the fields that a run sets. refused_elsewhere: fields that a rule of its own refuses.
+    """
+    names = set(given) - KNOWN - set(refused_elsewhere) - {"_target_"}
+    return [f"model.{name}: the invariant numerics do not know this field; leave it unset" for name in sorted(names)]

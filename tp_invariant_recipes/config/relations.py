@@ -1,0 +1,118 @@
+"""Settings that must fit each other in any layout, one row a rule; and those that tpi decides itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+
+# Kernels of GPUs read rows of 16 bytes, 8 numbers in bf16.
+WIDTH = 8
+
+# What every run would replace without a word, and what to do instead.
+REPLACED = {
+    "checkpoint.save": "checkpoints go to run.dir/checkpoints; set run.dir=PATH",
+    "checkpoint.load": "tpi train --resume RUN continues a run; checkpoint.pretrained_checkpoint=FOLDER takes the "
+    "weights alone",
+    "dataset.path_to_cache": "the index of the data goes to run.dir; set run.dir=PATH",
+}
+# The same, of some runs. Path -> of which, and what to do instead.
+REPLACED_IN: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
+    "dataset.blend": (lambda t: t.data.kind == "text", "data=text reads data.path; leave it out"),
+    "logger.tensorboard_dir": (lambda t: t.logging.kind != "none", "curves go to run.dir; leave it out"),
+    "logger.wandb_save_dir": (lambda t: t.logging.kind == "wandb", "logging=wandb writes to run.dir; leave it out"),
+    "logger.wandb_exp_name": (lambda t: t.logging.kind == "wandb", "the run has the name of run.dir; set run.dir=PATH"),
+}
+
+
+def problems(tree: Tree) -> list[str]:
+    """All settings that do not fit each other, in the order of the rules."""
+    config = typed(tree)
+    replaced = REPLACED | {path: instead for path, (of, instead) in REPLACED_IN.items() if of(config)}
+    found = [f"{path}={value}: {why}" for path, why in replaced.items() if (value := _at(config, path)) is not None]
+    return [*found, *(problem for rule in RULES if (problem := rule(config)))]
+
+
+def _at(config: RunConfig, path: str) -> Any:
+    section, _, name = path.partition(".")
+    return (config.bridge.get(section) or {}).get(name)
+
+
+def _sizes(config: RunConfig) -> str | None:
+    missing = [name for name in ("hidden_size", "num_attention_heads", "vocab_size") if not config.model.get(name)]
+    missing += [] if config.model.get("num_layers") or config.model.get("hybrid_layer_pattern") else ["num_layers"]
+    return f"{', '.join(f'model.{name}' for name in missing)}: a model has a number of these" if missing else None
+
+
+def _divides(of: str, by: str, unless: str | None = None) -> Callable[[RunConfig], str | None]:
+    """The rule that one number of the model is a multiple of another one, where it has both."""
+
+    def rule(config: RunConfig) -> str | None:
+        total, part = config.model.get(of), config.model.get(by)
+        if total is None or part is None or total % part == 0 or (unless and config.model.get(unless)):
+            return None
+        hint = f", or set model.{unless}" if unless else ""
+        return f"model.{of}={total} is not a multiple of model.{by}={part}; change one of them{hint}"
+
+    return rule
+
+
+def _at_most(low: str, high: str, of: str = "model") -> Callable[[RunConfig], str | None]:
+    """The rule that one number is at most another one, where there are both. Short paths lie in the section `of`."""
+    first, second = (path if "." in path else f"{of}.{path}" for path in (low, high))
+
+    def rule(config: RunConfig) -> str | None:
+        small, large = _at(config, first), _at(config, second)
+        if small is None or large is None or small <= large:
+            return None
+        return f"{first}={small} is more than {second}={large}; change one of them"
+
+    return rule
+
+
+def _aligned(config: RunConfig) -> str | None:
+    hidden = config.model["hidden_size"]
+    if hidden is None or hidden % WIDTH == 0:
+        return None
+    return f"model.hidden_size={hidden}: must be a multiple of {WIDTH}; the next that is: {-(-hidden // WIDTH) * WIDTH}"
+
+
+def _warmup(config: RunConfig) -> str | None:
+    warmup = config.bridge["scheduler"].get("lr_warmup_iters") or 0
+    decay = config.bridge["scheduler"].get("lr_decay_iters")
+    name, end = (
+        ("iters", config.bridge["train"]["train_iters"]) if decay is None else ("scheduler.lr_decay_iters", decay)
+    )
+    if not warmup or warmup < end:
+        return None
+    return f"scheduler.lr_warmup_iters={warmup} is not below {name}={end}; change one of them"
+
+
+def _validation(config: RunConfig) -> str | None:
+    if config.bridge["validation"].get("eval_interval") and not config.bridge["validation"].get("eval_iters"):
+        return "validation.eval_interval without validation.eval_iters validates nothing; set both, or neither"
+    return None
+
+
+def _tokens(config: RunConfig) -> str | None:
+    size, vocab = config.bridge["tokenizer"]["vocab_size"], config.model["vocab_size"]
+    if config.data.kind == "text" and size != vocab:
+        return f"tokenizer.vocab_size={size}: the tokenizer of data=text decides it; leave it out"
+    return None
+
+
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (
+    _sizes,
+    _aligned,
+    _divides("hidden_size", "num_attention_heads", unless="kv_channels"),
+    _divides("num_attention_heads", "num_query_groups"),
+    _divides("num_moe_experts", "moe_router_num_groups"),
+    _divides("mamba_num_heads", "mamba_num_groups"),
+    _at_most("moe_router_topk", "num_moe_experts"),
+    _at_most("moe_router_group_topk", "moe_router_num_groups"),
+    _at_most("tokenizer.vocab_size", "model.vocab_size"),
+    _at_most("scheduler.start_weight_decay", "scheduler.end_weight_decay"),
+    _at_most("profile_step_start", "profile_step_end", of="profiling"),
+    _warmup,
+    _validation,
+    _tokens,
+)
