@@ -14,7 +14,8 @@ universal string hashing is fast", 2014), once over rows and once over columns. 
 of 4.
 
 The Triton kernel reads every element once, does two multiplications of 32 by 32 bits for it, and is launched once for
-all pieces of one width. On the way it can find the largest magnitude, which spares the exact gradient norm a pass.
+all pieces of one width. On the way it can find the largest magnitude, which spares the exact gradient norm a pass, and
+count the elements of fp32 master weights whose bf16 copy in the model is not their value rounded.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,9 @@ from tp_invariant_recipes.kernels.grad_norm import largest
 
 LANES = 2
 WITH_MAGNITUDE = (torch.float32, torch.bfloat16)
+COPIED = (torch.float32, torch.bfloat16)  # of values and of their rounded copy, which follows from them
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+KERNELS = ((1, False), (2, False), (4, False), (4, True))  # bytes of an element, and whether it has a copy
 ROWS = 64  # rows and columns that one program of the kernel reads
 COLUMNS = 512
 TOGETHER = 2
@@ -46,12 +49,14 @@ class Piece(NamedTuple):
     """A part of a table. Its row i is row `row + i · step` of the whole, its column j is column `column + j`.
 
     values: [rows, columns], columns adjacent in memory.
+    copy:   the same values rounded, if they are fp32: bf16 [rows, columns], columns adjacent in memory.
     """
 
     values: Tensor
     row: int
     column: int
     step: int = 1
+    copy: Tensor | None = None
 
 
 class Lanes:
@@ -59,36 +64,50 @@ class Lanes:
 
     magnitude: also find, in the same pass, what kernels/grad_norm.py calls the largest: after a call `largest` is the
                bits of the largest |x| as fp32, int64 scalar. For fp32 and bf16.
-    ValueError: columns of a piece are not adjacent, or there is no magnitude. Every call reads the memory anew.
+    device:  of the lanes, if there are no pieces.
+    After a call `unlike` is the number of elements of every piece that its copy does not hold rounded to the nearest
+    (ties to even; any NaN is a copy of any NaN): int64 [pieces].
+    ValueError: columns of a piece are not adjacent, there is no magnitude, or a copy of other types or another shape.
+    Every call reads the memory anew.
     """
 
-    def __init__(self, pieces: Sequence[Piece], *, magnitude: bool = False) -> None:
+    def __init__(self, pieces: Sequence[Piece], *, magnitude: bool = False, device: torch.device | None = None) -> None:
         self.magnitude = magnitude
         if magnitude and any(piece.values.dtype not in WITH_MAGNITUDE for piece in pieces):
             raise ValueError(f"magnitudes are found of {WITH_MAGNITUDE} only")
+        for piece in pieces:
+            _check_copy(piece)
         self._values = [piece.values for piece in pieces]
         self.pieces = [_as_words(piece) for piece in pieces]
         devices = {piece.values.device for piece in self.pieces}
         if len(devices) > 1:
             raise ValueError(f"pieces on several devices: {sorted(map(str, devices))}")
-        self.device = devices.pop() if devices else torch.device("cpu")
+        self.device = devices.pop() if devices else device or torch.device("cpu")
         self.programs = {}
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.pieces:
             self.keys = keys(_length(self.pieces), self.device)
-            for size in WORDS:
-                rows = [_row(n, piece) for n, piece in enumerate(self.pieces) if piece.values.element_size() == size]
-                self.programs[size] = programs(rows, self.device)
+            for size, copied in KERNELS:
+                rows = [
+                    _row(n, piece)
+                    for n, piece in enumerate(self.pieces)
+                    if (piece.values.element_size(), piece.copy is not None) == (size, copied)
+                ]
+                self.programs[size, copied] = programs(rows, self.device)
 
     @outside_modes
     def __call__(self) -> Tensor:
         """The lanes of every piece: int64 [pieces, LANES] on their device; the host does not wait for it."""
         result = torch.zeros(len(self.pieces), LANES, dtype=torch.int64, device=self.device)
         self.largest = torch.zeros((), dtype=torch.int64, device=self.device)
-        for size, some in self.programs.items():
-            launch(some, self.keys, result, size, self.largest if self.magnitude else None)
-        if not self.programs:
+        self.unlike = torch.zeros(len(self.pieces), dtype=torch.int64, device=self.device)
+        for (size, copied), some in self.programs.items():
+            most, unlike = self.largest if self.magnitude else None, self.unlike if copied else None
+            launch(some, self.keys, result, size, most, unlike)
+        if self.device.type != "cuda":
             for n, piece in enumerate(self.pieces):
                 result[n] = _lanes_numpy(piece)
+                if piece.copy is not None:
+                    self.unlike[n] = _unlike(piece)
             if self.magnitude:
                 self.largest = largest(self._values)
         return result
@@ -128,6 +147,16 @@ def _splitmix(state: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
+def _check_copy(piece: Piece) -> None:
+    values, copy = piece.values, piece.copy
+    if copy is None:
+        return
+    if (values.dtype, copy.dtype) != COPIED or copy.shape != values.shape or copy.device != values.device:
+        raise ValueError(f"{copy.dtype} {list(copy.shape)} is not a copy of {values.dtype} {list(values.shape)}")
+    if copy.shape[1] > 1 and copy.stride(1) != 1:
+        raise ValueError(f"a copy of stride {copy.stride()} has no adjacent columns")
+
+
 def _as_words(piece: Piece) -> Piece:
     values = piece.values.detach()
     if values.dim() != 2 or (values.shape[1] > 1 and values.stride(1) != 1):
@@ -144,8 +173,16 @@ def _length(pieces: Sequence[Piece]) -> int:
 # --- NumPy, on a CPU ---
 
 
+def _unlike(piece: Piece) -> int:
+    """The number of elements that the copy does not hold, of a piece as words."""
+    assert piece.copy is not None
+    values, copy = piece.values.view(torch.float32), piece.copy.detach()
+    bits = values.to(torch.bfloat16).view(torch.int16)
+    return int(((bits != copy.view(torch.int16)) & ~(values.isnan() & copy.isnan())).sum())
+
+
 def _lanes_numpy(piece: Piece) -> Tensor:
-    values, row, column, step = piece
+    values, row, column, step, _ = piece
     rows, columns = values.shape
     of_rows, of_columns = keys(_length([piece]), values.device)
     factors = of_rows.numpy().view(np.uint32)[row::step][:rows].astype(np.uint64)
@@ -164,11 +201,12 @@ def _lanes_numpy(piece: Piece) -> Tensor:
 
 def _row(number: int, piece: Piece) -> tuple[int, ...]:
     values = piece.values
-    return (values.data_ptr(), values.stride(0), *values.shape, piece.row, piece.step, piece.column, number)
+    copy = (0, 0) if piece.copy is None else (piece.copy.data_ptr(), piece.copy.stride(0))
+    return (values.data_ptr(), values.stride(0), *values.shape, piece.row, piece.step, piece.column, number, *copy)
 
 
 def programs(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The pieces, int64 [pieces, 8], and for every program of the kernel (piece, first row, first column), int32."""
+    """The pieces, int64 [pieces, 10], and for every program of the kernel (piece, first row, first column), int32."""
     blocks = [
         np.stack(np.meshgrid(n, np.arange(0, row[2], ROWS), np.arange(0, row[3], COLUMNS), indexing="ij"), -1)
         for n, row in enumerate(rows)
@@ -177,26 +215,35 @@ def programs(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Ten
     return torch.tensor(rows, dtype=torch.int64, device=device), torch.from_numpy(flat).to(device)
 
 
-def launch(some: tuple[Tensor, Tensor], of: Keys, result: Tensor, size: int, largest: Tensor | None = None) -> None:
+def launch(
+    some: tuple[Tensor, Tensor],
+    of: Keys,
+    result: Tensor,
+    size: int,
+    largest: Tensor | None = None,
+    unlike: Tensor | None = None,
+) -> None:
     """The kernel alone, for pieces of elements of `size` bytes; also what Triton's interpreter runs on a CPU.
 
     result: int64 [pieces, LANES], added to. largest: int64 scalar, raised to the largest magnitude's bits.
+    unlike: int64 [pieces], raised by the elements that the copies of these pieces do not hold; None: they have none.
     """
     pieces, blocks = some
     if len(blocks):
         with torch.cuda.device_of(result):  # of the tensors, which need not be the current one
             _lanes[(len(blocks),)](
-                pieces, blocks, of.rows, of.columns, result, largest, size, ROWS, COLUMNS, TOGETHER, num_warps=WARPS
-            )
+                pieces, blocks, of.rows, of.columns, result, largest, unlike,
+                size, ROWS, COLUMNS, TOGETHER, num_warps=WARPS,
+            )  # fmt: skip
 
 
 @triton.jit
 def _lanes(
-    pieces, blocks, row_keys, column_keys, result, largest,
+    pieces, blocks, row_keys, column_keys, result, largest, unlike,
     SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     block = blocks + 3 * tl.program_id(0).to(tl.int64)
-    piece = pieces + 8 * tl.load(block).to(tl.int64)
+    piece = pieces + 10 * tl.load(block).to(tl.int64)
     first = tl.load(block + 1).to(tl.int64)
     left = tl.load(block + 2).to(tl.int64)
     stride, rows, columns = tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 3)
@@ -208,6 +255,10 @@ def _lanes(
     else:
         p = tl.load(piece).to(tl.pointer_type(tl.uint8))
     p += first * stride + left
+    if unlike is not None:
+        apart = tl.load(piece + 9)
+        q = tl.load(piece + 8).to(tl.pointer_type(tl.uint16)) + first * apart + left
+        wrong = tl.zeros([COLUMNS], tl.int32)
     j = tl.arange(0, COLUMNS)
     key = row_keys.to(tl.pointer_type(tl.uint32)) + 2 * (row + first * step)
     there = j < columns - left
@@ -220,15 +271,22 @@ def _lanes(
             bits = tl.load(p + i * stride + j, mask=there, other=0)
             if largest is not None:
                 most = tl.maximum(most, _magnitude(bits, SIZE))
+            if unlike is not None:
+                wrong += _is_unlike(bits, tl.load(q + i * apart + j, mask=there, other=0))
             x = bits.to(tl.uint64)
             sum0 += x * tl.load(key + 2 * i * step).to(tl.uint64)
             sum1 += x * tl.load(key + 2 * i * step + 1).to(tl.uint64)
         p += TOGETHER * stride
+        if unlike is not None:
+            q += TOGETHER * apart
         key += 2 * TOGETHER * step
     for _ in range(count % TOGETHER):
         bits = tl.load(p + j, mask=there, other=0)
         if largest is not None:
             most = tl.maximum(most, _magnitude(bits, SIZE))
+        if unlike is not None:
+            wrong += _is_unlike(bits, tl.load(q + j, mask=there, other=0))
+            q += apart
         x = bits.to(tl.uint64)
         sum0 += x * tl.load(key).to(tl.uint64)
         sum1 += x * tl.load(key + 1).to(tl.uint64)
@@ -241,9 +299,21 @@ def _lanes(
     tl.atomic_add(result + 2 * number + 1, tl.sum(sum1, 0).to(tl.int64, bitcast=True), sem="relaxed")
     if largest is not None:
         tl.atomic_max(largest, tl.max(most, 0).to(tl.int64), sem="relaxed")
+    if unlike is not None:
+        count = tl.sum(wrong, 0)
+        tl.atomic_add(unlike + number, count.to(tl.int64), mask=count > 0, sem="relaxed")
 
 
 @triton.jit
 def _magnitude(bits, SIZE: tl.constexpr):
     """The bits of |x| in fp32."""
     return (bits.to(tl.uint32) << (32 - 8 * SIZE)) & 0x7FFFFFFF
+
+
+@triton.jit
+def _is_unlike(bits, copy):
+    """1 where the bf16 number `copy` is not the fp32 number `bits` rounded to the nearest, ties to even; else 0."""
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    kept = tl.where(nan, (copy.to(tl.uint32) & 0x7FFF) > 0x7F80, rounded == copy.to(tl.uint32))
+    return tl.where(kept, 0, 1)

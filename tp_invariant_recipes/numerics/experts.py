@@ -137,13 +137,35 @@ def _place(weight: Any, source: int) -> Tensor:
 
 
 def add_second_sources(finish: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for DistributedDataParallel.finish_grad_sync, which runs when all micro-batches are done."""
+    """A replacement for DistributedDataParallel.finish_grad_sync, which runs when all micro-batches are done.
+
+    Megatron scales each data-parallel rank's gradients (by 1/dp) and then sums the ranks'. So a second source is scaled
+    before it is added: (a + b) / 2 is not a/2 + b/2 where a half is subnormal.
+    """
 
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for weight in self.module.parameters():
-            if getattr(weight, "second_source", None) is not None:
-                weight.main_grad.add_(weight.second_source)
-                weight.second_source.zero_()
-        return finish(self, *args, **kwargs)
+        scaled = [(bucket, bucket.gradient_scaling_factor) for bucket in _with_second_sources(self)]
+        for bucket, factor in scaled:
+            bucket.grad_data.mul_(factor)
+            for weight in bucket.params_list:
+                if getattr(weight, "second_source", None) is not None:
+                    weight.main_grad.add_(weight.second_source.mul_(factor))
+                    weight.second_source.zero_()
+            bucket.gradient_scaling_factor = 1.0
+        try:
+            return finish(self, *args, **kwargs)
+        finally:
+            for bucket, factor in scaled:
+                bucket.gradient_scaling_factor = factor
 
     return finish_grad_sync
+
+
+def _with_second_sources(model: Any) -> list[Any]:
+    """The buckets of Megatron's gradient buffers whose experts have gradients of two data-parallel ranks."""
+    return [
+        bucket
+        for buffer in model.expert_parallel_buffers
+        for bucket in buffer.buckets
+        if any(getattr(weight, "second_source", None) is not None for weight in bucket.params_list)
+    ]

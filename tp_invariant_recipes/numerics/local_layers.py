@@ -1,9 +1,18 @@
 """Megatron-Core's local layers with invariant sums."""
 
+from typing import Any
+
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
+from tp_invariant_recipes.numerics.core_attention import CoreAttention, Mask
+from tp_invariant_recipes.numerics.embedding import lookup
 from tp_invariant_recipes.numerics.layers import ColumnForward, HeadNormForward, NormForward, RowForward, segments_of
 
 
@@ -34,7 +43,17 @@ class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
 
     def forward(self, input_: Tensor) -> Tensor:
         """[b, s] → [b, s, h], or [s/t, b, h] with sequence parallelism."""
-        return super().forward(input_) + 0.0
+        ids, elsewhere = input_, None
+        if self.tp_group.size() > 1:
+            elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
+            ids = input_ - self.vocab_start_index
+        found = lookup(self.weight, ids, elsewhere)
+        if self.reduce_scatter_embeddings:
+            found = found.transpose(0, 1).contiguous()
+            return reduce_scatter_to_sequence_parallel_region(found, group=self.tp_group) + 0.0
+        if elsewhere is not None:
+            found = reduce_from_tensor_model_parallel_region(found, group=self.tp_group)
+        return found + 0.0
 
 
 class InvariantRMSNorm(NormForward, torch.nn.Module):
@@ -51,3 +70,26 @@ class InvariantRMSNorm(NormForward, torch.nn.Module):
 
 class InvariantHeadNorm(HeadNormForward, InvariantRMSNorm):
     """RMSNorm of queries or keys."""
+
+
+class InvariantDotProductAttention(CoreAttention, DotProductAttention):
+    """Attention of torch's batched products."""
+
+    def launch(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """Megatron's forward, for the heads given. It reads their number, and theirs alone, from its attributes."""
+        heads, groups = query.shape[2], key.shape[2]
+        self.num_attention_heads_per_partition, self.num_query_groups_per_partition = heads, groups
+        self.hidden_size_per_partition = heads * query.shape[3]
+        return DotProductAttention.forward(self, query, key, value, *mask)
+
+    def selected(self, length: int, batch: int) -> str:
+        """The only one."""
+        return self.backend()
+
+    def backend(self) -> str:
+        """The only one."""
+        return "local"
+
+    def settings(self) -> tuple[Any, ...]:
+        """Factors of the scores before and in the softmax, and the window."""
+        return self.softmax_scale, self.scale_mask_softmax.scale, self.scale_mask_softmax.window_size

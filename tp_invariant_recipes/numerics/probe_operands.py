@@ -7,8 +7,12 @@ With k cut in half, 128 x 16 x 128 showed no difference in 40 of 40 draws on an 
 differ (tests/unit/test_product_probe.py repeats both on a CPU).
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+WINDOWS = 8
 
 
 def cancelling(a: Tensor, b: Tensor, generator: torch.Generator) -> None:
@@ -29,3 +33,35 @@ def cancelling(a: Tensor, b: Tensor, generator: torch.Generator) -> None:
 def residue(out: Tensor, generator: torch.Generator) -> None:
     """Fill the output that a product is added to, with numbers as small as a cancelling product's rounding."""
     out.copy_(torch.randn(out.shape, generator=generator, device=out.device).mul_(2.0**-20))
+
+
+def cancelling_attention(
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, generator: torch.Generator
+) -> None:
+    """Fill the operands of causal attention so that the output and all gradients are nothing but rounding.
+
+    Positions are cut into windows. Within a window, keys come in pairs with equal keys and opposite values, and
+    queries in pairs with equal queries and opposite gradients, in random order. A query sees earlier windows, which
+    cancel, and not its own: there a feature of query and key makes the score so low that its exponential is 0. (The
+    first window sees itself.) So P·V and dS·K cancel over keys, and P^T·dO and dS^T·Q over queries.
+
+    query, gradient: [s, b, h, d]; key, value: [s, b, g, d], all of one dtype and device.
+    generator:       of their device.
+    """
+    length, width = query.shape[0], query.shape[-1]
+    count = max(1, min(WINDOWS, width // 2, length // 2))
+    low = 2.0 ** math.ceil(math.log2(256 * math.sqrt(width)) / 2)  # low² / sqrt(width) is at least 256
+    for tensor in (query, key, value, gradient):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator, device=tensor.device))
+    for tensor in (query, key):
+        tensor[..., :count] = 0
+    for window in range(count):
+        start, stop = window * length // count, (window + 1) * length // count
+        query[start:stop, ..., window], key[start:stop, ..., window] = -low, low
+        for same, opposite in ((key, value), (query, gradient)):
+            order = start + torch.randperm(stop - start, generator=generator, device=query.device)
+            half = len(order) // 2
+            first, second = order[:half], order[half : 2 * half]
+            same[second] = same[first]
+            opposite[second] = -opposite[first]
+            opposite[order[2 * half :]] = 0

@@ -20,8 +20,13 @@ def without_gaps(matrix: Tensor) -> Tensor:
     """
     if matrix.stride(0) == 1 and matrix.stride(1) != 1:
         return without_gaps(matrix.t()).t()
-    dense = matrix.contiguous()
-    return dense.clone() if dense.data_ptr() % 16 else dense
+    return dense(matrix)
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The same tensor with no gaps, in the order of its dimensions, beginning where 16 bytes do."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def like(tensor: Tensor, alignment: int) -> Tensor:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement
 
 # Class in a stock specification -> its invariant replacement, as MODULE:CLASS of this package.
@@ -25,6 +26,8 @@ SUBSTITUTES = {
     "TopKRouter": "router:InvariantTopKRouter",
     "SequentialMLP": "moe_layer:InvariantSequentialMLP",
     "TEGroupedMLP": "te_layers:InvariantTEGroupedMLP",
+    "DotProductAttention": "local_layers:InvariantDotProductAttention",
+    "TEDotProductAttention": "te_layers:InvariantTEDotProductAttention",
 }
 # The same for norms of queries or keys, which the specification's field tells apart.
 HEAD_NORMS = {"WrappedTorchNorm": "local_layers:InvariantHeadNorm", "TENorm": "te_layers:InvariantTEHeadNorm"}
@@ -38,8 +41,6 @@ AS_THEY_ARE = (
     "MambaLayer",
     "MLPLayer",
     "MoETransformerLayer",
-    "DotProductAttention",
-    "TEDotProductAttention",
     "TEActivationOp",
     "TEColumnParallelGroupedLinear",
     "TERowParallelGroupedLinear",
@@ -132,7 +133,25 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
             lambda original: _named("experts:add_second_sources")(original),
             "experts that several data-parallel ranks share add up each rank's tokens first",
         ),
+        Replacement(
+            "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
+            lambda original: _named("embedding:tied_gradients_added")(original),
+            "the gradients of a tied embedding and output layer are added once, in one order for every pp",
+        ),
+        Replacement(
+            "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+            lambda original: _named("embedding:nothing_is_left_to_add")(original),
+            "finish_grad_sync has added them, before the sum over data-parallel ranks",
+        ),
     ]
+    if installed("transformer-engine") is not None:
+        rows.append(
+            Replacement(
+                "transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend",
+                lambda original: _named("te_layers:without_flash")(original),
+                "model.attention_backend=auto allows flash-attn, whose backward groups sums by the number of heads",
+            )
+        )
     if numerics["clip_rounding"] == "pow2":
         rows.append(
             Replacement(

@@ -1,15 +1,25 @@
 """Megatron-Core's Transformer Engine wrappers with invariant sums. The import needs Transformer Engine."""
 
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+from unittest.mock import patch
+
 import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
+    TEDotProductAttention,
     TELayerNormColumnParallelLinear,
     TERowParallelLinear,
     _get_extra_te_kwargs,
 )
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
+from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+from transformer_engine.pytorch.utils import get_cudnn_version
 
+from tp_invariant_recipes.numerics.core_attention import CoreAttention, Mask
 from tp_invariant_recipes.numerics.experts import activation_kind, expert_mlp
 from tp_invariant_recipes.numerics.layers import (
     ColumnForward,
@@ -83,3 +93,43 @@ class InvariantTEGroupedMLP(TEGroupedMLP):
             for linear in (self.linear_fc1, self.linear_fc2)
         )
         return expert_mlp(rows, probs, batches, fc1, fc2, activation_kind(self.config)), None
+
+
+def without_flash[**P, R](original: Callable[P, R]) -> Callable[P, R]:
+    """Transformer Engine's selection of an attention backend, as if flash-attn were not installed."""
+
+    @wraps(original)
+    def get_attention_backend(*args: P.args, **kwargs: P.kwargs) -> R:
+        with patch.dict(os.environ, {"NVTE_FLASH_ATTN": "0"}):
+            return original(*args, **kwargs)
+
+    return get_attention_backend
+
+
+class InvariantTEDotProductAttention(CoreAttention, TEDotProductAttention):
+    """Attention of the backend that Transformer Engine selects, but for flash-attn."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # It keeps its latest selection for the process, in which a stock model may have run before.
+        dot_product_attention._attention_backends["backend_selection_requires_update"] = True
+
+    def launch(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """Megatron-Core's forward, for the heads given. Transformer Engine compares the groups with its attribute."""
+        self.num_gqa_groups_per_partition = key.shape[2]
+        return TEDotProductAttention.forward(self, query, key, value, *mask)
+
+    def backend(self) -> str:
+        """What the latest launch in this process ran, as Transformer Engine has noted it for itself."""
+        chosen = dot_product_attention._attention_backends
+        if chosen["use_flash_attention"]:
+            return f"flash {chosen['flash_attention_backend']}"
+        if chosen["use_fused_attention"]:
+            version = ".".join(map(str, get_cudnn_version()))
+            return f"fused {int(chosen['fused_attention_backend'])}, cuDNN {version}"
+        return "unfused"
+
+    def settings(self) -> tuple[Any, ...]:
+        """The factor of the scores, the window, whether sums repeat, and the layer where scores depend on it."""
+        layer = self.layer_number if self.config.apply_query_key_layer_scaling else None
+        return self.unfused_attention.softmax_scale, self.window_size, self.deterministic, layer

@@ -1,0 +1,57 @@
+"""Add rows to rows of a sum, chosen by number: the gradient of a table that a batch of numbers was looked up in."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.launch import Kernel
+
+BLOCK = 512
+AHEAD = 8  # rows to read before the first of them is added: the additions wait for each other, the reads need not
+
+
+def add_rows(rows: Tensor, at: Tensor, out: Tensor) -> None:
+    """out[at[0]] += rows[0], out[at[1]] += rows[1], …: one addition after the other in fp32, in this order.
+
+    rows: [n, features] contiguous; at: [n] int64, a negative number for a row to leave out.
+    out:  [m, features] fp32, contiguous. CPU and GPU give the same bits. No row of `out` depends on the others.
+    """
+    (_add_rows_triton if rows.is_cuda else _add_rows_torch)(rows, at, out)
+
+
+def _add_rows_torch(rows: Tensor, at: Tensor, out: Tensor) -> None:
+    there = at >= 0
+    out.index_add_(0, at[there], rows[there].float())
+
+
+def _add_rows_triton(rows: Tensor, at: Tensor, out: Tensor) -> None:
+    if not rows.numel():
+        return
+    number, order = torch.sort(at, stable=True)
+    end = torch.searchsorted(number, number, right=True)  # of the run of equal numbers at each place
+    grid = (triton.cdiv(out.shape[1], BLOCK), len(at))
+    KERNEL.launch(grid, (rows, number, order, end, out), (), (out.shape[1], BLOCK, AHEAD))
+
+
+@triton.jit
+def _add_rows(rows, number, order, end, out, FEATURES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+    place = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mine = tl.load(number + place)
+    before = tl.load(number + place - 1, mask=place > 0, other=-1)
+    # The first place of a run of equal numbers adds all of it.
+    if (mine >= 0) & (mine != before):
+        stop = tl.load(end + place)
+        there = out + mine * FEATURES + column
+        total = tl.load(there, mask=column < FEATURES, other=0.0)
+        for start in range(place, stop, AHEAD):
+            for n in tl.static_range(AHEAD):
+                left = start + n < stop
+                row = tl.load(order + start + n, mask=left, other=0)
+                value = tl.load(rows + row * FEATURES + column, mask=left & (column < FEATURES), other=0.0)
+                total = tl.where(left, total + value.to(tl.float32), total)
+        tl.store(there, total, mask=column < FEATURES)
+
+
+KERNEL = Kernel(_add_rows)

@@ -1,0 +1,171 @@
+"""Core attention on the heads of one virtual shard.
+
+Attention is *defined* shard by shard: a backend's result for the heads and query groups of one shard alone, on dense
+operands. That launch has one shape for every t. Heads never mix, but a backend may group or split its sums by the
+number of heads it is given; flash-attn's backward does so with dQ. So one launch for all shards of a rank is taken
+only where it was seen, on this machine and in this process, to give the bits of the definition: of the output and of
+all three gradients. The trial's operands cancel (numerics/probe_operands.py).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.numerics.probe_operands import cancelling_attention
+from tp_invariant_recipes.numerics.product import CHECK, checking, settings
+from tp_invariant_recipes.numerics.shard_operands import dense, same_bits
+
+Form = Callable[..., Tensor]  # `_together` or `_defined`
+TENSORS = ("output", "dQ", "dK", "dV")
+TRIALS = 2  # of operands that cancel; one more has normal numbers
+REFUSED = ("flash",)  # by source, its dQ depends on the number of heads of a launch
+
+# (backend's settings, shapes, dtype, shards, torch's settings) -> whether one launch has the bits of the definition.
+_together_is_right: dict[tuple[Any, ...], bool] = {}
+
+
+class Operands(NamedTuple):
+    """Of attention and its backward pass. query, gradient (of the output): [s, b, h, d]; key, value: [s, b, g, d]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gradient: Tensor
+
+
+class Core(ABC):
+    """A backend of attention with its settings."""
+
+    @abstractmethod
+    def launch(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        """Attention of the heads given, however many: [s, b, h, d], two of [s, b, g, d] → [s, b, h · d]."""
+
+    @abstractmethod
+    def backend(self) -> str:
+        """The name of what the latest launch ran: a word, and details."""
+
+    @abstractmethod
+    def kind(self, mask: Any) -> tuple[Any, ...]:
+        """All that tells its launches on operands of one shape and dtype apart."""
+
+
+def attention(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int) -> Tensor:
+    """softmax(query · key^T) · value with the bits of one launch for each shard.
+
+    query:      [s, b, h, d], the heads of this rank's shards in order.
+    key, value: [s, b, g, d], their query groups; `shards` divides g, and g divides h.
+    mask:       as the backend takes it, the same for all heads.
+    shards:     V/t.
+    returns:    [s, b, h · d].
+    Raises RunError where the backend is refused, or does not repeat its own bits.
+    """
+    query, key, value = dense(query), dense(key), dense(value)
+    case = (shards, query.shape, key.shape, query.dtype, core.kind(mask), settings())
+    together = _together_is_right.get(case)
+    if together is None:
+        together = _together_is_right[case] = _seen_to_be_right(core, query, key, value, mask, shards)
+    if together and shards > 1 and checking():
+        return _Checked.apply(core, mask, shards, query, key, value)
+    return (_together if together else _defined)(core, query, key, value, mask, shards)
+
+
+def shown() -> dict[tuple[Any, ...], bool]:
+    """For every kind of attention so far, whether it ran in one launch; for reports and tests."""
+    return dict(_together_is_right)
+
+
+def _together(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int) -> Tensor:
+    return _with_dense_gradient(core.launch(query, key, value, mask))
+
+
+def _defined(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int) -> Tensor:
+    # split, not narrow: its gradient is put together, and not added to zeros, which loses the sign of -0.0.
+    parts = zip(*(tensor.split(tensor.shape[2] // shards, 2) for tensor in (query, key, value)), strict=True)
+    return torch.cat([_together(core, dense(q), dense(k), dense(v), mask, 1) for q, k, v in parts], -1)
+
+
+def _with_dense_gradient(out: Tensor) -> Tensor:
+    """Where the gradient is a slice, a backend may choose another algorithm for its strides."""
+    if out.requires_grad:
+        out.register_hook(dense)
+    return out
+
+
+def _seen_to_be_right(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int) -> bool:
+    """Try both forms on operands of these shapes."""
+    generator = torch.Generator(query.device).manual_seed(0)
+    for trial in range(TRIALS + 1):
+        operands = Operands(*(torch.empty_like(tensor) for tensor in (query, key, value, query)))
+        if trial < TRIALS:
+            cancelling_attention(*operands, generator=generator)
+        else:
+            for tensor in operands:
+                tensor.normal_(generator=generator)
+        expected = outcome(_defined, core, operands, mask, shards)
+        _admitted(core.backend())
+        if not same(expected, outcome(_defined, core, operands, mask, shards)):
+            raise RunError(f"attention by {core.backend()} does not repeat its own bits")
+        if shards > 1 and not same(expected, outcome(_together, core, operands, mask, shards)):
+            return False
+    return True
+
+
+def _admitted(backend: str) -> None:
+    if backend.split()[0] in REFUSED:
+        raise RunError(
+            f"attention ran {backend}, whose gradients may depend on tp; set model.attention_backend=fused or unfused, "
+            f"or numerics=stock"
+        )
+
+
+def outcome(form: Callable[..., Tensor], core: Core, operands: Operands, mask: Any, shards: int) -> tuple[Tensor, ...]:
+    """Output and gradients (TENSORS) of `_together` or `_defined`."""
+    leaves, out = _recorded(form, core, operands[:3], mask, shards)
+    return out.detach(), *torch.autograd.grad(out, leaves, operands.gradient.reshape(out.shape))
+
+
+def _recorded(
+    form: Form, core: Core, inputs: Sequence[Tensor], mask: Any, shards: int
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """A form's output with its graph, which begins at copies of the inputs. returns: the copies, output."""
+    query, key, value = leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
+    with torch.enable_grad():
+        return leaves, form(core, query, key, value, mask, shards)
+
+
+def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    """Whether all tensors of two outcomes hold the same bits."""
+    return all(same_bits(x.contiguous(), y.contiguous()) for x, y in zip(a, b, strict=True))
+
+
+class _Checked(torch.autograd.Function):
+    """Both forms on the operands of the run."""
+
+    @staticmethod
+    def forward(ctx, core, mask, shards, *inputs):
+        ctx.core, ctx.shards = core, shards
+        ctx.recorded = [_recorded(form, core, inputs, mask, shards) for form in (_together, _defined)]
+        (_, first), (_, second) = ctx.recorded
+        _compare(core, inputs, shards, (first,), (second,), TENSORS[:1])
+        return first.detach().clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        first, second = (torch.autograd.grad(out, leaves, gradient) for leaves, out in ctx.recorded)
+        _compare(ctx.core, ctx.recorded[0][0], ctx.shards, first, second, TENSORS[1:])
+        return None, None, None, *first
+
+
+def _compare(core: Core, inputs: Any, shards: int, first: Any, second: Any, names: tuple[str, ...]) -> None:
+    """Raises RunError where the bits differ."""
+    different = [name for name, x, y in zip(names, first, second, strict=True) if not same((x,), (y,))]
+    if different:
+        raise RunError(
+            f"{CHECK}=1: {', '.join(different)} of attention {[*inputs[0].shape]} with {inputs[1].shape[2]} groups in "
+            f"one launch has other bits than in {shards} shards ({core.backend()}, {inputs[0].dtype}): the probe of "
+            f"numerics/attention.py did not see it"
+        )

@@ -1,0 +1,94 @@
+"""Common base of Megatron-Core's two core attentions with the definition of numerics/attention.py."""
+
+import os
+from abc import abstractmethod
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics.attention import Core, attention
+from tp_invariant_recipes.numerics.layers import OnMesh
+
+# What selects a backend, or an algorithm of one, beside its operands and the module's own settings.
+FIELDS = ("attention_backend", "attention_softmax_in_fp32", "masked_softmax_fusion", "deterministic_mode")
+VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+# Fields that give attention another result than its context, or another softmax.
+OFF = ("qk_clip", "log_max_attention_logit")
+
+Mask = tuple[Tensor | None, Any]  # Megatron's attention_mask and attn_mask_type
+
+
+class CoreAttention(OnMesh, Core):
+    """Forward of a core attention, which has config and a group. Queries, keys and values have no sums across ranks."""
+
+    training: bool
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        wrong = [f"model.{name}" for name in OFF if getattr(config, name, False)]
+        if config.softmax_type != "vanilla":
+            wrong.append(f"model.softmax_type={config.softmax_type}")
+        if wrong:
+            raise ConfigError(f"{', '.join(wrong)}: attention has no invariant version with it; leave it unset")
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """[s, b, heads/t, d] and two of [s, b, groups/t, d] → [s, b, heads/t · d]."""
+        if attention_bias is not None or packed_seq_params is not None:
+            raise NotImplementedError("attention with a bias or packed sequences has no invariant version")
+        if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] != 1:
+            raise NotImplementedError("attention with a mask for every head has no invariant version")
+        return attention(self, query, key, value, (attention_mask, attn_mask_type), self.mesh.local)
+
+    def kind(self, mask: Mask) -> tuple[Any, ...]:
+        """All that tells launches on operands of one shape and dtype apart."""
+        tensor, mask_type = mask
+        return self._fixed, mask_type, tensor is None or tensor.shape, self.training
+
+    @cached_property
+    def _fixed(self) -> tuple[Any, ...]:
+        fields = (str(getattr(self.config, name, None)) for name in FIELDS)
+        return (type(self).__name__, *self.settings(), *fields, *map(os.environ.get, VARIABLES))
+
+    def selected(self, length: int, batch: int) -> str:
+        """The backend for the heads of one shard, which are the same in every layout, by launching it.
+
+        length, batch: positions and samples of a micro-batch.
+        """
+        config, shards = self.config, self.mesh.shards
+        heads, groups = config.num_attention_heads // shards, config.num_query_groups // shards
+        device = torch.cuda.current_device()
+        query, key, value = (
+            torch.zeros(length, batch, count, config.kv_channels, dtype=config.params_dtype, device=device)
+            for count in (heads, groups, groups)
+        )
+        with torch.no_grad():
+            self.launch(query, key, value, (None, AttnMaskType.causal))
+        return self.backend()
+
+    @abstractmethod
+    def settings(self) -> tuple[Any, ...]:
+        """What the module itself has settled when it was built: the factor of the scores, the window and so on."""
+
+
+def backend_in_force(model: Iterable[torch.nn.Module], length: int, batch: int) -> str | None:
+    """What the invariant attention layers of this rank run, all alike; None: it has none.
+
+    model: chunks. length, batch: positions and samples of a micro-batch.
+    """
+    layers = (layer for chunk in model for layer in chunk.modules() if isinstance(layer, CoreAttention))
+    first = next(layers, None)
+    return None if first is None else first.selected(length, batch)

@@ -1,0 +1,97 @@
+"""The embedding's lookups, and the gradient of its weight: one order of additions for every tp and pp.
+
+A row of the weight gradient is the sum of its tokens' gradients, one after the other in fp32: the micro-batches in
+their order, and in each the tokens as [batch, sequence] has them. A rank adds to its own rows only, so tp does not
+matter. torch would add the tokens of a micro-batch in bf16.
+
+Where the output layer has the same weight (tied embeddings), the gradient is
+
+    (the lookups, over all micro-batches) + (the output layer's, over all micro-batches)
+
+    pp=1   one rank has both: main_grad holds the output layer's, `weight.lookup_gradient` the lookups', until all
+           micro-batches are done
+    pp>1   the first stage has the lookups', the last stage the output layer's; an all-reduce of the two adds them
+
+and then the data-parallel ranks' gradients are scaled and summed. Megatron adds the two in turns at pp=1, and after
+the sum over data-parallel ranks at pp>1.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.kernels.row_add import add_rows
+from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
+
+
+def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None) -> Tensor:
+    """weight[ids], and zeros for the tokens whose rows other ranks have.
+
+    weight: [rows, h]; ids: [b, s] int64, rows of `weight`; elsewhere: [b, s] bool, ids of no row here; None: none.
+    returns: [b, s, h] of weight's dtype.
+    """
+    return _Lookup.apply(weight, ids if elsewhere is None else ids.masked_fill(elsewhere, -1), elsewhere)
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, elsewhere: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, ids)
+        if elsewhere is None:
+            return weight[ids]
+        return weight[ids.clamp(min=0)].masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+        weight, ids = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None
+        rows, at = gradients[0].reshape(-1, weight.shape[1]).contiguous(), ids.reshape(-1)
+        if _shares_main_grad(weight):
+            add_rows(rows, at, _lookup_gradient(weight))
+            return None, None, None  # autograd has the output layer's stand-in for this weight
+        return weight_gradient(weight, lambda out, add: add_rows(rows, at, out if add else out.zero_())), None, None
+
+
+def _shares_main_grad(weight: Any) -> bool:
+    """Whether the output layer's gradient goes to the same buffer: Megatron marks such a weight at pp=1."""
+    return getattr(weight, "zero_out_wgrad", False) and getattr(weight, "main_grad", None) is not None
+
+
+def _lookup_gradient(weight: Any) -> Tensor:
+    if getattr(weight, "lookup_gradient", None) is None:
+        weight.lookup_gradient = torch.zeros_like(weight.main_grad)
+    return weight.lookup_gradient
+
+
+def tied_gradients_added(finish: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for DistributedDataParallel.finish_grad_sync, which runs when all micro-batches are done."""
+
+    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for weight in self.module.parameters():
+            if getattr(weight, "lookup_gradient", None) is not None:
+                weight.main_grad.add_(weight.lookup_gradient)
+                weight.lookup_gradient.zero_()
+            if getattr(weight, "shared_embedding", False) and weight.requires_grad:
+                dist.all_reduce(weight.main_grad, group=_embedding_group(self.module))
+        return finish(self, *args, **kwargs)
+
+    return finish_grad_sync
+
+
+def _embedding_group(module: Any) -> Any:
+    """The two ranks that hold copies of this rank's part of a tied weight: of the first stage and of the last."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    return get_attr_wrapped_model(module, "embd_group")
+
+
+def nothing_is_left_to_add(original: Callable[..., None]) -> Callable[..., None]:
+    """A replacement for _allreduce_word_embedding_grads, which finalize_model_grads calls after finish_grad_sync."""
+    return lambda *args, **kwargs: None
