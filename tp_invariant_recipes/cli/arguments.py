@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from tp_invariant_recipes.errors import ConfigError
+
 
 def _models(incomplete: str) -> list[tuple[str, str]]:
     from tp_invariant_recipes.config import source
@@ -47,6 +49,23 @@ ClusterFile = Annotated[
 ]
 
 
-def cluster_override(file: Path | None) -> list[str]:
-    """`--cluster-file FILE` as the override it stands for."""
-    return [] if file is None else [f"cluster={file.expanduser().absolute()}"]
+def with_option(arguments: list[str], option: str, key: str, value: str | None) -> list[str]:
+    """The overrides, and the one that an option stands for: KEY=VALUE.
+
+    Raises ConfigError where the overrides say something else.
+    """
+    from tp_invariant_recipes.config.overrides import given, parse, parse_all
+
+    if value is None:
+        return arguments
+    asked = parse(f"{key}={value}")
+    other = given(parse_all(arguments), asked.field)
+    if other is not None and other.value != asked.value:
+        raise ConfigError(f"{option} {value} and {other.text} contradict each other; give one of them")
+    return [*arguments, asked.text]
+
+
+def with_cluster_file(arguments: list[str], file: Path | None) -> list[str]:
+    """The overrides, and the one that `--cluster-file FILE` stands for. Raises ConfigError as `with_option`."""
+    path = None if file is None else str(file.expanduser().absolute())
+    return with_option(arguments, "--cluster-file", "cluster", path)

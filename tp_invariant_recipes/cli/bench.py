@@ -20,7 +20,7 @@ def bench(
         str,
         typer.Option(
             help="Numerics modes, separated by commas; tpi compares the others with the first. MODE+digests adds "
-            "digests of all gradients and weights."
+            "digests of all gradients and master weights."
         ),
     ] = "stock,tree",
     rounds: Annotated[int, typer.Option(help="Rounds; every mode has one turn per round.")] = 2,

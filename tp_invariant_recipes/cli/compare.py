@@ -52,9 +52,10 @@ def compare(
     """Compare runs with the first one, bit for bit.
 
     Runs with the same model, data set and seed are comparable, whatever their layout. tpi compares everything that both
-    ledgers hold of every common step: loss, gradient norm, learning rate, digests of gradients and weights, traces. It
-    names the first difference in the order of execution. Of a text log it compares the printed digits only, and equal
-    digits do not prove equal bits. Exit status: 0 identical, 1 different, 2 not comparable or unreadable.
+    ledgers hold of every common step: loss, gradient norm, learning rate, digests of gradients, master weights and
+    optimizer moments, traces. It names the first difference in the order of execution. Of a text log it compares the
+    printed digits only, and equal digits do not prove equal bits. Exit status: 0 identical, 1 different, 2 not
+    comparable or unreadable.
 
     \b
     tpi compare runs/a runs/b
@@ -117,12 +118,14 @@ def _print_parameters(console: Console, comparison: Comparison, every: bool) -> 
     rows = parameter_rows(comparison)
     shown = rows if every else rows[:_ROWS]
     # Not a table of rich: names are copied from here, so they are never folded.
-    table = [("parameter", "gradient from", "weight from", "steps")]
-    table += [(one_line(row.name), _step(row.gradient), _step(row.weight), str(row.steps)) for row in shown]
+    table = [("parameter", "gradient from", "moments from", "weight from", "steps")]
+    for row in shown:
+        first = (_step(row.gradient), _step(row.moments), _step(row.weight))
+        table.append((one_line(row.name), *first, str(row.steps)))
     width = max(len(name) for name, *_ in table)
     console.print()
-    for name, gradient, weight, steps in table:
-        console.print(Text(f"{name:{width}}  {gradient:>13}  {weight:>11}  {steps:>5}"), soft_wrap=True)
+    for name, gradient, moments, weight, steps in table:
+        console.print(Text(f"{name:{width}}  {gradient:>13}  {moments:>12}  {weight:>11}  {steps:>5}"), soft_wrap=True)
     console.print()
     if len(shown) < len(rows):
         console.print(f"and {len(rows) - len(shown)} more (--all)")

@@ -3,9 +3,11 @@
 import errno
 import sys
 import traceback
+from typing import Any, NoReturn
 
 import typer
 from rich.text import Text
+from typer import rich_utils
 
 from tp_invariant_recipes import __version__
 from tp_invariant_recipes.cli import (
@@ -14,6 +16,7 @@ from tp_invariant_recipes.cli import (
     bisect,
     certify,
     compare,
+    conformance,
     data,
     doctor,
     jobs,
@@ -24,8 +27,8 @@ from tp_invariant_recipes.cli import (
     verify,
 )
 from tp_invariant_recipes.cli.help_text import help_text
-from tp_invariant_recipes.errors import TpiError
-from tp_invariant_recipes.foreign_text import visible
+from tp_invariant_recipes.errors import Interrupted, TpiError
+from tp_invariant_recipes.foreign_text import one_line, visible
 from tp_invariant_recipes.host import terminal
 
 app = typer.Typer(
@@ -54,6 +57,7 @@ COMMANDS = (
     ("show", show.show),
     ("models", show.models),
     ("doctor", doctor.doctor),
+    ("conformance", conformance.conformance),
 )
 for _name, _function in COMMANDS:
     app.command(_name, help=help_text(_function))(_function)
@@ -73,19 +77,32 @@ def main() -> None:
     """Entry point: run a command; print a mistake on one screen and exit with status 2."""
     terminal.install()
     try:
-        app()
+        status = app(standalone_mode=False)
+    except Interrupted as error:
+        _fail(str(error), 130)
     except TpiError as error:
         _fail(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except Exception as error:
+        if hasattr(error, "format_message"):  # click's, of which typer has a copy of its own in some versions
+            _fail_usage(error)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _fail(f"the disk is full: {error.filename or error}")
         # Python would exit with 1, which here means that two runs differ.
         sys.stderr.write(visible(traceback.format_exc()))
         _fail(f"this is a defect of tpi {__version__}, not a mistake of yours; the lines above say where")
+    sys.exit(status if isinstance(status, int) else 0)
 
 
-def _fail(message: str) -> None:
-    terminal.console(stderr=True, soft_wrap=True).print(Text.assemble(("error:", "bold red"), f" {message}"))
+def _fail_usage(error: Any) -> NoReturn:
+    """Say what is wrong with a command line as typer does, but with control characters as text."""
+    message = one_line(error.format_message())
+    error.format_message = lambda: message
+    rich_utils.rich_format_error(error)
     sys.exit(2)
+
+
+def _fail(message: str, status: int = 2) -> NoReturn:
+    terminal.console(stderr=True, soft_wrap=True).print(Text.assemble(("error:", "bold red"), f" {message}"))
+    sys.exit(status)

@@ -7,7 +7,9 @@ from tp_invariant_recipes.host import terminal
 
 
 def show(model: Model, overrides: Overrides = None, as_json: Json = False) -> None:
-    """Print a run's configuration, also as Megatron-Bridge's overrides.
+    """Print a run's configuration and memory, also for Bridge.
+
+    The memory is an estimate for the fullest rank, part by part (docs/memory.md).
 
     \b
     tpi show qwen3_8b tp=4
@@ -15,39 +17,44 @@ def show(model: Model, overrides: Overrides = None, as_json: Json = False) -> No
     """
     import yaml
 
-    from tp_invariant_recipes.config import describe
+    from tp_invariant_recipes.config import describe, memory
     from tp_invariant_recipes.config.compose import compose
+    from tp_invariant_recipes.launch.memory import as_dict, table
     from tp_invariant_recipes.launch.plan import detect_device
 
-    tree = compose(model, list(overrides or []), device=detect_device()).tree
-    lines = describe.bridge_overrides(tree)
+    composed = compose(model, list(overrides or []), device=detect_device())
+    need = memory.estimate(composed.config)
+    lines = describe.bridge_overrides(composed.tree)
     if as_json:
-        terminal.print_json({"configuration": tree, "bridge_overrides": lines}, indent=2)
+        shown = {"configuration": composed.tree, "bridge_overrides": lines, "memory": as_dict(need)}
+        terminal.print_json(shown, indent=2)
         return
-    terminal.print_text(yaml.safe_dump(tree, sort_keys=False), end="")
+    terminal.print_text(yaml.safe_dump(composed.tree, sort_keys=False), end="")
+    terminal.print_text("\n# Memory of the fullest rank, about (docs/memory.md)")
+    terminal.print_text("\n".join(f"#   {line}" for line in table(need)))
     terminal.print_text("\n# Megatron-Bridge overrides")
     terminal.print_text("\n".join(lines))
 
 
 def models(as_json: Json = False) -> None:
-    """List the models, their sizes, and the tp degrees that fit."""
+    """List the models: sizes, degrees of tp that fit, memory."""
     from tp_invariant_recipes.config import describe
+    from tp_invariant_recipes.config.memory import GIB
 
     rows = describe.models()
     if as_json:
         terminal.print_json(rows, indent=2)
         return
-    table = Table(
-        *(Column(name, no_wrap=True) for name in ("model", "parameters", "layers", "tp", "device")), "what it is"
-    )
+    grid = Table(*(Column(name, no_wrap=True) for name in ("model", "parameters", "tp", "GiB a rank")), "what it is")
     for row in rows:
-        table.add_row(
+        grid.add_row(
             row["model"],
             f"{row['parameters'] / 1e9:.2f} B" if row["parameters"] >= 1e8 else f"{row['parameters'] / 1e6:.1f} M",
-            str(row["layers"]),
             " ".join(map(str, row["tp"])),
-            "cpu, gpu" if row["cpu"] else "gpu",
-            row["summary"],
+            " ".join(f"{size / GIB:.0f}" for size in row["memory"]),
+            row["summary"] if row["cpu"] else f"{row['summary']} GPUs only.",
         )
-    terminal.console().print(table)
-    terminal.print_text("train one: tpi train MODEL tp=2")
+    terminal.console().print(grid)
+    terminal.print_text(
+        "GiB a rank: on a GPU, for each tp, about; tpi show MODEL says of what. Train one: tpi train MODEL tp=2"
+    )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Model, Overrides, cluster_override
+from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Model, Overrides, with_cluster_file
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import terminal
 
@@ -57,7 +57,7 @@ def submit(
     from tp_invariant_recipes.jobs import submit as launch
     from tp_invariant_recipes.launch import progress
 
-    asked = [*(overrides or []), *cluster_override(cluster_file)]
+    asked = with_cluster_file(list(overrides or []), cluster_file)
     if not verify and (against is not None or directory is not None):
         raise ConfigError("--against and --dir belong to --verify; the directory of a single run is run.dir=PATH")
     to_person = terminal.console_of_its_own()
@@ -95,6 +95,7 @@ def _foreseen(planned: "PlannedSubmission") -> str:
     return "\n".join(
         [
             f"{planned.about}; nothing is written",
+            planned.memory,
             f"would write the run to {planned.directory.path}",
             *(f"would run: {command}" for command in planned.commands()),
         ]

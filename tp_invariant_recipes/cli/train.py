@@ -4,13 +4,13 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, _models, cluster_override
+from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, _models, with_cluster_file, with_option
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
@@ -18,6 +18,7 @@ from tp_invariant_recipes.host.quiet import VERBOSE
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tp_invariant_recipes.config.compose import Composed
     from tp_invariant_recipes.launch.plan import Plan, Request
 
 
@@ -50,6 +51,9 @@ def train(
         ),
     ] = None,
     cluster_file: ClusterFile = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan and its memory, and write nothing.")
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
     ] = False,
@@ -68,51 +72,84 @@ def train(
     tpi train qwen3_8b tp=4 model.attention_backend=unfused
     tpi train qwen3_8b tp=4 --trace 1:2
     tpi train qwen3_8b tp=4 numerics=stock
+    tpi train qwen3_8b tp=4 seq=8192 --dry-run
     tpi train qwen3_8b tp=8 dp=2 gbs=2 cluster=h100 launcher=slurm
 
     Every tensor-parallel degree computes the same bits, unless you ask for numerics=stock. The last command is for use
     inside an allocation (salloc); tpi submit makes a job of its own.
     """
     from tp_invariant_recipes.config.overrides import parse_all
-    from tp_invariant_recipes.launch import plan, progress, ranks
-    from tp_invariant_recipes.launch import train as launch
+    from tp_invariant_recipes.launch import plan
 
     if verbose:
         os.environ[VERBOSE] = "1"
     arguments = list(overrides or [])
-    if trace is not None:
-        arguments.append(f"ledger.trace={trace}")
-    if launcher is not None:
-        arguments.append(f"launcher={launcher}")
-    arguments += cluster_override(cluster_file)
     if resume is not None and model is not None and "=" in model:  # typer gives the first word to MODEL
         arguments.insert(0, model)
         model = None
+    arguments = with_option(arguments, "--trace", "ledger.trace", trace)
+    arguments = with_option(arguments, "--launcher", "launcher", launcher)
+    arguments = with_cluster_file(arguments, cluster_file)
     if resume is not None and go_on:
         raise ConfigError(
             "--resume RUN goes on with a run wherever it is, --continue with the one in run.dir: give one"
         )
-    request = plan.Request(model, tuple(parse_all(arguments)), resume, go_on)
+    request = plan.Request(model, tuple(parse_all(arguments)), resume, go_on, dry_run)
     console = terminal.console_of_its_own()
+    if dry_run:
+        _only_check(request, console, as_json=as_json)
+        return
     if request.launcher == "slurm" and as_json:
         raise ConfigError("--json is for runs of this process; with launcher=slurm, run.dir/run.json says how it ended")
     if request.launcher == "slurm":
         _on_nodes(request, console, verbose=verbose)
         return
-    with progress.preparing(console) as report:
-        planned = request.plan(request.composed(), report)
-    with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
-        launch.check(planned)
-    console.print(_opening(planned), soft_wrap=True)
-    with ranks.stopping() as stop, progress.watcher(planned, console, verbose=verbose) as watch:
-        outcome = launch.execute(planned, watch, stop)
-    summary = launch.summary(planned, outcome)
+    summary, interrupted = _here(request, console, verbose=verbose)
     if as_json:
         terminal.print_json(summary)
     else:
         console.print(Text(_closing(summary)), soft_wrap=True)
-    if stop.interrupted:
+    if interrupted:
         raise typer.Exit(130)
+
+
+def _only_check(request: "Request", console: "Console", *, as_json: bool) -> None:
+    """Plan and check a run, write nothing, and print what would start."""
+    from tp_invariant_recipes.launch import train as launch
+
+    planned = _checked(request, request.composed(), console)
+    if as_json:
+        terminal.print_json(launch.foreseen(planned))
+    else:
+        terminal.console(soft_wrap=True).print(_foreseen(planned))
+
+
+def _here(request: "Request", console: "Console", *, verbose: bool) -> tuple[dict[str, Any], bool]:
+    """Train on this machine. Returns the summary, and whether Ctrl-C stopped the run."""
+    from tp_invariant_recipes.launch import progress, ranks
+    from tp_invariant_recipes.launch import train as launch
+
+    composed = request.composed()
+    with launch.locked_run(request, composed) as lock:
+        if lock and lock.remark:
+            console.print(Text(lock.remark), soft_wrap=True)
+        planned = _checked(request, composed, console)
+        console.print(_opening(planned), soft_wrap=True)
+        with ranks.stopping() as stop, progress.watcher(planned, console, verbose=verbose) as watch:
+            outcome = launch.execute(planned, watch, stop)
+        return launch.summary(planned, outcome), stop.interrupted
+
+
+def _checked(request: "Request", composed: "Composed", console: "Console") -> "Plan":
+    """Plan a run and let Megatron-Bridge validate it."""
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.launch import train as launch
+
+    with progress.preparing(console) as report:
+        planned = request.plan(composed, report)
+    with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
+        launch.check(planned)
+    return planned
 
 
 def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
@@ -130,8 +167,11 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
         with progress.watcher(planned, console, verbose=verbose) as tick:
             yield tick
 
+    def remark(line: str) -> None:
+        console.print(Text(line), soft_wrap=True)
+
     with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
-        ended = agent.run(place, allocation_run.node_task(request, watch), stop)
+        ended = agent.run(place, allocation_run.node_task(request, watch, remark), stop)
     if ended.outcome is None and place.first:
         raise RunError(ended.why or "the run failed")
     if ended.outcome is None:
@@ -154,6 +194,22 @@ def _opening(planned) -> str:
     )
 
 
+def _foreseen(planned: "Plan") -> str:
+    from tp_invariant_recipes.config import memory
+    from tp_invariant_recipes.launch.memory import table
+
+    prepared = ["its text would be prepared first"] if planned.data_missing else []
+    return "\n".join(
+        [
+            _opening(planned),
+            *prepared,
+            "memory of the fullest rank, about:",
+            *(f"  {line}" for line in table(memory.estimate(planned.composed.config))),
+            "every check passed, those of Megatron-Bridge as well; nothing is written",
+        ]
+    )
+
+
 def _closing(summary: dict) -> str:
     figures = (
         "" if summary["loss"] is None else f": loss {summary['loss']:.4f}, gradient norm {summary['grad_norm']:.4f}"
@@ -162,7 +218,8 @@ def _closing(summary: dict) -> str:
     if summary["diverged"] is not None:
         ledger = Path(summary["run"]) / "ledger.jsonl"
         lines.append(
-            f"warning: replicas of a tensor disagree at step {summary['diverged']}: what ranks compute has come apart; "
+            f"warning: replicas of a tensor disagree at step {summary['diverged']}, or weights are not their master "
+            "weights rounded: what ranks compute has come apart; "
             f'which tensors and ranks, {ledger} says there under "diverged"'
         )
     if summary["outcome"] == "stopped":

@@ -56,8 +56,8 @@ def verify(
     """Train a model in several layouts and compare their bits.
 
     A key may have several values: tp=1,2,4 sp=true,false "dp=range(1,3)". tpi trains one run for every combination and
-    compares it with the first: losses, gradient norms, learning rates, and digests of every gradient and weight. Exit
-    status: 0 identical, 1 different, 2 some runs failed or are not comparable.
+    compares it with the first: losses, gradient norms, learning rates, and digests of gradients, master weights and
+    optimizer moments. Exit status: 0 identical, 1 different, 2 some runs failed or are not comparable.
 
     \b
     tpi verify qwen3_8b tp=1,2,4 iters=100

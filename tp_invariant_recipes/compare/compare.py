@@ -67,10 +67,10 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """The steps at which the gradient or the weight of one parameter differs."""
+    """The steps at which the gradient, the weight or the moments of one parameter differ."""
 
     name: str
-    kind: str  # "gradients" or "weights"
+    kind: str  # a key of DIGESTED
     steps: tuple[int, ...]  # ascending, at least one
 
     @property
@@ -112,7 +112,7 @@ class Comparison:
     model: tuple[Found, ...]  # parameters of another shape or dtype, or missing in one run, if both runs list any
     initial: tuple[Found, ...]  # parameters whose weights differ before the first step, if both runs recorded them
     parameters: tuple[ParameterDifference, ...]  # by first step, then in the order of execution
-    coverage: dict[str, Coverage]  # of "gradients", "weights" and "trace"
+    coverage: dict[str, Coverage]  # of RECORDS: the keys of DIGESTED, and "trace"
     trace: TraceCoverage
     refused: tuple[Difference, ...]  # differing fields of the identity, which make the runs incomparable
     informed: tuple[Difference, ...]  # the other header fields that differ
@@ -121,6 +121,11 @@ class Comparison:
     def exit_status(self) -> int:
         """0 identical, 1 different, 2 not comparable."""
         return EXIT_STATUS[self.verdict]
+
+    @property
+    def steps_digested(self) -> int:
+        """The number of steps at which both runs have digests of gradients and of weights or master weights."""
+        return min(self.coverage["gradients"].both, max(self.coverage[kind].both for kind in ("masters", "weights")))
 
     @property
     def steps_total(self) -> int:
@@ -162,8 +167,13 @@ def compare(a: Ledger, b: Ledger, *, repetition: bool = False) -> Comparison:
         coverage={name: _coverage(name, pairs) for name in RECORDS},
         trace=_trace_coverage(pairs),
         refused=refused,
-        informed=informative_differences(a.header, b.header),
+        informed=(*_schema_difference(a.header, b.header), *informative_differences(a.header, b.header)),
     )
+
+
+def _schema_difference(a: Header, b: Header) -> tuple[Difference, ...]:
+    """That one run was recorded by an older version, whose lines say less."""
+    return () if a.schema == b.schema else (Difference("schema", str(a.schema), str(b.schema)),)
 
 
 def _verdict(comparable: bool, different: bool) -> Verdict:

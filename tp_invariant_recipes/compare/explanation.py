@@ -31,7 +31,7 @@ class Scene:
     def pairs(self, kind: str, step: int | None = None) -> dict[str, tuple[str | None, str | None]]:
         """The digests of a step's tensors that both runs have, in the order of execution.
 
-        step: None: the scene's step; 0: before the first step, when only weights exist.
+        step: None: the scene's step; 0: before the first step, when only weights and their master weights exist.
         """
         at = self.step if step is None else step
         left, right = (self._tensors(run, kind, at) for run in (self.a, self.b))
@@ -40,6 +40,7 @@ class Scene:
     def _tensors(self, run: Ledger, kind: str, step: int) -> Mapping[str, Traced | str]:
         if step:
             return tensors(run.steps[step - 1], kind, self.order)
+        # Master weights are made of the initial weights.
         return {f"{kind}/{name}": digest for name, digest in (run.header.initial or {}).items()}
 
     def matched(self, kind: str, step: int | None = None) -> list[str]:
@@ -51,6 +52,15 @@ class Scene:
         pairs = self.pairs(kind, step)
         return bool(pairs) and all(None not in pair for pair in pairs.values())
 
+
+# Kind of digest -> its name for people.
+LABELS = {
+    "gradients": "gradients",
+    "clipped": "clipped gradients",
+    "moments": "optimizer moments",
+    "masters": "master weights",
+    "weights": "weights",
+}
 
 InputsMatch = tuple[bool | None, str]  # whether the inputs matched (None: unknown), and the clause of the explanation
 
@@ -85,7 +95,7 @@ def _replicas(scene: Scene) -> InputsMatch:
     """The inputs matched if those of the tensor itself did: replicas that disagreed before would be found first."""
     kind, _, name = scene.found.name.partition("/")
     clauses = [
-        f"{run_name(run)}: replicas of {kind} {name} disagree: ranks {ranks}"
+        f"{run_name(run)}: replicas of {LABELS.get(kind, kind)} {name} disagree: ranks {ranks}"
         for run, ranks in ((scene.a, scene.found.a), (scene.b, scene.found.b))
         if ranks is not None
     ]
@@ -158,7 +168,7 @@ def _own_weights(scene: Scene, module: str) -> str | None:
     if not own and scene.order:
         return None
     before = scene.step - 1
-    known = {name.partition("/")[2] for name in scene.matched("weights", before)}
+    known = {name.partition("/")[2] for kind in ("weights", "masters") for name in scene.matched(kind, before)}
     # Differing weights would themselves be the first difference.
     return "matched" if own and own <= known else f"{_weights_before(scene)} are not recorded by both"
 
@@ -190,13 +200,50 @@ def modules_of(parameter: str, traced: Container[str]) -> list[str]:
 
 
 def _weight(scene: Scene) -> InputsMatch:
-    name = scene.found.name.partition("/")[2]
-    start = f"weight of {name} differs after the step"
-    if f"gradients/{name}" not in scene.matched("gradients"):
+    kind, _, name = scene.found.name.partition("/")
+    start = f"{'master weight' if kind == 'masters' else 'weight'} of {name} differs after the step"
+    if not _read(scene, name):
         return None, f"{start} (digests of its gradient are not recorded by both)"
-    if scene.found.name not in scene.matched("weights", scene.step - 1):
+    if scene.found.name not in scene.matched(kind, scene.step - 1):
         return None, f"{start}, its gradient matched ({_weights_before(scene)} are not recorded by both)"
+    moments = [one for one in scene.matched("moments") if one.endswith(f"/{name}")]
+    if moments:
+        return True, f"{start}, its gradient, its moments and its value before matched: the update differs"
     return True, f"{start}, its gradient and its value before matched: the update or the optimizer's state differs"
+
+
+def _read(scene: Scene, name: str) -> bool:
+    """Whether the gradient of a parameter matched, as late as both runs recorded it."""
+    kind = "clipped" if scene.recorded("clipped") else "gradients"
+    return f"{kind}/{name}" in scene.matched(kind)
+
+
+def _clipped(scene: Scene) -> InputsMatch:
+    name = scene.found.name.partition("/")[2]
+    start = f"gradient of {name} differs as the optimizer reads it"
+    if not scene.recorded("gradients"):
+        return None, f"{start} (digests before clipping are not recorded by both)"
+    return True, f"{start}, it matched before clipping, and so did the gradient norm"
+
+
+def _moment(scene: Scene) -> InputsMatch:
+    _, state, name = scene.found.name.split("/", 2)
+    start = f"{state} of {name} in the optimizer differs after the step"
+    if not _read(scene, name):
+        return None, f"{start} (digests of its gradient are not recorded by both)"
+    if scene.step == 1 or scene.found.name in scene.matched("moments", scene.step - 1):
+        return True, f"{start}, its gradient and its value before matched: the update differs"
+    return None, f"{start}, its gradient matched (moments after step {scene.step - 1} are not recorded by both)"
+
+
+def _copies(scene: Scene) -> InputsMatch:
+    name = scene.found.name.partition("/")[2]
+    clauses = [
+        f"{run_name(run)}: weights of {name} are not its master weights rounded, on ranks {ranks}"
+        for run, ranks in ((scene.a, scene.found.a), (scene.b, scene.found.b))
+        if ranks is not None
+    ]
+    return None, "; ".join(clauses)
 
 
 def _loss(scene: Scene) -> InputsMatch:
@@ -242,6 +289,10 @@ _EXPLAINED: dict[str, Callable[[Scene], InputsMatch]] = {
     "forward": _traced,
     "backward": _traced,
     "gradients": _gradient,
+    "clipped": _clipped,
+    "moments": _moment,
+    "masters": _weight,
+    "copies": _copies,
     "weights": _weight,
     "loss": _loss,
     "grad_norm": _norm,

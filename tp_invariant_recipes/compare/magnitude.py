@@ -9,7 +9,7 @@ from tp_invariant_recipes.errors import LedgerError
 if TYPE_CHECKING:
     from tp_invariant_recipes.ledger.dumps import Distance
 
-DUMPED = ("forward", "backward", "gradients", "weights")  # kinds of difference that concern a tensor
+DUMPED = ("forward", "backward", "gradients", "masters", "weights")  # kinds of difference that concern a tensor
 
 
 def magnitude(comparison: Comparison) -> "Distance | None":

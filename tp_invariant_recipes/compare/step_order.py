@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tp_invariant_recipes.ledger.digests import Traced
-from tp_invariant_recipes.ledger.lines import FLOATS, StepRecord
+from tp_invariant_recipes.ledger.lines import COPIES, DIGESTED, FLOATS, StepRecord
 
 FIELD, REPLICAS, MODEL, INITIAL = "field", "replicas", "model", "initial"  # kinds of difference besides Tensors
 
@@ -33,8 +33,8 @@ class Tensors:
 
     @property
     def record(self) -> str:
-        """The field of a step record that holds their digests."""
-        return "trace" if self.kind in ("forward", "backward") else self.kind
+        """The field of a step record that holds their digests; for copies, those that they follow from."""
+        return {"forward": "trace", "backward": "trace", COPIES: "masters"}.get(self.kind, self.kind)
 
 
 # In the order of execution: the first difference is the nearest to the cause.
@@ -48,21 +48,27 @@ SEQUENCE: tuple[Field | Tensors, ...] = (
     Field("grad_norm", "gradient norm", "norm"),
     Field("skipped", "skipped", "update"),
     Field("learning_rate", "learning rate", "update"),
+    Tensors("clipped", "update"),
+    Tensors("moments", "update"),
+    Tensors("masters", "update"),
+    Tensors(COPIES, "update"),
     Tensors("weights", "update"),
 )
 FIELDS = tuple(part for part in SEQUENCE if isinstance(part, Field))
-RECORDS = ("gradients", "weights", "trace")  # what a step record may lack
+RECORDS = (*DIGESTED, "trace")  # what a step record may lack
+BACKWARD = ("gradients", "clipped")  # kinds of which the last parameter of the forward pass comes first
 
 
 @dataclass(frozen=True)
 class Found:
     """One value that differs.
 
-    kind: "field", "forward", "backward", "gradients", "weights", "replicas", "model" or "initial".
-    name: of the field; of the tensor, such as "forward/decoder.layers.3.mlp/output" or "gradients/PARAMETER"; for
-          "model" and "initial", of the parameter.
+    kind: "field", "forward", "backward", a key of DIGESTED, "replicas", "copies", "model" or "initial".
+    name: of the field; of the tensor, such as "forward/decoder.layers.3.mlp/output", "gradients/PARAMETER" or
+          "moments/exp_avg/PARAMETER"; for "model" and "initial", of the parameter.
     a, b: as in the records: bits or digests as text, counts. For replicas, the ranks that agree, such as "0, 2 | 1";
-          None: all agree. For a model, its property, such as "shape [512, 128]"; None: no such parameter.
+          None: all agree. For copies, the ranks with weights that are not their master weights rounded. For a model,
+          its property, such as "shape [512, 128]"; None: no such parameter.
     """
 
     phase: str
@@ -90,21 +96,29 @@ def differences(
 
 
 def differing(a: StepRecord, b: StepRecord, kind: str, parameters: Sequence[str]) -> list[str]:
-    """The names of parameters whose gradients or weights differ, in the order of execution; there may be many."""
+    """The names of parameters whose tensors of a kind differ, in the order of execution; there may be many."""
     left, right = getattr(a, kind), getattr(b, kind)
     if not _unlike(left, right):
         return []
-    order = reversed(parameters) if kind == "gradients" else parameters
-    return [name for name in order if _unlike(left.get(name), right.get(name))]
+    wrong = {parameter_of(kind, name) for name in left if _unlike(left[name], right.get(name))}
+    order = reversed(parameters) if kind in BACKWARD else parameters
+    return [name for name in order if name in wrong]
+
+
+def parameter_of(kind: str, name: str) -> str:
+    """The parameter of a digest: "exp_avg/PARAMETER" is a name among moments, and all others are the parameter's."""
+    return name.partition("/")[2] if kind == "moments" else name
 
 
 def tensors(record: StepRecord, kind: str, parameters: Sequence[str]) -> dict[str, Traced] | dict[str, str]:
     """Name -> entry of the trace, or digest, in the order of execution. Empty: not recorded at this step."""
     if kind in ("forward", "backward"):
         return traced(record.trace or (), kind)
-    digests: Mapping[str, str] = getattr(record, kind) or {}
-    order = reversed(parameters) if kind == "gradients" else parameters
-    return {f"{kind}/{name}": digests[name] for name in order if name in digests}
+    digests: Mapping[str, str] = (getattr(record, kind) if kind in DIGESTED else None) or {}
+    order = reversed(parameters) if kind in BACKWARD else parameters
+    states = [f"{state}/" for state in dict.fromkeys(name.partition("/")[0] for name in digests)]
+    names = (state + name for name in order for state in (states if kind == "moments" else ("",)))
+    return {f"{kind}/{name}": digests[name] for name in names if name in digests}
 
 
 def traced(trace: Sequence[Traced], direction: str) -> dict[str, Traced]:
@@ -140,7 +154,7 @@ def _tensors(
     for name in dict.fromkeys([*left, *right, *disagreeing[0], *disagreeing[1]]):
         one, other = (ranks.get(name) for ranks in disagreeing)
         if (compared and one != other) if repetition else (one or other):
-            yield Found(part.phase, REPLICAS, name, one, other)
+            yield Found(part.phase, COPIES if part.kind == COPIES else REPLICAS, name, one, other)
         one, other = digest(left.get(name)), digest(right.get(name))
         if _unlike(one, other):
             yield Found(part.phase, part.kind, name, one, other)

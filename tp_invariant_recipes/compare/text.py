@@ -8,28 +8,37 @@ from typing import Any
 
 from tp_invariant_recipes.compare import log_compare
 from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, Coverage, FirstDifference, Verdict
-from tp_invariant_recipes.compare.explanation import run_name
+from tp_invariant_recipes.compare.explanation import LABELS, run_name
 from tp_invariant_recipes.compare.log_compare import PrintedComparison
 from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line, magnitude_report
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.ledger.bits import readable
-from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, Difference
+from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, SCHEMA, Difference
 from tp_invariant_recipes.ledger.reader import Ledger
 
 REPORT_SCHEMA = 2
 
+_STEPS_LISTED = 5  # at which there are moments
 _FIELDS_IN_LINE = 3  # the table below the line has the other fields
 _NOT_SET = "not set"
 # Kinds of first difference that a trace would narrow down, unless a trace found them.
 _COARSE = (FIELD, *DIGESTED)
 
 
+# Columns of the table of parameters -> the kinds of digest that they are about.
+_COLUMNS = {"gradients": ("gradients", "clipped"), "moments": ("moments",), "weights": ("masters", "weights")}
+
+
 @dataclass(frozen=True)
 class ParameterRow:
-    """A differing parameter: first step of its gradient and its weight (None: no step), number of differing steps."""
+    """A differing parameter: the number of differing steps, and the first of them (None: no step).
+
+    gradient: of its gradient, before or after clipping. moments: in the optimizer. weight: master weight or weight.
+    """
 
     name: str
     gradient: int | None
+    moments: int | None
     weight: int | None
     steps: int
 
@@ -42,15 +51,12 @@ def verdict_line(comparison: Comparison) -> str:
 def proved(comparison: Comparison) -> str:
     """The compared values, such as "loss, gradient norm, learning rate and gradients and weights of 27 parameters"."""
     items = ["loss", "gradient norm", "learning rate"]
-    counts = {}
+    kinds: dict[str, list[str]] = {}
     for kind in DIGESTED:
-        if comparison.coverage[kind].both:
-            both = [set(ledger.header.digested(kind)) for ledger in (comparison.a, comparison.b)]
-            counts[kind] = f"{len(both[0] & both[1])} parameters{_at(comparison, kind)}"
-    if len(set(counts.values())) == 1:
-        items.append(f"{' and '.join(counts)} of {next(iter(counts.values()))}")
-    else:
-        items += [f"{kind} of {count}" for kind, count in counts.items()]
+        count = len(set(comparison.a.header.digested(kind)) & set(comparison.b.header.digested(kind)))
+        if comparison.coverage[kind].both and count:
+            kinds.setdefault(f"{count} parameters{_at(comparison, kind)}", []).append(LABELS[kind])
+    items += [f"{_series(labels)} of {count}" for count, labels in kinds.items()]
     if comparison.trace.compared:
         items.append(f"{comparison.trace.compared} tensors of the trace{_at(comparison, 'trace')}")
     return _series(items)
@@ -81,14 +87,38 @@ def _undigested(comparison: Comparison) -> list[str]:
     if lacking:
         who = "neither run has any" if len(lacking) == 2 else f"{lacking[0]} has no"
         return [f"Gradients and weights themselves are not compared: {who} digests (ledger.digests=1 records them)."]
-    covered = []
+    return [*_not_compared(comparison), *_partly_compared(comparison)]
+
+
+def _not_compared(comparison: Comparison) -> list[str]:
+    """The kinds of digest that one run never has, or neither, in one sentence."""
+    reasons: dict[str, list[str]] = {}
     for kind in DIGESTED:
         coverage = comparison.coverage[kind]
-        if coverage.only_a or coverage.only_b or coverage.both < comparison.steps_compared:
-            covered.append((coverage, kind))
-    if len(covered) == 2 and covered[0][0] == covered[1][0]:
-        covered = [(covered[0][0], "gradients and weights")]
-    return [f"Digests of {kinds} are compared at {_both(comparison, coverage)}." for coverage, kinds in covered]
+        if coverage.both or (coverage.only_a and coverage.only_b):
+            continue
+        if coverage.only_a or coverage.only_b:
+            lacks = comparison.b if coverage.only_a else comparison.a
+            older = " (recorded by an earlier version)" if lacks.header.schema < SCHEMA else ""
+            reasons.setdefault(f"{run_name(lacks)}{older} has no digests", []).append(LABELS[kind])
+        elif kind == "moments" and comparison.a.header.schema == comparison.b.header.schema == SCHEMA:
+            reasons.setdefault("neither run has digests at a common step", []).append(LABELS[kind])
+    parts = [f"{_series(labels)}, of which {reason}" for reason, labels in reasons.items()]
+    return [f"Not compared: {'; '.join(parts)}."] if parts else []
+
+
+def _partly_compared(comparison: Comparison) -> list[str]:
+    """The kinds of digest that only some common steps have; of moments, what `proved` says is the rule."""
+    covered: dict[Coverage, list[str]] = {}
+    for kind in DIGESTED:
+        coverage = comparison.coverage[kind]
+        some = coverage.both and kind != "moments"
+        if coverage.both < comparison.steps_compared and (some or (coverage.only_a and coverage.only_b)):
+            covered.setdefault(coverage, []).append(LABELS[kind])
+    return [
+        f"Digests of {_series(labels)} are compared at {_both(comparison, coverage)}."
+        for coverage, labels in covered.items()
+    ]
 
 
 def _untraced(comparison: Comparison) -> list[str]:
@@ -144,8 +174,10 @@ def parameter_rows(comparison: Comparison) -> tuple[ParameterRow, ...]:
         found.setdefault(one.name, {})[one.kind] = one.steps
     rows = []
     for name, steps in found.items():
-        gradient, weight = (steps.get(kind, (None,))[0] for kind in DIGESTED)
-        rows.append(ParameterRow(name, gradient, weight, len(set().union(*steps.values()))))
+        gradient, moments, weight = (
+            min((steps[kind][0] for kind in kinds if kind in steps), default=None) for kinds in _COLUMNS.values()
+        )
+        rows.append(ParameterRow(name, gradient, moments, weight, len(set().union(*steps.values()))))
     return tuple(rows)
 
 
@@ -156,17 +188,17 @@ def parameter_line(comparison: Comparison) -> str | None:
         return None
     listed = _listed_by_both(comparison)
     who = f"all {len(listed)}" if len(rows) == len(listed) else f"{len(rows)} of {len(listed)}"
-    starts = {(row.gradient, row.weight) for row in rows}
+    starts = {(row.gradient, row.moments, row.weight) for row in rows}
     if len(starts) > 1:
         return f"{who} parameters differ, the first at step {comparison.parameters[0].first_step}"
-    kinds = zip(DIGESTED, next(iter(starts)), strict=True)
+    kinds = zip(_COLUMNS, next(iter(starts)), strict=True)
     return f"{who} parameters differ: " + ", ".join(f"{kind} from step {step}" for kind, step in kinds if step)
 
 
 def parameters_alike(comparison: Comparison) -> bool:
     """Whether all parameters differ in the same way, so that a table of them would repeat `parameter_line`."""
     rows = parameter_rows(comparison)
-    alike = len({(row.gradient, row.weight, row.steps) for row in rows}) == 1
+    alike = len({(row.gradient, row.moments, row.weight, row.steps) for row in rows}) == 1
     return alike and len(rows) == len(_listed_by_both(comparison))
 
 
@@ -309,7 +341,13 @@ def _ending(comparison: Comparison) -> str:
 def _at(comparison: Comparison, name: str) -> str:
     """The number of steps in words, unless it is all of them."""
     both, compared = comparison.coverage[name].both, comparison.steps_compared
-    return "" if both == compared else f" (at {both} of {_steps(compared)})"
+    if both == compared:
+        return ""
+    if name == "moments" and both <= _STEPS_LISTED:
+        pairs = zip(comparison.a.steps, comparison.b.steps, strict=False)
+        steps = [str(a.step) for a, b in pairs if a.moments is not None and b.moments is not None]
+        return f" (at step{'s' if len(steps) > 1 else ''} {_series(steps)})"
+    return f" (at {both} of {_steps(compared)})"
 
 
 def _steps_of(ledger: Ledger, name: str) -> int:
@@ -317,4 +355,4 @@ def _steps_of(ledger: Ledger, name: str) -> int:
 
 
 def _series(items: Sequence[str]) -> str:
-    return f"{', '.join(items[:-1])} and {items[-1]}"
+    return " and ".join((", ".join(items[:-1]), items[-1])) if len(items) > 1 else items[0]

@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import run_files
-from tp_invariant_recipes.ledger.lines import canonical, load
+from tp_invariant_recipes.ledger.lines import DIGESTED, canonical, load
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
 from tp_invariant_recipes.reading import MIB, checked, parse_yaml
 
@@ -34,6 +34,8 @@ LARGEST = 4 * 2**30 - 1  # bytes of a certificate and of a ledger in one: the li
 # A small archive may claim, and hold, a thousand times its size. Digests hardly compress, and repeated lines do so by
 # less than this factor; a small ledger may have any.
 _FACTOR, _SMALL = 32, 64 * MIB
+
+_WITHOUT_DIGESTS = 2  # the schema of ledgers whose certificates' summaries do not count digests
 
 _DATE = (1980, 1, 1, 0, 0, 0)  # the earliest date of a zip archive; the time of certification is irrelevant to the run
 _SEAL = "tpi-certificate sha256:"
@@ -143,7 +145,13 @@ def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[st
         "of": planned,
         "loss": last.loss if last else None,
         "parameters": len(header.parameters),
-    }
+    } | ({"digests": _digested(ledger)} if header.schema > _WITHOUT_DIGESTS else {})
+
+
+def _digested(ledger: Ledger) -> dict[str, int]:
+    """Kind of digest → the number of steps that have it."""
+    counts = {kind: sum(getattr(step, kind) is not None for step in ledger.steps) for kind in DIGESTED}
+    return {kind: count for kind, count in counts.items() if count}
 
 
 def _manifest(members: dict[str, bytes], summary: dict[str, Any]) -> bytes:
@@ -243,5 +251,6 @@ def summary_words(summary: dict[str, Any]) -> str:
         f"numerics={summary['numerics'].get('mode', 'unknown')}",
         summary["device"].get("name", "unknown device"),
         f"{summary['steps']} of {summary['of']} steps",
+        *(f"{kind} of {count} steps" for kind, count in summary.get("digests", {}).items()),
     )
     return "".join(letter if letter.isprintable() else "?" for letter in ", ".join(map(str, parts)))

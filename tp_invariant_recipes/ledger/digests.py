@@ -26,12 +26,20 @@ class Parameter:
     shape:    of the whole tensor.
     gradient: dtype of the gradient that the optimizer gets, such as "float32"; None: no gradient.
     weight:   dtype of the tensor itself.
+    master:   dtype of the optimizer's master weight; None: the optimizer updates the tensor itself, or the ledger is of
+              an earlier version, which did not look at master weights.
     """
 
     name: str
     shape: tuple[int, ...]
     gradient: str | None
     weight: str
+    master: str | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether the tensor is its master weight rounded, which the ranks check, so that it has no digest itself."""
+        return (self.master, self.weight) == ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)

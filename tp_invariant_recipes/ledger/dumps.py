@@ -8,16 +8,33 @@ gives the position of each piece (kernels/digest.py) and the number of ranks tha
 
 import json
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
+from pydantic import Field
 
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.reading import checked, parse_json
 
 RANKS = "ranks"  # the metadata with the number of files of a step
+
+
+_KEY = re.compile(r"[0-9]{1,9}")  # of a tensor in a file
+_Ranks = Annotated[int, Field(gt=0, le=2**20)]
+_Size = Annotated[int, Field(ge=0, lt=2**40)]  # larger ones are no tensor's
+
+
+class _Part(TypedDict):
+    name: str
+    dtype: str
+    shape: Annotated[list[_Size], Field(max_length=8)]
+    row: _Size
+    step: Annotated[int, Field(gt=0, lt=2**40)]
+    column: _Size
 
 
 @dataclass(frozen=True)
@@ -157,6 +174,8 @@ def distance(a: Dumped, b: Dumped) -> Distance:
 
 # dtype -> bits of the fraction; the remaining bits are the sign and the exponent.
 _FRACTIONS = {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}
+# dtype -> the unsigned integers of its width, as safetensors names them.
+_BITS = {"float64": ("U64",), "float32": ("U32",), "bfloat16": ("U16",), "float16": ("U16",)}
 
 
 def _is_nan(bits: np.ndarray, dtype: str) -> np.ndarray:
@@ -184,7 +203,9 @@ def _assembled(pieces: Sequence[tuple[DumpedPart, np.ndarray]], total: int) -> n
     """The whole table. If pieces overlap, the first counts. None: the pieces do not cover every element."""
     rows = max(part.row + part.step * (len(bits) - 1) + 1 for part, bits in pieces)
     columns = max(part.column + bits.shape[1] for part, bits in pieces)
-    if rows * columns != total:
+    if min(rows, columns) < 0 or rows * columns != total or sum(bits.size for _, bits in pieces) < total:
+        return None
+    if len({bits.dtype for _, bits in pieces}) > 1:
         return None
     table = np.zeros((rows, columns), dtype=pieces[0][1].dtype)
     held = np.zeros((rows, columns), dtype=bool)
@@ -210,11 +231,22 @@ def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
     try:
         with _opened(file) as stream:
             metadata, keys = stream.metadata() or {}, set(stream.keys())
-        ranks = int(metadata.pop(RANKS))
-        parts = {key: DumpedPart(**json.loads(text)) for key, text in metadata.items()}
-        if set(parts) != keys:
+            held = {key: (one.get_dtype(), one.get_shape()) for key in keys for one in (stream.get_slice(key),)}
+        ranks = checked(_Ranks, parse_json(metadata.pop(RANKS, "null").encode()))
+        if set(metadata) != keys:
             raise ValueError("its metadata describes other tensors")
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        parts = {key: _part(key, text, *held[key]) for key, text in metadata.items()}
+    except (OSError, SafetensorError, ValueError) as error:
         raise LedgerError(f"{file} is not a whole dump: {error}") from error
     # Restore the order of writing, which the metadata's dictionary does not keep.
     return ranks, {key: parts[key] for key in sorted(parts, key=int)}
+
+
+def _part(key: str, text: str, kind: str, size: Sequence[int]) -> DumpedPart:
+    """A piece's description. kind, size: dtype and shape of its bits in the file. ValueError: it is none of them."""
+    if not _KEY.fullmatch(key):
+        raise ValueError("its metadata describes a tensor that has no number")
+    part = checked(_Part, parse_json(text.encode()))
+    if kind not in _BITS.get(part["dtype"], ("U8", "U16", "U32", "U64")) or len(size) != 2:
+        raise ValueError(f"tensor {key} is not the bits of rows and columns")
+    return DumpedPart(**{field.name: part[field.name] for field in fields(DumpedPart)})

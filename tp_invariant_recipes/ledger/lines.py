@@ -2,9 +2,10 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -22,7 +23,8 @@ from tp_invariant_recipes.ledger.digests import (
 )
 from tp_invariant_recipes.reading import Count, Hash, Integer, Layout, checked, parse_json
 
-SCHEMA = 2
+SCHEMA = 3
+READ = (2, 3)  # schemas that this version reads; 2 has no clipped gradients, master weights and moments
 KIND = "tpi-ledger"  # distinguishes a ledger from other files of JSON lines
 
 IDENTITY = "identity"
@@ -31,9 +33,19 @@ INFORMATIVE = ("numerics", "layout", "versions", "device", "environment", "notes
 # The values of a step that the ledger records as exact bits.
 FLOATS = ("loss", "grad_norm", "learning_rate")
 _COUNTS = {"step": 1, "samples": 0, "tokens": 0}  # count -> its smallest value
-# The tensors of a step that the ledger records as digests -> the field of Parameter with their dtype.
-DIGESTED = {"gradients": "gradient", "weights": "weight"}
+# The tensors of a step that the ledger records as digests, in the order of execution -> the parameters that have them.
+DIGESTED: dict[str, Callable[[Parameter], bool]] = {
+    "gradients": lambda parameter: parameter.gradient is not None,
+    "clipped": lambda parameter: parameter.gradient is not None,
+    "moments": lambda parameter: parameter.gradient is not None,
+    "masters": lambda parameter: parameter.master is not None,
+    "weights": lambda parameter: not parameter.follows,
+}
+COPIES = "copies"  # in `diverged`: weights that are not their master weights rounded
+_SAME = "gradients"  # for the clipped gradients: as before clipping
 _DIRECTIONS = ("forward", "backward")
+_OF = (*DIGESTED, COPIES, *_DIRECTIONS)  # what may diverge
+_STATES = 16  # at most, of a parameter's tensors in the optimizer
 _MOST = 2**70  # of a count; the text and the sum of larger ones have no bound
 _NAME = re.compile(
     r"[!-~]{1,1024}"
@@ -48,6 +60,7 @@ class _ParameterLine(TypedDict):
     shape: Annotated[list[Count], Field(max_length=32)]
     gradient: Name | None
     weight: Name
+    master: NotRequired[Name | None]
 
 
 class _Resumed(TypedDict):
@@ -103,8 +116,9 @@ class Header:
     initial: Mapping[str, str] | None = None  # digests of the weights before the first step; None: not recorded
 
     def __post_init__(self) -> None:
-        if type(self.schema) is not int or self.schema != SCHEMA:
-            raise ValueError(f"schema {self.schema!r} is not known to this version, which reads schema {SCHEMA}")
+        if type(self.schema) is not int or self.schema not in READ:
+            known = " and ".join(map(str, READ))
+            raise ValueError(f"schema {self.schema!r} is not known to this version, which reads schemas {known}")
         for name in (IDENTITY, *INFORMATIVE):
             part = json.loads(canonical(getattr(self, name)))
             if not isinstance(part, dict):
@@ -115,14 +129,18 @@ class Header:
         nested = [key for key, value in self.identity.items() if isinstance(value, dict)]
         if nested:
             raise ValueError(f"identity must be flat, with dotted keys; nested: {', '.join(nested)}")
-        names = [parameter.name for parameter in self.parameters]
-        if len(set(names)) != len(names):
+        if len(set(self.names)) != len(self.names):
             raise ValueError("a parameter appears twice")
         check_digests((self.initial or {}).values())
 
     def digested(self, kind: str) -> list[str]:
-        """Names of the parameters that have a digest of `kind`, "gradients" or "weights", in order."""
-        return [p.name for p in self.parameters if getattr(p, DIGESTED[kind]) is not None]
+        """Names of the parameters that have digests of `kind`, a key of DIGESTED, in order."""
+        return [p.name for p in self.parameters if DIGESTED[kind](p)]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all parameters, in order."""
+        return [p.name for p in self.parameters]
 
     @property
     def identity_hash(self) -> str:
@@ -146,8 +164,12 @@ class StepRecord:
     learning_rate: str
     skipped: bool = False
     gradients: Mapping[str, str] | None = None  # parameter -> digest, before clipping; None: not recorded at this step
-    weights: Mapping[str, str] | None = None  # the same after the step
-    # Disagreeing replicas: "gradients" or "weights", the parameter, and ranks grouped by equal values: [[0, 2], [1]].
+    clipped: Mapping[str, str] | None = None  # the same after clipping, as the optimizer has read them
+    moments: Mapping[str, str] | None = None  # "exp_avg/PARAMETER" -> digest of the optimizer's state, after the step
+    masters: Mapping[str, str] | None = None  # fp32 master weights, after the step
+    weights: Mapping[str, str] | None = None  # the model's own weights, after the step; mostly of those without master
+    # Disagreeing replicas: a key of DIGESTED or a direction, the tensor, and ranks grouped by equal values:
+    # [[0, 2], [1]]. "copies": weights of a parameter that are not its master weights rounded, and [the ranks].
     diverged: tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...] = ()
     trace: tuple[Traced, ...] | None = None  # in the order of execution; None: not a traced step
 
@@ -164,8 +186,8 @@ class StepRecord:
                 _check_bits(name, value)
             elif not self.skipped or name == "learning_rate":
                 raise ValueError(f"{name} is missing, and only a skipped step may lack its loss or gradient norm")
-        for digests in (self.gradients, self.weights):
-            check_digests((digests or {}).values())
+        for kind in DIGESTED:
+            check_digests((getattr(self, kind) or {}).values())
         for traced in self.trace or ():
             if traced.direction not in _DIRECTIONS:
                 raise ValueError(f"trace: {traced.direction!r} is not a direction: forward or backward")
@@ -208,9 +230,9 @@ def encode_header(header: Header) -> bytes:
     """The first line of a ledger, with its newline."""
     parts = {name: getattr(header, name) for name in (IDENTITY, *INFORMATIVE)}
     start = {"kind": KIND, "schema": header.schema, "identity_hash": header.identity_hash}
-    end: dict[str, Any] = {"parameters": [asdict(parameter) for parameter in header.parameters], "initial": None}
+    end: dict[str, Any] = {"parameters": list(map(_encode_parameter, header.parameters)), "initial": None}
     if header.initial is not None:
-        end["initial"] = _encode_digests(header.initial, header.digested("weights"))
+        end["initial"] = _encode_digests(header.initial, header.names)
     return _line(start | parts | end)
 
 
@@ -222,7 +244,7 @@ def decode_header(line: bytes) -> Header:
         raw = {}
     if raw.get("kind") != KIND:
         raise ValueError("not a ledger")
-    if raw.get("schema") == SCHEMA:  # Header refuses another schema
+    if type(raw.get("schema")) is int and raw["schema"] in READ:  # Header refuses another schema
         checked(_HeaderLine, raw)
         raw["parameters"] = tuple(map(_parameter, _required(raw, "parameters", list)))
         if _required(raw, "initial") is not None:
@@ -246,7 +268,7 @@ def encode_step(record: StepRecord, header: Header) -> bytes:
             raw[name] = {"bits": raw[name], "value": readable(raw[name])}
     for kind in DIGESTED:
         if (digests := getattr(record, kind)) is not None:
-            raw[kind] = _encode_digests(digests, header.digested(kind))
+            raw[kind] = _encode_kind(kind, digests, record, header)
     if record.diverged:
         raw["diverged"] = [{"of": of, "parameter": name, "ranks": ranks} for of, name, ranks in record.diverged]
     if record.trace is not None:
@@ -263,7 +285,7 @@ def decode_step(line: bytes, header: Header) -> StepRecord:
             record[name] = _decode_float(name, record[name])
     for kind in DIGESTED:
         if kind in raw:
-            record[kind] = _decode_digests(kind, _required(raw, kind, dict), header.digested(kind))
+            record[kind] = _decode_kind(kind, raw, record, header)
     record["diverged"] = tuple(map(_decode_diverged, _required(raw, "diverged", list) if "diverged" in raw else ()))
     if "trace" in raw:
         record["trace"] = tuple(map(_decode_traced, _required(raw, "trace", list)))
@@ -285,11 +307,67 @@ def _line(raw: dict) -> bytes:
     return (json.dumps(raw, allow_nan=False) + "\n").encode()
 
 
+def _encode_kind(kind: str, digests: Mapping[str, str], record: StepRecord, header: Header) -> dict | str:
+    if kind == "clipped" and digests == record.gradients:
+        return _SAME
+    if kind == "moments":
+        states = {name.partition("/")[0]: None for name in digests}
+        return {state: _encode_some(_of_state(digests, state), header.digested(kind)) for state in states}
+    return _encode_digests(digests, _recorded(kind, len(digests), header))
+
+
+def _decode_kind(kind: str, raw: dict, record: dict[str, Any], header: Header) -> dict[str, str]:
+    if kind == "clipped" and raw[kind] == _SAME:
+        if "gradients" not in record:
+            raise ValueError("clipped: as gradients, and the step has none")
+        return record["gradients"]
+    digests = _required(raw, kind, dict)
+    if kind == "moments":
+        if len(digests) > _STATES:
+            raise ValueError(f"moments: {len(digests)} tensors of a parameter, and an optimizer has at most {_STATES}")
+        names = header.digested(kind)
+        states = {_state(state): _decode_some(kind, _required(digests, state, dict), names) for state in digests}
+        return {f"{state}/{name}": text for state, texts in states.items() for name, text in texts.items()}
+    texts = _required(digests, "parameters", list)
+    return _decode_digests(kind, digests, _recorded(kind, len(texts), header))
+
+
+def _recorded(kind: str, count: int, header: Header) -> list[str]:
+    """The parameters that a step has digests of. Steps of an earlier version have those of all weights."""
+    return header.names if kind == "weights" and count == len(header.names) else header.digested(kind)
+
+
+def _of_state(digests: Mapping[str, str], state: str) -> dict[str, str]:
+    start = f"{state}/"
+    return {name.removeprefix(start): digest for name, digest in digests.items() if name.startswith(start)}
+
+
+def _state(name: str) -> str:
+    if "/" in _name(name):
+        raise ValueError(f"moments: {name!r:.100} is not the name of a tensor in an optimizer")
+    return name
+
+
 def _encode_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict:
     if set(digests) != set(names):
         raise ValueError(f"digests of other parameters than the header's: {sorted(set(digests) ^ set(names))[:3]}")
     ordered = {name: digests[name] for name in names}
     return {"model": whole_digest(ordered), "groups": group_digests(ordered), "parameters": list(ordered.values())}
+
+
+def _encode_some(digests: Mapping[str, str], names: Sequence[str]) -> dict:
+    """As `_encode_digests`, with null for the parameters that have none."""
+    some = _encode_digests(digests, [name for name in names if name in digests])
+    return some | {"parameters": [digests.get(name) for name in names]}
+
+
+def _decode_some(kind: str, raw: dict, names: Sequence[str]) -> dict[str, str]:
+    texts = _required(raw, "parameters", list)
+    if len(texts) != len(names):
+        raise ValueError(f"{kind}: {len(texts)} digests of {len(names)} parameters")
+    there = [text is not None for text in texts]
+    some = raw | {"parameters": list(itertools.compress(texts, there))}
+    return _decode_digests(kind, some, list(itertools.compress(names, there)))
 
 
 def _decode_digests(kind: str, raw: dict, names: Sequence[str]) -> dict[str, str]:
@@ -303,10 +381,15 @@ def _decode_digests(kind: str, raw: dict, names: Sequence[str]) -> dict[str, str
     return digests
 
 
+def _encode_parameter(parameter: Parameter) -> dict[str, Any]:
+    return {name: value for name, value in asdict(parameter).items() if name != "master" or value is not None}
+
+
 def _parameter(raw: object) -> Parameter:
     if not isinstance(raw, dict):
         raise ValueError("parameters: not an object")
-    values = {name.name: _required(raw, name.name) for name in fields(Parameter)}
+    optional = {"master": None}
+    values = {name.name: _required(optional | raw, name.name) for name in fields(Parameter)}
     return Parameter(**values | {"shape": _shape(values["shape"])})
 
 
@@ -315,8 +398,8 @@ def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]
         raise ValueError("diverged: not an object")
     ranks = tuple(map(_ranks, _required(raw, "ranks", list)))
     of = _required(raw, "of", str)
-    if of not in (*DIGESTED, *_DIRECTIONS):
-        raise ValueError(f"diverged: {of!r} is not one of {', '.join((*DIGESTED, *_DIRECTIONS))}")
+    if of not in _OF:
+        raise ValueError(f"diverged: {of!r} is not one of {', '.join(_OF)}")
     return of, _name(_required(raw, "parameter")), ranks
 
 

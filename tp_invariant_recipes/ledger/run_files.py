@@ -7,7 +7,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from pydantic import Field
 
-from tp_invariant_recipes.reading import MIB, Count, Hash, Integer, Layout
+from tp_invariant_recipes.reading import MIB, Count, Hash, Integer, Layout, Seconds
 
 LARGEST = 16 * MIB  # bytes of a JSON file of a run directory
 LARGEST_CONFIG = MIB  # YAML is read slowly
@@ -98,6 +98,17 @@ class WholeProgress(_Progress):
     loss: float | None
     tokens: Count
     seconds: float
+
+
+class Reason(TypedDict):
+    """`rank-N.error.json`: why a rank failed. time: seconds since 1970. ours: it raised a TpiError."""
+
+    rank: Count
+    time: Seconds
+    kind: str
+    message: str
+    ours: bool
+    errno: Integer | None
 
 
 Environment = dict[str, str]

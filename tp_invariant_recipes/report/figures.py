@@ -17,6 +17,7 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from tp_invariant_recipes.compare.explanation import LABELS
 from tp_invariant_recipes.report.curves import Curve, curve, distances, recorded
 from tp_invariant_recipes.report.maps import CellState, Map
 from tp_invariant_recipes.report.palette import LIGHT, LINES, STYLES
@@ -283,7 +284,7 @@ def _blocks(curves: Iterable[Curve]) -> str:
 
 _SMALL = 7.5  # points: font size of a row's label
 _LABEL = 62  # characters of a row's label
-_WORDS = {"gradients": "Gradients", "weights": "Weights"}
+_WORDS = {kind: label.capitalize() for kind, label in LABELS.items()}
 # (state, name of its colour, its word in the legend)
 _CELLS = (
     (CellState.IDENTICAL, "identical", "identical"),
@@ -328,9 +329,9 @@ def parameters(report: Report, n: int, found: Map) -> Drawing:
 def in_words(found: Map) -> str:
     """A sentence with the counts that a map shows."""
     if not found.differing:
-        return f"All {found.compared:,} digests of {found.kind} that both runs recorded are identical."
+        return f"All {found.compared:,} digests of {LABELS[found.kind]} that both runs recorded are identical."
     return (
-        f"{found.differing:,} of {found.compared:,} digests of {found.kind} differ. They belong to "
+        f"{found.differing:,} of {found.compared:,} digests of {LABELS[found.kind]} differ. They belong to "
         f"{found.parameters_differing:,} of {found.parameters_compared:,} parameters and "
         f"{found.steps_differing:,} of {found.steps_compared:,} steps, first step {found.first:,}."
     )

@@ -32,7 +32,7 @@ class MapRow:
 
 @dataclass(frozen=True)
 class Map:
-    """The digests of `kind`, "gradients" or "weights", of two runs.
+    """The digests of `kind`, a key of DIGESTED, of two runs.
 
     rows:     in forward order.
     columns:  (first step, last step) of each column, among the steps at which both runs have digests.

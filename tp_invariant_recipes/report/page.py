@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from tp_invariant_recipes import __version__
 from tp_invariant_recipes.compare.compare import Comparison
+from tp_invariant_recipes.compare.explanation import LABELS
 from tp_invariant_recipes.compare.text import parameter_rows, remarks, verdict_line
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
@@ -66,7 +67,7 @@ def sections(report: Report) -> tuple[Section, ...]:
     """The sections after the runs and headers."""
     measured = [_measured(comparison) for comparison in report.comparisons]
     found = [Section("training", "Curves", drawings=(figures.training(report),)), *_apart(report)]
-    found += [section for kind in DIGESTED for section in _map(report, kind, measured)]
+    found += [section for kind in _kinds(report) for section in _map(report, kind, measured)]
     found += [*_parameters(report), *_dumps(report, measured), *_cost(report)]
     return tuple(found)
 
@@ -180,9 +181,16 @@ def _map(report: Report, kind: str, measured: list[tuple[Measured, ...] | str]) 
         if found is not None:
             drawings.append(figures.parameters(report, n, found))
         elif comparison.steps_compared:
-            sentences.append(f"{run.label}: at no step did both runs record digests of {kind}.")
+            sentences.append(f"{run.label}: at no step did both runs record digests of {LABELS[kind]}.")
     if sentences or drawings:
-        yield Section(kind, kind.capitalize(), tuple(sentences), tuple(drawings))
+        yield Section(kind, LABELS[kind].capitalize(), tuple(sentences), tuple(drawings))
+
+
+def _kinds(report: Report) -> list[str]:
+    """The kinds of digest that any run has; gradients and weights if there are none."""
+    steps = [step for run in report.runs for step in run.ledger.steps]
+    found = [kind for kind in DIGESTED if any(getattr(step, kind) for step in steps)]
+    return found or ["gradients", "weights"]
 
 
 def _parameters(report: Report) -> Iterable[Section]:
@@ -193,12 +201,13 @@ def _parameters(report: Report) -> Iterable[Section]:
 
 def _table(run: Run, first: Run, comparison: Comparison) -> Table:
     rows = [
-        (row.name, _number(row.gradient), _number(row.weight), _number(row.steps)) for row in parameter_rows(comparison)
+        (row.name, *map(_number, (row.gradient, row.moments, row.weight, row.steps)))
+        for row in parameter_rows(comparison)
     ]
     more = f"; the first {_ROWS} of {len(rows):,}" if len(rows) > _ROWS else ""
     return Table(
         f"{run.label} against {first.label}, in the order of their first difference{more}",
-        ("parameter", "gradient differs from step", "weight differs from step", "at steps"),
+        ("parameter", "gradient differs from step", "moments differ from step", "weight differs from step", "at steps"),
         tuple(rows[:_ROWS]),
     )
 

@@ -1,12 +1,20 @@
-"""The callback that takes digests of all gradients and weights, whatever the layout.
+"""The callback that takes digests of all gradients, weights and moments, whatever the layout.
 
 Once, before the first step, the ranks tell each other what they hold; parts with one place are replicas. Then a step
-costs a kernel for the gradients, one for the weights, and one all-reduce of a few numbers for every part.
+costs a kernel for the gradients before clipping, one for each kind of tensor after the step, and one all-reduce of a
+few numbers for every part.
+
+    before clipping   gradients                          at every `every`th step
+    after the step    gradients as the optimizer has read them, master weights     the same
+                      master weights, moments            at every `state_every`th step, checkpoints, the last step
+
+A weight in bf16 is its master weight rounded. The kernel of the master weights checks that, so that such weights need
+no digest. Where a rank has only a range of a master weight, the ranks' copies of the whole weight are compared as well.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,74 +24,112 @@ from megatron.bridge.training.callbacks import CallbackContext
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.kernels.digest import LANES, WITH_MAGNITUDE, Lanes
+from tp_invariant_recipes.kernels.digest import COPIED, LANES, WITH_MAGNITUDE, Lanes
 from tp_invariant_recipes.ledger.digests import Parameter, digest_texts, in_order, start_lanes
+from tp_invariant_recipes.ledger.lines import COPIES
 from tp_invariant_recipes.numerics import grad_norm
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
+from tp_invariant_recipes.training.optimizer_state import STEP, OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.training.shards import GlobalSlice, Held, Shards, covers
 
 NOTHING = -(2**63)  # what a rank without a part says of it: no more than any number
+WIDTH = 2 * LANES + 1  # of a part, for all ranks together: lanes, their complements, elements whose copy is unlike
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The digests of one step, as StepRecord has them."""
+    """The digests of one step, as StepRecord has them; None: not taken."""
 
-    gradients: dict[str, str]
-    weights: dict[str, str]
-    diverged: Diverged
+    gradients: Mapping[str, str] | None = None
+    clipped: Mapping[str, str] | None = None
+    moments: Mapping[str, str] | None = None
+    masters: Mapping[str, str] | None = None
+    weights: Mapping[str, str] | None = None
+    diverged: Diverged = ()
 
 
 class Digests(AroundOptimizerStep):
-    """Takes the digests of every `every`th step. For every rank.
+    """Takes the digests of every `every`th step, and of the optimizer's state at every `state_every`th. For every rank.
 
     parameters: what they are of, known once training has started.
     initial:    of the weights before the first step, parameter → digest; None: training begins at a later one.
-    due:        whether the running step has them.
-    listener:   called with the digests of a step, once the GPU has them: during the next step, since waiting for them
-                would cost more than taking them. No checkpoint counts, and no training ends, before that.
+    check:      called with the step and the digests of what a run goes on from (all weights, master weights, moments)
+                before its first step; what it finds wrong ends the training on all ranks.
+    listener:   called with the digests of every step, once the GPU has them: during the next step, since waiting for
+                them would cost more than taking them. No checkpoint counts, and no training ends, before that.
 
-    The weights' kernel is started as the next step begins, where the GPU mostly waits for the host, and read when the
-    host next waits for the GPU, which is at the gradient norm.
+    The kernels for what a step leaves are started as the next step begins, where the GPU mostly waits for the host, and
+    read when the host next waits for the GPU, which is at the gradient norm.
     """
 
-    def __init__(self, every: int) -> None:
-        self.every = every
+    def __init__(self, every: int, state_every: int = 0) -> None:
+        self.every, self.state_every = every, state_every
         self.parameters: tuple[Parameter, ...] = ()
-        self.initial: dict[str, str] | None = None
-        self.due = False
+        self.initial: Mapping[str, str] | None = None
+        self.check: Callable[[int, Recorded], str | None] = lambda step, recorded: None
         self.listener: Callable[[Recorded], None] = lambda recorded: None
+        self._running = 0  # the step
+        self._ended: int | None = None  # the step of which the listener has not been told
         self._gradient_lanes: Tensor | None = None
         self._merging: _Merging | None = None
+        self._merges: dict[tuple[str, ...], _Merge] = {}
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Learn who holds what. Raises RunError, on every rank alike."""
+        """Learn who holds what. Raises RunError, on every rank alike: also if what is loaded is not what was saved."""
         self._shards = _shards(context.model)
-        gradients = self._shards.gradients(context.optimizer)
+        self._optimizer = OptimizerState(context.optimizer)
+        stored = self._shards.stored_gradients(context.optimizer)
+        gradients = self._shards.held(stored)
         # With several optimizers each has a norm of its own, of which this would not be the largest.
         alone = len(getattr(context.optimizer, "chained_optimizers", [None])) == 1
         magnitude = alone and all(part.values.dtype in WITH_MAGNITUDE for part in gradients)
-        self._gradients = _Sums("gradients", gradients, magnitude=magnitude)
-        self._weights = _Sums("weights", self._shards.weights())
-        self._memory = self._shards.memory()
-        self._merge = _Merge(self._gradients, self._weights)
-        dtypes = self._gradients.dtypes
-        self.parameters = tuple(
-            Parameter(name, self._weights.shapes[name], dtypes.get(name), self._weights.dtypes[name])
-            for name in self._weights.names
+        masters, weights = self._optimizer.masters(), self._shards.weights()
+        self._device = weights[0].values.device
+        every_weight = _Sums("weights", weights, self._device)
+        self._gradients = _Sums("gradients", gradients, self._device, magnitude=magnitude)
+        self._read = _Moving(
+            lambda: self._shards.held(self._optimizer.gradients(stored)),
+            self._optimizer.addresses_of_gradients,
+            lambda held: _Sums("clipped", held, self._device),
         )
+        self._moments = _Moving(
+            self._held_moments,
+            self._optimizer.addresses_of_moments,
+            lambda held: _Sums("moments", held, self._device),
+        )
+        rounded = {owner: one for owner, one in masters.items() if (one.values.dtype, owner.dtype) == COPIED}
+        others = {owner: one for owner, one in masters.items() if owner not in rounded}
+        held = [*self._shards.held(rounded, copies=True), *self._shards.held(others)]
+        self._masters = _Sums("masters", held, self._device)
+        self.parameters = tuple(
+            Parameter(
+                name,
+                every_weight.shapes[name],
+                self._gradients.dtypes.get(name),
+                every_weight.dtypes[name],
+                self._masters.dtypes.get(name),
+            )
+            for name in every_weight.names
+        )
+        recorded = {parameter.name for parameter in self.parameters if not parameter.follows}
+        compared = recorded.union(*gathered(self._shards.partly(rounded)))
+        held = [part for part in weights if part.name in compared]
+        self._weights = _Sums("weights", held, self._device, recorded=recorded)
+        self._memory = self._addresses()
         if context.state.train_state.step == 0:
-            self.initial = self._initial()
+            self.initial = self._now([every_weight]).weights
+        else:
+            self._check_loaded(context.state.train_state.step, every_weight)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Take the weights as the last step left them; find out whether digests are due again."""
-        self._start_merge()
-        self.due = (context.state.train_state.step + 1) % self.every == 0
+        """Take the state as the last step left it."""
+        self._take()
+        self._running = context.state.train_state.step + 1
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """A step that did not reach the optimizer has no digests."""
-        self.due = self._gradient_lanes is not None
+        """Digests are taken once the next step begins, a checkpoint is saved, or training ends."""
+        self._ended = self._running
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
         """Have the step in the ledger before the manifest is written, which makes the checkpoint count."""
@@ -95,104 +141,174 @@ class Digests(AroundOptimizerStep):
         self.finish()
 
     def finish(self) -> None:
-        """Report the last step's, with all other ranks."""
-        self._start_merge()
+        """Report the last step's, with the optimizer's state and with all other ranks."""
+        self._take(state=True)
         self._report()
 
     def close(self) -> None:
         """Report what there is, after a failure: without waiting for other ranks, which may be gone."""
         if self._merging and self._merging.done.query():
             self._report(alone=True)
+        if self._merging is None and self._ended is not None and not self._is_due(self._ended):
+            self.listener(Recorded())
 
     @contextmanager
     def around_optimizer_step(self) -> Iterator[None]:
         """Take the gradients' digests; tell the exact norm the largest gradient, which their kernel has found."""
-        if self.due:
-            if self._shards.memory() != self._memory:
+        due = self._is_due(self._running)
+        if due:
+            if self._addresses() != self._memory:
                 raise RunError("parameters or gradients have moved in memory since training began: ledger.digests=0")
             self._gradient_lanes = self._gradients.lanes()
         self._report()  # while the GPU is busy
-        found = self.due and self._gradients.lanes.magnitude
+        found = due and self._gradients.lanes.magnitude
         with grad_norm.largest_known(self._gradients.lanes.largest) if found else nullcontext():
             yield
 
-    def _initial(self) -> dict[str, str]:
-        lanes = self._weights.lanes()
-        lanes = torch.cat([lanes.new_zeros(len(self._gradients.own), LANES), lanes])
-        merged, done = self._merge(lanes)
-        done.synchronize()
-        return self._weights.texts(merged.numpy()[len(self._gradients.parts) :, :LANES])
+    def _is_due(self, step: int) -> bool:
+        return step % self.every == 0
 
-    def _start_merge(self) -> None:
-        """Start on the weights' digests, and on what all ranks have together, for the step that has ended."""
-        if self._gradient_lanes is not None:
-            lanes = torch.cat([self._gradient_lanes, self._weights.lanes()])
-            self._gradient_lanes = None
-            self._merging = _Merging(lanes, *self._merge(lanes))
+    def _addresses(self) -> tuple[int, ...]:
+        return (*self._shards.memory(), *self._optimizer.memory())
+
+    def _held_moments(self) -> list[Held]:
+        """The moments of this rank's part, and how often its parameters were updated."""
+        held = [
+            replace(part, name=f"{state}/{part.name}")
+            for state, values in self._optimizer.moments().items()
+            for part in self._shards.held(values)
+        ]
+        counts = self._shards.named(self._optimizer.counts())
+        held += [Held(f"{STEP}/{name}", (), GlobalSlice(0, 1, 1, 0, 1), count) for name, count in counts.items()]
+        return held
+
+    def _check_loaded(self, step: int, weights: "_Sums") -> None:
+        loaded = self._now([self._masters, weights, self._moments_now()])
+        problems = [problem for problem in gathered(self.check(step, loaded)) if problem is not None]
+        if problems:
+            raise RunError(problems[0])
+
+    def _now(self, sums: "Sequence[_Sums]") -> Recorded:
+        """The digests of what is in memory, before training."""
+        return self._recorded(self._merged(sums, [one.lanes() for one in sums]))
+
+    def _moments_now(self) -> "_Sums":
+        self._optimizer.count()
+        return self._moments.sums()
+
+    def _take(self, *, state: bool = False) -> None:
+        """Start on the digests of the step that has ended, and on what all ranks have together."""
+        step, self._ended = self._ended, None
+        if step is None:
+            return
+        self._report()
+        gradients, self._gradient_lanes = self._gradient_lanes, None
+        state = state or bool(self.state_every and step % self.state_every == 0)
+        if gradients is None and not state:
+            self.listener(Recorded())
+            return
+        after = [*([self._moments_now()] if state else ()), self._masters, self._weights]
+        if gradients is None:
+            self._merging = self._merged(after, [one.lanes() for one in after])
+        else:
+            after = [self._read.sums(), *after]
+            self._merging = self._merged([self._gradients, *after], [gradients, *(one.lanes() for one in after)])
+
+    def _merged(self, sums: "Sequence[_Sums]", lanes: Sequence[Tensor]) -> "_Merging":
+        key = tuple(one.kind for one in sums)
+        merge = self._merges.get(key)
+        if merge is None or merge.sums != tuple(sums):
+            merge = self._merges[key] = _Merge(sums, self._device)
+        unlike = torch.cat([one.lanes.unlike for one in sums])
+        together = torch.cat(list(lanes))
+        return _Merging(merge.sums, merge.own, together, unlike, *merge(together, unlike))
 
     def _report(self, *, alone: bool = False) -> None:
         merging, self._merging = self._merging, None
-        if merging is None:
-            return
+        if merging is not None:
+            self.listener(self._recorded(merging, alone=alone))
+
+    def _recorded(self, merging: "_Merging", *, alone: bool = False) -> Recorded:
         merging.done.synchronize()
-        parts = merging.merged.numpy().reshape(-1, 2, LANES)
-        split = len(self._gradients.parts)
-        gradients, weights = self._gradients.texts(parts[:split, 0]), self._weights.texts(parts[split:, 0])
-        self.listener(Recorded(gradients, weights, self._diverged(parts, merging.lanes, alone)))
+        merged = merging.merged.numpy()
+        texts: dict[str, dict[str, str] | None] = {}
+        at = 0
+        for one in merging.sums:
+            texts[one.kind] = one.texts(merged[at : at + len(one.parts), :LANES]) or None
+            at += len(one.parts)
+        return Recorded(**texts, diverged=_diverged(merging, merged, alone))
 
-    def _diverged(self, parts: np.ndarray, lanes: Tensor, alone: bool) -> Diverged:
-        """The parts of which replicas disagree, and which ranks hold what.
 
-        parts: of every part, the largest lanes that a rank has, and the largest of their complements.
-        lanes: this rank's. alone: do not ask the others.
-        """
-        unequal = np.flatnonzero((parts[:, 0] != ~parts[:, 1]).any(1)).tolist()
-        if not unequal:
-            return ()
-        own = dict(zip(self._merge.own, lanes.tolist(), strict=True))
-        everyone = [] if alone else gathered({n: own[n] for n in unequal if n in own})
-        named = [(sums.kind, name) for sums in (self._gradients, self._weights) for name, _ in sums.parts]
-        return tuple(
-            (*named[n], by_value({rank: held[n] for rank, held in enumerate(everyone) if n in held})) for n in unequal
+def _diverged(merging: "_Merging", merged: np.ndarray, alone: bool) -> Diverged:
+    """The parts of which replicas disagree, or that do not follow from master weights, and which ranks hold what.
+
+    merged: of every part what all ranks have, int64 [parts, WIDTH]. alone: do not ask the others.
+    """
+    parts = merged[:, : 2 * LANES].reshape(-1, 2, LANES)
+    unequal = np.flatnonzero((parts[:, 0] != ~parts[:, 1]).any(1)).tolist()
+    unlike = np.flatnonzero(merged[:, -1] > 0).tolist()
+    if not unequal and not unlike:
+        return ()
+    lanes = dict(zip(merging.own, merging.lanes.tolist(), strict=True))
+    counts = dict(zip(merging.own, merging.unlike.tolist(), strict=True))
+    asked = {n: (lanes[n], counts[n]) for n in {*unequal, *unlike} if n in lanes}
+    everyone = [] if alone else gathered(asked)
+    named = [(one.kind, name) for one in merging.sums for name, _ in one.parts]
+    replicas = [
+        (*named[n], by_value({rank: held[n][0] for rank, held in enumerate(everyone) if n in held})) for n in unequal
+    ]
+    copies: dict[str, set[int]] = {}
+    for n in unlike:
+        copies.setdefault(named[n][1], set()).update(
+            rank for rank, held in enumerate(everyone) if n in held and held[n][1]
         )
+    return (*replicas, *((COPIES, name, (tuple(sorted(ranks)),)) for name, ranks in copies.items()))
 
 
 class _Merging(NamedTuple):
     """Digests on their way to the host.
 
-    lanes:  of this rank's parts, int64 [own parts, LANES]. merged: of all parts, on the host, once `done`.
+    sums:   what they are of. own: the numbers of this rank's parts among all parts.
+    lanes:  of this rank's parts, int64 [own parts, LANES]. unlike: likewise, elements whose copy is unlike.
+    merged: of all parts, on the host, once `done`.
     """
 
+    sums: "tuple[_Sums, ...]"
+    own: list[int]
     lanes: Tensor
+    unlike: Tensor
     merged: Tensor
     done: Any
 
 
 class _Merge:
-    """What all ranks have, from what each has: one all-reduce for gradients and weights together.
+    """What all ranks have, from what each has: one all-reduce for several kinds of tensor together.
 
-    own: the numbers of this rank's parts among all parts, gradients first.
+    own: the numbers of this rank's parts among all parts, in the order of `sums`.
     """
 
-    def __init__(self, gradients: "_Sums", weights: "_Sums") -> None:
-        self.own = [*gradients.own, *(n + len(gradients.parts) for n in weights.own)]
-        parts = len(gradients.parts) + len(weights.parts)
-        device = gradients.lanes.device
+    def __init__(self, sums: "Sequence[_Sums]", device: torch.device) -> None:
+        self.sums = tuple(sums)
+        self.own: list[int] = []
+        parts = 0
+        for one in sums:
+            self.own += [n + parts for n in one.own]
+            parts += len(one.parts)
         # Of each part its row in this rank's list; of those it does not hold, the row after the list.
         row = torch.full((parts,), len(self.own), dtype=torch.int64)
         row[self.own] = torch.arange(len(self.own))
         self._row = row.to(device)
-        self._nothing = torch.full((1, 2 * LANES), NOTHING, dtype=torch.int64, device=device)
-        self._host = torch.empty((parts, 2 * LANES), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._nothing = torch.full((1, WIDTH), NOTHING, dtype=torch.int64, device=device)
+        self._host = torch.empty((parts, WIDTH), dtype=torch.int64, pin_memory=device.type == "cuda")
 
-    def __call__(self, lanes: Tensor) -> tuple[Tensor, Any]:
+    def __call__(self, lanes: Tensor, unlike: Tensor) -> tuple[Tensor, Any]:
         """Of every part, the largest lanes of any rank and the largest of their complements, and when they are there.
 
-        lanes:   int64 [own parts, LANES].
-        returns: int64 [parts, 2 · LANES] on the host, overwritten by the next call, and an event. The lanes of replicas
+        lanes:   int64 [own parts, LANES]. unlike: int64 [own parts].
+        returns: int64 [parts, WIDTH] on the host, overwritten by the next call, and an event. The lanes of replicas
                  that agree are the complements of the complements.
         """
-        rows = torch.cat([torch.cat([lanes, ~lanes], 1), self._nothing])
+        rows = torch.cat([torch.cat([lanes, ~lanes, unlike.view(-1, 1)], 1), self._nothing])
         merged = rows.index_select(0, self._row)
         if dist.get_world_size() > 1:
             dist.all_reduce(merged, op=dist.ReduceOp.MAX)
@@ -202,16 +318,50 @@ class _Merge:
         return self._host, done
 
 
+class _Moving:
+    """The digests of a kind of tensor that need not exist before the first step, or stay where it is.
+
+    held: gives this rank's parts as they are now. addresses: where they are. sums: makes the digests of parts.
+    """
+
+    def __init__(
+        self, held: Callable[[], list[Held]], addresses: Callable[[], tuple[int, ...]], sums: "Callable[[list], _Sums]"
+    ) -> None:
+        self._held, self._addresses, self._make = held, addresses, sums
+        self._known: tuple[int, ...] | None = None
+        self._sums: _Sums | None = None
+
+    def sums(self) -> "_Sums":
+        """The digests. A collective of all ranks the first time."""
+        addresses = self._addresses()
+        if self._sums is None:
+            self._sums = self._make(self._held())
+        elif addresses != self._known:
+            self._sums.look_at(self._held())
+        self._known = addresses
+        return self._sums
+
+
 class _Sums:
     """The digests of one kind of tensor: this rank's parts, all ranks' parts, and whose they are.
 
     parts: (name, place) of every part, on all ranks in one order; own: which of them this rank holds.
+    recorded: the tensors whose digests the ledger has, while replicas of all are compared; None: all of them.
     Raises RunError, on every rank alike, if the parts of a tensor are not the whole of it.
     """
 
-    def __init__(self, kind: str, held: Sequence[Held], *, magnitude: bool = False) -> None:
+    def __init__(
+        self,
+        kind: str,
+        held: Sequence[Held],
+        device: torch.device,
+        *,
+        magnitude: bool = False,
+        recorded: set[str] | None = None,
+    ) -> None:
         self.kind = kind
-        self.lanes = Lanes([part.piece for part in held], magnitude=magnitude)
+        self._recorded, self._device, self._magnitude = recorded, device, magnitude
+        self.look_at(held)
         everyone = gathered([(part.name, part.place, part.shape, dtype_name(part.values)) for part in held])
         self.shapes = {name: shape for rank in everyone for name, _, shape, _ in rank}
         self.dtypes = {name: dtype for rank in everyone for name, _, _, dtype in rank}
@@ -237,11 +387,16 @@ class _Sums:
         starts = [start_lanes(self.dtypes[name], self.shapes[name]) for name in self.names]
         self._starts = np.array(starts, dtype=np.uint64).reshape(-1, LANES)
 
+    def look_at(self, held: Sequence[Held]) -> None:
+        """Take lanes of these parts from now on, which are the same elsewhere in memory."""
+        self.lanes = Lanes([part.piece for part in held], magnitude=self._magnitude, device=self._device)
+
     def texts(self, parts: np.ndarray) -> dict[str, str]:
         """Parameter → digest. parts: int64 [parts, LANES]."""
         sums = self._starts.copy()
         np.add.at(sums, self._parameter, parts.astype(np.uint64))
-        return dict(zip(self.names, digest_texts(sums.astype(">u8").tobytes()), strict=True))
+        found = dict(zip(self.names, digest_texts(sums.astype(">u8").tobytes()), strict=True))
+        return found if self._recorded is None else {n: text for n, text in found.items() if n in self._recorded}
 
 
 def _shards(model: Iterable[Any]) -> Shards:

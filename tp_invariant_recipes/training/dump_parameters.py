@@ -7,29 +7,32 @@ from megatron.bridge.training.callbacks import CallbackContext
 
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.ledger.lines import DIGESTED
 from tp_invariant_recipes.training.digests import dtype_name
 from tp_invariant_recipes.training.gathering import gathered
+from tp_invariant_recipes.training.optimizer_state import OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.training.shards import Shards
 from tp_invariant_recipes.training.trace import Tracing
 
+PARAMETERS = ("gradients", "masters", "weights")  # what can be dumped of a parameter
+
 
 class DumpParameters(AroundOptimizerStep):
-    """Adds this rank's pieces of gradients, before clipping, and of weights, after the step, to the step's dump.
+    """Adds this rank's pieces to the step's dump: gradients before clipping, weights and master weights after the step.
 
     For every rank, before `tracing`, which has the names and writes the dump.
     """
 
     def __init__(self, tracing: Tracing) -> None:
         self.tracing = tracing
-        self.names = {name for name in tracing.dump if name.partition("/")[0] in DIGESTED}
+        self.names = {name for name in tracing.dump if name.partition("/")[0] in PARAMETERS}
         self._running = 0
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Learn which parts this rank holds. RunError, on all ranks: there is no such parameter."""
         shards = Shards(context.model)
-        self._held = {"gradients": shards.gradients(context.optimizer), "weights": shards.weights()}
+        masters = shards.held(OptimizerState(context.optimizer).masters())
+        self._held = {"gradients": shards.gradients(context.optimizer), "masters": masters, "weights": shards.weights()}
         here = {f"{kind}/{part.name}" for kind, held in self._held.items() for part in held}
         known: set[str] = set().union(*gathered(here))
         if missing := sorted(self.names - known):
@@ -47,7 +50,8 @@ class DumpParameters(AroundOptimizerStep):
         yield
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Add the weights."""
+        """Add the weights and master weights."""
+        self._add("masters")
         self._add("weights")
 
     def _add(self, kind: str) -> None:

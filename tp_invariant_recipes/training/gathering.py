@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# "gradients", "weights", "forward" or "backward"; the tensor; the ranks, by what they hold of it. As StepRecord has it.
+# As StepRecord has it: a kind of digest, "copies", "forward" or "backward"; the tensor; ranks by what they hold of it.
 Diverged = tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...]
 
 

@@ -319,7 +319,8 @@ ROWS = (
     ModuleRow(_ROW_PARALLEL, (("x", columns(_queries)),), (hidden,), names=("linear_proj",)),
     ModuleRow(_ROW_PARALLEL, (("x", columns(*_FFN)),), (hidden,), names=("linear_fc2",)),
     ModuleRow(_ROW_PARALLEL, (("x", sliced),), (hidden,), names=("out_proj",)),
-    ModuleRow(("TEDotProductAttention",), _QKV, (columns(_queries),), below="skipped"),
+    # The invariant one launches what is below as often as it needs to: in trials, or once for each shard.
+    ModuleRow(("TEDotProductAttention", "InvariantDotProductAttention"), _QKV, (columns(_queries),), below="skipped"),
     ModuleRow(("DotProductAttention",), _QKV, (columns(_queries),)),
     ModuleRow(("FusedScaleMaskSoftmax",), (("input", scores),), (scores,)),
     ModuleRow(("TopKRouter",), (("input", hidden),), (experts, experts)),

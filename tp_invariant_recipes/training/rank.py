@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +19,8 @@ from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.replacement import applied
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.training import heartbeat
+from tp_invariant_recipes.training.heartbeat import Phase
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,13 @@ class RankInfo:
 
 
 def main(
-    index: int, run: str, rank_infos: Sequence[RankInfo], rank_fn: Callable[[RunDir, RankInfo], None], all_started: Any
+    index: int,
+    run: str,
+    rank_infos: Sequence[RankInfo],
+    rank_fn: Callable[[RunDir, RankInfo], None],
+    all_started: Any,
+    heartbeats: heartbeat.Heartbeats,
+    locks: Any = None,
 ) -> None:
     """Run one rank of the run in directory `run`; returns when it is done, or stopped by a signal after saving.
 
@@ -60,6 +70,8 @@ def main(
     rank_fn:     what the rank does, such as `train`.
     all_started: a multiprocessing event. A rank that reached the launcher's store earlier would set the store's thread
                  to work, and a rank forked meanwhile would inherit whatever lock that thread holds, for good.
+    heartbeats:  where the launcher reads what this rank does.
+    locks:       the launcher's, of directories (runs/lock.py): the rank holds them too, until it ends.
     On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
     """
     run_dir = RunDir(Path(run))
@@ -69,6 +81,7 @@ def main(
     os.environ.update(rank_info.environment())
     try:
         with _logged(run_dir, rank_info):
+            heartbeats.begin(index)
             rank_fn(run_dir, rank_info)
     except SystemExit as stop:  # Bridge leaves this way after saving on SIGTERM
         if stop.code:
@@ -79,6 +92,7 @@ def main(
         sys.stderr.flush()
         # Not sys.exit: threads that wait for other ranks could keep a failed one alive.
         os._exit(1)
+    heartbeat.sign(Phase.DONE)
 
 
 def train(run_dir: RunDir, rank_info: RankInfo) -> None:
@@ -98,8 +112,9 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
 
     Bridge is loaded (host/bridge.py).
     """
+    heartbeat.sign(Phase.SETTING_UP)
     with ExitStack() as stack:
-        from tp_invariant_recipes.config import container
+        from tp_invariant_recipes.config import container, hang_timeout
         from tp_invariant_recipes.host import cpu
         from tp_invariant_recipes.numerics import spec
         from tp_invariant_recipes.patches import registry
@@ -114,6 +129,7 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
             from tp_invariant_recipes.training.deterministic_overhead import DeterministicOverhead
 
             callbacks = [*callbacks, DeterministicOverhead()]
+        callbacks = [heartbeat.First(partial(hang_timeout.takes_long, tree)), *callbacks, heartbeat.Last()]
         stack.enter_context(registry.applied(tree))
         stack.enter_context(applied(spec.replacements(tree["numerics"])))
         from megatron.bridge.training.gpt_step import forward_step
@@ -142,7 +158,7 @@ def recording(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], ledger:
     from tp_invariant_recipes.training.recorder import Recorder
     from tp_invariant_recipes.training.trace import Tracing
 
-    digests = Digests(ledger["digests"]) if ledger["digests"] else None
+    digests = Digests(ledger["digests"], ledger["state_digests"]) if ledger["digests"] else None
     tracing = Tracing(steps(ledger["trace"]), ledger["dump"], run_dir) if ledger["trace"] else None
     callbacks: list = [digests] if digests else []
     if tracing and ledger["dump"]:
@@ -161,6 +177,9 @@ def _die_with_launcher() -> None:
     """
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and launcher.pid != os.getppid():
+        os._exit(1)  # it was killed before the call above
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until Bridge takes it over to save first
@@ -204,7 +223,7 @@ def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
         "rank": rank,
         "time": time.time(),
         "kind": type(error).__name__,
-        "message": str(error) or repr(error),
+        "message": (str(error) or repr(error)).encode(errors="replace").decode(),  # half a character is no text
         "ours": isinstance(error, TpiError),
         "errno": getattr(error, "errno", None),
     }

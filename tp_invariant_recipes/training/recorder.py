@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
+from tp_invariant_recipes.compare import loaded_state
 from tp_invariant_recipes.config.environment import recorded
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.ledger.bits import float_bits
+from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
+from tp_invariant_recipes.numerics.core_attention import backend_in_force
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.training.digests import Digests, Recorded
 from tp_invariant_recipes.training.trace import Tracing
@@ -38,7 +41,7 @@ class Recorder(Callback):
         self.tracing = tracing
         self.pending: StepRecord | None = None  # whose digests the GPU is still at
         if digests:
-            digests.listener = self._append_with_digests
+            digests.listener, digests.check = self._append_with_digests, self._check_loaded
         self.writer: LedgerWriter  # opened when training starts
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -46,7 +49,7 @@ class Recorder(Callback):
         header = Header(
             identity=self.identity,
             versions=versions(),
-            device=_device(),
+            device=_device(context),
             environment=recorded(os.environ),
             parameters=self.digests.parameters if self.digests else (),
             initial=self.digests.initial if self.digests else None,
@@ -82,7 +85,7 @@ class Recorder(Callback):
             trace=self.tracing.latest if self.tracing else None,
             diverged=self.tracing.diverged if self.tracing else (),
         )
-        if self.digests and self.digests.due:
+        if self.digests:
             self.pending = record
         else:
             self.writer.append(record)
@@ -101,10 +104,19 @@ class Recorder(Callback):
         """Append the step that waits for these digests; none waits if another callback failed in between."""
         record, self.pending = self.pending, None
         if record is not None:
-            diverged = record.diverged + recorded.diverged
-            self.writer.append(
-                replace(record, gradients=recorded.gradients, weights=recorded.weights, diverged=diverged)
-            )
+            self.writer.append(replace(record, **vars(recorded) | {"diverged": record.diverged + recorded.diverged}))
+
+    def _check_loaded(self, step: int, loaded: Recorded) -> str | None:
+        """What is wrong with what a run goes on from after a step, by its ledger; None: nothing, or no ledger."""
+        ledger = read(self.run_dir.ledger) if self.run_dir.ledger.exists() else None
+        if ledger is None or len(ledger.steps) < step:
+            return None  # `resume` refuses a ledger that is too short
+        line = ledger.steps[step - 1]
+        here = replace(line, **vars(loaded))
+        wrong = loaded_state.problem(line, here)
+        if wrong is None:
+            print(loaded_state.remark(line, here))
+        return wrong
 
     def _write_progress(self, **event: Any) -> None:
         try:
@@ -114,6 +126,9 @@ class Recorder(Callback):
             raise OSError(error.errno, cannot_write(self.run_dir.progress, error)) from error
 
 
-def _device() -> dict[str, Any]:
+def _device(context: CallbackContext) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
+    found = {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
+    config = context.state.cfg
+    attention = backend_in_force(context.model, config.model.seq_length, config.train.micro_batch_size)
+    return found if attention is None else found | {"attention": attention}

@@ -8,9 +8,9 @@ as a table: its last dimension is the columns, the others together are the rows.
 import bisect
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,18 +37,30 @@ class Held:
 
     name:   in the whole model (ledger/digests.py says which names).
     shape:  of the whole.
-    values: [rows, columns] of `place`, a view: of the weight, or of its gradient.
+    values: [rows, columns] of `place`, a view: of the weight, of its gradient, or of what the optimizer keeps of it.
+    copy:   of a master weight, the same elements of the model's weight; None: not to be compared.
     """
 
     name: str
     shape: tuple[int, ...]
     place: GlobalSlice
     values: Tensor
+    copy: Tensor | None = None
 
     @property
     def piece(self) -> Piece:
         """The same for a digest."""
-        return Piece(self.values, self.place.row, self.place.column, self.place.step)
+        return Piece(self.values, self.place.row, self.place.column, self.place.step, self.copy)
+
+
+class Stored(NamedTuple):
+    """Values for the elements `start` … of a flat parameter. values: flat, adjacent in memory."""
+
+    values: Tensor
+    start: int
+
+
+_NONE = Stored(torch.empty(0), 0)
 
 
 @dataclass(frozen=True)
@@ -88,17 +100,41 @@ class Shards:
 
     def gradients(self, optimizer: Any) -> list[Held]:
         """What this rank's optimizer will see of the gradients: with a distributed optimizer, its own part of them."""
+        return self.held(self.stored_gradients(optimizer))
+
+    def stored_gradients(self, optimizer: Any) -> dict[Tensor, Stored]:
+        """Parameter → the same."""
         owned = _owned(optimizer)
+        found = {}
+        for owner in self._owners:
+            gradient = getattr(owner, "main_grad", None)
+            if gradient is not None:
+                start, end = (0, gradient.numel()) if owned is None else owned.get(owner, (0, 0))
+                found[owner] = Stored(gradient.detach().view(-1)[start:end], start)
+        return found
+
+    def held(self, stored: Mapping[Tensor, Stored], *, copies: bool = False) -> list[Held]:
+        """The parts of these values. copies: beside the weights that follow from them."""
         held = []
         for part in self.parts:
-            gradient = getattr(part.owner, "main_grad", None)
-            if gradient is None:
-                continue
-            start, end = (0, gradient.numel()) if owned is None else owned.get(part.owner, (0, 0))
-            for block in _within(part, start, end):
-                values = _table(gradient, block.offset, block.stride, block.place)
-                held.append(Held(block.name, block.shape, block.place, values))
+            values, start = stored.get(part.owner, _NONE)
+            for block in _within(part, start, start + values.numel()):
+                table = _table(values, block.offset - start, block.stride, block.place)
+                copy = _table(part.owner, block.offset, block.stride, block.place) if copies else None
+                held.append(Held(block.name, block.shape, block.place, table, copy))
         return held
+
+    def partly(self, stored: Mapping[Tensor, Stored]) -> set[str]:
+        """Names of the parts that these values do not hold whole, if only because they hold nothing of them."""
+        return {
+            part.name
+            for part in self.parts
+            if (one := stored.get(part.owner)) is None or one.values.numel() != part.owner.numel()
+        }
+
+    def named(self, of: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Name of a parameter → what there is of it as a whole."""
+        return {part.name: of[part.owner] for part in self.parts if part.owner in of}
 
     def memory(self) -> tuple[int, ...]:
         """Where tensors and gradients are. What `weights` and `gradients` returned is good as long as this is so."""

@@ -15,13 +15,15 @@ from typing import Any
 from tp_invariant_recipes.compare import norm_ratios
 from tp_invariant_recipes.compare.norm_ratios import GroupRatio, Judged, Norms
 from tp_invariant_recipes.config import layout, reserved
+from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
-from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
+from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, listed
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun
+from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.training import audit as rank
 
@@ -92,7 +94,7 @@ def new(
     length_given = given(asked, "train.train_iters") is not None
     problems += _steps_problems(length_given, steps)
     problems += [f"--against {o.text}: both train for as long" for o in differing if o.path == "train.train_iters"]
-    length = [] if length_given else [f"iters={steps if steps and steps > 0 else STEPS}"]
+    length = [] if length_given else [f"iters={steps if steps and 0 < steps <= LARGEST else STEPS}"]
     numerics = [] if given(sound, "numerics.mode") else [NUMERICS]
     common: list[str | Override] = [*DEFAULTS, *numerics, *sound, *length, "save=0"]
     composed = _composed(model, common, pair, problems)
@@ -122,6 +124,11 @@ def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]
 
     keep: keep the run directories even if no group differs.
     """
+    with locked_empty(audit.directory):
+        return _execute(audit, watch, keep=keep)
+
+
+def _execute(audit: Audit, watch: Watch, *, keep: bool) -> dict[str, Any]:
     first, second = (_train(audit, name, watch) for name in (audit.pair.first, audit.pair.second))
     if audit.pair.replays:
         _replayed(first, second, audit.counts_from)
@@ -181,6 +188,8 @@ def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
         return []
     if length_given:
         return [f"--steps {steps} and iters say the same; leave one out"]
+    if steps > LARGEST:
+        return [f"--steps {steps}: must be at most {LARGEST}"]
     return [f"--steps {steps}: must be at least 1"] if steps < 1 else []
 
 
@@ -224,19 +233,30 @@ def _composed(model: str, overrides: Sequence[str | Override], pair: Pair, probl
 
 def _train(audit: Audit, name: str, watch: Watch, *, rounded_from: int | None = None) -> list[Norms]:
     """The norms of every step. The training has its own processes, since libraries keep parts of a graph after it."""
+    with locked(audit.directory.training(name)):
+        return _train_locked(audit, name, watch, rounded_from)
+
+
+def _train_locked(audit: Audit, name: str, watch: Watch, rounded_from: int | None) -> list[Norms]:
     planned, run = audit.plans[name], audit.directory.training(name)
+    stopped = f"the audit was stopped before its end, in the training {name}: {run.path}"
     plan.write(planned)
     run.write_task(rounded_from)
     try:
         with watch(name, planned) as tick:
             outcome = local.run(planned, tick, rank_fn=rank.measure)
+    except LockLost:
+        raise
     except TpiError as error:
         with suppress(TpiError):  # usually a full disk, which the run's own error reports
             attempts.end(run, "failed", str(error))
         raise RunError(f"the training {name} failed, so that nothing can be compared\n{error}") from error
+    except KeyboardInterrupt:
+        attempts.end(run, local.Outcome.STOPPED.value)
+        raise Interrupted(stopped) from None
     attempts.end(run, outcome.value)
     if outcome is local.Outcome.STOPPED:
-        raise RunError(f"the audit was stopped before its end, in the training {name}: {run.path}")
+        raise RunError(stopped)
     return _complete(run, planned.steps)
 
 

@@ -10,20 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config import environment, layout, reserved
+from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, parse_all, texts
-from tp_invariant_recipes.errors import OR_STOCK, ConfigError, RunError, listed
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
+from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.training import bench as rank
 from tp_invariant_recipes.training import profile
 from tp_invariant_recipes.training.profile import Trace
 from tp_invariant_recipes.workflows.timings import Spread, ratio, slowest, spread
 
+MOST_ROUNDS = 10_000
 DIGESTS = "+digests"  # after a mode's name: with digests of all gradients and weights at every step
 
 
@@ -61,12 +64,13 @@ def new(
 
     traced: whether a traced pass of each mode follows the rounds. progress: as for `plan.new`.
     """
-    counts = (("--rounds", rounds, 1), ("--warmup", warmup, 0), ("--steps", steps, 1))
-    problems = [f"{option} {value}: must be at least {least}" for option, value, least in counts if value < least]
+    counts = (("--rounds", rounds, 1, MOST_ROUNDS), ("--warmup", warmup, 0, LARGEST), ("--steps", steps, 1, LARGEST))
+    problems = [f"{option} {value}: must be at least {least}" for option, value, least, _ in counts if value < least]
+    problems += [f"{option} {value}: must be at most {most}" for option, value, _, most in counts if value > most]
     problems += _modes_problems(modes)
     decided, sound = reserved.check("bench", parse_all(overrides))
     problems += decided
-    length = max(warmup + steps, 1)
+    length = min(max(warmup + steps, 1), LARGEST)
     composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
     where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].config).tp}"))
     plans = {mode: plan.resolve_beside(composed[mode], where.mode(mode), where.index_cache, progress) for mode in modes}
@@ -79,20 +83,44 @@ def new(
 
 
 def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
-    """Write the directory, train every pass, and return the contents of `bench.json`. Raises RunError.
+    """Write the directory, train every pass, and return the contents of `bench.json`. Raises RunError; Interrupted
+    by Ctrl-C.
 
     watch: called while the ranks live, to show progress.
     """
+    with locked_empty(bench.directory):
+        return _execute(bench, watch)
+
+
+def _execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
     for one in bench.plans.values():
         plan.write(one)
     bench.directory.write_passes(bench.passes)
     job = replace(bench.first, run_dir=bench.directory)
-    outcome = local.run(job, watch, rank_fn=rank.measure, process_groups=len(bench.passes))
+    stopped = f"the benchmark was stopped before its end; the steps it took: {bench.directory.figures(0)}"
+    try:
+        outcome = local.run(job, watch, rank_fn=rank.measure, process_groups=len(bench.passes))
+    except KeyboardInterrupt:
+        raise Interrupted(stopped) from None
     if outcome is local.Outcome.STOPPED:
-        raise RunError(f"the benchmark was stopped before its end; the steps it took: {bench.directory.figures(0)}")
+        raise RunError(stopped)
+    _check_complete(bench)
     found = result(bench)
     bench.directory.write(bench.directory.result, found)
     return found
+
+
+def _check_complete(bench: Bench) -> None:
+    """Raises RunError when the ranks ended without a failure, but before the last step of the last pass."""
+    for rank_number in range(bench.first.layout.world):
+        file = bench.directory.figures(rank_number)
+        lines = bench.directory.read_figures(rank_number) if file.exists() else []
+        for number, one in enumerate(bench.passes):
+            if (taken := sum(line["pass"] == number for line in lines)) != one.steps:
+                raise RunError(
+                    f"the ranks ended at step {taken} of {one.steps} of {one.mode}, pass {number + 1} of "
+                    f"{len(bench.passes)}, and nothing had failed: {bench.directory.bridge_log}"
+                )
 
 
 def result(bench: Bench) -> dict[str, Any]:

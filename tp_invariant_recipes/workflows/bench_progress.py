@@ -5,8 +5,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from tp_invariant_recipes.launch.progress import PLAIN, Tail
-from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
+from tp_invariant_recipes.launch.progress import PLAIN, Remark, Tail
+from tp_invariant_recipes.runs.bench_dir import BenchDir, Figures, Pass
 
 
 class Passes:
@@ -17,7 +17,8 @@ class Passes:
         self.rounds = max(one.round for one in passes)
         self.current: int | None = None
         total = sum(one.steps for one in passes)
-        self.tail = Tail(bench_dir.figures(0), total, dict[str, Any])
+        self.tail = Tail(bench_dir.figures(0), total, Figures)
+        self.remark = Remark(self.tail, console)
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -41,6 +42,7 @@ class Passes:
         """Show the steps since the last call."""
         for event in self.tail.new():
             self._show(event)
+        self.remark()
 
     def _show(self, event: dict[str, Any]) -> None:
         words = self._words(self.passes[event["pass"]])

@@ -18,13 +18,15 @@ from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.magnitude import magnitude_line, magnitude_report
 from tp_invariant_recipes.compare.text import comparison_json, exit_status, verdict_line
 from tp_invariant_recipes.config import environment
-from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError
+from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, train
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.ledger.lines import StepRecord
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, contents
 from tp_invariant_recipes.runs import checkpoints
+from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 from tp_invariant_recipes.workflows.first_divergence import distances, module_of, operation, worth_dumping
 
@@ -104,22 +106,29 @@ def execute(found: Bisection, watch: Watch) -> dict[str, Any]:
     watch: as for `tpi verify`.
     """
     try:
-        result = _bisected(found, watch)
+        alike, both = _planned(found)
+        with locked_empty(found.directory):
+            result = _bisected(found, watch, alike, both)
+            found.directory.write(found.directory.path / "bisect.json", result)
     except KeyboardInterrupt:
-        raise RunError(_stopped(found.directory.path)) from None
-    found.directory.write(found.directory.path / "bisect.json", result)
+        raise Interrupted(_stopped(found.directory.path)) from None
     return result
 
 
-def _bisected(found: Bisection, watch: Watch) -> dict[str, Any]:
-    originals = (found.first.a, found.first.b)
-    remarks = list(found.remarks)
-    step = found.step
-    alike = min(step - 1, _last_alike(originals, step))
-    both = plans(found, "traced", step, alike)
+def _planned(found: Bisection) -> tuple[int, list[Again]]:
+    """The last step after which both runs are known to agree, and both again from there. It writes nothing."""
+    alike = min(found.step - 1, _last_alike((found.first.a, found.first.b), found.step))
+    both = plans(found, "traced", found.step, alike)
     for again in both:
         with _environment(again.environment):
             train.check(again.plan)
+    return alike, both
+
+
+def _bisected(found: Bisection, watch: Watch, alike: int, both: list[Again]) -> dict[str, Any]:
+    originals = (found.first.a, found.first.b)
+    remarks = list(found.remarks)
+    step = found.step
     if alike < step - 1:
         remarks.append(f"not both recorded digests at every step: known to agree up to step {alike}")
     while True:
@@ -145,7 +154,12 @@ def _again(ledger: Ledger, run_dir: RunDir, step: int, alike: int, dump: tuple[s
     original = RunDir(ledger.path.parent)
     variables = original.read_environment()
     start = _start(original, ledger, alike)
-    record = ["ledger.digests=1", f"ledger.trace={step}:{step}", f"ledger.dump=[{','.join(dump)}]"]
+    record = [
+        "ledger.digests=1",
+        "ledger.state_digests=1",
+        f"ledger.trace={step}:{step}",
+        f"ledger.dump=[{','.join(dump)}]",
+    ]
     with _environment(variables):
         planned = plan.rerun(original.path, run_dir, start, last_step=step, record=record)
     return Again(ledger, planned, _lines(ledger, planned.start), variables)
@@ -175,7 +189,13 @@ def _last_alike(originals: Sequence[Ledger], step: int) -> int:
     An equal loss or norm does not prove equal weights.
     """
     pairs = zip(*(ledger.steps[: step - 1] for ledger in originals), strict=True)
-    return max((a.step for a, b in pairs if a.weights is not None and b.weights is not None), default=0)
+    known = (a.step for a, b in pairs if any(None not in (a_, b_) for a_, b_ in zip(_of(a), _of(b), strict=True)))
+    return max(known, default=0)
+
+
+def _of(record: StepRecord) -> tuple[Mapping[str, str] | None, ...]:
+    """The digests of what a step leaves of parameters."""
+    return record.masters, record.weights
 
 
 def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.Checkpoint | None:

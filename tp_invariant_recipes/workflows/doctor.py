@@ -10,6 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from tp_invariant_recipes.config import source
+from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.runs.run_dir import free_bytes
@@ -56,6 +57,7 @@ class Needed:
 GPU_NEEDS = ("a driver for CUDA 13", "g++", "Python's headers")
 
 CPU_LOCK = "make bootstrap (the versions in scripts/lock work together; a plain pip install backtracks)"
+ARITHMETIC = "tpi conformance lists the bits; docs/arithmetic.md says what follows"
 GPU_LOCK = f"make gpu (needs {', '.join(GPU_NEEDS)}; the lock brings the CUDA compiler), or an NVIDIA container"
 
 NEEDED = (
@@ -122,7 +124,23 @@ def _gpus(found: list[gpus.Gpu]) -> list[Finding]:
         advice = f"device=cpu trains {', '.join(cpu_models())}; if there are GPUs, nvidia-smi shows the fault"
         return [Finding("GPUs", None, "optional", advice)]
     names = sorted({f"{g.name} (sm_{g.capability[0]}{g.capability[1]}, {g.memory / 2**30:.0f} GiB)" for g in found})
-    return [Finding("GPUs", f"{len(found)} × {', '.join(names)}", "ok", "")]
+    return [Finding("GPUs", f"{len(found)} × {', '.join(names)}", "ok", ""), *_arithmetic(len(found))]
+
+
+def _arithmetic(gpu_count: int) -> list[Finding]:
+    """Whether each GPU adds products as an H200 does; nothing where torch or Triton is missing, which has its row."""
+    try:
+        from tp_invariant_recipes.numerics import conformance
+
+        built_in = conformance.read()
+        wrong = [gpu for gpu in range(gpu_count) if conformance.differences(built_in, conformance.on_gpu(gpu))]
+    except ImportError:
+        return []
+    except (AssertionError, RuntimeError) as error:  # a torch without CUDA, a driver too old, a GPU in use by others
+        return [Finding("arithmetic", None, "other", f"could not be checked: {one_line(str(error))}")]
+    if wrong:
+        return [Finding("arithmetic", f"GPU {', '.join(map(str, wrong))} adds in another way", "other", ARITHMETIC)]
+    return [Finding("arithmetic", f"as an H200 ({len(built_in.cases)} cases)", "ok", "")]
 
 
 def _compiler() -> Finding:

@@ -17,6 +17,9 @@ OPERATIONS = {
     "loss": "the loss itself",
     "gradients": "the weight gradient of {module}: its product, or the sum over micro-batches and data-parallel ranks",
     "grad_norm": "the sum of the gradient norm",
+    "clipped": "the clipping of the gradients, or a change of them before the optimizer reads them",
+    "moments": "the update of the optimizer",
+    "masters": "the update of the optimizer",
     "weights": "the update of the optimizer",
 }
 
@@ -26,8 +29,8 @@ def worth_dumping(placed: Comparison) -> tuple[str, ...]:
     first = placed.first
     if first is None or first.kind not in DUMPED or "#" in first.name:
         return ()
-    if first.kind == "weights":
-        return (first.name, first.name.replace("weights/", "gradients/", 1))
+    if first.kind in ("masters", "weights"):
+        return (first.name, first.name.replace(f"{first.kind}/", "gradients/", 1))
     module = module_of(placed)
     if module is None or first.name.rpartition("/")[2].startswith("input"):
         return (first.name,)

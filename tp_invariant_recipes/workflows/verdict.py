@@ -12,7 +12,6 @@ from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.text import proved, remarks, report, verdict_line
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
-from tp_invariant_recipes.ledger.lines import DIGESTED
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.runs import attempts
@@ -93,6 +92,7 @@ class MatrixVerdict:
     verdict: "identical", "different", "not comparable" or "incomplete".
     line:    the whole verdict in one line. remarks: facts that a reader needs to judge it, one sentence each.
     advice:  the next command; None: there is none.
+    interrupted: whether Ctrl-C ended the trainings.
     """
 
     directory: Path
@@ -102,11 +102,12 @@ class MatrixVerdict:
     line: str
     remarks: tuple[str, ...]
     advice: str | None
+    interrupted: bool = False
 
     @property
     def exit_status(self) -> int:
-        """0 identical, 1 different, 2 otherwise."""
-        return EXIT_STATUS[self.verdict]
+        """0 identical, 1 different, 2 otherwise; after Ctrl-C 130, whatever the verdict on what was done."""
+        return 130 if self.interrupted else EXIT_STATUS[self.verdict]
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as JSON; documented in docs/verify.md."""
@@ -254,17 +255,14 @@ def _extent(compared: list[CellResult]) -> str:
     """The extent of the smallest of these comparisons, as "100 steps (loss, …)"."""
     comparisons = [row.comparison for row in compared if row.comparison is not None]
     shortest = min(comparisons, key=lambda one: one.steps_compared)
-    least = min(comparisons, key=lambda one: (_digested(one), one.coverage["trace"].both))
+    least = min(
+        comparisons, key=lambda one: (one.steps_digested, one.coverage["moments"].both, one.coverage["trace"].both)
+    )
     steps, total = shortest.steps_compared, shortest.steps_total
     extent = _steps(steps) if steps == total else f"{steps} of {_steps(total)}"
-    limits = "" if _digested(least) else "; gradients and weights themselves were not compared"
+    limits = "" if least.steps_digested else "; gradients and weights themselves were not compared"
     skipped = f"; {shortest.steps_skipped} of them skipped" if shortest.steps_skipped else ""
     return f"{extent} ({proved(least)}{limits}){skipped}"
-
-
-def _digested(comparison: Comparison) -> int:
-    """The number of steps at which both runs have digests of gradients and weights."""
-    return min(comparison.coverage[kind].both for kind in DIGESTED)
 
 
 def _different(row: CellResult, reference: CellResult) -> str:

@@ -14,9 +14,11 @@ from tp_invariant_recipes.errors import OR_STOCK, ConfigError, LedgerError, TpiE
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.lines import Header, identity_differences
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.workflows import matrix
@@ -92,15 +94,16 @@ def execute(verification: Verification, watch: Watch) -> MatrixVerdict:
     its progress.
     """
     where = verification.directory
-    where.write_matrix(verification.matrix)
-    with _interruptible():
+    interrupted = False
+    with _interruptible() as stop, locked_empty(where):
+        where.write_matrix(verification.matrix)
         try:
             for cell in verification.matrix.cells:
                 if _train(cell, verification.plans[cell.name], watch) is Ended.STOPPED:
                     break
-        except KeyboardInterrupt:
-            pass  # the judge uses the files of an unfinished cell
-    return judge(where.path)
+        except KeyboardInterrupt:  # the judge uses the files of an unfinished cell
+            interrupted = not stop.requests
+        return replace(judge(where.path), interrupted=interrupted)
 
 
 def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
@@ -115,15 +118,20 @@ def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """Treat SIGTERM between two trainings as Ctrl-C. During a training the launcher of its ranks handles both."""
+def _interruptible() -> Iterator[Stop]:
+    """Treat SIGTERM between two trainings as Ctrl-C. During a training the launcher of its ranks handles both.
+
+    Yields the count of the SIGTERMs between trainings.
+    """
+    stop = Stop()
 
     def interrupt(*_: Any) -> None:
+        stop.requests += 1
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        yield stop
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -1,0 +1,79 @@
+"""`tpi conformance`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.host import gpus, terminal
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.numerics.conformance import Product, Recording
+
+
+def conformance(
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what this machine's first GPU gives, to send to others.")
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare a recorded file with the definition, on the CPU. Needs no GPU."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check that the GPUs here add products as an H200 does.
+
+    Each GPU multiplies recorded matrices, among them subnormals, infinities and sums that cancel. tpi compares the
+    results with those of an H200. Exit status: 0 all bits are equal, 1 a GPU adds in another way, 2 a mistake.
+
+    \b
+    tpi conformance
+    tpi conformance --record b300.safetensors
+    tpi conformance --check b300.safetensors
+    """
+    if record is not None and check is not None:
+        raise RunError("--record writes a file and --check reads one: give one of them")
+    from tp_invariant_recipes.numerics import conformance as cases  # torch: seconds
+
+    if check is not None:
+        recording = cases.read(check)
+        _verdict([(f"{check}, recorded on {recording.gpu},", recording, cases.by_definition)], as_json)
+        return
+    found = gpus.visible()
+    if not found:
+        raise RunError("there is no GPU here; tpi conformance --check FILE compares a recorded file without one")
+    built_in = cases.read()
+    if record is not None:
+        import torch
+
+        capability = ".".join(map(str, found[0].capability))
+        metadata = {"gpu": found[0].name, "capability": capability, "torch": torch.__version__}
+        cases.write(record, built_in, cases.on_gpu(0), metadata)
+        terminal.print_text(f"{record}: {len(built_in.cases)} cases of {found[0].name}")
+    _verdict([(f"GPU {i} ({gpu.name})", built_in, cases.on_gpu(i)) for i, gpu in enumerate(found)], as_json)
+
+
+def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool) -> None:
+    """Print what each check found; end with the status of a comparison."""
+    from tp_invariant_recipes.numerics.conformance import differences
+
+    report: list[dict[str, Any]] = []
+    for name, recording, product in checks:
+        different = differences(recording, product)
+        report.append({"what": name.rstrip(","), "cases": len(recording.cases), "different": []})
+        report[-1]["different"] = [difference.__dict__ for difference in different]
+        if as_json:
+            continue
+        if different:
+            terminal.print_text(f"{name} adds in another way: {len(different)} of {len(recording.cases)} cases differ")
+            for difference in different:
+                terminal.print_text(f"  {difference}")
+        else:
+            terminal.print_text(f"{name} adds as an H200 does: all bits of {len(recording.cases)} cases are equal")
+    if as_json:
+        terminal.print_json(report, indent=2)
+    differ = any(one["different"] for one in report)
+    raise typer.Exit(EXIT_STATUS[Verdict.DIFFERENT if differ else Verdict.IDENTICAL])

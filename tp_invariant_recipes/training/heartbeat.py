@@ -1,0 +1,141 @@
+"""A rank's signs of life: what it does now, in memory that the launcher reads.
+
+A sign is three numbers in shared memory and takes the rank about a microsecond. All ranks give the same signs in the
+same order, so the rank with the fewest is the one furthest behind.
+"""
+
+import faulthandler
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+# The signal at which a rank writes the Python frames of its threads to its log, also while it is stuck in C.
+WRITE_FRAMES = signal.SIGUSR2
+
+
+class Phase(IntEnum):
+    """What a rank does."""
+
+    STARTING = 0  # its process may not exist yet
+    LOADING = 1
+    SETTING_UP = 2
+    OPENING_DATA = 3
+    READY = 4
+    STEP = 5
+    LONG_STEP = 6  # one that compiles, captures or writes tensors
+    BETWEEN = 7  # two steps: it may save or evaluate
+    EVALUATING = 8
+    ENDING = 9
+    DONE = 10
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The last sign of a rank.
+
+    count: how many it has given; 0: none, and it does not know WRITE_FRAMES yet.
+    step:  the one that it is in, or has ended last.
+    thread: the identity of its main thread, as Python's faulthandler writes it.
+    """
+
+    count: int
+    phase: Phase
+    step: int
+    thread: int
+
+
+class Heartbeats:
+    """The last signs of the ranks of one machine. It travels to a new process as an argument, and no other way."""
+
+    FIELDS = 4  # of 8 bytes: those of Sign
+
+    def __init__(self, ranks: int, context: Any) -> None:
+        """context: multiprocessing's, by which the ranks are started."""
+        self._memory = context.RawArray("q", ranks * self.FIELDS)
+
+    def __getitem__(self, index: int) -> Sign:
+        """The last sign of the rank at this place."""
+        count, phase, step, thread = self._memory[index * self.FIELDS : (index + 1) * self.FIELDS]
+        return Sign(count, Phase(phase), step, thread)
+
+    def sign(self, index: int, phase: Phase, step: int | None = None) -> None:
+        """Write down what the rank at this place does. step: None: as before."""
+        memory, at = self._memory, index * self.FIELDS
+        memory[at + 1] = phase
+        if step is not None:
+            memory[at + 2] = step
+        memory[at] += 1
+
+    def begin(self, index: int) -> None:
+        """Have this process be the rank at this place: from here on it answers WRITE_FRAMES and gives signs.
+
+        Its standard error is the rank's log.
+        """
+        global _mine
+        faulthandler.register(WRITE_FRAMES, file=2, all_threads=True)
+        self._memory[index * self.FIELDS + 3] = threading.main_thread().ident or 0
+        _mine = (self, index)
+        sign(Phase.LOADING)
+
+
+_mine: tuple[Heartbeats, int] | None = None  # where this process gives its signs, once it is a rank
+
+
+def sign(phase: Phase, step: int | None = None) -> None:
+    """Give a sign. It does nothing in a process that the launcher has not started."""
+    if _mine is not None:
+        heartbeats, index = _mine
+        heartbeats.sign(index, phase, step)
+
+
+class First:
+    """The callback that gives a sign where a step begins. Comes before all others, so that theirs are in the step.
+
+    Not a subclass of Bridge's, which finds the methods by their names, so that this module does not import Bridge.
+    """
+
+    def __init__(self, takes_long: Callable[[int, int], bool]) -> None:
+        """takes_long: whether a step may take long, from its number and the number of steps done when this began."""
+        self.takes_long = takes_long
+        self.start = 0
+
+    def on_data_init_start(self, context: Any) -> None:
+        """The model is there, with the checkpoint's weights."""
+        sign(Phase.OPENING_DATA)
+
+    def on_train_start(self, context: Any) -> None:
+        """All is there."""
+        self.start = context.state.train_state.step
+        sign(Phase.READY, self.start)
+
+    def on_train_step_start(self, context: Any) -> None:
+        """A step begins."""
+        step = context.state.train_state.step + 1
+        sign(Phase.LONG_STEP if self.takes_long(step, self.start) else Phase.STEP, step)
+
+    def on_eval_step_start(self, context: Any) -> None:
+        """One of the evaluation begins."""
+        sign(Phase.EVALUATING)
+
+    def on_test_step_start(self, context: Any) -> None:
+        """One of the test begins."""
+        sign(Phase.EVALUATING)
+
+
+class Last:
+    """The callback that gives a sign where a step ends. Comes after all others."""
+
+    def on_train_step_end(self, context: Any) -> None:
+        """A step is done."""
+        sign(Phase.BETWEEN)
+
+    def on_eval_end(self, context: Any) -> None:
+        """The evaluation is done."""
+        sign(Phase.BETWEEN)
+
+    def on_train_end(self, context: Any) -> None:
+        """All steps are done."""
+        sign(Phase.ENDING)
