@@ -16,7 +16,7 @@ demo: bootstrap ## Train a toy model on this machine at tp=1 and tp=2, stock and
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/demo
 
 test: lint types slurm-installed ## What CI runs: lint, types, all tests but those marked release; ten minutes on two cores
-	$(BIN)/pytest -n $(JOBS) -m "not release"
+	$(BIN)/pytest -n $(JOBS) -m "not release" --hypothesis-profile=same-examples
 
 test-all: lint types slurm-installed ## The same with every test: before a release, and when docs/testing.md says so
 	$(BIN)/pytest -n $(JOBS)

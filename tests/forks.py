@@ -86,6 +86,7 @@ def _become(folder: Path, arguments: list[str], out: Path, err: Path, before: Ca
     """Be `tpi` with these arguments in this folder, to the end of this process."""
 
     def planted() -> None:
+        end_with_parent()  # a test that fails may leave one that waits for ever
         os.chdir(folder)
         os.environ |= {"XDG_CACHE_HOME": str(folder / ".cache"), "XDG_STATE_HOME": str(folder / ".state")}
         if before:

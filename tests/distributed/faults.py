@@ -6,6 +6,7 @@ take.
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,6 +46,17 @@ def reached(folder: Path, step: int) -> Callable[[], bool]:
 
 def _marker(folder: Path, step: int) -> Path:
     return folder / f"reached-{step}"
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that a `tpi` has started."""
+    children = subprocess.run(["ps", "--ppid", str(launcher), "-o", "pid="], capture_output=True, text=True)
+    return sorted(map(int, children.stdout.split()))
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there."""
+    return Path(f"/proc/{pid}").exists()
 
 
 def fail(context: Any) -> None:

@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
+import signal
 
 import pytest
 
+from tests.distributed.faults import lives, ranks_of
 from tp_invariant_recipes.ledger.bits import bits_float
 
 SMALL = ("qwen3_toy", "seq=64", "gbs=4", "device=cpu", "--steps", "2")
@@ -39,7 +42,7 @@ def test_the_same_gradients_pass_bit_for_bit_and_leave_one_file(shared):
     done = shared("audit", *SMALL, *AGAIN, "--dir", "same")
     assert done.status == 0, done.stderr
     assert "same: gradient norms of first and second are equal bit for bit over steps 1 to 2" in done.stdout
-    assert sorted(p.name for p in (shared.folder / "same").iterdir()) == ["audit.json", "index-cache"]
+    assert sorted(p.name for p in (shared.folder / "same").iterdir()) == ["audit.json", "index-cache", "write.lock"]
     groups = {group["name"]: group for group in found(shared, "same")["groups"]}
     assert list(groups) == ["attention", "dense MLP", "embedding", "norms"]
     assert {group["state"] for group in groups.values()} == {"equal"}
@@ -91,3 +94,18 @@ def test_a_training_that_fails_is_no_answer(shared):
     assert "the training first failed, so that nothing can be compared" in done.stderr
     assert "planted" in done.stderr
     assert not (shared.folder / "failed" / "audit.json").exists()
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("number, status", ((signal.SIGINT, 130), (signal.SIGTERM, 2)))
+def test_a_stopped_audit_says_so(tpi, number, status):
+    process = tpi.start("audit", *SMALL[:-1], "400", *AGAIN, "--dir", "stopped")
+    ledger = tpi.folder / "stopped/first/ledger.jsonl"
+    process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
+    ranks = ranks_of(process.pid)
+    os.kill(process.pid, number)
+    assert process.wait() == status
+    assert not any(map(lives, ranks))
+    assert "the audit was stopped before its end, in the training first: stopped/first" in process.stderr
+    attempt = json.loads((tpi.folder / "stopped/first/run.json").read_text())["attempts"][-1]
+    assert attempt["outcome"] == "stopped"

@@ -7,6 +7,7 @@ import subprocess
 
 import pytest
 
+from tests.distributed.faults import lives, ranks_of
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.training import profile
 
@@ -115,12 +116,17 @@ def test_one_mode_alone_prints_json_and_a_killed_rank_is_named(tpi):
     assert not (tpi.folder / "killed" / "bench.json").exists()
 
 
-def test_a_stopped_benchmark_says_so(tpi):
+@pytest.mark.parametrize(
+    "number, status", ((signal.SIGINT, 130), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.release))
+)
+def test_a_stopped_benchmark_says_so(tpi, number, status):
     process = tpi.start("bench", *SMALL, "--modes", "stock", "--steps", "400", "--dir", "stopped")
     figures = tpi.folder / "stopped" / "bench" / "rank-0.jsonl"
     process.until(lambda: figures.exists() and figures.read_bytes().count(b"\n") > 2)
-    os.kill(process.pid, signal.SIGTERM)
-    assert process.wait() == 2
+    ranks = ranks_of(process.pid)
+    os.kill(process.pid, number)
+    assert process.wait() == status
+    assert not any(map(lives, ranks))
     assert "the benchmark was stopped before its end" in process.stderr
 
 
@@ -129,6 +135,7 @@ def test_a_mode_with_digests_writes_them_and_the_others_do_not(shared):
     done = shared("bench", *SMALL, *arguments)
     assert done.status == 0, done.stderr
     plain, digested = (read(shared.folder / "digests/bench" / f"pass-{number}") for number in (0, 1))
-    assert [step.weights is not None for step in plain.steps] == [False, False]
-    assert [step.weights is not None for step in digested.steps] == [True, True]
+    for kind in ("gradients", "clipped", "masters"):
+        assert [getattr(step, kind) is not None for step in plain.steps] == [False, False]
+        assert [getattr(step, kind) is not None for step in digested.steps] == [True, True]
     assert [(step.loss, step.grad_norm) for step in plain.steps] == [(s.loss, s.grad_norm) for s in digested.steps]

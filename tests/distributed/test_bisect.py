@@ -77,6 +77,7 @@ def files(folder):
     return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.release
 def test_a_forward_product_added_in_another_order_across_tp(tpi):
     """tp=1 against tp=4, from the checkpoint before; the runs stay as they are."""
     plant = _at(3, FC2, _wrong_order(lambda config: config.tensor_model_parallel_size == 4))

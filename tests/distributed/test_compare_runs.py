@@ -19,7 +19,8 @@ def _another_weight() -> None:
         calls.append(1)
         if len(calls) == 2:
             norm = [p for group in self.float16_groups for p in group if p.dim() == 1][-1]
-            norm.data[5] += 0.5
+            norm.main_param.data[5] += 0.5
+            norm.data.copy_(norm.main_param)
         return done
 
     MixedPrecisionOptimizer.step_with_ready_grads = step
@@ -37,7 +38,10 @@ def runs(shared):
 def test_layouts_agree_in_every_gradient_and_weight(runs):
     compared = runs("compare", "tp1", "tp2")
     assert compared.status == 0, compared.stdout
-    assert ", learning rate and gradients and weights of 18 parameters equal bit for bit" in compared.stdout
+    assert (
+        ", learning rate, gradients, clipped gradients and master weights of 18 parameters and optimizer moments of 18 "
+        "parameters (at step 3) equal bit for bit"
+    ) in compared.stdout
 
 
 def test_a_planted_fault_is_named(runs):
@@ -45,11 +49,11 @@ def test_a_planted_fault_is_named(runs):
     assert compared.status == 1
     [found] = json.loads(compared.stdout)["comparisons"]
     first = found["first_difference"]
-    assert (first["step"], first["kind"], first["phase"]) == (2, "weights", "update")
-    assert first["name"].startswith("weights/decoder.")
+    assert (first["step"], first["kind"], first["phase"]) == (2, "masters", "update")
+    assert first["name"].startswith("masters/decoder.")
     assert "norm" in first["name"]
     assert first["inputs_matched"] is True
-    assert [p["name"] for p in found["parameters"] if p["steps"][0] == 2] == [first["name"].removeprefix("weights/")]
+    assert [p["name"] for p in found["parameters"] if p["steps"][0] == 2] == [first["name"].removeprefix("masters/")]
     assert found["steps_differing"] == 2
 
 

@@ -1,4 +1,6 @@
-"""Digests of gradients and weights, end to end: one for every layout, those of gathered tensors, replicas checked."""
+"""Digests of gradients, weights and moments, end to end: one for every layout, those of gathered tensors, replicas
+checked.
+"""
 
 import dataclasses
 import math
@@ -11,11 +13,15 @@ import torch.distributed.checkpoint as dcp
 from tp_invariant_recipes.kernels.digest import Piece, lanes
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.digests import tensor_digest
+from tp_invariant_recipes.ledger.lines import DIGESTED
 from tp_invariant_recipes.ledger.open import read
 
 SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=2", "numerics=stock")
 NORM = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+STATES = ("fp32_param", "exp_avg", "exp_avg_sq")  # in a checkpoint
 
 
 def train(tpi, run, *overrides, before=None):
@@ -28,8 +34,8 @@ def train(tpi, run, *overrides, before=None):
 
 def differing(a, b, kind):
     """Step → parameters with another digest."""
-    pairs = zip(a.steps, b.steps, strict=True)
-    return {x.step: [n for n, d in getattr(x, kind).items() if getattr(y, kind)[n] != d] for x, y in pairs}
+    pairs = [(x.step, getattr(x, kind), getattr(y, kind)) for x, y in zip(a.steps, b.steps, strict=True)]
+    return {step: [n for n, d in x.items() if y[n] != d] for step, x, y in pairs if x is not None}
 
 
 def digest_of(tensor):
@@ -58,25 +64,34 @@ LAYOUTS = (
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_they_are_those_of_the_tensors_in_a_checkpoint(tpi, layout):
     """Megatron gathers the checkpoint by its own code; here it is read whole, by torch's."""
-    ledger = train(tpi, "run", *layout.split(), "numerics=stock", "save=2")
+    ours = ("numerics=stock", "save=2", "optimizer.use_distributed_optimizer=false")
+    ledger = train(tpi, "run", *layout.split(), *ours)
     folder = tpi.folder / "run/checkpoints/iter_0000002"
     described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     saved = {
         key: torch.empty(m.size, dtype=m.properties.dtype)
         for key, m in described.items()
-        if hasattr(m, "properties") and not key.startswith("optimizer.") and m.size
+        if hasattr(m, "properties") and m.size
     }
     dcp.load(saved, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-    expected = {}
+    kept: dict[str, dict[str, str]] = {state: {} for state in ("", *STATES)}
     for key, tensor in saved.items():
+        state = next((state for state in STATES if key.startswith(f"optimizer.state.{state}.")), "")
+        key, expected = key.removeprefix(f"optimizer.state.{state}."), kept[state]
         if re.match(r"decoder\.layers\.(?!\d)", key):  # all layers in one
             named = {key.replace("layers.", f"layers.{n}.", 1): layer for n, layer in enumerate(tensor)}
         else:
             named = {key: tensor}
         expected |= {name: digest_of(value) for name, value in named.items()}
-    assert ledger.steps[-1].weights == expected
-    assert {p.name for p in ledger.header.parameters} == set(expected)
-    assert all(p.gradient == "float32" and p.weight == "bfloat16" for p in ledger.header.parameters)
+    last = ledger.steps[-1]
+    assert last.weights is None  # which are the master weights rounded
+    assert {p.name for p in ledger.header.parameters} == set(kept[""])
+    assert last.masters == kept["fp32_param"]
+    assert {n: d for n, d in last.moments.items() if not n.startswith("step/")} == {
+        f"{state}/{name}": digest for state in STATES[1:] for name, digest in kept[state].items()
+    }
+    dtypes = {(p.gradient, p.weight, p.master) for p in ledger.header.parameters}
+    assert dtypes == {("float32", "bfloat16", "float32")}
 
 
 def test_gradients_do_not_depend_on_where_the_optimizer_keeps_them(tpi):
@@ -88,7 +103,8 @@ def test_gradients_do_not_depend_on_where_the_optimizer_keeps_them(tpi):
     layout = ("tp=2", "dp=2", "gbs=2", "optimizer.clip_grad=1000.0")
     whole = train(tpi, "whole", *layout, "optimizer.use_distributed_optimizer=false")
     parts = train(tpi, "parts", *layout, "optimizer.use_distributed_optimizer=true")
-    assert all(step.gradients and step.weights for step in whole.steps)
+    assert all(step.gradients and step.clipped and step.masters for step in whole.steps)
+    assert whole.steps[-1].moments
     for a, b in zip(whole.steps, parts.steps, strict=True):
         assert dataclasses.replace(b, grad_norm=a.grad_norm) == a
 
@@ -98,13 +114,13 @@ def test_one_ledger_for_all_layouts_and_another_for_stock(tpi):
     layouts = ("tp=1", "tp=4", "tp=2 sp=false")
     runs = {layout: train(tpi, layout.replace(" ", "-"), *layout.split(), "numerics=tree") for layout in layouts}
     first, *others = runs.values()
-    assert all(step.gradients and step.weights for step in first.steps)
+    assert all(step.gradients and step.masters for step in first.steps)
     assert all(other.steps == first.steps for other in others)
     stock = [
         train(tpi, f"stock-{tp}", f"tp={tp}", "numerics=stock", "numerics.initial_weights=invariant") for tp in (1, 2)
     ]
     assert differing(*stock, "gradients")[1]
-    assert differing(*stock, "weights")[1]
+    assert differing(*stock, "masters")[1]
 
 
 def _at_step(step, rank, change):
@@ -127,30 +143,41 @@ def _at_step(step, rank, change):
     return plant
 
 
-def _flip(name, bit):
+def _flip(name, bit, *, master=False):
     def change(model):
         parameter = next(p for n, p in model.named_parameters() if n.endswith(name))
-        parameter.data.view(torch.int16).flatten()[-1] ^= 1 << bit
+        tensor = parameter.main_param if master else parameter
+        tensor.data.view(torch.int32 if master else torch.int16).flatten()[-1] ^= 1 << bit
 
     return change
 
 
-def test_one_flipped_bit_of_a_weight_is_named(tpi):
-    """In the shard of one rank, in the last element: the parameter's weight differs at that step, and no other does."""
+def test_one_flipped_bit_of_a_master_weight_is_named(tpi):
+    """In the shard of one rank, the lowest bit of the last element, which no weight in bf16 shows: that parameter's
+    master weight differs at that step, and nothing else does.
+    """
+    flip = _flip("layers.1.mlp.linear_fc1.weight", 0, master=True)
     sound = train(tpi, "sound", "tp=2")
-    flipped = train(tpi, "flipped", "tp=2", before=_at_step(2, 1, _flip("layers.1.mlp.linear_fc1.weight", 0)))
-    assert differing(sound, flipped, "weights") == {1: [], 2: [FC1]}
-    assert differing(sound, flipped, "gradients") == {1: [], 2: []}
+    flipped = train(tpi, "flipped", "tp=2", before=_at_step(2, 1, flip))
+    assert differing(sound, flipped, "masters") == {1: [], 2: [FC1]}
+    assert differing(sound, flipped, "gradients") == differing(sound, flipped, "clipped") == {1: [], 2: []}
+    assert differing(sound, flipped, "moments") == {2: []}
     assert flipped.steps[1].diverged == ()
 
 
+def test_one_flipped_bit_of_a_weight_is_named(tpi):
+    """The weight is no longer its master weight rounded; the ledger of the run alone says so."""
+    flipped = train(tpi, "flipped", "tp=2", before=_at_step(2, 1, _flip("layers.1.mlp.linear_fc1.weight", 0)))
+    assert [step.diverged for step in flipped.steps] == [(), (("copies", FC1, ((1,),)),)]
+
+
 def test_a_replica_that_diverges_is_named_with_its_rank(tpi):
-    flip = _flip("layers.1.input_layernorm.weight", 3)
+    flip = _flip("layers.1.input_layernorm.weight", 3, master=True)
     done = tpi("train", *SMALL, "tp=4", "run.dir=run", before=_at_step(1, 2, flip))
     assert done.status == 0, done.stderr
     assert "warning: replicas of a tensor disagree at step 1" in done.stderr
     ledger = read(tpi.folder / "run")
-    assert ledger.steps[0].diverged == (("weights", NORM, ((0, 1, 3), (2,))),)
+    assert ledger.steps[0].diverged == (("masters", NORM, ((0, 1, 3), (2,))),)
 
 
 def test_a_gradient_that_replicas_do_not_share_is_named(tpi):
@@ -175,8 +202,8 @@ def test_a_lost_shard_is_refused(tpi):
 
         from tp_invariant_recipes.training.shards import Shards
 
-        original = Shards.gradients
-        Shards.gradients = lambda self, optimizer: original(self, optimizer)[dist.get_rank() == 1 :]
+        original = Shards.held
+        Shards.held = lambda self, stored, **kind: original(self, stored, **kind)[dist.get_rank() == 1 :]
 
     refused = tpi("train", *SMALL, "tp=2", "run.dir=run", before=lose)
     assert refused.status == 2
@@ -187,9 +214,15 @@ def test_a_lost_shard_is_refused(tpi):
 
 
 def test_every_nth_step_or_none(tpi):
-    some = train(tpi, "some", "iters=5", "ledger.digests=2")
-    assert [step.weights is not None for step in some.steps] == [False, True, False, True, False]
-    assert [step.gradients is not None for step in some.steps] == [False, True, False, True, False]
+    some = train(tpi, "some", "iters=5", "ledger.digests=2", "ledger.state_digests=3")
+    recorded = {kind: [getattr(step, kind) is not None for step in some.steps] for kind in DIGESTED}
+    assert recorded == {
+        "gradients": [False, True, False, True, False],
+        "clipped": [False, True, False, True, False],
+        "moments": [False, False, True, False, True],
+        "masters": [False, True, True, True, True],
+        "weights": [False] * 5,
+    }
     none = train(tpi, "none", "iters=5", "ledger.digests=0")
     assert none.header.parameters == ()
     assert all(step.weights is None for step in none.steps)

@@ -8,21 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.faults import at_step, reached, wait_for_ever
+from tests.distributed.faults import at_step, ranks_of, reached, wait_for_ever
 
 RUN = ("train", "qwen3_toy", "tp=2", "iters=400", "seq=64", "numerics=stock", "run.dir=run")
-
-
-def _ranks(launcher: int) -> list[int]:
-    children = subprocess.run(["ps", "--ppid", str(launcher), "-o", "pid="], capture_output=True, text=True)
-    return sorted(map(int, children.stdout.split()))
 
 
 def test_a_killed_rank_is_named_with_its_log_and_takes_the_others_along(tpi):
     process = tpi.start(*RUN)
     ledger = tpi.folder / "run" / "ledger.jsonl"
     process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
-    ranks = _ranks(process.pid)
+    ranks = ranks_of(process.pid)
     os.kill(ranks[1], signal.SIGKILL)
     assert process.wait() == 2
     assert "rank 1 was killed by SIGKILL" in process.stderr
@@ -104,7 +99,7 @@ def test_a_second_sigterm_does_not_wait(tpi):
     process = tpi.start(*RUN)
     ledger = tpi.folder / "run" / "ledger.jsonl"
     process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
-    ranks = _ranks(process.pid)
+    ranks = ranks_of(process.pid)
     assert len(ranks) == 2
     for pid in ranks:
         os.kill(pid, signal.SIGSTOP)
@@ -114,7 +109,7 @@ def test_a_second_sigterm_does_not_wait(tpi):
     assert process.poll() is None
     os.kill(process.pid, signal.SIGTERM)
     process.wait()
-    assert _ranks(process.pid) == []
+    assert ranks_of(process.pid) == []
 
 
 def test_ranks_that_do_not_answer_sigterm_before_the_first_step_are_killed(tpi):
@@ -131,7 +126,7 @@ def test_ranks_that_do_not_answer_sigterm_before_the_first_step_are_killed(tpi):
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 0, process.stderr
     assert "stopped at step 0 of 400" in process.stderr
-    assert _ranks(process.pid) == []
+    assert ranks_of(process.pid) == []
 
 
 def _status(file: Path) -> dict[str, str]:

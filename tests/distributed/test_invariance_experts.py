@@ -30,7 +30,7 @@ GROUPS = (
     ("qwen3_moe_toy", "iters=8", ("tp=1", "tp=2", "tp=4 ep=2")),
     ("qwen3_moe_toy", "iters=2 dp=2 gbs=4", ("tp=1", "tp=2 ep=4")),
     ("qwen3_moe_toy", f"iters=2 mbs=2 gbs=4 precision=fp32 {CAPACITY}", ("tp=1", "tp=4 ep=4")),
-    ("qwen3_moe_toy", "iters=2 pp=2 gbs=2", ("tp=1", "tp=2")),
+    ("qwen3_moe_toy", "iters=2 gbs=2", ("tp=1", "tp=2 pp=2")),
     ("nemotron3_nano_toy", "iters=8", ("tp=1", "tp=2 ep=2")),
     ("nemotron3_nano_toy", f"iters=2 dp=2 gbs=4 {CAPACITY}", ("tp=1 ep=2", "tp=2")),
 )

@@ -9,8 +9,9 @@ import torch
 
 from tests.distributed.numerics.module_runs import put_together, split_of
 from tests.distributed.ranks import megatron, on_ranks, same_bits
+from tp_invariant_recipes.config.environment import settings
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.invariant import switched_on
+from tp_invariant_recipes.invariant import _variables, switched_on
 
 V, SEQUENCE, BATCH, VOCABULARY = 4, 16, 2, 64
 
@@ -142,17 +143,113 @@ def test_all_that_is_not_covered_is_said_at_once(bridge):
     assert all(any(text in problem for problem in problems) for text in said)
 
 
-def _refuses_bf16_gradients(mesh):
+# Fields of DistributedDataParallelConfig and OptimizerConfig that are not covered, and the value that is.
+NOT_COVERED_DDP = {
+    "grad_reduce_in_fp32": (False, "true"), "average_in_collective": (True, "false"), "nccl_ub": (True, "false"),
+}  # fmt: skip
+NOT_COVERED_OPTIMIZER = {
+    "optimizer": ("muon", "adam or sgd"),
+    "optimizer_cpu_offload": (True, "false"),
+    "fp8_recipe": ("mxfp8", "null or tensorwise"),
+}
+
+
+def _refused_ddp(mesh):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     plain = config(mesh, bf16=True, params_dtype=torch.bfloat16)
-    with pytest.raises(ConfigError, match="gradients are accumulated in fp32"):
-        DistributedDataParallel(plain, DistributedDataParallelConfig(grad_reduce_in_fp32=False), model(plain))
-    return "refused"
+    fields = {name: value for name, (value, _) in NOT_COVERED_DDP.items()}
+    with pytest.raises(ConfigError) as error:
+        DistributedDataParallel(plain, DistributedDataParallelConfig(**fields), model(plain))
+    return error.value.problems
 
 
-def test_gradients_in_bf16_are_refused(bridge):
-    assert on_ranks(1, V, switched, "1", _refuses_bf16_gradients) == ["refused"]
+def _refused_optimizer(mesh):
+    """Built by name, as a program that imported the class before the switch would."""
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    weight = torch.nn.Parameter(torch.zeros(1))
+    fields = {name: value for name, (value, _) in NOT_COVERED_OPTIMIZER.items()}
+    with pytest.raises(ConfigError) as error:
+        FP32Optimizer(torch.optim.SGD([weight], lr=1.0), OptimizerConfig(**fields), lambda *_: None)
+    return error.value.problems
+
+
+@pytest.mark.parametrize(
+    "build, fields", ((_refused_ddp, NOT_COVERED_DDP), (_refused_optimizer, NOT_COVERED_OPTIMIZER))
+)
+def test_a_way_to_reduce_or_to_step_that_is_not_covered_is_refused_by_name(bridge, build, fields):
+    (problems,) = on_ranks(1, V, switched, "1", build)
+    assert len(problems) == len(fields)
+    for name, (value, allowed) in fields.items():
+        shown = str(value).lower()
+        assert [p for p in problems if p.startswith(f"{name}={shown}: ") and p.endswith(f"; {name}={allowed}")], name
+
+
+def _refused_fsdp(mesh):
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+
+    class FullyShardedDataParallel(_BaseDataParallel):
+        pass
+
+    with pytest.raises(ConfigError) as error:
+        FullyShardedDataParallel(config(mesh), torch.nn.Linear(1, 1))
+    return error.value.problems
+
+
+def test_fsdp_is_refused(bridge):
+    ((problem,),) = on_ranks(1, V, switched, "1", _refused_fsdp)
+    assert problem.startswith("FullyShardedDataParallel reduces gradients in an order of its own")
+
+
+def _refused_field(mesh):
+    with pytest.raises(ConfigError) as error:
+        model(config(mesh, calculate_per_token_loss=True))
+    return error.value.problems
+
+
+def test_a_field_of_the_model_that_no_rule_knows_is_refused(bridge):
+    ((problem,),) = on_ranks(1, V, switched, "1", _refused_field)
+    assert problem == "calculate_per_token_loss: the invariant numerics do not know this field; leave it unset"
+
+
+def _reduced_precision(mesh):
+    """What cuBLAS may do once the switch is on, and what a model says when a program allows it again."""
+    flags = torch.backends.cuda.matmul
+    switched_off = flags.allow_bf16_reduced_precision_reduction
+    flags.allow_bf16_reduced_precision_reduction = True
+    with pytest.raises(ConfigError) as error:
+        model(config(mesh))
+    flags.allow_bf16_reduced_precision_reduction = False
+    model(config(mesh))
+    return switched_off, error.value.problems
+
+
+def test_cublas_adds_no_part_of_a_product_in_bf16(bridge):
+    ((before, problems),) = on_ranks(1, V, switched, "1", _reduced_precision)
+    assert before is False
+    (problem,) = problems
+    assert problem.startswith("cuBLAS may add parts of a product in bf16; disable_bf16_reduced_precision_matmul=true")
+
+
+def test_variables_are_checked_and_those_that_cuda_started_without_are_refused(monkeypatch):
+    monkeypatch.setattr("tp_invariant_recipes.invariant._device", lambda: "gpu")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    variables = settings("gpu", {})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert _variables() == variables
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE")
+    with pytest.raises(
+        ConfigError, match="NVIDIA_TF32_OVERRIDE=0: CUDA has started without; import this module before"
+    ):
+        _variables()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert _variables() == variables
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:16:8 in the environment"):
+        _variables()
 
 
 def _refuses_another_model(mesh):
@@ -191,6 +288,7 @@ def test_switched_off_it_imports_nothing():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.release
 def test_switched_on_before_anything_is_imported():
     """The layers a specification names must be Megatron's own, whatever was imported first."""
     code = """

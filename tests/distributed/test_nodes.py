@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from tests.distributed.faults import at_step, fail, reached, wait_for_ever, wait_for_sigterm
+from tests.ledgers import agree, steps
 from tp_invariant_recipes.multinode import agent, heartbeat, rendezvous
 from tp_invariant_recipes.runs import checkpoints
 
@@ -85,10 +86,6 @@ def whole(shared):
     return steps(shared.folder / "whole")
 
 
-def steps(folder) -> list[bytes]:
-    return (folder / "ledger.jsonl").read_bytes().split(b"\n")[1:]
-
-
 def recorded(nodes, count: int) -> bool:
     ledger = nodes.tpi.folder / "run" / "ledger.jsonl"
     return ledger.exists() and ledger.read_bytes().count(b"\n") > count
@@ -133,7 +130,7 @@ def test_a_signal_saves_and_the_next_start_goes_on_with_the_same_bits(nodes, who
     statuses, said = nodes(*here(nodes))
     assert statuses == {0: 0, 1: 0}, said
     assert nodes.attempts("run")[1]["from_step"] == 4
-    assert steps(nodes.tpi.folder / "run") == whole
+    assert agree(steps(nodes.tpi.folder / "run"), whole)
 
 
 def test_a_rank_that_fails_on_another_node_is_named_and_the_job_gives_up_after_its_tries(nodes):
@@ -162,20 +159,48 @@ def test_ranks_that_hang_are_ended_when_another_node_fails(nodes):
     assert "(on n1)" in said
 
 
-def test_a_try_that_slurm_took_for_dead_leaves_the_run_to_the_next(tpi):
+def test_a_rank_that_hangs_on_another_node_is_named_and_the_job_is_queued_again(nodes):
+    """Both nodes have a rank that says nothing more; the first one waits for the other."""
+    faults = {"before": {1: at_step(4, wait_for_ever)}}
+    statuses, said = nodes(*here(nodes), "slurm.tries=2", "run.hang_timeout=2", "save=0", **faults)
+    assert statuses == {0: 2, 1: 2}
+    assert "error: rank 1 hangs: it has not ended step 4 for " in said
+    assert "rank 1 (on n1) in step 4, at tests/distributed/faults.py" in said
+    assert "rank 0 in step 4, waiting for all_reduce called at " in said
+    assert "(try 1 of 2 from step 0; it is queued again)" in said
+    assert nodes.word("run") == "requeue\n"
+
+
+def _on_another_host() -> None:
+    """Where the job's port is free."""
+    rendezvous.PORTS = range(rendezvous.PORTS.start + 1, rendezvous.PORTS.stop + 1)
+
+
+def test_a_try_that_slurm_took_for_dead_leaves_the_run_to_the_next(tpi, whole):
+    """SLURM has started the job elsewhere, while its processes went on here. Another job is just refused."""
     alone = Nodes(tpi, 1)
-    started = alone.start(*here(alone, each=2), "iters=2000", "save=0")[0]
-    started.until(lambda: recorded(alone, 1))
-    run = tpi.folder / "run" / "run.json"
-    content = json.loads(run.read_text())
-    content["attempts"].append(content["attempts"][0])
-    run.write_text(json.dumps(content))
-    assert started.wait() == 2
-    assert "SLURM has started this job elsewhere: this try ends and leaves the run to the other" in started.stderr
-    assert json.loads(run.read_text()) == content
-    assert not (tpi.folder / "run" / "job.ended").exists()
+    first = alone.start(*here(alone, each=2), "save=2", before={0: at_step(4, wait_for_ever)})[0]
+    first.until(reached(tpi.folder, 4))
+    before = alone.attempts("run")
+    stranger = Nodes(tpi, 1)
+    stranger.job = free_job(int(alone.job))
+    statuses, said = stranger(*here(alone, each=2))
+    assert statuses == {0: 2}
+    assert f"run is being trained by pid {first.pid} on {os.uname().nodename} since " in said
+    assert f"(SLURM job {alone.job})" in said
+    assert alone.attempts("run") == before
+    second = alone.start(*here(alone, each=2), before={0: _on_another_host})[0]
+    assert first.wait() == 2
+    assert f"was taken over by pid {second.pid} on " in first.stderr
+    assert "this process ends and leaves the run to it" in first.stderr
+    assert second.wait() == 0, second.stderr
+    assert f"was being trained by pid {first.pid} on " in second.stderr
+    assert [(a["outcome"], a["from_step"]) for a in alone.attempts("run")] == [(None, 0), ("completed", 2)]
+    assert alone.word("run") == "completed\n"
+    assert agree(steps(tpi.folder / "run"), whole)
 
 
+@pytest.mark.release
 def test_tries_that_end_without_a_word_count_too(nodes):
     """A node that dies takes its word with it."""
     arguments = (*here(nodes), "slurm.tries=2", "save=0")
@@ -197,6 +222,7 @@ def test_tries_that_end_without_a_word_count_too(nodes):
     assert statuses == {0: 0, 1: 0}, said
 
 
+@pytest.mark.release
 def test_a_node_that_does_not_come_is_said(nodes):
     statuses, said = nodes(*here(nodes), "slurm.rendezvous_timeout=3", absent=(1,))
     assert statuses == {0: 2}

@@ -1,15 +1,18 @@
 """Our models as functions for users of Megatron-Bridge, and known by name to its own recipe runner."""
 
+import os
 import runpy
 import sys
 
 import pytest
 
+from tests.distributed.ranks import on_ranks
 from tp_invariant_recipes import recipes
 from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.patches import bridge_helpers
+from tp_invariant_recipes.host import cpu
+from tp_invariant_recipes.patches import bridge_helpers, registry
 from tp_invariant_recipes.recipes import RECIPES, recipe
 from tp_invariant_recipes.recipes.__main__ import main, publish
 
@@ -120,6 +123,55 @@ def test_without_a_runner_the_usage_is_said(monkeypatch):
         main()
 
 
-def test_a_recipe_has_stock_numerics_which_a_container_alone_can_hold():
+def test_a_recipe_has_stock_numerics():
     assert not hasattr(recipe("qwen3_toy").model, "invariant_mode")
-    assert recipe("qwen3_toy", "numerics=tree").model.invariant_mode == "tree"
+    assert recipe("qwen3_toy", "numerics=stock") is not None
+
+
+@pytest.mark.parametrize("override", ("numerics=tree", "numerics=gather", "numerics.mode=tree"))
+def test_a_recipe_with_invariant_numerics_is_refused_beside_other_mistakes(override):
+    """Its layers would be invariant, and the gradient norm, the cross entropy and the checks stock."""
+    with pytest.raises(ConfigError) as error:
+        recipe("qwen3_toy", override, "tp=3")
+    refused, *others = error.value.problems
+    assert refused.startswith(f"{override}: a ConfigContainer holds the invariant layers, and not the rest")
+    assert "use `tpi train`, or leave it out and import" in refused
+    assert others[0].startswith("tp=3 does not divide")
+    assert "numerics" not in "".join(others)
+
+
+def _pretrained(mesh, switch, folder):
+    """What Bridge's pretrain() makes of a recipe, as a program of its own would call it: losses and gradient norms."""
+    from megatron.bridge.training.callbacks import Callback
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+
+    class Seen(Callback):
+        def __init__(self):
+            self.steps = []
+
+        def on_train_step_end(self, context):
+            loss = (context.loss_dict or {}).get("lm loss")
+            self.steps.append((None if loss is None else loss.item(), float(context.grad_norm)))
+
+    os.environ |= {"NVTE_TP_INVARIANT_MODE": switch, "RANK": str(mesh.rank), "WORLD_SIZE": str(mesh.size)}
+    sys.modules.pop("tp_invariant_recipes.invariant", None)
+    os.chdir(folder)
+    with cpu.installed(), registry.applied():
+        import tp_invariant_recipes.invariant  # noqa: F401
+
+        seen = Seen()
+        model = (f"tp={mesh.size}", "seq=64", "iters=2", "numerics.initial_weights=invariant")
+        pretrain(recipe("qwen3_toy", *model, device="cpu"), forward_step, callbacks=[seen])
+    return seen.steps
+
+
+def test_a_recipe_and_the_switch_make_bridges_pretrain_invariant(tmp_path):
+    one, two = (on_ranks(t, 8, _pretrained, "1", tmp_path) for t in (1, 2))
+    assert len(one[0]) == 2
+    assert one[0] == two[-1]
+
+
+def test_without_the_switch_it_is_not(tmp_path):
+    one, two = (on_ranks(t, 8, _pretrained, "0", tmp_path) for t in (1, 2))
+    assert one[0] != two[-1]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.faults import at_step, reached, wait_for_ever, wait_for_sigterm
+from tests.ledgers import agree, steps
 from tp_invariant_recipes.runs import checkpoints
 
 RUN = ("train", "qwen3_toy", "tp=2", "iters=12", "save=4", "seq=64", "gbs=2", "numerics=stock")
@@ -22,10 +23,6 @@ def whole(shared):
     done = shared(*RUN, "run.dir=whole")
     assert done.status == 0, done.stderr
     return shared
-
-
-def steps(folder) -> list[bytes]:
-    return (folder / "ledger.jsonl").read_bytes().split(b"\n")[1:]
 
 
 def _kill_everything(*_args, **_kwargs) -> None:
@@ -140,7 +137,9 @@ def test_a_signal_saves_and_the_run_goes_on(whole, tpi, number, status):
     assert [c.step for c in saved] == [len(tpi.ledger("run"))] == [5]
     resumed = tpi("train", "--resume", "run")
     assert resumed.status == 0, resumed.stderr
-    assert steps(tpi.folder / "run") == steps(whole.folder / "whole")
+    assert agree(steps(tpi.folder / "run"), steps(whole.folder / "whole"))
+    compared = tpi("compare", "run", whole.folder / "whole")
+    assert compared.status == 0, compared.stdout
 
 
 def test_a_resumed_run_may_be_longer_but_not_another(whole, tpi):
@@ -206,6 +205,43 @@ def test_a_foreign_checkpoint_is_refused(copied, tmp_path):
     assert "iter_0000012 belongs to another run" in refused.stderr
 
 
+def _flip_as_loaded(kind: str):
+    """Flip the lowest bit of one element of what the last rank has loaded, before it is compared."""
+
+    def plant() -> None:
+        import torch
+
+        from tp_invariant_recipes.training.digests import Digests
+        from tp_invariant_recipes.training.optimizer_state import OptimizerState
+
+        original = Digests.on_train_start
+
+        def on_train_start(self, context):
+            if os.environ["RANK"] == "1":
+                slot = OptimizerState(context.optimizer).slots[0]
+                values = {"masters": slot.updated, "weights": slot.owner}.get(kind)
+                values = slot.state["exp_avg"] if values is None else values
+                values.data.view(torch.int16).flatten()[0] ^= 1
+            original(self, context)
+
+        Digests.on_train_start = on_train_start
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    "kind", ("moments", *(pytest.param(k, marks=pytest.mark.release) for k in ("masters", "weights")))
+)
+def test_a_state_that_is_not_the_ledgers_is_refused(copied, kind):
+    before = (copied.folder / "run" / "ledger.jsonl").read_bytes()
+    refused = copied("train", "--resume", "run", "checkpoint.ckpt_step=8", before=_flip_as_loaded(kind))
+    assert refused.status == 2
+    assert "the state loaded for step 8 is not the one that the ledger has of it" in refused.stderr
+    assert re.search(rf"{kind}/\S+.* differ", refused.stderr)
+    assert "checkpoint.ckpt_step=STEP" in refused.stderr
+    assert (copied.folder / "run" / "ledger.jsonl").read_bytes() == before
+
+
 def test_another_layout_can_go_on(copied):
     """The checkpoint is resharded; the steps before stay as they were, and the ledger says that the layout changed."""
     resumed = copied("train", "--resume", "run", "tp=1", "checkpoint.ckpt_step=8")
@@ -213,3 +249,5 @@ def test_another_layout_can_go_on(copied):
     header = json.loads((copied.folder / "run" / "ledger.jsonl").read_text().splitlines()[0])
     assert header["notes"]["resumed"][0]["after_step"] == 8
     assert header["notes"]["resumed"][0]["changed"]["layout.tp"] == 1
+    log = (copied.folder / "run" / "logs" / "rank-0.log").read_text()
+    assert "step 8 as loaded: master weights, optimizer moments equal to the ledger" in log

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("bridge", "no_gpus")
 
 NODES = ("cluster.name=site", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
 RUN = ("qwen3_toy", *NODES, "slurm.time=5")
-ON_GPUS = ("qwen3_30b_a3b", "tp=4", "ep=2", "dp=2", "gbs=2", "cluster=h100", "slurm.time=5")
+ON_GPUS = ("qwen3_30b_a3b", "tp=4", "ep=8", "dp=2", "gbs=2", "cluster=h100", "slurm.time=5")
 
 
 @pytest.fixture(autouse=True)

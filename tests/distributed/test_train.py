@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -117,6 +118,34 @@ def test_mixture_of_experts_trains(tpi, layout):
 def test_tensorboard_gets_bridges_curves(tpi):
     assert tpi("train", "qwen3_toy", "iters=2", "seq=64", "gbs=2", "logging=tensorboard", "run.dir=run").status == 0
     assert any((tpi.folder / "run" / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def files(folder: Path) -> dict[Path, int]:
+    """All files and folders but what the tests' commands print, and when each was written."""
+    return {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.suffix not in (".out", ".err")}
+
+
+def test_a_dry_run_checks_everything_and_writes_nothing(tpi, text):
+    """Text that has yet to be prepared stays so. The control is every other test of this file: it writes a run."""
+    before = files(tpi.folder)
+    seen = tpi("train", "qwen3_toy", "tp=2", "data=text", f"data.path={text}", "logging=wandb", "--dry-run", "--json")
+    assert seen.status == 0, seen.stderr
+    plan = json.loads(seen.stdout)
+    assert (plan["ranks"], plan["start"], plan["of"], plan["data_missing"]) == (2, 0, 50, True)
+    assert plan["memory"]["rank"] == sum(plan["memory"]["parts"].values())
+    refused = tpi("train", "qwen3_toy", "model.recompute_granularity=full", "--dry-run")
+    assert (refused.status, refused.stdout) == (2, "")
+    assert "Megatron-Bridge refuses this configuration" in refused.stderr
+    assert files(tpi.folder) == before
+
+
+def test_a_dry_run_of_a_run_to_go_on_with(runs):
+    before = files(runs.folder)
+    seen = runs("train", "--resume", "tp2", "tp=4", "--dry-run")
+    assert seen.status == 0, seen.stderr
+    assert "on 4 cpu ranks, 30 steps" in seen.stdout
+    assert "a node, 4 ranks" in seen.stdout
+    assert files(runs.folder) == before
 
 
 def test_the_installed_command_trains(tmp_path):

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from tests.distributed.faults import at_step, reached, wait_for_sigterm
+from tests.distributed.faults import at_step, lives, ranks_of, reached, wait_for_sigterm
 
 SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=3")
 
@@ -32,7 +32,7 @@ def test_tree_numerics_are_identical_and_the_table_names_each_cell(tree, shared)
     assert (first[:3], first[4:]) == (["tp=1", "1", "3"], ["reference"])
     assert (second[:3], second[4:]) == (["tp=2", "2", "3"], ["identical"])
     assert first[3] == second[3]
-    line = "identical: tp=1, 2 computed the same bits over 3 steps (loss, gradient norm, learning rate and gradients"
+    line = "identical: tp=1, 2 computed the same bits over 3 steps (loss, gradient norm, learning rate, gradients"
     assert line in tree.stdout
     assert "1 of 2: tp=1 on 1 cpu rank, 3 steps" in tree.stderr
     assert "2 of 2: tp=2 on 2 cpu ranks, 3 steps" in tree.stderr
@@ -42,7 +42,7 @@ def test_tree_numerics_are_identical_and_the_table_names_each_cell(tree, shared)
     assert shared("compare", "tree/tp1", "tree/tp2").status == 0
     found = json.loads((shared.folder / "tree" / "verify.json").read_text())
     assert (found["verdict"], found["exit_status"], found["model"]) == ("identical", 0, "qwen3_toy")
-    assert found["rows"][1]["comparison"]["coverage"]["weights"]["both"] == 3
+    assert found["rows"][1]["comparison"]["coverage"]["masters"]["both"] == 3
 
 
 def test_the_runs_can_be_judged_again_without_training(tree, shared):
@@ -115,6 +115,7 @@ def _kill_a_rank_of_tp_2() -> None:
     rank.train = fail
 
 
+@pytest.mark.release
 def test_a_cell_that_fails_is_named_and_the_others_still_run(tpi):
     done = tpi("verify", *SMALL, "tp=1,2,4", "numerics=tree", "--dir", "m", before=_kill_a_rank_of_tp_2)
     assert done.status == 2
@@ -132,18 +133,21 @@ def test_a_cell_that_fails_is_named_and_the_others_still_run(tpi):
 LONGER = ("qwen3_toy", "seq=64", "gbs=2", "numerics=tree", "iters=6", "tp=1,2", "--dir", "m")
 
 
-def _stop_in(tpi, tp: int, number: signal.Signals):
-    """Verify, and send a signal while the cell of this tp trains."""
+def _stop_in(tpi, tp: int, number: signal.Signals, status: int):
+    """Verify, and send a signal while the cell of this tp trains; no rank is left."""
     process = tpi.start("verify", *LONGER, before=at_step(3, wait_for_sigterm, world=tp))
     process.until(reached(tpi.folder, 3))
+    ranks = ranks_of(process.pid)
     os.kill(process.pid, number)
-    assert process.wait() == 2
+    assert process.wait() == status
+    assert len(ranks) == tp
+    assert not any(map(lives, ranks))
     assert "Traceback" not in process.stderr
     return process.stdout
 
 
 def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi):
-    said = _stop_in(tpi, 2, signal.SIGINT)
+    said = _stop_in(tpi, 2, signal.SIGINT, 130)
     first, second = rows(said)
     assert (first[0], first[-1]) == ("tp=1", "reference")
     assert "stopped:" in second
@@ -155,8 +159,9 @@ def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi)
     assert "identical: tp=1, 2 computed the same bits over 6 steps" in judged.stdout
 
 
+@pytest.mark.release
 def test_after_sigterm_no_further_cell_starts_and_another_launcher_can_run_them(tpi):
-    said = _stop_in(tpi, 1, signal.SIGTERM)
+    said = _stop_in(tpi, 1, signal.SIGTERM, 2)
     assert "incomplete: tp=1 was stopped; tp=2 did not run" in said
     assert not (tpi.folder / "m" / "tp2").exists()
     assert tpi("train", "--resume", "m/tp1").status == 0
@@ -186,8 +191,14 @@ def _with_a_secret() -> None:
 
 
 def test_a_certificate_holds_of_the_environment_what_numerics_depend_on_and_no_secret(tpi):
-    done = tpi("train", *SMALL, "tp=1", "run.dir=run", before=_with_a_secret)
+    leaking = tpi(
+        "train", *SMALL, "tp=1", "run.dir=other", "data.json_key=${oc.env:MY_PASSWORD}", before=_with_a_secret
+    )
+    assert leaking.status == 2
+    forwarded = "cluster.forward=[MY_PASSWORD]"
+    done = tpi("train", *SMALL, "tp=1", "run.dir=run", forwarded, before=_with_a_secret)
     assert done.status == 0, done.stderr
+    assert not [file for file in tpi.folder.rglob("*") if file.is_file() and b"hunter" in file.read_bytes()]
     assert tpi("certify", "run").status == 0
     with zipfile.ZipFile(tpi.folder / "run.tpicert") as archive:
         members = {name: archive.read(name) for name in archive.namelist()}

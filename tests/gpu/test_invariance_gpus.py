@@ -1,41 +1,141 @@
-"""On two GPUs: one ledger at tp=1 and tp=2 with invariant numerics, two with stock; checkpoints move both ways."""
+"""On two to eight GPUs: one ledger for all layouts with invariant numerics, several with stock, and from one checkpoint
+of a run to another layout or numerics.
 
-import json
-import subprocess
-import sys
+All runs are trained first, side by side on GPUs of their own (side_by_side.py). Rows that need more GPUs than there are
+are skipped.
+"""
 
 import pytest
 import torch
 
+from tests.gpu.side_by_side import Run, gpus_for, train
+from tp_invariant_recipes.ledger.bits import bits_float
+from tp_invariant_recipes.ledger.open import read
+
+GPUS = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+    pytest.mark.skipif(GPUS < 2, reason="needs two NVIDIA GPUs"),
     pytest.mark.timeout(900),
 ]
 
+TOY = "qwen3_toy mbs=2 gbs=8"
+FOUR = "iters=4 save=2"
+EXPERTS = (
+    "qwen3_moe_toy iters=4 gbs=4 seq=128 model.num_layers=2 model.hidden_size=256 model.num_attention_heads=8 "
+    "model.num_query_groups=8 model.kv_channels=32 model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 "
+    "model.vocab_size=512"
+)
+RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
+BIASES = "model.add_bias_linear=true model.add_qkv_bias=true"
+PLAIN_OPTIMIZER = "optimizer.use_distributed_optimizer=false"
 
-def train(folder, run: str, *arguments: str):
-    command = [sys.executable, "-m", "tp_invariant_recipes", "train", "qwen3_toy", *arguments, f"run.dir={run}"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in (folder / run / "ledger.jsonl").read_text().splitlines()][1:]
+# What is held fixed, and the layouts that must agree with the first, with digests of all gradients and weights.
+GROUPS = {
+    "dense": (f"{TOY} {FOUR}", ("tp=1", "tp=2", "pp=2", "tp=2 pp=2", "tp=4", "tp=8")),
+    "biases": (
+        f"{TOY} iters=4 model.attention_backend=unfused {BIASES} {RECOMPUTE}",
+        ("tp=1", "tp=2 sp=false", "tp=4"),
+    ),
+    "gather": (f"{TOY} iters=4 numerics=gather", ("tp=1", "tp=2", "tp=4")),
+    "dp": (f"{TOY} iters=4 dp=2", ("tp=1", PLAIN_OPTIMIZER, "tp=2", "pp=2", "tp=4")),
+    "vp": (f"{TOY} iters=4 model.num_layers=4", ("tp=1", "pp=2 model.virtual_pipeline_model_parallel_size=2")),
+    "experts": (EXPERTS, ("tp=1", "tp=2 ep=2", "tp=4 ep=2", "tp=2 pp=2")),
+    "experts-dp": (f"{EXPERTS} dp=2", ("tp=1", "ep=2", "tp=2 ep=2", "tp=2 ep=4")),
+}
+# The control: a group, and a layout that has other bits than tp=1 with stock numerics, from equal weights.
+STOCK = "numerics=stock numerics.initial_weights=invariant"
+CONTROLS = (("dense", "tp=2"), ("dense", "pp=2"), ("experts", "tp=2 ep=2"))
+# A run that saves at its second step, and the layout in which another goes on from there.
+RESUMED = {"dense tp=2": "tp=1", "dense tp=1": "tp=2"}
+# Runs whose last weights both numerics read.
+READ = ("dense tp=1", "stock dense tp=1")
 
 
-@pytest.mark.parametrize("numerics, same", (("tree", True), ("gather", True), ("stock", False)))
-@pytest.mark.parametrize("backend", ("auto", "unfused"))
-def test_one_ledger_unless_stock(tmp_path, numerics, same, backend):
-    common = ("iters=6", "mbs=2", f"numerics={numerics}", f"model.attention_backend={backend}")
-    one, two = (train(tmp_path, f"tp{tp}", *common, f"tp={tp}") for tp in (1, 2))
-    assert (one == two) is same
+def all_runs():
+    """Every run of this file."""
+    words = {f"{group} {layout}": f"{fixed} {layout}" for group, (fixed, of) in GROUPS.items() for layout in of}
+    words |= {
+        f"stock {group} {layout}": f"{GROUPS[group][0]} {STOCK} {layout}"
+        for group, other in CONTROLS
+        for layout in ("tp=1", other)
+    }
+    found = [_run(name, of) for name, of in words.items()]
+    for saved, layout in RESUMED.items():
+        going_on = f"{layout} checkpoint.ckpt_step=2"
+        found.append(_run(f"{saved} to {layout}", going_on, after=(_folder(saved),), resumes=_folder(saved)))
+    for saved in READ:
+        for numerics in ("stock", "tree"):
+            start = f"checkpoint.pretrained_checkpoint={_folder(saved)}/checkpoints"
+            reading = f"{TOY} iters=1 numerics={numerics} {start}"
+            found.append(_run(f"{saved} read by {numerics}", reading, after=(_folder(saved),)))
+    return found
 
 
-def test_checkpoints_move_both_ways(tmp_path):
+def _run(name, words, **fields):
+    return Run(_folder(name), words, gpus_for(words), **fields)
+
+
+def _folder(name):
+    return name.replace(" ", "-").replace("=", "")
+
+
+class Trained:
+    """The runs that this machine has the GPUs for, in one folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.gpus = {one.name: one.gpus for one in all_runs()}
+        self.errors = train(folder, [one for one in all_runs() if one.gpus <= GPUS])
+
+    def ledger(self, name):
+        """Its header and steps. Skips the test if the machine has too few GPUs for the run."""
+        folder = _folder(name)
+        if self.gpus[folder] > GPUS:
+            pytest.skip(f"needs {self.gpus[folder]} GPUs, here are {GPUS}")
+        assert self.errors[folder] is None, self.errors[folder]
+        ledger = read(self.folder / folder)
+        return ledger.header, list(ledger.steps)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return Trained(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.parametrize(
+    "group, layout", [(group, layout) for group, (_, layouts) in GROUPS.items() for layout in layouts[1:]]
+)
+def test_one_ledger_for_all_layouts(trained, group, layout):
+    (header, steps), (other, its) = (trained.ledger(f"{group} {of}") for of in (GROUPS[group][1][0], layout))
+    assert header.initial
+    assert header.initial == other.initial
+    assert len(steps) == 4
+    assert steps == its
+
+
+@pytest.mark.parametrize("group, layout", CONTROLS)
+def test_stock_has_several(trained, group, layout):
+    (header, steps), (other, its) = (trained.ledger(f"stock {group} {of}") for of in ("tp=1", layout))
+    assert header.initial
+    assert header.initial == other.initial == trained.ledger(f"{group} tp=1")[0].initial
+    assert steps[0].gradients != its[0].gradients
+    assert steps[-1].weights != its[-1].weights
+
+
+@pytest.mark.parametrize("saved", RESUMED)
+def test_a_run_goes_on_at_another_tp(trained, saved):
+    """With its optimizer's state: the steps after the checkpoint are those of the run that was never interrupted."""
+    resumed = f"{saved} to {RESUMED[saved]}"
+    steps = trained.ledger(resumed)[1]
+    assert (trained.folder / _folder(resumed) / "ledger.replaced-1.jsonl").exists()
+    assert steps == trained.ledger("dense tp=1")[1]
+
+
+@pytest.mark.parametrize("saved", READ)
+def test_checkpoints_move_both_ways(trained, saved):
     """Weights saved under one numerics are read under the other: the first loss hardly moves."""
-    losses = {}
-    for saves, loads in (("stock", "tree"), ("tree", "stock")):
-        train(tmp_path, f"{saves}-saves", "iters=4", "save=4", f"numerics={saves}", "tp=1")
-        checkpoint = f"checkpoint.pretrained_checkpoint={tmp_path / f'{saves}-saves' / 'checkpoints'}"
-        for mode in (saves, loads):
-            run = train(tmp_path, f"{saves}-to-{mode}", "iters=1", f"numerics={mode}", "tp=2", checkpoint)
-            losses[saves, mode] = run[0]["loss"]["value"]
-        assert losses[saves, loads] == pytest.approx(losses[saves, saves], rel=1e-3)
+    names = (f"{saved} read by stock", f"{saved} read by tree", "dense tp=1")
+    stock, tree, drawn = (bits_float(trained.ledger(name)[1][0].loss) for name in names)
+    assert stock == pytest.approx(tree, rel=1e-3)
+    assert stock != pytest.approx(drawn, rel=1e-3)  # the loss of weights that were not read

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import same_bits
-from tp_invariant_recipes.kernels import cross_entropy, rms_norm, token_sum, tree_add
+from tp_invariant_recipes.kernels import cross_entropy, rms_norm, row_add, token_sum, tree_add
 from tp_invariant_recipes.numerics import product as products
 from tp_invariant_recipes.numerics.product import product
 
@@ -110,6 +110,28 @@ def test_token_sum_of_a_slice_is_the_slice_of_it(dtype):
         assert same_bits(chunks, torch.cat(parts))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "tokens, table, features", ((4096, 512, 1024), (8192, 151936, 1024), (300, 8, 40), (513, 64, 5000))
+)
+def test_added_rows_have_the_bits_of_the_cpu_and_of_slices(tokens, table, features, dtype):
+    """Two micro-batches; a third of the tokens are one number. A rank leaves out the numbers of other ranks."""
+    whole = torch.zeros(table, features, device="cuda")
+    parts = {degree: [torch.zeros_like(part) for part in whole.chunk(degree)] for degree in DEGREES}
+    twin = torch.zeros(table, features)
+    for _ in range(2):
+        rows, at = _random(tokens, features, dtype=dtype), torch.randint(table, (tokens,), device="cuda")
+        at[::3] = 5
+        row_add.add_rows(rows, at, whole)
+        row_add.add_rows(rows.cpu(), at.cpu(), twin)
+        for ranks in parts.values():
+            for n, part in enumerate(ranks):
+                mine = at - n * len(part)
+                row_add.add_rows(rows, mine.masked_fill((mine < 0) | (mine >= len(part)), -1), part)
+    assert same_bits(whole.cpu(), twin)
+    assert all(same_bits(torch.cat(ranks), whole) for ranks in parts.values())
+
+
 # [tokens, k, n] of one shard of Qwen3-0.6B and 8B, V = 8 and 4.
 SHAPES = (
     (2048, 1024, 384),
@@ -124,8 +146,9 @@ SHAPES = (
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("degree", (1, 2, 4))
-def test_product_of_slices_is_that_of_copies(shape, degree, dtype):
+def test_product_of_slices_is_that_of_copies(monkeypatch, shape, degree, dtype):
     """Slices of operands and outputs that hold 4/degree shards; adding in place."""
+    monkeypatch.setattr(products, "_in_place_is_right", {})
     tokens, k, n = shape
     held = 4 // degree
     x, w = _random(tokens, held * k, dtype=dtype), _random(n, held * k, dtype=dtype)
@@ -142,3 +165,34 @@ def test_product_of_slices_is_that_of_copies(shape, degree, dtype):
     assert same_bits(node, a + b)
     in_place = products.shown()
     print(sum(in_place.values()), "of", len(in_place), "kinds of product in place")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_probe_takes_what_is_one_call_either_way(monkeypatch, shape, dtype):
+    """A product of one shard, without gaps and not added to anything: a probe that always refuses fails here."""
+    monkeypatch.setattr(products, "_in_place_is_right", {})
+    tokens, k, n = shape
+    x, w = _random(tokens, k, dtype=dtype), _random(n, k, dtype=dtype)
+    for out in (torch.empty(tokens, n, dtype=dtype, device="cuda"), torch.empty(tokens, n, device="cuda")):
+        product(x, w.t(), out)
+    assert set(products.shown().values()) == {True}
+    assert len(products.shown()) == (1 if dtype == torch.float32 else 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_probe_refuses_another_order(monkeypatch, dtype):
+    """A probe that always agrees fails here: the faster form adds two halves of k."""
+    monkeypatch.setattr(products, "_in_place_is_right", {})
+    in_one_piece = products._in_place
+
+    def in_halves(a, b, out, add):
+        half = a.shape[1] // 2
+        in_one_piece(a[:, half:].contiguous(), b[half:].contiguous(), out, add)
+        return in_one_piece(a[:, :half].contiguous(), b[:half].contiguous(), out, True)
+
+    monkeypatch.setattr(products, "_in_place", in_halves)
+    x, w, out = _random(128, 512, dtype=dtype), _random(96, 512, dtype=dtype), torch.empty(128, 96, device="cuda")
+    product(x, w.t(), out)
+    assert set(products.shown().values()) == {False}
+    assert same_bits(out, torch.mm(x, w.t()) if dtype == torch.float32 else torch.mm(x, w.t(), out_dtype=torch.float32))

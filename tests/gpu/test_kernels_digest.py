@@ -55,6 +55,36 @@ def test_the_largest_magnitude_is_that_of_the_gradient_norm(dtype):
     assert taken.largest.item() == grad_norm.largest([piece.values for piece in pieces]).item() > 0
 
 
+def test_a_rank_without_pieces_has_its_lanes_on_the_gpu():
+    taken = Lanes([], magnitude=True, device=torch.device("cuda"))
+    assert taken().shape == (0, 2)
+    assert taken().is_cuda
+    assert (taken.largest.is_cuda, taken.largest.item(), taken.unlike.is_cuda) == (True, 0, True)
+
+
+def test_copies_that_do_not_follow_are_counted():
+    """Ties, NaNs, infinities; copies that are rows of a wider table; pieces without a copy beside them."""
+    torch.manual_seed(0)
+    pieces, wrong = [], []
+    for n, shape in enumerate(SHAPES):
+        values = filled(shape, torch.float32)
+        flat = values.view(-1).view(torch.int32)
+        flat[::3] = flat[::3] & ~0xFFFF | 0x8000
+        copy = torch.empty(shape[0], shape[1] + n, dtype=torch.bfloat16)[:, : shape[1]]
+        copy.copy_(values)
+        for at in range(0, values.numel(), max(1, values.numel() // 5)):
+            row, column = divmod(at, shape[1])
+            copy[row, column] = 1.0 if values[row, column] != 1.0 else 2.0
+        wrong.append(len(range(0, values.numel(), max(1, values.numel() // 5))) if values.numel() else 0)
+        pieces.append(Piece(values, 5 * n, 3 * n, 1, copy))
+        pieces.append(Piece(filled(shape, torch.bfloat16), 0, 0))
+        wrong.append(0)
+    twin = Lanes(pieces)
+    taken = Lanes([p._replace(values=p.values.cuda(), copy=None if p.copy is None else p.copy.cuda()) for p in pieces])
+    assert torch.equal(taken().cpu(), twin())
+    assert taken.unlike.tolist() == twin.unlike.tolist() == wrong
+
+
 def test_widths_are_mixed_and_memory_is_read_anew():
     torch.manual_seed(0)
     values = [filled((65, 1030), dtype).cuda() for dtype in (torch.float32, torch.bfloat16, torch.uint8)]

@@ -43,7 +43,7 @@ def _settings():
 def test_every_product_of_a_layer_holds_on_live_operands(monkeypatch, model, degree, tokens):
     """Forward, input and weight gradient with TPI_CHECK_PRODUCTS=1: random, wide and cancelling operands."""
     monkeypatch.setattr(products, "_in_place_is_right", {})
-    monkeypatch.setattr(products, "_checking", lambda: True)
+    monkeypatch.setattr(products, "checking", lambda: True)
     shards, layers = MODELS[model]
     mesh = VirtualMesh(shards // degree, 1, 0)  # a rank of tp=degree, with nobody to talk to: only products count
     for layer, k, n, segments in layers:

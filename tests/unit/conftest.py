@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tp_invariant_recipes.config import hydra_tree, source
+from tp_invariant_recipes.config import field_table, hydra_tree, source
 from tp_invariant_recipes.host import bridge as host_bridge
 
 BRIDGE = "megatron.bridge"
@@ -29,6 +29,15 @@ def _no_bridge(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     yield
     if BRIDGE in sys.modules and not before:
         refuse()
+
+
+@pytest.fixture(autouse=True)
+def _fields_of_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of Bridge's fields, as it is of the Bridge that the locks install.
+
+    tests/distributed/test_field_table_bridge.py compares it with Bridge.
+    """
+    monkeypatch.setattr(field_table, "in_environment", lambda: Path(__file__).with_name("bridge_fields.json"))
 
 
 _TREES: dict[tuple[str, ...], bytes] = {}

@@ -27,6 +27,7 @@ from tp_invariant_recipes.kernels import (
     group_norm,
     grouped_product,
     rms_norm,
+    row_add,
     row_sum,
     token_sum,
     tree_add,
@@ -96,6 +97,37 @@ def digest_lanes_are_those_of_numpy():
             assert most == grad_norm.largest([piece.values.view(dtype) for piece in pieces])
 
 
+def digests_find_copies_that_do_not_follow():
+    """Among ties, NaNs, infinities and subnormals, in either loop of the kernel."""
+    digest.ROWS, digest.COLUMNS = 8, 32
+    cpu = torch.device("cpu")
+    pieces, wrong = [], []
+    for rows, columns in ((1, 1), (9, 33), (21, 100)):
+        noise = torch.randint(0, 256, (rows * columns * 4,), dtype=torch.uint8).view(torch.int32)
+        noise[::3] = noise[::3] & ~0xFFFF | 0x8000  # half-way between two bf16 numbers
+        noise[::5] = noise[::5] & ~0x7F800000 | torch.tensor([0, 0x7F800000])[torch.randint(0, 2, noise[::5].shape)]
+        values = noise.view(torch.float32).view(rows, columns)
+        copy = torch.empty(rows, columns + 3, dtype=torch.bfloat16)[:, :columns]
+        copy.copy_(values)
+        apart = min(rows * columns, 7)
+        for at in torch.randperm(rows * columns)[:apart].tolist():
+            row, column = divmod(at, columns)
+            if values[row, column].isnan():
+                copy[row, column] = 1.0
+            else:
+                copy.view(torch.int16)[row, column] ^= 1
+                if copy[row, column].isnan():
+                    copy[row, column] = 1.0
+        wrong.append(apart)
+        pieces.append(digest._as_words(digest.Piece(values, 0, 0, 1, copy)))
+    out, unlike = torch.zeros(len(pieces), 2, dtype=torch.int64), torch.zeros(len(pieces), dtype=torch.int64)
+    table = [digest._row(n, piece) for n, piece in enumerate(pieces)]
+    keys = digest.keys(digest._length(pieces), cpu)
+    digest.launch(digest.programs(table, cpu), keys, out, 4, None, unlike)
+    assert unlike.tolist() == wrong == [digest._unlike(piece) for piece in pieces]
+    assert torch.equal(out, torch.stack([digest._lanes_numpy(piece) for piece in pieces]))
+
+
 def experts_products_are_right_whoever_lies_beside():
     sizes, n, k = (70, 0, 1, 130), 72, 80
     memory = torch.randn(2 * len(sizes), n, k)
@@ -130,6 +162,15 @@ def row_sums_have_the_bits_of_their_twin():
         rows, at = torch.randn(9, features), torch.randint(-1, 9, (13, 3))
         twin = row_sum._row_sum_torch(rows, at, torch.empty(13, features))
         assert same_bits(row_sum._row_sum_triton(rows, at, torch.empty(13, features)), twin)
+
+
+def rows_are_added_as_their_twin_adds_them():
+    for features, most in ((40, 3), (1500, 30), (8, 1)):
+        rows, at, out = torch.randn(60, features), torch.randint(-2, most, (60,)), torch.randn(most, features)
+        twin = out.clone()
+        row_add._add_rows_triton(rows, at, out)
+        row_add._add_rows_torch(rows, at, twin)
+        assert same_bits(out, twin), (features, most)
 
 
 def activations_are_right_row_by_row():
@@ -219,8 +260,10 @@ KERNELS: dict[str, Callable[[], None]] = {
         norms_are_right_and_slices_of_each_other,
         token_sums_are_right_and_slices_of_each_other,
         digest_lanes_are_those_of_numpy,
+        digests_find_copies_that_do_not_follow,
         experts_products_are_right_whoever_lies_beside,
         row_sums_have_the_bits_of_their_twin,
+        rows_are_added_as_their_twin_adds_them,
         activations_are_right_row_by_row,
         gradient_norms_have_the_bits_of_plain_torch,
         fixed_tile_products_are_right,

@@ -407,7 +407,8 @@ def test_first_call_installs_with_hashes_and_compiles(installed):
     (install,) = sync(calls)
     assert {"--require-hashes", "--compile-bytecode", "--no-build-isolation"} <= set(install.split())
     assert re.findall(r"lock/(\w+)\.txt", install) == ["tools", "base", "dev", "torch", "megatron"]
-    assert f"--editable {installed.checkout}" in calls[-1]
+    assert any(f"--editable {installed.checkout}" in call for call in calls)
+    assert any("schema.write_field_table(field_table.in_environment())" in call for call in calls[-2:])
 
 
 def test_second_call_does_nothing(installed):

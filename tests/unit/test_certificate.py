@@ -112,9 +112,18 @@ def test_it_says_what_it_is_of(run):
         "of": 3,
         "loss": "f32:40c80000",
         "parameters": 1,
+        "digests": {"gradients": 3, "weights": 3},
     }
     words = certificate.summary_words(found.summary)
-    assert words == "qwen3_toy tp=2, numerics=tree, NVIDIA H200, 3 of 3 steps"
+    assert words == "qwen3_toy tp=2, numerics=tree, NVIDIA H200, 3 of 3 steps, gradients of 3 steps, weights of 3 steps"
+
+
+def test_the_certificate_of_an_earlier_versions_ledger_counts_no_digests(tmp_path):
+    """Its summary was written without them, and must still be that of its members."""
+    found = open_certificate(
+        Path("a.tpicert"), certify(run_directory(tmp_path / "old", header=replace(HEADER, schema=2)))
+    )
+    assert "digests" not in found.summary
 
 
 def test_words_are_safe_to_print():
@@ -235,7 +244,7 @@ def test_of_a_torn_or_unfinished_run_the_whole_steps_are_certified(tmp_path):
     assert certify(run) == unfinished
     found = check_bytes(unfinished)
     assert (found.summary["steps"], found.summary["of"], found.ledger.torn) == (2, 5, False)
-    assert certificate.summary_words(found.summary).endswith("2 of 5 steps")
+    assert certificate.summary_words(found.summary).endswith("2 of 5 steps, gradients of 2 steps, weights of 2 steps")
 
 
 def test_files_that_do_not_belong_together_are_not_certified(run, tmp_path):
@@ -274,7 +283,9 @@ def test_the_command_packs_and_checks(cli, run, monkeypatch):
     file = run.parent / "run.tpicert"
     digest = check(file).hash
     assert made.out == (
-        f"run.tpicert: qwen3_toy tp=2, numerics=tree, NVIDIA H200, 3 of 3 steps\ncertificate hash {digest}\n"
+        "run.tpicert: qwen3_toy tp=2, numerics=tree, NVIDIA H200, 3 of 3 steps, gradients of 3 steps, weights of 3 "
+        "steps\n"
+        f"certificate hash {digest}\n"
     )
     assert cli("certify", "run").status == 0  # the same bytes are there
     checked = cli("certify", "--check", "run.tpicert", "--hash", digest.upper())

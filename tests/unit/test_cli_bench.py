@@ -17,6 +17,7 @@ MISTAKES = (
     (["qwen3_toy", "++train.train_iters=3"], ["++train.train_iters=3: a benchmark counts its own steps: --warmup N"]),
     (["qwen3_toy", "run.dir=x"], ["run.dir=x: a benchmark has its own directory: --dir PATH"]),
     (["qwen3_toy", "--modes", "tree,tree+digest"], ["numerics=tree+digest"]),
+    (["qwen3_toy", f"--rounds={30 * '9'}"], [f"--rounds {30 * '9'}: must be at most 10000"]),
     (["qwen3_toy", "ledger.digests=0"], ["a mode says whether it records digests: --modes tree,tree+digests"]),
     (["qwen3_toy", "ledger.trace=1:1"], ["a benchmark traces no modules"]),
     (["qwen3_toy", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),

@@ -11,6 +11,7 @@ from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TpiError)]
+KINDS.remove(errors.Interrupted)
 
 
 @pytest.fixture
@@ -90,6 +91,11 @@ def test_ctrl_c(failing):
     ended = failing(KeyboardInterrupt())
     assert ended.status == 130
     assert "Traceback" not in ended.err
+
+
+def test_ctrl_c_that_leaves_something(failing):
+    ended = failing(errors.Interrupted("stopped; what was trained: runs/a"))
+    assert (ended.status, ended.err) == (130, "error: stopped; what was trained: runs/a\n")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tp_invariant_recipes.config import describe, source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
+from tp_invariant_recipes.numerics import conformance
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 from tp_invariant_recipes.replacement import Replacement
@@ -30,11 +31,21 @@ def test_show_is_the_tree_and_the_same_as_overrides(cli, no_gpus):
     assert 'dataset.split="1,0,0"' in overrides.splitlines()
 
 
+def test_show_says_the_memory_part_by_part(cli, no_gpus):
+    """Weights of Qwen3-8B in bf16 at tp=4: 8.19e9 * 2 / 4 bytes."""
+    lines = [line.lstrip("# ").split() for line in cli("show", "qwen3_8b", "tp=4", "device=gpu").out.splitlines()]
+    assert ["weights", "3.81", "GiB"] in lines
+    assert any(line[:2] == ["a", "rank"] for line in lines)
+
+
 def test_show_as_json(cli, no_gpus):
     ended = cli("show", "qwen3_8b", "tp=4", "--json")
     assert (ended.status, ended.err) == (0, "")
     shown = json.loads(ended.out)
-    assert shown.keys() == {"configuration", "bridge_overrides"}
+    assert shown.keys() == {"configuration", "bridge_overrides", "memory"}
+    assert shown["memory"].keys() == {"parts", "rank", "ranks_per_node", "node", "not_followed"}
+    assert shown["memory"]["rank"] == sum(shown["memory"]["parts"].values())
+    assert shown["memory"]["ranks_per_node"] == 4
     assert shown["configuration"] == compose("qwen3_8b", ["tp=4"], device="cpu").tree
     assert "optimizer.lr=0.0003" in shown["bridge_overrides"]
     assert "mixed_precision=bf16_mixed" in shown["bridge_overrides"]
@@ -59,6 +70,7 @@ def test_models(cli):
     for model in source.groups()["model"]:
         assert f" {model} " in ended.out
     assert "8.19 B" in ended.out
+    assert "157 80 41 21" in ended.out
     assert "0.4 M" in ended.out
 
 
@@ -68,7 +80,10 @@ def test_models_as_json(cli):
     rows = json.loads(ended.out)
     assert [row["model"] for row in rows] == list(source.groups()["model"])
     types = dict(model=str, summary=str, parameters=int, layers=int, hidden_size=int, tp=list, cpu=bool)
+    types["memory"] = list
     for row in rows:
+        assert len(row["memory"]) == len(row["tp"])
+        assert row["memory"] == sorted(row["memory"], reverse=True)
         assert {key: type(value) for key, value in row.items()} == types
 
 
@@ -96,6 +111,7 @@ def machine(monkeypatch):
         proven = doctor.proven()
         monkeypatch.setattr(registry, "PATCHES", patches)
         monkeypatch.setattr(gpus, "visible", lambda: list(found))
+        monkeypatch.setattr(conformance, "differences", lambda recording, product: [])
         monkeypatch.setattr(doctor, "installed", (proven | (versions or {})).get)
 
     return make

@@ -1,7 +1,5 @@
 """A configuration is composed once a command, and what is composed is passed on."""
 
-import os
-
 import pytest
 
 from tp_invariant_recipes.config import hydra_tree
@@ -63,11 +61,9 @@ def test_a_file_that_builds_on_another_is_read_and_composed_once(compositions, t
 
 
 def test_a_file_that_hides_what_its_nodes_have_is_composed_again_for_these(compositions, tmp_path):
-    hidden = "cluster:\n  gpus_per_node: ${oc.env:GPUS}\n"
+    hidden = "cluster:\n  gpus_per_node: ${validation.eval_iters}\n"
     (tmp_path / "site.yaml").write_text(f"# @package _global_\ndefaults:\n  - local\n{hidden}  ranks_per_node: 4\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "GPUS", "0")
-        found = submit.train("qwen3_toy", [*JOB, f"cluster={tmp_path}/site.yaml"])
+    found = submit.train("qwen3_toy", [*JOB, f"cluster={tmp_path}/site.yaml"])
     assert "cpu ranks" in found.about
     assert len(compositions) == 2
 
@@ -82,7 +78,7 @@ def test_a_matrix_composes_each_cell_once(compositions):
 
 def test_a_node_composes_once(compositions, tmp_path):
     asked = request("tp=2", *CPUS, f"run.dir={tmp_path}/run", go_on=True)
-    task = allocation_run.node_task(asked, watch=None)
+    task = allocation_run.node_task(asked, watch=None, remark=None)
     task.lead()
     task.follow(0)
     assert len(compositions) == 1

@@ -32,7 +32,7 @@ def test_a_count_beyond_its_bound_is_refused_by_its_name(key):
     assert bounds.wrong(tree) == {}
 
 
-@pytest.mark.parametrize("key, limit", (("model.num_layers", bounds.LARGEST), ("rng.seed", bounds.WIDEST)))
+@pytest.mark.parametrize("key, limit", (("model.num_layers", bounds.LARGEST), ("slurm.tries", bounds.WIDEST)))
 @pytest.mark.timeout(20)
 def test_any_other_whole_number_has_one_too(key, limit):
     assert problems(f"{key}={26 * '9'}") == [f"{key}={26 * '9'}: must be at most {limit}"]

@@ -36,16 +36,21 @@ BEYOND = (
         {"model__add_bias_linear": True, "model__bias_activation_fusion": True, "model__gated_linear_unit": False},
         "a bias fused into an ungated activation",
     ),
-    ({"parallel__data_parallel_size": 2, "ddp__overlap_grad_reduce": True}, "norm weight gradients are complete only"),
-    ({"ddp__grad_reduce_in_fp32": False}, "gradients are accumulated in fp32"),
+    ({"ddp__overlap_grad_reduce": True}, "ddp.overlap_grad_reduce=true: norm weight gradients are complete only"),
+    ({"ddp__grad_reduce_in_fp32": False}, "ddp.grad_reduce_in_fp32=false: gradients are accumulated in fp32"),
+    ({"optimizer__optimizer": "muon"}, "optimizer.optimizer=muon: only adam and sgd"),
+    ({"dist__use_sharp": True}, "dist.use_sharp=true: sums inside a switch"),
     ({"model__cuda_graph_impl": "local"}, "CUDA graphs"),
     ({"model__gtp_weight_remat_size": 2}, "weights spread over more ranks"),
     ({"model__position_embedding_type": "learned_absolute"}, "only rotary positions"),
     *(({f"model__{field}": True}, f"model.{field} is not covered") for field in invariance.OFF),
+    ({"model__attention_backend": "flash"}, "of attention only auto, fused, unfused and local are covered"),
+    ({"model__softmax_type": "learnable"}, "only the plain softmax"),
     ({"model__fp8": "hybrid"}, "FP8 and FP4 scales"),
     ({"model__tp_comm_overlap": True}, "overlapped collectives"),
     ({"model__delay_wgrad_compute": True}, "delayed weight gradients"),
     ({"model__cross_entropy_loss_fusion": True}, "the fused cross entropy"),
+    ({"model__disable_bf16_reduced_precision_matmul": False}, "cuBLAS may add parts of a product in bf16"),
     ({"model__hidden_dropout": 0.1}, "dropout"),
     ({"model__attention_dropout": 0.1}, "dropout"),
     ({"model__context_parallel_size": 2}, "cp"),
@@ -160,3 +165,12 @@ def test_several_limits_are_listed_and_the_way_out_is_said_once():
 @pytest.mark.parametrize("override", ("tp=3", "tp=0", "dp=0", "pp=-1"))
 def test_what_stock_numerics_would_refuse_too_does_not_end_with_stock(override):
     assert "numerics" not in refused(override)
+
+
+def test_a_field_of_the_model_that_no_rule_knows_is_refused_by_name():
+    unknown = {"model__test_mode": True, "model__a_field_of_a_later_release": 1, "model__use_mup": None}
+    assert invariance.limits(changed(**unknown)) == [
+        f"numerics=tree: model.{name}: the invariant numerics do not know this field; leave it unset"
+        for name in ("a_field_of_a_later_release", "test_mode", "use_mup")
+    ]
+    assert invariance.limits(changed(**unknown, numerics__mode="stock")) == []

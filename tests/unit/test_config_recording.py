@@ -21,7 +21,7 @@ def changed(**fields) -> dict:
 
 
 def test_digests_are_recorded_at_every_step_unless_told_otherwise():
-    assert TREE["ledger"] == {"digests": 1, "trace": None, "dump": []}
+    assert TREE["ledger"] == {"digests": 1, "state_digests": 10, "trace": None, "dump": []}
     assert recording.problems(TREE) == []
 
 
@@ -42,6 +42,9 @@ def test_what_is_no_range_of_steps_is_refused(text):
     (
         ({"ledger__digests": -1}, "ledger.digests=-1: must be 0 (never) or a number of steps"),
         ({"ledger__digests": True}, "ledger.digests=True"),
+        ({"ledger__state_digests": -1}, "ledger.state_digests=-1: must be a number of steps, or 0"),
+        ({"ledger__state_digests": 1.5}, "ledger.state_digests=1.5"),
+        ({"optimizer__optimizer_cpu_offload": True}, "optimizer.optimizer_cpu_offload=false"),
         ({"ledger__trace": "99:101"}, "the run ends at step 50; raise iters or trace less"),
         ({"ledger__trace": "1:2", "model__cuda_graph_impl": "local"}, "model.cuda_graph_impl=local; cuda_graph=off"),
         ({"ledger__dump": ["weights/x"]}, "at which steps? set ledger.trace=FIRST:LAST"),
@@ -70,7 +73,7 @@ def test_tensors_that_can_be_dumped(name):
 
 def test_the_command_line_takes_them_and_lists_all_that_is_wrong():
     tree = compose("qwen3_toy", ["ledger.trace=1:3", "ledger.digests=10", "ledger.dump=[weights/a.b]"]).tree
-    assert tree["ledger"] == {"digests": 10, "trace": "1:3", "dump": ["weights/a.b"]}
+    assert tree["ledger"] == {"digests": 10, "state_digests": 10, "trace": "1:3", "dump": ["weights/a.b"]}
     with pytest.raises(ConfigError) as caught:
         compose("qwen3_toy", ["ledger.trace=3:1", "ledger.digests=-1", "ledger.digest=3", "tp=3"])
     assert len(caught.value.problems) >= 4

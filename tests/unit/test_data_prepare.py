@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tp_invariant_recipes.cli.data import data_app
 from tp_invariant_recipes.data import parts, source
-from tp_invariant_recipes.data.prepare import ensure_prepared, prepare
+from tp_invariant_recipes.data.prepare import ensure_prepared, foresee, prepare
 from tp_invariant_recipes.data.prepared import is_prepared, load
 from tp_invariant_recipes.errors import DataError
 
@@ -316,7 +316,10 @@ def test_load_finds_damage(tmp_path):
         ("{", "cannot read"),
         ("[]", "schema version None"),
         (json.dumps(metadata | {"schema_version": 99}), "schema version 99"),
-        (json.dumps(metadata | {"tokens": "many"}), "lacks a valid tokens"),
+        (
+            json.dumps(metadata | {"tokens": "many"}),
+            r"is not what tpi writes \(tokens: Input should be a valid integer\)",
+        ),
     ):
         (tmp_path / "out.json").write_text(text)
         with pytest.raises(DataError, match=message):
@@ -347,6 +350,17 @@ def test_ensure_prepared_caches_text_by_content_and_tokenizer(tmp_path, hf_folde
     write(folder, a__txt="other")
     other = ensure_prepared(folder, cache)
     assert len({first.prefix, words.prefix, other.prefix}) == 3
+
+
+def test_foreseeing_writes_nothing_and_finds_what_is_there(tmp_path):
+    folder, cache = write(tmp_path / "text", a__txt="one"), tmp_path / "cache"
+    before = sorted(tmp_path.rglob("*"))
+    assert foresee(folder, cache) == EOD + 1
+    with pytest.raises(DataError, match="no file or folder of text"):
+        foresee(tmp_path / "nowhere", cache)
+    assert sorted(tmp_path.rglob("*")) == before
+    made = ensure_prepared(folder, cache)
+    assert foresee(folder, cache) == foresee(made.prefix, cache) == made
 
 
 def test_ensure_prepared_with_dataset_beside_its_folder(tmp_path):

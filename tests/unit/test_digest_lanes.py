@@ -118,6 +118,24 @@ def test_memory_is_read_anew_and_the_largest_found():
     assert taken.largest.item() == largest([values]).item() == 0x7F800000
 
 
+@given(seed=st.integers(0, 99), wrong=st.integers(0, 6))
+def test_copies_that_are_not_the_values_rounded_are_counted(seed, wrong):
+    values = filled(6, 7, seed=seed)
+    copy = values.to(torch.bfloat16)
+    for at in range(wrong):
+        copy.view(-1)[at] = 1.0 if values.view(-1)[at].to(torch.bfloat16) != 1.0 else 2.0
+    taken = Lanes([Piece(values, 0, 0, 1, copy), Piece(values, 0, 0)])
+    assert taken().tolist() == [whole(values)] * 2
+    assert taken.unlike.tolist() == [wrong, 0]
+
+
+def test_a_copy_is_a_bf16_table_of_the_same_shape():
+    values = filled(4, 4)
+    for copy in (values, values.to(torch.bfloat16)[:2], values.to(torch.float16)):
+        with pytest.raises(ValueError, match="is not a copy of"):
+            Lanes([Piece(values, 0, 0, 1, copy)])
+
+
 def test_nothing_has_no_lanes():
     assert lanes([]).tolist() == []
     assert lanes([Piece(torch.empty(0, 5), 0, 0)]).tolist() == [[0, 0]]

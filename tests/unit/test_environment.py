@@ -4,20 +4,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tp_invariant_recipes import invariant
+from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.config.environment import VARIABLES, recorded, settings
 from tp_invariant_recipes.errors import ConfigError
 
 DEFAULTS = {
     "gpu": {
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "TORCH_BLAS_PREFER_CUBLASLT": "0",
+        "DISABLE_ADDMM_CUDA_LT": "0",
+        "PYTORCH_TUNABLEOP_ENABLED": "0",
+        "CUBLAS_EMULATE_SINGLE_PRECISION": "0",
+        "CUBLAS_EMULATE_DOUBLE_PRECISION": "0",
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
         "NCCL_ALGO": "^NVLS",
         "NCCL_NVLS_ENABLE": "0",
         "MAMBA_DETERMINISTIC": "1",
-        "NVIDIA_TF32_OVERRIDE": "0",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     },
     "cpu": {"NCCL_ALGO": "^NVLS", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+}
+# Variables that must not be set, and the value that does as well, if there is one.
+UNSET = {
+    "gpu": {
+        "CUBLASLT_WORKSPACE_SIZE": None,
+        "TORCH_CUBLASLT_UNIFIED_WORKSPACE": None,
+        "CUBLASLT_HEURISTICS_LUT_FILE": None,
+        "NVTE_FUSED_ATTN_BACKEND": None,
+        "NVTE_FUSED_ATTN_USE_FAv2_BWD": "0",
+        "NVTE_MASKED_SOFTMAX_FUSION": "1",
+        "NVTE_FWD_LAYERNORM_SM_MARGIN": "0",
+        "NVTE_BWD_LAYERNORM_SM_MARGIN": "0",
+        "NVTE_EXT_MARGIN_SM": None,
+        "NVTE_NORM_FWD_USE_CUDNN": "0",
+        "NVTE_NORM_BWD_USE_CUDNN": "0",
+        "NVTE_USE_CUTLASS_GROUPED_GEMM": "0",
+        "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "0",
+        "TRITON_F32_DEFAULT": None,
+        "TRITON_DEFAULT_FP_FUSION": "1",
+    },
+    "cpu": {"ONEDNN_DEFAULT_FPMATH_MODE": "STRICT", "DNNL_DEFAULT_FPMATH_MODE": "STRICT"},
 }
 ROWS = [(device, variable) for variable in VARIABLES for device in variable.devices]
 IDS = [f"{device} {variable.name}" for device, variable in ROWS]
@@ -31,7 +60,8 @@ def test_where_nothing_is_set_the_table_sets_it(device):
 @pytest.mark.parametrize("device, variable", ROWS, ids=IDS)
 def test_a_value_that_does_as_well_is_kept(device, variable):
     for value in (variable.value, *variable.accepted):
-        assert settings(device, {variable.name: value}) == DEFAULTS[device] | {variable.name: value}
+        if value is not None:
+            assert settings(device, {variable.name: value}) == DEFAULTS[device] | {variable.name: value}
 
 
 @pytest.mark.parametrize("device, variable", ROWS, ids=IDS)
@@ -40,8 +70,8 @@ def test_any_other_value_is_refused_by_name(device, variable):
         with pytest.raises(ConfigError) as error:
             settings(device, {variable.name: value})
         (line,) = str(error.value).splitlines()
-        assert line.startswith(f"{variable.name}={value} in the environment: {variable.why}; unset it or set")
-        assert line.endswith(f"{variable.name}={variable.value}")
+        assert line.startswith(f"{variable.name}={value} in the environment: {variable.why}; unset it")
+        assert line.endswith("; unset it" if variable.value is None else f" or set {variable.name}={variable.value}")
 
 
 @pytest.mark.parametrize("device", DEFAULTS)
@@ -49,7 +79,30 @@ def test_every_wrong_value_is_named_and_no_other(device):
     wrong = {variable.name: "wrong" for variable in VARIABLES}
     with pytest.raises(ConfigError) as error:
         settings(device, wrong)
-    assert [line.partition("=")[0] for line in str(error.value).splitlines()] == list(DEFAULTS[device])
+    named = [line.partition("=")[0] for line in str(error.value).splitlines()]
+    assert sorted(named) == sorted([*DEFAULTS[device], *UNSET[device]])
+
+
+@pytest.mark.parametrize("device", UNSET)
+def test_a_variable_without_a_name_for_its_default_is_not_set_and_must_not_be(device):
+    assert not UNSET[device].keys() & settings(device, {}).keys()
+    assert [v.name for v in VARIABLES if device in v.devices and v.value is None] == list(UNSET[device])
+    for name, default in UNSET[device].items():
+        (row,) = (v for v in VARIABLES if v.name == name)
+        assert row.accepted == (() if default is None else (default,))
+
+
+def test_another_workspace_of_cublas_is_refused():
+    """torch and cuBLAS take it, and it repeats bits, but cuBLAS chooses other algorithms with it."""
+    with pytest.raises(ConfigError, match=r"CUBLAS_WORKSPACE_CONFIG=:16:8 in the environment: .* or set .*=:4096:8"):
+        settings("gpu", {"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
+    with pytest.raises(ConfigError, match=r"CUBLASLT_WORKSPACE_SIZE=32768 in the environment: .*; unset it$"):
+        settings("gpu", {"CUBLASLT_WORKSPACE_SIZE": "32768"})
+
+
+def test_what_numerics_depend_on_is_recorded_whatever_its_prefix():
+    values = {v.name: v.value or "set" for v in VARIABLES}
+    assert recorded(values | {"HOME": "/root"}) == dict(sorted(values.items()))
 
 
 def test_a_variable_of_the_other_device_is_left_alone():
@@ -96,5 +149,23 @@ def test_a_setting_is_accepted_or_refused_never_changed(environment):
             found = settings(device, environment)
         except ConfigError:
             continue
-        assert found.keys() == DEFAULTS[device].keys()
+        assert found.keys() == DEFAULTS[device].keys() | (UNSET[device].keys() & environment.keys())
         assert all(environment.get(name, value) == value for name, value in found.items())
+
+
+def test_flash_attn_is_asked_for_with_stock_alone():
+    assert environment.flash_problems("gpu", "stock", {"NVTE_FLASH_ATTN": "1"}) == []
+    assert environment.flash_problems("cpu", "tree", {"NVTE_FLASH_ATTN": "1"}) == []
+    assert environment.flash_problems("gpu", "tree", {"NVTE_FLASH_ATTN": "0"}) == []
+    for mode in ("tree", "gather"):
+        (problem,) = environment.flash_problems("gpu", mode, {"NVTE_FLASH_ATTN": "1"})
+        assert problem.startswith("NVTE_FLASH_ATTN=1 in the environment")
+
+
+def test_the_switch_of_other_programs_refuses_flash_attn(monkeypatch):
+    monkeypatch.setattr(invariant, "_device", lambda: "gpu")
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    with pytest.raises(
+        ConfigError, match=r"NVTE_TP_INVARIANT_MODE=1 does not cover this:\n  - NVTE_FLASH_ATTN=1 in the"
+    ):
+        invariant.install(8)

@@ -97,6 +97,7 @@ LEFT_OUT = {
     "model.cuda_graph_impl",
     "model.deterministic_mode",
     "model.gradient_accumulation_fusion",
+    "model.disable_bf16_reduced_precision_matmul",
     "model.masked_softmax_fusion",
     "model.moe_grouped_gemm",
     "model.moe_permute_fusion",

@@ -148,15 +148,15 @@ def test_any_other_error_is_one(library, error):
 
 
 def test_settings_of_torch_tell_products_apart():
-    before = products._settings()
+    before = products.settings()
     matmul = torch.backends.cuda.matmul
     allowed = matmul.allow_bf16_reduced_precision_reduction
     try:
         matmul.allow_bf16_reduced_precision_reduction = not allowed
-        assert products._settings() != before
+        assert products.settings() != before
     finally:
         matmul.allow_bf16_reduced_precision_reduction = allowed
-    assert products._settings() == before
+    assert products.settings() == before
 
 
 @pytest.mark.parametrize("add", (False, True))

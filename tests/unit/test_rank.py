@@ -21,6 +21,6 @@ def test_a_rank_does_nothing_before_all_have_started(monkeypatch, tmp_path):
     monkeypatch.delenv("MASTER_PORT", raising=False)
     rank_info = rank.RankInfo(0, 0, 1, 1, "127.0.0.1", (1,))
     with pytest.raises(TimeoutError):
-        rank.main(0, str(tmp_path), [rank_info], lambda *_: sys.exit("started"), Closed())
+        rank.main(0, str(tmp_path), [rank_info], lambda *_: sys.exit("started"), Closed(), None)
     assert "MASTER_PORT" not in os.environ
     assert list(tmp_path.iterdir()) == []

@@ -290,6 +290,7 @@ MUCH = (
 )
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("steps, parameters, every, kib, point", MUCH)
 def test_a_page_of_much_stays_small(tmp_path, steps, parameters, every, kib, point):
     names = [f"decoder.layers.{n % 48}.mlp.experts.linear_fc1.weight{n // 48}" for n in range(parameters)]

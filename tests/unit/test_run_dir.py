@@ -62,6 +62,27 @@ def test_a_directory_that_holds_something_is_refused(here, content):
         choose("run", "name")
 
 
+BEGUN = ("write.lock", "config.yaml", "environment.json", ".versions.json.12.new")  # of a launcher killed as it began
+
+
+def test_what_a_killed_launcher_left_before_it_began_is_in_nobodys_way(here):
+    target = here / "run"
+    target.mkdir()
+    for name in BEGUN:
+        (target / name).touch()
+        assert choose("run", "name").path == RunDir(target.relative_to(here)).path
+    (target / "run.json").touch()
+    with pytest.raises(RunError, match="is not empty"):
+        choose("run", "name")
+
+
+def test_files_of_such_names_without_a_lock_are_somebodys(here):
+    (here / "run").mkdir()
+    (here / "run" / "config.yaml").touch()
+    with pytest.raises(RunError, match="is not empty"):
+        choose("run", "name")
+
+
 def test_a_file_is_refused(here):
     (here / "run").touch()
     with pytest.raises(RunError, match=r"run\.dir=run is a file"):

@@ -185,6 +185,7 @@ PARAMETERS = (
     Parameter("output_layer.weight", (8, 4), "float32", "bfloat16"),
 )
 HEADER = Header(
+    schema=2,  # without moments
     identity={"model.num_layers": 2, "rng.seed": 1234},
     numerics={"mode": "tree"},
     parameters=PARAMETERS,

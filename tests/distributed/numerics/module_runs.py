@@ -16,6 +16,8 @@ from tp_invariant_recipes.numerics.mesh import VirtualMesh
 Split = tuple[int, list[int]] | None
 Parameters = dict[str, tuple[torch.nn.Parameter, Split]]
 DTYPES = (torch.float32, torch.bfloat16)
+# Megatron-Core's own module on one rank, computed in fp64 from weights and inputs of the dtype that a case names.
+FP64 = "fp64"
 
 
 def split_of(parameter: Any, segments: int = 1) -> Split:
@@ -26,8 +28,13 @@ def split_of(parameter: Any, segments: int = 1) -> Split:
     return dim, list(getattr(parameter, "partition_sizes", [parameter.shape[dim] // segments] * segments))
 
 
-def set_weights(parameters: Parameters, mesh: VirtualMesh, scale: float) -> None:
-    """This rank's part of whole tensors that depend on nothing but their names. scale: of matrices."""
+def computed_in(kind: object, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a module of this kind."""
+    return torch.float64 if kind == FP64 else dtype
+
+
+def set_weights(parameters: Parameters, mesh: VirtualMesh, scale: float, dtype: torch.dtype) -> None:
+    """This rank's part of whole tensors that depend on nothing but their names. scale: of matrices. dtype: of all."""
     for name, (parameter, split) in parameters.items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         dim, sizes = split or (0, [parameter.shape[0]])
@@ -35,7 +42,7 @@ def set_weights(parameters: Parameters, mesh: VirtualMesh, scale: float) -> None
         part = torch.randn(shape, generator=generator) * (scale if parameter.ndim > 1 else 1.0)
         for at, pieces in enumerate(ranges):
             part = torch.cat([part.narrow(at, start, stop - start) for start, stop in pieces], at)
-        parameter.data.copy_(part)
+        parameter.data.copy_(part.to(dtype))
 
 
 def run(
@@ -45,25 +52,29 @@ def run(
     shape: Sequence[int],
     forward: Callable[[Any, Tensor], Tensor],
     *,
+    dtype: torch.dtype,
     sequence_parallel: bool,
     main_grad: bool,
 ) -> tuple[Tensor, Tensor, dict[str, tuple[Tensor, Split]]]:
     """Output and input gradient of the last micro-batch, and weight gradients of all by name.
 
-    shape: of the input, [s, b, h]. main_grad: two micro-batches into Megatron's fp32 buffers, not one to autograd.
+    shape: of the input, [s, b, h]. dtype: of the input's values. main_grad: two micro-batches into Megatron's fp32
+    buffers, not one to autograd; where the module computes in fp64, two to autograd.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import _allreduce_non_tensor_model_parallel_grads
 
     model: Any = module
+    batches = 2 if main_grad else 1
+    main_grad = main_grad and module.config.params_dtype != torch.float64
     if main_grad:
         settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         model = DistributedDataParallel(module.config, settings, module)
     else:
         model.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
-    for n in range(2 if main_grad else 1):
+    for n in range(batches):
         generator = torch.Generator().manual_seed(n)
-        whole = [torch.randn(shape, generator=generator).to(module.config.params_dtype) for _ in range(2)]
+        whole = [torch.randn(shape, generator=generator).to(dtype).to(module.config.params_dtype) for _ in range(2)]
         x, dy = (value.chunk(mesh.size)[mesh.rank] if sequence_parallel else value for value in whole)
         x = x.clone().requires_grad_()
         y = forward(model, x)
@@ -96,11 +107,11 @@ def put_together(ranks: Sequence[dict[str, tuple[Tensor, Split]]]) -> dict[str, 
     return found
 
 
-def cases(size: int) -> list[tuple[bool, torch.dtype, bool, bool]]:
-    """(invariant, dtype, sequence_parallel, main_grad) of a dense module on `size` ranks."""
+def cases(size: int) -> list[tuple[bool | str, torch.dtype, bool, bool]]:
+    """(kind, dtype, sequence_parallel, main_grad) of a module on `size` ranks. kind: invariant or not, or FP64."""
     return [
-        (invariant, dtype, sequence_parallel, main_grad)
-        for invariant in (True, False)
+        (kind, dtype, sequence_parallel, main_grad)
+        for kind in ((True, False) if size > 1 else (True, False, FP64))
         for dtype in DTYPES
         for sequence_parallel in ((False, True) if size > 1 else (False,))
         for main_grad in (False, True)
@@ -119,3 +130,17 @@ def on_all_degrees(shards: int, one: Callable[..., tuple]) -> dict[tuple[int, tu
         ranks = on_ranks(size, shards, every)
         found |= {(size, case): whole([rank[case] for rank in ranks], case[2]) for case in cases(size)}
     return found
+
+
+def inaccurate(found: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, tuple]:
+    """The tensors that are clearly further from an fp64 reference than stock's are: name → their error, stock's.
+
+    An error is the norm of the difference, as a part of the reference's. Stock's own is that of the dtype's roundings,
+    and depends a little on which; in fp32 it is so small that a sum of another order shows.
+    """
+    errors = {name: [_error(of[name], exact[name]) for of in (found, stock)] for name in exact}
+    return {name: (ours, its) for name, (ours, its) in errors.items() if not ours <= 1.25 * its + 2.0**-20}
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()

@@ -5,7 +5,16 @@ import re
 import pytest
 import torch
 
-from tests.distributed.numerics.module_runs import DTYPES, run, set_weights, split_of, whole
+from tests.distributed.numerics.module_runs import (
+    DTYPES,
+    FP64,
+    computed_in,
+    inaccurate,
+    run,
+    set_weights,
+    split_of,
+    whole,
+)
 from tests.distributed.ranks import megatron, on_ranks, same_bits
 from tp_invariant_recipes.numerics import spec
 
@@ -72,12 +81,12 @@ def _named(layer, ep):
 
 def _run(mesh, ep, invariant, dtype, kind):
     """As `run` returns it, and counts for the bias."""
-    layer = _layer(_config(mesh.size, ep, dtype, kind), invariant)
+    layer = _layer(_config(mesh.size, ep, computed_in(invariant, dtype), kind), invariant is True)
     parameters = dict(_named(layer, ep))
-    set_weights(parameters, mesh, 0.2)
+    set_weights(parameters, mesh, 0.2, dtype)
     done = run(
         layer, parameters, mesh, (SEQUENCE, BATCH, HIDDEN), lambda model, x: model(x)[0],
-        sequence_parallel=True, main_grad=True,
+        dtype=dtype, sequence_parallel=True, main_grad=True,
     )  # fmt: skip
     counts = layer.router.local_tokens_per_expert
     return done, None if counts is None else counts.clone()
@@ -90,7 +99,7 @@ STOCK = ((1, 1), (2, 1), (4, 4))
 def _cases(tp, ep):
     return [
         (invariant, dtype, kind)
-        for invariant in ((True, False) if (tp, ep) in STOCK else (True,))
+        for invariant in ((True, False, *([FP64] if (tp, ep) == (4, 4) else [])) if (tp, ep) in STOCK else (True,))
         for dtype in DTYPES
         for kind in KINDS
     ]
@@ -139,10 +148,9 @@ class TestLayer:
 
     def test_both_compute_the_same_but_for_rounding(self, results, dtype, kind):
         """At tp=V, where stock's capacity is that of a virtual shard, too."""
-        ours, stock = (results[4, 4, (invariant, dtype, kind)] for invariant in (True, False))
-        for name in ours:
-            error = (ours[name].double() - stock[name].double()).norm() / stock[name].double().norm()
-            assert error < (1e-5 if dtype == torch.float32 else 3e-2), name
+        ours, stock, exact = (results[4, 4, (of, dtype, kind)] for of in (True, False, FP64))
+        assert exact.keys() == ours.keys()
+        assert inaccurate(ours, stock, exact) == {}
 
 
 def _each_with_its_own_tokens():

@@ -25,7 +25,7 @@ NAMES = (
 FC1 = "decoder.layers.1.mlp.linear_fc1"
 FC2 = "decoder.layers.0.mlp.linear_fc2"
 PARAMETERS = tuple(Parameter(name, (8, 16), "float32", "bfloat16") for name in NAMES)
-HEADER = Header(identity={"rng.seed": 1234}, parameters=PARAMETERS)
+HEADER = Header(schema=2, identity={"rng.seed": 1234}, parameters=PARAMETERS)  # no master weights, no moments
 
 # Modules in the order in which a forward pass enters them; a container's children come before its output.
 LAYER = (

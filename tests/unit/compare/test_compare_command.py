@@ -99,6 +99,7 @@ def test_json_has_everything(folder):
     ]
     assert different["coverage"] == {
         "gradients": {"both": 5, "only_a": 0, "only_b": 0},
+        **{kind: {"both": 0, "only_a": 0, "only_b": 0} for kind in ("clipped", "moments", "masters")},
         "weights": {"both": 5, "only_a": 0, "only_b": 0},
         "trace": {"both": 0, "only_a": 0, "only_b": 1},
     }

@@ -1,0 +1,186 @@
+"""Two launchers in one run directory: one trains, the other is refused and changes nothing. And runs that end early."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.faults import at_step, reached, wait_for_sigterm
+from tests.ledgers import agree, steps
+
+RUN = ("train", "qwen3_toy", "iters=6", "save=2", "seq=32", "gbs=2", "model.num_layers=1", "numerics=stock")
+CONCURRENT = 10  # commands that resume one run at once
+
+
+@pytest.fixture(scope="module")
+def whole(shared):
+    """The undisturbed run."""
+    done = shared(*RUN, "run.dir=whole")
+    assert done.status == 0, done.stderr
+    return steps(shared.folder / "whole")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a run directory but the lock, into which its holder writes signs of life."""
+    return {
+        str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.suffix != ".lock"
+    }
+
+
+def _refuse_to_write_without_the_lock() -> None:
+    """For the launcher and its ranks: configuration, run.json, manifests."""
+    from tp_invariant_recipes.runs import checkpoints, lock, run_dir
+
+    for module in (checkpoints, run_dir):
+
+        def watched(file, data, original=module.write_atomically):
+            assert lock._held, f"{file} is written without the lock"
+            return original(file, data)
+
+        module.write_atomically = watched
+
+
+def wait_for_the_others(context) -> None:
+    """Until the test has made the file."""
+    while not Path("go").exists():
+        time.sleep(0.02)
+
+
+def test_a_second_launcher_is_refused_before_it_writes_anything(whole, tpi):
+    hold = at_step(4, wait_for_the_others)
+
+    def plant() -> None:
+        hold()
+        _refuse_to_write_without_the_lock()
+
+    first = tpi.start(*RUN, "run.dir=run", before=plant)
+    first.until(reached(tpi.folder, 4))
+    run = tpi.folder / "run"
+    before = contents(run)
+    for command in (("train", "--resume", "run"), (*RUN, "--continue", "run.dir=run")):
+        second = tpi(*command)
+        assert second.status == 2
+        assert f"run is being trained by pid {first.pid} on {os.uname().nodename} since " in second.stderr
+    assert contents(run) == before
+    assert tpi("compare", "run", "run").status == 0  # readers need no lock
+    (tpi.folder / "go").touch()
+    assert first.wait() == 0, first.stderr
+    assert steps(run) == whole
+    assert (run / "write.lock").read_bytes() == b""
+
+
+@pytest.mark.release
+def test_a_command_that_looked_before_another_trained_there_is_refused(tpi):
+    """Both found no run; the slower one must not begin it again."""
+    slow = tpi.start(*RUN, "run.dir=run", before=_slow_to_check)
+    slow.until((tpi.folder / "planned").exists)
+    first = tpi(*RUN, "iters=2", "run.dir=run")
+    assert first.status == 0, first.stderr
+    before = contents(tpi.folder / "run")
+    (tpi.folder / "go").touch()
+    assert slow.wait() == 2
+    assert "another command has begun to train in run since this one looked there" in slow.stderr
+    assert contents(tpi.folder / "run") == before
+
+
+def _slow_to_check() -> None:
+    from tp_invariant_recipes.launch import train
+
+    original = train.check
+
+    def check(planned):
+        original(planned)
+        Path("planned").touch()
+        wait_for_the_others(None)
+
+    train.check = check
+
+
+@pytest.mark.release
+def test_of_many_concurrent_resumes_one_trains(whole, tpi):
+    killed = tpi.start(*RUN, "run.dir=run", before=at_step(4, lambda _: _kill_launcher()))
+    assert killed.wait() == -signal.SIGKILL
+    hold = at_step(5, wait_for_the_others)
+    everyone = [tpi.start("train", "--resume", "run", before=hold) for _ in range(CONCURRENT)]
+    while sum(process.poll() is None for process in everyone) > 1:
+        time.sleep(0.05)
+    (one,) = (process for process in everyone if process.poll() is None)
+    for process in everyone:
+        if process is not one:
+            assert process.status == 2
+            assert f"run is being trained by pid {one.pid} on " in process.stderr
+    (tpi.folder / "go").touch()
+    assert one.wait() == 0, one.stderr
+    assert f"run was being trained by pid {killed.pid} on " in one.stderr
+    assert steps(tpi.folder / "run") == whole
+
+
+def _kill_launcher() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
+def _leave(context) -> None:
+    raise SystemExit(0)
+
+
+def _an_hour_passes(context) -> None:
+    context.state.start_time -= 3600
+
+
+# How ranks end early with status 0: the fault, a key, and the step that the ledger then has.
+EARLY = {
+    "a rank leaves": (_leave, "train.exit_signal_handler=true", 2),
+    "its time is over": (_an_hour_passes, "train.exit_duration_in_mins=1", 4),
+}
+
+
+SHORT = "a rank leaves"  # stands for all in `make test`
+
+
+@pytest.mark.parametrize(
+    "cause", tuple(pytest.param(one, marks=() if one == SHORT else pytest.mark.release) for one in EARLY)
+)
+def test_a_run_that_ends_early_is_not_completed(tpi, cause):
+    fault, key, step = EARLY[cause]
+    ended = tpi(*RUN, key, "run.dir=run", before=at_step(4, fault))
+    assert ended.status == 2
+    assert f"the ranks ended at step {step} of 6, and nothing had failed" in ended.stderr
+    assert _outcome(tpi) == "failed"
+
+
+@pytest.mark.release
+def test_a_signal_that_only_a_rank_gets_does_not_complete_the_run(whole, tpi):
+    process = tpi.start(*RUN, "save=0", "run.dir=run", before=at_step(3, _term_oneself))
+    assert process.wait() == 2
+    assert "the ranks ended at step 3 of 6, and nothing had failed; Bridge's log says why: " in process.stderr
+    assert "completed" not in process.stderr
+    assert _outcome(tpi) == "failed"
+    for _ in range(2):  # the second finds nothing left to train
+        resumed = tpi("train", "--resume", "run", "save=2")
+        assert resumed.status == 0, resumed.stderr
+        assert "completed at step 6 of 6" in resumed.stderr
+        assert agree(steps(tpi.folder / "run"), whole)
+
+
+def _term_oneself(context) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    wait_for_sigterm(context)
+
+
+@pytest.mark.release
+def test_a_run_with_an_exit_interval_is_completed_there_with_its_last_step(whole, tpi):
+    """Bridge leaves without a word to callbacks."""
+    done = tpi(*RUN, "save=0", "train.exit_interval=3", "run.dir=run")
+    assert done.status == 0, done.stderr
+    assert "completed at step 3 of 3" in done.stderr
+    assert agree(steps(tpi.folder / "run"), whole[:3])
+
+
+def _outcome(tpi) -> str:
+    from tp_invariant_recipes.runs.attempts import read_attempts
+    from tp_invariant_recipes.runs.run_dir import RunDir
+
+    return read_attempts(RunDir(tpi.folder / "run"))[-1]["outcome"]

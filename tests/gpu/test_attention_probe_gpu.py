@@ -1,0 +1,257 @@
+"""Core attention by shards of heads on this GPU: one result for every tp, and what a launch for all shards computes.
+
+Run with -s for a table of the backends: for every shape and tp, the tensors whose bits one launch of all heads of a
+rank changes against one launch for each shard.
+"""
+
+import time
+from importlib.util import find_spec
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.numerics import attention as attentions
+from tp_invariant_recipes.numerics import spec
+from tp_invariant_recipes.numerics.attention import TENSORS, Operands, attention, outcome, same
+from tp_invariant_recipes.numerics.core_attention import backend_in_force
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.probe_operands import cancelling_attention
+from tp_invariant_recipes.replacement import applied
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
+]
+
+SHARDS = 8
+NUMERICS = {"mode": "tree", "virtual_shards": SHARDS, "grad_norm": "exact", "clip_rounding": "none"}
+DEGREES = (1, 2, 4, 8)
+MODELS = {"qwen3_0p6b": (16, 8, 128), "qwen3_8b": (32, 8, 128)}  # heads, query groups, width of a head
+SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
+BACKENDS = (
+    "fused",
+    "unfused",
+    pytest.param("flash", marks=pytest.mark.skipif(find_spec("flash_attn") is None, reason="no flash-attn")),
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(attentions, "_together_is_right", {})
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """(backend, model, degree) → Megatron's module of one rank of tp=degree, invariant."""
+
+    def make(backend: str, model: str, degree: int):
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+
+        from tp_invariant_recipes.numerics.te_layers import InvariantTEDotProductAttention
+
+        for name, variable in SWITCHES.items():
+            monkeypatch.setenv(variable, str(int(name == backend)))
+        _select_anew()
+        heads, groups, width = MODELS[model]
+        config = TransformerConfig(
+            num_layers=1, hidden_size=1024, num_attention_heads=heads // degree, num_query_groups=groups // degree,
+            kv_channels=width, attention_dropout=0.0, bf16=True, params_dtype=torch.bfloat16,
+            attention_backend=AttnBackend[backend], deterministic_mode=True,
+        )  # fmt: skip
+        module = InvariantTEDotProductAttention(
+            config, 1, AttnMaskType.causal, "self", pg_collection=SimpleNamespace(tp=None, cp=None)
+        )
+        # A rank of tp=degree, with nobody to talk to: attention has no sum across ranks.
+        module.mesh = VirtualMesh(SHARDS // degree, 1, 0)
+        return module
+
+    return make
+
+
+def _select_anew():
+    """Transformer Engine keeps its latest selection until it is asked for other shapes."""
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    dot_product_attention._attention_backends["backend_selection_requires_update"] = True
+
+
+def mask():
+    from megatron.core.transformer.enums import AttnMaskType
+
+    return None, AttnMaskType.causal
+
+
+def operands(model, length, values):
+    """Query, key, value and the output's gradient, of all heads."""
+    heads, groups, width = MODELS[model]
+    made = [torch.randn(length, 1, n, width, device="cuda").bfloat16() for n in (heads, groups, groups, heads)]
+    if values == "cancelling":
+        cancelling_attention(*made, torch.Generator("cuda").manual_seed(1))
+    if values == "wide":
+        for tensor in made:
+            tensor.mul_(torch.randint(-6, 4, tensor.shape[2:], device="cuda").float().exp2())
+    return made
+
+
+def of_rank(made, degree, rank):
+    """Slices of the heads, as they lie."""
+    return [tensor.chunk(degree, 2)[rank] for tensor in made]
+
+
+@pytest.mark.parametrize("values", ("normal", "wide", "cancelling"))
+@pytest.mark.parametrize("length", (2048, 8192))
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("backend", ("fused", "unfused"))
+def test_one_result_for_every_tp(core, backend, model, length, values):
+    """Output and gradients of all heads, with the ranks' slices put together, and what each rank decided."""
+    made = operands(model, length, values)
+    found = {}
+    for degree in DEGREES:
+        module = core(backend, model, degree)
+        ranks = [_live(module, of_rank(made, degree, rank)) for rank in range(degree)]
+        found[degree] = [
+            torch.cat(parts, dim) for parts, dim in zip(zip(*ranks, strict=True), (-1, 2, 2, 2), strict=True)
+        ]
+        assert module.backend().split()[0] == backend
+    decided = [(case[0], right) for case, right in attentions.shown().items()]
+    print(f"\n{backend} {model} {length} tokens, {values}: {decided} (shards, one launch)")
+    for one, other in pairwise(DEGREES):
+        differ = [name for name, a, b in zip(TENSORS, found[one], found[other], strict=True) if not same((a,), (b,))]
+        assert not differ, (one, other)
+
+
+def _live(module, slices):
+    query, key, value, gradient = slices
+    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
+    out = module(*leaves, *mask())
+    return out.detach(), *torch.autograd.grad(out, leaves, gradient.reshape(out.shape))
+
+
+@pytest.mark.parametrize("values", ("normal", "wide", "cancelling"))
+@pytest.mark.parametrize("length", (2048, 8192))
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_probe_decides_as_live_operands_do(core, backend, model, length, values):
+    """One line of the table: where the probe says yes, one launch has the bits of the definition on these operands."""
+    made, line = operands(model, length, values), []
+    for degree in DEGREES:
+        module = core(backend, model, degree)
+        shards, (*inputs, gradient) = SHARDS // degree, [t.contiguous() for t in of_rank(made, degree, degree - 1)]
+        first, second = (
+            outcome(form, module, Operands(*inputs, gradient), mask(), shards)
+            for form in (attentions._together, attentions._defined)
+        )
+        differ = [name for name, a, b in zip(TENSORS, first, second, strict=True) if not same((a,), (b,))]
+        try:
+            together = attentions._seen_to_be_right(module, *inputs, mask(), shards)
+        except RunError as refused:
+            together, line = None, [*line, str(refused)[:60]]
+        assert not (together and differ), (degree, differ)
+        line.append(
+            f"tp={degree} ({shards} × {inputs[0].shape[2] // shards}): {', '.join(differ) or 'same'}; {together}"
+        )
+    print(f"\n| {module.backend()} | {model} | {length} | {values} | {' | '.join(line)} |")
+
+
+@pytest.mark.parametrize("checked", (False, True))
+def test_live_operands_are_checked(core, monkeypatch, checked):
+    """With TPI_CHECK_PRODUCTS=1 both forms run, and give what one gives."""
+    monkeypatch.setattr(attentions, "checking", lambda: checked)
+    made = operands("qwen3_0p6b", 2048, "normal")
+    module = core("fused", "qwen3_0p6b", 2)
+    slices = of_rank(made, 2, 1)
+    found = _live(module, slices)
+    dense = [tensor.contiguous() for tensor in slices]
+    assert same(found, outcome(attentions._defined, module, Operands(*dense), mask(), 4))
+
+
+class Reversed(attentions.Core):
+    """A backend that walks through keys, or queries, in another order when it is given several shards."""
+
+    def __init__(self, module, heads, walk):
+        self.module, self.heads, self.walk = module, heads, walk
+
+    def backend(self):
+        return self.module.backend()
+
+    def kind(self, mask):
+        return ()
+
+    def launch(self, query, key, value, mask):
+        if query.shape[2] == self.heads:
+            return self.module.launch(query, key, value, mask)
+        if self.walk == "keys":
+            return self.module.launch(query, key.flip(0), value.flip(0), mask)
+        return self.module.launch(query.flip(0), key, value, mask).flip(0)
+
+
+@pytest.mark.parametrize("walk, seen", (("keys", {"output", "dQ"}), ("queries", {"dK", "dV"})))
+@pytest.mark.parametrize("backend", ("fused", "unfused"))
+def test_a_launch_with_another_order_of_sums_is_refused(core, backend, walk, seen):
+    """The control: the backend itself. Without a mask another order of positions is another order of sums alone."""
+    from megatron.core.transformer.enums import AttnMaskType
+
+    module, no_mask = core(backend, "qwen3_8b", 2), (None, AttnMaskType.no_mask)
+    *inputs, gradient = [tensor.contiguous() for tensor in of_rank(operands("qwen3_8b", 2048, "cancelling"), 2, 0)]
+    lying = Reversed(module, 4, walk)
+    first, second = (
+        outcome(form, lying, Operands(*inputs, gradient), no_mask, 4)
+        for form in (attentions._together, attentions._defined)
+    )
+    differ = {name for name, a, b in zip(TENSORS, first, second, strict=True) if not same((a,), (b,))}
+    print(f"\n{backend}, {walk} in another order: {differ} differ")
+    assert differ >= seen
+    assert not attentions._seen_to_be_right(lying, *inputs, no_mask, 4)
+
+
+def test_flash_attn_is_not_selected(core, monkeypatch):
+    """The invariant modes' replacement of Transformer Engine's selection, asked for flash-attn alone and for any."""
+    module = core("unfused", "qwen3_0p6b", 2)
+    made = of_rank(operands("qwen3_0p6b", 2048, "normal"), 2, 0)
+    for name in SWITCHES:
+        monkeypatch.setenv(SWITCHES[name], str(int(name == "flash")))
+    rows = [row for row in spec.replacements(NUMERICS) if row.target.endswith(":get_attention_backend")]
+    assert len(rows) == 1
+    with applied(rows):
+        _select_anew()
+        with pytest.raises(ValueError, match="No dot product attention backend is available"):
+            _live(module, made)
+        for variable in SWITCHES.values():
+            monkeypatch.setenv(variable, "1")
+        _select_anew()
+        _live(module, made)
+    assert module.backend().split()[0] in ("fused", "unfused")
+
+
+@pytest.mark.parametrize("backend", ("fused", "unfused"))
+def test_the_ledger_names_what_runs(core, backend):
+    module = core(backend, "qwen3_8b", 4)
+    named = backend_in_force([torch.nn.ModuleList([module])], 2048, 1)
+    _live(module, of_rank(operands("qwen3_8b", 2048, "normal"), 4, 0))
+    assert named == module.backend()
+    assert named.split()[0] == backend
+
+
+def test_host_time_of_a_decided_call(core):
+    """Printed, not judged: microseconds of the host that the wrapper adds to a launch."""
+    module = core("fused", "qwen3_0p6b", 1)
+    made = operands("qwen3_0p6b", 2048, "normal")[:3]
+    for name, call in (
+        ("invariant", lambda: attention(module, *made, mask(), SHARDS)),
+        ("plain", lambda: module.launch(*made, mask())),
+    ):
+        call()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(200):
+            call()
+        spent = (time.perf_counter() - started) / 200 * 1e6
+        torch.cuda.synchronize()
+        print(f"\n{name}: {spent:.1f} µs")

@@ -1,0 +1,172 @@
+"""Comparing master weights, moments and clipped gradients, also with ledgers of earlier versions that have none."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.compare.ledgers import FC1, NAMES, PARAMETERS, STEPS, record, value
+from tests.unit.compare.ledgers import HEADER as OLD
+from tp_invariant_recipes.compare.compare import Verdict, compare
+from tp_invariant_recipes.compare.text import comparison_json, parameter_rows, proved, remarks, verdict_line
+from tp_invariant_recipes.ledger.lines import SCHEMA
+from tp_invariant_recipes.ledger.reader import Ledger, parse
+from tp_invariant_recipes.ledger.record import encode_header, encode_step, resume
+
+HEADER = replace(OLD, schema=SCHEMA, parameters=tuple(replace(p, master="float32") for p in PARAMETERS))
+STATES = ("exp_avg", "exp_avg_sq", "step")
+FC1 = f"{FC1}.weight"
+
+
+def line(step, *, state, old=False, **changes):
+    if old:
+        return replace(record(step), **changes)
+    values = dict(
+        clipped={name: value(step, "clipped", name) for name in NAMES},
+        masters={name: value(step, "master", name) for name in NAMES},
+        weights=None,
+    )
+    if state:
+        values["moments"] = {f"{one}/{name}": value(step, one, name) for one in STATES for name in NAMES}
+    return replace(record(step), **values | changes)
+
+
+def ledger(name="b", *, old=False, state=(2, 5), at=2, **changes):
+    """Of step `at` these changes: kind → names of digests that are others."""
+    records = []
+    for step in range(1, STEPS + 1):
+        one = line(step, state=step in state, old=old)
+        if step == at:
+            others = {k: getattr(one, k) | dict.fromkeys(v, "f" * 32) for k, v in changes.items() if k != "diverged"}
+            one = replace(one, **others, diverged=changes.get("diverged", ()))
+        records.append(one)
+    return Ledger(OLD if old else HEADER, tuple(records), Path(name) / "ledger.jsonl", torn=False)
+
+
+A = ledger("a")
+
+
+def test_the_verdict_says_what_was_compared():
+    found = compare(A, ledger())
+    assert verdict_line(found) == (
+        "identical: 5 steps, loss, gradient norm, learning rate, gradients, clipped gradients and master weights of 14 "
+        "parameters and optimizer moments of 14 parameters (at steps 2 and 5) equal bit for bit"
+    )
+    assert remarks(found) == ()
+    assert comparison_json(found)["coverage"]["moments"] == {"both": 2, "only_a": 0, "only_b": 0}
+
+
+def test_and_what_was_not():
+    never = compare(ledger("a", state=()), ledger(state=()))
+    assert remarks(never) == ("Not compared: optimizer moments, of which neither run has digests at a common step.",)
+    alone = compare(ledger("a", state=(2,)), ledger(state=()))
+    assert remarks(alone) == ("Not compared: optimizer moments, of which b has no digests.",)
+    apart = compare(ledger("a", state=(2,)), ledger(state=(3,)))
+    assert remarks(apart) == (
+        "Digests of optimizer moments are compared at 0 of 5 steps; a alone has them at 1; b alone has them at 1.",
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, name, words",
+    (
+        ("clipped", FC1, f"gradient of {FC1} differs as the optimizer reads it, it matched before clipping"),
+        (
+            "moments",
+            f"exp_avg/{FC1}",
+            f"exp_avg of {FC1} in the optimizer differs after the step, its gradient matched",
+        ),
+        (
+            "masters",
+            FC1,
+            f"master weight of {FC1} differs after the step, its gradient, its moments and its value before",
+        ),
+    ),
+)
+def test_the_first_difference_is_named_as_what_it_is(kind, name, words):
+    found = compare(A, ledger(**{kind: (name,)}))
+    assert (found.verdict, found.first.step, found.first.phase) == (Verdict.DIFFERENT, 2, "update")
+    assert (found.first.kind, found.first.name) == (kind, f"{kind}/{name}")
+    assert words in verdict_line(found)
+    [row] = parameter_rows(found)
+    column = {"clipped": row.gradient, "moments": row.moments, "masters": row.weight}[kind]
+    assert (row.name, column, row.steps) == (FC1, 2, 1)
+
+
+def test_the_update_comes_in_the_order_of_its_execution():
+    kinds = {"masters": (FC1,), "moments": (f"step/{FC1}",), "clipped": (FC1,)}
+    for kind in ("clipped", "moments", "masters"):
+        assert compare(A, ledger(**kinds)).first.kind == kind
+        del kinds[kind]
+
+
+def test_weights_that_do_not_follow_are_a_difference_even_in_both_runs():
+    wrong = ledger(diverged=(("copies", FC1, ((1, 3),)),))
+    found = compare(A, wrong)
+    assert (found.verdict, found.first.kind) == (Verdict.DIFFERENT, "copies")
+    assert f"b: weights of {FC1} are not its master weights rounded, on ranks 1, 3" in verdict_line(found)
+    assert compare(wrong, wrong).verdict is Verdict.DIFFERENT
+    assert compare(wrong, wrong, repetition=True).verdict is Verdict.IDENTICAL
+
+
+def test_master_weights_against_a_ledger_without_are_not_compared_and_not_different():
+    found = compare(A, ledger(old=True))
+    assert found.verdict is Verdict.IDENTICAL
+    assert remarks(found) == (
+        "Not compared: clipped gradients, optimizer moments and master weights, of which b (recorded by an earlier "
+        "version) has no digests; weights, of which a has no digests.",
+    )
+    assert proved(found) == "loss, gradient norm, learning rate and gradients of 14 parameters"
+    assert compare(A, ledger(old=True, gradients=(FC1,))).verdict is Verdict.DIFFERENT
+
+
+def test_ledgers_of_an_earlier_version_still_compare():
+    assert remarks(compare(ledger("a", old=True), ledger(old=True))) == ()
+    assert compare(ledger("a", old=True), ledger(old=True, weights=(FC1,))).first.kind == "weights"
+
+
+def test_an_earlier_versions_run_goes_on_with_master_weights(tmp_path):
+    file = tmp_path / "ledger.jsonl"
+    old, new = ledger(old=True), ledger()
+    file.write_bytes(b"".join([encode_header(old.header), *(encode_step(one, old.header) for one in old.steps[:2])]))
+    with resume(file, HEADER, 2) as writer:
+        writer.append(new.steps[2])
+    read = parse(file, file.read_bytes())
+    assert read.header.parameters == HEADER.parameters
+    assert read.steps == (*old.steps[:2], new.steps[2])
+
+
+def test_clipped_gradients_that_nothing_clipped_take_no_room():
+    same = replace(line(1, state=False), clipped=record(1).gradients)
+    text = encode_step(same, HEADER)
+    assert b'"clipped": "gradients"' in text
+    assert parse(Path("x"), encode_header(HEADER) + text).steps == (same,)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    (
+        ((b'"moments": {"exp_avg"', b'"moments": {"exp/avg"'), "is not the name of a tensor in an optimizer"),
+        ((b'"clipped": {"model"', b'"clipped": "gradients", "x": {"model"'), None),
+        ((b'"clipped": {"model"', b'"clipped": "weights", "x": {"model"'), "clipped is not a dict"),
+        ((b'"gradients": {', b'"gradient": {'), None),
+        ((b'"masters": {"model": "', b'"masters": {"model": "0'), "the line was altered"),
+    ),
+)
+def test_what_is_altered_is_refused(change, words):
+    whole = encode_header(HEADER) + encode_step(line(1, state=True), HEADER)
+    changed = encode_header(HEADER) + encode_step(line(1, state=True), HEADER).replace(*change, 1)
+    assert changed != whole
+    if words is None:
+        parse(Path("x"), changed)
+        return
+    with pytest.raises(Exception, match=words):
+        parse(Path("x"), changed)
+
+
+def test_a_state_that_not_every_parameter_has():
+    some = {f"momentum/{name}": value(name) for name in NAMES[:3]} | {
+        f"exp_avg/{name}": value(name) for name in NAMES[3:]
+    }
+    one = replace(line(1, state=False), moments=some)
+    assert parse(Path("x"), encode_header(HEADER) + encode_step(one, HEADER)).steps == (one,)

@@ -1,0 +1,97 @@
+"""Lists of allowed values: every row accepts what it names and refuses the rest, with the key and its values."""
+
+import math
+
+import pytest
+import torch
+
+from tests.trees import with_fields
+from tp_invariant_recipes.config import invariance, source
+from tp_invariant_recipes.config.allowed_fields import ANY, BOOL, NUMBER, SECTIONS, THRESHOLD, refused
+from tp_invariant_recipes.config.compose import compose
+
+ROWS = [(section, field) for section, table in SECTIONS.items() for field in table]
+TREE = compose("qwen3_toy", device="cpu").tree
+# What a row of each kind accepts, and what it refuses.
+KINDS = {
+    NUMBER: ((0, 1, -0.5, 1e-8, None), (math.nan, math.inf, -math.inf, True, "1", [1])),
+    THRESHOLD: ((0.5, None, math.inf), (math.nan, -math.inf, False, "1")),
+    BOOL: ((True, False), (None, 0, 1, "true")),
+    ANY: ((None, 1, "text", [], print), ()),
+}
+
+
+@pytest.mark.parametrize("section, field", ROWS)
+def test_a_row_accepts_its_values_and_refuses_others_with_the_one_to_set(section, field):
+    values, why = SECTIONS[section][field]
+    key = f"{section}.{field}"
+    accepted, wrong = KINDS.get(values, ((), (object(), "another", -7, [None])))
+    assert [value for value in accepted if refused(section, {field: value})] == []
+    for value in wrong:
+        (line,) = refused(section, {field: value})
+        assert line.startswith(f"{key}=")
+        assert line.endswith(f": {why}; {values.remedy.format(key=key)}")
+        assert key in line.rpartition(";")[2]
+
+
+@pytest.mark.parametrize("section, field", [(s, f) for s, f in ROWS if SECTIONS[s][f][0] not in KINDS])
+def test_a_row_of_named_values_accepts_exactly_these(section, field):
+    """False is not 0 here, so that a number where a switch belongs is refused, and the other way round."""
+    values, _ = SECTIONS[section][field]
+    named = values.remedy.removeprefix("{key}=").split(" or ")
+    typed = {"true": True, "false": False, "null": None, "[]": []}
+    for text in named:
+        value = typed[text] if text in typed else float(text) if text[0].isdigit() else text
+        assert refused(section, {field: value}) == []
+        assert isinstance(value, str) or refused(section, {field: text})
+        if isinstance(value, bool):
+            assert refused(section, {field: int(value)})
+            assert refused(section, {field: not value})
+
+
+def test_a_dtype_is_the_one_of_its_name():
+    for value in ("bfloat16", "torch.bfloat16", torch.bfloat16):
+        assert refused("optimizer", {"exp_avg_dtype": value}) == []
+    for value in ("float16", "uint8", torch.float16):
+        (line,) = refused("optimizer", {"exp_avg_dtype": value})
+        assert line.endswith("; optimizer.exp_avg_dtype=float32 or bfloat16")
+
+
+# What a user may try, and the end of the one line about it.
+TRIED = (
+    ("optimizer", "optimizer", "muon", "optimizer.optimizer=adam or sgd"),
+    ("optimizer", "optimizer_cpu_offload", True, "optimizer.optimizer_cpu_offload=false"),
+    ("optimizer", "exp_avg_sq_dtype", "uint8", "optimizer.exp_avg_sq_dtype=float32 or bfloat16"),
+    ("optimizer", "use_layer_wise_distributed_optimizer", True, "use_layer_wise_distributed_optimizer=false"),
+    ("ddp", "average_in_collective", True, "ddp.average_in_collective=false"),
+    ("ddp", "grad_reduce_in_fp32", False, "ddp.grad_reduce_in_fp32=true"),
+    ("ddp", "nccl_ub", True, "ddp.nccl_ub=false"),
+    ("ddp", "use_megatron_fsdp", True, "ddp.use_megatron_fsdp=false"),
+    ("ddp", "fp8_param_gather", True, "ddp.fp8_param_gather=false"),
+    ("ddp", "overlap_param_gather", True, "ddp.overlap_param_gather=false"),
+    ("ddp", "a_field_of_a_later_release", 1, "leave ddp.a_field_of_a_later_release unset"),
+    ("optimizer", "a_field_of_a_later_release", None, "leave optimizer.a_field_of_a_later_release unset"),
+)
+
+
+@pytest.mark.parametrize("mode", ("tree", "gather"))
+def test_all_that_is_not_allowed_is_one_list(mode):
+    fields = {f"{section}__{field}": value for section, field, value, _ in TRIED}
+    problems = invariance.problems(with_fields(TREE, numerics__mode=mode, **fields))
+    assert len(problems) == len(TRIED) + 1
+    assert problems[-1] == "or numerics=stock"
+    for _, _, _, ends in TRIED:
+        assert [p for p in problems if p.startswith(f"numerics={mode}: ") and p.endswith(ends)], ends
+    assert invariance.problems(with_fields(TREE, numerics__mode="stock", **fields)) == []
+
+
+@pytest.mark.parametrize("model", source.groups()["model"])
+@pytest.mark.parametrize("device", ("cpu", "gpu"))
+def test_every_run_of_conf_is_allowed(model, device):
+    tree = compose(model, device=device).tree
+    assert [line for section in SECTIONS for line in refused(section, tree[section])] == []
+
+
+def test_overlapped_collectives_have_a_section_of_their_own():
+    (problem,) = invariance.limits(TREE | {"comm_overlap": {"tp_comm_overlap": False}})
+    assert problem.endswith("leave comm_overlap.* unset")

@@ -1,0 +1,226 @@
+"""The trial that decides whether one launch of attention may stand for one per shard: it sees a backend that lies.
+
+It runs on a CPU here, with backends made for it; tests/gpu/test_attention_probe_gpu.py asks Transformer Engine's.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.numerics import attention as attentions
+from tp_invariant_recipes.numerics.attention import TENSORS, Operands, attention
+from tp_invariant_recipes.numerics.probe_operands import cancelling_attention
+
+DTYPES = (torch.bfloat16, torch.float32)
+SHARDS, HEADS, GROUPS, WIDTH = 4, 8, 4, 16
+DEGREES = (1, 2, 4)
+DRAWS = 3
+
+
+def product(a, b, parts=1):
+    """a @ b in fp32, the inner dimension in so many parts that are added in order."""
+    total = torch.zeros(a.shape[0], b.shape[1])
+    for x, y in zip(a.float().chunk(parts, 1), b.float().chunk(parts), strict=True):
+        total += x @ y
+    return total
+
+
+class Backend(torch.autograd.Function):
+    """Causal attention head by head; the sums of one tensor are in `parts` parts."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, parts):
+        length, batch, heads, width = query.shape
+        per_group = heads // key.shape[2]
+        future = torch.ones(length, length, dtype=torch.bool).triu(1)
+        out, probabilities = torch.empty_like(query), {}
+        for b in range(batch):
+            for h in range(heads):
+                q, k, v = query[:, b, h], key[:, b, h // per_group], value[:, b, h // per_group]
+                scores = product(q.contiguous(), k.t().contiguous()) / width**0.5
+                p = probabilities[b, h] = scores.masked_fill(future, -torch.inf).softmax(-1)
+                out[:, b, h] = product(p, v.contiguous(), parts["output"])
+        ctx.save_for_backward(query, key, value, out)
+        ctx.probabilities, ctx.parts, ctx.per_group = probabilities, parts, per_group
+        return out.flatten(2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, out = ctx.saved_tensors
+        gradient = gradient.reshape(query.shape)
+        grads = {"dQ": torch.zeros(query.shape), "dK": torch.zeros(key.shape), "dV": torch.zeros(value.shape)}
+        for (b, h), p in ctx.probabilities.items():
+            g = h // ctx.per_group
+            do, q, k, v = gradient[:, b, h], query[:, b, h], key[:, b, g], value[:, b, g]
+            delta = (do.float() * out[:, b, h].float()).sum(-1, keepdim=True)
+            ds = p * (product(do.contiguous(), v.t().contiguous()) - delta) / query.shape[3] ** 0.5
+            grads["dQ"][:, b, h] = product(ds, k.contiguous(), ctx.parts["dQ"])
+            grads["dK"][:, b, g] += product(ds.t().contiguous(), q.contiguous(), ctx.parts["dK"])
+            grads["dV"][:, b, g] += product(p.t().contiguous(), do.contiguous(), ctx.parts["dV"])
+        return *(grads[name].to(query.dtype) for name in ("dQ", "dK", "dV")), None
+
+
+@dataclass
+class Core(attentions.Core):
+    """A backend that splits the sums of one tensor where it is given more heads than one shard has."""
+
+    lie: str = ""
+    name: str = "made up"
+    launches: int = 0
+
+    def launch(self, query, key, value, mask):
+        self.launches += 1
+        several = query.shape[2] > HEADS // SHARDS
+        return Backend.apply(query, key, value, {n: 2 if several and n == self.lie else 1 for n in TENSORS})
+
+    def backend(self):
+        return self.name
+
+    def kind(self, mask):
+        return (self.lie,)
+
+
+@pytest.fixture(autouse=True)
+def _undecided(monkeypatch):
+    monkeypatch.setattr(attentions, "_together_is_right", {})
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # products this small only wait for other threads
+    yield
+    torch.set_num_threads(threads)
+
+
+def operands(dtype, seed=0, length=48, values="normal"):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(length, 1, n, WIDTH) for n in (HEADS, GROUPS, GROUPS, HEADS)]
+    made = Operands(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes))
+    if values == "cancelling":
+        cancelling_attention(*made, generator=generator)
+    return made
+
+
+def by_ranks(core, made, degree, form=attention):
+    """Output and gradients of all heads, computed by `degree` ranks and put together."""
+    ranks = []
+    for rank in range(degree):
+        leaves = [tensor.chunk(degree, 2)[rank].detach().requires_grad_() for tensor in made[:3]]
+        out = form(core, *leaves, None, SHARDS // degree)
+        gradient = made.gradient.chunk(degree, 2)[rank].reshape(out.shape)
+        ranks.append((out.detach(), *torch.autograd.grad(out, leaves, gradient)))
+    return [torch.cat(parts, dim) for parts, dim in zip(zip(*ranks, strict=True), (-1, 2, 2, 2), strict=True)]
+
+
+def different(a, b):
+    return {name for name, x, y in zip(TENSORS, a, b, strict=True) if not attentions.same((x,), (y,))}
+
+
+@pytest.mark.parametrize("lie", ("", *TENSORS))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_result_for_every_tp(dtype, lie):
+    made = operands(dtype, values="cancelling")
+    results = [by_ranks(Core(lie), made, degree) for degree in DEGREES]
+    assert all(different(one, other) == set() for one, other in pairwise(results))
+
+
+@pytest.mark.parametrize("lie", TENSORS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_launch_of_a_backend_that_lies_depends_on_tp(dtype, lie):
+    """The control: the same operands, without the trial."""
+    made = operands(dtype, values="cancelling")
+    one, _, four = (by_ranks(Core(lie), made, degree, attentions._together) for degree in DEGREES)
+    # The gradients of queries and keys contain the output's rounding.
+    assert lie in different(one, four)
+
+
+@pytest.mark.parametrize("shards", (1, 2, 4))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_honest_backend_is_launched_once(dtype, shards):
+    core, made = Core(), operands(dtype)
+    held = [tensor[:, :, : tensor.shape[2] * shards // SHARDS] for tensor in made[:3]]
+    attention(core, *held, None, shards)
+    assert list(attentions.shown().values()) == [True]
+    core.launches = 0
+    attention(core, *held, None, shards)
+    assert core.launches == 1
+
+
+@pytest.mark.parametrize("lie", TENSORS)
+def test_operands_that_cancel_show_what_normal_numbers_hide(lie):
+    """The control of the operands: the share of numbers in bf16 that a lie changes, in every draw."""
+
+    def changed(seed, values):
+        made = operands(torch.bfloat16, seed, values=values)
+        pair = (
+            attentions.outcome(form, Core(lie), made, None, SHARDS)[TENSORS.index(lie)]
+            for form in (attentions._together, attentions._defined)
+        )
+        return torch.ne(*pair).float().mean().item()
+
+    shares = [(changed(seed, "cancelling"), changed(seed, "normal")) for seed in range(DRAWS)]
+    print(lie, shares)
+    assert all(cancelling > 0.1 and cancelling > 20 * normal for cancelling, normal in shares)
+
+
+def test_a_gradient_of_minus_zero_stays_one():
+    """Shards' gradients are put together; added to zeros, -0.0 would become 0.0 on ranks of several shards alone."""
+
+    class Minus(Core):
+        def launch(self, query, key, value, mask):
+            return ((query + (key + value).repeat_interleave(HEADS // GROUPS, 2)) * -0.0).flatten(2)
+
+    made = operands(torch.float32)
+    made.gradient.abs_()
+    for degree in DEGREES:
+        _, gradient, *_ = by_ranks(Minus(), made, degree, attentions._defined)
+        assert gradient.signbit().all()
+
+
+def test_a_backend_that_does_not_repeat_its_bits_is_an_error():
+    class Restless(Core):
+        def launch(self, query, key, value, mask):
+            return super().launch(query, key, value, mask) + self.launches * 2.0**-10
+
+    with pytest.raises(RunError, match="does not repeat its own bits"):
+        attention(Restless(), *operands(torch.float32)[:3], None, SHARDS)
+
+
+def test_flash_attn_is_refused():
+    with pytest.raises(RunError, match=r"attention ran flash 2\.8.*model\.attention_backend=fused or unfused"):
+        attention(Core(name="flash 2.8"), *operands(torch.float32)[:3], None, 1)
+    assert attentions.shown() == {}
+
+
+def test_live_operands_are_checked_on_request(monkeypatch):
+    """A backend that lies about numbers that the trial does not have."""
+
+    class Large(Core):
+        def launch(self, query, key, value, mask):
+            self.lie = "dK" if value.abs().max() > 1000 else ""
+            return super().launch(query, key, value, mask)
+
+        def kind(self, mask):
+            return ()
+
+    monkeypatch.setattr(attentions, "checking", lambda: True)
+    small, large = (operands(torch.float32)._replace(value=operands(torch.float32).value * n) for n in (1, 10000))
+    true = by_ranks(Core(), small, 2)
+    assert different(by_ranks(Large(), small, 2), true) == set()
+    with pytest.raises(RunError, match=r"TPI_CHECK_PRODUCTS=1: dK of attention \[48, 1, 4, 16\] with 2 groups"):
+        by_ranks(Large(), large, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_exact_results_of_the_trial_are_zero(dtype):
+    """But for the first window, which sees itself, and what the last one's keys and values get, which none sees."""
+    made = operands(dtype, length=64, values="cancelling")
+    wide = Operands(*(tensor.double() for tensor in made))
+    query, key, value = (tensor.requires_grad_() for tensor in wide[:3])
+    k, v = (tensor.repeat_interleave(HEADS // GROUPS, 2) for tensor in (key, value))
+    scores = torch.einsum("ibhd,jbhd->bhij", query, k) / WIDTH**0.5
+    scores = scores.masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), -torch.inf)
+    out = torch.einsum("bhij,jbhd->ibhd", scores.softmax(-1), v)
+    gradients = torch.autograd.grad(out[8:], (query, key, value), wide.gradient[8:])
+    assert out[8:].abs().max() < 1e-12
+    assert all(gradient.abs().max() < 1e-10 for gradient in gradients)

@@ -1,0 +1,45 @@
+"""A benchmark whose ranks left early has no result."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
+from tp_invariant_recipes.workflows.bench import _check_complete
+
+PASSES = (Pass("stock", 1, 1, 3), Pass("tree", 1, 1, 2))
+LINE = {
+    "mode": "tree", "round": 1, "profile": False, "step": 1, "counts": True, "seconds": 0.5, "tokens": 64,
+    "peak_bytes": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Two ranks with a line for every step of both passes."""
+    directory = BenchDir(tmp_path)
+    directory.figures(0).parent.mkdir()
+    for rank in range(2):
+        lines = [json.dumps(LINE | {"pass": number}) for number, one in enumerate(PASSES) for _ in range(one.steps)]
+        directory.figures(rank).write_text("\n".join(lines) + "\n")
+    return SimpleNamespace(directory=directory, passes=PASSES, first=SimpleNamespace(layout=SimpleNamespace(world=2)))
+
+
+def test_a_benchmark_with_all_its_steps_is_complete(bench):
+    _check_complete(bench)
+
+
+@pytest.mark.parametrize(
+    "kept, words",
+    ((4, "step 1 of 2 of tree, pass 2 of 2"), (2, "step 2 of 3 of stock, pass 1 of 2"), (0, "step 0 of 3 of stock")),
+)
+def test_one_that_lacks_steps_of_a_rank_is_not(bench, kept, words):
+    file = bench.directory.figures(1)
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:kept]))
+    with pytest.raises(RunError, match=words):
+        _check_complete(bench)
+    file.unlink()
+    with pytest.raises(RunError, match="step 0 of 3 of stock"):
+        _check_complete(bench)

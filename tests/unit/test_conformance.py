@@ -1,0 +1,167 @@
+"""`tpi conformance`: a GPU that adds in another way, and files that are no recordings."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.host.gpus import Gpu
+from tp_invariant_recipes.kernels.tensor_core_sum import bf16_product
+from tp_invariant_recipes.numerics import conformance
+from tp_invariant_recipes.workflows import doctor
+
+CASES = len(conformance.read().cases)
+
+
+def other(**arithmetic):
+    """A GPU that computes fp32 as ours and bf16 in another way."""
+
+    def product(a, b):
+        if a.dtype == torch.float32:
+            return conformance.by_definition(a, b)
+        words = [x.contiguous().view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
+        return torch.from_numpy(bf16_product(*words, **arithmetic).view(np.float32))
+
+    return product
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """What the definition gives for the operands of the built-in file."""
+    file = tmp_path / "ours.safetensors"
+    metadata = {"gpu": "NVIDIA B300", "capability": "10.3", "torch": torch.__version__}
+    conformance.write(file, conformance.read(), conformance.by_definition, metadata)
+    return file
+
+
+def test_the_definition_conforms():
+    built_in = conformance.read()
+    assert built_in.gpu == "NVIDIA H200 (sm_90)"
+    assert len(built_in.cases) > 40
+    assert conformance.differences(built_in, conformance.by_definition) == []
+
+
+@pytest.mark.parametrize("arithmetic", ({"kept": 24}, {"step": 8}), ids=str)
+def test_a_gpu_that_adds_in_another_way_differs(arithmetic):
+    some = conformance.Recording("", tuple(c for c in conformance.read().cases if c.name.endswith("512_wide")))
+    (difference,) = conformance.differences(some, other(**arithmetic))
+    assert f"bf16/512_wide: {difference.count} of 1024 outputs differ" in str(difference)
+    assert difference.recorded != difference.computed
+
+
+def test_what_is_written_is_read(recording):
+    written, built_in = conformance.read(recording), conformance.read()
+    assert written.gpu == "NVIDIA B300 (sm_103)"
+    assert [case.name for case in written.cases] == [case.name for case in built_in.cases]
+    for one, two in zip(written.cases, built_in.cases, strict=True):
+        assert torch.equal(one.a.view(torch.int16), two.a.view(torch.int16))
+        assert torch.equal(one.b.view(torch.int16), two.b.view(torch.int16))
+    assert conformance.differences(written, conformance.by_definition) == []
+
+
+def test_a_file_that_conforms(recording, cli):
+    done = cli("conformance", "--check", str(recording))
+    assert done.status == 0
+    assert "recorded on NVIDIA B300 (sm_103), adds as an H200 does" in done.out
+
+
+def test_a_file_with_another_bit(recording, cli):
+    tensors = load_file(recording)
+    tensors["bf16/k17/c"][3, 4] ^= 1
+    save_file(tensors, recording)
+    done = cli("conformance", "--check", str(recording))
+    assert done.status == 1
+    assert "bf16/k17: 1 of 1024 outputs differ, the first at [3, 4]" in done.out
+    done = cli("conformance", "--check", str(recording), "--json")
+    assert done.status == 1
+    (report,) = json.loads(done.out)
+    assert [one["case"] for one in report["different"]] == ["bf16/k17"]
+
+
+def _cut(file):
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def _resized(file):
+    tensors = load_file(file)
+    tensors["bf16/k17/a"] = tensors["bf16/k17/a"][:, :16].copy()
+    save_file(tensors, file)
+
+
+def _renamed(file):
+    save_file({"fp8/x/a": np.zeros((1, 1), np.uint16)}, file)
+
+
+def _incomplete(file):
+    tensors = load_file(file)
+    del tensors["bf16/k17/b"]
+    save_file(tensors, file)
+
+
+def _huge(file):
+    a, b = np.zeros((4096, 256), np.uint16), np.zeros((256, 4096), np.uint16)
+    save_file({"bf16/x/a": a, "bf16/x/b": b, "bf16/x/c": np.zeros((4096, 4096), np.uint32)}, file)
+
+
+@pytest.mark.parametrize(
+    "damage", (_cut, _resized, _renamed, _incomplete, _huge, Path.unlink), ids=lambda f: f.__name__
+)
+def test_a_file_that_is_no_recording(recording, damage):
+    damage(recording)
+    with pytest.raises(RunError, match="is no recording of tpi conformance"):
+        conformance.read(recording)
+
+
+def test_without_a_gpu_it_says_what_works(monkeypatch, cli):
+    monkeypatch.setattr("tp_invariant_recipes.host.gpus.visible", list)
+    done = cli("conformance")
+    assert done.status == 2
+    assert "there is no GPU here; tpi conformance --check FILE" in done.err
+
+
+def arithmetic_row():
+    (row,) = [finding for finding in doctor.examine() if finding.what == "arithmetic"]
+    return row
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """(product) → this machine has a GPU that multiplies so."""
+
+    def make(product):
+        monkeypatch.setattr("tp_invariant_recipes.host.gpus.visible", lambda: [Gpu("NVIDIA B300", (10, 3), 2**38)])
+        monkeypatch.setattr(conformance, "on_gpu", lambda index: product)
+
+    return make
+
+
+def test_doctor_and_conformance_pass_a_gpu_that_conforms(a_gpu, cli):
+    a_gpu(conformance.by_definition)
+    assert arithmetic_row().state == "ok"
+    done = cli("conformance")
+    assert (done.status, done.out) == (
+        0,
+        f"GPU 0 (NVIDIA B300) adds as an H200 does: all bits of {CASES} cases are equal\n",
+    )
+
+
+def test_doctor_and_conformance_name_a_gpu_that_adds_in_another_way(a_gpu, cli):
+    a_gpu(other(kept=24))
+    row = arithmetic_row()
+    assert (row.state, row.found) == ("other", "GPU 0 adds in another way")
+    done = cli("conformance")
+    assert done.status == 1
+    assert "GPU 0 (NVIDIA B300) adds in another way" in done.out
+    assert "bf16/512_wide: " in done.out
+
+
+def test_doctor_says_why_it_could_not_check(a_gpu):
+    def refuse(a, b):
+        raise RuntimeError("CUDA out of memory\nsome more")
+
+    a_gpu(refuse)
+    assert "could not be checked: CUDA out of memory" in arithmetic_row().advice

@@ -1,0 +1,351 @@
+"""One launcher at a time in a run directory: who is refused, and whose lock is stale."""
+
+import errno
+import fcntl
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.runs import lock
+from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
+from tp_invariant_recipes.runs.run_dir import RunDir, choose
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from tp_invariant_recipes.runs.lock import locked
+from tp_invariant_recipes.runs.run_dir import RunDir
+with locked(RunDir(Path(sys.argv[1]))):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+    monkeypatch.setattr(lock, "LEAVING", 0.5)
+    monkeypatch.setattr(lock, "WATCH", 0.2)
+    monkeypatch.setattr(lock, "POLL", 0.01)
+
+
+@pytest.fixture
+def other(run):
+    """Another process that holds the lock."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, run.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def named(run: RunDir, **changes) -> dict:
+    """Write a holder into the lock: this process, but for the changes."""
+    run.path.mkdir(exist_ok=True)
+    run.lock.touch()
+    holder = lock._me(run.lock.stat().st_ino, 1) | changes
+    run.lock.write_text(json.dumps(holder))
+    return holder
+
+
+def refusal(run: RunDir) -> str:
+    before = run.lock.read_bytes()
+    with pytest.raises(RunError) as error, locked(run):
+        pass
+    assert run.lock.read_bytes() == before
+    return str(error.value)
+
+
+def test_a_second_process_is_refused_with_the_pid_the_host_and_the_time(run, other):
+    since = time.strftime("%Y-%m-%d %H:%M")
+    said = refusal(run)
+    assert said.startswith(
+        f"{run.path} is being trained by pid {other.pid} on {os.uname().nodename} since {since[:13]}"
+    )
+    assert [file.name for file in run.path.iterdir()] == ["write.lock"]
+
+
+def test_the_job_is_named_where_there_is_one(run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    with locked(run) as held:
+        pass
+    named(run, job="77", pid=1, started=lock._started(1))
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert held.me["job"] == "77"
+    assert refusal(run).endswith("(SLURM job 77)")
+
+
+def test_a_lock_that_was_released_leaves_no_trace_but_an_empty_file(run):
+    with locked(run) as held:
+        assert json.loads(run.lock.read_text())["pid"] == os.getpid()
+        with locked(RunDir(run.path / ".." / "run")) as again:  # one directory, one lock
+            assert again is held
+    assert run.lock.read_bytes() == b""
+    with locked(run) as held:
+        assert held.remark is None
+    assert choose(str(run.path), "qwen3_toy") == run  # still as good as empty
+
+
+def test_an_error_in_the_block_releases_it_too(run):
+    with pytest.raises(KeyboardInterrupt), locked(run):
+        raise KeyboardInterrupt
+    assert run.lock.read_bytes() == b""
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_with_a_remark(run, other):
+    other.kill()
+    other.wait()
+    with locked(run) as held:
+        assert f"by pid {other.pid} on " in held.remark
+        assert held.remark.endswith("which has ended without a word: taken over")
+        assert json.loads(run.lock.read_text())["pid"] == os.getpid()
+
+
+def test_a_process_that_nobody_has_waited_for_is_dead(run, other):
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    assert lock._started(other.pid) is None
+
+
+def _linger(ready, inherited) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("method", ("fork", "spawn"))
+def test_a_rank_that_outlives_its_launcher_keeps_the_lock(run, method):
+    """As for a launcher killed by SIGKILL, whose ranks are still writing."""
+    context = multiprocessing.get_context(method)
+    ready = context.Event()
+    with locked(run):
+        rank = context.Process(target=_linger, args=(ready, lock.Inherited()))
+        rank.start()
+        assert ready.wait(20)
+    # The launcher has gone, and has not released anything.
+    named(run, started=1)
+    assert refusal(run).endswith("; it has ended, but ranks of it still run")
+    rank.kill()
+    rank.join()
+    with locked(run) as held:
+        assert held.remark
+
+
+def test_a_process_that_inherited_nothing_does_not(run):
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    with locked(run):
+        rank = context.Process(target=_linger, args=(ready, None))
+        rank.start()
+        assert ready.wait(20)
+    with locked(run):
+        pass
+    rank.kill()
+    rank.join()
+
+
+def test_a_lock_that_names_nobody_yet_is_waited_for(run, monkeypatch):
+    run.path.mkdir()
+    descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert refusal(run) == f"{run.path} is being trained: another process holds {run.lock}"
+    os.close(descriptor)
+
+
+ELSEWHERE = {"host": "n7", "boot": "another"}
+
+
+@pytest.mark.parametrize("holder", (ELSEWHERE, {"host": "n7", "pids": 1}), ids=("host", "container"))
+def test_a_holder_that_cannot_be_seen_from_here_is_judged_by_its_heartbeat(run, holder):
+    now = time.time()
+    named(run, **holder, heartbeat=now - 60)
+    assert "by pid " in refusal(run)
+    assert "on n7 since" in refusal(run)
+    assert "; its last sign of life was 60 s ago, and 120 s count as dead" in refusal(run)
+    named(run, **holder, heartbeat=now + 3600)  # its clock is fast: it is not taken for dead
+    refusal(run)
+    named(run, **holder, heartbeat=now - lock.STALE - 1)
+    with locked(run) as held:
+        assert "on n7 since" in held.remark
+
+
+def test_a_holder_with_a_slow_clock_is_seen_to_live(run, monkeypatch):
+    old = time.time() - 2 * lock.STALE
+    named(run, **ELSEWHERE, heartbeat=old)
+    looks = iter(range(10_000))
+
+    def beating(_: float) -> None:
+        if next(looks) == 5:
+            named(run, **ELSEWHERE, heartbeat=time.time())
+
+    monkeypatch.setattr(lock.time, "sleep", beating)
+    with pytest.raises(RunError, match="on n7 since"), locked(run):
+        pass
+
+
+def test_a_run_on_several_nodes_is_not_dead_with_its_first_process(run):
+    """Other nodes' ranks end when they miss it, not at once."""
+    named(run, started=1, nodes=2)
+    assert "its last sign of life was 0 s ago" in refusal(run)
+    named(run, started=1, nodes=2, heartbeat=time.time() - lock.STALE - 1)
+    with locked(run):
+        pass
+    named(run, started=1, nodes=1)
+    with locked(run):
+        pass
+
+
+def test_a_later_try_of_the_same_job_takes_over_at_once(run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    named(run, **ELSEWHERE, job="77", restart=0, nodes=2)
+    with locked(run, nodes=2) as held:
+        assert held.me["restart"] == 1
+    named(run, **ELSEWHERE, job="77", restart=1)
+    assert "(SLURM job 77)" in refusal(run)
+    named(run, **ELSEWHERE, job="78", restart=0)
+    assert "(SLURM job 78)" in refusal(run)
+
+
+def test_an_earlier_try_that_still_runs_is_asked_to_leave(run, monkeypatch):
+    """SLURM took its node for dead."""
+    monkeypatch.setattr(lock, "LEAVING", 30.0)
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    code = HOLD.replace(
+        "sys.stdin.read()", "import tp_invariant_recipes.runs.lock as l\n    while True: l.check(); time.sleep(.01)"
+    )
+    code = "import tp_invariant_recipes.runs.lock as l; l.HEARTBEAT = 0.05\n" + code
+    first = subprocess.Popen(
+        [sys.executable, "-c", code, run.path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert first.stdout.readline() == "held\n"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with locked(run) as held:
+        _, said = first.communicate()
+        assert f"LockLost: {run.path} was taken over by pid {os.getpid()} on " in said
+        assert f"pid {first.pid} on" in held.remark
+        assert json.loads(run.lock.read_text())["pid"] == os.getpid()
+
+
+def test_an_earlier_try_that_does_not_leave_is_left_alone(run, other, monkeypatch):
+    holder = json.loads(run.lock.read_text()) | {"job": "77", "restart": 0}
+    run.lock.write_text(json.dumps(holder))
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(RunError, match=r"being trained by pid .* \(SLURM job 77\)"), locked(run):
+        pass
+    assert json.loads(run.lock.read_text()) == holder
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """A file system without locks."""
+
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(lock.fcntl, "flock", refuse)
+
+
+def test_without_locks_of_the_file_system_the_process_decides(run, other, no_locks):
+    assert f"by pid {other.pid} on " in refusal(run)
+    other.kill()
+    other.wait()
+    with locked(run):
+        assert "by pid " in refusal_of_another(run)
+
+
+def refusal_of_another(run: RunDir) -> str:
+    """What this process would be told if it were another one."""
+    kept, lock._held = lock._held, {}
+    try:
+        return refusal(run)
+    finally:
+        lock._held = kept
+
+
+def test_the_lock_of_a_copied_directory_is_nobodys(run, other, no_locks):
+    copy = RunDir(run.path.with_name("copy"))
+    copy.path.mkdir()
+    copy.lock.write_bytes(run.lock.read_bytes())
+    with locked(copy):
+        pass
+
+
+def test_a_holder_notices_that_another_has_taken_over(run, monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT", 0.01)
+    with locked(run) as held:
+        first = json.loads(run.lock.read_text())["heartbeat"]
+        while json.loads(run.lock.read_text() or "{}").get("heartbeat", first) == first:
+            time.sleep(0.01)
+        lock.check()
+        taken = named(run, **ELSEWHERE, pid=12)
+        while held.lost is None:
+            time.sleep(0.01)
+        with pytest.raises(LockLost, match="was taken over by pid 12 on n7 since"):
+            lock.check()
+    assert json.loads(run.lock.read_text()) == taken
+    lock.check()
+
+
+@pytest.mark.parametrize("text", ("", "{", "[]", '{"pid": "1"}', "x" * 9000, '{"pid": 1, "host": "n1"}'))
+def test_a_lock_file_that_names_nobody_is_free(run, text):
+    run.path.mkdir()
+    run.lock.write_text(text)
+    with locked(run) as held:
+        assert held.remark is None
+
+
+def test_a_directory_that_another_command_has_filled_since_is_refused(run):
+    with locked_empty(run):
+        (run.path / "matrix.json").touch()
+    with pytest.raises(RunError, match="is not empty any more: another command has begun there"), locked_empty(run):
+        pass
+
+
+EXECUTED = {
+    "tp_invariant_recipes.jobs.submit": (),
+    "tp_invariant_recipes.workflows.audit": (None,),
+    "tp_invariant_recipes.workflows.bench": (None,),
+    "tp_invariant_recipes.workflows.bisect": (None,),
+    "tp_invariant_recipes.workflows.verify": (None,),
+}
+
+
+@pytest.mark.parametrize("module", EXECUTED)
+def test_commands_that_make_several_runs_take_the_lock_of_their_directory(run, other, module, monkeypatch):
+    """Before they write, so that a plan of nothing but a directory is enough to be refused, or to be taken."""
+    execute, planned = import_module(module).execute, SimpleNamespace(directory=run)
+    monkeypatch.setattr(f"{module}._planned", lambda _: (0, []), raising=False)  # of bisect
+    with pytest.raises(RunError, match=f"is being trained by pid {other.pid} on "):
+        execute(planned, *EXECUTED[module])
+    assert [file.name for file in run.path.iterdir()] == ["write.lock"]
+    other.kill()
+    other.wait()
+    with pytest.raises(AttributeError):  # it goes on, and misses the rest of its plan
+        execute(planned, *EXECUTED[module])
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(RunError, match=r"cannot write .*/file/run/write\.lock: Not a directory"),
+        locked(RunDir(tmp_path / "file" / "run")),
+    ):
+        pass

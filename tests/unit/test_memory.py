@@ -1,0 +1,188 @@
+"""The estimate of a run's memory: against measured peaks, against counts by hand, and in how it follows the layout."""
+
+import functools
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.unit.docs.markdown import DOCUMENTS
+from tp_invariant_recipes.config import memory
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.memory import (
+    ACTIVATIONS,
+    FIRST_STEP,
+    GIB,
+    GRADIENTS,
+    LOSS,
+    OPTIMIZER,
+    WEIGHTS,
+    Estimate,
+)
+from tp_invariant_recipes.config.sections import typed
+
+WITHIN = 0.15  # which docs/memory.md promises
+
+# Peaks in GiB as docs/benchmark.md lists them, of torch's allocator on H200s after warm-up: stock, and tree in parts of
+# it. The commands are those above its tables.
+BENCHMARK = (
+    ("qwen3_8b", "tp=4 seq=2048", 37.56, 1.004),
+    ("qwen3_8b", "tp=4 seq=8192", 46.00, 1.005),
+    ("qwen3_30b_a3b", "tp=2 ep=2 seq=2048 gbs=2 model.num_layers=8", 49.42, 0.998),
+    ("qwen3_moe_toy", "tp=2 seq=2048 gbs=2", 9.18, 0.976),
+)
+# Peaks that docs/numerics.md names beside its evidence, of whole runs: they include how a run starts.
+NEMOTRON_21 = "model.hybrid_layer_pattern=MEMEM*EMEMEM*EMEMEM*E"
+WHOLE_RUNS = (
+    ("qwen3_30b_a3b", "tp=2 ep=2 model.num_layers=20", 119),
+    ("nemotron3_nano", f"tp=2 ep=2 {NEMOTRON_21}", 122),
+)
+
+# Proportional set size in MiB of all processes of a run on a CPU: overrides, peak.
+WIDENED = (
+    "seq=512 gbs=2 model.num_layers=8 model.hidden_size=1024 model.ffn_hidden_size=3072 model.num_attention_heads=16 "
+    "model.num_query_groups=8 model.kv_channels=64 model.vocab_size=32768"
+)
+ON_A_CPU = (("numerics=stock", 3988), ("numerics=tree", 3934), ("tp=2", 4122))
+
+
+def estimate(model: str, overrides: str = "", *, device: str = "gpu") -> Estimate:
+    """The estimate of a run. Fields of Bridge's are set after composing, which would import it to check them."""
+    asked = overrides.split()
+    tree = compose(model, [one for one in asked if "." not in one.partition("=")[0]], device=device).tree
+    for one in asked:
+        path, _, value = one.partition("=")
+        section, _, field = path.partition(".")
+        if field:
+            tree[section] = tree[section] | {field: yaml.safe_load(value)}
+    return memory.estimate(typed(tree))
+
+
+def document(name: str) -> str:
+    return next(one.text for one in DOCUMENTS if one.name == name)
+
+
+def test_the_table_is_that_of_the_document():
+    """Every row of docs/benchmark.md with a peak is here, with its figures."""
+    listed = [
+        tuple(float(figure) for figure in row)
+        for row in re.findall(r"\| ([0-9]+\.[0-9]{2}) \| ([0-9]\.[0-9]{3}) \|$", document("docs/benchmark.md"), re.M)
+    ]
+    assert listed == [(peak, ratio) for _, _, peak, ratio in BENCHMARK]
+    for *_, peak in WHOLE_RUNS:
+        assert f"({peak} GiB)" in document("docs/numerics.md")
+
+
+@pytest.mark.parametrize("mode", ("stock", "tree"))
+@pytest.mark.parametrize("model, overrides, peak, ratio", BENCHMARK, ids=lambda value: str(value).replace(" ", ","))
+def test_a_measured_peak_is_met(model, overrides, peak, ratio, mode):
+    measured = peak if mode == "stock" else peak * ratio
+    found = estimate(model, f"{overrides} numerics={mode}")
+    assert found.allocated / GIB == pytest.approx(measured, rel=WITHIN)
+    # What a step keeps beside weights, gradients and optimizer, which are counted, is estimated; it is met as well.
+    states = sum(found.parts[part] for part in (WEIGHTS, GRADIENTS, OPTIMIZER)) / GIB
+    assert found.allocated / GIB - states == pytest.approx(measured - states, rel=WITHIN)
+
+
+@pytest.mark.parametrize("model, overrides, peak", WHOLE_RUNS)
+def test_the_peak_of_a_whole_run_is_met(model, overrides, peak):
+    found = estimate(model, overrides)
+    assert (found.allocated + found.parts[FIRST_STEP]) / GIB == pytest.approx(peak, rel=WITHIN)
+
+
+@pytest.mark.parametrize("overrides, peak", ON_A_CPU)
+def test_a_measured_node_is_met(overrides, peak):
+    found = estimate("qwen3_toy", f"{overrides} {WIDENED}", device="cpu")
+    assert found.node / memory.MIB == pytest.approx(peak, rel=WITHIN)
+
+
+@functools.cache
+def parts(model: str, overrides: str = "", device: str = "gpu") -> dict[str, int]:
+    return dict(estimate(model, overrides, device=device).parts)
+
+
+def test_states_of_a_model_are_bytes_of_its_parameters():
+    """Qwen3-8B has 8,190,735,360 parameters, and at tp=1 a rank has them all."""
+    found = parts("qwen3_8b")
+    assert (found[WEIGHTS], found[GRADIENTS], found[OPTIMIZER]) == tuple(8_190_735_360 * b for b in (2, 4, 12))
+    wide = parts("qwen3_8b", "precision=fp32")
+    assert (wide[WEIGHTS], wide[GRADIENTS], wide[OPTIMIZER]) == tuple(8_190_735_360 * b for b in (4, 4, 8))
+
+
+# Overrides -> bytes a parameter of the optimizer's state: a distributed optimizer divides it among dp.
+OF_OPTIMIZER = (
+    ("dp=2 gbs=2", 6),
+    ("dp=2 gbs=2 optimizer.use_distributed_optimizer=false", 12),
+    ("optimizer.optimizer=sgd", 8),
+    ("optimizer.use_precision_aware_optimizer=true optimizer.exp_avg_dtype=torch.bfloat16", 2 + 2 + 4),
+    ("optimizer.use_precision_aware_optimizer=true optimizer.store_param_remainders=false", 12),
+)
+
+
+@pytest.mark.parametrize("overrides, each", OF_OPTIMIZER)
+def test_the_optimizers_state(overrides, each):
+    assert parts("qwen3_8b", overrides)[OPTIMIZER] == pytest.approx(8_190_735_360 * each, rel=1e-6)
+
+
+def test_experts_are_divided_by_ep_and_etp_and_their_state_among_the_rest():
+    """128 experts of 3 * 2048 * 768 parameters in each of 48 layers."""
+    experts = 48 * 128 * 3 * 2048 * 768
+    alone = parts("qwen3_30b_a3b", "dp=2 gbs=2 numerics=stock")
+    spread = parts("qwen3_30b_a3b", "dp=2 gbs=2 ep=2 numerics=stock")
+    assert alone[WEIGHTS] - spread[WEIGHTS] == experts // 2 * 2
+    assert alone[OPTIMIZER] == spread[OPTIMIZER]  # either divided among two ranks
+
+
+def test_a_stage_of_a_pipeline_has_its_layers_and_its_micro_batches():
+    """Stage 0 of two has half the layers and one of two embeddings, and keeps two micro-batches."""
+    whole, stage = parts("qwen3_8b"), parts("qwen3_8b", "pp=2 gbs=8 numerics=stock")
+    assert stage[WEIGHTS] == pytest.approx(whole[WEIGHTS] / 2, rel=0.001)
+    once = parts("qwen3_8b", "pp=2 gbs=1 numerics=stock")
+    assert stage[ACTIVATIONS] == pytest.approx(2 * once[ACTIVATIONS], rel=0.02)
+
+
+def test_recomputing_keeps_a_layers_input_alone():
+    """36 layers, 2048 tokens, 4096 features of 2 bytes; and what the final norm keeps."""
+    full = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
+    assert parts("qwen3_8b", full)[ACTIVATIONS] == (36 + 2) * 2048 * 4096 * 2
+    assert parts("qwen3_8b")[ACTIVATIONS] > 10 * parts("qwen3_8b", full)[ACTIVATIONS]
+    mlp = "model.recompute_granularity=selective model.recompute_modules=[mlp]"
+    less = parts("qwen3_8b")[ACTIVATIONS] - parts("qwen3_8b", mlp)[ACTIVATIONS]
+    assert less == 36 * 2048 * 3 * 12288 * 2  # gate and up, and their product
+
+
+def test_activations_follow_the_tokens():
+    once = parts("qwen3_8b")
+    assert parts("qwen3_8b", "mbs=2 gbs=2")[ACTIVATIONS] == 2 * once[ACTIVATIONS]
+    assert parts("qwen3_8b", "tp=2")[ACTIVATIONS] == once[ACTIVATIONS] // 2
+    assert parts("qwen3_8b", "tp=2 sp=false")[ACTIVATIONS] > once[ACTIVATIONS] // 2
+
+
+def test_scores_of_unfused_attention_grow_with_the_square_of_the_sequence():
+    """On a CPU: of each head softmax in fp32 and its bf16 copy."""
+    short, long = (parts("qwen3_8b", f"seq={n}", device="cpu")[ACTIVATIONS] for n in (2048, 4096))
+    scores = 36 * 32 * 2048**2 * 6
+    assert long - 2 * short == 2 * scores
+
+
+def test_only_tree_tries_its_products():
+    assert parts("qwen3_8b", "numerics=stock")[FIRST_STEP] == 0
+    assert parts("qwen3_8b")[FIRST_STEP] > 2 * 151936 * 4096 * 4
+    assert parts("qwen3_8b")[LOSS] != parts("qwen3_8b", "numerics=stock")[LOSS]
+
+
+@pytest.mark.timeout(20)
+def test_a_slip_of_the_keyboard_is_estimated_at_once():
+    """Each number at its bound (config/bounds.py)."""
+    found = parts("qwen3_8b", "model.num_layers=2147483647 model.pipeline_model_parallel_size=65536 seq=134217728")
+    assert found[WEIGHTS] > 2**40
+
+
+def test_neither_torch_nor_megatron_is_imported():
+    code = (
+        "import sys, tp_invariant_recipes.config.describe, tp_invariant_recipes.launch.memory; "
+        "sys.exit(bool({'torch', 'megatron.core'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,209 @@
+"""A run that cannot fit the memory of its GPUs or of its node is refused with the figures, before anything starts."""
+
+from dataclasses import replace
+
+import pytest
+
+from tp_invariant_recipes.config import layout
+from tp_invariant_recipes.config import memory as estimates
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.memory import GIB
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host import memory as host
+from tp_invariant_recipes.host.gpus import Gpu
+from tp_invariant_recipes.launch import memory, preflight
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Make this machine one with GPUs of so many GiB, or with so many GiB for processes."""
+
+    def make(*, gpu: float = 0, count: int = 8, node: float | None = None):
+        found = [Gpu("GPU", (9, 0), int(gpu * GIB))] * (count if gpu else 0)
+        monkeypatch.setattr(gpus, "visible", lambda: found)
+        monkeypatch.setattr(host, "available", lambda: None if node is None else int(node * GIB))
+
+    return make
+
+
+def problems(model: str, overrides: str = "", device: str = "gpu", *, here: bool = True) -> list[str]:
+    return memory.problems(compose(model, overrides.split(), device=device).config, here=here)
+
+
+# Model, overrides, whether an H200 can hold a rank of it: published sizes, 18 bytes a parameter beside activations.
+ON_H200 = (
+    ("qwen3_8b", "tp=1", False),
+    ("qwen3_8b", "tp=4 seq=65536", True),
+    ("qwen3_8b", "tp=4 seq=262144", False),
+    ("qwen3_30b_a3b", "tp=4", False),
+    ("qwen3_30b_a3b", "tp=4 ep=4", True),
+)
+
+
+@pytest.mark.parametrize("model, overrides, fits", ON_H200)
+def test_a_gpu(machine, model, overrides, fits):
+    machine(gpu=139.8)
+    found = problems(model, overrides)
+    assert (not found) is fits
+    if not fits:
+        assert "a GPU of this machine has 139.8 GiB" in found[0]
+        assert "device.check_memory=false" in found[0]
+
+
+def test_a_key_starts_it_anyway(machine):
+    machine(gpu=20)
+    assert problems("qwen3_8b") != []
+    assert problems("qwen3_8b", "device.check_memory=false") == []
+
+
+def test_the_message_has_the_figures_and_the_keys(machine):
+    """Figures of 8.19e9 parameters: 2, 4 and 12 bytes each."""
+    machine(gpu=79.6)
+    (found,) = problems("qwen3_8b", "mbs=2 gbs=2")
+    lines = dict(line.split()[:2] for line in found.splitlines()[1:8])
+    assert float(lines["weights"]) == pytest.approx(8.19e9 * 2 / GIB, rel=0.001)
+    assert float(lines["gradients"]) == pytest.approx(8.19e9 * 4 / GIB, rel=0.001)
+    assert float(lines["optimizer"]) == pytest.approx(8.19e9 * 12 / GIB, rel=0.001)
+    for key in ("tp=", "pp=", "dp=", "mbs=", "seq=", "model.recompute_granularity=full"):
+        assert key in found
+
+
+def test_experts_are_spread_by_ep(machine):
+    machine(gpu=79.6)
+    assert "ep=" in problems("qwen3_30b_a3b")[0]
+    assert "ep=" not in problems("qwen3_8b")[0]
+
+
+# Overrides, ranks, and GiB of a node that one rank fits and all together do not.
+NODES = (("tp=4", 4, 100), ("dp=2 gbs=2", 2, 250))
+
+
+@pytest.mark.parametrize("overrides, ranks, size", NODES)
+def test_ranks_on_a_cpu_share_the_memory_of_their_node(machine, overrides, ranks, size):
+    machine(node=size)
+    (found,) = problems("qwen3_8b", overrides, "cpu")
+    assert f"a node, {ranks} ranks" in found
+    assert f"this machine has {size}.0 GiB" in found
+    machine(node=size * ranks)
+    assert problems("qwen3_8b", overrides, "cpu") == []
+
+
+def test_what_nobody_knows_is_not_refused(machine):
+    machine(node=None)
+    assert problems("qwen3_8b", device="cpu") == []
+    assert problems("qwen3_8b", here=False) == []
+
+
+def test_a_job_is_for_the_gpus_of_its_cluster(machine):
+    machine()
+    assert "a GPU of cluster=h100 has 79.6 GiB" in problems("qwen3_8b", "tp=1 cluster=h100", here=False)[0]
+    assert "139.8" in problems("qwen3_8b", "tp=1 cluster=h200", here=False)[0]
+    assert problems("qwen3_8b", "tp=1 cluster=b300", here=False) == []
+    assert problems("qwen3_8b", "tp=4 cluster=h100", here=False) == []
+    assert problems("qwen3_8b", "tp=4 cluster=h100 cluster.gpu_memory=24", here=False) != []
+
+
+def test_a_dry_submission_says_it_and_a_submission_is_refused_for_it(cli, no_gpus):
+    """Beside what else is wrong with the job."""
+    ended = cli("submit", "qwen3_8b", "tp=4", "cluster=h100", "slurm.time=60", "--dry-run")
+    assert ended.status == 0
+    assert "the fullest rank needs about 40.7 GiB; a GPU of cluster=h100 has 79.6 GiB" in ended.err
+    refused = cli("submit", "qwen3_8b", "cluster=h100", "slurm.time=never", "--dry-run")
+    assert (refused.status, refused.out) == (2, "")
+    assert "this run needs about 157.4 GiB on a GPU" in refused.err
+    assert "slurm.time=never" in refused.err
+
+
+def test_the_cells_of_a_matrix_are_refused_by_name(cli, machine, here):
+    machine(gpu=30)
+    ended = cli("verify", "qwen3_8b", "tp=4,8")
+    assert (ended.status, ended.out) == (2, "")
+    assert "tp=4: this run needs about 40.7 GiB" in ended.err
+    assert "tp=8: " not in ended.err.replace("tp=4,8", "")
+    assert [file.name for file in here.iterdir()] == ["taken"]
+
+
+@pytest.mark.parametrize("command", ("train", "bench", "audit --against seed=2"))
+def test_every_command_that_trains_refuses(cli, machine, here, command):
+    machine(node=23)
+    ended = cli(*command.split(), "qwen3_8b", "tp=2", "device=cpu")
+    assert (ended.status, ended.out) == (2, "")
+    assert "this machine has 23.0 GiB" in ended.err
+    assert [file.name for file in here.iterdir()] == ["taken"]
+
+
+def test_only_what_clearly_does_not_fit_is_refused(machine):
+    """What is counted does not fit, or what is estimated does not even if it is less by the estimate's error."""
+    config = compose("qwen3_8b", ["tp=4", "seq=8192"], device="gpu").config
+    need = estimates.estimate(config)
+    counted = sum(need.parts[part] for part in estimates.COUNTED)
+    least = (counted + (need.rank - counted) * (1 - memory.ERROR)) / GIB
+    assert least < 0.97 * need.rank / GIB
+    machine(gpu=least + 0.1)
+    assert memory.problems(config, here=True) == []
+    machine(gpu=least - 0.1)
+    assert memory.problems(config, here=True) != []
+
+
+def test_parts_that_a_key_moves_elsewhere_do_not_count(machine):
+    machine(gpu=80)
+    config = compose("qwen3_8b", ["tp=1"], device="gpu").config
+    assert memory.problems(config, here=True) != []
+    optimizer = config.bridge["optimizer"] | {"optimizer_cpu_offload": True}
+    offloaded = replace(config, bridge={**config.bridge, "optimizer": optimizer})
+    assert memory.problems(offloaded, here=True) == []
+    assert memory.table(estimates.estimate(offloaded))[-1].startswith("optimizer.optimizer_cpu_offload:")
+
+
+def test_it_stands_in_the_one_list(machine, tmp_path, monkeypatch):
+    machine(node=23)
+    monkeypatch.setattr(preflight, "free_bytes", lambda path: 0)
+    composed = compose("qwen3_8b", ["tp=2"], device="cpu")
+    with pytest.raises(ConfigError) as error:
+        preflight.check(composed.tree, layout.of(composed.config), RunDir(tmp_path / "run"))
+    assert [problem.split()[0] for problem in error.value.problems] == ["this", f"{tmp_path}/run"]
+    assert list(tmp_path.iterdir()) == []
+
+
+MEMINFO = "MemTotal:  24000000 kB\nMemFree:  1000 kB\nMemAvailable:   23000000 kB\n"
+
+
+@pytest.fixture
+def groups(tmp_path):
+    """A /proc and a /sys/fs/cgroup of these files."""
+
+    def make(line: str, **files: str):
+        proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+        (proc / "self").mkdir(parents=True)
+        (proc / "meminfo").write_text(MEMINFO)
+        (proc / "self" / "cgroup").write_text(line)
+        for name, text in files.items():
+            file = cgroups / name.replace("__", "/").replace("_dot_", ".")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return host.available(proc, cgroups)
+
+    return make
+
+
+def test_memory_of_a_machine_without_limits(groups):
+    assert groups("0::/\n") == 23000000 * 1024
+
+
+def test_the_limit_of_a_group_further_up_counts(groups):
+    """As SLURM sets it on a job's step. File pages that the kernel gives up are not in use."""
+    job = {"job__memory_dot_max": "5000\n", "job__memory_dot_current": "3000\n"}
+    stat = {"job__memory_dot_stat": "anon 1\ninactive_file 500\n"}
+    assert groups("0::/job/step\n", job__step__memory_dot_max="max\n", **job, **stat) == 2500
+
+
+def test_limits_of_the_older_groups_count(groups):
+    files = ("limit_in_bytes", "9000"), ("usage_in_bytes", "1000"), ("stat", "total_inactive_file 0")
+    named = {f"memory__box__memory_dot_{name}": text for name, text in files}
+    assert groups("4:cpu,memory:/box\n3:cpuset:/\n", **named) == 8000
+
+
+def test_a_machine_that_does_not_say(tmp_path):
+    assert host.available(tmp_path, tmp_path) is None

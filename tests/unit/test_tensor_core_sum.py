@@ -1,0 +1,164 @@
+"""The sum of a tensor core: its definition against bits that an H200 gave, the compiled form against the definition."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels.tensor_core_sum import INFINITY, NAN, bf16_product, fp32_product
+from tp_invariant_recipes.numerics import conformance
+
+DATA = Path(__file__).parents[1] / "data"
+NUMBERS = np.load(DATA / "tensor_core_h200.npz")
+EDGES = load_file(conformance.BUILT_IN)
+PLAIN = sorted(name[2:] for name in NUMBERS.files if name.startswith("a_"))
+BF16_EDGES, FP32_EDGES = (
+    sorted({name.split("/")[1] for name in EDGES if name.startswith(kind)}) for kind in ("bf16/", "fp32/")
+)
+
+
+def edge(kind, case):
+    return (EDGES[f"{kind}/{case}/{part}"] for part in "abc")
+
+
+def bf16(bits):
+    return torch.from_numpy(bits.astype(np.int16)).view(torch.bfloat16)
+
+
+def fp32(bits):
+    return torch.from_numpy(bits.view(np.float32).copy())
+
+
+def bits(result):
+    return result.numpy().view(np.uint32)
+
+
+def canonical(bits):
+    """FMA units keep a NaN's sign and payload, the definition does not."""
+    return np.where(np.isnan(bits.view(np.float32)), np.uint32(NAN), bits)
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_the_definition_gives_the_bits_of_an_h200(case):
+    a, b = NUMBERS[f"a_{case}"], NUMBERS[f"b_{case}"]
+    rows = slice(0, 8) if a.shape[1] > 512 else slice(None)  # the definition keeps every term in memory
+    ours = bf16_product(a[rows], b)
+    recorded = [name for name in NUMBERS.files if name.startswith(f"c_{case}_")]
+    assert len(recorded) >= 2
+    for name in recorded:
+        assert (ours == NUMBERS[name][rows]).all(), name
+
+
+@pytest.mark.parametrize("case", BF16_EDGES)
+def test_the_definition_gives_the_bits_of_an_h200_at_the_edges(case):
+    a, b, expected = edge("bf16", case)
+    assert (bf16_product(a, b) == expected).all()
+
+
+@pytest.mark.parametrize("case", FP32_EDGES)
+def test_a_product_of_fp32_is_a_chain_of_fma(case):
+    a, b, expected = edge("fp32", case)
+    assert (fp32_product(a.view(np.float32), b.view(np.float32)) == canonical(expected)).all()
+
+
+def test_the_recorded_edges_are_edges():
+    kinds = {"subnormal": 0, "infinity": 0, "nan": 0, "zero": 0}
+    for case in BF16_EDGES:
+        size = EDGES[f"bf16/{case}/c"] & 0x7FFFFFFF
+        kinds["subnormal"] += ((size > 0) & (size < 1 << 23)).sum()
+        kinds["infinity"] += (size == INFINITY).sum()
+        kinds["nan"] += (size > INFINITY).sum()
+        kinds["zero"] += (size == 0).sum()
+    assert min(kinds.values()) > 500, kinds
+
+
+@pytest.mark.parametrize("other", ({"kept": 24}, {"kept": 26}, {"step": 8}, {"step": 32}), ids=str)
+def test_other_arithmetic_gives_other_bits(other):
+    a, b = NUMBERS["a_512_cancel"][:16], NUMBERS["b_512_cancel"]
+    assert (bf16_product(a, b, **other) != NUMBERS["c_512_cancel_mmawg"][:16]).any()
+
+
+def test_a_multiplication_and_an_addition_are_no_fma():
+    a, b, expected = edge("fp32", "normal")
+    x, y = a.view(np.float32), b.view(np.float32)
+    total = np.zeros((x.shape[0], y.shape[1]), np.float32)
+    for k in range(x.shape[1]):
+        total = x[:, k, None] * y[None, k] + total
+    assert (total.view(np.uint32) != expected).any()
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_the_compiled_sum_gives_the_bits_of_an_h200(case):
+    ours = bits(tensor_core_cpu.product(bf16(NUMBERS[f"a_{case}"]), bf16(NUMBERS[f"b_{case}"])))
+    assert (ours == NUMBERS[f"c_{case}_mmawg"]).all()
+
+
+@pytest.mark.parametrize("case", BF16_EDGES)
+def test_the_compiled_sum_gives_the_bits_of_an_h200_at_the_edges(case):
+    a, b, expected = edge("bf16", case)
+    assert (bits(tensor_core_cpu.product(bf16(a), bf16(b))) == expected).all()
+
+
+@pytest.mark.parametrize("case", FP32_EDGES)
+def test_the_compiled_fma_gives_the_bits_of_an_h200(case):
+    a, b, expected = edge("fp32", case)
+    assert (bits(tensor_core_cpu.product(fp32(a), fp32(b))) == canonical(expected)).all()
+
+
+@pytest.mark.parametrize("shape", ((1, 1, 1), (3, 5, 7), (64, 33, 129), (2, 0, 3), (130, 160, 96)), ids=str)
+@pytest.mark.parametrize("scale", (0, 12, 60), ids=lambda scale: f"2^{scale}")
+def test_the_compiled_sum_is_the_definition(shape, scale):
+    m, k, n = shape
+    generator = torch.Generator().manual_seed(k)
+
+    def drawn(*size):
+        exponents = torch.randint(-scale, scale + 1, size, generator=generator)
+        return torch.ldexp(torch.randn(size, generator=generator), exponents).bfloat16()
+
+    a, b = drawn(m, k), drawn(k, n)
+    numbers = [x.view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
+    assert (bits(tensor_core_cpu.product(a, b)) == bf16_product(*numbers)).all()
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
+def test_neither_strides_nor_neighbours_nor_threads_change_a_bit(dtype):
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(130, 200, generator=generator).to(dtype), torch.randn(200, 96, generator=generator).to(dtype)
+    whole = tensor_core_cpu.product(a, b)
+    assert tensor_core_cpu.SMALL < 130 * 200 * 96
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert same_bits(tensor_core_cpu.product(a, b), whole)
+    finally:
+        torch.set_num_threads(before)
+    assert same_bits(tensor_core_cpu.product(a.t().contiguous().t(), b.t().contiguous().t()), whole)
+    assert same_bits(tensor_core_cpu.product(a[7:9], b[:, 5:6]), whole[7:9, 5:6].contiguous())
+
+
+def test_a_nan_and_an_infinity_reach_their_row_and_column_only():
+    a, b = torch.ones(40, 32).bfloat16(), torch.ones(32, 40).bfloat16()
+    clean = tensor_core_cpu.product(a, b)
+    a[3, 5], b[9, 7] = float("inf"), float("nan")
+    dirty = tensor_core_cpu.product(a, b)
+    assert torch.isinf(dirty[3]).sum() == 39
+    assert torch.isnan(dirty[:, 7]).all()
+    dirty[3], dirty[:, 7] = clean[3], clean[:, 7]
+    assert same_bits(dirty, clean)
+
+
+def test_a_bf16_output_is_rounded_to_nearest_even():
+    total = fp32(np.array([0x3F808000, 0x3F818000, 0x3F808001, NAN, 0xFFC00000, INFINITY], np.uint32))
+    expected = [0x3F80, 0x3F82, 0x3F81, 0x7FFF, 0x7FFF, 0x7F80]
+    assert tensor_core_cpu.rounded(total).view(torch.int16).tolist() == expected
+
+
+@pytest.mark.parametrize("dtypes", ((torch.float16, torch.float16), (torch.bfloat16, torch.float32)), ids=str)
+def test_other_dtypes_are_refused(dtypes):
+    with pytest.raises(TypeError, match="both must be bf16, or both fp32"):
+        tensor_core_cpu.product(torch.ones(2, 2, dtype=dtypes[0]), torch.ones(2, 2, dtype=dtypes[1]))
