@@ -53,7 +53,7 @@ def runs(
 
 
 def _print(found: "list[RunRow]", names: dict[str, str]) -> None:
-    """Not a table of rich: paths are copied from here, so they are never folded; and rich takes seconds for thousands."""
+    """Not a table of rich: paths are copied from here, so they are never folded; and rich is slow for thousands."""
     cells = [tuple(map(one_line, _cells(one, names))) for one in found]
     widths = [max(len(row[n]) for row in (_HEAD, *cells)) for n in range(len(_HEAD))]
     console = terminal.console(soft_wrap=True)

@@ -1,8 +1,8 @@
 """The fields of Bridge's classes of settings, kept in a file: a typo shows at once, not after an import of 10 to 60 s.
 
 `scripts/bootstrap` writes the file into `.venv`; elsewhere the first import of Bridge writes it into the user's cache.
-It counts only while the sources that it was made from are as they were. Without it tpi asks Bridge itself. Where Bridge is
-not installed, the table of the version in the locks lies beside this module.
+It counts only while the sources that it was made from are as they were. Without it tpi asks Bridge itself. Where Bridge
+is not installed, the table of the version in the locks counts, `bridge_fields.json` beside this module.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Packages that a plain `pip install` of this one does not bring: who needs them, and what a command says without them.
 
-    needed.check("tpi train", needed.TRAINING)     RunError: "tpi train needs megatron-bridge, which is not installed …"
+needed.check("tpi train", needed.TRAINING)     RunError: "tpi train needs megatron-bridge, which is not installed …"
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The last step of a ledger, without reading the rest: for lists of many runs. `reader.py` reads and checks all of it."""
+"""The last step of a ledger, without reading the rest: for lists of many runs. `reader.py` reads and checks all."""
 
 import os
 import re

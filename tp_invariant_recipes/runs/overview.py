@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -65,6 +66,14 @@ class RunRow:
     command: str = ""
 
     @property
+    def when(self) -> float:
+        """The same in seconds since 1970, whatever the time zones of hosts; 0 without one."""
+        try:
+            return datetime.fromisoformat(self.began).timestamp()
+        except (ValueError, OverflowError, OSError):
+            return 0.0
+
+    @property
     def degrees(self) -> str:
         """The layout in a few words: degrees above 1, and tp."""
         at = self.layout or {}
@@ -95,7 +104,7 @@ def rows(folder: Path) -> list[RunRow]:
     """
     if not folder.is_dir():
         raise RunError(f"{folder}: there is no such folder")
-    return sorted(map(row, _directories(folder)), key=lambda one: (one.began, str(one.run)))
+    return sorted(map(row, _directories(folder)), key=lambda one: (one.when, str(one.run)))
 
 
 def row(run: Path | tuple[Path, str]) -> RunRow:
@@ -112,7 +121,8 @@ def row(run: Path | tuple[Path, str]) -> RunRow:
     attempts = found["attempts"]
     last = attempts[-1] if attempts else Attempt()
     state, why = _state(run_dir, last if attempts else None)
-    step, loss = 0, None
+    step: int | None = 0
+    loss = None
     try:
         if run_dir.ledger.exists():
             step, loss = last_step(run_dir.ledger)
@@ -150,7 +160,7 @@ def comparable(run: Path) -> Path | None:
     siblings = (path for path in _entries(run.absolute().parent) if path.name != run.absolute().name)
     near = [one for one in map(row, filter(_is_run, siblings)) if mine.identity_hash and one.step]
     same = [one for one in near if one.identity_hash == mine.identity_hash]
-    newest = max(same, key=lambda one: one.began, default=None)
+    newest = max(same, key=lambda one: one.when, default=None)
     return None if newest is None else run.parent / newest.run.name
 
 
@@ -160,7 +170,9 @@ def latest_to_resume(folder: Path, iters: int | None = None) -> RunRow:
     A completed run can where `iters` asks for more steps than it has. Raises RunError when there is none.
     """
     if not folder.is_dir():
-        raise RunError(f"--resume last looks for runs below {folder}, and there is no such folder; name one: --resume RUN")
+        raise RunError(
+            f"--resume last looks for runs below {folder}, and there is no such folder; name one: --resume RUN"
+        )
     found = [one for one in rows(folder) if _of_train(one)]
     able = [one for one in found if _goes_on(one, iters)]
     if able:
