@@ -1,0 +1,271 @@
+"""`tpi runs`, `--resume last` and what a run's end says, from run directories without a training."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.ledger import tail
+from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.runs import attempts, overview, places
+from tp_invariant_recipes.runs.lock import locked
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+pytestmark = pytest.mark.usefixtures("no_gpus")
+
+LOSSES = ("f32:40c80000", "f32:40c70000", "f32:40c60000")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """The current directory, which has runs/."""
+    (tmp_path / "here" / "runs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.fixture(autouse=True)
+def _command(monkeypatch):
+    """What the attempts of the runs were started with."""
+    monkeypatch.setattr("sys.argv", ["/usr/bin/tpi", "train", "qwen3_toy"])
+
+
+def a_run(name: str, *overrides: str, steps: int = 3, outcome: str | None = "completed", minute: int = 0) -> Path:
+    """A run of three steps, of which the ledger has so many. outcome: of its only attempt; None: killed."""
+    path = Path("runs", name)
+    planned = plan.new(compose("qwen3_toy", ["iters=3", *overrides, f"run.dir={path}"], device="cpu"))
+    plan.write(planned)
+    run = json.loads((path / "run.json").read_text())
+    run["attempts"][0] |= {"outcome": outcome, "time": f"2026-01-01T00:{minute:02}:00+0000"}
+    (path / "run.json").write_text(json.dumps(run))
+    with LedgerWriter(path).create(Header(identity=planned.identity, layout=planned.layout.as_dict())) as ledger:
+        for step, loss in enumerate(LOSSES[:steps], 1):
+            record = StepRecord(step, step, 1, loss, "f32:3fa00000", "f64:3f33a92a30553261")
+            ledger.append(record)
+    return path
+
+
+def cells(line: str) -> list[str]:
+    return line.split()
+
+
+def test_a_line_for_each_run_and_a_letter_for_those_that_are_comparable(cli):
+    a_run("a", "tp=2", minute=3)
+    a_run("b", minute=1, outcome="stopped", steps=2)
+    a_run("deeper/c", "seed=7", minute=2, outcome=None, steps=0)
+    ended = cli("runs")
+    assert (ended.status, ended.err) == (0, "")
+    head, *lines = map(cells, ended.out.splitlines())
+    assert head == ["run", "state", "step", "loss", "layout", "model", "numerics", "same"]
+    assert lines == [
+        ["runs/b", "stopped", "2/3", "6.21875", "tp=1", "qwen3_toy", "tree", "a"],
+        ["runs/deeper/c", "killed", "0/3", "tp=1", "qwen3_toy", "tree"],
+        ["runs/a", "completed", "3/3", "6.1875", "tp=2", "qwen3_toy", "tree", "a"],
+    ]
+    found = json.loads(cli("runs", "runs", "--json").out)
+    assert found["schema"] == 1
+    assert [row["same"] for row in found["runs"]] == ["a", None, "a"]
+    assert found["runs"][2]["loss"] == {"bits": LOSSES[2], "value": 6.1875}
+
+
+def test_a_run_that_is_being_trained_runs_and_a_copy_of_it_does_not():
+    path = a_run("a", outcome=None, steps=1)
+    with locked(RunDir(path)):
+        shutil.copytree(path, "runs/copy")
+        assert [row.state for row in overview.rows(Path("runs"))] == ["running", "killed"]
+    assert overview.row(path).state == "killed"
+
+
+def test_a_submitted_run_has_not_started():
+    planned = plan.new(compose("qwen3_toy", ["run.dir=runs/a"], device="cpu"))
+    plan.write(planned, attempt=False)
+    (row,) = overview.rows(Path("runs"))
+    assert (row.state, row.step, row.of) == ("not started", 0, None)
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+# What is done to a run directory, and the reason that its row has.
+DAMAGE = {
+    "run.json is missing": lambda run: (run / "run.json").unlink(),
+    "run.json: Expecting": lambda run: (run / "run.json").write_text("{"),
+    "run.json: identity_hash is missing": lambda run: (run / "run.json").write_text('{"model": "", "attempts": []}'),
+    "run.json is not a file": lambda run: _fifo(run / "run.json"),
+    "ledger.jsonl: empty file": lambda run: (run / "ledger.jsonl").write_text(""),
+    "ledger.jsonl: only part of its header": lambda run: (run / "ledger.jsonl").write_text('{"kind": "tpi-ledger"'),
+    "ledger.jsonl: not a ledger": lambda run: (run / "ledger.jsonl").write_text("a\nb\n"),
+    "ledger.jsonl: not a file": lambda run: _fifo(run / "ledger.jsonl"),
+    "ledger.jsonl: it is missing": lambda run: (run / "ledger.jsonl").unlink(),
+    "ledger.jsonl: loss.bits": lambda run: append(run, b'{"step": 4, "loss": {"bits": 1}}\n'),
+    "ledger.jsonl: step": lambda run: append(run, b'{"step": -4, "loss": null}\n'),
+    "ledger.jsonl: its last two lines are damaged": lambda run: append(run, b"x\ny\n"),
+}
+
+
+def append(run: Path, data: bytes) -> None:
+    with (run / "ledger.jsonl").open("ab") as stream:
+        stream.write(data)
+
+
+@pytest.mark.parametrize("why", DAMAGE)
+def test_a_damaged_run_is_a_row_with_the_reason(cli, why):
+    a_run("whole")
+    run = a_run("damaged")
+    DAMAGE[why](run)
+    ended = cli("runs")
+    assert (ended.status, ended.err) == (0, "")
+    (line,) = (line for line in ended.out.splitlines() if line.startswith("runs/damaged"))
+    assert cells(line)[1] == "damaged"
+    assert why in line
+    assert "runs/whole    completed" in ended.out
+
+
+def test_a_torn_line_does_not_count_and_a_line_over_it_does_not_either():
+    run = a_run("a")
+    append(run, b'{"step": 4, "lo')
+    assert overview.row(run).step == 3
+    append(run, b"\n")
+    assert overview.row(run).step == 3
+
+
+def test_the_end_of_a_ledger_is_what_the_whole_of_it_says(monkeypatch):
+    monkeypatch.setattr(tail, "_BLOCK", 7)  # lines longer than a block
+    for steps in (0, 1, 3):
+        run = a_run(f"a{steps}", steps=steps)
+        assert tail.last_step(run / "ledger.jsonl") == (steps, LOSSES[steps - 1] if steps else None)
+
+
+def test_links_in_a_circle_end_and_names_control_no_terminal(cli):
+    a_run("a")
+    Path("runs/loop").symlink_to(Path("..", "runs"))
+    a_run("b\x1b[31m")
+    ended = cli("runs")
+    assert ended.out.count("completed") == 2
+    assert "\x1b" not in ended.out
+    assert "b\\x1b[31m" in ended.out
+
+
+def test_turns_of_a_benchmark_are_no_runs():
+    a_run("bench/modes/tree")
+    (Path("runs/bench/bench/pass-0")).mkdir(parents=True)
+    Path("runs/bench/bench/passes.json").touch()
+    Path("runs/bench/bench/pass-0/ledger.jsonl").touch()
+    assert [str(row.run) for row in overview.rows(Path("runs"))] == ["runs/bench/modes/tree"]
+
+
+def test_no_folder_and_no_run(cli):
+    assert cli("runs").out == "no run below runs\n"
+    ended = cli("runs", "nowhere")
+    assert (ended.status, ended.err) == (2, "error: nowhere: there is no such folder\n")
+
+
+def test_thousands_of_runs_are_read_by_their_ends(monkeypatch):
+    """Of each run a bounded part is read, whatever the length of its ledger."""
+    a_run("a")
+    read: list[int] = []
+    original = tail._newline_before
+    monkeypatch.setattr(tail, "_newline_before", lambda *where: read.append(1) or original(*where))
+    for number in range(50):
+        shutil.copytree("runs/a", f"runs/{number}")
+    assert len(overview.rows(Path("runs"))) == 51
+    assert len(read) == 2 * 51
+
+
+def test_the_last_is_the_latest_that_can_go_on():
+    a_run("old", outcome="stopped", minute=1, steps=1)
+    a_run("later", outcome=None, minute=2, steps=1)
+    a_run("done", minute=3)
+    a_run("verify/tp1", outcome="stopped", minute=4, steps=1)
+    run = json.loads(Path("runs/verify/tp1/run.json").read_text())
+    run["attempts"][0]["command"] = "tpi verify qwen3_toy tp=1,2"
+    Path("runs/verify/tp1/run.json").write_text(json.dumps(run))
+    last = overview.latest_to_resume(Path("runs"))
+    assert (str(last.run), last.state, last.step) == ("runs/later", "killed", 1)
+    assert str(overview.latest_to_resume(Path("runs"), iters=3).run) == "runs/later"
+    assert str(overview.latest_to_resume(Path("runs"), iters=4).run) == "runs/done"
+    with locked(RunDir(last.run)):
+        assert str(overview.latest_to_resume(Path("runs")).run) == "runs/old"
+
+
+def test_time_zones_do_not_change_which_is_the_latest():
+    for name, time in (("a", "2026-01-01T09:00:00+0900"), ("b", "2026-01-01T00:30:00+0000")):
+        run = a_run(name, outcome="stopped")
+        text = (run / "run.json").read_text().replace("2026-01-01T00:00:00+0000", time)
+        (run / "run.json").write_text(text)
+    assert overview.latest_to_resume(Path("runs")).run.name == "b"
+
+
+def test_nothing_to_go_on_with_says_what_there_is(cli):
+    with pytest.raises(RunError, match=r"no run of tpi train below runs can go on \(there is none\)"):
+        overview.latest_to_resume(Path("runs"))
+    a_run("a")
+    a_run("b")
+    ended = cli("train", "--resume", "last")
+    assert ended.status == 2
+    assert "no run of tpi train below runs can go on (2 completed); tpi runs lists all" in ended.err
+    shutil.rmtree("runs")
+    assert "there is no such folder" in cli("train", "--resume", "last").err
+
+
+def test_last_is_named_and_a_directory_of_this_name_is_not_guessed_at(cli, monkeypatch):
+    monkeypatch.setattr(terminal, "console_of_its_own", lambda: terminal.console(stderr=True))
+    a_run("a", outcome="stopped", steps=2)
+    ended = cli("train", "--resume", "last", "seed=3")
+    assert ended.status == 2
+    assert "--resume last: runs/a, stopped at step 2" in ended.err
+    assert "rng.seed was 1234 and is 3 now; leave out seed=3, or set rng.seed=1234" in ended.err
+    Path("last").mkdir()
+    assert "there is such a directory here, too" in cli("train", "--resume", "last").err
+
+
+def test_a_longer_run_names_the_key_that_keeps_its_schedule(cli):
+    a_run("a")
+    ended = cli("train", "--resume", "runs/a", "iters=6")
+    assert ended.status == 2
+    assert "scheduler.lr_decay_iters was 3 and is 6 now; set scheduler.lr_decay_iters=3" in ended.err
+    # The key that it names is the one that helps: what is refused then is another thing.
+    composed = plan.Request(None, tuple(plan.parse_all(["iters=6", "scheduler.lr_decay_iters=3"])), Path("runs/a"))
+    assert composed.plan(composed.composed()).steps == 6
+
+
+def test_the_end_of_a_run_says_where_things_are():
+    run = a_run("a b", minute=1)
+    found = places.of(RunDir(run))
+    assert places.lines(found) == [
+        "ledger: runs/a b/ledger.jsonl",
+        "next: tpi compare 'runs/a b' RUN_B   tpi report 'runs/a b'",
+    ]
+    a_run("other", "seed=3", minute=9)
+    a_run("older", "tp=2", minute=2)
+    a_run("newer", "tp=4", minute=3)
+    (run / "tensorboard").mkdir()
+    (run / "wandb" / "offline-run-1-x").mkdir(parents=True)
+    found = places.of(RunDir(run))
+    assert places.lines(found) == [
+        "ledger: runs/a b/ledger.jsonl",
+        "curves: tensorboard --logdir 'runs/a b/tensorboard'",
+        "wandb sync 'runs/a b/wandb/offline-run-1-x'",
+        "next: tpi compare 'runs/a b' runs/newer   tpi report 'runs/a b' runs/newer",
+    ]
+    (run / "wandb" / "offline-run-2-x").mkdir()
+    assert places.of(RunDir(run))["wandb_sync"] == "wandb sync 'runs/a b/wandb'/offline-run-*"
+    shutil.rmtree(run / "wandb")
+    (run / "wandb" / "run-1-x").mkdir(parents=True)
+    assert places.of(RunDir(run))["wandb_sync"] is None
+    assert "wandb: runs/a b/wandb" in places.lines(places.of(RunDir(run)))
+
+
+def test_a_failure_recorded_on_two_lines_is_one_line_of_the_list(cli):
+    run = a_run("a", outcome=None)
+    attempts.end(RunDir(run), "failed", "rank 1 failed\nits log: x")
+    assert len(cli("runs").out.splitlines()) == 2
+    assert "rank 1 failed" in cli("runs").out
