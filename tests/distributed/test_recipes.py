@@ -51,6 +51,27 @@ def test_a_recipe_can_be_for_a_cpu():
     assert recipe("qwen3_toy", "device=cpu").model.transformer_impl == "local"
 
 
+def test_keywords_are_overrides():
+    made = recipes.tpi_qwen3_toy_pretrain_config("iters=7", tp=2, sp=False, lr=1e-3, **{"optimizer.adam_eps": 1e-7})
+    texts = recipes.tpi_qwen3_toy_pretrain_config("iters=7", "tp=2", "sp=false", "lr=1e-3", "optimizer.adam_eps=1e-7")
+    assert made.model.tensor_model_parallel_size == 2
+    assert made.optimizer.adam_eps == 1e-7
+    assert made.to_dict() == texts.to_dict()
+    assert recipes.tpi_qwen3_toy_pretrain_config(device="cpu").dist.distributed_backend == "gloo"
+
+
+def test_keywords_that_are_wrong_are_said_with_everything_else():
+    with pytest.raises(ConfigError) as error:
+        recipes.tpi_qwen3_8b_pretrain_config("tp=4", tp=2, itres=5, seq=object(), numerics="tree")
+    for part in (
+        "tp=4 and the keyword tp=2 contradict each other",
+        "did you mean 'iters'?",
+        "seq: <object object at",
+        "numerics=tree: a ConfigContainer holds",
+    ):
+        assert part in str(error.value)
+
+
 def test_two_calls_share_nothing():
     first, second = (recipes.tpi_qwen3_toy_pretrain_config() for _ in range(2))
     first.model.num_layers = 99

@@ -59,6 +59,8 @@ def test_figures_reach_an_offline_run(tpi):
     """Offline, since there is no key: the environment of tests holds none."""
     done = tpi(*RUN, "tp=2", "logging=wandb", "run.dir=run")
     assert done.status == 0, done.stderr
+    (kept,) = (tpi.folder / "run/wandb").glob("offline-run-*")
+    assert f"wandb sync run/wandb/{kept.name}\n" in done.stderr
     assert "warning" not in (tpi.folder / "run/logs/rank-1.log").read_text()
     (files,) = (tpi.folder / "run/wandb").glob("offline-run-*/files/media")
     images, tables = files / "images/ledger", files / "table/ledger"

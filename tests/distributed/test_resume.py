@@ -146,7 +146,7 @@ def test_a_resumed_run_may_be_longer_but_not_another(whole, tpi):
     shutil.copytree(whole.folder / "whole", tpi.folder / "run")
     longer = tpi("train", "--resume", "run", "iters=14")
     assert longer.status == 2
-    assert "scheduler.lr_decay_iters was 12 and is 14 now" in longer.stderr
+    assert "scheduler.lr_decay_iters was 12 and is 14 now; set scheduler.lr_decay_iters=12" in longer.stderr
     other = tpi("train", "--resume", "run", "lr=1e-3", "seed=3")
     assert other.status == 2
     assert "optimizer.lr was 0.003" in other.stderr

@@ -106,6 +106,8 @@ def test_every_layout_trains(tpi, layout):
     assert summary["outcome"] == "completed"
     assert summary["steps"] == 2
     assert math.isfinite(summary["loss"])
+    assert (summary["ledger"], summary["tensorboard"], summary["wandb_sync"]) == ("run/ledger.jsonl", None, None)
+    assert summary["next"] == ["tpi compare run RUN_B", "tpi report run"]
 
 
 @pytest.mark.parametrize("layout", ("dp=2 ep=2 gbs=2", pytest.param("tp=2", marks=pytest.mark.release)))
@@ -116,8 +118,17 @@ def test_mixture_of_experts_trains(tpi, layout):
 
 
 def test_tensorboard_gets_bridges_curves(tpi):
-    assert tpi("train", "qwen3_toy", "iters=2", "seq=64", "gbs=2", "logging=tensorboard", "run.dir=run").status == 0
+    done = tpi("train", "qwen3_toy", "iters=2", "seq=64", "gbs=2", "logging=tensorboard", "run.dir=run")
+    assert done.status == 0
     assert any((tpi.folder / "run" / "tensorboard").glob("events.out.tfevents.*"))
+    lines = done.stderr.splitlines()
+    assert lines[0] == "importing Megatron-Bridge and checking the configuration …"
+    assert lines[3] == "starting 1 cpu rank …"
+    assert lines[-3:] == [
+        "ledger: run/ledger.jsonl",
+        "curves: tensorboard --logdir run/tensorboard",
+        "next: tpi compare run RUN_B   tpi report run",
+    ]
 
 
 def files(folder: Path) -> dict[Path, int]:

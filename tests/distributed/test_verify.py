@@ -153,10 +153,31 @@ def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi)
     assert "stopped:" in second
     assert "incomplete: tp=2 was stopped" in said
     assert "tpi train --resume m/tp2" in said
-    assert tpi("train", "--resume", "m/tp2").status == 0
-    judged = tpi("verify", "--recheck", "m")
-    assert judged.status == 0, judged.stdout
-    assert "identical: tp=1, 2 computed the same bits over 6 steps" in judged.stdout
+    assert "go on with: tpi verify --last-failed --dir m" in said
+    completed = tpi("verify", "--last-failed", "--dir", "m")
+    assert completed.status == 0, completed.stdout + completed.stderr
+    assert "1 of 1: tp=2 on 2 cpu ranks, 6 steps" in completed.stderr
+    assert "identical: tp=1, 2 computed the same bits over 6 steps" in completed.stdout
+    attempts = json.loads((tpi.folder / "m" / "tp2" / "run.json").read_text())["attempts"]
+    assert [attempt["from_step"] for attempt in attempts] == [0, 3]
+
+
+def test_after_the_first_failure_only_what_did_not_pass_is_trained_again(tpi):
+    """The control: with the fault in place the verdict is 2."""
+    stopped = tpi("verify", *SMALL, "tp=1,2,4", "--dir", "m", "--exitfirst", before=_kill_a_rank_of_tp_2)
+    assert stopped.status == 2, stopped.stderr
+    assert "incomplete: tp=2 failed; tp=4 did not run" in stopped.stdout
+    assert not (tpi.folder / "m" / "tp4").exists()
+    passed = (tpi.folder / "m" / "tp1" / "ledger.jsonl").stat().st_mtime_ns
+    again = tpi("verify", "--lf", "--dir", "m")
+    assert again.status == 0, again.stdout + again.stderr
+    assert [row[-1] for row in rows(again.stdout)] == ["reference", "identical", "identical"]
+    assert "2 of 2: tp=4" in again.stderr
+    assert (tpi.folder / "m" / "tp1" / "ledger.jsonl").stat().st_mtime_ns == passed
+    assert "planted" in (tpi.folder / "m" / "set-aside" / "tp2" / "logs" / "rank-1.log").read_text()
+    last = tpi("verify", "--last-failed", "--dir", "m")
+    assert (last.status, last.stdout) == (0, again.stdout)
+    assert "every run in m has passed; nothing is trained again" in last.stderr
 
 
 @pytest.mark.release

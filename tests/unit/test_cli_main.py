@@ -99,7 +99,7 @@ def test_ctrl_c_that_leaves_something(failing):
 
 
 @pytest.mark.parametrize(
-    "arguments", (("trian",), ("train", "--no-such-option"), ("compare",), ("show",)), ids=" ".join
+    "arguments", (("trian",), ("train", "--no-such-option"), ("compare",), ("report",)), ids=" ".join
 )
 def test_a_command_line_that_is_none_is_status_2(cli, arguments):
     ended = cli(*arguments)

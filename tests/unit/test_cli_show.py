@@ -12,6 +12,7 @@ from tp_invariant_recipes.config import describe, source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
+from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.numerics import conformance
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
@@ -221,3 +222,54 @@ def test_doctor_and_the_docs_name_the_same_needs_and_models(cli, machine):
     for words in doctor.GPU_NEEDS:
         assert words in advice["transformer-engine"]
         assert words in text
+
+
+def test_show_one_section_or_key(cli, no_gpus):
+    tree = compose("qwen3_8b", ["tp=4"], device="cpu").tree
+    assert yaml.safe_load(cli("show", "qwen3_8b", "tp=4", "--key", "optimizer").out) == tree["optimizer"]
+    assert json.loads(cli("show", "qwen3_8b", "tp=4", "--key", "model", "--json").out) == tree["model"]
+    for key, says in (("tp", "4"), ("model.sequence_parallel", "true"), ("run.dir", "null"), ("data.kind", "mock")):
+        assert cli("show", "qwen3_8b", "tp=4", "--key", key).out == f"{says}\n"
+    ended = cli("show", "qwen3_8b", "--key", "optimizer.lrr")
+    assert (ended.status, ended.out) == (2, "")
+    assert "--key optimizer.lrr: this configuration does not set it; did you mean 'optimizer.lr'?" in ended.err
+
+
+def test_show_the_keys_that_differ(cli, no_gpus):
+    ended = cli("show", "--diff", "qwen3_toy", "qwen3_toy tp=2 seed=3")
+    assert (ended.status, ended.err) == (1, "")
+    lines = ended.out.splitlines()
+    assert "  model.tensor_model_parallel_size: 1 -> 2" in lines
+    assert "* rng.seed: 1234 -> 3" in lines
+    assert lines[-1] == "* runs that differ there are not comparable"
+    same = cli("show", "--diff", "qwen3_toy", "qwen3_toy tp=2", "tp=2")  # the override is for both
+    assert (same.status, same.out) == (0, "no key differs\n")
+    layouts = cli("show", "--diff", "qwen3_toy", "qwen3_toy tp=2", "--key", "tp", "--json")
+    found = json.loads(layouts.out)["different"]
+    assert found == [{"key": "model.tensor_model_parallel_size", "a": 1, "b": 2, "comparable": True}]
+    assert "unknown model 'qwen3_toi'" in cli("show", "--diff", "qwen3_toy", "qwen3_toi").err
+    assert cli("show", "--diff", "qwen3_toy", "'").status == 2
+
+
+def test_show_the_configuration_of_a_run(cli, here, no_gpus):
+    planned = plan.new(compose("qwen3_toy", ["tp=2", "run.dir=run"], device="cpu"))
+    plan.write(planned)
+    assert yaml.safe_load(cli("show", "--from", "run", "--key", "checkpoint").out) == planned.tree["checkpoint"]
+    assert "a rank" in cli("show", "--from", "run").out
+    assert cli("show", "--from", "run", "tp=4", "--key", "tp").out == "4\n"
+    changed = cli("show", "--diff", "run", "qwen3_toy tp=2 run.dir=run").out
+    assert "checkpoint.save: run/checkpoints -> null" in changed
+    assert "tensor_model" not in changed
+    (here / "run" / "config.yaml").write_text("model: [2026-01-01]\n")
+    forged = cli("show", "--from", "run")
+    assert (forged.status, forged.out) == (2, "")
+    assert "is not one of this version of tpi" in forged.err
+    assert "Traceback" not in forged.err
+    assert cli("show", "--from", "taken").status == 2
+
+
+@pytest.mark.parametrize("words", ((), ("qwen3_toy", "--from", "run"), ("qwen3_toy", "--diff", "a", "b")), ids=" ".join)
+def test_show_takes_one_thing(cli, words):
+    ended = cli("show", *words)
+    assert (ended.status, ended.out) == (2, "")
+    assert "name one: a model (tpi models lists them), --from RUN, or --diff A B" in ended.err

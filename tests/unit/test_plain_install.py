@@ -61,7 +61,6 @@ WORK = (
     (["--help"], "bisect"),
     (["train", "--help"], "--resume"),
     (["--version"], "tpi "),
-    (["models"], "qwen3_8b"),
     (["show", "qwen3_8b", "tp=4", "optimizer.adam_eps=1e-7"], "adam_eps: 1.0e-07"),
     (["show", "nemotron3_nano_toy", "--key", "tp"], "1"),
     (["show", "--diff", "qwen3_toy", "qwen3_toy seed=3"], "rng.seed: 1234 -> 3"),
@@ -153,6 +152,31 @@ def test_commands_without_megatron_and_torch(folder, site):
     check(commands(folder, [sys.executable], ALL, PYTHONPATH=site))
     assert not (folder / "data").exists()
     assert sorted(run.name for run in (folder / "runs").iterdir()) == ["a", "b"]
+
+
+def _pip(interpreter: Path | str, *words: str) -> None:
+    """Run pip. A failure fails the test: without a package index this promise cannot be checked, and is not kept."""
+    ended = subprocess.run([str(interpreter), "-m", "pip", *words], capture_output=True, text=True)
+    if ended.returncode:
+        pytest.fail(f"pip {words[0]} failed; this test needs the package index:\n{ended.stderr[-2000:]}", pytrace=False)
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1200)
+def test_the_wheel_in_an_empty_environment(folder, tmp_path):
+    """What `pip install` of the built wheel brings: conf/, the templates of slurm/, and no torch."""
+    _pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT))
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    _pip(python, "install", str(wheel))
+    found = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True)
+    names = {package["name"].replace("-", "_") for package in json.loads(found.stdout)}
+    assert not names & {"torch", "triton", "megatron_core", "megatron_bridge", "transformer_engine"}
+    check(commands(folder, [str(python)], ALL))
+    listed = subprocess.run([tmp_path / "venv" / "bin" / "tpi", "models"], capture_output=True, text=True, cwd=tmp_path)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert "nemotron3_nano_toy" in listed.stdout
 
 
 @pytest.mark.parametrize("name", ("nowhere", "tp_invariant_recipes.nowhere", "torch.nowhere", "megatron.core.nowhere"))

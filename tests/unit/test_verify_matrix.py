@@ -99,8 +99,8 @@ MISTAKES = (
     (["qwen3_toy", "tp=1", "--against", "none"], ["--against: none does not exist"]),
     (["qwen3_toy", "tp=1", "--against", "taken/file"], ["--against: taken/file line 1: empty file"]),
     (["--recheck", "taken"], ["taken is not a directory of tpi verify: matrix.json"]),
-    (["--recheck", "taken", "--dir", "x"], ["leave MODEL, overrides and --dir out"]),
-    (["qwen3_toy", "--recheck", "taken"], ["leave MODEL, overrides and --dir out"]),
+    (["--recheck", "taken", "--dir", "x"], ["leave MODEL, overrides, --dir and --exitfirst out"]),
+    (["qwen3_toy", "--recheck", "taken"], ["leave MODEL, overrides, --dir and --exitfirst out"]),
     (
         ["qwen3_toy", "tp=1,3,5", "seed=1,2", "gbs=3", "mbs=2", "foo=3", "run.dir=x", "pp=2,2"],
         [
