@@ -17,9 +17,9 @@ FOREIGN = {
     # sbatch's and srun's
     "--array", "--comment", "--cpus-per-task", "--exclusive", "--gres", "--mail-type", "--mem", "--nodes", "--parsable",
     "--requeue", "--reservation", "--signal",
-    # of scripts/bootstrap, torchrun, run_recipe.py, pre-commit, pytest and uv
-    "--collect-only", "--continue", "--gpu", "--hook-type", "--nproc_per_node", "--only-downloads", "--plan",
-    "--recipe", "--show-urls",
+    # of scripts/bootstrap, torchrun, run_recipe.py, pre-commit, pytest, uv, pip and tensorboard
+    "--collect-only", "--continue", "--gpu", "--hook-type", "--hypothesis-profile", "--logdir", "--no-deps",
+    "--nproc_per_node", "--only-downloads", "--plan", "--recipe", "--show-urls", "--wheel-dir",
 }  # fmt: skip
 
 
