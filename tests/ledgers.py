@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-STATE = {"masters", "moments"}
+STATE = {"clipped", "masters", "moments"}
 
 
 def steps(run: Path) -> list[bytes]:

@@ -100,11 +100,10 @@ def test_gradients_do_not_depend_on_where_the_optimizer_keeps_them(tpi):
     All but the gradient norm: stock sums it over what each rank owns, and whether that ends in the same bits depends on
     the processor. Nothing is clipped, so that it reaches nothing else.
     """
-    layout = ("tp=2", "dp=2", "gbs=2", "optimizer.clip_grad=1000.0")
+    layout = ("tp=2", "dp=2", "gbs=2", "optimizer.clip_grad=1000.0", "ledger.state_digests=1")
     whole = train(tpi, "whole", *layout, "optimizer.use_distributed_optimizer=false")
     parts = train(tpi, "parts", *layout, "optimizer.use_distributed_optimizer=true")
-    assert all(step.gradients and step.clipped and step.masters for step in whole.steps)
-    assert whole.steps[-1].moments
+    assert all(step.gradients and step.clipped and step.masters and step.moments for step in whole.steps)
     for a, b in zip(whole.steps, parts.steps, strict=True):
         assert dataclasses.replace(b, grad_norm=a.grad_norm) == a
 
@@ -160,8 +159,8 @@ def test_one_flipped_bit_of_a_master_weight_is_named(tpi):
     sound = train(tpi, "sound", "tp=2")
     flipped = train(tpi, "flipped", "tp=2", before=_at_step(2, 1, flip))
     assert differing(sound, flipped, "masters") == {1: [], 2: [FC1]}
-    assert differing(sound, flipped, "gradients") == differing(sound, flipped, "clipped") == {1: [], 2: []}
-    assert differing(sound, flipped, "moments") == {2: []}
+    assert differing(sound, flipped, "gradients") == {1: [], 2: []}
+    assert differing(sound, flipped, "clipped") == differing(sound, flipped, "moments") == {2: []}
     assert flipped.steps[1].diverged == ()
 
 
@@ -196,6 +195,72 @@ def test_a_gradient_that_replicas_do_not_share_is_named(tpi):
     assert all(ranks == ((0,), (1,)) for _, _, ranks in ledger.steps[0].diverged)
 
 
+LANES, TOGETHER, BATCH, UPDATE, END = "kernel", "all-reduce", "batch", "update", "end of the step"
+
+
+def _noting(folder):
+    """Have every rank write the order of events to a file of its own: kernels of digests, and what a step does."""
+
+    def plant():
+        import os
+
+        from megatron.bridge.training import gpt_step
+        from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+        from tp_invariant_recipes.kernels.digest import Lanes
+        from tp_invariant_recipes.training import digests
+
+        def noted(holder, name, event, *, after=False):
+            original = getattr(holder, name)
+
+            def call(*args, **kwargs):
+                found = original(*args, **kwargs) if after else None
+                with (folder / f"events-{os.environ['RANK']}").open("a") as stream:
+                    stream.write(f"{event}\n")
+                return found if after else original(*args, **kwargs)
+
+            setattr(holder, name, call)
+
+        noted(Lanes, "__call__", LANES)
+        noted(digests._Merge, "__call__", TOGETHER)
+        noted(gpt_step, "get_batch", BATCH, after=True)
+        noted(MixedPrecisionOptimizer, "step_with_ready_grads", UPDATE)
+        noted(digests.Digests, "on_train_step_end", END)
+
+    return plant
+
+
+def test_nothing_runs_between_a_step_and_the_next_batch(tpi):
+    """There the host waits for the GPU, and would wait for the kernels too. No stage of a pipeline waits for another in
+    its forward pass: the all-reduce comes before the update.
+    """
+    train(tpi, "run", "pp=2", "gbs=2", "iters=3", "ledger.state_digests=2", before=_noting(tpi.folder))
+    for rank in (0, 1):
+        events = (tpi.folder / f"events-{rank}").read_text().splitlines()
+        gradients = masters = clipped = [LANES]
+        weights, moments = [LANES], [LANES]
+        assert events[events.index(BATCH) :] == [
+            *(BATCH, BATCH, *gradients, UPDATE, END),
+            *(BATCH, *masters, *weights, BATCH, TOGETHER, *gradients, UPDATE, *clipped, END),
+            *(BATCH, *moments, *masters, *weights, BATCH, TOGETHER, *gradients, UPDATE, END),
+            *(*clipped, *moments, *masters, *weights, TOGETHER),
+        ]
+
+
+@pytest.mark.release
+def test_a_step_whose_forward_python_does_not_see_has_the_same_digests(tpi):
+    """As with a CUDA graph of the whole step: the kernels start before the update."""
+
+    def plant():
+        from tp_invariant_recipes.training.digests import Digests
+
+        Digests._on_forward = lambda *_: None
+
+    layout = ("pp=2", "gbs=2", "iters=3", "ledger.state_digests=2")
+    seen, unseen = train(tpi, "seen", *layout), train(tpi, "unseen", *layout, before=plant)
+    assert seen.steps == unseen.steps
+
+
 def test_a_lost_shard_is_refused(tpi):
     def lose():
         import torch.distributed as dist
@@ -214,16 +279,16 @@ def test_a_lost_shard_is_refused(tpi):
 
 
 def test_every_nth_step_or_none(tpi):
-    some = train(tpi, "some", "iters=5", "ledger.digests=2", "ledger.state_digests=3")
+    some = train(tpi, "some", "iters=7", "ledger.digests=2", "ledger.state_digests=3")
     recorded = {kind: [getattr(step, kind) is not None for step in some.steps] for kind in DIGESTED}
     assert recorded == {
-        "gradients": [False, True, False, True, False],
-        "clipped": [False, True, False, True, False],
-        "moments": [False, False, True, False, True],
-        "masters": [False, True, True, True, True],
-        "weights": [False] * 5,
+        "gradients": [False, True, False, True, False, True, False],
+        "clipped": [False, False, False, False, False, True, False],
+        "moments": [False, False, True, False, False, True, True],
+        "masters": [False, True, True, True, False, True, True],
+        "weights": [False] * 7,
     }
-    none = train(tpi, "none", "iters=5", "ledger.digests=0")
+    none = train(tpi, "none", "iters=7", "ledger.digests=0")
     assert none.header.parameters == ()
     assert all(step.weights is None for step in none.steps)
     assert [step.loss for step in none.steps] == [step.loss for step in some.steps]

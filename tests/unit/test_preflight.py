@@ -145,7 +145,7 @@ def test_digests_of_many_experts_need_room(machine, tmp_path):
     run = ("qwen3_30b_a3b", "tp=4", "iters=10000")
     (problem,) = problems(tmp_path, *run)
     assert re.search(
-        r"writes at least 1[345]\d{3} MiB; free some, set run.dir=PATH on another disk, record digests less", problem
+        r"writes at least 1[01]\d{3} MiB; free some, set run.dir=PATH on another disk, record digests less", problem
     )
     check(tmp_path, *run, "ledger.digests=100", "ledger.state_digests=0")
     check(tmp_path, *run, "ledger.digests=0")

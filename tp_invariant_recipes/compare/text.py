@@ -18,7 +18,8 @@ from tp_invariant_recipes.ledger.reader import Ledger
 
 REPORT_SCHEMA = 2
 
-_STEPS_LISTED = 5  # at which there are moments
+_STEPS_LISTED = 5  # at which there are digests of these kinds
+_OF_STATE = ("clipped", "moments")  # which only every `ledger.state_digests`th step has
 _FIELDS_IN_LINE = 3  # the table below the line has the other fields
 _NOT_SET = "not set"
 # Kinds of first difference that a trace would narrow down, unless a trace found them.
@@ -101,18 +102,18 @@ def _not_compared(comparison: Comparison) -> list[str]:
             lacks = comparison.b if coverage.only_a else comparison.a
             older = " (recorded by an earlier version)" if lacks.header.schema < SCHEMA else ""
             reasons.setdefault(f"{run_name(lacks)}{older} has no digests", []).append(LABELS[kind])
-        elif kind == "moments" and comparison.a.header.schema == comparison.b.header.schema == SCHEMA:
+        elif kind in _OF_STATE and comparison.a.header.schema == comparison.b.header.schema == SCHEMA:
             reasons.setdefault("neither run has digests at a common step", []).append(LABELS[kind])
     parts = [f"{_series(labels)}, of which {reason}" for reason, labels in reasons.items()]
     return [f"Not compared: {'; '.join(parts)}."] if parts else []
 
 
 def _partly_compared(comparison: Comparison) -> list[str]:
-    """The kinds of digest that only some common steps have; of moments, what `proved` says is the rule."""
+    """The kinds of digest that only some common steps have; of those of the state, what `proved` says is the rule."""
     covered: dict[Coverage, list[str]] = {}
     for kind in DIGESTED:
         coverage = comparison.coverage[kind]
-        some = coverage.both and kind != "moments"
+        some = coverage.both and kind not in _OF_STATE
         if coverage.both < comparison.steps_compared and (some or (coverage.only_a and coverage.only_b)):
             covered.setdefault(coverage, []).append(LABELS[kind])
     return [
@@ -343,9 +344,9 @@ def _at(comparison: Comparison, name: str) -> str:
     both, compared = comparison.coverage[name].both, comparison.steps_compared
     if both == compared:
         return ""
-    if name == "moments" and both <= _STEPS_LISTED:
+    if name in _OF_STATE and both <= _STEPS_LISTED:
         pairs = zip(comparison.a.steps, comparison.b.steps, strict=False)
-        steps = [str(a.step) for a, b in pairs if a.moments is not None and b.moments is not None]
+        steps = [str(a.step) for a, b in pairs if None not in (getattr(a, name), getattr(b, name))]
         return f" (at step{'s' if len(steps) > 1 else ''} {_series(steps)})"
     return f" (at {both} of {_steps(compared)})"
 

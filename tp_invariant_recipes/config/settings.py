@@ -69,8 +69,8 @@ class LedgerSettings:
 
     digests: every so many steps, digests of all gradients and master weights (of weights without one: themselves); 0:
              never, and none of moments.
-    state_digests: every so many steps, digests of the optimizer's moments; 0: only at checkpoints and the last step,
-             which have them in any case.
+    state_digests: every so many steps, digests of the optimizer's moments and of the gradients that it has read; 0:
+             only at checkpoints and the last step, which have them in any case.
     trace:   "FIRST:LAST", the steps of which every module's inputs and outputs have digests; None: none.
     dump:    tensors to write out at the traced steps, such as "gradients/output_layer.weight".
     """

@@ -113,7 +113,7 @@ def _ledger_bytes(config: RunConfig) -> int:
     if not every:
         return 0
     steps = config.bridge["train"]["train_iters"]
-    kinds = 3 * (steps // every) + 3 * (steps // state if state else 0)  # three of a step's tensors, three of moments
+    kinds = 2 * (steps // every) + 4 * (steps // state if state else 0)  # clipped gradients are with the three moments
     return DIGEST_BYTES * tensors * kinds
 
 

@@ -1,12 +1,23 @@
 """The callback that takes digests of all gradients, weights and moments, whatever the layout.
 
 Once, before the first step, the ranks tell each other what they hold; parts with one place are replicas. Then a step
-costs a kernel for the gradients before clipping, one for each kind of tensor after the step, and one all-reduce of a
-few numbers for every part.
+costs a kernel for each kind of tensor and one all-reduce of a few numbers for every part.
 
-    before clipping   gradients                          at every `every`th step
-    after the step    gradients as the optimizer has read them, master weights     the same
-                      master weights, moments            at every `state_every`th step, checkpoints, the last step
+    kind               digests at                                            its kernel starts
+    gradients          every `every`th step                                  before clipping
+    clipped            those of them that are `state_every`th steps too      after the update, before they are zeroed
+    masters, weights   every `every`th and every `state_every`th step        as the next step's first forward begins
+    moments            every `state_every`th step                            the same
+
+Checkpoints and the last step count as `state_every`th steps. No forward follows them at once: all kernels start there.
+So between steps, where the host waits for the GPU several times (Bridge's logging, the next batch), nothing of ours
+runs; and in the forward pass the GPU catches up with a host that does not wait. The all-reduce is not in the forward
+pass, which pipeline stages reach one after the other, but before the next update, which all ranks reach in one order.
+
+Nothing changes these tensors in between: the optimizer alone does, later, in the same stream as the kernels. Weights
+are whole then, since digests refuse overlap_param_gather (config/recording.py). A forward in another stream, or one
+that a CUDA graph captures, starts nothing; the kernels then start before the next update. Evaluation is between steps,
+where no forward is waited for.
 
 A weight in bf16 is its master weight rounded. The kernel of the master weights checks that, so that such weights need
 no digest. Where a rank has only a range of a master weight, the ranks' copies of the whole weight are compared as well.
@@ -56,11 +67,9 @@ class Digests(AroundOptimizerStep):
     initial:    of the weights before the first step, parameter → digest; None: training begins at a later one.
     check:      called with the step and the digests of what a run goes on from (all weights, master weights, moments)
                 before its first step; what it finds wrong ends the training on all ranks.
-    listener:   called with the digests of every step, once the GPU has them: during the next step, since waiting for
-                them would cost more than taking them. No checkpoint counts, and no training ends, before that.
-
-    The kernels for what a step leaves are started as the next step begins, where the GPU mostly waits for the host, and
-    read when the host next waits for the GPU, which is at the gradient norm.
+    listener:   called with the digests of every step, once the GPU has them: after the next update, since waiting for
+                them would cost more than taking them. The host has then waited for the gradient norm, which comes after
+                them. No checkpoint counts, and no training ends, before that.
     """
 
     def __init__(self, every: int, state_every: int = 0) -> None:
@@ -71,7 +80,10 @@ class Digests(AroundOptimizerStep):
         self.listener: Callable[[Recorded], None] = lambda recorded: None
         self._running = 0  # the step
         self._ended: int | None = None  # the step of which the listener has not been told
-        self._gradient_lanes: Tensor | None = None
+        self._taken: list[_Taken] = []  # gradients of the running step, then of the one that has ended
+        self._left: list[_Taken] = []  # all of the step that has ended
+        self._forward: Any = None  # the hook that waits for the next forward
+        self._stream: Any = None  # of the training step
         self._merging: _Merging | None = None
         self._merges: dict[tuple[str, ...], _Merge] = {}
 
@@ -123,12 +135,20 @@ class Digests(AroundOptimizerStep):
             self._check_loaded(context.state.train_state.step, every_weight)
 
     def on_train_step_start(self, context: CallbackContext) -> None:
-        """Take the state as the last step left it."""
-        self._take()
+        """Have the state as the last step left it taken once the batch is there."""
+        step = self._ended
+        if step is not None and not self._taken and not self._is_state_due(step):
+            self._ended = None
+            self.listener(Recorded())
+        elif step is not None:
+            if self._is_state_due(step) and not self._moments.known:
+                self._moments_now()  # asks all ranks, which a forward pass must not
+            self._stream = torch.cuda.current_stream()
+            self._forward = context.model[0].register_forward_pre_hook(self._on_forward)
         self._running = context.state.train_state.step + 1
 
     def on_train_step_end(self, context: CallbackContext) -> None:
-        """Digests are taken once the next step begins, a checkpoint is saved, or training ends."""
+        """Its state is taken once the next step has its batch, a checkpoint is saved, or training ends."""
         self._ended = self._running
 
     def on_checkpoint_save(self, context: CallbackContext) -> None:
@@ -142,31 +162,49 @@ class Digests(AroundOptimizerStep):
 
     def finish(self) -> None:
         """Report the last step's, with the optimizer's state and with all other ranks."""
-        self._take(state=True)
+        if self._ended is not None and [one.sums.kind for one in self._taken] == ["gradients"]:
+            self._taken.append(self._read.sums().taken())
+        self._start(state=True)
+        self._merge()
         self._report()
 
     def close(self) -> None:
-        """Report what there is, after a failure: without waiting for other ranks, which may be gone."""
+        """Report what there is, after a failure: without waiting for other ranks, which may be gone.
+
+        A step whose digests the ranks have not put together is reported without.
+        """
         if self._merging and self._merging.done.query():
             self._report(alone=True)
-        if self._merging is None and self._ended is not None and not self._is_due(self._ended):
+        if self._merging is None and (self._ended is not None or self._left):
             self.listener(Recorded())
 
     @contextmanager
     def around_optimizer_step(self) -> Iterator[None]:
         """Take the gradients' digests; tell the exact norm the largest gradient, which their kernel has found."""
         due = self._is_due(self._running)
+        if due and self._addresses() != self._memory:
+            raise RunError("parameters or gradients have moved in memory since training began: ledger.digests=0")
+        self._start()
+        self._merge()
         if due:
-            if self._addresses() != self._memory:
-                raise RunError("parameters or gradients have moved in memory since training began: ledger.digests=0")
-            self._gradient_lanes = self._gradients.lanes()
-        self._report()  # while the GPU is busy
+            self._taken.append(self._gradients.taken())
         found = due and self._gradients.lanes.magnitude
         with grad_norm.largest_known(self._gradients.lanes.largest) if found else nullcontext():
             yield
+        if due and self._is_state_due(self._running):
+            self._taken.append(self._read.sums().taken())
+        self._report()
+
+    def _on_forward(self, *_: Any) -> None:
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if torch.cuda.current_stream() == self._stream and not capturing:
+            self._start()
 
     def _is_due(self, step: int) -> bool:
         return step % self.every == 0
+
+    def _is_state_due(self, step: int) -> bool:
+        return bool(self.state_every and step % self.state_every == 0)
 
     def _addresses(self) -> tuple[int, ...]:
         return (*self._shards.memory(), *self._optimizer.memory())
@@ -190,37 +228,39 @@ class Digests(AroundOptimizerStep):
 
     def _now(self, sums: "Sequence[_Sums]") -> Recorded:
         """The digests of what is in memory, before training."""
-        return self._recorded(self._merged(sums, [one.lanes() for one in sums]))
+        return self._recorded(self._merged([one.taken() for one in sums]))
 
     def _moments_now(self) -> "_Sums":
         self._optimizer.count()
         return self._moments.sums()
 
-    def _take(self, *, state: bool = False) -> None:
-        """Start on the digests of the step that has ended, and on what all ranks have together."""
+    def _start(self, *, state: bool = False) -> None:
+        """Start the kernels over the state that the last step has left, unless they have been started."""
+        if self._forward is not None:
+            self._forward.remove()
+            self._forward = None
         step, self._ended = self._ended, None
         if step is None:
             return
-        self._report()
-        gradients, self._gradient_lanes = self._gradient_lanes, None
-        state = state or bool(self.state_every and step % self.state_every == 0)
-        if gradients is None and not state:
-            self.listener(Recorded())
-            return
-        after = [*([self._moments_now()] if state else ()), self._masters, self._weights]
-        if gradients is None:
-            self._merging = self._merged(after, [one.lanes() for one in after])
-        else:
-            after = [self._read.sums(), *after]
-            self._merging = self._merged([self._gradients, *after], [gradients, *(one.lanes() for one in after)])
+        state = state or self._is_state_due(step)
+        if state or self._taken:
+            after = [*([self._moments_now()] if state else ()), self._masters, self._weights]
+            self._left, self._taken = [*self._taken, *(one.taken() for one in after)], []
 
-    def _merged(self, sums: "Sequence[_Sums]", lanes: Sequence[Tensor]) -> "_Merging":
+    def _merge(self) -> None:
+        """Put together what all ranks have of what has been started."""
+        taken, self._left = self._left, []
+        if taken:
+            self._merging = self._merged(taken)
+
+    def _merged(self, taken: "Sequence[_Taken]") -> "_Merging":
+        sums = tuple(one.sums for one in taken)
         key = tuple(one.kind for one in sums)
         merge = self._merges.get(key)
-        if merge is None or merge.sums != tuple(sums):
+        if merge is None or merge.sums != sums:
             merge = self._merges[key] = _Merge(sums, self._device)
-        unlike = torch.cat([one.lanes.unlike for one in sums])
-        together = torch.cat(list(lanes))
+        unlike = torch.cat([one.unlike for one in taken])
+        together = torch.cat([one.lanes for one in taken])
         return _Merging(merge.sums, merge.own, together, unlike, *merge(together, unlike))
 
     def _report(self, *, alone: bool = False) -> None:
@@ -263,6 +303,17 @@ def _diverged(merging: "_Merging", merged: np.ndarray, alone: bool) -> Diverged:
             rank for rank, held in enumerate(everyone) if n in held and held[n][1]
         )
     return (*replicas, *((COPIES, name, (tuple(sorted(ranks)),)) for name, ranks in copies.items()))
+
+
+class _Taken(NamedTuple):
+    """Lanes of one kind of tensor, which a kernel may still be at.
+
+    lanes: of this rank's parts, int64 [own parts, LANES]. unlike: elements whose copy is unlike, int64 [own parts].
+    """
+
+    sums: "_Sums"
+    lanes: Tensor
+    unlike: Tensor
 
 
 class _Merging(NamedTuple):
@@ -331,6 +382,11 @@ class _Moving:
         self._known: tuple[int, ...] | None = None
         self._sums: _Sums | None = None
 
+    @property
+    def known(self) -> bool:
+        """Whether all ranks have been asked for their parts."""
+        return self._sums is not None
+
     def sums(self) -> "_Sums":
         """The digests. A collective of all ranks the first time."""
         addresses = self._addresses()
@@ -390,6 +446,11 @@ class _Sums:
     def look_at(self, held: Sequence[Held]) -> None:
         """Take lanes of these parts from now on, which are the same elsewhere in memory."""
         self.lanes = Lanes([part.piece for part in held], magnitude=self._magnitude, device=self._device)
+
+    def taken(self) -> _Taken:
+        """Start the kernel over what is in memory."""
+        lanes = self.lanes()
+        return _Taken(self, lanes, self.lanes.unlike)
 
     def texts(self, parts: np.ndarray) -> dict[str, str]:
         """Parameter → digest. parts: int64 [parts, LANES]."""

@@ -22,11 +22,11 @@ def line(step, *, state, old=False, **changes):
     if old:
         return replace(record(step), **changes)
     values = dict(
-        clipped={name: value(step, "clipped", name) for name in NAMES},
         masters={name: value(step, "master", name) for name in NAMES},
         weights=None,
     )
     if state:
+        values["clipped"] = {name: value(step, "clipped", name) for name in NAMES}
         values["moments"] = {f"{one}/{name}": value(step, one, name) for one in STATES for name in NAMES}
     return replace(record(step), **values | changes)
 
@@ -49,8 +49,8 @@ A = ledger("a")
 def test_the_verdict_says_what_was_compared():
     found = compare(A, ledger())
     assert verdict_line(found) == (
-        "identical: 5 steps, loss, gradient norm, learning rate, gradients, clipped gradients and master weights of 14 "
-        "parameters and optimizer moments of 14 parameters (at steps 2 and 5) equal bit for bit"
+        "identical: 5 steps, loss, gradient norm, learning rate, gradients and master weights of 14 parameters and "
+        "clipped gradients and optimizer moments of 14 parameters (at steps 2 and 5) equal bit for bit"
     )
     assert remarks(found) == ()
     assert comparison_json(found)["coverage"]["moments"] == {"both": 2, "only_a": 0, "only_b": 0}
@@ -58,12 +58,15 @@ def test_the_verdict_says_what_was_compared():
 
 def test_and_what_was_not():
     never = compare(ledger("a", state=()), ledger(state=()))
-    assert remarks(never) == ("Not compared: optimizer moments, of which neither run has digests at a common step.",)
+    assert remarks(never) == (
+        "Not compared: clipped gradients and optimizer moments, of which neither run has digests at a common step.",
+    )
     alone = compare(ledger("a", state=(2,)), ledger(state=()))
-    assert remarks(alone) == ("Not compared: optimizer moments, of which b has no digests.",)
+    assert remarks(alone) == ("Not compared: clipped gradients and optimizer moments, of which b has no digests.",)
     apart = compare(ledger("a", state=(2,)), ledger(state=(3,)))
     assert remarks(apart) == (
-        "Digests of optimizer moments are compared at 0 of 5 steps; a alone has them at 1; b alone has them at 1.",
+        "Digests of clipped gradients and optimizer moments are compared at 0 of 5 steps; a alone has them at 1; b "
+        "alone has them at 1.",
     )
 
 
