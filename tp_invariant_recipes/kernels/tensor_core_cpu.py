@@ -170,40 +170,44 @@ def split_panels(bits: Any) -> Any:
 @njit(nogil=True, cache=True, error_model="numpy")
 def _add_bf16(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any) -> None:
     """Add all steps of all rows. out: [m, panels · WIDE] fp32, the accumulators; then `Rows` and `Panels`."""
-    steps = ha.shape[1]
+    work = workspace()
     for panel in range(b.shape[0]):
+        columns = slice(panel * WIDE, (panel + 1) * WIDE)
         for i in range(a.shape[0]):
-            add_steps(out, i, a, ea, ha, i, b, eb, hb, panel, 0, steps, kept)
+            add_steps(out[i, columns], a[i], ea[i], ha[i], b[panel], eb[panel], hb[panel], kept, work)
+
+
+@njit(inline="always")
+def workspace() -> Any:
+    """Memory that `add_steps` needs; each thread has its own."""
+    total, scale, back, sums = (
+        np.empty(WIDE, np.float32), np.empty(WIDE, np.float32), np.empty(WIDE, np.float64), np.empty(WIDE, np.float64)
+    )  # fmt: skip
+    views = total.view(np.int32), scale.view(np.int32), back.view(np.int64), sums.view(np.int64)
+    return (total, scale, back, sums), views, (np.empty(WIDE, np.int32), np.empty(WIDE, np.int32), np.empty(WIDE, np.int32))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def add_steps(
-    out: Any, at: Any, a: Any, ea: Any, ha: Any, i: Any, b: Any, eb: Any, hb: Any, panel: Any, first: Any, last: Any,
-    kept: Any,
-) -> None:  # fmt: skip
-    """Add the steps first … last - 1 of row i of a and a panel of b to WIDE accumulators: a panel of out's row `at`."""
-    total, scale, back = np.empty(WIDE, np.float32), np.empty(WIDE, np.float32), np.empty(WIDE, np.float64)
-    top, low, high = np.empty(WIDE, np.int32), np.empty(WIDE, np.int32), np.empty(WIDE, np.int32)
-    sums = np.empty(WIDE, np.float64)
-    bits, scale_bits = total.view(np.int32), scale.view(np.int32)
-    back_bits, sum_bits = back.view(np.int64), sums.view(np.int64)
-    a_bits, b_bits = a.view(np.int32), b.view(np.int32)
-    column = panel * WIDE
+def add_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any, work: Any) -> None:
+    """Add some steps of one row and one panel to WIDE accumulators.
+
+    out: [WIDE] fp32; a, ea: [k]; ha: [k / STEP]; b, eb: [k, WIDE]; hb: [k / STEP]; kept: KEPT; work: of `workspace`.
+    """
+    (total, scale, back, sums), (bits, scale_bits, back_bits, sum_bits), (top, low, high) = work
     field = np.int32(0)
     for j in range(WIDE):
-        total[j] = out[at, column + j]
+        total[j] = out[j]
     for j in range(WIDE):
         field = max(field, (bits[j] >> 23) & 255)
     fast = field <= MOST_BEFORE + 127
-    for step in range(first, last):
-        k = step * STEP
-        fast = fast and ha[i, step] + hb[panel, step] <= MOST_FAST
+    for k in range(0, a.shape[0], STEP):
+        fast = fast and ha[k // STEP] + hb[k // STEP] <= MOST_FAST
         reached = fast
         if fast:
             for j in range(WIDE):
                 highest = np.int32(NO_EXPONENT) if total[j] == 0 else np.int32(((bits[j] >> 23) & 255) - 127)
                 for t in range(STEP):
-                    highest = max(highest, ea[i, k + t] + eb[panel, k + t, j])
+                    highest = max(highest, ea[k + t] + eb[k + t, j])
                 top[j] = highest
             lowest = np.int32(0)
             for j in range(WIDE):
@@ -216,19 +220,19 @@ def add_steps(
             reached = lowest >= LEAST_FAST
         if not reached:
             for j in range(WIDE):
-                bits[j] = _exact_step(a_bits, i, b_bits, panel, j, k, bits[j], kept)
+                bits[j] = _exact_step(a, b, j, k, bits[j], kept)
             continue
         for j in range(WIDE):
             unit = scale[j]
             term = np.int32(total[j] * unit)
             for t in range(HALF):
-                term += np.int32(a[i, k + t] * b[panel, k + t, j] * unit)
+                term += np.int32(a[k + t] * b[k + t, j] * unit)
             low[j] = term
         for j in range(WIDE):
             unit = scale[j]
             term = np.int32(0)
             for t in range(HALF, STEP):
-                term += np.int32(a[i, k + t] * b[panel, k + t, j] * unit)
+                term += np.int32(a[k + t] * b[k + t, j] * unit)
             high[j] = term
         for j in range(WIDE):
             sums[j] = np.float64(low[j]) + np.float64(high[j])  # below 2 ** 32: exact
@@ -237,12 +241,14 @@ def add_steps(
         for j in range(WIDE):
             total[j] = np.float32(sums[j] * back[j])
     for j in range(WIDE):
-        out[at, column + j] = total[j]
+        out[j] = total[j]
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _exact_step(a: Any, i: Any, b: Any, panel: Any, j: Any, k: Any, before: Any, kept: Any) -> Any:
-    """One step of one element by the definition. a, b: bits of fp32; before: bits of the accumulator; returns such."""
+def _exact_step(row: Any, rows: Any, j: Any, k: Any, before: Any, kept: Any) -> Any:
+    """One step of one element by the definition. row: [k], rows: [k, WIDE]; before: bits of the accumulator, as the
+    result."""
+    a, b = row[k : k + STEP].view(np.int32), rows[k : k + STEP].view(np.int32)
     above = below = False
     nothing = np.int64(before) & 0x7FFFFFFF
     if nothing > 0x7F800000:
@@ -253,24 +259,24 @@ def _exact_step(a: Any, i: Any, b: Any, panel: Any, j: Any, k: Any, before: Any,
     size, exponent = _split_fp32(before)
     if size != 0 and not (above or below):
         top = max(top, exponent)
-    for t in range(k, k + STEP):
-        x, y = np.int64(a[i, t]) & 0x7FFFFFFF, np.int64(b[panel, t, j]) & 0x7FFFFFFF
+    for t in range(STEP):
+        x, y = np.int64(a[t]) & 0x7FFFFFFF, np.int64(b[t, j]) & 0x7FFFFFFF
         if x >= 0x7F800000 or y >= 0x7F800000:
             if x > 0x7F800000 or y > 0x7F800000 or x == 0 or y == 0:
                 return np.int32(NAN)
-            negative = (a[i, t] < 0) != (b[panel, t, j] < 0)
+            negative = (a[t] < 0) != (b[t, j] < 0)
             above, below = above or not negative, below or negative
         elif x != 0 and y != 0:
-            top = max(top, _split_fp32(a[i, t])[1] + _split_fp32(b[panel, t, j])[1])
+            top = max(top, _split_fp32(a[t])[1] + _split_fp32(b[t, j])[1])
     if above and below:
         return np.int32(NAN)
     if above or below:
         return np.int32(0x7F800000) if above else np.int32(-0x800000)
     unit = top - kept
     total = _cut(size, exponent - 23 - unit)
-    for t in range(k, k + STEP):
-        x, ex = _split_fp32(a[i, t])
-        y, ey = _split_fp32(b[panel, t, j])
+    for t in range(STEP):
+        x, ex = _split_fp32(a[t])
+        y, ey = _split_fp32(b[t, j])
         total += _cut((x >> 16) * (y >> 16), ex + ey - 14 - unit)
     return _fp32_bits(total, unit)
 
