@@ -78,7 +78,7 @@ class Recorder(Callback):
             step=state.step + 1,
             samples=state.consumed_train_samples + samples,
             tokens=samples * config.model.seq_length,
-            loss=None if loss is None else float_bits(loss.item(), 32),
+            loss=None if loss is None else float_bits(loss.float().item(), 32),
             grad_norm=None if norm is None else float_bits(float(norm), width),
             learning_rate=float_bits(self.learning_rate, 64),
             skipped=bool(context.skipped_iter),
