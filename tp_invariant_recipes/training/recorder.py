@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import time
 from dataclasses import replace
 from typing import Any
@@ -130,5 +131,7 @@ def _device(context: CallbackContext) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     found = {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
     config = context.state.cfg
+    if properties.name == "cpu":
+        found["machine"] = platform.machine()
     attention = backend_in_force(context.model, config.model.seq_length, config.train.micro_batch_size)
     return found if attention is None else found | {"attention": attention}
