@@ -59,12 +59,12 @@ def _wrong_order(faulty):
 
         original = module.original = tree_linear._start_contraction
 
-        def start(a, b, mesh, segments):
+        def start(a, b, *others):
             sound = tree_linear.start_reduce_scatter
             if b.data_ptr() == module.weight.data_ptr():
                 tree_linear.start_reduce_scatter = in_rank_order
             try:
-                return original(a, b, mesh, segments)
+                return original(a, b, *others)
             finally:
                 tree_linear.start_reduce_scatter = sound
 

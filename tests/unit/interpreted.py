@@ -12,10 +12,12 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from itertools import product
 
 import torch
 
 from tests.distributed.ranks import same_bits
+from tests.unit.ieee_operands import KINDS, drawn
 from tests.unit.test_fixed_tile_product import RAGGED, layouts, operands
 from tests.unit.test_grad_norm import kernel_cases
 from tests.unit.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
@@ -26,6 +28,11 @@ from tp_invariant_recipes.kernels import (
     grad_norm,
     group_norm,
     grouped_product,
+    ieee_adam,
+    ieee_cross_entropy,
+    ieee_norm,
+    ieee_rotary,
+    ieee_swiglu,
     rms_norm,
     row_add,
     row_sum,
@@ -33,6 +40,8 @@ from tp_invariant_recipes.kernels import (
     tree_add,
     weighted_activation,
 )
+
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 def tree_add_has_the_bits_of_its_twin():
@@ -253,6 +262,69 @@ def mambas_norm_is_right_and_slices_of_each_other():
     assert all(same_bits(one, torch.cat(pieces)) for one, pieces in zip(whole, zip(*parts, strict=True), strict=True))
 
 
+def _alike(found, twin, *case):
+    assert all(same_bits(one, other) for one, other in zip(found, twin, strict=True)), case
+
+
+def portable_norms_have_the_bits_of_their_twin():
+    shapes = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (4, 1, 5000, 2, False))
+    for (tokens, heads, width, shards, by_heads), kind, dtype in product(shapes, KINDS, DTYPES):
+        x, dy = drawn(kind, tokens, heads, width, dtype=dtype), drawn(kind, tokens, heads, width, dtype=dtype, seed=1)
+        weight, centered = drawn("normal", width, dtype=dtype, seed=2), kind == "wide"
+        twin = ieee_norm.rms_norm_forward(x, weight, 1e-6, centered)
+        found = torch.empty_like(twin[0]), torch.empty_like(twin[1])
+        ieee_norm.forward_triton(x, weight, *found, 1e-6, centered)
+        _alike(found, twin, width, kind, dtype)
+        scale = found[1]
+        twin = ieee_norm.rms_norm_backward(dy, x, weight, scale, shards, by_heads, centered)
+        shape, found = ieee_norm._shape_of_leaves(*x.shape, shards, by_heads), tuple(map(torch.empty_like, twin))
+        ieee_norm.backward_triton(dy, x, weight, scale, *found, shape, centered)
+        _alike(found, twin, width, kind, dtype)
+
+
+def portable_swiglu_has_the_bits_of_its_twin():
+    for kind, dtype in product(KINDS, DTYPES):
+        x, dy = drawn(kind, 9, 2 * 1100, dtype=dtype), drawn(kind, 9, 1100, dtype=dtype, seed=1)
+        found = torch.empty_like(dy), torch.empty_like(x)
+        ieee_swiglu.forward_triton(x, found[0])
+        ieee_swiglu.backward_triton(dy, x, found[1])
+        _alike(found, (ieee_swiglu.swiglu(x), ieee_swiglu.swiglu_backward(dy, x)), kind, dtype)
+
+
+def portable_rotary_has_the_bits_of_its_twin():
+    cos, sin = ieee_rotary.tables(16, 32, 1e6)
+    for kind, dtype, width in product(KINDS, DTYPES, (32, 44)):
+        x = drawn(kind, 10, 2, 30, width, dtype=dtype)
+        found = torch.empty_like(x)
+        ieee_rotary.rotate_triton(x, cos, sin, found)
+        _alike((found,), (ieee_rotary.rotate(x, cos, sin),), kind, dtype, width)
+
+
+def portable_cross_entropy_has_the_bits_of_its_twin():
+    for kind, dtype, (vocabulary, shards) in product(KINDS, DTYPES, ((1000, 4), (9000, 2))):
+        logits, gradient = drawn(kind, 6, vocabulary, dtype=dtype), drawn("normal", 6, seed=1)
+        highest = logits.amax(-1).float().nan_to_num(nan=torch.inf)
+        twin = ieee_cross_entropy.sum_of_exponentials(logits, highest, shards)
+        sums = torch.empty(6, shards)
+        ieee_cross_entropy.sum_triton(logits, highest, sums)
+        total, index = twin[0], torch.tensor([0, 1, vocabulary - 1, -1, vocabulary, 5])
+        slopes, logarithm = torch.empty_like(logits), torch.empty_like(total)
+        ieee_cross_entropy.gradient_triton(logits, index, highest, total, gradient, slopes)
+        ieee_cross_entropy.log_triton(total, logarithm)
+        twins = ieee_cross_entropy.softmax_gradient(logits, index, highest, total, gradient, shards)
+        _alike((sums.t(), slopes, logarithm), (twin, twins, ieee_cross_entropy.logarithm(total)), kind, dtype, shards)
+
+
+def portable_adam_has_the_bits_of_its_twin():
+    for kind, decoupled in product(KINDS, (True, False)):
+        tensors = [drawn(kind, 2500, seed=seed) for seed in range(4)]
+        twins = [tensor.clone() for tensor in tensors]
+        numbers = ieee_adam.adam_numbers(5, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+        ieee_adam.adam_step(*([twin] for twin in twins), numbers, decoupled)
+        ieee_adam.step_triton(*tensors, numbers, decoupled)
+        _alike(tensors, twins, kind, decoupled)
+
+
 KERNELS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
@@ -269,6 +341,11 @@ KERNELS: dict[str, Callable[[], None]] = {
         fixed_tile_products_are_right,
         mambas_convolution_is_right_and_slices_of_each_other,
         mambas_norm_is_right_and_slices_of_each_other,
+        portable_norms_have_the_bits_of_their_twin,
+        portable_swiglu_has_the_bits_of_its_twin,
+        portable_rotary_has_the_bits_of_its_twin,
+        portable_cross_entropy_has_the_bits_of_its_twin,
+        portable_adam_has_the_bits_of_its_twin,
     )
 }
 

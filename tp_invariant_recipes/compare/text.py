@@ -11,6 +11,7 @@ from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, Coverag
 from tp_invariant_recipes.compare.explanation import LABELS, run_name
 from tp_invariant_recipes.compare.log_compare import PrintedComparison
 from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line, magnitude_report
+from tp_invariant_recipes.compare.promises import promise
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, SCHEMA, Difference
@@ -77,6 +78,9 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
     if comparison.first and apart:
         sentences.append(f"{comparison.first.name}: {apart}.")
     if comparison.verdict is not Verdict.NOT_COMPARABLE:
+        different = comparison.verdict is Verdict.DIFFERENT
+        promised = promise(a.header, b.header, different)
+        sentences += [promised] if promised else []
         sentences += [*_later_replicas(comparison), *_undigested(comparison), *_untraced(comparison)]
         sentences += _next_command(comparison, dumped=apart is not None)
     return tuple(sentences)

@@ -3,7 +3,14 @@
 import math
 from typing import Any
 
-from tp_invariant_recipes.config import allowed_fields, invariant_experts, layout, low_precision, model_fields
+from tp_invariant_recipes.config import (
+    allowed_fields,
+    invariant_experts,
+    layout,
+    low_precision,
+    model_fields,
+    portable_limits,
+)
 from tp_invariant_recipes.config.limit import Limit, is_set
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 from tp_invariant_recipes.errors import OR_STOCK
@@ -64,6 +71,7 @@ LIMITS = (
         "an fp64 sum still depends on its order; numerics.grad_norm=exact",
     ),
     *invariant_experts.LIMITS,
+    *portable_limits.LIMITS,
     Limit(
         lambda t: t.numerics.mode != "tree" and "hybrid_layer_pattern" in t.model,
         "Mamba layers are covered by numerics=tree only",

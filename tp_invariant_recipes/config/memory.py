@@ -290,4 +290,4 @@ def _gather_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int
 
 
 # numerics.mode -> bytes at the moments of the loss.
-LOSSES = {"stock": _stock_loss, "tree": _tree_loss, "gather": _gather_loss}
+LOSSES = {"stock": _stock_loss, "tree": _tree_loss, "gather": _gather_loss, "portable": _tree_loss}

@@ -27,7 +27,7 @@ class NumericsSettings:
     initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
     """
 
-    mode: Literal["stock", "tree", "gather"] = "tree"
+    mode: Literal["stock", "tree", "gather", "portable"] = "tree"
     virtual_shards: int | None = None
     grad_norm: Literal["exact", "fp64"] = "exact"
     clip_rounding: Literal["none", "pow2"] = "none"

@@ -16,11 +16,11 @@ _FITS = 2**31
 class Kernel:
     """A Triton kernel whose arguments are tensors, then numbers, then tl.constexpr.
 
-    Numbers must be `do_not_specialize`: one binary serves all their values.
+    Numbers must be `do_not_specialize`: one binary serves all their values. `options` are Triton's of a compilation.
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self.kernel, self.options = kernel, options
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def launch(
@@ -53,6 +53,6 @@ class Kernel:
         if not isinstance(self.kernel, triton.JITFunction):  # Triton's interpreter
             self.kernel[grid](*arguments)
             return
-        compiled = self.kernel[grid](*arguments, num_warps=num_warps)
+        compiled = self.kernel[grid](*arguments, num_warps=num_warps, **self.options)
         if key is not None and all(n < _FITS for n in arguments if isinstance(n, int)):
             self._compiled[key] = compiled

@@ -3,10 +3,13 @@
 numba and not C: it installs as a wheel on machines without a compiler, and compiles for the vectors of the processor
 it finds. The compiled code is kept beside this file, or in the user's cache folder.
 
-All columns of a row are done together, so every inner loop is 32-bit integers without branches, which the compiler
-turns into vector instructions. A product of significands has 16 bits; shifted left by 11 it stands at 25 kept bits, and
-one right shift by (top - its exponent) cuts it. Eight terms and the accumulator fit 32 bits, so a step has two partial
-sums. They are added in fp64, exactly; its bits give the new accumulator.
+WIDE columns of a row are done together, so every inner loop has a fixed length and no branch, and the compiler turns
+it into vector instructions. The product of two bf16 numbers is exact in fp32; times 2 ** (KEPT - top) it is exact
+again, and the conversion to an integer cuts it toward zero. Eight terms and the accumulator fit 32 bits, so a step has
+two partial sums. They are added in fp64, exactly; cut to 24 bits and scaled back they are the new accumulator.
+
+That holds while fp32 and its scales reach: for exponents between LEAST_FAST and MOST_FAST. Every other step is
+computed by `_exact_step`, with integers, element by element: subnormal results, overflow, infinities and NaN.
 
 Importing this module loads numba (a second); compiling takes ten, once a machine.
 """
@@ -14,7 +17,7 @@ Importing this module loads numba (a second); compiling takes ten, once a machin
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,12 +26,31 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.tensor_core_sum import LEAST_TOP, NAN, NO_EXPONENT, STEP, bf16_product
+from tp_invariant_recipes.kernels.tensor_core_sum import KEPT, LEAST_TOP, NAN, NO_EXPONENT, STEP
 
 HALF = STEP // 2
-ROWS_BY_DEFINITION = 16  # rows or columns computed at once by the numpy definition, which needs memory
+WIDE = 64  # columns done together
+LEAST_FAST, MOST_FAST = -100, 60  # exponents for which fp32 and its scales reach
+MOST_BEFORE = 90  # of an accumulator
+NOT_FINITE = 1000  # exponent of infinities and NaN, beyond MOST_FAST
 SMALL = 2**20  # products of numbers that one thread computes faster than several could start
 BF16_NAN = 0x7FFF  # what cuBLAS rounds NAN to
+
+
+class Rows(NamedTuple):
+    """Left operand: values, exponents, [m, k]; the highest exponent of each step, [m, k / STEP]. k is padded."""
+
+    values: NDArray[np.float32]
+    exponents: NDArray[np.int32]
+    highest: NDArray[np.int32]
+
+
+class Panels(NamedTuple):
+    """Right operand in panels of WIDE columns: values, exponents, [n / WIDE, k, WIDE]; highest, [n / WIDE, k / STEP]."""
+
+    values: NDArray[np.float32]
+    exponents: NDArray[np.int32]
+    highest: NDArray[np.int32]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -40,8 +62,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """
     if a.dtype != b.dtype or a.dtype not in (torch.bfloat16, torch.float32):
         raise TypeError(f"a product of {a.dtype} and {b.dtype}; both must be bf16, or both fp32")
-    out = _fp32(_array(a), _array(b)) if a.dtype == torch.float32 else _bf16(_bits(a), _bits(b))
-    return torch.from_numpy(out)
+    if a.dtype == torch.float32:
+        return torch.from_numpy(_fp32(_array(a), _array(b)))
+    if b.shape[1] < WIDE and b.shape[1] < a.shape[0]:  # a product of numbers, and the sum of a step, commute
+        return torch.from_numpy(_bf16(bits_of(b.t()), bits_of(a.t()))).t().contiguous()
+    return torch.from_numpy(_bf16(bits_of(a), bits_of(b)))
 
 
 def rounded(total: Tensor) -> Tensor:
@@ -50,40 +75,40 @@ def rounded(total: Tensor) -> Tensor:
     return out.view(torch.int16).masked_fill_(total.isnan(), BF16_NAN).view(torch.bfloat16)
 
 
+def bits_of(x: Tensor) -> NDArray[np.uint16]:
+    """The bits of a bf16 tensor, contiguous."""
+    return _array(x.detach().contiguous().view(torch.int16)).view(np.uint16)
+
+
 def _bf16(a: NDArray[np.uint16], b: NDArray[np.uint16]) -> NDArray[np.float32]:
-    padding = -a.shape[1] % STEP
-    if padding:
-        a, b = np.pad(a, ((0, 0), (0, padding))), np.pad(b, ((0, padding), (0, 0)))
-    bits = np.empty((a.shape[0], b.shape[1]), np.uint32)
-    _by_rows(_add_bf16, bits, _split(a), _split(b))
-    # Infinities and NaN among the operands: the definition itself computes what they reach.
-    rows, columns = np.flatnonzero(_not_finite(a).any(1)), np.flatnonzero(_not_finite(b).any(0))
-    for start in range(0, rows.size, ROWS_BY_DEFINITION):
-        some = rows[start : start + ROWS_BY_DEFINITION]
-        bits[some] = bf16_product(a[some], b)
-    for start in range(0, columns.size, ROWS_BY_DEFINITION):
-        some = columns[start : start + ROWS_BY_DEFINITION]
-        bits[:, some] = bf16_product(a, b[:, some])
-    return bits.view(np.float32)
+    n = b.shape[1]
+    rows, panels = Rows(*split_rows(a)), Panels(*split_panels(b))
+    out = np.zeros((a.shape[0], panels.values.shape[0] * WIDE), np.float32)
+    work = a.shape[0] * a.shape[1] * n
+    by_rows(lambda *parts: _add_bf16(*parts, *panels, np.int32(KEPT)), work, out, *rows)
+    return np.ascontiguousarray(out[:, :n])
 
 
 def _fp32(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
     out = np.zeros((a.shape[0], b.shape[1]), np.float32)
-    _by_rows(_add_fp32, out, (a,), (b,))
+    by_rows(lambda out, a: _add_fp32(a, b, out), a.size * b.shape[1], out, a)
     return out
 
 
-def _by_rows(add: Callable[..., None], out: NDArray, a: tuple[NDArray, ...], b: tuple[NDArray, ...]) -> None:
-    """Call add(*a, *b, out) for parts of the rows of a and out, side by side. Each row's result is independent of the
-    other rows. Threads of Python and not numba's own: those do not survive the fork that starts a CPU rank."""
-    m, k = a[0].shape
-    threads = min(torch.get_num_threads(), m) if m * k * out.shape[1] > SMALL else 1
+def by_rows(add: Callable[..., None], work: int, *arrays: NDArray[Any]) -> None:
+    """Call add(*parts) for parts of the first dimension of all arrays, side by side. Each row's result is independent
+    of the other rows. Threads of Python and not numba's own: those do not survive the fork that starts a CPU rank.
+
+    work: products of numbers in all.
+    """
+    m = arrays[0].shape[0]
+    threads = min(torch.get_num_threads(), m) if work > SMALL else 1
     if threads == 1:
-        return add(*a, *b, out)
+        return add(*arrays)
     borders = [m * part // threads for part in range(threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
         parts = [slice(*ends) for ends in pairwise(borders)]
-        for done in [pool.submit(add, *(x[part] for x in a), *b, out[part]) for part in parts]:
+        for done in [pool.submit(add, *(x[part] for x in arrays)) for part in parts]:
             done.result()
 
 
@@ -91,84 +116,202 @@ def _array(x: Tensor) -> NDArray[Any]:
     return x.detach().contiguous().numpy()
 
 
-def _bits(x: Tensor) -> NDArray[np.uint16]:
-    return _array(x.detach().contiguous().view(torch.int16)).view(np.uint16)
-
-
-def _not_finite(bits: NDArray[np.uint16]) -> NDArray[np.bool_]:
-    return (bits & 0x7F80) == 0x7F80
-
-
-@njit(cache=True, error_model="numpy")
-def _split(bits: Any) -> Any:
-    """Significands with their sign and exponents: value = significand * 2 ** (exponent - 7); not finite: zero."""
-    significand, exponent = np.empty(bits.shape, np.int32), np.empty(bits.shape, np.int32)
-    for i in range(bits.shape[0]):
-        for j in range(bits.shape[1]):
-            one = np.int32(bits[i, j])
-            field = (one >> 7) & 255
-            size = (one & 127) | ((field > 0) << 7)
-            none = (size == 0) | (field == 255)
-            significand[i, j] = 0 if none else (-size if one >> 15 else size)
-            exponent[i, j] = NO_EXPONENT if none else field - 127 + (field == 0)
-    return significand, exponent
-
-
 @njit(inline="always")
-def _aligned(value: Any, shift: Any) -> Any:
-    size = abs(value) >> min(shift, np.int32(31))
-    return size if value > 0 else -size
+def _exponent(bits: Any) -> Any:
+    """Of the bits of a bf16 number, as int32."""
+    field = (bits >> 7) & 255
+    if field == 255:
+        return np.int32(NOT_FINITE)
+    if bits & 0x7FFF == 0:
+        return np.int32(NO_EXPONENT)
+    return np.int32(max(field, 1) - 127)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def _add_bf16(sa: Any, ea: Any, sb: Any, eb: Any, out: Any) -> None:
-    """sa, ea: [m, k]; sb, eb: [k, n]; int32, contiguous, k a multiple of STEP; out: [m, n] uint32, bits of fp32."""
-    m, k = sa.shape
-    n = sb.shape[1]
+def split_rows(bits: Any) -> Any:
+    """[m, k] bits of bf16 → `Rows`, with k padded to a multiple of STEP by zeros."""
+    m, k = bits.shape
+    steps = (k + STEP - 1) // STEP
+    values = np.zeros((m, steps * STEP), np.float32)
+    words = values.view(np.uint32)
+    exponents = np.full((m, steps * STEP), np.int32(NO_EXPONENT), np.int32)
+    highest = np.full((m, steps), np.int32(NO_EXPONENT), np.int32)
     for i in range(m):
-        # The accumulator is significand * 2 ** (scale - 23); of a zero the scale is the least that top can be.
-        significand, scale = np.zeros(n, np.int32), np.full(n, LEAST_TOP, np.int32)
-        infinite = np.zeros(n, np.int32)  # its sign once the sum has left fp32
-        top, low, high = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(n, np.int32)
-        total = np.empty(n, np.float64)
-        bits = total.view(np.int64)
-        for k0 in range(0, k, STEP):
-            for j in range(n):
-                top[j] = scale[j]
-            for t in range(k0, k0 + STEP):
-                e = ea[i, t]
-                for j in range(n):
-                    top[j] = max(top[j], e + eb[t, j])
-            for j in range(n):
-                low[j] = _aligned(significand[j] << 2, top[j] - scale[j])
-                high[j] = 0
-            for t in range(k0, k0 + HALF):
-                s, e = sa[i, t], ea[i, t]
-                for j in range(n):
-                    low[j] += _aligned((s * sb[t, j]) << 11, top[j] - (e + eb[t, j]))
-            for t in range(k0 + HALF, k0 + STEP):
-                s, e = sa[i, t], ea[i, t]
-                for j in range(n):
-                    high[j] += _aligned((s * sb[t, j]) << 11, top[j] - (e + eb[t, j]))
-            for j in range(n):
-                total[j] = np.float64(low[j]) + np.float64(high[j])  # below 2 ** 32: exact
-            for j in range(n):
-                leading = np.int32((bits[j] >> 52) & 2047)  # 0 of a zero
-                exponent = top[j] - np.int32(25 + 1023) + leading
-                cut = np.int32(((bits[j] >> 29) & 0x7FFFFF) | 0x800000)
-                cut = cut >> min(max(np.int32(-126) - exponent, np.int32(0)), np.int32(31))
-                size = np.int32(0) if leading == 0 else cut
-                sign = np.int32(-1) if bits[j] < 0 else np.int32(1)
-                significand[j] = sign * size
-                scale[j] = np.int32(LEAST_TOP) if size == 0 else max(exponent, np.int32(-126))
-                infinite[j] = sign if (infinite[j] == 0) & (size != 0) & (exponent > 127) else infinite[j]
-        for j in range(n):
-            size = abs(significand[j])
-            word = size if size < 0x800000 else ((scale[j] + 127) << 23) | (size & 0x7FFFFF)
-            negative = significand[j] < 0
-            if infinite[j] != 0:
-                word, negative = np.int32(0x7F800000), infinite[j] < 0
-            out[i, j] = np.uint32(word) | (np.uint32(0x80000000) if negative else np.uint32(0))
+        for t in range(k):
+            word = np.int32(bits[i, t])
+            words[i, t] = np.uint32(word) << np.uint32(16)
+            exponents[i, t] = _exponent(word)
+            highest[i, t // STEP] = max(highest[i, t // STEP], exponents[i, t])
+    return values, exponents, highest
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def split_panels(bits: Any) -> Any:
+    """[k, n] bits of bf16 → `Panels`, with k and n padded to multiples of STEP and WIDE by zeros."""
+    k, n = bits.shape
+    steps, panels = (k + STEP - 1) // STEP, (n + WIDE - 1) // WIDE
+    values = np.zeros((panels, steps * STEP, WIDE), np.float32)
+    words = values.view(np.uint32)
+    exponents = np.full((panels, steps * STEP, WIDE), np.int32(NO_EXPONENT), np.int32)
+    highest = np.full((panels, steps), np.int32(NO_EXPONENT), np.int32)
+    for panel in range(panels):
+        first, width = panel * WIDE, min(WIDE, n - panel * WIDE)
+        for t in range(k):
+            top = highest[panel, t // STEP]
+            for j in range(width):
+                word = np.int32(bits[t, first + j])
+                words[panel, t, j] = np.uint32(word) << np.uint32(16)
+                exponents[panel, t, j] = _exponent(word)
+                top = max(top, exponents[panel, t, j])
+            highest[panel, t // STEP] = top
+    return values, exponents, highest
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _add_bf16(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any) -> None:
+    """Add all steps of all rows. out: [m, panels · WIDE] fp32, the accumulators; then `Rows` and `Panels`."""
+    work = workspace()
+    for panel in range(b.shape[0]):
+        columns = slice(panel * WIDE, (panel + 1) * WIDE)
+        for i in range(a.shape[0]):
+            add_steps(out[i, columns], a[i], ea[i], ha[i], b[panel], eb[panel], hb[panel], kept, work)
+
+
+@njit(inline="always")
+def workspace() -> Any:
+    """Memory that `add_steps` needs; each thread has its own."""
+    total, scale, back, sums = (
+        np.empty(WIDE, np.float32), np.empty(WIDE, np.float32), np.empty(WIDE, np.float64), np.empty(WIDE, np.float64)
+    )  # fmt: skip
+    views = total.view(np.int32), scale.view(np.int32), back.view(np.int64), sums.view(np.int64)
+    return (total, scale, back, sums), views, (np.empty(WIDE, np.int32), np.empty(WIDE, np.int32), np.empty(WIDE, np.int32))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def add_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any, work: Any) -> None:
+    """Add some steps of one row and one panel to WIDE accumulators.
+
+    out: [WIDE] fp32; a, ea: [k]; ha: [k / STEP]; b, eb: [k, WIDE]; hb: [k / STEP]; kept: KEPT; work: of `workspace`.
+    """
+    (total, scale, back, sums), (bits, scale_bits, back_bits, sum_bits), (top, low, high) = work
+    field = np.int32(0)
+    for j in range(WIDE):
+        total[j] = out[j]
+    for j in range(WIDE):
+        field = max(field, (bits[j] >> 23) & 255)
+    fast = field <= MOST_BEFORE + 127
+    for k in range(0, a.shape[0], STEP):
+        fast = fast and ha[k // STEP] + hb[k // STEP] <= MOST_FAST
+        reached = fast
+        if fast:
+            for j in range(WIDE):
+                highest = np.int32(NO_EXPONENT) if total[j] == 0 else np.int32(((bits[j] >> 23) & 255) - 127)
+                for t in range(STEP):
+                    highest = max(highest, ea[k + t] + eb[k + t, j])
+                top[j] = highest
+            lowest = np.int32(0)
+            for j in range(WIDE):
+                highest = top[j]
+                # Columns without a term count as reached.
+                lowest = min(lowest, np.int32(0) if highest <= NO_EXPONENT // 2 else highest)
+                highest = max(highest, np.int32(LEAST_FAST))
+                scale_bits[j] = (np.int32(127) + kept - highest) << 23
+                back_bits[j] = np.int64(highest - kept + np.int32(1023)) << 52
+            reached = lowest >= LEAST_FAST
+        if not reached:
+            for j in range(WIDE):
+                bits[j] = _exact_step(a, b, j, k, bits[j], kept)
+            continue
+        for j in range(WIDE):
+            unit = scale[j]
+            term = np.int32(total[j] * unit)
+            for t in range(HALF):
+                term += np.int32(a[k + t] * b[k + t, j] * unit)
+            low[j] = term
+        for j in range(WIDE):
+            unit = scale[j]
+            term = np.int32(0)
+            for t in range(HALF, STEP):
+                term += np.int32(a[k + t] * b[k + t, j] * unit)
+            high[j] = term
+        for j in range(WIDE):
+            sums[j] = np.float64(low[j]) + np.float64(high[j])  # below 2 ** 32: exact
+        for j in range(WIDE):
+            sum_bits[j] = sum_bits[j] & np.int64(-(1 << 29))  # cut to 24 bits
+        for j in range(WIDE):
+            total[j] = np.float32(sums[j] * back[j])
+    for j in range(WIDE):
+        out[j] = total[j]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def _exact_step(row: Any, rows: Any, j: Any, k: Any, before: Any, kept: Any) -> Any:
+    """One step of one element by the definition. row: [k], rows: [k, WIDE]; before: bits of the accumulator, as the
+    result."""
+    a, b = row[k : k + STEP].view(np.int32), rows[k : k + STEP].view(np.int32)
+    above = below = False
+    nothing = np.int64(before) & 0x7FFFFFFF
+    if nothing > 0x7F800000:
+        return np.int32(NAN)
+    if nothing == 0x7F800000:
+        above, below = before > 0, before < 0
+    top = np.int64(LEAST_TOP)
+    size, exponent = _split_fp32(before)
+    if size != 0 and not (above or below):
+        top = max(top, exponent)
+    for t in range(STEP):
+        x, y = np.int64(a[t]) & 0x7FFFFFFF, np.int64(b[t, j]) & 0x7FFFFFFF
+        if x >= 0x7F800000 or y >= 0x7F800000:
+            if x > 0x7F800000 or y > 0x7F800000 or x == 0 or y == 0:
+                return np.int32(NAN)
+            negative = (a[t] < 0) != (b[t, j] < 0)
+            above, below = above or not negative, below or negative
+        elif x != 0 and y != 0:
+            top = max(top, _split_fp32(a[t])[1] + _split_fp32(b[t, j])[1])
+    if above and below:
+        return np.int32(NAN)
+    if above or below:
+        return np.int32(0x7F800000) if above else np.int32(-0x800000)
+    unit = top - kept
+    total = _cut(size, exponent - 23 - unit)
+    for t in range(STEP):
+        x, ex = _split_fp32(a[t])
+        y, ey = _split_fp32(b[t, j])
+        total += _cut((x >> 16) * (y >> 16), ex + ey - 14 - unit)
+    return _fp32_bits(total, unit)
+
+
+@njit(inline="always")
+def _split_fp32(word: Any) -> Any:
+    """Significand with its sign and exponent: value = significand * 2 ** (exponent - 23), of a finite number."""
+    field, size = (np.int64(word) >> 23) & 255, np.int64(word) & 0x7FFFFF
+    size = size | (np.int64(field > 0) << 23)
+    return (-size if word < 0 else size), max(field, np.int64(1)) - 127
+
+
+@njit(inline="always")
+def _cut(value: Any, shift: Any) -> Any:
+    """value * 2 ** shift, cut toward zero."""
+    size = abs(value)
+    size = size << min(shift, np.int64(40)) if shift >= 0 else size >> min(-shift, np.int64(63))
+    return -size if value < 0 else size
+
+
+@njit(inline="always")
+def _fp32_bits(total: Any, unit: Any) -> Any:
+    """Bits of total * 2 ** unit, cut toward zero to fp32; +0 of a zero."""
+    size, length = abs(total), np.int64(0)
+    while size >> length:
+        length += 1
+    exponent = unit + length - 1
+    last = max(exponent - 23, np.int64(-149))
+    size = _cut(size, unit - last)
+    if size == 0:
+        return np.int32(0)
+    word = ((last + 150) << 23) | (size & 0x7FFFFF) if size >= 0x800000 else size
+    if exponent > 127:
+        word = np.int64(0x7F800000)
+    return np.int32(word | -0x80000000) if total < 0 else np.int32(word)
 
 
 @intrinsic

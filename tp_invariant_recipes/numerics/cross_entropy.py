@@ -4,7 +4,8 @@ It keeps only the logits and their gradient; the backward pass computes the expo
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,29 @@ from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.tree import tree_all_reduce
 
 
-def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, mesh: VirtualMesh) -> Tensor:
+class Kernels(NamedTuple):
+    """The two functions of kernels/cross_entropy.py, and the logarithm of a tensor."""
+
+    sum_of_exponentials: Callable[..., Tensor]
+    softmax_gradient: Callable[..., Tensor]
+    logarithm: Callable[[Tensor], Tensor]
+
+
+LIBRARY = Kernels(sum_of_exponentials, softmax_gradient, torch.log)
+
+
+def kernels_of(mode: str) -> Kernels:
+    """What numerics=MODE computes with."""
+    if mode != "portable":
+        return LIBRARY
+    from tp_invariant_recipes.kernels import ieee_cross_entropy as ieee  # loads numba
+
+    return Kernels(ieee.sum_of_exponentials, ieee.softmax_gradient, ieee.logarithm)
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, target: Tensor, mesh: VirtualMesh, kernels: Kernels = LIBRARY
+) -> Tensor:
     """`log(sum(exp(logits))) - logits[target]`, in fp32.
 
     logits:  [s, b, vocab/t], this rank's slice of the vocabulary; target: [s, b] int64, of the whole vocabulary.
@@ -28,7 +51,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, mesh: VirtualMe
     vocabulary = logits.shape[-1] * mesh.size
     if vocabulary % mesh.shards:
         raise ValueError(f"{mesh.shards} virtual shards do not divide a vocabulary of {vocabulary}")
-    return _CrossEntropy.apply(logits, target, mesh)
+    return _CrossEntropy.apply(logits, target, mesh, kernels)
 
 
 def _highest(logits: Tensor, mesh: VirtualMesh) -> Tensor:
@@ -54,23 +77,25 @@ def _picked(logits: Tensor, target: Tensor, highest: Tensor, mesh: VirtualMesh) 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, logits: Tensor, target: Tensor, mesh: VirtualMesh) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, mesh: VirtualMesh, kernels: Kernels) -> Tensor:
         highest = _highest(logits, mesh)
         picked = _picked(logits, target, highest, mesh)
-        partials = sum_of_exponentials(_rows(logits), highest.flatten(), mesh.local)
+        partials = kernels.sum_of_exponentials(_rows(logits), highest.flatten(), mesh.local)
         total = tree_all_reduce(partials, mesh, torch.float32).view(highest.shape)
         ctx.save_for_backward(logits, target, highest, total)
-        ctx.mesh = mesh
-        return total.log() - picked
+        ctx.mesh, ctx.kernels = mesh, kernels
+        return kernels.logarithm(total) - picked
 
     @staticmethod
     @outside_modes
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         logits, target, highest, total = ctx.saved_tensors
         index = target.flatten() - ctx.mesh.rank * logits.shape[-1]
         gradient = gradients[0].float().flatten()
-        dlogits = softmax_gradient(_rows(logits), index, highest.flatten(), total.flatten(), gradient, ctx.mesh.local)
-        return dlogits.view(logits.shape), None, None
+        dlogits = ctx.kernels.softmax_gradient(
+            _rows(logits), index, highest.flatten(), total.flatten(), gradient, ctx.mesh.local
+        )
+        return dlogits.view(logits.shape), None, None, None
 
 
 def _rows(logits: Tensor) -> Tensor:

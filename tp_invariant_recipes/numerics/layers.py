@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tp_invariant_recipes.numerics import gather, tree_linear
+from tp_invariant_recipes.numerics import gather, portable_linear, tree_linear
 from tp_invariant_recipes.numerics.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
+from tp_invariant_recipes.numerics.norm import NormShards, kernels_of, rms_norm
 from tp_invariant_recipes.numerics.product import Parts
 
 
@@ -47,7 +47,7 @@ class Strategy(Protocol):
 
 
 # By config.invariant_mode.
-STRATEGIES: dict[str, Strategy] = {"tree": tree_linear, "gather": gather}
+STRATEGIES: dict[str, Strategy] = {"tree": tree_linear, "gather": gather, "portable": portable_linear}
 
 
 def segments_of(config: Any, tp_comm_buffer_name: str | None) -> int:
@@ -115,7 +115,8 @@ class NormForward(OnMesh):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s/t or s, b, h] → the same."""
-        return rms_norm(x, self.weight, self.eps, self.mesh, self.shards_of())
+        kernels = kernels_of(self.config.invariant_mode)
+        return rms_norm(x, self.weight, self.eps, self.mesh, self.shards_of(), kernels)
 
 
 class HeadNormForward(NormForward):

@@ -1,7 +1,8 @@
 """RMSNorm: each row's result is independent of the other rows, and the weight gradient is a tree sum of V partials."""
 
+from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,28 @@ class NormShards(Enum):
     HEADS = "groups of heads, divided among the ranks"
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of: NormShards) -> Tensor:
+class Kernels(NamedTuple):
+    """The two functions of kernels/rms_norm.py."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor]]
+
+
+LIBRARY = Kernels(rms_norm_forward, rms_norm_backward)
+
+
+def kernels_of(mode: str) -> Kernels:
+    """What numerics=MODE computes with."""
+    if mode != "portable":
+        return LIBRARY
+    from tp_invariant_recipes.kernels import ieee_norm  # loads numba
+
+    return Kernels(ieee_norm.rms_norm_forward, ieee_norm.rms_norm_backward)
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of: NormShards, kernels: Kernels = LIBRARY
+) -> Tensor:
     """`x / sqrt(mean(x²) + eps) * weight` over the last dimension, in fp32, rounded once.
 
     x:       as `shards_of` says; weight: its last dimension.
@@ -36,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of
     """
     if weight.requires_grad and torch.is_grad_enabled():
         _check(x, mesh, shards_of)
-    return _RMSNorm.apply(x, weight, eps, mesh, shards_of)
+    return _RMSNorm.apply(x, weight, eps, mesh, shards_of, kernels)
 
 
 def _check(x: Tensor, mesh: VirtualMesh, shards_of: NormShards) -> None:
@@ -55,21 +77,23 @@ def _rows(x: Tensor, shards_of: NormShards) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of: NormShards) -> Tensor:
-        y, scale = rms_norm_forward(_rows(x, shards_of), weight, eps)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of: NormShards, kernels: Kernels
+    ) -> Tensor:
+        y, scale = kernels.forward(_rows(x, shards_of), weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        ctx.mesh, ctx.shards_of = mesh, shards_of
+        ctx.mesh, ctx.shards_of, ctx.kernels = mesh, shards_of, kernels
         return y.view(x.shape)
 
     @staticmethod
     @outside_modes
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight, scale = ctx.saved_tensors
         mesh, shards_of = ctx.mesh, ctx.shards_of
         everywhere = shards_of is NormShards.SEQUENCE_WHOLE
-        dx, leaves = rms_norm_backward(
+        dx, leaves = ctx.kernels.backward(
             _rows(gradients[0], shards_of), _rows(x, shards_of), weight, scale,
             mesh.shards if everywhere else mesh.local, shards_of is NormShards.HEADS,
         )  # fmt: skip
         dw = reduce_weight_gradient(weight, leaves, mesh, everywhere) if ctx.needs_input_grad[1] else None
-        return dx.view(x.shape) if ctx.needs_input_grad[0] else None, dw, None, None, None
+        return dx.view(x.shape) if ctx.needs_input_grad[0] else None, dw, None, None, None, None

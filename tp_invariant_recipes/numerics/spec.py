@@ -1,10 +1,11 @@
 """The invariant layer for each stock layer: a block specification for Bridge's provider, and replacements elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
@@ -47,6 +48,8 @@ AS_THEY_ARE = (
     "IdentityOp",
     "IdentityFuncOp",
 )
+# The same where numerics=portable has a layer of its own.
+PORTABLE = {"DotProductAttention": "portable_layers:PortableDotProductAttention"}
 # numerics.grad_norm -> the replacement of Megatron's get_grad_norm_fp32.
 NORMS = {"exact": "grad_norm:get_grad_norm_fp32", "fp64": "grad_norm:fp64_grad_norm"}
 _NORM_WHY = "a sum of squares depends on how parameters are sharded"
@@ -61,31 +64,33 @@ def invariant_layer_spec(config, vp_stage: int | None = None):
     stock = gpt_provider.local_layer_spec if local else gpt_provider.transformer_engine_layer_spec
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     final_norm = _named(SUBSTITUTES["WrappedTorchNorm" if local else "TENorm"])
-    return TransformerBlockSubmodules(layer_specs=[invariant(stock(config))] * layers, layer_norm=final_norm)
+    own = PORTABLE if config.invariant_mode == "portable" else {}
+    return TransformerBlockSubmodules(layer_specs=[invariant(stock(config), own=own)] * layers, layer_norm=final_norm)
 
 
-def invariant(part: Any, field: str = "") -> Any:
+def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyType({})) -> Any:
     """A part of a specification with every layer replaced by its invariant class.
 
     part:  a ModuleSpec, a dataclass of submodules, a partial that takes submodules, a list of these, a class, a
            function or None.
     field: the field of the specification that holds the part.
+    own:   substitutes that stand before those of the tables.
     Raises ConfigError for a class in none of the tables, since it may sum across ranks.
     """
     if isinstance(part, type):
-        table = HEAD_NORMS if field in HEAD_NORM_FIELDS else SUBSTITUTES
+        table = {**(HEAD_NORMS if field in HEAD_NORM_FIELDS else SUBSTITUTES), **own}
         if part.__name__ in table:
             return _named(table[part.__name__])
         if part.__name__ in AS_THEY_ARE:
             return part
         raise ConfigError(f"{field or 'model'}: {part.__name__} has no invariant version; use numerics=stock")
     if isinstance(part, partial):
-        built = invariant(part.func, field)
-        return partial(built, *part.args, **{k: invariant(v, k) for k, v in part.keywords.items()})
+        built = invariant(part.func, field, own)
+        return partial(built, *part.args, **{k: invariant(v, k, own) for k, v in part.keywords.items()})
     if isinstance(part, list):
-        return [invariant(p, field) for p in part]
+        return [invariant(p, field, own) for p in part]
     if is_dataclass(part) and not isinstance(part, type):
-        return replace(part, **{f.name: invariant(getattr(part, f.name), f.name) for f in fields(part) if f.init})
+        return replace(part, **{f.name: invariant(getattr(part, f.name), f.name, own) for f in fields(part) if f.init})
     return part
 
 
@@ -107,7 +112,7 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
         _built_by_name("VocabParallelEmbedding", "InvariantVocabParallelEmbedding"),
         Replacement(
             "megatron.core.tensor_parallel:vocab_parallel_cross_entropy",
-            _cross_entropy(numerics["virtual_shards"]),
+            _cross_entropy(numerics["virtual_shards"], numerics["mode"]),
             "sum(exp) over the vocabulary crosses ranks",
         ),
         Replacement(
@@ -160,7 +165,33 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
                 "numerics.clip_rounding=pow2: scaling by a power of two is exact",
             )
         )
+    if numerics["mode"] == "portable":
+        rows += _portable()
     return tuple(rows)
+
+
+def _portable() -> list[Replacement]:
+    """What numerics=portable replaces beside."""
+    stated = "a library's function has other bits on another machine"
+
+    def row(target: str, path: str, why: str = stated) -> Replacement:
+        return Replacement(target, lambda _: _named(path), why)
+
+    def made(target: str, path: str, why: str = stated) -> Replacement:
+        return Replacement(target, lambda original: _named(path)(original), why)
+
+    return [
+        row("megatron.core.transformer.mlp:MLP.forward", "portable_layers:mlp_forward"),
+        row("megatron.core.transformer.attention:apply_rotary_pos_emb", "portable_layers:apply_rotary_pos_emb"),
+        made("torch.optim:AdamW", "portable_training:portable_adam"),
+        made("torch.optim:Adam", "portable_training:portable_adam"),
+        made("megatron.core.optimizer_param_scheduler:math", "portable_training:portable_math"),
+        made(
+            "megatron.bridge.training.gpt_step:masked_next_token_loss",
+            "portable_training:masked_next_token_loss",
+            "torch adds the tokens' losses in an order that depends on the processor's vectors",
+        ),
+    ]
 
 
 def _hybrid_norm(original: Any) -> Any:
@@ -178,15 +209,15 @@ def _built_by_name(name: str, substitute: str) -> Replacement:
     return Replacement(f"megatron.core.tensor_parallel:{name}", lambda _: _named(f"local_layers:{substitute}"), why)
 
 
-def _cross_entropy(shards: int) -> Callable[[Any], Any]:
+def _cross_entropy(shards: int, mode: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
-        from tp_invariant_recipes.numerics.cross_entropy import vocab_parallel_cross_entropy
+        from tp_invariant_recipes.numerics.cross_entropy import kernels_of, vocab_parallel_cross_entropy
         from tp_invariant_recipes.numerics.mesh import VirtualMesh
 
         def loss(logits, target, label_smoothing: float = 0.0, tp_group=None):
             if label_smoothing:
                 raise NotImplementedError("label smoothing has no invariant version")
-            return vocab_parallel_cross_entropy(logits, target, VirtualMesh.of(shards, tp_group))
+            return vocab_parallel_cross_entropy(logits, target, VirtualMesh.of(shards, tp_group), kernels_of(mode))
 
         return loss
 

@@ -12,6 +12,9 @@ The two lowest levels of the tree cost nothing: `product(…, add=True)` itself 
 right neighbour to the output, and rounds as a separate addition would.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -24,7 +27,20 @@ from tp_invariant_recipes.numerics.tree import Reducing, all_gather, start_all_g
 from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 
-def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool) -> Tensor:
+@dataclass(frozen=True)
+class Products:
+    """What multiplies. product: as `numerics.product.product`; partials: as `numerics.cpu_product.partials`, on a CPU."""
+
+    product: Callable[..., Tensor]
+    partials: Callable[..., Tensor]
+
+
+LIBRARY = Products(product, cpu_product.partials)
+
+
+def column_parallel(
+    x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool, products: Products = LIBRARY
+) -> Tensor:
     """x @ weight^T for a weight split along its output features.
 
     x:        [s/t, b, k] with sequence parallelism, [s, b, k] without.
@@ -32,59 +48,61 @@ def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Part
     segments: their number, or the rows of each in `weight`.
     returns:  [s, b, n/t] of x's dtype.
     """
-    return _ColumnParallel.apply(x, weight, mesh, segments, sequence_parallel)
+    return _ColumnParallel.apply(x, weight, mesh, segments, sequence_parallel, products)
 
 
-def row_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
+def row_parallel(
+    x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool, products: Products = LIBRARY
+) -> Tensor:
     """x @ weight^T for a weight split along its input features.
 
     x:       [s, b, k/t].
     weight:  [n, k/t], this rank's shards.
     returns: [s/t, b, n] of x's dtype with sequence parallelism, [s, b, n] without.
     """
-    return _RowParallel.apply(x, weight, mesh, sequence_parallel)
+    return _RowParallel.apply(x, weight, mesh, sequence_parallel, products)
 
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx, x, weight, mesh, segments, sequence_parallel):
+    def forward(ctx, x, weight, mesh, segments, sequence_parallel, products):
         ctx.save_for_backward(x, weight)
-        ctx.mesh, ctx.segments, ctx.sequence_parallel = mesh, segments, sequence_parallel
+        ctx.mesh, ctx.segments, ctx.sequence_parallel, ctx.products = mesh, segments, sequence_parallel, products
         whole = all_gather(x, mesh) if sequence_parallel else x
         tokens = _tokens(whole)
         # Not a view: the logits are this layer's output, and some losses change them in place.
         y = tokens.new_empty(*whole.shape[:-1], weight.shape[0])
-        product(tokens, weight.t(), _tokens(y), columns=_shards(segments, mesh))
+        products.product(tokens, weight.t(), _tokens(y), columns=_shards(segments, mesh))
         return y
 
     @staticmethod
     @outside_modes
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        mesh, segments, sequence_parallel = ctx.mesh, ctx.segments, ctx.sequence_parallel
+        mesh, segments, sequence_parallel, products = ctx.mesh, ctx.segments, ctx.sequence_parallel, ctx.products
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         grad = _tokens(dy)
         gathering = start_all_gather(x, mesh) if wants_dw and sequence_parallel else None
-        reducing = _start_contraction(grad, weight, mesh, segments) if wants_dx else None
+        reducing = _start_contraction(grad, weight, mesh, segments, products) if wants_dx else None
         dx = dw = None
         if wants_dw:  # while the nodes of dx are on their way
             tokens = _tokens(gathering.arrived() if gathering else x)
             dw = weight_gradient(
-                weight, lambda out, add: product(grad.t(), tokens, out, rows=_shards(segments, mesh), add=add)
+                weight, lambda out, add: products.product(grad.t(), tokens, out, rows=_shards(segments, mesh), add=add)
             )
         if reducing is not None:
             dx = _finished(reducing, x.dtype, mesh, sequence_parallel).view(x.shape)
-        return dx, dw, None, None, None
+        return dx, dw, None, None, None, None
 
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx, x, weight, mesh, sequence_parallel):
+    def forward(ctx, x, weight, mesh, sequence_parallel, products):
         ctx.save_for_backward(x, weight)
-        ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
-        reducing = _start_contraction(_tokens(x), weight.t(), mesh, 1)
+        ctx.mesh, ctx.sequence_parallel, ctx.products = mesh, sequence_parallel, products
+        reducing = _start_contraction(_tokens(x), weight.t(), mesh, 1, products)
         y = _finished(reducing, x.dtype, mesh, sequence_parallel)
         return y.view(-1, *x.shape[1:-1], weight.shape[0])
 
@@ -92,7 +110,7 @@ class _RowParallel(torch.autograd.Function):
     @outside_modes
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        mesh = ctx.mesh
+        mesh, product = ctx.mesh, ctx.products.product
         grad = _tokens(all_gather(dy, mesh) if ctx.sequence_parallel else dy)
         tokens = _tokens(x)
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
@@ -102,10 +120,10 @@ class _RowParallel(torch.autograd.Function):
             dx = product(grad, weight, dx, columns=mesh.local).view(x.shape)
         if wants_dw:
             dw = weight_gradient(weight, lambda out, add: product(grad.t(), tokens, out, columns=mesh.local, add=add))
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
 
-def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts) -> Reducing:
+def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts, products: Products) -> Reducing:
     """Start a @ b with the summed dimension divided among the ranks.
 
     a: [tokens, k/t]; b: [k/t, features]: this rank's segments and shards of k.
@@ -113,7 +131,7 @@ def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts)
     if isinstance(segments, int):
         segments = (a.shape[1] // segments,) * segments
     if not a.is_cuda:
-        return start_reduce_scatter(cpu_product.partials(a, b, mesh.local, segments), mesh)
+        return start_reduce_scatter(products.partials(a, b, mesh.local, segments), mesh)
     # A partial of several segments is a sum itself and needs a place of its own.
     width = 1 if len(segments) > 1 else min(2, mesh.local)
     nodes = torch.empty((mesh.local // width, a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
@@ -123,7 +141,7 @@ def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts)
         for segment in segments:
             size = segment // mesh.local
             start = before + shard * size
-            product(a.narrow(1, start, size), b.narrow(0, start, size), node, add=add)
+            products.product(a.narrow(1, start, size), b.narrow(0, start, size), node, add=add)
             before, add = before + segment, True
     return start_reduce_scatter(nodes, mesh)
 

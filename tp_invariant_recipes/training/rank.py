@@ -123,6 +123,10 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         optimizer_step = OptimizerStep(callbacks)
         stack.callback(optimizer_step.restore)
         callbacks = [*callbacks, optimizer_step]
+        if tree["numerics"]["mode"] == "portable":
+            from tp_invariant_recipes.numerics import portable
+
+            portable.require_conformance()
         if tree["device"]["kind"] == "cpu":
             stack.enter_context(cpu.installed())
         else:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import time
 from dataclasses import replace
 from typing import Any
@@ -78,7 +79,7 @@ class Recorder(Callback):
             step=state.step + 1,
             samples=state.consumed_train_samples + samples,
             tokens=samples * config.model.seq_length,
-            loss=None if loss is None else float_bits(loss.item(), 32),
+            loss=None if loss is None else float_bits(loss.float().item(), 32),
             grad_norm=None if norm is None else float_bits(float(norm), width),
             learning_rate=float_bits(self.learning_rate, 64),
             skipped=bool(context.skipped_iter),
@@ -130,5 +131,7 @@ def _device(context: CallbackContext) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     found = {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
     config = context.state.cfg
+    if properties.name == "cpu":
+        found["machine"] = platform.machine()
     attention = backend_in_force(context.model, config.model.seq_length, config.train.micro_batch_size)
     return found if attention is None else found | {"attention": attention}

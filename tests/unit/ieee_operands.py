@@ -1,0 +1,34 @@
+"""Operands that show how something is rounded and added: normal, widely scaled, cancelling and special numbers."""
+
+import numpy as np
+import torch
+
+KINDS = ("normal", "wide", "cancelling", "special")
+SPECIAL = np.array(
+    [
+        0, 0x80000000, 1, 0x80000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000,
+        0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FFFFFFF, 0x3F800000, 0xBF800000, 0x42B17218, 0xC2CE8ED0, 0x34000000,
+    ],
+    np.uint32,
+).view(np.float32)  # fmt: skip
+EVERY_BF16 = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
+
+
+def drawn(kind, *shape, dtype=torch.float32, seed=0):
+    """A tensor of this kind; the same for the same arguments."""
+    random = np.random.default_rng(seed)
+    values = random.standard_normal(shape).astype(np.float32)
+    if kind == "wide":
+        values = np.ldexp(values, random.integers(-12, 13, shape)).astype(np.float32)
+    if kind == "cancelling":
+        half = values.shape[-1] // 2
+        values[..., half : 2 * half] = -values[..., :half][..., random.permutation(half)]
+    if kind == "special":
+        there = random.random(shape) < 0.01
+        values = np.where(there, SPECIAL[random.integers(0, len(SPECIAL), shape)], values)
+    return torch.from_numpy(values).to(dtype)
+
+
+def any_bits(count, seed=0):
+    """fp32 numbers of any bits."""
+    return np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint64).astype(np.uint32).view(np.float32)

@@ -1,0 +1,149 @@
+"""Attention in stated arithmetic: the compiled form against its definition in numpy, and against fp64."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels.ieee_attention import LANES, attention_backward, attention_forward
+from tp_invariant_recipes.kernels.ieee_sums import folded
+from tp_invariant_recipes.kernels.one_source import numpy_version
+from tp_invariant_recipes.kernels.tensor_core_sum import STEP, bf16_product
+
+EXP, ROUND = numpy_version("exp"), numpy_version("bf16_bits")
+SHAPES = ((5, 1, 2, 1, 16), (70, 2, 4, 2, 24), (64, 1, 1, 1, 32), (130, 1, 3, 3, 16))  # s, b, heads, groups, d
+
+
+def operands(s, b, h, g, d, size=1.0):
+    generator = torch.Generator().manual_seed(s)
+    shapes = (s, b, h, d), (s, b, g, d), (s, b, g, d), (s, b, h, d)
+    return [(size * torch.randn(*shape, generator=generator)).bfloat16() for shape in shapes]
+
+
+def words(x):
+    return x.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def product(a, b):
+    return bf16_product(a, b).view(np.float32)
+
+
+def bf16(x):
+    return ROUND(x).astype(np.uint16)
+
+
+def wide(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def in_lanes(rows):
+    """[n, m] → [n]."""
+    count = -(-rows.shape[1] // LANES)
+    rows = np.pad(rows, ((0, 0), (0, count * LANES - rows.shape[1]))).reshape(rows.shape[0], count, LANES)
+    total = np.zeros((rows.shape[0], LANES), np.float32)
+    for part in range(count):
+        total = total + rows[:, part]
+    return folded(total)
+
+
+def defined(q, k, v, do, scale):
+    """Output and gradients of one sample and group by the definition: bits; q, do: lists of heads, [s, d] each."""
+    scale = np.float32(scale)
+    after = np.triu(np.ones((len(k), len(k)), bool), 1)
+    outs, dqs, ps, dss = [], [], [], []
+    for query, gradient in zip(q, do, strict=True):
+        s = product(query, k.T) * scale
+        s[after] = -np.inf
+        top = s.max(1, keepdims=True)
+        e = np.where(after, np.float32(0), EXP(s - top))
+        total = in_lanes(e)[:, None]
+        out = bf16(product(bf16(e), v) / total)
+        along = folded(wide(gradient) * wide(out))[:, None]
+        p = e / total
+        ds = np.where(after, 0, bf16(((product(gradient, v.T) - along) * p) * scale)).astype(np.uint16)
+        outs.append(out)
+        dqs.append(bf16(product(ds, k)))
+        ps.append(bf16(p))
+        dss.append(ds)
+    fill = ((0, -len(k) % STEP), (0, 0))
+    together = [np.concatenate([np.pad(x, fill) for x in xs]) for xs in (ps, dss, do, q)]
+    return outs, dqs, bf16(product(together[1].T, together[3])), bf16(product(together[0].T, together[2]))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("size", (1.0, 12.0))
+def test_the_compiled_attention_is_the_definition(shape, size):
+    s, b, h, g, d = shape
+    query, key, value, gradient = operands(*shape, size)
+    scale = d**-0.5
+    attended = attention_forward(query, key, value, scale)
+    grads = attention_backward(gradient, query, key, value, attended, scale)
+    found = [words(x) for x in (attended.out, *grads)]
+    per = h // g
+    q, k, v, do = map(words, (query, key, value, gradient))
+    for sample in range(b):
+        for group in range(g):
+            heads = range(group * per, (group + 1) * per)
+            outs, dqs, dk, dv = defined(
+                [q[:, sample, head] for head in heads], k[:, sample, group], v[:, sample, group],
+                [do[:, sample, head] for head in heads], scale,
+            )  # fmt: skip
+            for n, head in enumerate(heads):
+                assert (found[0][:, sample, head] == outs[n]).all()
+                assert (found[1][:, sample, head] == dqs[n]).all()
+            assert (found[2][:, sample, group] == dk).all()
+            assert (found[3][:, sample, group] == dv).all()
+
+
+def test_attention_is_attention():
+    query, key, value, gradient = operands(70, 2, 4, 2, 24)
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in leaves)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2, enable_gqa=True)
+    expected = expected.permute(2, 0, 1, 3)
+    expected.backward(gradient.double())
+    attended = attention_forward(query, key, value, 0.2)
+    grads = attention_backward(gradient, query, key, value, attended, 0.2)
+    for found, right in zip((attended.out, *grads), (expected, *(x.grad for x in leaves)), strict=True):
+        torch.testing.assert_close(found.double(), right, rtol=0.02, atol=0.03)
+
+
+def test_neither_heads_beside_nor_threads_change_a_bit():
+    query, key, value, gradient = operands(70, 2, 4, 2, 24)
+
+    def outcome(heads, groups):
+        parts = [x[:, :, n] for x, n in ((query, heads), (key, groups), (value, groups), (gradient, heads))]
+        attended = attention_forward(*parts[:3], 0.2)
+        return [attended.out, *attention_backward(parts[3], *parts[:3], attended, 0.2)]
+
+    whole = outcome(slice(None), slice(None))
+    halves = zip(outcome(slice(0, 2), slice(0, 1)), outcome(slice(2, 4), slice(1, 2)), strict=True)
+    assert all(same_bits(x, torch.cat(parts, 2)) for x, parts in zip(whole, halves, strict=True))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert all(same_bits(x, y) for x, y in zip(whole, outcome(slice(None), slice(None)), strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kept", (20, 24))
+def test_other_arithmetic_gives_other_bits(kept, monkeypatch):
+    query, key, value, gradient = operands(130, 1, 3, 3, 16, 12.0)
+
+    def outcome():
+        attended = attention_forward(query, key, value, 0.25)
+        return [*attended, *attention_backward(gradient, query, key, value, attended, 0.25)]
+
+    before = outcome()
+    monkeypatch.setattr(tensor_core_cpu, "KEPT", kept)
+    assert not all(same_bits(x, y) for x, y in zip(before, outcome(), strict=True))
+
+
+def test_other_operands_are_refused():
+    query, key, value, _ = operands(5, 1, 2, 1, 16)
+    with pytest.raises(TypeError, match="bf16"):
+        attention_forward(query.float(), key, value, 0.25)
+    with pytest.raises(ValueError, match="attention of"):
+        attention_forward(query, key[:4], value, 0.25)

@@ -1,0 +1,306 @@
+"""The portable kernels on a CPU against their definitions in numpy, an operation at a time; every bit is compared.
+
+Each control computes a definition in another way that is usual elsewhere: with an FMA, or in another order.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.ranks import same_bits
+from tests.unit.ieee_operands import KINDS, drawn
+from tp_invariant_recipes.kernels import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu
+from tp_invariant_recipes.kernels.ieee_sums import folded, power_of_two
+from tp_invariant_recipes.kernels.one_source import SMALL, numpy_version
+from tp_invariant_recipes.kernels.tensor_core_sum import _fma as fma
+
+DTYPES = (torch.bfloat16, torch.float32)
+ONE = np.float32(1)
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    with np.errstate(all="ignore"):
+        yield
+
+
+def wide(x):
+    return x.float().numpy()
+
+
+def rounded(values, dtype):
+    """fp32 numbers of numpy as a tensor of this dtype, every NaN canonical."""
+    if dtype == torch.bfloat16:
+        bits = numpy_version("bf16_bits")(values).astype(np.uint32).astype(np.uint16)
+        return torch.from_numpy(bits.view(np.int16)).view(dtype)
+    return torch.from_numpy(numpy_version("canonical")(values))
+
+
+def in_lanes(rows, lanes):
+    """The sum of [..., n] over n in lanes (ieee_sums.py)."""
+    size = rows.shape[-1]
+    rows = np.concatenate([rows, np.zeros((*rows.shape[:-1], -size % lanes), np.float32)], -1)
+    total = np.zeros((*rows.shape[:-1], lanes), np.float32)
+    for start in range(0, size, lanes):
+        total = total + rows[..., start : start + lanes]
+    return folded(total)
+
+
+def one_after_the_other(rows):
+    total = np.zeros(rows.shape[:-1], np.float32)
+    for i in range(rows.shape[-1]):
+        total = total + rows[..., i]
+    return total
+
+
+# --- RMSNorm ---
+
+SHAPES = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (8, 1, 5000, 2, False), (512, 1, 260, 1, False))
+
+
+def norm_forward(x, weight, eps, zero_centered, dtype, add=folded):
+    w = weight + ONE if zero_centered else weight
+    scale = numpy_version("rsqrt")(add(x * x) / np.float32(x.shape[-1]) + np.float32(eps))[..., None]
+    return rounded((x * scale) * w, dtype), rounded(scale, torch.float32)
+
+
+def norm_backward(dy, x, weight, scale, shards, by_heads, zero_centered, dtype, minus_product=None):
+    w = weight + ONE if zero_centered else weight
+    normal, dnormal = x * scale, dy * w
+    along = (folded(dnormal * normal) / np.float32(x.shape[-1]))[..., None]
+    inner = minus_product(normal, along, dnormal) if minus_product else dnormal - normal * along
+    products = dy * normal
+    tokens, heads, width = x.shape
+    if by_heads:
+        products = products.reshape(tokens, shards, heads // shards, width).transpose(1, 0, 2, 3)
+    products = products.reshape(shards, -1, width)
+    leaves = 1
+    while leaves < 64 and products.shape[1] % (2 * leaves) == 0 and products.shape[1] // leaves * width >= 2 * 4096:
+        leaves *= 2
+    products = products.reshape(shards, leaves, -1, width)
+    lanes = min(max(1, 4096 // power_of_two(width)), power_of_two(products.shape[2]))
+    sums = in_lanes(np.moveaxis(products, 2, -1), lanes)
+    return rounded(inner * scale, dtype), rounded(sums, torch.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens, heads, width, shards, by_heads", SHAPES)
+def test_norm(tokens, heads, width, shards, by_heads, dtype, kind):
+    x = drawn(kind, tokens, heads, 2 * width, dtype=dtype)[..., :width]  # with gaps
+    dy, weight = drawn(kind, tokens, heads, width, dtype=dtype, seed=1), drawn("normal", width, dtype=dtype, seed=2)
+    for centered in (False, True):
+        y, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6, centered)
+        expected = norm_forward(wide(x), wide(weight), 1e-6, centered, dtype)
+        assert same_bits(y, expected[0])
+        assert same_bits(scale, expected[1])
+        found = ieee_norm.rms_norm_backward(dy, x, weight, scale, shards, by_heads, centered)
+        numbers = (wide(dy), wide(x), wide(weight), scale.numpy(), shards, by_heads, centered)
+        for mine, theirs in zip(found, norm_backward(*numbers, dtype), strict=True):
+            assert same_bits(mine, theirs)
+
+
+def test_norm_controls():
+    x, dy, weight = drawn("wide", 24, 1, 96), drawn("wide", 24, 1, 96, seed=1), drawn("normal", 96, seed=2)
+    y, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6)
+    assert not same_bits(y, norm_forward(wide(x), wide(weight), 1e-6, False, torch.float32, one_after_the_other)[0])
+    dx, _ = ieee_norm.rms_norm_backward(dy, x, weight, scale, 4, False)
+    fused = norm_backward(wide(dy), wide(x), wide(weight), scale.numpy(), 4, False, False, torch.float32,
+                          lambda normal, along, dnormal: fma(-normal, along, dnormal))  # fmt: skip
+    assert not same_bits(dx, fused[0])
+
+
+def test_shards_of_a_norm_do_not_depend_on_their_neighbours():
+    x, dy, weight = drawn("wide", 64, 8, 96), drawn("wide", 64, 8, 96, seed=1), drawn("normal", 96, seed=2)
+    for by_heads, dim in ((False, 0), (True, 1)):
+        _, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6)
+        _, whole = ieee_norm.rms_norm_backward(dy, x, weight, scale, 4, by_heads)
+        parts = zip(dy.chunk(4, dim), x.chunk(4, dim), scale.chunk(4, dim), strict=True)
+        alone = [ieee_norm.rms_norm_backward(a, b, weight, c.contiguous(), 1, by_heads)[1] for a, b, c in parts]
+        assert same_bits(whole, torch.cat(alone))
+
+
+# --- SwiGLU ---
+
+
+def sigmoid_parts(gate):
+    c = numpy_version("sigmoid")(gate)
+    return c, gate * c
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu(dtype, kind):
+    x, dy = drawn(kind, 9, 2 * 333, dtype=dtype), drawn(kind, 9, 333, dtype=dtype, seed=1)
+    gate, up = np.split(wide(x), 2, -1)
+    c, s = sigmoid_parts(gate)
+    assert same_bits(ieee_swiglu.swiglu(x), rounded(s * up, dtype))
+    slopes = (wide(dy) * up) * (c + s * (ONE - c)), wide(dy) * s
+    assert same_bits(ieee_swiglu.swiglu_backward(dy, x), rounded(np.concatenate(slopes, -1), dtype))
+
+
+def test_swiglu_controls():
+    x, dy = drawn("normal", 9, 2 * 333), drawn("normal", 9, 333, seed=1)
+    gate, up = np.split(wide(x), 2, -1)
+    c, s = sigmoid_parts(gate)
+    dgate = ieee_swiglu.swiglu_backward(dy, x)[:, :333].contiguous()
+    assert not same_bits(dgate, rounded((wide(dy) * up) * fma(s, ONE - c, c), torch.float32))
+    assert not same_bits(ieee_swiglu.swiglu(x), rounded((gate / (ONE + np.exp(-gate))) * up, torch.float32))
+
+
+# --- rotary positions ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", (32, 44), ids=("all of it", "a part"))
+def test_rotary(width, dtype, kind):
+    x = drawn(kind, 10, 2, 3, width, dtype=dtype)
+    cos, sin = ieee_rotary.tables(16, 32, 1e6)
+    values, c, s = wide(x), cos[:10, None, None].numpy(), sin[:10, None, None].numpy()
+    a, b, rest = values[..., :16], values[..., 16:32], values[..., 32:]
+    for backward, sign in ((False, ONE), (True, -ONE)):
+        expected = np.concatenate([a * c - b * (sign * s), b * c + a * (sign * s), rest], -1)
+        assert same_bits(ieee_rotary.rotate(x, cos, sin, backward), rounded(expected, dtype))
+
+
+def test_rotary_control():
+    x = drawn("normal", 10, 2, 3, 32)
+    cos, sin = ieee_rotary.tables(16, 32, 1e6)
+    values, c, s = wide(x), cos[:10, None, None].numpy(), sin[:10, None, None].numpy()
+    fused = rounded(fma(values[..., :16], c, -(values[..., 16:] * s)), torch.float32)
+    assert not same_bits(ieee_rotary.rotate(x, cos, sin)[..., :16].contiguous(), fused)
+
+
+def test_tables_of_positions():
+    cos, sin = ieee_rotary.tables(2048, 64, 1e6)
+    angles = torch.outer(torch.arange(2048).double(), 1e6 ** (-torch.arange(0, 64, 2).double() / 64))
+    torch.testing.assert_close(cos, angles.cos().float(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(sin, angles.sin().float(), rtol=0, atol=1e-7)
+    # Megatron rounds frequencies and angles to fp32.
+    megatrons = torch.outer(torch.arange(2048).float(), 1.0 / 1e6 ** (torch.arange(0, 64, 2).float() / 64))
+    assert not same_bits(cos, megatrons.cos())
+
+
+# --- cross entropy ---
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary, shards", ((1000, 4), (9000, 2), (64, 8)))
+def test_cross_entropy(vocabulary, shards, dtype, kind):
+    logits = drawn(kind, 6, vocabulary, dtype=dtype)
+    highest = logits.amax(-1).float().nan_to_num(nan=np.inf) + 0.0
+    values = numpy_version("exp")(wide(logits) - highest.numpy()[:, None])
+    size = vocabulary // shards
+    sums = in_lanes(values.reshape(6, shards, size), min(4096, power_of_two(size)))
+    found = ieee_cross_entropy.sum_of_exponentials(logits, highest, shards)
+    assert same_bits(found, rounded(np.ascontiguousarray(sums.T), torch.float32))
+    total, index = found.sum(0), torch.tensor([0, 1, vocabulary - 1, -1, vocabulary, 5])
+    gradient = drawn("normal", 6, seed=1)
+    softmax = values / total.numpy()[:, None] - (np.arange(vocabulary) == index.numpy()[:, None]).astype(np.float32)
+    expected = rounded(softmax * gradient.numpy()[:, None], dtype)
+    assert same_bits(ieee_cross_entropy.softmax_gradient(logits, index, highest, total, gradient, shards), expected)
+    logarithm = ieee_cross_entropy.logarithm(total)
+    assert same_bits(logarithm, rounded(numpy_version("log")(total.numpy()), torch.float32))
+
+
+def test_cross_entropy_control():
+    logits = drawn("normal", 6, 1000)
+    highest = logits.amax(-1)
+    found = ieee_cross_entropy.sum_of_exponentials(logits, highest, 4)
+    difference = wide(logits) - highest.numpy()[:, None]
+    in_order = one_after_the_other(numpy_version("exp")(difference).reshape(6, 4, 250))
+    assert not same_bits(found, rounded(np.ascontiguousarray(in_order.T), torch.float32))
+    other_lanes = in_lanes(numpy_version("exp")(difference).reshape(6, 4, 250), 64)
+    assert not same_bits(found, rounded(np.ascontiguousarray(other_lanes.T), torch.float32))
+
+
+# --- Adam ---
+
+
+def adam(tensors, numbers, decoupled, add_product=lambda x, y, z: z + x * y):
+    p, g, m, v = (tensor.numpy() for tensor in tensors)
+    n = ieee_adam.AdamNumbers(*(np.float32(number) for number in numbers))
+    g = g if decoupled else g + p * n.decay
+    m, v = add_product(m, n.beta1, g * n.rest1), v * n.beta2 + (g * n.rest2) * g
+    update = (m / n.correction1) / (np.sqrt(v / n.correction2) + n.eps)
+    update = update + p * n.decay if decoupled else update
+    return [rounded(x, torch.float32) for x in (p - update * n.lr, m, v)]
+
+
+def adam_tensors(kind, size=3000):
+    p, g, m, v = (drawn(kind, size, seed=seed) for seed in range(4))
+    return [p, g * 0.01, m * 0.01, v.square() * 1e-4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("decoupled", (True, False), ids=("AdamW", "Adam"))
+@pytest.mark.parametrize("step", (1, 7, 100_000))
+def test_adam(step, decoupled, kind):
+    tensors = adam_tensors(kind)
+    numbers = ieee_adam.adam_numbers(step, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+    expected = adam(tensors, numbers, decoupled)
+    ieee_adam.adam_step(*([tensor] for tensor in tensors), numbers, decoupled)
+    for found, theirs in zip((tensors[0], *tensors[2:]), expected, strict=True):
+        assert same_bits(found, theirs)
+
+
+def test_adam_is_adam_and_no_fma():
+    tensors = adam_tensors("normal")
+    mine = [tensor.clone() for tensor in tensors]
+    numbers = ieee_adam.adam_numbers(7, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+    ieee_adam.adam_step(*([tensor] for tensor in mine), numbers)
+    fused = adam(tensors, numbers, True, lambda x, y, z: fma(x, y, z))
+    assert not same_bits(mine[2], fused[1])
+    p, g, m, v = (tensor.double() for tensor in tensors)
+    m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+    update = m / (1 - 0.9**7) / ((v / (1 - 0.95**7)).sqrt() + 1e-8) + 0.1 * p
+    torch.testing.assert_close(mine[0].double(), p - 1e-3 * update, rtol=1e-6, atol=1e-7)
+
+
+def test_adams_numbers():
+    numbers = ieee_adam.adam_numbers(3, 0.1, (0.5, 0.75), 1e-8, 0.0)
+    assert (numbers.correction1, numbers.correction2) == (1 - 0.125, 1 - 0.421875)
+    assert numbers.lr == np.float32(0.1)
+    assert ieee_adam.power(0.999, 1000) == pytest.approx(0.999**1000)
+    with pytest.raises(ValueError, match="first step of Adam is 1"):
+        ieee_adam.adam_numbers(0, 0.1, (0.5, 0.75), 1e-8, 0.0)
+
+
+@pytest.mark.parametrize("wrong", (torch.zeros(4, 4).t(), torch.zeros(4, 4, dtype=torch.bfloat16)), ids=("t", "bf16"))
+def test_adam_refuses_what_it_cannot_step(wrong):
+    others = [[torch.zeros(4, 4)] for _ in range(3)]
+    with pytest.raises(ValueError, match="must be fp32 and contiguous"):
+        ieee_adam.adam_step([wrong], *others, ieee_adam.adam_numbers(1, 0.1, (0.9, 0.9), 1e-8, 0.0))
+
+
+# --- threads ---
+
+
+def everything():
+    x, dy, weight = (drawn("wide", *shape, seed=3) for shape in ((260, 1, 192), (260, 1, 192), (192,)))
+    y, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6)
+    yield from (y, scale, *ieee_norm.rms_norm_backward(dy, x, weight, scale, 4, False))
+    rows = drawn("normal", 260, 384)
+    yield from (ieee_swiglu.swiglu(rows), ieee_swiglu.swiglu_backward(drawn("normal", 260, 192, seed=1), rows))
+    yield ieee_rotary.rotate(rows.view(65, 4, 12, 32), *ieee_rotary.tables(65, 32, 1e4))
+    highest, index = rows.amax(-1), torch.zeros(260, dtype=torch.int64)
+    total = ieee_cross_entropy.sum_of_exponentials(rows, highest, 4)
+    yield from (total, ieee_cross_entropy.softmax_gradient(rows, index, highest, total[0], total[1], 4))
+    tensors = adam_tensors("normal", 2 * SMALL)
+    ieee_adam.adam_step(*([one] for one in tensors), ieee_adam.adam_numbers(2, 1e-3, (0.9, 0.95), 1e-8, 0.1))
+    yield from tensors
+
+
+def test_threads_do_not_change_a_bit():
+    assert 260 * 192 > SMALL
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(list(everything()))
+    finally:
+        torch.set_num_threads(before)
+    for one, *others in zip(*found, strict=True):
+        assert all(same_bits(one, other) for other in others)

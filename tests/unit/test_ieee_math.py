@@ -1,0 +1,151 @@
+"""exp, log, sigmoid and rsqrt in fp32, and sin and cos of tables: their errors, and one result for every compiler."""
+
+from functools import cache
+
+import mpmath
+import numpy as np
+import pytest
+from numba import njit
+
+from tests.unit.ieee_operands import EVERY_BF16, SPECIAL, any_bits
+from tp_invariant_recipes.kernels import ieee_math, ieee_rotary, one_source
+from tp_invariant_recipes.kernels.one_source import numba_version, numpy_version
+
+NAN = 0x7FFFFFFF
+EXACT = {
+    "exp": mpmath.exp,
+    "log": mpmath.log,
+    "sigmoid": lambda x: 1 / (1 + mpmath.exp(-x)),
+    "rsqrt": lambda x: 1 / mpmath.sqrt(x),
+}
+BOUND = {"exp": 0.76, "log": 0.83, "sigmoid": 0.76, "rsqrt": 0.86}  # ULP, as ieee_math.py says
+RANGE = {"exp": (-104, 89), "log": None, "sigmoid": (-104, 30), "rsqrt": None}  # None: every positive number
+ALL = ("canonical", "bf16_bits", *EXACT)
+
+
+def bits(x):
+    return np.asarray(x, np.float32).view(np.uint32)
+
+
+def canonical_bits(x):
+    return np.where(np.isnan(x), np.uint32(NAN), bits(x))
+
+
+@cache
+def compiled(name):
+    function = numba_version(name)
+
+    @njit
+    def loop(x, out):
+        for i in range(x.size):
+            out[i] = function(x[i])
+
+    def call(x):
+        out = np.empty(x.shape, np.int32 if name == "bf16_bits" else np.float32)
+        loop(x, out)
+        return out
+
+    return call
+
+
+def numbers(name, count):
+    random = np.random.default_rng(1)
+    if RANGE[name]:
+        return random.uniform(*RANGE[name], count).astype(np.float32)
+    return random.integers(1, 0x7F800000, count, dtype=np.uint32).view(np.float32)
+
+
+def errors(found, x, exact):
+    """In ULP of the exact results, which are finite in fp32."""
+    worst = 0.0
+    with mpmath.workprec(120):
+        for result, number in zip(found.tolist(), x.tolist(), strict=True):
+            value = exact(mpmath.mpf(number))
+            exponent = max(int(mpmath.frexp(value)[1]) - 24, -149)
+            worst = max(worst, abs(float(mpmath.ldexp(mpmath.mpf(result) - value, -exponent))))
+    return worst
+
+
+def with_finite_results(name, x):
+    least, most = RANGE[name] or (0, np.inf)
+    return x[np.isfinite(x) & (x > least) & (x < min(most, 88.7) if name == "exp" else x > least)]
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "points", ("every bf16", 4000, pytest.param(10**6, marks=pytest.mark.release)), ids=lambda points: f"{points}"
+)
+def test_the_error_is_below_one_ulp(name, points):
+    x = with_finite_results(name, EVERY_BF16 if points == "every bf16" else numbers(name, points))
+    assert len(x) > 3000
+    assert errors(numpy_version(name)(x), x, EXACT[name]) <= BOUND[name] < 1
+
+
+def test_another_constant_has_a_larger_error(monkeypatch):
+    monkeypatch.setattr(ieee_math, "E4", one_source.constant(0.041667))
+    one_source._version.cache_clear()
+    try:
+        x = numbers("exp", 4000)
+        assert errors(numpy_version("exp")(x), x, mpmath.exp) > BOUND["exp"]
+    finally:
+        one_source._version.cache_clear()
+
+
+SPECIALS = {
+    "exp": {0.0: 1.0, -0.0: 1.0, np.inf: np.inf, -np.inf: 0.0, np.nan: np.nan, 89.0: np.inf, -104.0: 0.0, 1e-45: 1.0},
+    "log": {0.0: -np.inf, -0.0: -np.inf, np.inf: np.inf, -np.inf: np.nan, np.nan: np.nan, -1.0: np.nan, 1.0: 0.0},
+    "sigmoid": {0.0: 0.5, -0.0: 0.5, np.inf: 1.0, -np.inf: 0.0, np.nan: np.nan, 88.0: 1.0, -200.0: 0.0},
+    "rsqrt": {0.0: np.inf, -0.0: np.inf, np.inf: 0.0, -np.inf: np.nan, np.nan: np.nan, -1.0: np.nan, 4.0: 0.5},
+}
+
+
+@pytest.mark.parametrize("name", SPECIALS)
+def test_special_values(name):
+    x, expected = (np.array(list(side), np.float32) for side in (SPECIALS[name].keys(), SPECIALS[name].values()))
+    assert (canonical_bits(numpy_version(name)(x)) == canonical_bits(expected)).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_numba_rounds_every_operation(name):
+    x = np.concatenate([EVERY_BF16, SPECIAL, any_bits(50_000), np.linspace(-20, 20, 50_000, dtype=np.float32)])
+    found, expected = compiled(name)(x), numpy_version(name)(x)
+    if name == "bf16_bits":
+        assert ((found & 0xFFFF) == (expected & 0xFFFF)).all()
+    else:
+        assert (canonical_bits(found) == canonical_bits(expected)).all()
+
+
+def test_canonical_changes_nan_only():
+    x = np.concatenate([SPECIAL, any_bits(10_000)])
+    assert (bits(compiled("canonical")(x)) == canonical_bits(x)).all()
+    assert (bits(x) != canonical_bits(x)).any()
+
+
+def test_bf16_is_rounded_to_nearest_even():
+    x = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0xFFC00000, 0x7F800000, 0x80000001, 0x00008001])
+    expected = [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x7FFF, 0x7F80, 0x8000, 0x0001]
+    assert (numpy_version("bf16_bits")(x.astype(np.uint32).view(np.float32)) & 0xFFFF).tolist() == expected
+
+
+@pytest.mark.parametrize("points", (3000, pytest.param(10**6, marks=pytest.mark.release)))
+def test_sines_of_tables(points):
+    random = np.random.default_rng(2)
+    near = np.arange(-500, 500) * (np.pi / 2)  # where one of the two is almost zero
+    x = np.concatenate([random.uniform(-40, 40, points // 2), random.uniform(-(2**20), 2**20, points // 2), near])
+    sin, cos = ieee_rotary.sin_cos(x)
+    assert errors(sin, x, mpmath.sin) < 0.501
+    assert errors(cos, x, mpmath.cos) < 0.501
+
+
+@pytest.mark.parametrize("angle", (2.0**21, np.nan, np.inf))
+def test_angles_without_a_sine_are_refused(angle):
+    with pytest.raises(ValueError, match="angles up to"):
+        ieee_rotary.sin_cos(np.array([1.0, angle]))
+
+
+def test_two_functions_of_one_name_are_refused():
+    def exp(x):
+        return x
+
+    with pytest.raises(ValueError, match="two elementwise functions are called exp"):
+        one_source.elementwise(exp)

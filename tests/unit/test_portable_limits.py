@@ -1,0 +1,73 @@
+"""What numerics=portable refuses, by name, before anything starts."""
+
+import pytest
+
+from tests.trees import with_fields
+from tp_invariant_recipes.config import invariance
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
+
+REFUSED = {
+    "device=gpu": "no GPU has been shown to compute it yet; device=cpu",
+    "model.transformer_impl=transformer_engine": "model.transformer_impl=local",
+    "precision=fp32": "precision=bf16",
+    "precision=fp8_tensorwise": "FP8 and FP4 scales",
+    "cp=2": "cp has no portable version; cp=1",
+    "dp=4": "more than two data-parallel ranks are not shown; dp=1 or 2",
+    "model.hidden_dropout=0.1": "dropout draws other numbers in every layout",
+    "model.add_qkv_bias=true": "the gradient of a bias has no portable version yet",
+    "model.rotary_interleaved=true": "of positions only rotary ones in halves",
+    "dataset.reset_attention_mask=true": "only a causal mask has a portable version",
+    "optimizer.optimizer=sgd": "of optimizers only Adam has a portable version",
+    "optimizer.use_distributed_optimizer=true": "Adam's state spread over ranks is not shown",
+    "optimizer.use_precision_aware_optimizer=true": "Adam's moments are fp32",
+    "numerics.grad_norm=fp64": "numerics.grad_norm=exact",
+    "scheduler.lr_decay_style=inverse-square-root": "scheduler.lr_decay_style one of constant, linear, cosine",
+}
+
+
+def problems(model, *overrides, mode="portable"):
+    device = "gpu" if "device=gpu" in overrides else "cpu"
+    rest = [override for override in overrides if override != "device=gpu"]
+    try:
+        compose(model, [f"numerics={mode}", *rest], device=device)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_what_has_no_portable_version_is_refused(override):
+    found = problems("qwen3_toy", override)
+    assert any(line.startswith("numerics=portable: ") and REFUSED[override] in line for line in found), found
+
+
+# Fields whose values Megatron-Bridge would have to be asked about.
+FIELDS = (
+    ({"model__activation_func": "torch.nn.functional.gelu"}, "of activations only SwiGLU has a portable version"),
+    ({"model__gated_linear_unit": False}, "of activations only SwiGLU has a portable version"),
+    ({"model__attention_backend": "unfused"}, "it has an attention of its own; model.attention_backend=auto"),
+)
+
+
+@pytest.mark.parametrize("changes, words", FIELDS, ids=lambda value: str(value)[:40])
+def test_what_bridge_defines_is_refused_too(changes, words):
+    tree = compose("qwen3_toy", ["numerics=portable"], device="cpu").tree
+    assert not invariance.limits(tree)
+    assert any(words in line for line in invariance.limits(with_fields(tree, **changes)))
+
+
+@pytest.mark.parametrize("override", ("optimizer.optimizer=sgd", "precision=fp32", "optimizer.use_distributed_optimizer=true"))
+def test_tree_takes_them(override):
+    assert problems("qwen3_toy", override, mode="tree") == []
+
+
+@pytest.mark.parametrize("model, words", (("qwen3_moe_toy", "experts have no portable version"), ("nemotron3_nano_toy", "Mamba")))
+def test_other_models_are_refused(model, words):
+    assert any(words in line for line in problems(model))
+
+
+def test_dense_qwen3_is_covered():
+    for overrides in ((), ("tp=4", "sp=false"), ("tp=2", "pp=2", "dp=2", "gbs=4")):
+        assert problems("qwen3_toy", *overrides) == []
+    assert problems("qwen3_0p6b", "tp=2") == []

@@ -1,0 +1,89 @@
+"""The limits of numerics=portable: what has no operation stated to the last bit, beyond what no invariant mode covers."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tp_invariant_recipes.config.limit import Limit, is_set
+from tp_invariant_recipes.config.sections import RunConfig
+
+SCHEDULES = ("constant", "linear", "cosine")
+ATTENTION_BACKENDS = ("auto", "local")
+
+
+def _row(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
+    return Limit(lambda t: t.numerics.mode == "portable" and wrong(t), why)
+
+
+def _of(section: str, field: str, default: Any = None) -> Callable[[RunConfig], Any]:
+    return lambda t: (t.bridge.get(section) or {}).get(field, default)
+
+
+def _name(value: Any) -> str:
+    """Of a function or an enumeration: as text in a tree, the object elsewhere."""
+    text = value if isinstance(value, str) else getattr(value, "__name__", getattr(value, "name", ""))
+    return str(text).rpartition(".")[2]
+
+
+LIMITS = (
+    _row(
+        lambda t: t.device.kind != "cpu",
+        "no GPU has been shown to compute it yet; device=cpu",
+    ),
+    _row(
+        lambda t: t.model.get("transformer_impl") not in (None, "local"),
+        "Transformer Engine's layers have a library's arithmetic; model.transformer_impl=local",
+    ),
+    _row(
+        lambda t: t.bridge.get("mixed_precision") != "bf16_mixed",
+        "attention and products are stated for bf16 only; precision=bf16",
+    ),
+    _row(
+        lambda t: "hybrid_layer_pattern" in t.model,
+        "Mamba layers have no portable version; numerics=tree",
+    ),
+    _row(is_set("num_moe_experts"), "experts have no portable version yet; numerics=tree"),
+    _row(lambda t: t.model["context_parallel_size"] > 1, "cp has no portable version; cp=1"),
+    _row(lambda t: t.parallel.data_parallel_size > 2, "more than two data-parallel ranks are not shown; dp=1 or 2"),
+    _row(
+        lambda t: _name(t.model.get("activation_func")) != "silu" or not t.model.get("gated_linear_unit"),
+        "of activations only SwiGLU has a portable version; model.activation_func=torch.nn.functional.silu, "
+        "model.gated_linear_unit=true",
+    ),
+    _row(
+        lambda t: bool(t.model.get("add_bias_linear") or t.model.get("add_qkv_bias")),
+        "the gradient of a bias has no portable version yet; model.add_bias_linear=false, model.add_qkv_bias=false",
+    ),
+    _row(
+        lambda t: t.model.get("position_embedding_type", "rope") != "rope" or bool(t.model.get("rotary_interleaved")),
+        "of positions only rotary ones in halves have a portable version; model.position_embedding_type=rope, "
+        "model.rotary_interleaved=false",
+    ),
+    _row(
+        lambda t: _name(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
+        "it has an attention of its own; model.attention_backend=auto",
+    ),
+    _row(
+        lambda t: bool(_of("dataset", "reset_attention_mask")(t)),
+        "only a causal mask has a portable version; dataset.reset_attention_mask=false",
+    ),
+    _row(
+        lambda t: _of("optimizer", "optimizer", "adam")(t) != "adam",
+        "of optimizers only Adam has a portable version; optimizer.optimizer=adam",
+    ),
+    _row(
+        lambda t: bool(_of("optimizer", "use_distributed_optimizer")(t)),
+        "Adam's state spread over ranks is not shown; optimizer.use_distributed_optimizer=false",
+    ),
+    _row(
+        lambda t: bool(_of("optimizer", "use_precision_aware_optimizer")(t)),
+        "Adam's moments are fp32; optimizer.use_precision_aware_optimizer=false",
+    ),
+    _row(
+        lambda t: t.numerics.grad_norm != "exact",
+        "an fp64 sum still depends on its order; numerics.grad_norm=exact",
+    ),
+    _row(
+        lambda t: _of("scheduler", "lr_decay_style", "linear")(t) not in SCHEDULES,
+        f"other schedules take a library's power; scheduler.lr_decay_style one of {', '.join(SCHEDULES)}",
+    ),
+)  # fmt: skip

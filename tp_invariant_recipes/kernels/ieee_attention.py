@@ -1,0 +1,251 @@
+"""Causal attention in stated arithmetic, with the same bits on every machine; grouped queries; bf16.
+
+`product` is the sum of kernels/tensor_core_sum.py; everything else is IEEE fp32, one rounding an operation. For the
+query i of a head, over its keys j <= i:
+
+    s_j    = product(q, k_j) scale                      p_j  = e_j / total
+    top    = the largest s_j                            dp_j = product(dout, v_j)
+    e_j    = exp(s_j - top)          (ieee_math.py)     a    = fold of dout_c out_c over the features c (ieee_sums.py)
+    total  = sum of e_j in LANES     (ieee_sums.py)     ds_j = bf16(((dp_j - a) p_j) scale)
+    out_c  = bf16(product(bf16(e), v_c) / total)        dq_c = bf16(product(ds, k_c))
+
+    dv_j   = bf16(product of bf16(p_j) and dout)        over the heads of the group in order, and in each over the
+    dk_j   = bf16(product of ds_j and q)                queries in order; a head's queries are filled to whole steps
+
+A sum over keys or queries has one accumulator, which walks them in order. Where a key comes after the query, e, p and
+ds are zeros, which change no sum: they may be left out. Nothing depends on the number of heads side by side.
+
+This is the form for a CPU, compiled by numba. It computes transposed products, so that a vector holds queries.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels.ieee_math import bf16_bits, exp, fp32_of_bf16
+from tp_invariant_recipes.kernels.ieee_sums import numba_fold, numba_fold_rows
+from tp_invariant_recipes.kernels.one_source import as_array, by_rows, cpu_loop, numba_version
+from tp_invariant_recipes.kernels.tensor_core_cpu import WIDE, add_steps, split_panels, split_rows, workspace
+from tp_invariant_recipes.kernels.tensor_core_sum import STEP
+
+LANES = 64  # of the sum of exponentials
+
+_exp, _bf16, _fp32 = (numba_version(function.__name__) for function in (exp, bf16_bits, fp32_of_bf16))
+
+
+class Attended(NamedTuple):
+    """out: [s, b, h, d] bf16; top, total: [b · g, h / g, s] fp32, which the backward pass needs."""
+
+    out: Tensor
+    top: Tensor
+    total: Tensor
+
+
+def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
+    """softmax(scale · query · key^T) · value, causal.
+
+    query:      [s, b, h, d] bf16; key, value: [s, b, g, d], g divides h.
+    scale:      of the scores, rounded to fp32.
+    raises TypeError: other dtypes; ValueError: other shapes.
+    """
+    _check(query, key, value)
+    s, b, h, d = query.shape
+    groups = key.shape[2]
+    q, k, v = _by_group(query, groups), _by_group(key, groups)[:, 0], _by_group(value, groups)[:, 0]
+    units, heads = q.shape[:2]
+    out = torch.zeros(units, heads, d, s, dtype=torch.bfloat16)
+    top, total = torch.zeros(2, units, heads, s)
+    arrays = (_bits(q.transpose(2, 3)), _bits(k), _bits(v.transpose(1, 2)), _bits(out), as_array(top), as_array(total))
+    by_rows(_forward, arrays, np.float32(scale), np.int32(tensor_core_cpu.KEPT), work=2 * units * heads * s * s * d)
+    return Attended(_by_position(out.transpose(2, 3), b), top, total)
+
+
+def attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, of their shapes, bf16.
+
+    gradient: of the output, [s, b, h, d] bf16; the rest as `attention_forward` had and gave it.
+    """
+    _check(query, key, value)
+    s, b, h, d = query.shape
+    groups = key.shape[2]
+    q, k, v = _by_group(query, groups), _by_group(key, groups)[:, 0], _by_group(value, groups)[:, 0]
+    o, do = _by_group(attended.out, groups), _by_group(gradient, groups)
+    units, heads = q.shape[:2]
+    dq = torch.zeros(units, heads, d, s, dtype=torch.bfloat16)
+    dk, dv = torch.zeros(2, units, d, s, dtype=torch.bfloat16)
+    arrays = (
+        *map(_bits, (q.transpose(2, 3), k, v, k.transpose(1, 2), do, do.transpose(2, 3), o)),
+        as_array(attended.top), as_array(attended.total), *map(_bits, (dq, dk, dv)),
+    )  # fmt: skip
+    by_rows(_backward, arrays, np.float32(scale), np.int32(tensor_core_cpu.KEPT), work=5 * units * heads * s * s * d)
+    return (
+        _by_position(dq.transpose(2, 3), b),
+        _by_position(dk.transpose(1, 2).unsqueeze(1), b),
+        _by_position(dv.transpose(1, 2).unsqueeze(1), b),
+    )
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if any(x.dtype != torch.bfloat16 for x in (query, key, value)):
+        raise TypeError(f"attention of {query.dtype}, {key.dtype} and {value.dtype}; all must be bf16")
+    (s, b, h, d), g = query.shape, key.shape[2]
+    if key.shape != (s, b, g, d) or value.shape != key.shape or h % g:
+        raise ValueError(f"attention of {[*query.shape]}, {[*key.shape]} and {[*value.shape]}")
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[s, b, h, d] → [b · g, h / g, s, d]."""
+    s, b, h, d = x.shape
+    return x.detach().reshape(s, b, groups, h // groups, d).permute(1, 2, 3, 0, 4).reshape(b * groups, -1, s, d)
+
+
+def _by_position(x: Tensor, batch: int) -> Tensor:
+    """[b · g, h / g, s, d] → [s, b, h, d]."""
+    return x.reshape(batch, -1, *x.shape[2:]).permute(2, 0, 1, 3).contiguous()
+
+
+def _bits(x: Tensor) -> Any:
+    return as_array(x.contiguous()).view(np.uint16)
+
+
+@cpu_loop
+def _panel(words: Any) -> Any:
+    """[k, WIDE] bits of bf16 → values, exponents and highest of one panel; k is a multiple of STEP."""
+    values, exponents, highest = split_panels(words)
+    return values[0], exponents[0], highest[0]
+
+
+@cpu_loop
+def _queries(words: Any, first: Any, last: Any) -> Any:
+    """Columns first … last - 1 of [d, s] as a panel of WIDE."""
+    part = np.zeros((words.shape[0], WIDE), np.uint16)
+    part[:, : last - first] = words[:, first:last]
+    return _panel(part)
+
+
+@cpu_loop
+def _scores(k: Any, ek: Any, hk: Any, panel: Any, first: Any, keys: Any, scale: Any, kept: Any, work: Any, out: Any) -> None:
+    """out[j, i] = scaled product of key j and query first + i; -inf where the key comes after the query."""
+    values, exponents, highest = panel
+    for j in range(keys):
+        row = out[j]
+        row[:] = np.float32(0)
+        add_steps(row, k[j], ek[j], hk[j], values, exponents, highest, kept, work)
+        for i in range(WIDE):
+            row[i] = row[i] * scale if j <= first + i else np.float32(-np.inf)
+
+
+@cpu_loop
+def _forward(q: Any, keys: Any, values: Any, out: Any, top: Any, total: Any, scale: Any, kept: Any) -> None:
+    """q: [u, r, d, s]; keys: [u, s, d]; values: [u, d, s]; out: [u, r, d, s]; top, total: [u, r, s]."""
+    heads, d, s = q.shape[1:]
+    padded = (s + STEP - 1) // STEP * STEP
+    scores, words = np.empty((padded, WIDE), np.float32), np.empty((padded, WIDE), np.uint16)
+    lanes, row, most = np.empty((LANES, WIDE), np.float32), np.empty(WIDE, np.float32), np.empty(WIDE, np.float32)
+    work = workspace()
+    for unit in range(q.shape[0]):
+        k, ek, hk = split_rows(keys[unit])
+        v, ev, hv = split_rows(values[unit])
+        for head in range(heads):
+            for first in range(0, s, WIDE):
+                last = min(first + WIDE, s)
+                steps = (last + STEP - 1) // STEP
+                _scores(k, ek, hk, _queries(q[unit, head], first, last), first, last, scale, kept, work, scores)
+                most[:] = np.float32(-np.inf)
+                for j in range(last):
+                    for i in range(WIDE):
+                        most[i] = scores[j, i] if scores[j, i] > most[i] else most[i]
+                lanes[:] = np.float32(0)
+                words[: steps * STEP] = 0
+                for j in range(last):
+                    lane = lanes[j % LANES]
+                    for i in range(WIDE):
+                        e = _exp(scores[j, i] - most[i]) if j <= first + i else np.float32(0)
+                        lane[i] += e
+                        words[j, i] = np.uint16(_bf16(e))
+                numba_fold_rows(lanes)
+                p, ep, hp = _panel(words[: steps * STEP])
+                for c in range(d):
+                    row[:] = np.float32(0)
+                    here = slice(0, steps * STEP)
+                    add_steps(row, v[c, here], ev[c, here], hv[c, :steps], p, ep, hp, kept, work)
+                    for i in range(last - first):
+                        out[unit, head, c, first + i] = np.uint16(_bf16(row[i] / lanes[0, i]))
+                for i in range(last - first):
+                    top[unit, head, first + i], total[unit, head, first + i] = most[i], lanes[0, i]
+
+
+@cpu_loop
+def _backward(
+    q: Any, keys: Any, values: Any, keys_t: Any, do: Any, do_t: Any, o: Any, top: Any, total: Any, dq: Any, dk: Any,
+    dv: Any, scale: Any, kept: Any,
+) -> None:  # fmt: skip
+    """q, do_t, dq: [u, r, d, s]; keys, values: [u, s, d]; keys_t, dk, dv: [u, d, s]; do, o: [u, r, s, d]."""
+    heads, d, s = q.shape[1:]
+    padded, panels = (s + STEP - 1) // STEP * STEP, (s + WIDE - 1) // WIDE
+    size = 1
+    while size < d:
+        size *= 2
+    scores, dp = np.empty((padded, WIDE), np.float32), np.empty((padded, WIDE), np.float32)
+    words, row, along = np.empty((padded, WIDE), np.uint16), np.empty(WIDE, np.float32), np.empty(WIDE, np.float32)
+    terms = np.empty(size, np.float32)
+    # Of every panel of keys, all queries: bits of p and of ds.
+    all_p, all_ds = np.empty((panels, padded, WIDE), np.uint16), np.empty((panels, padded, WIDE), np.uint16)
+    sums_k, sums_v = np.empty((panels, d, WIDE), np.float32), np.empty((panels, d, WIDE), np.float32)
+    work = workspace()
+    for unit in range(q.shape[0]):
+        k, ek, hk = split_rows(keys[unit])
+        v, ev, hv = split_rows(values[unit])
+        kt, ekt, hkt = split_rows(keys_t[unit])
+        sums_k[:], sums_v[:] = np.float32(0), np.float32(0)
+        for head in range(heads):
+            all_p[:], all_ds[:] = np.uint16(0), np.uint16(0)
+            for first in range(0, s, WIDE):
+                last = min(first + WIDE, s)
+                steps = (last + STEP - 1) // STEP
+                for i in range(last - first):
+                    terms[:] = np.float32(0)
+                    for c in range(d):
+                        x, y = do[unit, head, first + i, c], o[unit, head, first + i, c]
+                        terms[c] = _fp32(np.int32(x)) * _fp32(np.int32(y))
+                    along[i] = numba_fold(terms)
+                _scores(k, ek, hk, _queries(q[unit, head], first, last), first, last, scale, kept, work, scores)
+                values_p, exponents_p, highest_p = _queries(do_t[unit, head], first, last)
+                words[: steps * STEP] = 0
+                for j in range(last):
+                    row[:] = np.float32(0)
+                    add_steps(row, v[j], ev[j], hv[j], values_p, exponents_p, highest_p, kept, work)
+                    for i in range(last - first):
+                        if j <= first + i:
+                            e = _exp(scores[j, i] - top[unit, head, first + i])
+                            p = e / total[unit, head, first + i]
+                            ds = np.uint16(_bf16(((row[i] - along[i]) * p) * scale))
+                            words[j, i] = ds
+                            all_p[j // WIDE, first + i, j % WIDE] = np.uint16(_bf16(p))
+                            all_ds[j // WIDE, first + i, j % WIDE] = ds
+                g, eg, hg = _panel(words[: steps * STEP])
+                for c in range(d):
+                    row[:] = np.float32(0)
+                    here = slice(0, steps * STEP)
+                    add_steps(row, kt[c, here], ekt[c, here], hkt[c, :steps], g, eg, hg, kept, work)
+                    for i in range(last - first):
+                        dq[unit, head, c, first + i] = np.uint16(_bf16(row[i]))
+            x, ex, hx = split_rows(q[unit, head])
+            y, ey, hy = split_rows(do_t[unit, head])
+            for panel in range(panels):
+                start = panel * WIDE
+                rest, steps = slice(start, padded), slice(start // STEP, padded // STEP)
+                g, eg, hg = _panel(all_ds[panel, rest])
+                p, ep, hp = _panel(all_p[panel, rest])
+                for c in range(d):
+                    add_steps(sums_k[panel, c], x[c, rest], ex[c, rest], hx[c, steps], g, eg, hg, kept, work)
+                    add_steps(sums_v[panel, c], y[c, rest], ey[c, rest], hy[c, steps], p, ep, hp, kept, work)
+        for j in range(s):
+            for c in range(d):
+                dk[unit, c, j] = np.uint16(_bf16(sums_k[j // WIDE, c, j % WIDE]))
+                dv[unit, c, j] = np.uint16(_bf16(sums_v[j // WIDE, c, j % WIDE]))

@@ -1,0 +1,233 @@
+"""RMSNorm in stated IEEE fp32 arithmetic: a CPU and every GPU give the same bits. Interface and shards of rms_norm.py.
+
+    s      = rsqrt(sum(x²) / d + eps)              every sum over d is a fold (ieee_sums.py)
+    w      = weight, or weight + 1 (zero-centred)
+    y      = (x s) w                               rounded once
+    a      = sum((dy w) (x s)) / d
+    dx     = ((dy w) - (x s) a) s                  rounded once
+    dw     = sum over rows of dy (x s)
+
+The last sum: each of n shards has its rows in L leaves of equal size, the rows of a leaf are added in R lanes (row i of
+the leaf to lane i % R), and the lanes are folded. R is the number of rows in a tile of TILE numbers. The caller adds leaves
+and shards in tree order. Rows are counted token by token, and within a token by heads.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.ieee_math import ONE, rsqrt
+from tp_invariant_recipes.kernels.ieee_storage import load_fp32, store_rounded, stored, widened
+from tp_invariant_recipes.kernels.ieee_sums import fold_columns, fold_rows, numba_fold, numba_fold_rows, power_of_two
+from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.one_source import (
+    UNFUSED,
+    as_array,
+    as_stored,
+    by_rows,
+    cpu_loop,
+    elementwise,
+    numba_version,
+)
+
+LEAVES = 64  # at most, of a shard
+TILE = 4096  # numbers that are added side by side
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float, zero_centered: bool = False) -> tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x²) + eps) * weight, in fp32, rounded once.
+
+    x:       [tokens, heads, d] bf16 or fp32; weight: [d] of either dtype.
+    returns: y, x's shape and dtype, contiguous; scale, [tokens, heads, 1] fp32.
+    """
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    scale = torch.empty((*x.shape[:2], 1), dtype=torch.float32, device=x.device)
+    rows, width = scale.numel(), x.shape[2]
+    if x.is_cuda:
+        forward_triton(x, weight, y, scale, eps, zero_centered)
+    else:
+        arrays = as_array(x).reshape(rows, width), as_array(y).reshape(rows, width), as_array(scale).reshape(rows)
+        by_rows(_forward_loop, arrays, _weight(weight, zero_centered), np.float32(eps), work=x.numel())
+    return y, scale
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, shards: int, by_heads: bool, zero_centered: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and the weight's in leaves.
+
+    dy, x:   [tokens, heads, d]; weight: [d]; scale: [tokens, heads, 1], as forward returned it.
+    shards:  n, this rank's; by_heads: whether they divide the heads or the tokens.
+    returns: dx, x's shape and dtype, contiguous; leaves, [n, L, d] fp32, L a power of two.
+    """
+    dy, x = dy.contiguous(), x.contiguous()
+    tokens, heads, width = x.shape
+    shape = _shape_of_leaves(tokens, heads, width, shards, by_heads)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    leaves = torch.empty((shards, shape.leaves, width), dtype=torch.float32, device=x.device)
+    if x.is_cuda:
+        backward_triton(dy, x, weight, scale, dx, leaves, shape, zero_centered)
+        return dx, leaves
+    flat = [as_array(array).reshape(-1, width) for array in (dy, x, dx)]
+    out = as_array(leaves).reshape(-1, width)
+    numbers = (shape.leaves, shape.rows, shape.group, heads, shape.token_step, shape.head_step, shape.lanes)
+    others = (*flat, _weight(weight, zero_centered), as_array(scale).reshape(-1), numbers)
+    by_rows(_backward_loop, (np.arange(len(out)), out), *others, work=x.numel())
+    return dx, leaves
+
+
+class _Shape:
+    """Leaves of a shard; rows and lanes of a leaf; heads of a token in a shard; steps from one shard to the next."""
+
+    def __init__(self, tokens: int, heads: int, width: int, shards: int, by_heads: bool) -> None:
+        self.group = heads // shards if by_heads else heads
+        self.token_step, self.head_step = (0, self.group) if by_heads else (tokens // shards, 0)
+        rows, self.leaves = tokens * heads // shards, 1
+        while self.leaves < LEAVES and rows % (2 * self.leaves) == 0 and rows // self.leaves * width >= 2 * TILE:
+            self.leaves *= 2
+        self.rows = rows // self.leaves
+        self.lanes = min(max(1, TILE // power_of_two(width)), power_of_two(self.rows))
+
+
+_shape_of_leaves = cache(_Shape)
+
+
+def _weight(weight: Tensor, zero_centered: bool) -> Any:
+    wide = weight.detach().float()
+    return as_array(wide + 1.0 if zero_centered else wide)
+
+
+@elementwise
+def norm_scale(total, width, eps):
+    """The factor of a row whose squares have this sum."""
+    return rsqrt(tl.div_rn(total, width) + eps)
+
+
+_norm_scale = numba_version("norm_scale")
+
+
+@cpu_loop
+def _forward_loop(x: Any, y: Any, scale: Any, weight: Any, eps: Any) -> None:
+    rows, width = x.shape
+    size = 1
+    while size < width:
+        size *= 2
+    squares = np.zeros(size, np.float32)
+    for row in range(rows):
+        for i in range(width):
+            value = widened(x[row, i])
+            squares[i] = value * value
+        s = _norm_scale(numba_fold(squares), np.float32(width), eps)
+        scale[row] = stored(s, scale)
+        for i in range(width):
+            y[row, i] = stored((widened(x[row, i]) * s) * weight[i], y)
+
+
+@cpu_loop
+def _backward_loop(places: Any, out: Any, dy: Any, x: Any, dx: Any, weight: Any, scale: Any, numbers: Any) -> None:
+    leaves, rows, group, heads, token_step, head_step, lanes = numbers
+    width = out.shape[1]
+    size = 1
+    while size < width:
+        size *= 2
+    products = np.zeros(size, np.float32)
+    total = np.empty((lanes, width), np.float32)
+    for n in range(places.size):
+        shard, leaf = places[n] // leaves, places[n] % leaves
+        total[:] = 0.0
+        for i in range(rows):
+            at = leaf * rows + i
+            row = (shard * token_step + at // group) * heads + shard * head_step + at % group
+            s = scale[row]
+            lane = total[i % lanes]
+            for j in range(width):
+                normal, wide = widened(x[row, j]) * s, widened(dy[row, j])
+                products[j] = (wide * weight[j]) * normal
+                lane[j] += wide * normal
+            along = numba_fold(products) / np.float32(width)
+            for j in range(width):
+                normal, dnormal = widened(x[row, j]) * s, widened(dy[row, j]) * weight[j]
+                dx[row, j] = stored((dnormal - normal * along) * s, dx)
+        sums = numba_fold_rows(total)
+        for j in range(width):
+            out[n, j] = stored(sums[j], out)
+
+
+def forward_triton(x: Tensor, weight: Tensor, y: Tensor, scale: Tensor, eps: float, zero_centered: bool) -> None:
+    """Fill y and scale. All contiguous; Triton's interpreter takes CPU tensors."""
+    rows, width = scale.numel(), x.shape[2]
+    columns = power_of_two(width)
+    tile = max(1, TILE // columns)
+    tensors = (as_stored(x), as_stored(weight), as_stored(y), scale)
+    warps = 8 if columns >= TILE else 4
+    FORWARD.launch((triton.cdiv(rows, tile), 1), tensors, (rows, eps), (zero_centered, width, columns, tile), warps)
+
+
+def backward_triton(
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dx: Tensor, leaves: Tensor, shape: _Shape, zero_centered: bool
+) -> None:
+    """Fill dx and leaves. All contiguous; Triton's interpreter takes CPU tensors."""
+    heads, width = x.shape[1:]
+    columns = power_of_two(width)
+    tensors = (as_stored(dy), as_stored(x), as_stored(weight), scale, as_stored(dx), leaves)
+    numbers = (heads, shape.token_step, shape.head_step)
+    constants = (shape.group, shape.rows, shape.leaves, zero_centered, width, columns, shape.lanes)
+    BACKWARD.launch(tuple(leaves.shape[1::-1]), tensors, numbers, constants, 8 if columns >= TILE else 4)
+
+
+@triton.jit
+def _load_weight(weight, column, ZERO_CENTERED: tl.constexpr, WIDTH: tl.constexpr):
+    w = load_fp32(weight + column, column < WIDTH)
+    return w + ONE if ZERO_CENTERED else w
+
+
+@triton.jit(do_not_specialize=["rows", "eps"])
+def _ieee_norm_forward(
+    x, weight, y, scale, rows, eps,
+    ZERO_CENTERED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+    at = (row * WIDTH)[:, None] + column[None, :]
+    wide = load_fp32(x + at, inside)
+    s = norm_scale(fold_columns(wide * wide, ROWS, COLUMNS), WIDTH * 1.0, eps)
+    w = _load_weight(weight, column, ZERO_CENTERED, WIDTH)
+    store_rounded(scale + row, s, row < rows)
+    store_rounded(y + at, (wide * s[:, None]) * w[None, :], inside)
+
+
+@triton.jit(do_not_specialize=["heads", "token_step", "head_step"])
+def _ieee_norm_backward(
+    dy, x, weight, scale, dx, gradient, heads, token_step, head_step,
+    GROUP: tl.constexpr, ROWS_OF_LEAF: tl.constexpr, LEAVES: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    leaf, shard = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    w = _load_weight(weight, column, ZERO_CENTERED, WIDTH)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, ROWS_OF_LEAF, ROWS):
+        i = start + tl.arange(0, ROWS)
+        known = i < ROWS_OF_LEAF
+        i = leaf * ROWS_OF_LEAF + i
+        row = (shard * token_step + i // GROUP) * heads + shard * head_step + i % GROUP
+        inside = known[:, None] & (column < WIDTH)[None, :]
+        at = (row * WIDTH)[:, None] + column[None, :]
+        s = tl.load(scale + row, mask=known, other=0.0)[:, None]
+        normal = load_fp32(x + at, inside) * s
+        wide = load_fp32(dy + at, inside)
+        dnormal = wide * w[None, :]
+        along = tl.div_rn(fold_columns(dnormal * normal, ROWS, COLUMNS), WIDTH * 1.0)[:, None]
+        store_rounded(dx + at, (dnormal - normal * along) * s, inside)
+        total = tl.where(known[:, None], total + wide * normal, total)
+    sums = fold_rows(total, ROWS, COLUMNS)
+    store_rounded(gradient + (shard * LEAVES + leaf) * WIDTH + column, sums, column < WIDTH)
+
+
+FORWARD, BACKWARD = Kernel(_ieee_norm_forward, **UNFUSED), Kernel(_ieee_norm_backward, **UNFUSED)

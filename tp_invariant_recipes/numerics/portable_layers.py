@@ -1,0 +1,118 @@
+"""What stands for Megatron-Core's layers in numerics=portable, where tree's have a library's arithmetic: bf16, on a CPU."""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.kernels import ieee_rotary, ieee_swiglu
+from tp_invariant_recipes.kernels.ieee_attention import Attended, attention_backward, attention_forward
+from tp_invariant_recipes.numerics.local_layers import InvariantDotProductAttention
+from tp_invariant_recipes.numerics.portable import DEFINITION
+
+
+class PortableDotProductAttention(InvariantDotProductAttention):
+    """Causal attention as kernels/ieee_attention.py defines it."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """[s, b, heads/t, d] and two of [s, b, groups/t, d] → [s, b, heads/t · d].
+
+        Raises NotImplementedError: anything but a plain causal mask.
+        """
+        if attention_bias is not None or packed_seq_params is not None:
+            raise NotImplementedError("attention with a bias or packed sequences has no portable version")
+        if (attn_mask_type or self.attn_mask_type) is not AttnMaskType.causal or self.scale_mask_softmax.window_size:
+            raise NotImplementedError("only causal attention over all keys has a portable version")
+        if attention_mask is not None and not _is_causal(attention_mask, query.shape[0]):
+            raise NotImplementedError("attention with a mask of its own has no portable version")
+        if self.scale_mask_softmax.scale is not None:
+            raise NotImplementedError("scores that are scaled twice have no portable version")
+        return _Attention.apply(query, key, value, self.softmax_scale)
+
+    def backend(self) -> str:
+        """The definition, with its version."""
+        return f"portable {DEFINITION}"
+
+
+def _is_causal(mask: Tensor, length: int) -> bool:
+    """Whether a mask, [.., s, s], true where a key is hidden, hides what comes after the query and nothing else."""
+    causal = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
+    return mask.shape[-2:] == causal.shape and bool((mask.bool() == causal).all())
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        attended = attention_forward(query, key, value, scale)
+        ctx.save_for_backward(query, key, value, *attended)
+        ctx.scale = scale
+        return attended.out.reshape(*query.shape[:2], -1)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, *attended = ctx.saved_tensors
+        gradient = gradients[0].reshape(query.shape)
+        return *attention_backward(gradient, query, key, value, Attended(*attended), ctx.scale), None
+
+
+def mlp_forward(self: Any, hidden_states: Tensor, per_token_scale: Tensor | None = None, **_: Any) -> Any:
+    """Replaces MLP.forward: [s, b, h] → [s, b, h], and None as bias. SwiGLU as kernels/ieee_swiglu.py defines it."""
+    if per_token_scale is not None:
+        raise NotImplementedError("an expert has no portable version")
+    gate_and_up, _ = self.linear_fc1(hidden_states)
+    return self.linear_fc2(_SwiGLU.apply(gate_and_up))
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return ieee_swiglu.swiglu(_rows(x)).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return ieee_swiglu.swiglu_backward(_rows(gradients[0]), _rows(x)).view(x.shape)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def apply_rotary_pos_emb(
+    t: Tensor, freqs: Tensor, config: Any, cu_seqlens: Tensor | None = None, mscale: float = 1.0, *_: Any, **__: Any
+) -> Tensor:
+    """Replaces Megatron's function: the positions of kernels/ieee_rotary.py. t: [s, b, heads, d]; of freqs, [s, 1, 1,
+    dim], only the shape counts."""
+    if cu_seqlens is not None or mscale != 1.0 or freqs.shape[0] != t.shape[0]:
+        raise NotImplementedError("only rotary positions of whole sequences have a portable version")
+    cos, sin = ieee_rotary.tables(freqs.shape[0], freqs.shape[-1], config.rotary_base)
+    return _Rotated.apply(t, cos, sin)
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return ieee_rotary.rotate(x, cos, sin)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ieee_rotary.rotate(gradients[0], *ctx.saved_tensors, backward=True), None, None

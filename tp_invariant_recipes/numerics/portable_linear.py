@@ -1,0 +1,19 @@
+"""Column- and row-parallel products of numerics=portable: the sums of numerics/tree_linear.py over defined products."""
+
+from torch import Tensor
+
+from tp_invariant_recipes.numerics import defined_product, tree_linear
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.shard_operands import Parts
+
+DEFINED = tree_linear.Products(defined_product.product, defined_product.partials)
+
+
+def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool) -> Tensor:
+    """As `tree_linear.column_parallel`, bf16."""
+    return tree_linear.column_parallel(x, weight, mesh, segments, sequence_parallel, DEFINED)
+
+
+def row_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
+    """As `tree_linear.row_parallel`, bf16."""
+    return tree_linear.row_parallel(x, weight, mesh, sequence_parallel, DEFINED)

@@ -1,0 +1,97 @@
+"""What stands for functions of the training loop in numerics=portable: the loss, the optimizer and the schedule."""
+
+import math
+from decimal import Decimal, localcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.ieee_adam import adam_numbers, adam_step
+from tp_invariant_recipes.kernels.tree_add import tree_add
+
+REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+def masked_next_token_loss(original: Any) -> Any:
+    """A replacement for Bridge's function, which adds the losses of a micro-batch in torch's order."""
+
+    def loss_function(loss_mask: Tensor, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        losses = output_tensor.view(-1).float()
+        weights = loss_mask.view(-1).float()
+        loss = _Sum.apply(losses * weights)
+        _, count, _ = original(torch.ones(1), loss.detach().view(1), *args, **kwargs)  # its checks of the loss
+        count = weights.sum().detach().to(torch.int)  # whole numbers: exact
+        # fp64: the sum over micro-batches, which Bridge adds, is exact.
+        reported = torch.cat([loss.detach().double().view(1), count.double().view(1)])
+        return loss, count, {"lm loss": reported}
+
+    return loss_function
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of a row of numbers, filled with zeros to a power of two, in tree order."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        ctx.size = values.numel()
+        filled = values.new_zeros(1 << max(0, ctx.size - 1).bit_length(), 1)
+        filled[: ctx.size, 0] = values
+        while filled.shape[0] > 1:
+            width = min(64, filled.shape[0])
+            filled = tree_add(filled.view(-1, width, 1), filled.new_empty(filled.shape[0] // width, 1), filled.shape[0] // width)
+        return filled[0, 0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].expand(ctx.size)
+
+
+def portable_adam(original: type) -> type:
+    """torch's Adam or AdamW with the step of kernels/ieee_adam.py; its state has the same names and shapes."""
+
+    class PortableAdam(original):  # type: ignore[misc, valid-type]
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            """One step of every parameter with a gradient."""
+            if closure is not None:
+                raise NotImplementedError("a portable optimizer takes no closure")
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._one(parameter, group)
+
+        def _one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+            if any(group.get(name) for name in REFUSED):
+                raise NotImplementedError(f"a portable optimizer has none of {', '.join(REFUSED)}")
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["step"] += 1
+            numbers = adam_numbers(
+                int(state["step"]), float(group["lr"]), group["betas"], group["eps"], group["weight_decay"]
+            )
+            moments = [state["exp_avg"]], [state["exp_avg_sq"]]
+            decoupled = group.get("decoupled_weight_decay", original is torch.optim.AdamW)
+            adam_step([parameter], [parameter.grad.contiguous()], *moments, numbers, bool(decoupled))
+
+    PortableAdam.__name__ = original.__name__
+    return PortableAdam
+
+
+def portable_math(original: Any) -> Any:
+    """A replacement for the module `math` in Megatron's schedules, which take a cosine from it."""
+    return SimpleNamespace(pi=math.pi, cos=cosine, sqrt=math.sqrt)
+
+
+def cosine(x: float) -> float:
+    """The fp64 number nearest to cos(x), for |x| below 10; a library's last bit depends on the machine."""
+    with localcontext() as context:
+        context.prec = 60
+        square, term, total = Decimal(x) ** 2, Decimal(1), Decimal(1)
+        for n in range(1, 60, 1):
+            term = -term * square / ((2 * n - 1) * (2 * n))
+            total += term
+        return float(total)
