@@ -18,9 +18,8 @@ from tp_invariant_recipes.host.versions import installed
 pytestmark = pytest.mark.usefixtures("bridge")
 
 MODELS = source.groups()["model"]
-ON_CPU = [m for m in MODELS if compose(m, device="gpu").tree["model"]["_target_"].rpartition(".")[2] in LOCAL_SPECS]
+ON_CPU = [m for m in MODELS if describe_target(m) in LOCAL_SPECS]
 QWEN3 = ("qwen3_0p6b", "qwen3_8b", "qwen3_30b_a3b")
-LARGE = [m for m in MODELS if m.startswith(("llama3", "qwen25", "qwen3")) and not m.endswith("toy") and m not in QWEN3]
 
 
 def build(model: str, *overrides: str, device: str = "gpu"):
@@ -49,11 +48,6 @@ def differing(a: object, b: object) -> dict[str, tuple]:
 
 
 # --- every model ------------------------------------------------------------------------------------------------------
-
-
-def sparing(models: list[str]) -> list:
-    """All of them, of which those that differ from another in sizes alone are left to `make test-all`."""
-    return [pytest.param(model, marks=pytest.mark.release) if model in LARGE else model for model in models]
 
 
 @pytest.mark.parametrize("model", sparing(ON_CPU))
