@@ -1,12 +1,10 @@
 """The table of Bridge's fields against Bridge itself."""
 
 import json
-from pathlib import Path
 
 from tp_invariant_recipes.config import field_table, schema
 from tp_invariant_recipes.config.values import WrongType, convert, describe
 
-OF_THE_LOCK = Path(__file__).parents[1] / "unit" / "bridge_fields.json"
 VALUES = (True, 0, 3, -1, 1.5, "3", "x", "auto", None, [1], {"a": 1})
 
 
@@ -40,9 +38,9 @@ def test_the_first_import_writes_it(monkeypatch, tmp_path):
     assert schema.PROVIDERS[0] in field_table.read()
 
 
-def test_the_unit_tests_have_the_table_of_the_lock(tmp_path):
+def test_the_table_beside_the_module_is_that_of_the_lock(tmp_path):
     """If this fails after an upgrade, write `classes` of the new table into the file, and an empty `sources`."""
     schema.write_field_table(tmp_path / "table.json")
-    assert (
-        json.loads((tmp_path / "table.json").read_text())["classes"] == json.loads(OF_THE_LOCK.read_text())["classes"]
-    )
+    of_the_lock = json.loads(field_table.of_the_locks().read_text())
+    assert json.loads((tmp_path / "table.json").read_text())["classes"] == of_the_lock["classes"]
+    assert of_the_lock["sources"] == {}

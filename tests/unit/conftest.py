@@ -37,7 +37,7 @@ def _fields_of_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     tests/distributed/test_field_table_bridge.py compares it with Bridge.
     """
-    monkeypatch.setattr(field_table, "in_environment", lambda: Path(__file__).with_name("bridge_fields.json"))
+    monkeypatch.setattr(field_table, "in_environment", field_table.of_the_locks)
 
 
 _TREES: dict[tuple[str, ...], bytes] = {}

@@ -8,17 +8,14 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from tp_invariant_recipes.config import bounds, source
+from tp_invariant_recipes.config import bounds, field_table, source
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.schema import BRIDGE_SECTIONS, PROVIDERS
 
 Words = list[str]
 
-FIELDS: dict[str, dict[str, list[str] | None]] = json.loads(Path(__file__).with_name("bridge_fields.json").read_text())[
-    "classes"
-]
+FIELDS: dict[str, dict[str, list[str] | None]] = json.loads(field_table.of_the_locks().read_text())["classes"]
 SECTIONS = {name: FIELDS[PROVIDERS[0] if name == "model" else path] for name, path in BRIDGE_SECTIONS.items()}
 # The sections that every run has.
 COMMON = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "checkpoint", "logger", "dist")

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Model, Overrides
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.host import needed, terminal
 
 _COLOURS = {"same": "green", "equal": "green", "rounding": "green", "different": "red"}
 
@@ -51,6 +51,7 @@ def audit(
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import audit as launch
 
+    needed.check("tpi audit", needed.TRAINING)
     console = terminal.console_of_its_own()
     with progress.preparing(console) as report:
         planned = launch.new(

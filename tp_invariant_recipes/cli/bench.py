@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Model, Overrides
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.host import needed, terminal
 
 
 def bench(
@@ -53,6 +53,7 @@ def bench(
     from tp_invariant_recipes.workflows import bench as launch
     from tp_invariant_recipes.workflows.bench_progress import Passes
 
+    needed.check("tpi bench", needed.TRAINING)
     console = terminal.console_of_its_own()
     with progress.preparing(console) as report:
         planned = launch.new(

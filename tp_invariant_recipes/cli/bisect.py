@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
 
 
@@ -52,6 +52,7 @@ def bisect(
         else:
             terminal.print_text(f"{verdict_line(found)}\nthere is no step to train again")
         raise typer.Exit(found.exit_status)
+    needed.check("tpi bisect", needed.TRAINING)
     console = terminal.console_of_its_own()
     console.print(Text(f"recorded: {verdict_line(found.first)}"), soft_wrap=True)
     console.print(Text(f"training step {found.step} again in {found.directory.path}"), soft_wrap=True)

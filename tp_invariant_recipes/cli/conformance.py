@@ -8,7 +8,7 @@ import typer
 from tp_invariant_recipes.cli.arguments import Json
 from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.host import gpus, terminal
+from tp_invariant_recipes.host import gpus, needed, terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.conformance import Product, Recording
@@ -36,6 +36,7 @@ def conformance(
     """
     if record is not None and check is not None:
         raise RunError("--record writes a file and --check reads one: give one of them")
+    needed.check("tpi conformance", ("torch",))
     from tp_invariant_recipes.numerics import conformance as cases  # torch: seconds
 
     if check is not None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tp_invariant_recipes.cli.help_text import help_text
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.host import needed, terminal
 
 data_app = typer.Typer(help="Turn text into the indexed datasets that Megatron trains on.", no_args_is_help=True)
 
@@ -43,6 +43,7 @@ def prepare(
     tpi data prepare ~/books
     tpi data prepare pages.jsonl.gz --output data/pages --json-key body
     """
+    needed.check("tpi data prepare", ("megatron.core", "torch"))
     # Imported here so that `tpi --help` does not wait for numpy.
     from tp_invariant_recipes.data.prepare import prepare as prepare_data
     from tp_invariant_recipes.data.source import source_name

@@ -1,8 +1,10 @@
 """`tpi`: the commands, and what an error looks like."""
 
 import errno
+import itertools
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import typer
@@ -21,6 +23,7 @@ from tp_invariant_recipes.cli import (
     doctor,
     jobs,
     report,
+    runs,
     show,
     submit,
     train,
@@ -29,7 +32,7 @@ from tp_invariant_recipes.cli import (
 from tp_invariant_recipes.cli.help_text import help_text
 from tp_invariant_recipes.errors import Interrupted, TpiError
 from tp_invariant_recipes.foreign_text import one_line, visible
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.host import needed, terminal
 
 app = typer.Typer(
     name="tpi",
@@ -46,6 +49,7 @@ COMMANDS = (
     ("verify", verify.verify),
     ("certify", certify.certify),
     ("report", report.report),
+    ("runs", runs.runs),
     ("bisect", bisect.bisect),
     ("bench", bench.bench),
     ("audit", audit.audit),
@@ -84,15 +88,29 @@ def main() -> None:
         _fail(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except ModuleNotFoundError as error:
+        if (missing := needed.missing(error)) is not None:
+            _fail(needed.message(_command(sys.argv[1:]), [missing]))
+        _fail_defect()
     except Exception as error:
         if hasattr(error, "format_message"):  # click's, of which typer has a copy of its own in some versions
             _fail_usage(error)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _fail(f"the disk is full: {error.filename or error}")
-        # Python would exit with 1, which here means that two runs differ.
-        sys.stderr.write(visible(traceback.format_exc()))
-        _fail(f"this is a defect of tpi {__version__}, not a mistake of yours; the lines above say where")
+        _fail_defect()
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command that these words call, such as "tpi data prepare"."""
+    named = [*itertools.takewhile(lambda word: word[0:1] != "-", words)][:2]
+    return " ".join(["tpi", *named[: 2 if named[:1] == ["data"] else 1]])
+
+
+def _fail_defect() -> NoReturn:
+    """Show the exception. Python would exit with 1, which here means that two runs differ."""
+    sys.stderr.write(visible(traceback.format_exc()))
+    _fail(f"this is a defect of tpi {__version__}, not a mistake of yours; the lines above say where")
 
 
 def _fail_usage(error: Any) -> NoReturn:

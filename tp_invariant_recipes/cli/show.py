@@ -1,35 +1,193 @@
 """`tpi show` and `tpi models`."""
 
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 from rich.table import Column, Table
 
-from tp_invariant_recipes.cli.arguments import Json, Model, Overrides
+from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
 
+if TYPE_CHECKING:
+    from tp_invariant_recipes.config.overrides import Override
 
-def show(model: Model, overrides: Overrides = None, as_json: Json = False) -> None:
+
+def show(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model of `tpi models`; not with --from or --diff.",
+            metavar="MODEL",
+            autocompletion=_models,
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Print one section or one key: model, optimizer.lr, tp."),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="The configuration of this run directory; with overrides, what --resume RUN makes of them.",
+        ),
+    ] = None,
+    diff: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="A B",
+            help="The keys that differ between two: run directories, models, or a model with overrides in quotes.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Print a run's configuration and memory, also for Bridge.
 
-    The memory is an estimate for the fullest rank, part by part (docs/memory.md).
+    The memory is an estimate for the fullest rank, part by part (docs/memory.md). With --diff, overrides apply to both.
+    Exit status of --diff: 0 no key differs, 1 one does.
 
     \b
     tpi show qwen3_8b tp=4
-    tpi show qwen3_8b tp=4 --json
+    tpi show qwen3_8b tp=4 --key optimizer
+    tpi show --from runs/qwen3_8b-tp4-… --key lr
+    tpi show --diff qwen3_8b "qwen3_8b tp=4 lr=1e-4"
     """
+    from tp_invariant_recipes.config.overrides import parse_all
+
+    arguments = list(overrides or [])
+    if model is not None and "=" in model and (run or diff):  # typer gives the first word to MODEL
+        arguments.insert(0, model)
+        model = None
+    asked = parse_all(arguments)
+    if [model is not None, run is not None, diff is not None].count(True) != 1:
+        raise ConfigError("name one: a model (tpi models lists them), --from RUN, or --diff A B")
+    if diff is not None:
+        raise typer.Exit(_diff(diff, asked, key, as_json=as_json))
+    tree = _of_run(run.expanduser(), asked) if run is not None else _composed(str(model), asked)
+    if key is not None:
+        _print_key(tree, key, as_json=as_json)
+    else:
+        _print(tree, as_json=as_json)
+
+
+def _composed(model: str, overrides: "list[Override]") -> dict[str, Any]:
+    from tp_invariant_recipes.config.compose import compose
+    from tp_invariant_recipes.launch.plan import detect_device
+
+    return compose(model, overrides, device=detect_device()).tree
+
+
+def _of_run(run: Path, overrides: "list[Override]") -> dict[str, Any]:
+    """What a run has recorded or, with overrides, what `--resume` would compose. Raises ConfigError, RunError."""
+    from tp_invariant_recipes.launch.plan import Request
+    from tp_invariant_recipes.runs.run_dir import RunDir
+
+    if overrides:
+        return Request(None, tuple(overrides), run).composed().tree
+    tree = RunDir(run).read_config()
+    with _of_this_version():
+        return json.loads(json.dumps(tree, default=str))  # YAML has dates
+
+
+def _either(text: str, overrides: "list[Override]") -> dict[str, Any]:
+    """The tree of a run directory, or of a model with its overrides. Raises a TpiError."""
+    from tp_invariant_recipes.config.overrides import parse_all
+
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"--diff {text}: {error}") from None
+    path = Path(text).expanduser()
+    if "/" in text or (path.is_dir() and (path / "run.json").exists()):
+        return _of_run(path, overrides)
+    if not words:
+        raise ConfigError("--diff takes two: run directories, models, or a model with overrides in quotes")
+    return _composed(words[0], [*parse_all(words[1:]), *overrides])
+
+
+@contextmanager
+def _of_this_version() -> Iterator[None]:
+    """Raises ConfigError where a run's configuration lacks what this version takes for granted, or is forged."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"this run's configuration is not one of this version of tpi ({type(error).__name__}: {error}); "
+            "--from RUN --key SECTION prints a part of it"
+        ) from error
+
+
+def _diff(pair: tuple[str, str], overrides: "list[Override]", key: str | None, *, as_json: bool) -> int:
+    """Print the keys that differ. Returns the exit status."""
+    from tp_invariant_recipes.config import lookup
+    from tp_invariant_recipes.config.keys import SHORT_KEYS
+
+    trees = [_either(text, overrides) for text in pair]
+    with _of_this_version():
+        changed = lookup.differences(*trees)
+    if key is not None:
+        path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
+        changed = [one for one in changed if one.key == path or one.key.startswith(f"{path}.")]
+    if as_json:
+        terminal.print_json({"a": pair[0], "b": pair[1], "different": [one._asdict() for one in changed]}, indent=2)
+    else:
+        for one in changed:
+            mark = " " if one.comparable else "*"
+            terminal.print_text(f"{mark} {one_line(f'{one.key}: {_value(one.a)} -> {_value(one.b)}')}")
+        if not changed:
+            terminal.print_text("no key differs")
+        if not all(one.comparable for one in changed):
+            terminal.print_text("* runs that differ there are not comparable")
+    return 1 if changed else 0
+
+
+def _value(value: Any) -> str:
+    from tp_invariant_recipes.config.describe import value_text
+    from tp_invariant_recipes.config.lookup import NOT_SET
+
+    return NOT_SET if value is NOT_SET else value_text(value)
+
+
+def _print_key(tree: dict[str, Any], key: str, *, as_json: bool) -> None:
+    import yaml
+
+    from tp_invariant_recipes.config import lookup
+
+    found = lookup.at(tree, key)
+    if as_json:
+        terminal.print_json(found, indent=2)
+    elif isinstance(found, dict | list):
+        terminal.print_text(yaml.safe_dump(found, sort_keys=False), end="")
+    else:
+        terminal.print_text("null" if found is None else str(found).lower() if isinstance(found, bool) else str(found))
+
+
+def _print(tree: dict[str, Any], *, as_json: bool) -> None:
     import yaml
 
     from tp_invariant_recipes.config import describe, memory
-    from tp_invariant_recipes.config.compose import compose
+    from tp_invariant_recipes.config.sections import typed
     from tp_invariant_recipes.launch.memory import as_dict, table
-    from tp_invariant_recipes.launch.plan import detect_device
 
-    composed = compose(model, list(overrides or []), device=detect_device())
-    need = memory.estimate(composed.config)
-    lines = describe.bridge_overrides(composed.tree)
+    with _of_this_version():
+        need = memory.estimate(typed(tree))
+        lines = describe.bridge_overrides(tree)
     if as_json:
-        shown = {"configuration": composed.tree, "bridge_overrides": lines, "memory": as_dict(need)}
+        shown = {"configuration": tree, "bridge_overrides": lines, "memory": as_dict(need)}
         terminal.print_json(shown, indent=2)
         return
-    terminal.print_text(yaml.safe_dump(composed.tree, sort_keys=False), end="")
+    terminal.print_text(yaml.safe_dump(tree, sort_keys=False), end="")
     terminal.print_text("\n# Memory of the fullest rank, about (docs/memory.md)")
     terminal.print_text("\n".join(f"#   {line}" for line in table(need)))
     terminal.print_text("\n# Megatron-Bridge overrides")

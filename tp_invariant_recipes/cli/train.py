@@ -1,6 +1,7 @@
 """`tpi train`."""
 
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,17 @@ from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, _models, with_cluster_file, with_option
 from tp_invariant_recipes.errors import ConfigError, RunError
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
+from tp_invariant_recipes.runs import places
+
+LAST = Path("last")  # of --resume
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tp_invariant_recipes.config.compose import Composed
+    from tp_invariant_recipes.config.overrides import Override
     from tp_invariant_recipes.launch.plan import Plan, Request
 
 
@@ -31,7 +36,11 @@ def train(
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Continue this run from its newest finished checkpoint.", metavar="RUN")
+        Path | None,
+        typer.Option(
+            help="Continue this run from its newest finished checkpoint; last: the latest below runs that can go on.",
+            metavar="RUN",
+        ),
     ] = None,
     trace: Annotated[
         str | None,
@@ -69,6 +78,7 @@ def train(
     tpi train qwen3_8b tp=4
     tpi train qwen3_toy tp=2 iters=50 data=text data.path=~/books
     tpi train qwen3_toy save=10 run.dir=runs/a ; tpi train --resume runs/a
+    tpi train --resume last
     tpi train qwen3_8b tp=4 model.attention_backend=unfused
     tpi train qwen3_8b tp=4 --trace 1:2
     tpi train qwen3_8b tp=4 numerics=stock
@@ -94,8 +104,12 @@ def train(
         raise ConfigError(
             "--resume RUN goes on with a run wherever it is, --continue with the one in run.dir: give one"
         )
-    request = plan.Request(model, tuple(parse_all(arguments)), resume, go_on, dry_run)
+    needed.check("tpi train", needed.TRAINING)
     console = terminal.console_of_its_own()
+    asked = tuple(parse_all(arguments))
+    if resume == LAST:
+        resume = _latest(asked, console)
+    request = plan.Request(model, asked, resume, go_on, dry_run)
     if dry_run:
         _only_check(request, console, as_json=as_json)
         return
@@ -111,6 +125,21 @@ def train(
         console.print(Text(_closing(summary)), soft_wrap=True)
     if interrupted:
         raise typer.Exit(130)
+
+
+def _latest(asked: "tuple[Override, ...]", console: "Console") -> Path:
+    """The run of `--resume last`, which is printed. Raises ConfigError, RunError."""
+    from tp_invariant_recipes.config.overrides import given
+    from tp_invariant_recipes.runs import overview
+
+    if LAST.exists():
+        raise ConfigError(
+            f"--resume {LAST}: there is such a directory here, too; for that one: --resume {LAST.absolute()}"
+        )
+    iters = given(asked, "train.train_iters")
+    found = overview.latest_to_resume(Path("runs"), int(iters.value) if iters and iters.value.isdigit() else None)
+    console.print(Text(f"--resume last: {found.run}, {found.state} at step {found.step}"), soft_wrap=True)
+    return found.run
 
 
 def _only_check(request: "Request", console: "Console", *, as_json: bool) -> None:
@@ -171,13 +200,16 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
         console.print(Text(line), soft_wrap=True)
 
     with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
-        ended = agent.run(place, allocation_run.node_task(request, watch, remark), stop)
+        task = allocation_run.node_task(request, watch, remark)
+        ended = agent.run(place, task, stop)
     if ended.outcome is None and place.first:
         raise RunError(ended.why or "the run failed")
     if ended.outcome is None:
         raise typer.Exit(2)  # the first node says why, once for all
     if place.first:
         console.print(ended.word)
+        for line in [] if ended.requeued else places.lines(places.of(task.run_dir)):
+            remark(line)
     if stop.interrupted:
         raise typer.Exit(130)
 
@@ -223,5 +255,5 @@ def _closing(summary: dict) -> str:
             f'which tensors and ranks, {ledger} says there under "diverged"'
         )
     if summary["outcome"] == "stopped":
-        lines.append(f"go on with: tpi train --resume {summary['run']}")
-    return "\n".join(lines)
+        lines.append(f"go on with: {shlex.join(['tpi', 'train', '--resume', summary['run']])}")
+    return "\n".join([*lines, *places.lines(summary)])

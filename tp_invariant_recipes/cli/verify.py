@@ -15,11 +15,14 @@ from tp_invariant_recipes import renamed
 from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tp_invariant_recipes.workflows.verdict import CellResult, MatrixVerdict
+    from tp_invariant_recipes.workflows.verify import Verification
 
 _COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
 
@@ -43,6 +46,18 @@ def verify(
         Path | None,
         typer.Option("--dir", metavar="DIR", help="Where to write; default runs/verify-MODEL-DATE-TIME."),
     ] = None,
+    exitfirst: Annotated[
+        bool, typer.Option("-x", "--exitfirst", help="Stop at the first run that fails or differs.")
+    ] = False,
+    last_failed: Annotated[
+        bool,
+        typer.Option(
+            "--lf",
+            "--last-failed",
+            help="Train again only the runs of an earlier verify that failed, differed, were stopped or did not run: "
+            "of --dir, or of the newest in runs.",
+        ),
+    ] = False,
     recheck: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Train nothing; compare the runs in this directory of an earlier verify."),
@@ -63,15 +78,24 @@ def verify(
     tpi verify qwen3_8b tp=1,2,4 iters=100
     tpi verify qwen3_toy tp=1,2 sp=true,false seq=64 --dir runs/check
     tpi verify qwen3_8b tp=4 --against from-another-gpu.tpicert
+    tpi verify qwen3_8b tp=1,2,4,8 --exitfirst ; tpi verify --last-failed
     """
     if judge is not None:
         if recheck is not None:
             raise ConfigError("--judge and --recheck are the old and the new name of one option; keep --recheck")
         renamed.hint("--judge", "--recheck")
         recheck = judge
-    if recheck is not None:
-        if model is not None or overrides or directory is not None:
-            raise ConfigError("--recheck DIR takes its runs from the directory: leave MODEL, overrides and --dir out")
+    if last_failed:
+        if model is not None or overrides or recheck is not None:
+            raise ConfigError(
+                "--last-failed takes its runs from a directory of tpi verify: leave MODEL, overrides and --recheck out"
+            )
+        verdict = _again(directory, against, verbose=verbose, exitfirst=exitfirst)
+    elif recheck is not None:
+        if model is not None or overrides or directory is not None or exitfirst:
+            raise ConfigError(
+                "--recheck DIR takes its runs from the directory: leave MODEL, overrides, --dir and --exitfirst out"
+            )
         from tp_invariant_recipes.workflows.verdict import judge as judge_directory
 
         verdict = judge_directory(recheck.expanduser(), against)
@@ -80,7 +104,7 @@ def verify(
             "name a model to verify (tpi models lists them), or a directory to compare again: --recheck DIR"
         )
     else:
-        verdict = _run(model, list(overrides or []), against, directory, verbose)
+        verdict = _new(model, list(overrides or []), against, directory, verbose=verbose, exitfirst=exitfirst)
     if as_json:
         terminal.print_json(verdict.as_dict())
     else:
@@ -88,21 +112,46 @@ def verify(
     raise typer.Exit(verdict.exit_status)
 
 
-def _run(
-    model: str, overrides: list[str], against: Path | None, directory: Path | None, verbose: bool
+def _new(
+    model: str, overrides: list[str], against: Path | None, directory: Path | None, *, verbose: bool, exitfirst: bool
 ) -> "MatrixVerdict":
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.workflows import verify as launch
+
+    needed.check("tpi verify", needed.TRAINING)
+    console = terminal.console_of_its_own()
+    with progress.preparing(console) as report:
+        planned = launch.new(model, overrides, against=against, directory=directory, progress=report)
+    return _train(planned, console, verbose=verbose, exitfirst=exitfirst)
+
+
+def _again(directory: Path | None, against: Path | None, *, verbose: bool, exitfirst: bool) -> "MatrixVerdict":
+    """Train the cells of an earlier verify that did not pass; where all have, the verdict."""
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.runs.matrix_dir import latest
+    from tp_invariant_recipes.workflows import verify as launch
+
+    needed.check("tpi verify --last-failed", needed.TRAINING)
+    console = terminal.console_of_its_own()
+    where = latest(Path("runs")) if directory is None else directory.expanduser()
+    with progress.preparing(console) as report:
+        planned = launch.again(where, against=against, progress=report)
+    if isinstance(planned, launch.Verification):
+        return _train(planned, console, verbose=verbose, exitfirst=exitfirst)
+    console.print(Text(f"every run in {where} has passed; nothing is trained again"), soft_wrap=True)
+    return planned
+
+
+def _train(planned: "Verification", console: "Console", *, verbose: bool, exitfirst: bool) -> "MatrixVerdict":
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import verify as launch
 
     if verbose:
         os.environ[VERBOSE] = "1"
-    console = terminal.console_of_its_own()
-    with progress.preparing(console) as report:
-        planned = launch.new(model, overrides, against=against, directory=directory, progress=report)
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
     console.print(Text(f"{len(planned.plans)} runs in {planned.directory.path}"), soft_wrap=True)
-    labels = [cell.label for cell in planned.matrix.cells]
+    labels = [cell.label for cell in planned.cells]
 
     @contextmanager
     def watch(label: str, run: Any) -> Iterator[Any]:
@@ -112,7 +161,7 @@ def _run(
         with progress.watcher(run, console, verbose=verbose) as tick:
             yield tick
 
-    return launch.execute(planned, watch)
+    return launch.execute(planned, watch, exitfirst=exitfirst)
 
 
 def _print(verdict: "MatrixVerdict") -> None:

@@ -23,12 +23,12 @@ _WORD = re.compile(r"(?!(true|false|null|nan|inf)$)[a-z_][\w./-]*", re.IGNORECAS
 def bridge_overrides(tree: dict[str, Any]) -> list[str]:
     """`section.field=value` for every field of Bridge that the tree sets, in the form of Bridge's command line."""
     lines = [
-        f"{section}.{field}={_text(_activation(value) if field == 'activation_func' else value)}"
+        f"{section}.{field}={value_text(_activation(value) if field == 'activation_func' else value)}"
         for section in BRIDGE_SECTIONS
         for field, value in (tree.get(section) or {}).items()
         if field != "_target_" and f"{section}.{field}" not in OWN_KEYS
     ]
-    return [*lines, f"mixed_precision={_text(tree['mixed_precision'])}"]
+    return [*lines, f"mixed_precision={value_text(tree['mixed_precision'])}"]
 
 
 def models() -> list[dict[str, Any]]:
@@ -67,6 +67,6 @@ def _activation(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _text(value: Any) -> str:
+def value_text(value: Any) -> str:
     """A value in Hydra's grammar, with quotes where needed: "1,0,0" without quotes would be a sweep."""
     return value if isinstance(value, str) and _WORD.fullmatch(value) else json.dumps(value, ensure_ascii=False)

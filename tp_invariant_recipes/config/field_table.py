@@ -1,7 +1,8 @@
 """The fields of Bridge's classes of settings, kept in a file: a typo shows at once, not after an import of 10 to 60 s.
 
 `scripts/bootstrap` writes the file into `.venv`; elsewhere the first import of Bridge writes it into the user's cache.
-It counts only while the sources that it was made from are as they were. Without it tpi asks Bridge itself.
+It counts only while the sources that it was made from are as they were. Without it tpi asks Bridge itself. Where Bridge
+is not installed, the table of the version in the locks counts, `bridge_fields.json` beside this module.
 """
 
 import functools
@@ -21,6 +22,7 @@ from typing import Any, Literal, TypedDict
 from tp_invariant_recipes import reading
 from tp_invariant_recipes.config.source import cache_dir
 from tp_invariant_recipes.files import write_atomically
+from tp_invariant_recipes.host import needed
 
 Fields = Mapping[str, Any]  # field -> type hint
 Hints = Mapping[str, Fields]  # dotted path of a class -> its fields
@@ -48,8 +50,11 @@ class Table(TypedDict):
 def read() -> Hints:
     """The classes of the file. A field has None for a hint where only Bridge can check its value.
 
-    Empty: there is no file, it is damaged, or Bridge has changed since it was made.
+    Empty: there is no file, it is damaged, or Bridge has changed since it was made. Where no Bridge is installed, that
+    of the locks.
     """
+    if not all(map(needed.there, PACKAGES)):
+        return _parsed(of_the_locks(), 0)[1]
     for file in (in_environment(), in_cache()):
         with suppress(OSError, ValueError, KeyError):
             sources, classes = _parsed(file, file.stat().st_mtime_ns)
@@ -83,6 +88,11 @@ def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
 def in_environment() -> Path:
     """Where `scripts/bootstrap` writes the file."""
     return Path(sys.prefix) / "share" / "tpi" / "bridge-fields.json"
+
+
+def of_the_locks() -> Path:
+    """The file of the Bridge that the locks install; its times are of another machine."""
+    return Path(__file__).with_name("bridge_fields.json")
 
 
 def in_cache() -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tp_invariant_recipes.config import environment, hydra_tree, layout, relations, source
 from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.describe import value_text
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.null_tokenizer import eod_id
 from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
@@ -262,7 +263,7 @@ def _going_on(
         plan.identity["data.digest"] = before["identity"].get("data.digest")  # not known before it is prepared
     if composed.model != before["model"]:
         raise ConfigError(f"{asked} is a run of {before['model']}, not of {composed.model}")
-    _same_identity(before["identity"], plan.identity, f"{asked} would go on with another run.")
+    _same_identity(before["identity"], plan.identity, f"{asked} would go on with another run.", composed.overrides)
     if start is not None:
         return _from(plan, Checkpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
     step = plan.tree["checkpoint"]["ckpt_step"]
@@ -454,8 +455,24 @@ def _notes(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _same_identity(before: dict[str, Any], now: dict[str, Any], otherwise: str) -> None:
+def _same_identity(
+    before: dict[str, Any], now: dict[str, Any], otherwise: str, overrides: Sequence[Override] = ()
+) -> None:
+    """Raises RunError that names each field of the identity that has changed, and the key that mends it."""
     changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     if changed:
-        problems = [f"{key} was {before.get(key)} and is {now.get(key)} now" for key in changed]
+        problems = [
+            f"{key} was {before.get(key)} and is {now.get(key)} now; {_mended(key, before.get(key), overrides)}"
+            for key in changed
+        ]
         raise RunError(f"{otherwise}\n{listed(problems)}")
+
+
+def _mended(key: str, value: Any, overrides: Sequence[Override]) -> str:
+    """What makes a field of the identity again what it was."""
+    typed = given(overrides, key) or next((one for one in overrides if key.startswith(f"{one.path}.")), None)
+    if key == "data.digest":
+        return "data.path, data.tokenizer and data.json_key must give the same tokens"
+    if typed is not None and typed.value != value_text(value):
+        return f"leave out {typed.text}, or set {key}={value_text(value)}"
+    return f"set {key}={value_text(value)}"

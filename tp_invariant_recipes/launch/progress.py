@@ -133,6 +133,8 @@ class Lines:
         self.printed = 0.0
 
     def __enter__(self) -> "Lines":
+        ranks = self.plan.layout.world
+        phase(self.console, f"starting {ranks} {self.plan.device} rank{'s' if ranks > 1 else ''}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,10 +176,16 @@ def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Bar | Lin
     return Bar(plan, console) if console.is_terminal else Lines(plan, console)
 
 
+def phase(console: Console, words: str) -> None:
+    """Say, where there is no terminal, that something begins that takes seconds."""
+    console.print(Text(f"{words} …"), soft_wrap=True)
+
+
 @contextmanager
 def busy(console: Console, words: str) -> Iterator[None]:
-    """A spinner beside `words`, on a terminal; nothing elsewhere."""
+    """A spinner beside `words`, on a terminal; elsewhere a line that says what begins."""
     if not console.is_terminal:
+        phase(console, words)
         yield
         return
     with Progress(SpinnerColumn(), TextColumn(words), console=console, transient=True, **PLAIN) as progress:
@@ -187,14 +195,21 @@ def busy(console: Console, words: str) -> Iterator[None]:
 
 @contextmanager
 def preparing(console: Console) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar for preparing text, shown from the first report on; yields the function to report to."""
+    """A bar for preparing text, shown from the first report on, elsewhere a line every LINE_EVERY seconds; yields the
+    function to report to.
+    """
     progress = Progress(
         TextColumn("preparing text"), BarColumn(), DownloadColumn(), console=console, transient=True, **PLAIN
     )
-    task = None
+    task, printed = None, -LINE_EVERY
 
     def report(done: int, total: int) -> None:
-        nonlocal task
+        nonlocal task, printed
+        if not console.is_terminal:
+            if time.monotonic() - printed > LINE_EVERY:
+                printed = time.monotonic()
+                phase(console, f"preparing text: {done / 2**20:.0f} of {total / 2**20:.0f} MiB")
+            return
         if task is None:
             task = progress.add_task("", total=total)
             progress.start()

@@ -16,7 +16,7 @@ from tp_invariant_recipes.launch.plan import Plan, Request
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs import attempts, checkpoints, places
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -114,6 +114,7 @@ def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
     """The summary of a run: its directory, its outcome, the figures of its last step.
 
     diverged: the first step at which replicas of a tensor did not hold the same bits; None: they always did.
+    ledger, tensorboard, wandb, wandb_sync, next: as `places.of` has them.
     """
     run_dir = planned.run_dir
     steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
@@ -127,6 +128,7 @@ def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
         "grad_norm": bits_float(last.grad_norm) if last and last.grad_norm else None,
         "checkpoint": _newest_checkpoint(planned),
         "diverged": next((step.step for step in steps if step.diverged), None),
+        **places.of(run_dir),
     }
 
 

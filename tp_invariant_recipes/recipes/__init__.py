@@ -4,10 +4,11 @@
     from megatron.bridge.training.pretrain import pretrain
     from tp_invariant_recipes.recipes import tpi_qwen3_8b_pretrain_config
 
-    pretrain(tpi_qwen3_8b_pretrain_config("tp=4", "iters=50"), forward_step)
+    pretrain(tpi_qwen3_8b_pretrain_config(tp=4, iters=50), forward_step)
 
-Each takes what follows the model on `tpi train`'s command line, and raises ConfigError listing every problem. These are
-the runs of `tpi train numerics=stock`. Invariant numerics also replace functions that Megatron calls by name, which a
+Each takes what follows the model on `tpi train`'s command line, as texts ("tp=4", "optimizer.adam_eps=1e-8") or as
+keywords (tp=4, **{"optimizer.adam_eps": 1e-8}), and raises ConfigError listing every problem. These are the runs of
+`tpi train numerics=stock`. Invariant numerics also replace functions that Megatron calls by name, which a
 ConfigContainer cannot do, so a recipe refuses numerics=tree. With NVTE_TP_INVARIANT_MODE=1 and `import
 tp_invariant_recipes.invariant` the same recipe trains with the invariant numerics (docs/numerics.md, "Can I use it
 without the recipes?").
@@ -16,12 +17,15 @@ without the recipes?").
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.errors import ConfigError, listed
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
+
+    from tp_invariant_recipes.config.overrides import Override
 
 NOT_HERE = (
     "a ConfigContainer holds the invariant layers, and not the rest (gradient norm, cross entropy, checks of the "
@@ -30,20 +34,23 @@ NOT_HERE = (
 )
 
 
-def recipe(model: str, *overrides: str, device: str = "gpu") -> ConfigContainer:
+def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> ConfigContainer:
     """The configuration of `model` that `tpi train MODEL numerics=stock OVERRIDES…` builds, for Bridge's pretrain().
 
     overrides: as on the command line: "tp=4", "optimizer.adam_eps=1e-8".
     device:    "gpu", or "cpu" for code that runs inside `host.cpu.installed()`.
+    keys:      the same as keywords: tp=4, sp=True, lr=3e-4, data="text".
     Raises ConfigError listing every problem.
     """
     from tp_invariant_recipes.config import container
     from tp_invariant_recipes.config.compose import compose
     from tp_invariant_recipes.config.overrides import parse_all
 
-    refused = [o for o in parse_all(overrides) if o.path in ("numerics", "numerics.mode") and o.value != "stock"]
-    problems = [f"{override.text}: {NOT_HERE}" for override in refused]
-    others = [o for o in parse_all(overrides) if o not in refused]
+    problems: list[str] = []
+    asked = [*parse_all(overrides), *_of_keywords(parse_all(overrides), keys, problems)]
+    refused = [o for o in asked if o.path in ("numerics", "numerics.mode") and o.value != "stock"]
+    problems += [f"{override.text}: {NOT_HERE}" for override in refused]
+    others = [o for o in asked if o not in refused]
     try:
         tree = compose(model, others, device=device, numerics="stock").tree
     except ConfigError as error:
@@ -53,39 +60,65 @@ def recipe(model: str, *overrides: str, device: str = "gpu") -> ConfigContainer:
     return container.build(tree)
 
 
-def tpi_qwen3_toy_pretrain_config(*overrides: str) -> ConfigContainer:
+def _of_keywords(texts: Sequence[Override], keys: Mapping[str, Any], problems: list[str]) -> list[Override]:
+    """The overrides that keywords stand for. What is wrong with others is added to `problems`."""
+    from tp_invariant_recipes.config.describe import value_text
+    from tp_invariant_recipes.config.overrides import given, parse
+
+    found = []
+    for key, value in keys.items():
+        if not _plain(value):
+            problems.append(f"{key}: {value!r:.80} is no number, text, bool, None, or a list or dict of these")
+            continue
+        override = parse(f"{key}={value_text(value)}")
+        other = given(texts, override.field)
+        if other is not None and other.value != override.value:
+            problems.append(f"{other.text} and the keyword {key}={value!r} contradict each other; give one of them")
+        found.append(override)
+    return found
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _plain(inner) for key, inner in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def tpi_qwen3_toy_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
     """A Qwen3 small enough for a CPU: 2 layers, 8 heads, byte vocabulary."""
-    return recipe("qwen3_toy", *overrides)
+    return recipe("qwen3_toy", *overrides, **keys)
 
 
-def tpi_qwen3_0p6b_pretrain_config(*overrides: str) -> ConfigContainer:
+def tpi_qwen3_0p6b_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
     """Qwen3-0.6B."""
-    return recipe("qwen3_0p6b", *overrides)
+    return recipe("qwen3_0p6b", *overrides, **keys)
 
 
-def tpi_qwen3_8b_pretrain_config(*overrides: str) -> ConfigContainer:
+def tpi_qwen3_8b_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
     """Qwen3-8B."""
-    return recipe("qwen3_8b", *overrides)
+    return recipe("qwen3_8b", *overrides, **keys)
 
 
-def tpi_qwen3_moe_toy_pretrain_config(*overrides: str) -> ConfigContainer:
+def tpi_qwen3_moe_toy_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
     """The Qwen3-30B-A3B shape cut to 4 layers, 8 experts, 2 per token."""
-    return recipe("qwen3_moe_toy", *overrides)
+    return recipe("qwen3_moe_toy", *overrides, **keys)
 
 
-def tpi_qwen3_30b_a3b_pretrain_config(*overrides: str) -> ConfigContainer:
+def tpi_qwen3_30b_a3b_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
     """Qwen3-30B-A3B."""
-    return recipe("qwen3_30b_a3b", *overrides)
+    return recipe("qwen3_30b_a3b", *overrides, **keys)
 
 
-def tpi_nemotron3_nano_toy_pretrain_config(*overrides: str) -> ConfigContainer:
+def tpi_nemotron3_nano_toy_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
     """Every layer kind of Nemotron-3-Nano in 7 layers, 8 experts, 2 per token."""
-    return recipe("nemotron3_nano_toy", *overrides)
+    return recipe("nemotron3_nano_toy", *overrides, **keys)
 
 
-def tpi_nemotron3_nano_pretrain_config(*overrides: str) -> ConfigContainer:
+def tpi_nemotron3_nano_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
     """Nemotron-3-Nano 30B-A3B."""
-    return recipe("nemotron3_nano", *overrides)
+    return recipe("nemotron3_nano", *overrides, **keys)
 
 
 # By name, as Bridge's recipe runner looks them up. The prefix keeps them apart from Bridge's own.

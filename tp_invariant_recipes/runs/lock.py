@@ -141,6 +141,25 @@ def locked_empty(run_dir: RunDir) -> Iterator[Lock]:
         yield lock
 
 
+def holder(run_dir: RunDir) -> Holder | None:
+    """Who trains in a run directory, as far as its lock's file tells; None: nobody. It takes no lock."""
+    try:
+        descriptor = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        there, inode = _read(descriptor), os.fstat(descriptor).st_ino
+        if there is None or there["inode"] != inode:  # a copy of the directory copies the file
+            return None
+        if _here(there, _me(inode, 1)):
+            return there if _started(there["pid"]) == there["started"] else None
+        return there if time.time() - there["heartbeat"] <= STALE else None
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
 def check() -> None:
     """Raises LockLost when another launcher has taken over a directory whose lock this process held."""
     for lock in _held.values():

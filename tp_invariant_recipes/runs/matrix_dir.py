@@ -150,6 +150,14 @@ class MatrixDir(RunDir):
                     raise ValueError(f"cells.{before} and cells.{number} have one {what}, so that they prove nothing")
 
 
+def latest(folder: Path) -> Path:
+    """The newest directory of `tpi verify` in a folder. Raises RunError when there is none."""
+    found = [(file.stat().st_mtime, file.parent) for file in folder.glob("*/matrix.json") if file.is_file()]
+    if not found:
+        raise RunError(f"there is no directory of tpi verify in {folder}; name one: --dir DIR")
+    return max(found)[1]
+
+
 def _cell(raw: _CellFile) -> Cell:
     known = {name.name: raw[name.name] for name in fields(Cell)}  # type: ignore[literal-required]
     numerics = renamed.section("numerics", raw["numerics"])

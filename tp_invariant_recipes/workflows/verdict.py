@@ -25,6 +25,7 @@ FAILED = "failed"  # it did not run to its end, or its ledger is not the planned
 STOPPED = "stopped"
 NOT_RUN = "not run"
 
+PASSED = (REFERENCE, Verdict.IDENTICAL.value)
 INCOMPLETE = "incomplete"  # the whole matrix: a cell failed, was stopped or did not run
 EXIT_STATUS = {
     Verdict.IDENTICAL.value: 0,
@@ -127,12 +128,20 @@ class MatrixVerdict:
         }
 
 
-def judge(directory: Path, against: Path | None = None) -> MatrixVerdict:
+def judge(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> MatrixVerdict:
     """Compare the cells in a directory of `tpi verify` with the first complete one, or with the ledger of --against.
 
-    It writes `verify.json`. against: another path to that ledger, which may have moved. Raises RunError when
-    `directory` is not of `tpi verify`, LedgerError when the ledger to compare with cannot be read.
+    It writes `verify.json`. against: another path to that ledger, which may have moved. exitfirst: whether cells were
+    left out after the first that differs. Raises RunError when `directory` is not of `tpi verify`, LedgerError when the
+    ledger to compare with cannot be read.
     """
+    verdict = verdict_on(directory, against, exitfirst=exitfirst)
+    MatrixDir(directory).write(MatrixDir(directory).result, verdict.as_dict())
+    return verdict
+
+
+def verdict_on(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> MatrixVerdict:
+    """The same, and nothing is written."""
     where = MatrixDir(directory)
     matrix = where.read_matrix()
     if against is not None:
@@ -144,9 +153,7 @@ def judge(directory: Path, against: Path | None = None) -> MatrixVerdict:
     else:
         reference = next((row for row in cells if row.why is None), cells[0])
         rows = [_compared(row, reference) for row in cells]
-    verdict = _judged(directory, matrix, tuple(rows))
-    where.write(where.result, verdict.as_dict())
-    return verdict
+    return _judged(directory, matrix, tuple(rows), exitfirst)
 
 
 def _examine(where: MatrixDir, cell: Cell) -> CellResult:
@@ -220,9 +227,10 @@ def _compared(row: CellResult, reference: CellResult) -> CellResult:
     return replace(row, state=comparison.verdict.value, comparison=comparison)
 
 
-def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...]) -> MatrixVerdict:
-    faulty = [row for row in rows if row.why is not None]
+def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitfirst: bool) -> MatrixVerdict:
     compared = [row for row in rows if row.comparison is not None]
+    left_out = [row for row in rows if row.state == NOT_RUN and exitfirst and _first_different(compared)]
+    faulty = [row for row in rows if row.why is not None and row not in left_out]
     verdicts = {row.state for row in compared}
     reference = next((row for row in rows if row.state == REFERENCE), rows[0])
     different = _first_different(compared)
@@ -234,8 +242,15 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...]) -> Ma
         verdict, line = Verdict.DIFFERENT.value, _different(different, reference)
     else:
         verdict, line = Verdict.IDENTICAL.value, _identical(matrix, compared, reference)
-    advice = None if different is None else _next_command(reference, different)
-    return MatrixVerdict(directory, matrix, rows, verdict, line, _remarks(rows, compared), advice)
+    again = shlex.join(["tpi", "verify", "--last-failed", "--dir", os.fspath(directory)])
+    advice = _next_command(reference, different) if different else again if faulty else None
+    facts = _remarks(rows, compared)
+    if left_out:
+        facts = (
+            *facts,
+            f"--exitfirst: {', '.join(row.label for row in left_out)} did not run; {again} trains the rest.",
+        )
+    return MatrixVerdict(directory, matrix, rows, verdict, line, facts, advice)
 
 
 def _first_different(compared: list[CellResult]) -> CellResult | None:

@@ -1,8 +1,9 @@
 """`tpi verify`: plan every cell of a matrix, train them in turn, judge the ledgers."""
 
+import itertools
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,33 +11,47 @@ from typing import Any
 from tp_invariant_recipes.config import layout, reserved
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, parse_all, texts
-from tp_invariant_recipes.errors import OR_STOCK, ConfigError, LedgerError, TpiError, listed
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, LedgerError, RunError, TpiError, listed
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.ledger.lines import Header, identity_differences
+from tp_invariant_recipes.ledger.lines import Header, canonical, identity_differences
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.runs.lock import locked_empty
+from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.runs.checkpoints import ASIDE
+from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.workflows import matrix
 from tp_invariant_recipes.workflows.matrix import Choice
-from tp_invariant_recipes.workflows.verdict import MatrixVerdict, judge
+from tp_invariant_recipes.workflows.verdict import PASSED, STOPPED, MatrixVerdict, judge, verdict_on
 
-__all__ = ["MatrixVerdict", "Verification", "check", "execute", "judge", "new"]
+__all__ = ["MatrixVerdict", "Verification", "again", "check", "execute", "judge", "new"]
 
 Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A matrix, ready to start. plans: name of a cell -> its run, in order."""
+    """A matrix, ready to start.
+
+    plans: name of a cell -> its run, in order. Cells that an earlier verify has done have none.
+    anew:  cells of an earlier verify that begin again: what it left of them is moved to `set-aside/`.
+    again: whether there was an earlier verify.
+    """
 
     directory: MatrixDir
     matrix: Matrix
     plans: dict[str, Plan]
+    anew: frozenset[str] = frozenset()
+    again: bool = False
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """Those to train."""
+        return tuple(cell for cell in self.matrix.cells if cell.name in self.plans)
 
 
 def new(
@@ -76,34 +91,128 @@ def new(
     return Verification(where, Matrix(model, texts(asked), axes, cells, path), plans)
 
 
+def again(
+    directory: Path, *, against: Path | None = None, progress: Callable[[int, int], None] | None = None
+) -> Verification | MatrixVerdict:
+    """Plan the cells of an earlier verify that did not pass: failed, stopped, not run, or with other bits.
+
+    A stopped cell goes on from its checkpoint, the others begin anew. Returns the verdict where all cells have passed.
+    Raises a TpiError: `directory` is not of `tpi verify`, or a cell would be another run now than planned.
+
+    against: as for `judge`. progress: as for `plan.new`.
+    """
+    where = MatrixDir(directory)
+    asked = where.read_matrix()
+    if against is not None:
+        asked = replace(asked, against=str(against.expanduser().absolute()))
+    verdict = judge(directory, _against_path(asked))
+    states = {row.run: row.state for row in verdict.rows}
+    cells = [cell for cell in asked.cells if states[where.cell(cell.name).path] not in PASSED]
+    if not cells:
+        return verdict
+    device, found, plans = _device(where, asked), _Problems(), {}
+    anew = frozenset(cell.name for cell in cells if states[where.cell(cell.name).path] != STOPPED)
+    for cell in cells:
+        with found.of(cell.label):
+            plans[cell.name] = _planned_again(asked, cell, where, progress, None if cell.name not in anew else device)
+    found.raise_any()
+    if problems := _environments(plans):
+        raise ConfigError(listed(problems), problems)
+    return Verification(where, asked, plans, anew, again=True)
+
+
+def _device(where: MatrixDir, asked: Matrix) -> str:
+    """The device of the cells that have run; where none has, what is here."""
+    for cell in asked.cells:
+        with suppress(RunError):
+            return where.cell(cell.name).read_run(RunFile)["device"]
+    return plan.detect_device()
+
+
+def _planned_again(
+    asked: Matrix, cell: Cell, where: MatrixDir, progress: Callable[[int, int], None] | None, device: str | None
+) -> Plan:
+    """The plan of a cell that begins anew; device None: that goes on. Raises ConfigError: it would be another run."""
+    run = where.cell(cell.name)
+    if device is None:
+        request = plan.Request(None, (), run.path)
+        planned = request.plan(request.composed(), progress)
+    else:
+        composed = compose(asked.model, cell.overrides, device=device)
+        planned = replace(plan.resolve(composed, run, progress), attempts=None)
+    now = _cell(Choice(cell.name, cell.label, (), tuple(parse_all(cell.overrides))), planned)
+    if changed := [
+        name for name in ("identity_hash", "layout", "numerics", "steps") if _of(now, name) != _of(cell, name)
+    ]:
+        raise ConfigError(f"it would be another run now than the one planned ({', '.join(changed)}); verify anew")
+    return planned
+
+
+def _of(cell: Cell, name: str) -> str:
+    """A field as JSON, since one of the cells was read from a file."""
+    return canonical(getattr(cell, name))
+
+
 def check(verification: Verification) -> None:
     """Let Bridge validate every cell. Imports Bridge, 10 to 20 s. Raises ConfigError with the problems of all."""
     from tp_invariant_recipes.launch import train
 
     found = _Problems()
-    for cell in verification.matrix.cells:
+    for cell in verification.cells:
         with found.of(cell.label):
             train.check(verification.plans[cell.name])
     found.raise_any()
 
 
-def execute(verification: Verification, watch: Watch) -> MatrixVerdict:
+def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> MatrixVerdict:
     """Write the directory, train the cells one after the other, and judge them. Raises RunError.
 
-    If a cell fails, the others still run; SIGTERM or Ctrl-C ends all. watch: takes a cell's label and plan, and shows
-    its progress.
+    If a cell fails, the others still run, unless `exitfirst`, which ends with the first cell that fails or differs.
+    SIGTERM or Ctrl-C ends all. watch: takes a cell's label and plan, and shows its progress.
     """
     where = verification.directory
     interrupted = False
-    with _interruptible() as stop, locked_empty(where):
-        where.write_matrix(verification.matrix)
+    with _interruptible() as stop, (locked if verification.again else locked_empty)(where):
+        if not verification.again:
+            where.write_matrix(verification.matrix)
         try:
-            for cell in verification.matrix.cells:
+            for cell in verification.cells:
+                if cell.name in verification.anew:
+                    _set_aside(where, cell)
                 if _train(cell, verification.plans[cell.name], watch) is Ended.STOPPED:
+                    break
+                if exitfirst and not _passes(verification, cell):
                     break
         except KeyboardInterrupt:  # the judge uses the files of an unfinished cell
             interrupted = not stop.requests
-        return replace(judge(where.path), interrupted=interrupted)
+        verdict = judge(where.path, _against_path(verification.matrix), exitfirst=exitfirst)
+        return replace(verdict, interrupted=interrupted)
+
+
+def _passes(verification: Verification, cell: Cell) -> bool:
+    """Whether a cell that has ended is the reference or identical with it."""
+    where = verification.directory
+    rows = verdict_on(where.path, _against_path(verification.matrix)).rows
+    return next(row.state for row in rows if row.run == where.cell(cell.name).path) in PASSED
+
+
+def _against_path(asked: Matrix) -> Path | None:
+    return None if asked.against is None else Path(asked.against)
+
+
+def _set_aside(where: MatrixDir, cell: Cell) -> None:
+    """Move what an earlier verify left of a cell to `set-aside/`. Raises RunError: somebody trains there."""
+    run = where.cell(cell.name)
+    if not run.path.exists():
+        return
+    numbers = (f"-{n}" if n > 1 else "" for n in itertools.count(1))
+    target = next(t for n in numbers if not (t := where.path / ASIDE / f"{cell.name}{n}").exists())
+    with locked(run):
+        try:
+            target.parent.mkdir(exist_ok=True)
+            run.path.rename(target)
+        except OSError as error:
+            raise RunError(f"cannot move {run.path} to {target}: {error.strerror or error}") from error
 
 
 def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:

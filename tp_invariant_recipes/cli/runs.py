@@ -1,0 +1,80 @@
+"""`tpi runs`."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.host import terminal
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.runs.overview import RunRow
+
+SCHEMA = 1  # of `tpi runs --json`
+
+_COLOURS = {"completed": "green", "failed": "red", "damaged": "red", "killed": "yellow", "stopped": "yellow"}
+_HEAD = ("run", "state", "step", "loss", "layout", "model", "numerics", "same")
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to look; default runs.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """List the runs below a folder: state, step, loss, layout.
+
+    The run whose last attempt began latest comes last. Runs with the same letter in the column "same" are comparable:
+    they have the same model, data, optimizer and seed. States: running; completed; stopped (Ctrl-C or SIGTERM);
+    failed; killed (it left no word of its end); not started (submitted); damaged, with the reason. Exit status: 0,
+    whatever the states; 2 there is no such folder.
+
+    \b
+    tpi runs
+    tpi runs /scratch/me --json | jq '.runs[] | select(.state == "failed")'
+    tpi train --resume last
+    """
+    from tp_invariant_recipes.runs import overview
+
+    where = folder.expanduser()
+    to_person = terminal.console(stderr=True)
+    with to_person.status(f"looking for runs below {where}") if to_person.is_terminal else nullcontext():
+        found = overview.rows(where)
+    names = overview.groups(found)
+    if as_json:
+        listed = [one.as_dict() | {"same": names.get(one.identity_hash or "")} for one in found]
+        terminal.print_json({"schema": SCHEMA, "runs": listed})
+    elif not found:
+        terminal.print_text(f"no run below {one_line(str(where))}")
+    else:
+        _print(found, names)
+
+
+def _print(found: "list[RunRow]", names: dict[str, str]) -> None:
+    """Not a table of rich: paths are copied from here, so they are never folded; and rich is slow for thousands."""
+    cells = [tuple(map(one_line, _cells(one, names))) for one in found]
+    widths = [max(len(row[n]) for row in (_HEAD, *cells)) for n in range(len(_HEAD))]
+    console = terminal.console(soft_wrap=True)
+    console.print(Text(_line(_HEAD, widths), style="bold"))
+    for one, row in zip(found, cells, strict=True):
+        line = Text(_line(row, widths))
+        line.stylize(_COLOURS.get(one.state, ""), widths[0] + 2, widths[0] + 2 + len(one.state))
+        if one.why:
+            line.append(f"  {one_line(one.why.splitlines()[0])}", style="dim")
+        console.print(line)
+
+
+def _cells(one: "RunRow", names: dict[str, str]) -> tuple[str, ...]:
+    from tp_invariant_recipes.ledger.bits import readable
+
+    step = "" if one.step is None or one.model is None else f"{one.step}" + ("" if one.of is None else f"/{one.of}")
+    loss = "" if one.loss is None else str(readable(one.loss))
+    same = names.get(one.identity_hash or "", "")
+    return (str(one.run), one.state, step, loss, one.degrees, one.model or "", one.numerics or "", same)
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    left = {0, 1, 4, 5, 6, 7}
+    return "  ".join(f"{cell:{'<' if n in left else '>'}{widths[n]}}" for n, cell in enumerate(row)).rstrip()

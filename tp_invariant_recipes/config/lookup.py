@@ -1,0 +1,56 @@
+"""Parts of a composed tree by their keys, and the difference of two trees."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.keys import SHORT_KEYS
+from tp_invariant_recipes.config.nearest import nearest
+from tp_invariant_recipes.errors import ConfigError
+
+Tree = Mapping[str, Any]
+NOT_SET = "not set"
+
+
+class Changed(NamedTuple):
+    """A key with two values. comparable: whether runs that differ there are comparable."""
+
+    key: str
+    a: Any
+    b: Any
+    comparable: bool
+
+
+def at(tree: Tree, key: str) -> Any:
+    """What a tree has at a key: a section, the dotted path of a field, or a short key. Raises ConfigError."""
+    path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
+    found: Any = tree
+    for name in path.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            known = (*tree, *flat(tree), *SHORT_KEYS)
+            raise ConfigError(f"--key {key}: this configuration does not set it{nearest(key, known)}")
+        found = found[name]
+    return found
+
+
+def differences(a: Tree, b: Tree) -> list[Changed]:
+    """The keys at which two trees differ, in the order of the first."""
+    flats = flat(a), flat(b)
+    identities = identity(a, None), identity(b, None)
+    kept = {key for key in (*identities[0], *identities[1]) if identities[0].get(key) != identities[1].get(key)}
+    keys = dict.fromkeys((*flats[0], *flats[1]))
+    pairs = ((key, *(one.get(key, NOT_SET) for one in flats)) for key in keys)
+    return [
+        Changed(key, left, right, not any(key == one or one.startswith(f"{key}.") for one in kept))
+        for key, left, right in pairs
+        if (left, type(left)) != (right, type(right))
+    ]
+
+
+def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of everything that is no mapping, or an empty one."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found

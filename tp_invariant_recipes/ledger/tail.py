@@ -1,0 +1,77 @@
+"""The last step of a ledger, without reading the rest: for lists of many runs. `reader.py` reads and checks all."""
+
+import os
+import re
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TypedDict
+
+from tp_invariant_recipes.ledger.bits import bits_float
+from tp_invariant_recipes.ledger.lines import KIND
+from tp_invariant_recipes.reading import MIB, Count, checked, parse_json
+
+LARGEST = 256 * MIB  # bytes of one line
+_START = re.compile(rb'\s*\{\s*"kind"\s*:\s*"' + KIND.encode() + rb'"')
+_BLOCK = 1 << 16
+
+
+class _Bits(TypedDict):
+    bits: str
+
+
+class _Step(TypedDict):
+    step: Count
+    loss: _Bits | None
+
+
+class LastStep(NamedTuple):
+    """The last whole step. step: its number; 0: there is none yet. loss: its bits; None: a skipped step has none."""
+
+    step: int
+    loss: str | None
+
+
+def last_step(file: Path) -> LastStep:
+    """The last step of a ledger's file. A torn last line does not count.
+
+    OSError: it cannot be read. ValueError: it is not a ledger, or its last line is not a step.
+    """
+    if not file.is_file():
+        raise ValueError("not a file")
+    with file.open("rb") as stream:
+        if not _START.match(stream.read(256)):
+            raise ValueError("not a ledger, or only part of its header" if os.path.getsize(file) else "empty file")
+        end = _newline_before(stream, os.fstat(stream.fileno()).st_size)
+        if end is None:
+            raise ValueError("only part of its header")
+        # A killed run can leave a line that ends in another one's middle: then the one before it counts.
+        for _ in range(2):
+            start = _newline_before(stream, end)
+            if start is None:
+                return LastStep(0, None)
+            stream.seek(start + 1)
+            data = stream.read(end - start - 1)
+            try:
+                raw = parse_json(data)
+            except ValueError:
+                end = start
+                continue
+            step = checked(_Step, raw)
+            if step["loss"] is not None:
+                bits_float(step["loss"]["bits"])
+            return LastStep(step["step"], step["loss"] and step["loss"]["bits"])
+        raise ValueError("its last two lines are damaged")
+
+
+def _newline_before(stream: BinaryIO, end: int) -> int | None:
+    """The position of the last newline before `end`. ValueError: the line after it is longer than a line may be."""
+    position = end
+    while position > 0:
+        if end - position > LARGEST:
+            raise ValueError(f"a line of more than {LARGEST} bytes")
+        size = min(_BLOCK, position)
+        stream.seek(position - size)
+        found = stream.read(size).rfind(b"\n")
+        if found >= 0:
+            return position - size + found
+        position -= size
+    return None

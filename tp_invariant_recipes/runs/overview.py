@@ -1,0 +1,247 @@
+"""Every run below a folder: how far it is, and which runs are comparable. It reads `run.json` and the ledger's end.
+
+A directory that is damaged is a row with the reason. Thousands of runs take seconds.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.ledger.run_files import Attempt
+from tp_invariant_recipes.ledger.tail import last_step
+from tp_invariant_recipes.reading import Hash, Layout
+from tp_invariant_recipes.runs import lock
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+# The states of a run; those of `outcome` in run.json, and:
+RUNNING, COMPLETED, STOPPED, FAILED = "running", "completed", "stopped", "failed"
+KILLED = "killed"  # its last attempt left no word of its end, and nobody trains there
+WAITING = "not started"  # submitted
+DAMAGED = "damaged"
+
+RESUMABLE = (STOPPED, FAILED, KILLED)
+_DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp")
+
+
+class _RunFile(TypedDict):
+    """`run.json`, as far as a list shows it."""
+
+    model: str
+    identity_hash: Hash
+    layout: Layout
+    device: NotRequired[str]
+    numerics: NotRequired[dict[str, Any]]
+    attempts: list[Attempt]
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One run.
+
+    state:   one of the words above. why: the reason of a failure or of damage; None otherwise.
+    step:    the last in its ledger; None: the ledger cannot be read. of: the last planned step; None: not known.
+    loss:    its bits, at that step; None: there is none.
+    began:   when its last attempt began, as run.json has it; "" without one.
+    command: of its last attempt; "" without one.
+    """
+
+    run: Path
+    state: str
+    why: str | None = None
+    step: int | None = None
+    of: int | None = None
+    loss: str | None = None
+    model: str | None = None
+    numerics: str | None = None
+    device: str | None = None
+    layout: dict[str, Any] | None = None
+    identity_hash: str | None = None
+    began: str = ""
+    command: str = ""
+
+    @property
+    def when(self) -> float:
+        """The same in seconds since 1970, whatever the time zones of hosts; 0 without one."""
+        try:
+            return datetime.fromisoformat(self.began).timestamp()
+        except (ValueError, OverflowError, OSError):
+            return 0.0
+
+    @property
+    def degrees(self) -> str:
+        """The layout in a few words: degrees above 1, and tp."""
+        at = self.layout or {}
+        return " ".join(f"{name}={at[name]}" for name in _DEGREES if at.get(name, 1) != 1 or (name == "tp" and at))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as JSON; documented in docs/running.md."""
+        return {
+            "run": str(self.run),
+            "state": self.state,
+            "why": self.why,
+            "step": self.step,
+            "of": self.of,
+            "loss": None if self.loss is None else {"bits": self.loss, "value": readable(self.loss)},
+            "model": self.model,
+            "numerics": self.numerics,
+            "device": self.device,
+            "layout": self.layout,
+            "identity_hash": self.identity_hash,
+            "began": self.began or None,
+        }
+
+
+def rows(folder: Path) -> list[RunRow]:
+    """All runs below a folder, or the folder's own; those whose last attempt began first come first.
+
+    Raises RunError when there is no such folder.
+    """
+    if not folder.is_dir():
+        raise RunError(f"{folder}: there is no such folder")
+    return sorted(map(row, _directories(folder)), key=lambda one: (one.when, str(one.run)))
+
+
+def row(run: Path | tuple[Path, str]) -> RunRow:
+    """The row of a run directory, or of a folder that cannot be looked into, with the reason."""
+    if isinstance(run, tuple):
+        return RunRow(run[0], DAMAGED, run[1])
+    run_dir = RunDir(run)
+    try:
+        if not run_dir.run.is_file():
+            raise RunError("run.json is missing" if not run_dir.run.exists() else "run.json is not a file")
+        found = run_dir.read_run(_RunFile)
+    except RunError as error:
+        return RunRow(run, DAMAGED, str(error).removeprefix(f"{run} is not a run directory: "))
+    attempts = found["attempts"]
+    last = attempts[-1] if attempts else Attempt()
+    state, why = _state(run_dir, last if attempts else None)
+    step: int | None = 0
+    loss = None
+    try:
+        if run_dir.ledger.exists():
+            step, loss = last_step(run_dir.ledger)
+        elif state == COMPLETED:
+            raise ValueError("it is missing")
+    except (OSError, ValueError) as error:
+        state, why, step = DAMAGED, f"{run_dir.ledger.name}: {error}", None
+    return RunRow(
+        run,
+        state,
+        why,
+        step,
+        last.get("to_step"),
+        loss,
+        found["model"],
+        str(found.get("numerics", {}).get("mode", "")) or None,
+        found.get("device"),
+        found["layout"],
+        found["identity_hash"],
+        last.get("time", ""),
+        last.get("command", ""),
+    )
+
+
+def groups(found: Iterable[RunRow]) -> dict[str, str]:
+    """Identity hash -> a short name, for the identities that several runs have: these runs are comparable."""
+    counts = Counter(one.identity_hash for one in found if one.identity_hash)
+    shared = [identity for identity, count in counts.items() if count > 1]
+    return {identity: _name(number) for number, identity in enumerate(shared)}
+
+
+def comparable(run: Path) -> Path | None:
+    """The latest other run in the folder of this one with its identity; None: there is none."""
+    mine = row(run)
+    siblings = (path for path in _entries(run.absolute().parent) if path.name != run.absolute().name)
+    near = [one for one in map(row, filter(_is_run, siblings)) if mine.identity_hash and one.step]
+    same = [one for one in near if one.identity_hash == mine.identity_hash]
+    newest = max(same, key=lambda one: one.when, default=None)
+    return None if newest is None else run.parent / newest.run.name
+
+
+def latest_to_resume(folder: Path, iters: int | None = None) -> RunRow:
+    """The run of `tpi train` below a folder whose last attempt began latest, of those that can go on.
+
+    A completed run can where `iters` asks for more steps than it has. Raises RunError when there is none.
+    """
+    if not folder.is_dir():
+        raise RunError(
+            f"--resume last looks for runs below {folder}, and there is no such folder; name one: --resume RUN"
+        )
+    found = [one for one in rows(folder) if _of_train(one)]
+    able = [one for one in found if _goes_on(one, iters)]
+    if able:
+        return able[-1]
+    states = Counter(one.state for one in found)
+    there = ", ".join(f"{count} {state}" for state, count in states.items())
+    raise RunError(
+        f"--resume last: no run of tpi train below {folder} can go on ({there or 'there is none'}); "
+        "tpi runs lists all; of a completed run, iters=N above its steps asks for more"
+    )
+
+
+def _goes_on(one: RunRow, iters: int | None) -> bool:
+    longer = one.state == COMPLETED and iters is not None and one.step is not None and iters > one.step
+    return one.state in RESUMABLE or longer
+
+
+def _of_train(one: RunRow) -> bool:
+    """Whether `tpi train` made its last attempt. Other commands make runs of their own, and go on with none."""
+    return one.command.split()[:2] == ["tpi", "train"]
+
+
+def _state(run_dir: RunDir, last: Attempt | None) -> tuple[str, str | None]:
+    if lock.holder(run_dir) is not None:
+        return RUNNING, None
+    if last is None:
+        return WAITING, None
+    outcome = last.get("outcome")
+    if outcome not in (COMPLETED, STOPPED, FAILED):
+        return KILLED, None
+    return outcome, last.get("why")
+
+
+def _directories(folder: Path) -> Iterator[Path | tuple[Path, str]]:
+    """Run directories below a folder. None lies in another one. A folder that cannot be read comes with the reason."""
+    waiting, seen = [folder], set()
+    while waiting:
+        path = waiting.pop()
+        try:
+            status = path.stat()
+            if (status.st_dev, status.st_ino) in seen:  # through a link
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            if _is_run(path):
+                yield path
+            elif not (path / "passes.json").exists():  # of a benchmark: ledgers of turns, which are no runs
+                waiting += [entry for entry in _entries(path) if not entry.name.startswith(".")]
+        except OSError as error:
+            yield path, f"cannot be read: {error.strerror or error}"
+
+
+def _entries(folder: Path) -> list[Path]:
+    """The folders in a folder. Raises OSError."""
+    with os.scandir(folder) as entries:
+        return [folder / entry.name for entry in entries if entry.is_dir()]
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a folder is a run directory, or was meant to be one. Raises OSError."""
+    run_dir = RunDir(path)
+    names = {entry.name for entry in os.scandir(path)}
+    return run_dir.run.name in names or {run_dir.config.name, run_dir.ledger.name} & names != set()
+
+
+def _name(number: int) -> str:
+    """a, b, … z, aa, ab …"""
+    letters = ""
+    number += 1
+    while number:
+        number, digit = divmod(number - 1, 26)
+        letters = chr(ord("a") + digit) + letters
+    return letters
