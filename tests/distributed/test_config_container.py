@@ -7,10 +7,12 @@ import shlex
 
 import pytest
 
+from tests.models import sparing
 from tp_invariant_recipes.cli import show, train
-from tp_invariant_recipes.config import container, describe, environment, layout, schema, source
+from tp_invariant_recipes.config import container, describe, environment, hydra_tree, layout, schema, source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.container import LOCAL_SPECS
+from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.versions import installed
@@ -18,7 +20,14 @@ from tp_invariant_recipes.host.versions import installed
 pytestmark = pytest.mark.usefixtures("bridge")
 
 MODELS = source.groups()["model"]
-ON_CPU = [m for m in MODELS if describe_target(m) in LOCAL_SPECS]
+
+
+def _provider(model: str) -> str:
+    """The class that its file names, without composing."""
+    return str(hydra_tree.unresolved("model", "_target_", [parse(f"model={model}")])).rpartition(".")[2]
+
+
+ON_CPU = [model for model in MODELS if _provider(model) in LOCAL_SPECS]
 QWEN3 = ("qwen3_0p6b", "qwen3_8b", "qwen3_30b_a3b")
 
 
