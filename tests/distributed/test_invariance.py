@@ -55,6 +55,34 @@ def test_one_ledger_for_all_layouts(tpi, fixed, layouts):
     assert compared.status == 0, compared.stdout
 
 
+# What a family adds to Qwen3: scaled rotary frequencies, biases of queries, keys and values.
+FAMILIES = ("llama32_toy", "qwen25_toy")
+
+
+def _family(tpi, model: str, *overrides: str) -> int:
+    """Train a model at tp=1 and tp=2 and compare: the status of `tpi compare`."""
+    for tp in (1, 2):
+        done = tpi("train", model, "seq=64", "gbs=2", "iters=2", *overrides, f"tp={tp}", f"run.dir=tp{tp}")
+        assert done.status == 0, done.stderr
+    return tpi("compare", "tp1", "tp2").status
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_one_ledger_for_every_family(tpi, model):
+    assert _family(tpi, model) == 0
+    first, second = (tpi.ledger(f"tp{tp}") for tp in (1, 2))
+    assert first == second
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("model", FAMILIES)
+def test_stock_has_another_for_every_family(tpi, model):
+    assert _family(tpi, model, "numerics=stock", "numerics.initial_weights=invariant") == 1
+    one, other = (read(tpi.folder / f"tp{tp}").header.initial for tp in (1, 2))
+    assert one == other
+    assert one
+
+
 @pytest.mark.parametrize(
     "layouts",
     (

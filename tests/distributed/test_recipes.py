@@ -7,18 +7,20 @@ import sys
 import pytest
 
 from tests.distributed.ranks import on_ranks
+from tests.models import sparing
 from tp_invariant_recipes import recipes
 from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import cpu
 from tp_invariant_recipes.patches import bridge_helpers, registry
-from tp_invariant_recipes.recipes import RECIPES, recipe
+from tp_invariant_recipes.recipes import named, recipe
 from tp_invariant_recipes.recipes.__main__ import main, publish
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
 MODELS = source.groups()["model"]
+RECIPES = named()
 
 
 def test_every_model_has_a_function_and_every_function_a_model():
@@ -27,9 +29,15 @@ def test_every_model_has_a_function_and_every_function_a_model():
         assert getattr(recipes, name) is function
         assert function.__name__ == name
         assert function.__doc__
+        assert name in dir(recipes)
 
 
-@pytest.mark.parametrize("model", MODELS)
+def test_a_name_that_no_model_has_is_no_attribute():
+    with pytest.raises(AttributeError, match="tpi_qwen9_pretrain_config"):
+        _ = recipes.tpi_qwen9_pretrain_config
+
+
+@pytest.mark.parametrize("model", sparing(MODELS))
 def test_a_function_gives_its_own_model_with_the_overrides(model):
     from megatron.bridge.training.config import ConfigContainer
 

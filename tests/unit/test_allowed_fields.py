@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from tests.models import sparing
 from tests.trees import with_fields
 from tp_invariant_recipes.config import invariance, source
 from tp_invariant_recipes.config.allowed_fields import ANY, BOOL, NUMBER, SECTIONS, THRESHOLD, refused
@@ -85,7 +86,7 @@ def test_all_that_is_not_allowed_is_one_list(mode):
     assert invariance.problems(with_fields(TREE, numerics__mode="stock", **fields)) == []
 
 
-@pytest.mark.parametrize("model", source.groups()["model"])
+@pytest.mark.parametrize("model", sparing(source.groups()["model"]))
 @pytest.mark.parametrize("device", ("cpu", "gpu"))
 def test_every_run_of_conf_is_allowed(model, device):
     tree = compose(model, device=device).tree

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.models import sparing
 from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
@@ -141,7 +142,7 @@ def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
         assert tree[group][{"numerics": "mode", "cluster": "name"}.get(group, "kind")] == option
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", sparing(MODELS))
 def test_every_model_composes_for_both_devices(model):
     for device in ("cpu", "gpu"):
         tree = compose(model, device=device).tree
@@ -219,7 +220,7 @@ def test_fields_that_follow_others(override, path, value):
     assert at(compose("qwen3_toy", [override]).tree, path) == value
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", sparing(MODELS))
 def test_the_tokenizer_has_the_models_vocabulary_and_the_decay_its_weight(model):
     tree = compose(model).tree
     assert tree["tokenizer"]["vocab_size"] == tree["model"]["vocab_size"]
@@ -290,9 +291,7 @@ def test_a_mistake_is_one_line_that_names_the_key(overrides, says):
 
 def test_an_unknown_model_is_named_with_the_nearest():
     assert problems(model="qwen3_8") == ["unknown model 'qwen3_8'; did you mean 'qwen3_8b'?"]
-    (problem,) = problems(model="gpt")
-    assert problem.startswith("unknown model 'gpt'; there are: ")
-    assert all(model in problem for model in MODELS)
+    assert problems(model="gpt") == ["unknown model 'gpt'; tpi models lists all"]
 
 
 def test_all_mistakes_are_said_at_once():

@@ -5,12 +5,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.models import sparing
 from tp_invariant_recipes.config import describe, source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.size import parameters
 
-ROWS = {row["model"]: row for row in describe.models()}
+MODELS = source.groups()["model"]
 
 # Model, parameters as published (the toys': counted by hand), the tensor-parallel degrees that divide it, on a CPU too.
 PUBLISHED = (
@@ -18,29 +19,54 @@ PUBLISHED = (
     ("qwen3_8b", 8.19e9, [1, 2, 4, 8], True),
     ("qwen3_30b_a3b", 30.5e9, [1, 2, 4], True),
     ("nemotron3_nano", 31.6e9, [1, 2], True),
+    ("qwen3_1p7b", 1.72e9, [1, 2, 4, 8], True),
+    ("qwen3_4b", 4.02e9, [1, 2, 4, 8], True),
+    ("qwen3_14b", 14.77e9, [1, 2, 4, 8], True),
+    ("qwen3_32b", 32.76e9, [1, 2, 4, 8], True),
+    ("qwen3_235b_a22b", 235.1e9, [1, 2, 4], True),
+    ("qwen25_0p5b", 0.494e9, [1, 2], True),
+    ("qwen25_1p5b", 1.544e9, [1, 2], True),
+    ("qwen25_3b", 3.086e9, [1, 2], True),
+    ("qwen25_7b", 7.616e9, [1, 2, 4], True),
+    ("qwen25_14b", 14.77e9, [1, 2, 4, 8], True),
+    ("qwen25_32b", 32.76e9, [1, 2, 4, 8], True),
+    ("llama3_8b", 8.03e9, [1, 2, 4, 8], True),
+    ("llama3_70b", 70.55e9, [1, 2, 4, 8], True),
+    ("llama31_8b", 8.03e9, [1, 2, 4, 8], True),
+    ("llama31_70b", 70.55e9, [1, 2, 4, 8], True),
+    ("llama31_405b", 405.85e9, [1, 2, 4, 8], True),
+    ("llama32_1b", 1.236e9, [1, 2, 4, 8], True),
+    ("llama32_3b", 3.213e9, [1, 2, 4, 8], True),
+    ("llama32_toy", 512 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256), [1, 2, 4, 8], True),
+    ("qwen25_toy", 512 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256), [1, 2, 4, 8], True),
     ("qwen3_toy", 512 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256), [1, 2, 4, 8], True),
     ("qwen3_moe_toy", 2 * 151936 * 2048 + 4 * (2048 * 128 * 72 + 3 * 2048 * 768 * 8), [1, 2, 4], True),
     ("nemotron3_nano_toy", 0.127e9, [1, 2], True),
 )
 
 
-def test_every_model_is_in_the_table():
-    assert sorted(ROWS) == sorted(source.groups()["model"]) == sorted(model for model, *_ in PUBLISHED)
+@pytest.fixture(scope="module")
+def rows():
+    return {row["model"]: row for row in describe.models()}
+
+
+def test_every_model_is_in_the_table(rows):
+    assert sorted(rows) == sorted(MODELS) == sorted(model for model, *_ in PUBLISHED)
 
 
 @pytest.mark.parametrize("model, count, degrees, cpu", PUBLISHED, ids=[model for model, *_ in PUBLISHED])
-def test_a_model_is_as_large_as_published(model, count, degrees, cpu):
-    row = ROWS[model]
+def test_a_model_is_as_large_as_published(rows, model, count, degrees, cpu):
+    row = rows[model]
     assert row["parameters"] == pytest.approx(count, rel=0.005)
     assert row["tp"] == degrees
     assert row["cpu"] is cpu
 
 
-def test_a_row_says_what_the_file_says():
-    assert ROWS["qwen3_8b"]["summary"] == "Qwen3-8B: 36 layers, untied embeddings."
-    assert (ROWS["qwen3_8b"]["layers"], ROWS["qwen3_8b"]["hidden_size"]) == (36, 4096)
-    assert ROWS["nemotron3_nano"]["layers"] == 52
-    assert all(row["summary"] for row in ROWS.values())
+def test_a_row_says_what_the_file_says(rows):
+    assert rows["qwen3_8b"]["summary"] == "Qwen3-8B: 36 layers, untied embeddings."
+    assert (rows["qwen3_8b"]["layers"], rows["qwen3_8b"]["hidden_size"]) == (36, 4096)
+    assert rows["nemotron3_nano"]["layers"] == 52
+    assert all(row["summary"] for row in rows.values())
 
 
 def test_dimensions_left_to_megatron_are_counted_as_it_derives_them():
@@ -50,7 +76,7 @@ def test_dimensions_left_to_megatron_are_counted_as_it_derives_them():
     assert parameters(unset) == parameters(spelt)
 
 
-@pytest.mark.parametrize("model", ROWS)
+@pytest.mark.parametrize("model", sparing(MODELS))
 def test_bridge_overrides_are_overrides_with_the_trees_values(model):
     tree = compose(model, ["tp=2"], device="gpu").tree
     tree["dataset"]["blend"] = [["/data/a b"], None]
@@ -62,7 +88,7 @@ def test_bridge_overrides_are_overrides_with_the_trees_values(model):
     sections = describe.BRIDGE_SECTIONS.keys() & tree.keys()
     expected = {f"{s}.{field}": value for s in sections for field, value in tree[s].items()}
     expected["mixed_precision"] = tree["mixed_precision"]
-    expected["model.activation_func"] = {"qwen3": "silu", "nemotron3": "squared_relu"}[model.split("_")[0]]
+    expected["model.activation_func"] = "squared_relu" if model.startswith("nemotron3") else "silu"
     del expected["model._target_"], expected["tokenizer.vocab_includes_eod"]
     assert found == expected
 

@@ -66,7 +66,7 @@ def test_what_is_written_is_read(recording):
 def test_a_file_that_conforms(recording, cli):
     done = cli("conformance", "--check", str(recording))
     assert done.status == 0
-    assert "recorded on NVIDIA B300 (sm_103), adds as an H200 does" in done.out
+    assert "(recorded on NVIDIA B300 (sm_103)) adds as an H200 does" in done.out
 
 
 def test_a_file_with_another_bit(recording, cli):

@@ -41,7 +41,7 @@ def conformance(
 
     if check is not None:
         recording = cases.read(check)
-        _verdict([(f"{check}, recorded on {recording.gpu},", recording, cases.by_definition)], as_json)
+        _verdict([(f"{check} (recorded on {recording.gpu})", recording, cases.by_definition)], as_json)
         return
     found = gpus.visible()
     if not found:
@@ -64,7 +64,7 @@ def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool) -> N
     report: list[dict[str, Any]] = []
     for name, recording, product in checks:
         different = differences(recording, product)
-        report.append({"what": name.rstrip(","), "cases": len(recording.cases), "different": []})
+        report.append({"what": name, "cases": len(recording.cases), "different": []})
         report[-1]["different"] = [difference.__dict__ for difference in different]
         if as_json:
             continue

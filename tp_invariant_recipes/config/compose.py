@@ -72,7 +72,7 @@ def compose(
     problems = source.problems()
     known = model in groups["model"]
     if not known:
-        problems.append(f"unknown model '{model}'{nearest(model, groups['model'])}")
+        problems.append(f"unknown model '{model}'{nearest(model, groups['model']) or '; tpi models lists all'}")
     asked = parse_all(overrides)
     # A faulty override is reported and left out, so that what is wrong beside it is found in the same breath.
     sound = _sound(asked, groups, problems)

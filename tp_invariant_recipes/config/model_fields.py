@@ -42,6 +42,8 @@ MATHEMATICS = (
     "normalization",
     "position_embedding_type",
     "qk_layernorm",
+    "rope_scaling",
+    "rope_scaling_factor",
     "rotary_base",
     "rotary_interleaved",
     "rotary_percent",

@@ -17,7 +17,8 @@ without the recipes?").
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.errors import ConfigError, listed
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
     from tp_invariant_recipes.config.overrides import Override
+
+# Of the names; the prefix keeps them apart from Bridge's own.
+PREFIX, SUFFIX = "tpi_", "_pretrain_config"
 
 NOT_HERE = (
     "a ConfigContainer holds the invariant layers, and not the rest (gradient norm, cross entropy, checks of the "
@@ -86,51 +90,31 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def tpi_qwen3_toy_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
-    """A Qwen3 small enough for a CPU: 2 layers, 8 heads, byte vocabulary."""
-    return recipe("qwen3_toy", *overrides, **keys)
+def named() -> dict[str, Callable[..., ConfigContainer]]:
+    """Every recipe by its name, as Bridge's runner looks them up: a file of conf/model/ is one."""
+    from tp_invariant_recipes.config import source
+
+    return {f"{PREFIX}{model}{SUFFIX}": _function(model) for model in source.groups()["model"]}
 
 
-def tpi_qwen3_0p6b_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
-    """Qwen3-0.6B."""
-    return recipe("qwen3_0p6b", *overrides, **keys)
+def __getattr__(name: str) -> Callable[..., ConfigContainer]:
+    """`tpi_MODEL_pretrain_config`, without a function written down for every model."""
+    if name.startswith(PREFIX) and name in (recipes := named()):
+        return recipes[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def tpi_qwen3_8b_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
-    """Qwen3-8B."""
-    return recipe("qwen3_8b", *overrides, **keys)
+def __dir__() -> list[str]:
+    return [*globals(), *named()]
 
 
-def tpi_qwen3_moe_toy_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
-    """The Qwen3-30B-A3B shape cut to 4 layers, 8 experts, 2 per token."""
-    return recipe("qwen3_moe_toy", *overrides, **keys)
+@functools.cache
+def _function(model: str) -> Callable[..., ConfigContainer]:
+    from tp_invariant_recipes.config import source
 
+    def function(*overrides: str, **keys: Any) -> ConfigContainer:
+        return recipe(model, *overrides, **keys)
 
-def tpi_qwen3_30b_a3b_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
-    """Qwen3-30B-A3B."""
-    return recipe("qwen3_30b_a3b", *overrides, **keys)
-
-
-def tpi_nemotron3_nano_toy_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
-    """Every layer kind of Nemotron-3-Nano in 7 layers, 8 experts, 2 per token."""
-    return recipe("nemotron3_nano_toy", *overrides, **keys)
-
-
-def tpi_nemotron3_nano_pretrain_config(*overrides: str, **keys: Any) -> ConfigContainer:
-    """Nemotron-3-Nano 30B-A3B."""
-    return recipe("nemotron3_nano", *overrides, **keys)
-
-
-# By name, as Bridge's recipe runner looks them up. The prefix keeps them apart from Bridge's own.
-RECIPES = {
-    function.__name__: function
-    for function in (
-        tpi_qwen3_toy_pretrain_config,
-        tpi_qwen3_0p6b_pretrain_config,
-        tpi_qwen3_8b_pretrain_config,
-        tpi_qwen3_moe_toy_pretrain_config,
-        tpi_qwen3_30b_a3b_pretrain_config,
-        tpi_nemotron3_nano_toy_pretrain_config,
-        tpi_nemotron3_nano_pretrain_config,
-    )
-}
+    function.__name__ = function.__qualname__ = f"{PREFIX}{model}{SUFFIX}"
+    function.__doc__ = source.summary("model", model)
+    return function

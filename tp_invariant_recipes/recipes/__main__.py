@@ -12,7 +12,7 @@ import sys
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.patches import registry
-from tp_invariant_recipes.recipes import RECIPES
+from tp_invariant_recipes.recipes import named
 
 
 def publish() -> None:
@@ -20,10 +20,11 @@ def publish() -> None:
     bridge.load()
     import megatron.bridge.recipes
 
-    taken = [name for name in RECIPES if getattr(megatron.bridge.recipes, name, RECIPES[name]) is not RECIPES[name]]
+    recipes = named()
+    taken = [name for name in recipes if getattr(megatron.bridge.recipes, name, recipes[name]) is not recipes[name]]
     if taken:
         raise ConfigError(f"megatron.bridge.recipes already has {', '.join(taken)}")
-    for name, function in RECIPES.items():
+    for name, function in recipes.items():
         setattr(megatron.bridge.recipes, name, function)
 
 
