@@ -158,7 +158,7 @@ def comparable(run: Path) -> Path | None:
     """The latest other run in the folder of this one with its identity; None: there is none."""
     mine = row(run)
     siblings = (path for path in _entries(run.absolute().parent) if path.name != run.absolute().name)
-    near = [one for one in map(row, filter(_is_run, siblings)) if mine.identity_hash and one.step]
+    near = [one for one in map(row, filter(_is_run, siblings)) if one.step]
     same = [one for one in near if one.identity_hash == mine.identity_hash]
     newest = max(same, key=lambda one: one.when, default=None)
     return None if newest is None else run.parent / newest.run.name
