@@ -183,7 +183,7 @@ def test_the_wheel_in_an_empty_environment(folder, tmp_path):
 def test_a_module_that_is_missing_for_another_reason_is_a_defect(cli, monkeypatch, no_gpus, name):
     """The control: only a package that is not installed makes that sentence, and no broken one."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(plan, "new", fail)

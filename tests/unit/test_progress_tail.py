@@ -55,10 +55,11 @@ def test_a_line_of_another_kind_is_said_once(file):
 @pytest.mark.parametrize("kind", (Bar, Lines))
 def test_a_watcher_says_so(file, kind):
     said = io.StringIO()
-    plan = SimpleNamespace(run_dir=RunDir(file.parent), steps=9, start=0)
+    plan = SimpleNamespace(run_dir=RunDir(file.parent), steps=9, start=0, device="cpu", layout=SimpleNamespace(world=2))
     with kind(plan, Console(file=said, width=300)) as watch:
         for text in (line(), "[1]\n", line(step=2), "{}\n"):
             with file.open("a") as stream:
                 stream.write(text)
             watch()
+    assert ("starting 2 cpu ranks …" in said.getvalue()) == (kind is Lines)
     assert said.getvalue().count("a line of another kind is not shown: Input should be a valid dictionary") == 1

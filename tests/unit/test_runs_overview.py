@@ -154,6 +154,23 @@ def test_links_in_a_circle_end_and_names_control_no_terminal(cli):
     assert "b\\x1b[31m" in ended.out
 
 
+def test_a_folder_that_cannot_be_looked_into_is_a_row_and_no_run_beside_it_fails(monkeypatch):
+    run, closed = a_run("a"), a_run("b")
+    is_file = Path.is_file
+
+    def denied(path: Path) -> bool:
+        if path.parent.name == closed.name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    assert [(one.state, one.why) for one in overview.rows(Path("runs"))] == [
+        ("damaged", "cannot be read: Permission denied"),
+        ("completed", None),
+    ]
+    assert places.of(RunDir(run))["next"][0] == "tpi compare runs/a RUN_B"
+
+
 def test_turns_of_a_benchmark_are_no_runs():
     a_run("bench/modes/tree")
     (Path("runs/bench/bench/pass-0")).mkdir(parents=True)

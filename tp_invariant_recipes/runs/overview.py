@@ -6,6 +6,7 @@ A directory that is damaged is a row with the reason. Thousands of runs take sec
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -116,6 +117,8 @@ def row(run: Path | tuple[Path, str]) -> RunRow:
         if not run_dir.run.is_file():
             raise RunError("run.json is missing" if not run_dir.run.exists() else "run.json is not a file")
         found = run_dir.read_run(_RunFile)
+    except OSError as error:  # of the folder: no permission to look into it
+        return RunRow(run, DAMAGED, f"cannot be read: {error.strerror or error}")
     except RunError as error:
         return RunRow(run, DAMAGED, str(error).removeprefix(f"{run} is not a run directory: "))
     attempts = found["attempts"]
@@ -157,8 +160,10 @@ def groups(found: Iterable[RunRow]) -> dict[str, str]:
 def comparable(run: Path) -> Path | None:
     """The latest other run in the folder of this one with its identity; None: there is none."""
     mine = row(run)
-    siblings = (path for path in _entries(run.absolute().parent) if path.name != run.absolute().name)
-    near = [one for one in map(row, filter(_is_run, siblings)) if mine.identity_hash and one.step]
+    siblings = []
+    with suppress(OSError):
+        siblings = [path for path in _entries(run.absolute().parent) if path.name != run.absolute().name]
+    near = [one for one in map(row, siblings) if one.step]
     same = [one for one in near if one.identity_hash == mine.identity_hash]
     newest = max(same, key=lambda one: one.when, default=None)
     return None if newest is None else run.parent / newest.run.name
