@@ -26,7 +26,10 @@ ZERO, HALF, ONE, TWO = (constant(value) for value in (0.0, 0.5, 1.0, 2.0))
 TWO_12, TWO_24, TWO_25 = (constant(2.0**n) for n in (12, 24, 25))
 TWO_M12, TWO_M24, TWO_M100 = (constant(2.0**-n) for n in (12, 24, 100))
 LEAST_NORMAL, LARGE = constant(2.0**-126), constant(2.0**125)
-ROUNDER, ROUNDER_BITS = constant(12582912.0), constant(0x4B400000)  # 1.5 * 2^23: |x| < 2^22 added is rounded to integers
+ROUNDER, ROUNDER_BITS = (
+    constant(12582912.0),
+    constant(0x4B400000),
+)  # 1.5 * 2^23: |x| < 2^22 added is rounded to integers
 UPPER_12 = constant(-4096)  # keeps sign, exponent and the first 12 bits of the significand
 
 EXP_MOST, EXP_LEAST = constant(89.0), constant(-104.0)  # e^x is an infinity above, and 0 below
