@@ -21,8 +21,8 @@ MOVES = {
 }  # fmt: skip
 ROUNDS_ONCE = {"_foreach_add_", "add", "add_", "div", "div_", "mul", "mul_", "neg", "sub", "sub_"}
 EXACT = {
-    "_local_scalar_dense", "abs", "all", "amax", "any", "bitwise_and", "eq", "equal", "ge", "gt", "is_same_size", "isinf",
-    "isnan", "item", "le", "lt", "max", "maximum", "ne", "where", "isfinite", "aminmax", "clamp", "clamp_", "clamp_min",
+    "_local_scalar_dense", "abs", "all", "amax", "any", "bitwise_and", "eq", "equal", "ge", "gt", "is_same_size",
+    "isinf", "isnan", "item", "le", "lt", "max", "maximum", "ne", "where", "isfinite", "aminmax", "clamp", "clamp_", "clamp_min",
 }  # fmt: skip
 # Not elementwise, each with what keeps it exact.
 ELSEWHERE = {
