@@ -88,7 +88,7 @@ def _bf16(a: NDArray[np.uint16], b: NDArray[np.uint16]) -> NDArray[np.float32]:
     kept = np.int32(KEPT)
 
     def add(out: Any, a: Any, exponents: Any, highest: Any) -> None:
-        _add_bf16(out, a, exponents, highest, *panels, kept)  # type: ignore[call-arg]  # mypy counts a tuple as one
+        _add_bf16(out, a, exponents, highest, *panels, kept)
 
     by_rows(add, work, out, *rows)
     return np.ascontiguousarray(out[:, :n])
