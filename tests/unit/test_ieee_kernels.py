@@ -9,7 +9,14 @@ import torch
 
 from tests.distributed.ranks import same_bits
 from tests.unit.ieee_operands import KINDS, drawn
-from tp_invariant_recipes.kernels import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu
+from tp_invariant_recipes.kernels import (
+    ieee_adam,
+    ieee_cross_entropy,
+    ieee_norm,
+    ieee_rotary,
+    ieee_swiglu,
+    one_source,
+)
 from tp_invariant_recipes.kernels.ieee_sums import folded, power_of_two
 from tp_invariant_recipes.kernels.one_source import SMALL, numpy_version
 from tp_invariant_recipes.kernels.tensor_core_sum import _fma as fma
@@ -294,7 +301,7 @@ def everything():
 
 
 def test_threads_do_not_change_a_bit():
-    assert 260 * 192 > SMALL
+    assert SMALL < 260 * 192
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
@@ -304,3 +311,22 @@ def test_threads_do_not_change_a_bit():
         torch.set_num_threads(before)
     for one, *others in zip(*found, strict=True):
         assert all(same_bits(one, other) for other in others)
+
+
+def test_a_kept_loop_follows_all_sources(monkeypatch):
+    """Also the files of the elementwise functions in it; numba itself would keep the old ones."""
+    loop = ieee_swiglu._forward_loop.py_func
+
+    def stamp():
+        return one_source.cpu_loop(loop)._cache._cache_file._source_stamp
+
+    before = stamp()
+    assert stamp() == before
+    one_source._stamp_of_sources.cache_clear()
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(one_source.Path, "read_bytes", lambda path: path.name.encode())
+            assert stamp() != before
+    finally:
+        one_source._stamp_of_sources.cache_clear()
+    assert stamp() == before

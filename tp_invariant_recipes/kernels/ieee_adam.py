@@ -68,7 +68,7 @@ def adam_step(
     numbers: AdamNumbers,
     decoupled: bool = True,
 ) -> None:
-    """One step of Adam for tensors, in place: of each parameter its gradient and moments, fp32, contiguous, of one shape.
+    """One step of Adam, in place: of each parameter its gradient and moments, fp32, contiguous, of one shape.
 
     decoupled: whether weight decay is AdamW's.
     raises ValueError: a tensor is not fp32 or not contiguous.

@@ -8,8 +8,8 @@
     dw     = sum over rows of dy (x s)
 
 The last sum: each of n shards has its rows in L leaves of equal size, the rows of a leaf are added in R lanes (row i of
-the leaf to lane i % R), and the lanes are folded. R is the number of rows in a tile of TILE numbers. The caller adds leaves
-and shards in tree order. Rows are counted token by token, and within a token by heads.
+the leaf to lane i % R), and the lanes are folded. R is the number of rows in a tile of TILE numbers. The caller adds
+leaves and shards in tree order. Rows are counted token by token, and within a token by heads.
 """
 
 from functools import cache
@@ -177,7 +177,7 @@ def backward_triton(
     tensors = (as_stored(dy), as_stored(x), as_stored(weight), scale, as_stored(dx), leaves)
     numbers = (heads, shape.token_step, shape.head_step)
     constants = (shape.group, shape.rows, shape.leaves, zero_centered, width, columns, shape.lanes)
-    BACKWARD.launch(tuple(leaves.shape[1::-1]), tensors, numbers, constants, 8 if columns >= TILE else 4)
+    BACKWARD.launch((shape.leaves, len(leaves)), tensors, numbers, constants, 8 if columns >= TILE else 4)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Numbers of tensors as the portable kernels read and write them: bf16 as bits in int16, or fp32.
 
-Rounding to bf16 is integer arithmetic here, so that Triton's interpreter, numba and every GPU do the same, NaN included.
+Rounding to bf16 is integer arithmetic here: Triton's interpreter, numba and every GPU do the same, NaN included.
 `one_source.as_array` and `one_source.as_stored` make the int16 view.
 """
 

@@ -1,10 +1,10 @@
 """SwiGLU in stated IEEE fp32 arithmetic: a CPU and every GPU give the same bits.
 
-    c      = sigmoid(gate)                  every operation in fp32, rounded once (ieee_math.py)
-    s      = gate c
-    y      = s up                           rounded once to the output's dtype
-    dgate  = (dy up) (c + s (1 - c))
-    dup    = dy s
+c      = sigmoid(gate)                  every operation in fp32, rounded once (ieee_math.py)
+s      = gate c
+y      = s up                           rounded once to the output's dtype
+dgate  = (dy up) (c + s (1 - c))
+dup    = dy s
 """
 
 from typing import Any

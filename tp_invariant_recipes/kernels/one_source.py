@@ -8,8 +8,8 @@
 
 `middle` is then a Triton function, for use in kernels. `numba_version("middle")` is the same source compiled by numba,
 for loops over arrays; `numpy_version("middle")` takes arrays and rounds every operation by itself, which tests take as
-the definition. Neither compiler may contract a product and a sum to an FMA: a kernel is launched with UNFUSED, and numba
-contracts only with fastmath.
+the definition. Neither compiler may contract a product and a sum to an FMA: a kernel is launched with UNFUSED, and
+numba contracts only with fastmath.
 
 The source of an elementwise function may have: + - * of fp32, `tl.div_rn`, `tl.sqrt_rn`, `tl.where`, comparisons,
 + - & | << >> of int32, `bits_of`, `fp32_of`, other elementwise functions, and constants by name. A number written there
@@ -73,10 +73,10 @@ def numpy_version(name: str) -> Callable:
 
 
 def cpu_loop(function: Callable) -> Any:
-    """Compile a loop over arrays with numba, once a machine: the result is kept beside the file, or in the user's cache.
+    """Compile a loop over arrays with numba, once a machine: the result is kept beside the file or in the user's cache.
 
-    numba compares a kept result with the file that has the loop. This one also compares it with the files that have the
-    elementwise functions.
+    numba compares a kept result with the file that has the loop. This function compares it with all files beside this
+    one, too: the loop contains elementwise functions of other files.
     """
     compiled = njit(cache=True, **_COMPILED)(function)
     file = compiled._cache._cache_file

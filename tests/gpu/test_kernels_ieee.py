@@ -1,0 +1,62 @@
+"""The portable kernels on a GPU: the bits of their twins on a CPU."""
+
+import pytest
+import torch
+
+from tests.distributed.ranks import same_bits
+from tests.unit.ieee_operands import KINDS, drawn
+from tp_invariant_recipes.kernels import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.parametrize("kind", KINDS),
+]
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def on_both(function, *arguments):
+    """The results of a function of tensors on a CPU and on a GPU, compared bit by bit."""
+    there = function(*(a.cuda() if isinstance(a, torch.Tensor) else a for a in arguments))
+    here = function(*arguments)
+    for one, other in zip(here, there, strict=True):
+        assert same_bits(one, other.cpu())
+    return here
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens, heads, width, by_heads", ((256, 1, 1000, False), (256, 16, 128, True)))
+def test_norm(tokens, heads, width, by_heads, dtype, kind):
+    x, dy = (drawn(kind, tokens, heads, width, dtype=dtype, seed=seed) for seed in (0, 1))
+    weight = drawn("normal", width, dtype=dtype, seed=2)
+    _, scale = on_both(ieee_norm.rms_norm_forward, x, weight, 1e-6, True)
+    on_both(ieee_norm.rms_norm_backward, dy, x, weight, scale, 8, by_heads, True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_swiglu_and_rotary(dtype, kind):
+    x, dy = drawn(kind, 300, 2 * 3000, dtype=dtype), drawn(kind, 300, 3000, dtype=dtype, seed=1)
+    on_both(lambda a, b: (ieee_swiglu.swiglu(a), ieee_swiglu.swiglu_backward(b, a)), x, dy)
+    heads = drawn(kind, 300, 2, 4, 128, dtype=dtype)
+    on_both(lambda a, c, s: (ieee_rotary.rotate(a, c, s),), heads, *ieee_rotary.tables(300, 96, 1e6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cross_entropy(dtype, kind):
+    logits, gradient = drawn(kind, 64, 18992 * 2, dtype=dtype), drawn("normal", 64, seed=1)
+    highest, index = logits.amax(-1).float().nan_to_num(nan=torch.inf), torch.arange(64)
+    (sums,) = on_both(lambda a, b: (ieee_cross_entropy.sum_of_exponentials(a, b, 2),), logits, highest)
+    on_both(lambda a: (ieee_cross_entropy.logarithm(a),), sums)
+    arguments = (logits, index, highest, sums[0], gradient)
+    on_both(lambda *tensors: (ieee_cross_entropy.softmax_gradient(*tensors, 2),), *arguments)
+
+
+@pytest.mark.parametrize("decoupled", (True, False))
+def test_adam(decoupled, kind):
+    def step(*tensors):
+        changed = [tensor.clone() for tensor in tensors]
+        numbers = ieee_adam.adam_numbers(5, 1e-3, (0.9, 0.95), 1e-8, 0.1)
+        ieee_adam.adam_step(*([tensor] for tensor in changed), numbers, decoupled)
+        return changed
+
+    on_both(step, *(drawn(kind, 100_001, seed=seed) for seed in range(4)))

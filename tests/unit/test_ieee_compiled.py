@@ -1,0 +1,81 @@
+"""What Triton makes of the portable kernels for Hopper and Blackwell, without a GPU: every fp32 operation rounds once.
+
+PTX spells a rounded operation `add.rn.f32`; ptxas may contract an `add.f32`. `.approx` and `.ftz` are other operations.
+"""
+
+import re
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tp_invariant_recipes.kernels import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu
+from tp_invariant_recipes.kernels.one_source import UNFUSED
+
+# kernel -> types of its tensors and numbers, its constants
+KERNELS = {
+    ieee_norm.FORWARD: (
+        {"x": "*i16", "weight": "*i16", "y": "*i16", "scale": "*fp32", "rows": "i32", "eps": "fp32"},
+        {"ZERO_CENTERED": True, "WIDTH": 1000, "COLUMNS": 1024, "ROWS": 4},
+    ),
+    ieee_norm.BACKWARD: (
+        {"dy": "*i16", "x": "*i16", "weight": "*i16", "scale": "*fp32", "dx": "*i16", "gradient": "*fp32"}
+        | dict.fromkeys(("heads", "token_step", "head_step"), "i32"),
+        {"GROUP": 1, "ROWS_OF_LEAF": 4, "LEAVES": 8, "ZERO_CENTERED": False, "WIDTH": 128, "COLUMNS": 128, "ROWS": 4},
+    ),
+    ieee_swiglu.FORWARD: ({"x": "*i16", "y": "*i16"}, {"WIDTH": 3072, "BLOCK": 1024}),
+    ieee_swiglu.BACKWARD: ({"dy": "*i16", "x": "*i16", "dx": "*i16"}, {"WIDTH": 3072, "BLOCK": 1024}),
+    ieee_rotary.ROTATE: (
+        {"x": "*i16", "cos": "*fp32", "sin": "*fp32", "y": "*i16", "rows": "i32", "rows_of_position": "i32"},
+        {"HALF": 64, "WIDTH": 128, "COLUMNS": 64, "REST": 1, "ROWS": 16},
+    ),
+    ieee_cross_entropy.SUM: (
+        {"logits": "*i16", "highest": "*fp32", "sums": "*fp32", "shards": "i32"},
+        {"SIZE": 1900, "LANES": 1024},
+    ),
+    ieee_cross_entropy.GRADIENT: (
+        {"logits": "*i16", "index": "*i64", "highest": "*fp32", "total": "*fp32", "gradient": "*fp32", "out": "*i16"}
+        | {"size": "i32"},
+        {"BLOCK": 1024},
+    ),
+    ieee_cross_entropy.LOG: ({"total": "*fp32", "out": "*fp32", "size": "i32"}, {"BLOCK": 128}),
+    ieee_adam.STEP: (
+        dict.fromkeys("pgmv", "*fp32") | {"size": "i32"} | dict.fromkeys(ieee_adam.AdamNumbers._fields, "fp32"),
+        {"DECOUPLED": True, "BLOCK": 128},
+    ),
+}
+OPERATION = re.compile(r"^\s+(?:@!?%p\d+ )?((?:add|sub|mul|fma|mad|div|sqrt|rcp|rsqrt|ex2|lg2|tanh)\.[\w.:]+);?", re.M)
+ROUNDED = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")}
+ROUNDED |= {f"{name}.rn.f32x2" for name in ("add", "sub", "mul")}  # Blackwell: two numbers at once
+
+
+def float_operations(kernel, architecture, options):
+    types, constants = KERNELS[kernel]
+    names = kernel.kernel.arg_names
+    assert names == [*types, *constants]
+    source = ASTSource(
+        kernel.kernel,
+        types | dict.fromkeys(constants, "constexpr"),
+        {(names.index(name),): value for name, value in constants.items()},
+    )
+    binary = triton.compile(source, GPUTarget("cuda", architecture, 32), {"num_warps": 4, **options})
+    return {name for name in OPERATION.findall(binary.asm["ptx"]) if "f" in name.replace("fma", "", 1)}
+
+
+@pytest.mark.parametrize("architecture", (90, pytest.param(100, marks=pytest.mark.release)))
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.kernel.__name__)
+def test_every_operation_rounds_once(kernel, architecture):
+    assert kernel.options == UNFUSED
+    found = float_operations(kernel, architecture, kernel.options)
+    assert "mul.rn.f32" in found
+    assert found <= ROUNDED
+
+
+@pytest.mark.parametrize(
+    "kernel", (ieee_norm.BACKWARD, ieee_swiglu.BACKWARD), ids=lambda kernel: kernel.kernel.__name__
+)
+def test_without_the_option_it_would_not(kernel):
+    found = float_operations(kernel, 90, {})
+    assert "fma.rn.f32" in found
+    assert "mul.f32" in found
