@@ -1,4 +1,4 @@
-"""`numerics=portable` on a CPU: one ledger for every layout, of stated operations alone; other arithmetic shows."""
+"""`numerics=portable` on a CPU: one ledger for every layout; other arithmetic shows, and is refused."""
 
 import pytest
 
