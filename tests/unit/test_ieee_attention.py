@@ -74,7 +74,7 @@ def defined(q, k, v, do, scale):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("size", (1.0, 12.0))
 def test_the_compiled_attention_is_the_definition(shape, size):
-    s, b, h, g, d = shape
+    _, b, h, g, d = shape
     query, key, value, gradient = operands(*shape, size)
     scale = d**-0.5
     attended = attention_forward(query, key, value, scale)

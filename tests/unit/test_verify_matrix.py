@@ -49,7 +49,11 @@ SWEEPS = (
     ("tp=range(1,4)", ["1", "2", "3"], ["tp1", "tp2", "tp3"]),
     ("tp=choice(1,8)", ["1", "8"], ["tp1", "tp8"]),
     ("++model.tensor_model_parallel_size=1,2", ["1", "2"], None),
-    ("numerics=glob(*,exclude=stock)", ["gather", "portable", "tree"], ["numerics-gather", "numerics-portable", "numerics-tree"]),
+    (
+        "numerics=glob(*,exclude=stock)",
+        ["gather", "portable", "tree"],
+        ["numerics-gather", "numerics-portable", "numerics-tree"],
+    ),
     ("model.attention_backend=unfused,local", ["unfused", "local"], None),
     ("numerics.virtual_shards=8,null", ["8", "null"], ["virtual_shards8", "virtual_shards-null"]),
     ("model.x='a,b','a/b'", ["'a,b'", "'a/b'"], ["x-_a_b_", "x-_a_b_-2"]),

@@ -1,4 +1,4 @@
-"""The limits of numerics=portable: what has no operation stated to the last bit, beyond what no invariant mode covers."""
+"""The limits of numerics=portable: what is not stated to the last bit, beyond what no invariant mode covers."""
 
 from collections.abc import Callable
 from typing import Any

@@ -52,7 +52,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     raises TypeError: other dtypes; ValueError: other shapes.
     """
     _check(query, key, value)
-    s, b, h, d = query.shape
+    s, b, _, d = query.shape
     groups = key.shape[2]
     q, k, v = _by_group(query, groups), _by_group(key, groups)[:, 0], _by_group(value, groups)[:, 0]
     units, heads = q.shape[:2]
@@ -71,7 +71,7 @@ def attention_backward(
     gradient: of the output, [s, b, h, d] bf16; the rest as `attention_forward` had and gave it.
     """
     _check(query, key, value)
-    s, b, h, d = query.shape
+    s, b, _, d = query.shape
     groups = key.shape[2]
     q, k, v = _by_group(query, groups), _by_group(key, groups)[:, 0], _by_group(value, groups)[:, 0]
     o, do = _by_group(attended.out, groups), _by_group(gradient, groups)
@@ -129,7 +129,9 @@ def _queries(words: Any, first: Any, last: Any) -> Any:
 
 
 @cpu_loop
-def _scores(k: Any, ek: Any, hk: Any, panel: Any, first: Any, keys: Any, scale: Any, kept: Any, work: Any, out: Any) -> None:
+def _scores(
+    k: Any, ek: Any, hk: Any, panel: Any, first: Any, keys: Any, scale: Any, kept: Any, work: Any, out: Any
+) -> None:
     """out[j, i] = scaled product of key j and query first + i; -inf where the key comes after the query."""
     values, exponents, highest = panel
     for j in range(keys):
@@ -191,7 +193,7 @@ def _backward(
     size = 1
     while size < d:
         size *= 2
-    scores, dp = np.empty((padded, WIDE), np.float32), np.empty((padded, WIDE), np.float32)
+    scores = np.empty((padded, WIDE), np.float32)
     words, row, along = np.empty((padded, WIDE), np.uint16), np.empty(WIDE, np.float32), np.empty(WIDE, np.float32)
     terms = np.empty(size, np.float32)
     # Of every panel of keys, all queries: bits of p and of ds.

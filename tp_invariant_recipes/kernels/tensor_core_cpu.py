@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """Right operand in panels of WIDE columns: values, exponents, [n / WIDE, k, WIDE]; highest, [n / WIDE, k / STEP]."""
+    """Right operand in panels of WIDE columns: values, exponents [n / WIDE, k, WIDE]; highest [n / WIDE, k / STEP]."""
 
     values: NDArray[np.float32]
     exponents: NDArray[np.int32]
@@ -85,7 +85,12 @@ def _bf16(a: NDArray[np.uint16], b: NDArray[np.uint16]) -> NDArray[np.float32]:
     rows, panels = Rows(*split_rows(a)), Panels(*split_panels(b))
     out = np.zeros((a.shape[0], panels.values.shape[0] * WIDE), np.float32)
     work = a.shape[0] * a.shape[1] * n
-    by_rows(lambda *parts: _add_bf16(*parts, *panels, np.int32(KEPT)), work, out, *rows)
+    kept = np.int32(KEPT)
+
+    def add(out: Any, a: Any, exponents: Any, highest: Any) -> None:
+        _add_bf16(out, a, exponents, highest, *panels, kept)
+
+    by_rows(add, work, out, *rows)
     return np.ascontiguousarray(out[:, :n])
 
 
@@ -184,7 +189,8 @@ def workspace() -> Any:
         np.empty(WIDE, np.float32), np.empty(WIDE, np.float32), np.empty(WIDE, np.float64), np.empty(WIDE, np.float64)
     )  # fmt: skip
     views = total.view(np.int32), scale.view(np.int32), back.view(np.int64), sums.view(np.int64)
-    return (total, scale, back, sums), views, (np.empty(WIDE, np.int32), np.empty(WIDE, np.int32), np.empty(WIDE, np.int32))
+    top, low, high = np.empty(WIDE, np.int32), np.empty(WIDE, np.int32), np.empty(WIDE, np.int32)
+    return (total, scale, back, sums), views, (top, low, high)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")

@@ -18,7 +18,9 @@ from tp_invariant_recipes.numerics.shard_operands import Parts
 class Way:
     """A way to compute the defined product of bf16 operands.
 
-    device:  what torch calls its device. compute: [m, k] and [k, n] → [m, n] fp32. offered: whether runs may use it.
+    device:   what torch calls its device.
+    compute:  [m, k] and [k, n] → [m, n] fp32.
+    offered:  whether runs may use it.
     evidence: why it is believed to be the defined sum.
     """
 
@@ -43,9 +45,11 @@ def _by_fixed_tiles(a: Tensor, b: Tensor) -> Tensor:
 
 WAYS = (
     Way("numba", "cpu", _by_numba, True, "every bit of 46 recorded cases, checked at the start of every run"),
-    Way("fixed tiles", "cuda", _by_fixed_tiles, False, "every bit of the recorded cases on an H200; no other was tried"),
-    # A library's product belongs here where a probe with operands that cancel agrees with the fixed tiles on the GPU at
-    # hand (numerics/probe_operands.py). cuBLAS did for every linear layer of Qwen3-8B on an H200.
+    Way(
+        "fixed tiles", "cuda", _by_fixed_tiles, False, "every bit of the recorded cases on an H200; no other was tried"
+    ),
+    # A library's product belongs here where a probe with operands that cancel agrees with the fixed tiles on the GPU
+    # at hand (numerics/probe_operands.py). cuBLAS did for every linear layer of Qwen3-8B on an H200.
 )
 
 

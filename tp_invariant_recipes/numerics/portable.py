@@ -44,7 +44,8 @@ def functions() -> str:
     from tp_invariant_recipes.kernels import ieee_samples
 
     values = ieee_samples.values(samples())
-    return hashlib.sha256(np.where(np.isnan(values), np.uint32(0x7FFFFFFF), values.view(np.uint32)).tobytes()).hexdigest()
+    bits = np.where(np.isnan(values), np.uint32(0x7FFFFFFF), values.view(np.uint32))
+    return hashlib.sha256(bits.tobytes()).hexdigest()
 
 
 def samples() -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What stands for Megatron-Core's layers in numerics=portable, where tree's have a library's arithmetic: bf16, on a CPU."""
+"""Layers of numerics=portable, where those of tree have a library's arithmetic: bf16, on a CPU."""
 
 from typing import Any
 
@@ -115,4 +115,5 @@ class _Rotated(torch.autograd.Function):
     @staticmethod
     @outside_modes
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ieee_rotary.rotate(gradients[0], *ctx.saved_tensors, backward=True), None, None
+        cos, sin = ctx.saved_tensors
+        return ieee_rotary.rotate(gradients[0], cos, sin, backward=True), None, None

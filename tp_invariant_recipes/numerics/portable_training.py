@@ -39,8 +39,8 @@ class _Sum(torch.autograd.Function):
         filled = values.new_zeros(1 << max(0, ctx.size - 1).bit_length(), 1)
         filled[: ctx.size, 0] = values
         while filled.shape[0] > 1:
-            width = min(64, filled.shape[0])
-            filled = tree_add(filled.view(-1, width, 1), filled.new_empty(filled.shape[0] // width, 1), filled.shape[0] // width)
+            groups = filled.shape[0] // min(64, filled.shape[0])
+            filled = tree_add(filled.view(groups, -1, 1), filled.new_empty(groups, 1), groups)
         return filled[0, 0].clone()
 
     @staticmethod
@@ -51,7 +51,7 @@ class _Sum(torch.autograd.Function):
 def portable_adam(original: type) -> type:
     """torch's Adam or AdamW with the step of kernels/ieee_adam.py; its state has the same names and shapes."""
 
-    class PortableAdam(original):  # type: ignore[misc, valid-type]
+    class PortableAdam(original):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
             """One step of every parameter with a gradient."""
@@ -60,9 +60,9 @@ def portable_adam(original: type) -> type:
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._one(parameter, group)
+                        self._one(parameter, parameter.grad.contiguous(), group)
 
-        def _one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        def _one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
             if any(group.get(name) for name in REFUSED):
                 raise NotImplementedError(f"a portable optimizer has none of {', '.join(REFUSED)}")
             state = self.state[parameter]
@@ -75,7 +75,7 @@ def portable_adam(original: type) -> type:
             )
             moments = [state["exp_avg"]], [state["exp_avg_sq"]]
             decoupled = group.get("decoupled_weight_decay", original is torch.optim.AdamW)
-            adam_step([parameter], [parameter.grad.contiguous()], *moments, numbers, bool(decoupled))
+            adam_step([parameter], [gradient], *moments, numbers, bool(decoupled))
 
     PortableAdam.__name__ = original.__name__
     return PortableAdam

@@ -29,7 +29,7 @@ from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 @dataclass(frozen=True)
 class Products:
-    """What multiplies. product: as `numerics.product.product`; partials: as `numerics.cpu_product.partials`, on a CPU."""
+    """What multiplies. product: as `numerics.product.product`; partials, on a CPU: as `cpu_product.partials`."""
 
     product: Callable[..., Tensor]
     partials: Callable[..., Tensor]
