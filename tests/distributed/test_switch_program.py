@@ -1,4 +1,4 @@
-"""The program of docs/switch.md, its very text: on a CPU, one result on one and two ranks, and several without the switch."""
+"""The program of docs/switch.md, its very text: one result on 1 and 2 ranks of a CPU; without the switch several."""
 
 import os
 import re
