@@ -20,10 +20,11 @@ LINE = re.compile(r"step \d: loss \S+, gradient norm \S+")
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     """The longest indented block of the page."""
-    blocks = re.findall(r"(?:^ {4}.*\n|^\n(?= {4}))+", (ROOT / "docs/switch.md").read_text(), re.MULTILINE)
+    blocks = re.findall(r"(?:^ {4}.*\n|^\n(?=\n* {4}))+", (ROOT / "docs/switch.md").read_text(), re.MULTILINE)
     text = textwrap.dedent(max(blocks, key=len)).strip() + "\n"
     assert len(text.splitlines()) <= 60
     assert "init_process_group" in text
+    assert "__main__" in text
     file = tmp_path_factory.mktemp("program") / "pretrain.py"
     file.write_text(text)
     return file
