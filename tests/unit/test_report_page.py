@@ -236,7 +236,7 @@ def test_every_reference_on_the_page_has_its_one_target(html):
 
 
 def test_every_figure_is_whole_has_a_text_beside_it_and_the_colours_of_the_page(html):
-    figures = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    figures = re.findall(r"<svg viewBox.*?</svg>", html, re.DOTALL)
     assert len(figures) == 5
     for figure in figures:
         root = ElementTree.fromstring(figure)
