@@ -3,8 +3,9 @@
     NVTE_TP_INVARIANT_MODE=1 TPI_SHARDS=8 torchrun … pretrain_gpt.py …   # which imports this before it builds the model
 
 From then on, in this process, every GPTModel of Megatron-Core is built of invariant layers and starts from weights that
-no layout changes; one that has what they do not cover is refused. With the variable unset or "0" nothing happens, and
-neither torch nor Megatron is imported.
+no layout changes. Linear and LayerNormLinear of Transformer Engine that a program builds itself are invariant, too,
+from the weights that it gives them. What is not covered is refused when it is built. With the variable unset or "0"
+nothing happens, and neither torch nor Megatron is imported.
 """
 
 import os
@@ -20,6 +21,7 @@ from tp_invariant_recipes.config import allowed_fields, environment, invariance,
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.vectors import VECTORS
+from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement, apply
 
 SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"
@@ -44,15 +46,16 @@ def install(shards: int) -> None:
     import torch
     from megatron.core.transformer import TransformerConfig
 
-    from tp_invariant_recipes.numerics import spec
+    from tp_invariant_recipes.numerics import spec, te_modules
 
     variables = _variables()  # before anything is changed
     # What the layers read. A recipe sets both on its own configuration; a plain one has these.
     TransformerConfig.virtual_shards, TransformerConfig.invariant_mode = shards, NUMERICS["mode"]
     os.environ.update(variables)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    modules = te_modules.replacements(shards, _refuse) if installed("transformer-engine") is not None else ()
     # Those of `spec` come last: what Megatron-Core imports by name must be its own when it is imported here.
-    apply((*_rows(shards), *spec.replacements(NUMERICS | {"virtual_shards": shards})))
+    apply((*_rows(shards), *modules, *spec.replacements(NUMERICS | {"virtual_shards": shards})))
 
 
 def _rows(shards: int) -> tuple[Replacement, ...]:

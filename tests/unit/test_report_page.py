@@ -236,7 +236,7 @@ def test_every_reference_on_the_page_has_its_one_target(html):
 
 
 def test_every_figure_is_whole_has_a_text_beside_it_and_the_colours_of_the_page(html):
-    figures = re.findall(r"<svg.*?</svg>", html, re.DOTALL)
+    figures = re.findall(r"<svg viewBox.*?</svg>", html, re.DOTALL)
     assert len(figures) == 5
     for figure in figures:
         root = ElementTree.fromstring(figure)
@@ -354,3 +354,29 @@ def test_a_page_that_cannot_be_written_leaves_nothing(cli, different, tmp_path):
     assert done.status == 2
     assert "cannot write" in done.err
     assert {file.name for file in tmp_path.iterdir()} == {"tp1", "tp2", "file"}
+
+
+# --- a narrow page --------------------------------------------------------------------------------------------
+
+
+def test_figures_of_several_panels_stack_on_a_narrow_page(html):
+    """Below 700 px the panels of a figure stand in place of the whole, one below the other, and cover all of it."""
+    narrow = html[html.index("@media screen and (max-width: 700px)") :].partition("\n}\n")[0]
+    assert "figure .panel { display: block; min-width: 0; }" in narrow
+    assert re.search(r"figure \.whole \{[^}]*clip-path", narrow)
+    assert "figure .panel { display: none; }" in html
+    found = r'<div class="whole"><svg viewBox="(.*?)".*?</svg></div>((?:<svg class="panel".*?</svg>)+)'
+    stacked = re.findall(found, html, re.DOTALL)
+    assert len(stacked) == 3  # curves, distances, costs
+    for box, panels in stacked:
+        whole = [float(number) for number in box.split()]
+        parts = [[float(n) for n in view.split()] for view in re.findall(r'class="panel" viewBox="(.*?)"', panels)]
+        assert [part[0] for part in parts] == [0, whole[2] / 2]
+        assert [part[2:] for part in parts] == [[whole[2] / 2, whole[3]]] * 2
+
+
+def test_whatever_scrolls_has_a_shadow_where_it_goes_on(html):
+    rule = re.search(r"\.scroll \{[^}]*\}", html)[0]
+    assert "overflow-x: auto" in rule
+    assert rule.count("local no-repeat") == rule.count("scroll no-repeat") == 2  # covers that move, shadows that do not
+    assert html.count("<table") == len(re.findall(r'<div class="scroll"[^>]*>\s*<table', html))

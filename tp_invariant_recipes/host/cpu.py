@@ -5,7 +5,7 @@ placeholder for Transformer Engine where it is not installed (`transformer_engin
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -205,8 +205,16 @@ MEGATRON = (
             ("core.optimizer.clip_grads", "multi_tensor_scale_tensor_impl", "local_multi_tensor_scale"),
             ("core.optimizer.optimizer", "multi_tensor_applier", "local_multi_tensor_applier"),
             ("core.optimizer.optimizer", "multi_tensor_scale_impl", "local_multi_tensor_scale"),
-            ("bridge.training.utils.train_utils", "multi_tensor_applier", "local_multi_tensor_applier"),
-            ("bridge.training.utils.train_utils", "multi_tensor_l2norm", "local_multi_tensor_l2_norm"),
+        )
+    ),
+)
+
+BRIDGE = (
+    *(
+        Replacement(f"megatron.bridge.training.utils.train_utils:{name}", _local(twin), _NO_TE)
+        for name, twin in (
+            ("multi_tensor_applier", "local_multi_tensor_applier"),
+            ("multi_tensor_l2norm", "local_multi_tensor_l2_norm"),
         )
     ),
     Replacement(
@@ -226,6 +234,19 @@ MEGATRON = (
 def installed() -> Iterator[None]:
     """Run the block's Megatron code on the CPU, with one thread per process: threads would split sums."""
     bridge.load()
+    with _serving((*TORCH, *MEGATRON, *BRIDGE)):
+        yield
+
+
+@contextmanager
+def megatron_core() -> Iterator[None]:
+    """The same for a program on Megatron-Core alone, without Bridge."""
+    with _serving((*TORCH, *MEGATRON)):
+        yield
+
+
+@contextmanager
+def _serving(replacements: Sequence[Replacement]) -> Iterator[None]:
     threads = torch.get_num_threads()
     with ExitStack() as stack:
         # OMP_NUM_THREADS has the same effect, but only if torch is imported afterwards.
@@ -233,6 +254,6 @@ def installed() -> Iterator[None]:
         stack.callback(torch.set_num_threads, threads)
         # Each rank would compile Megatron's compiled functions again, which takes longer than a short run.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(applied((*TORCH, *MEGATRON)))
+        stack.enter_context(applied(replacements))
         stack.enter_context(CudaMeansCpu())
         yield

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -196,7 +195,7 @@ def _portable() -> list[Replacement]:
 
 def _hybrid_norm(original: Any) -> Any:
     """The hybrid norm exists only with Transformer Engine or on our CPU host; hybrid models need one of them, too."""
-    absent = original.__name__ == "TENorm" and find_spec("transformer_engine") is None
+    absent = original.__name__ == "TENorm" and installed("transformer-engine") is None  # or a placeholder of it
     return original if absent else _named(SUBSTITUTES[original.__name__])
 
 

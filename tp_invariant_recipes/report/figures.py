@@ -60,6 +60,7 @@ class Drawing:
     name:   for links. alt: description for screen readers. note: explanation of the axes and colours.
     height: inches.
     draw:   draws on a figure or on part of one.
+    panels: how many equally wide columns of axes; a narrow page shows one below the other.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Drawing:
     note: str
     height: float
     draw: Callable[[FigureBase], None]
+    panels: int = 1
 
 
 @contextmanager
@@ -111,6 +113,7 @@ def training(report: Report) -> Drawing:
         _blocks(line for lines in shown.values() for line in lines),
         _CURVES,
         draw,
+        panels=2,
     )
 
 
@@ -153,6 +156,7 @@ def apart(report: Report) -> Drawing | None:
         "0 means equal bits. " + _blocks(line for lines in shown.values() for line in lines),
         _DISTANCES,
         draw,
+        panels=2,
     )
 
 
@@ -198,6 +202,7 @@ def cost(report: Report) -> Drawing | None:
         ("" if memory else "Runs on a CPU record no memory. ") + _blocks([*times, *peaks]),
         _COSTS,
         draw,
+        panels=2,
     )
 
 

@@ -49,4 +49,16 @@ def _element(document: str, drawing: Drawing) -> str:
     body = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
     body = re.sub(r'<g id="[^"]*"', "<g", body).replace("xlink:href", "href")
     body = re.sub(r"\n\s*", "\n", body)
-    return f'<svg viewBox="{box}" role="img" aria-labelledby="{drawing.name}-alt">{body}'.strip()
+    whole = (
+        f'<svg viewBox="{box}" role="img" aria-labelledby="{drawing.name}-alt"><g id="{drawing.name}-drawing">{body}'
+    )
+    whole = whole.strip().removesuffix("</svg>") + "</g></svg>"
+    if drawing.panels == 1:
+        return whole
+    # The same drawing once for every panel, which the page shows in place of the whole where it is narrow.
+    x, y, width, height = map(float, box.split())
+    part = width / drawing.panels
+    views = [f"{x + n * part:g} {y:g} {part:g} {height:g}" for n in range(drawing.panels)]
+    used = f'<use href="#{drawing.name}-drawing"/>'
+    panels = "".join(f'<svg class="panel" viewBox="{view}" aria-hidden="true">{used}</svg>' for view in views)
+    return f'<div class="whole">{whole}</div>{panels}'

@@ -1,0 +1,82 @@
+"""Transformer Engine's own modules on GPUs: with the switch one result for tp=1, 2, 4, without it several.
+
+The ranks of all degrees run side by side where there are GPUs enough. One GPU has tp=1 alone: it shows that the
+constructors and the kernels fit, and nothing of other degrees.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import te_cases
+from tp_invariant_recipes.config.environment import settings
+
+pytestmark = pytest.mark.gpu
+DEGREES = (1, 2, 4)
+PORTS = count(29_571)
+
+
+def start(folder: Path, switch: str, size: int, first: int) -> list[subprocess.Popen]:
+    """The ranks of one degree, on GPUs `first` …"""
+    common = os.environ | settings("gpu", os.environ) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(PORTS))}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.te_cases", str(folder), switch],
+            env=common | {"WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": str(first + rank)},
+            cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """(switch, tp) → case → tensors of the whole, for every tp that there are GPUs for."""
+    pytest.importorskip("transformer_engine.pytorch")
+    folder, there = tmp_path_factory.mktemp("te"), torch.cuda.device_count()
+    waiting = [(switch, size) for size in DEGREES if size <= there for switch in ("1", "0")]
+    whole = {}
+    while waiting:
+        first, going = 0, []
+        for switch, size in list(waiting):
+            if first + size <= there:
+                waiting.remove((switch, size))
+                going.append((switch, size, start(folder, switch, size, first)))
+                first += size
+        for switch, size, ranks in going:
+            errors = [rank.communicate()[1] for rank in ranks]
+            assert all(rank.returncode == 0 for rank in ranks), "\n".join(error[-2000:] for error in errors)
+            held = [pickle.loads((folder / f"{switch}-{size}-{rank}.pickle").read_bytes()) for rank in range(size)]
+            whole[switch, size] = {case: te_cases.whole([one[case] for one in held], case) for case in te_cases.CASES}
+    return whole
+
+
+@pytest.mark.parametrize("tp", DEGREES[1:])
+@pytest.mark.parametrize("case", te_cases.CASES, ids=str)
+def test_every_tp_has_one_result(found, case, tp):
+    if ("1", tp) not in found:
+        pytest.skip(f"tp={tp} needs {tp} GPUs")
+    assert te_cases.unequal(found["1", 1][case], found["1", tp][case]) == []
+
+
+@pytest.mark.parametrize("tp", DEGREES[1:])
+@pytest.mark.parametrize("case", te_cases.CASES, ids=str)
+def test_switched_off_it_has_several(found, case, tp):
+    if ("0", tp) not in found:
+        pytest.skip(f"tp={tp} needs {tp} GPUs")
+    summed = "output" if case.mode == "row" else "input gradient"
+    assert summed in te_cases.unequal(found["0", 1][case], found["0", tp][case])
+
+
+@pytest.mark.parametrize("case", te_cases.CASES, ids=str)
+def test_it_computes_what_stock_computes(found, case):
+    close = 2.0**-6 if case.dtype == torch.bfloat16 else 2.0**-18
+    for name, tensor in found["1", 1][case].items():
+        stock = found["0", 1][case][name].double()
+        assert (tensor.double() - stock).norm() < close * stock.norm(), name

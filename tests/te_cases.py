@@ -1,0 +1,159 @@
+"""Transformer Engine's Linear and LayerNormLinear, forward and backward, on the ranks of a tensor-parallel group.
+
+    python -m tests.te_cases FOLDER SWITCH      # one rank on a GPU; RANK and WORLD_SIZE as torchrun sets them
+
+writes what this rank holds of every case to FOLDER. tests/te_standin.py stands for Transformer Engine on a CPU.
+"""
+
+import os
+import pickle
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed.numerics.module_runs import Parameters, put_together, set_weights
+from tests.distributed.ranks import joined, same_bits
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+
+SHARDS, POSITIONS, BATCH, INPUTS, OUTPUTS = 4, 16, 2, 128, 320
+
+
+@dataclass(frozen=True)
+class Case:
+    """One module. segments: of the weight: 2 for gate and up. named: by parameters_split, not by partition_stride."""
+
+    module: str
+    mode: str
+    segments: int = 1
+    named: bool = False
+    bias: bool = False
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        words = [self.module, self.mode, f"{self.segments} segments"]
+        words += [name for name in ("named", "bias", "sequence_parallel") if getattr(self, name)]
+        return ", ".join([*words, str(self.dtype).removeprefix("torch.")])
+
+
+KINDS = (
+    {"module": "Linear", "mode": "column"},
+    {"module": "Linear", "mode": "column", "segments": 2, "bias": True},
+    {"module": "Linear", "mode": "row"},
+    {"module": "Linear", "mode": "row", "bias": True},
+    {"module": "LayerNormLinear", "mode": "column", "bias": True},
+    {"module": "LayerNormLinear", "mode": "column", "segments": 2},
+    {"module": "LayerNormLinear", "mode": "column", "segments": 2, "named": True},
+)
+# In fp32 only those whose stock sums differ on a CPU as well: the others' control could not fail there.
+IN_FP32 = (KINDS[1], KINDS[3], KINDS[5])
+CASES = tuple(
+    Case(**kind, sequence_parallel=sequence_parallel, dtype=dtype)
+    for dtype, kinds in ((torch.bfloat16, KINDS), (torch.float32, IN_FP32))
+    for kind in kinds
+    for sequence_parallel in (False, True)
+)
+
+
+def built(te: Any, case: Case, mesh: VirtualMesh, device: str) -> Any:
+    """The module, as a program builds it."""
+    arguments = {
+        "bias": case.bias, "sequence_parallel": case.sequence_parallel, "tp_group": mesh.group, "tp_size": mesh.size,
+        "params_dtype": case.dtype, "parallel_mode": case.mode, "device": device,
+    }  # fmt: skip
+    if case.module == "LayerNormLinear":
+        arguments["normalization"] = "RMSNorm"
+    if case.named:
+        arguments["parameters_split"] = ("gate", "up")
+    module = getattr(te, case.module)(INPUTS, OUTPUTS, **arguments)
+    if case.segments > 1 and not case.named:
+        module.weight.partition_stride = case.segments
+    return module
+
+
+def parameters(module: Any, case: Case) -> Parameters:
+    """The module's by name, each with its split."""
+    found: Parameters = {}
+    for name, parameter in module.named_parameters():
+        split: tuple[int, list[int]] | None = None
+        segments = 1 if case.named else case.segments
+        if case.mode == "column" and "layer_norm" not in name:
+            split = 0, [parameter.shape[0] // segments] * segments
+        elif case.mode == "row" and name == "weight":
+            split = 1, [parameter.shape[1]]
+        found[name] = parameter, split
+    return found
+
+
+def of_rank(whole: Tensor, mesh: VirtualMesh, dim: int, segments: int = 1) -> Tensor:
+    """This rank's part of every segment."""
+    parts = [segment.chunk(mesh.size, dim)[mesh.rank] for segment in whole.chunk(segments, dim)]
+    return torch.cat(parts, dim)
+
+
+def ran(te: Any, case: Case, mesh: VirtualMesh, device: str) -> tuple[Tensor, Tensor, dict]:
+    """Output, input gradient and gradients of parameters with their split, on this rank."""
+    module = built(te, case, mesh, device)
+    held = parameters(module, case)
+    set_weights(held, mesh, 0.1, case.dtype)
+    generator = torch.Generator().manual_seed(7)
+    x, dy = (torch.randn((POSITIONS, BATCH, size), generator=generator).to(case.dtype) for size in (INPUTS, OUTPUTS))
+    if case.mode == "column":
+        x, dy = x if not case.sequence_parallel else of_rank(x, mesh, 0), of_rank(dy, mesh, 2, case.segments)
+    else:
+        x, dy = of_rank(x, mesh, 2), dy if not case.sequence_parallel else of_rank(dy, mesh, 0)
+    x = x.to(device).requires_grad_()
+    y = module(x)
+    y.backward(dy.to(device))
+    gradients = {}
+    for name, (parameter, split) in held.items():
+        gradient = parameter.grad
+        if split is None and case.sequence_parallel and mesh.size > 1:
+            dist.all_reduce(gradient, group=mesh.group)  # as a program does for what every rank holds whole
+        gradients[name] = gradient.cpu(), split
+    return y.detach().cpu(), x.grad.cpu(), gradients
+
+
+def whole(ranks: Sequence[tuple], case: Case) -> dict[str, Tensor]:
+    """What `ran` returned on all ranks, put together."""
+    ys, dxs, gradients = zip(*ranks, strict=True)
+    split, gathered = (ys, dxs) if case.mode == "column" else (dxs, ys)
+    segments = case.segments if case.mode == "column" else 1
+    assert case.sequence_parallel or all(same_bits(part, gathered[0]) for part in gathered)
+    along = torch.cat(gathered) if case.sequence_parallel else gathered[0]
+    features = joined(split, -1, segments)
+    y, dx = (features, along) if case.mode == "column" else (along, features)
+    return {"output": y, "input gradient": dx, **put_together(gradients)}
+
+
+def unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    """The tensors of which not all bits are equal."""
+    assert a.keys() == b.keys()
+    return [name for name in a if not same_bits(a[name], b[name])]
+
+
+def main() -> None:
+    """See the top."""
+    folder, switch = Path(sys.argv[1]), sys.argv[2]
+    os.environ |= {"NVTE_TP_INVARIANT_MODE": switch, "TPI_SHARDS": str(SHARDS)}
+    import tp_invariant_recipes.invariant  # noqa: F401
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    size, rank = dist.get_world_size(), dist.get_rank()
+    import transformer_engine.pytorch as te
+
+    mesh = VirtualMesh(SHARDS, size, rank, dist.group.WORLD if size > 1 else None)
+    found = {case: ran(te, case, mesh, "cuda") for case in CASES}
+    (folder / f"{switch}-{size}-{rank}.pickle").write_bytes(pickle.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
