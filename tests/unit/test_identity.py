@@ -87,6 +87,9 @@ def test_an_unset_decay_is_as_long_as_the_run():
 # All that conf/ sets in the sections of the identity and that is left out of it.
 LEFT_OUT = {
     *(f"model.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")),
+    "model.batch_p2p_comm",
+    "model.overlap_p2p_comm",
+    "model.virtual_pipeline_model_parallel_size",
     *(f"model.{name}_parallel_size" for name in ("expert_model", "expert_tensor")),
     "model._target_",
     "model.apply_rope_fusion",

@@ -171,7 +171,7 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
         console.print(Text(line), soft_wrap=True)
 
     with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
-        ended = agent.run(place, allocation_run.node_task(request, watch, remark), stop)
+        ended = agent.run(place, allocation_run.node_task(request, place.count, watch, remark), stop)
     if ended.outcome is None and place.first:
         raise RunError(ended.why or "the run failed")
     if ended.outcome is None:

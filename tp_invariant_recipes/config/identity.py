@@ -39,6 +39,8 @@ EXCLUDED = {
     "when it is computed": (
         "model.recompute_*",
         "model.*overlap*",
+        "model.batch_p2p_comm",
+        "model.microbatch_group_size_per_vp_stage",
         "model.*offload*",
         "optimizer.*overlap*",
         "ddp.*overlap*",
