@@ -28,6 +28,8 @@ EXPERTS = (
 )
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 BIASES = "model.add_bias_linear=true model.add_qkv_bias=true"
+INTERLEAVED = "model.virtual_pipeline_model_parallel_size=2"
+UNEVEN = "model.num_layers_in_first_pipeline_stage=1"
 PLAIN_OPTIMIZER = "optimizer.use_distributed_optimizer=false"
 
 # What is held fixed, and the layouts that must agree with the first, with digests of all gradients and weights.
@@ -39,7 +41,11 @@ GROUPS = {
     ),
     "gather": (f"{TOY} iters=4 numerics=gather", ("tp=1", "tp=2", "tp=4")),
     "dp": (f"{TOY} iters=4 dp=2", ("tp=1", PLAIN_OPTIMIZER, "tp=2", "pp=2", "tp=4")),
-    "vp": (f"{TOY} iters=4 model.num_layers=4", ("tp=1", "pp=2 model.virtual_pipeline_model_parallel_size=2")),
+    "vp": (f"{TOY} iters=4 model.num_layers=4", ("tp=1", f"pp=2 {INTERLEAVED}", f"pp=2 {UNEVEN}", "pp=4")),
+    "untied": (
+        f"{TOY} iters=4 model.num_layers=4 model.share_embeddings_and_output_weights=false",
+        ("tp=1", "pp=2", f"tp=2 pp=2 {INTERLEAVED}"),
+    ),
     "experts": (EXPERTS, ("tp=1", "tp=2 ep=2", "tp=4 ep=2", "tp=2 pp=2")),
     "experts-dp": (f"{EXPERTS} dp=2", ("tp=1", "ep=2", "tp=2 ep=2", "tp=2 ep=4")),
 }
@@ -47,7 +53,7 @@ GROUPS = {
 STOCK = "numerics=stock numerics.initial_weights=invariant"
 CONTROLS = (("dense", "tp=2"), ("dense", "pp=2"), ("experts", "tp=2 ep=2"))
 # A run that saves at its second step, and the layout in which another goes on from there.
-RESUMED = {"dense tp=2": "tp=1", "dense tp=1": "tp=2"}
+RESUMED = {"dense tp=2": "tp=1", "dense tp=1": "tp=2", "dense pp=2": "tp=2 pp=1", "dense tp=2 pp=2": "tp=1 pp=1"}
 # Runs whose last weights both numerics read.
 READ = ("dense tp=1", "stock dense tp=1")
 
@@ -124,7 +130,7 @@ def test_stock_has_several(trained, group, layout):
 
 
 @pytest.mark.parametrize("saved", RESUMED)
-def test_a_run_goes_on_at_another_tp(trained, saved):
+def test_a_run_goes_on_in_another_layout(trained, saved):
     """With its optimizer's state: the steps after the checkpoint are those of the run that was never interrupted."""
     resumed = f"{saved} to {RESUMED[saved]}"
     steps = trained.ledger(resumed)[1]

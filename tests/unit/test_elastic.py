@@ -55,6 +55,7 @@ def test_the_script_asks_for_a_range_and_starts_on_what_there_is(tmp_path):
     found = submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], f"run.dir={tmp_path}/run"], dry=True)
     text = found.scripts[0].text
     assert "#SBATCH --nodes=1-4\n" in text
+    assert "#SBATCH --ntasks" not in text  # SLURM would give no more nodes than tasks
     assert "srun --ntasks-per-node=1 --wait=60 " in text
     assert "or as many of them as there are" in found.about
 
