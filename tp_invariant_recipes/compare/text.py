@@ -13,6 +13,7 @@ from tp_invariant_recipes.compare.log_compare import PrintedComparison
 from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line, magnitude_report
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.ledger.layouts import changes
 from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, SCHEMA, Difference
 from tp_invariant_recipes.ledger.reader import Ledger
 
@@ -70,6 +71,7 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         for ledger in (a, b)
         if ledger.torn
     ]
+    sentences += [f"{run_name(ledger)}: {_layouts(ledger)}." for ledger in (a, b) if changes(ledger.header)]
     if a.path.resolve() == b.path.resolve():
         sentences.append("Both are the same file, so this proves nothing.")
     apart = magnitude_line(comparison)
@@ -79,6 +81,11 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         sentences += [*_later_replicas(comparison), *_undigested(comparison), *_untraced(comparison)]
         sentences += _next_command(comparison, dumped=apart is not None)
     return tuple(sentences)
+
+
+def _layouts(ledger: Ledger) -> str:
+    first, *later = changes(ledger.header)
+    return ", ".join([first[1], *(f"from step {step} on {words}" for step, words in later)])
 
 
 def _undigested(comparison: Comparison) -> list[str]:

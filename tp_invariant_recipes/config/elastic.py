@@ -10,6 +10,7 @@ from typing import Any
 from tp_invariant_recipes.config import allocation, going_on, invariance, layout
 from tp_invariant_recipes.config.overrides import Override, parse
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+from tp_invariant_recipes.ledger.layouts import words
 
 _SPAN = re.compile(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", re.ASCII)
 
@@ -70,7 +71,7 @@ def _why(tree: Tree, nodes: int) -> str:
     """Why the fewest nodes are too few."""
     smaller = [dp for dp in range(typed(tree).parallel.data_parallel_size, 0, -1) if _room(with_dp(tree, dp), nodes)]
     if not smaller:
-        return f"{layout.words(layout.of(typed(with_dp(tree, 1))).as_dict())} does not fit {nodes} of the nodes"
+        return f"{words(layout.of(typed(with_dp(tree, 1))).as_dict())} does not fit {nodes} of the nodes"
     return next(iter(_wrong(tree, smaller[0])))
 
 

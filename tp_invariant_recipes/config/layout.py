@@ -4,9 +4,8 @@ One row a rule. A rule looks at the configuration and returns what is wrong, or 
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 
@@ -51,11 +50,6 @@ class Layout:
     def as_dict(self) -> dict[str, int | bool]:
         """Short keys and their values, for a ledger's header."""
         return {**self.degrees, "sp": self.sp}
-
-
-def words(degrees: Mapping[str, Any]) -> str:
-    """The degrees above 1 as they are typed; "tp=1" where there is none."""
-    return " ".join(f"{name}={degree}" for name, degree in degrees.items() if name != "sp" and degree > 1) or "tp=1"
 
 
 def of(config: RunConfig) -> Layout:

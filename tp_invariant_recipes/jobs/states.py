@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import layout
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.jobs import slurm_client, status_query
 from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_submissions, attempts
 from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.jobs.status_query import SlurmStatus
+from tp_invariant_recipes.ledger.layouts import words
 from tp_invariant_recipes.ledger.run_files import Progress
 from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir
@@ -172,7 +172,7 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     facts: dict[str, Any] = {
         "part": part,
         "tries": 1 + last["job"]["restart"] if last else 1,
-        "layouts": tuple(layout.words(one["layout"]) for one in tried if one.get("layout")),
+        "layouts": tuple(words(one["layout"]) for one in tried if one.get("layout")),
         "step": step,
         "of": last.get("to_step"),
         "loss": loss,
