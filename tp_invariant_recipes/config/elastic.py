@@ -32,7 +32,7 @@ def span(config: RunConfig) -> tuple[int, int] | None:
 
 def with_dp(tree: Tree, dp: int) -> Tree:
     """The tree with another data-parallel degree, and what the one asked for decides of the numerics."""
-    return tree | {"parallel": tree["parallel"] | {"data_parallel_size": dp}}
+    return {**tree, "parallel": tree["parallel"] | {"data_parallel_size": dp}}
 
 
 def data_parallel(tree: Tree, nodes: int) -> int | None:
@@ -63,8 +63,7 @@ def problems(tree: Tree) -> list[str]:
 
 def kept(tree: Tree) -> list[Override]:
     """What a job sets of its numerics, so that every number of nodes has the same."""
-    numerics = tree["numerics"]
-    return [parse(f"numerics.{name}={numerics[name]}") for name in going_on.KEPT if numerics.get(name) is not None]
+    return [parse(text) for text in going_on.kept(tree["numerics"])]
 
 
 def _why(tree: Tree, nodes: int) -> str:

@@ -25,6 +25,13 @@ def data_shards(numerics: Mapping[str, Any], layout: Mapping[str, Any]) -> int:
     return numerics.get("data_shards") or layout["dp"]
 
 
+def kept(numerics: Mapping[str, Any]) -> list[str]:
+    """What a run keeps of its numerics in other layouts, as overrides. Nothing for stock, which has no fixed order."""
+    if numerics["mode"] == "stock":
+        return []
+    return [f"numerics.{name}={numerics[name]}" for name in KEPT if numerics.get(name) is not None]
+
+
 def optimizer_state(tree: Mapping[str, Any]) -> str:
     """The form in which a run of this tree writes its optimizer's state."""
     if not tree["optimizer"].get("use_distributed_optimizer"):

@@ -226,8 +226,7 @@ def _composed_again(run: Path, model: str | None, overrides: Sequence[Override])
 
 def _kept(before: dict[str, Any]) -> list[Override]:
     """What a run keeps of its numerics although another layout has another default."""
-    numerics = before["numerics"]
-    return [parse(f"numerics.{name}={numerics[name]}") for name in going_on.KEPT if numerics.get(name) is not None]
+    return [parse(text) for text in going_on.kept(before["numerics"])]
 
 
 def _compose_as(before: dict[str, Any], overrides: Sequence[Override]) -> Composed:
