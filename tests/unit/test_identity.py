@@ -119,6 +119,7 @@ LEFT_OUT = {
     "optimizer.use_distributed_optimizer",
     "scheduler.override_opt_param_scheduler",
     "train.exit_signal_handler",
+    "train.micro_batch_size",
     "train.manual_gc",
     "train.manual_gc_interval",
     "train.train_iters",

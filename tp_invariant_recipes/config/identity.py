@@ -74,7 +74,7 @@ def identity(tree: Tree, data_digest: str | None) -> dict[str, Any]:
     if flat.get("scheduler.lr_decay_iters") is None:
         flat["scheduler.lr_decay_iters"] = config.bridge["train"]["train_iters"]
     flat["data.kind"] = config.data.kind
-    if config.numerics.data_shards is not None:
+    if config.numerics.mode != "stock" and config.numerics.data_shards is not None:
         flat[DATA_SHARDS] = config.numerics.data_shards
     flat["data.digest"] = data_digest
     return dict(sorted(flat.items()))

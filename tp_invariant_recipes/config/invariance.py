@@ -202,7 +202,8 @@ def limits(tree: Tree) -> list[str]:
 def _unread(config: RunConfig) -> list[str]:
     """What stock numerics would ignore."""
     shards = config.numerics.data_shards
-    return [] if shards is None else [f"numerics.data_shards={shards}: numerics=stock has no data shards; leave it out"]
+    unset = shards in (None, config.parallel.data_parallel_size)
+    return [] if unset else [f"numerics.data_shards={shards}: numerics=stock has no data shards; leave it out"]
 
 
 def _shards(config: RunConfig) -> list[str]:
