@@ -108,7 +108,9 @@ def _one_after_the_other() -> None:
     from tp_invariant_recipes.numerics import data_shards
 
     original = data_shards.ShardCounter.__init__
-    data_shards.ShardCounter.__init__ = lambda self, shards, each, gradients: original(self, 1, shards * each, gradients)
+    data_shards.ShardCounter.__init__ = lambda self, shards, each, gradients: original(
+        self, 1, shards * each, gradients
+    )
 
 
 def _dealt_in_turn() -> None:
@@ -132,7 +134,7 @@ INGREDIENTS = {
     "tree over ranks": (_in_the_library, "dp=1", "dp=4"),
     "tree over the shards of a rank": (_one_after_the_other, "dp=1", "dp=4"),
     "order of the data": (_dealt_in_turn, "dp=1", "dp=2"),
-    "loss": (_losses_by_the_library, "dp=1", "dp=2"),
+    "loss": (_losses_by_the_library, "iters=8", "iters=8 dp=4"),
 }
 
 

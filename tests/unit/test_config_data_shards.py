@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.trees import with_fields
 from tests.unit.compare.ledgers import ledger
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import verdict_line
@@ -92,7 +91,8 @@ def test_memory_grows_with_log2_of_the_shards_of_a_rank():
 def test_memory_of_sources_that_an_owner_of_experts_keeps_apart():
     """ep=2 over two data-parallel ranks: half of the experts, each with two gradients."""
     apart, over = (
-        memory.estimate(typed(tree("dp=2", "gbs=2", f"ep={ep}", model="qwen3_moe_toy"))).parts[GRADIENTS] for ep in (1, 2)
+        memory.estimate(typed(tree("dp=2", "gbs=2", f"ep={ep}", model="qwen3_moe_toy"))).parts[GRADIENTS]
+        for ep in (1, 2)
     )
     assert over == apart
 
@@ -113,6 +113,6 @@ def test_a_comparison_names_the_key():
 
 
 def test_only_a_distributed_optimizer_gathers_weights():
-    with pytest.raises(ConfigError, match="only a distributed optimizer gathers weights; optimizer.use_dist"):
+    with pytest.raises(ConfigError, match="only a distributed optimizer gathers weights"):
         tree("ddp.overlap_param_gather=true")
     assert tree("ddp.overlap_param_gather=true", "optimizer.use_distributed_optimizer=true")

@@ -52,7 +52,7 @@ class ConsecutiveSampler:
 
 
 def consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for the build_pretraining_data_loader of Bridge's loaders, which builds Megatron's sampler by name."""
+    """A replacement for build_pretraining_data_loader of Bridge's loaders: it builds Megatron's sampler by name."""
 
     def build_pretraining_data_loader(*args: Any, global_batch_size: int | None = None, **kwargs: Any) -> Any:
         sampler = partial(ConsecutiveSampler, batch=global_batch_size)

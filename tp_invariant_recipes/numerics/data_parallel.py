@@ -114,7 +114,15 @@ def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def forward_step_calc_loss(
-        model: Any, output: Any, loss_func: Any, config: Any, vp_stage: Any, collect: Any, num: int, *rest: Any, **more: Any
+        model: Any,
+        output: Any,
+        loss_func: Any,
+        config: Any,
+        vp_stage: Any,
+        collect: Any,
+        num: int,
+        *rest: Any,
+        **more: Any,
     ) -> Any:
         from megatron.core import parallel_state
 
@@ -243,4 +251,3 @@ def reading_below(original: Callable[..., Any], classes: tuple[str, ...]) -> Cal
         return waiting
 
     return _make_forward_pre_hook
-

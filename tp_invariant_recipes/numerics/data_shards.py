@@ -1,8 +1,8 @@
 """Gradients of D virtual data shards on one data-parallel rank: a tree, whatever the number of ranks.
 
-A step's gradient is a tree over D shards, neighbours first. Each shard is the sum of its sequences' gradients, one after
-the other. A rank has D/dp consecutive shards, a subtree; it computes them in turn, and adds them as a binary counter
-counts, so that it keeps log2(D/dp) sums beside the one that grows:
+A step's gradient is a tree over D shards, neighbours first. Each shard is the sum of its sequences' gradients, one
+after the other. A rank has D/dp consecutive shards, a subtree; it computes them in turn, and adds them as a binary
+counter counts, so that it keeps log2(D/dp) sums beside the one that grows:
 
     shard    0         1              2         3
     level 0  0         –              2         –
@@ -21,7 +21,7 @@ class ShardCounter:
 
     shards:    of this rank, D/dp, a power of two.
     each:      how many micro-batches a shard has.
-    gradients: the buffers that the backward passes add to, [n] fp32 or of any shape. It is called at the end of a shard,
+    gradients: the buffers that the backward passes add to, fp32 of any shape. It is called at the end of a shard,
                since some appear with the first backward pass only.
     """
 

@@ -2,8 +2,8 @@
 same shapes, in every layout (numerics/token_dispatcher.py), so any deterministic product gives the same bits.
 
 With ep > tp, an owner has the tokens of several data-parallel ranks, its sources. Each source has memory of its own for
-weight gradients, until all micro-batches are done. Then the same tree adds them that adds data-parallel ranks elsewhere:
-the sources of an owner are consecutive ranks, a subtree.
+weight gradients, until all micro-batches are done. Then the tree adds them that adds data-parallel ranks elsewhere: the
+sources of an owner are consecutive ranks, a subtree.
 """
 
 from collections.abc import Sequence
