@@ -14,8 +14,6 @@ UNTIED = "model.share_embeddings_and_output_weights=false"
 # parallelism is on where tp > 1 unless said otherwise. One row has more steps, of one micro-batch each.
 GROUPS = {
     "iters=8 gbs=1 seq=32": ("tp=1", "tp=2", "tp=4", "tp=8"),
-    "iters=2 gbs=4 mbs=4": ("tp=1", "tp=2 sp=false", "tp=4"),
-    "iters=2 gbs=4 dp=2": ("tp=1", "tp=4"),
     "iters=2 gbs=4": ("tp=1", "tp=1 pp=2", "tp=2 pp=2"),
     f"iters=2 {RECOMPUTE}": ("tp=1", "tp=4 sp=false"),
     f"iters=2 precision=fp32 numerics.virtual_shards=4 {UNTIED}": ("tp=1", "tp=4 sp=false"),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.trees import with_fields
 from tests.unit.compare.ledgers import ledger
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import verdict_line
@@ -49,6 +50,14 @@ def test_what_does_not_fit_is_refused_by_name(overrides):
     with pytest.raises(ConfigError) as refused:
         tree(*overrides.split())
     assert REFUSED[overrides] in str(refused.value)
+
+
+def test_a_step_has_one_size():
+    for shards, problems in ((1, 0), (2, 1)):
+        changed = with_fields(tree("gbs=4", f"numerics.data_shards={shards}"), train__rampup_batch_size=[1, 1, 4])
+        found = invariance.limits(changed)
+        assert len(found) == problems
+        assert all("train.rampup_batch_size changes it; leave it unset" in one for one in found)
 
 
 def test_what_a_refusal_proposes_fits():

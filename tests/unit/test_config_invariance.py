@@ -55,7 +55,6 @@ BEYOND = (
     ({"model__attention_dropout": 0.1}, "dropout"),
     ({"model__context_parallel_size": 2}, "cp"),
     ({"dataset__dataloader_type": "cyclic"}, "which sequences a rank computes depends on dp"),
-    ({"numerics__data_shards": 2, "train__global_batch_size": 2, "train__rampup_batch_size": [1, 1, 4]}, "data shards"),
     ({"model__mtp_num_layers": 1}, "multi-token prediction"),
 )
 

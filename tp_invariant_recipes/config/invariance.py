@@ -177,17 +177,19 @@ def problems(tree: Tree) -> list[str]:
     config = typed(tree)
     if not layout.countable(config):
         return []
+    if config.numerics.mode == "stock":
+        return _unread(config)
     said_by_layout = _ranks(config) if layout.splits_unevenly(config) else []
     found = [limit for limit in limits(tree) if limit not in said_by_layout]
-    return [*found, OR_STOCK] if found and config.numerics.mode != "stock" else found
+    return [*found, OR_STOCK] if found else []
 
 
 def limits(tree: Tree) -> list[str]:
-    """Everything that keeps the tree's numerics mode from being invariant; for stock, what it would ignore."""
+    """Everything that keeps the tree's numerics mode from being invariant; nothing for stock."""
     config = typed(tree)
     mode = config.numerics.mode
     if mode == "stock":
-        return _unread(config)
+        return []
     beyond = [limit.why for limit in LIMITS if limit.wrong(config)]
     beyond += model_fields.unknown(config.model, (*OFF, *invariant_experts.OFF))
     for section in allowed_fields.SECTIONS:
@@ -202,8 +204,8 @@ def limits(tree: Tree) -> list[str]:
 def _unread(config: RunConfig) -> list[str]:
     """What stock numerics would ignore."""
     shards = config.numerics.data_shards
-    unset = shards in (None, config.parallel.data_parallel_size)
-    return [] if unset else [f"numerics.data_shards={shards}: numerics=stock has no data shards; leave it out"]
+    by_default = shards in (None, config.parallel.data_parallel_size)
+    return [] if by_default else [f"numerics.data_shards={shards}: numerics=stock has no data shards; leave it out"]
 
 
 def _shards(config: RunConfig) -> list[str]:

@@ -55,11 +55,13 @@ def consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement for build_pretraining_data_loader of Bridge's loaders: it builds Megatron's sampler by name."""
 
     def build_pretraining_data_loader(*args: Any, global_batch_size: int | None = None, **kwargs: Any) -> Any:
+        if global_batch_size is None:
+            raise ValueError("which sequences a rank computes follows from the global batch size, and none is given")
         sampler = partial(ConsecutiveSampler, batch=global_batch_size)
         row = Replacement(
             "megatron.bridge.data.samplers:MegatronPretrainingSampler", lambda _: sampler, "it deals them in turn"
         )
-        with applied([row] if global_batch_size else []):
+        with applied([row]):
             return original(*args, global_batch_size=global_batch_size, **kwargs)
 
     return build_pretraining_data_loader
