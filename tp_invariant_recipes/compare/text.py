@@ -14,7 +14,7 @@ from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line, magni
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.layouts import changes
-from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, SCHEMA, Difference
+from tp_invariant_recipes.ledger.lines import DATA_SHARDS, DIGESTED, FLOATS, SCHEMA, Difference
 from tp_invariant_recipes.ledger.reader import Ledger
 
 REPORT_SCHEMA = 2
@@ -328,7 +328,9 @@ def _not_comparable(comparison: Comparison) -> str:
         empty = " and ".join(run_name(run) for run in (comparison.a, comparison.b) if not run.steps)
         return f": no common step, none recorded in {empty}"
     more = f" and {len(rows) - _FIELDS_IN_LINE} more" if len(rows) > _FIELDS_IN_LINE else ""
-    return ": " + ", ".join(f"{name} is {a} and {b}" for name, a, b in rows[:_FIELDS_IN_LINE]) + more
+    text = ": " + ", ".join(f"{name} is {a} and {b}" for name, a, b in rows[:_FIELDS_IN_LINE]) + more
+    shards = [max(int(a), int(b)) for name, a, b in rows if name == DATA_SHARDS and a.isdigit() and b.isdigit()]
+    return text + "".join(f"; train both with {DATA_SHARDS}={most}" for most in shards)
 
 
 _LINES = {

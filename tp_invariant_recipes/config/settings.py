@@ -22,6 +22,7 @@ class NumericsSettings:
 
     mode:            what adds across ranks.
     virtual_shards:  V, virtual shards of the invariant modes.
+    data_shards:     D, their data shards; part of the identity.
     grad_norm:       the invariant modes' gradient norm: exact, or a plain fp64 sum as in the published scheme.
     clip_rounding:   pow2 rounds the clipping coefficient down to a power of two, as in the published scheme.
     initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
@@ -29,6 +30,7 @@ class NumericsSettings:
 
     mode: Literal["stock", "tree", "gather"] = "tree"
     virtual_shards: int | None = None
+    data_shards: int | None = None
     grad_norm: Literal["exact", "fp64"] = "exact"
     clip_rounding: Literal["none", "pow2"] = "none"
     initial_weights: Literal["invariant", "megatron"] = "invariant"
