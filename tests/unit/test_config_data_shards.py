@@ -12,6 +12,7 @@ from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.memory import ACTIVATIONS, GRADIENTS
 from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.launch import memory as room
 from tp_invariant_recipes.ledger.lines import DATA_SHARDS, Header, identity_differences
 
 
@@ -125,3 +126,18 @@ def test_only_a_distributed_optimizer_gathers_weights():
     with pytest.raises(ConfigError, match="only a distributed optimizer gathers weights"):
         tree("ddp.overlap_param_gather=true")
     assert tree("ddp.overlap_param_gather=true", "optimizer.use_distributed_optimizer=true")
+
+
+@pytest.mark.parametrize(
+    "overrides, says, says_not",
+    (
+        (("numerics.data_shards=8",), "raise dp= towards numerics.data_shards=8", "lower mbs="),
+        (("dp=8", "mbs=1"), "lower seq=", "towards numerics.data_shards"),
+        (("numerics=stock", "mbs=4"), "lower mbs= or seq=", "towards numerics.data_shards"),
+    ),
+)
+def test_a_run_that_does_not_fit_is_told_what_lowers_its_memory(overrides, says, says_not):
+    config = typed(tree("gbs=8", *overrides))
+    ways = "; ".join(room._ways(config, memory.estimate(config)))
+    assert says in ways
+    assert says_not not in ways
