@@ -26,10 +26,16 @@ def test_a_model_on_two_nodes_needs_two():
     assert [elastic.data_parallel(wide, nodes) for nodes in (1, 2, 3, 4)] == [None, 1, 1, 2]
 
 
-def test_a_dp_with_other_bits_is_none():
-    asked = tree(*STOCK, "numerics=tree", "dp=2", "slurm.nodes=1-2")
-    assert elastic.data_parallel(asked, 2) == 2
-    assert elastic.data_parallel(asked, 1) is None
+def test_data_shards_are_those_of_the_most_nodes():
+    asked = tree(*STOCK, "numerics=tree")
+    assert [elastic.data_parallel(asked, nodes) for nodes in (1, 2, 3, 4)] == [1, 2, 2, 4]
+    assert elastic.kept(asked)[0].text == "numerics.data_shards=4"
+    assert elastic.kept(tree(*STOCK)) == []
+
+
+def test_the_script_keeps_the_data_shards(tmp_path):
+    found = submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], "numerics=tree", f"run.dir={tmp_path}/run"], dry=True)
+    assert "numerics.data_shards=4" in found.scripts[0].text
 
 
 REFUSED = (
@@ -38,7 +44,6 @@ REFUSED = (
     ("slurm.nodes=2-3", "slurm.nodes=2-3: with this layout the run takes 4 nodes with 2 cpu ranks each"),
     ("cluster.shared_files=false", "so cluster.shared_files must be true"),
     ("tp=4 dp=2", "slurm.nodes=1-4: tp=4 does not fit 1 of the nodes; slurm.nodes=2-4"),
-    ("numerics=tree dp=2 slurm.nodes=1-2", "slurm.nodes=1-2: dp=1: a step's gradient has been the sum of 2"),
 )
 
 
