@@ -10,13 +10,20 @@ SMALL = ("qwen3_toy", "seq=64", "gbs=2")
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 UNTIED = "model.share_embeddings_and_output_weights=false"
 
+FOUR = "model.num_layers=4"
+INTERLEAVED = "model.virtual_pipeline_model_parallel_size=2"
+FIRST, LAST = (f"model.num_layers_in_{end}_pipeline_stage=1" for end in ("first", "last"))
+OVERLAPPING = "model.overlap_p2p_comm=true model.batch_p2p_comm=false"
+IN_A_BATCH = "model.overlap_p2p_comm=false model.batch_p2p_comm=true"
+
 # What is held fixed -> the layouts that must agree, with digests of all gradients and weights at every step. Sequence
 # parallelism is on where tp > 1 unless said otherwise. One row has more steps, of one micro-batch each.
 GROUPS = {
     "iters=8 gbs=1 seq=32": ("tp=1", "tp=2", "tp=4", "tp=8"),
     "iters=2 gbs=4 mbs=4": ("tp=1", "tp=2 sp=false", "tp=4"),
     "iters=2 gbs=4 dp=2": ("tp=1", "tp=4"),
-    "iters=2 gbs=4": ("tp=1", "tp=1 pp=2", "tp=2 pp=2"),
+    f"iters=2 gbs=4 {FOUR}": ("tp=1", f"tp=2 pp=2 {INTERLEAVED}", f"pp=2 {FIRST}"),
+    f"iters=1 {UNTIED}": ("tp=1", "pp=2"),
     f"iters=2 {RECOMPUTE}": ("tp=1", "tp=4 sp=false"),
     f"iters=2 precision=fp32 numerics.virtual_shards=4 {UNTIED}": ("tp=1", "tp=4 sp=false"),
 }
@@ -27,7 +34,11 @@ LONGER = {
     "iters=2 gbs=4 dp=2": ("tp=1", "tp=2", "tp=4", "tp=8"),
     "iters=2 gbs=4 pp=2": ("tp=1", "tp=2", "tp=4", "tp=8"),
     "iters=2 gbs=8 dp=2": ("tp=1", "pp=2", "tp=2 pp=2"),
+    "iters=2 gbs=4": ("tp=1", "tp=1 pp=2", "tp=2 pp=2"),
     f"iters=2 gbs=4 {UNTIED}": ("tp=1", "tp=2 pp=2"),
+    f"iters=2 gbs=8 {FOUR}": ("tp=1", "pp=4", f"pp=2 {LAST}", f"pp=3 {FIRST} {LAST}"),
+    f"iters=2 gbs=8 {FOUR} {UNTIED}": ("tp=1", "pp=4", f"pp=2 {INTERLEAVED}", f"tp=2 pp=3 {FIRST} {LAST}"),
+    "iters=2 gbs=8 model.num_layers=8": ("tp=1", f"pp=4 {INTERLEAVED}", f"pp=4 tp=2 {INTERLEAVED} {OVERLAPPING}"),
     f"iters=2 {RECOMPUTE}": ("tp=1", "tp=2", "tp=4 sp=false"),
     "iters=2 precision=fp32": ("tp=1", "tp=4 sp=false"),
     f"iters=2 {UNTIED}": ("tp=1", "tp=4"),
@@ -115,11 +126,31 @@ def test_stock_does_not(tpi, fixed, layouts):
     assert tpi("compare", "stock-0", "stock-1").status == 1
 
 
+def _without_the_rule() -> None:
+    from tp_invariant_recipes.config import layout
+
+    layout.RULES = tuple(rule for rule in layout.RULES if rule is not layout._interleaved)
+
+
+@pytest.mark.release
+def test_two_interleaved_stages_in_a_batch_take_each_others_messages(tpi):
+    """The control of the rule that refuses this: without it the loss is another one."""
+    fixed = ("numerics=tree", "iters=1", "gbs=4", FOUR)
+    for name, at in (("one", "pp=1"), ("two", f"pp=2 {INTERLEAVED} {IN_A_BATCH}")):
+        done = tpi("train", *SMALL, *fixed, *at.split(), f"run.dir={name}", before=_without_the_rule)
+        assert done.status == 0, done.stderr
+    compared = tpi("compare", "one", "two")
+    assert compared.status == 1
+    assert "loss" in compared.stdout.splitlines()[0]
+
+
 REFUSED = {
+    f"pp=2 {FOUR} {INTERLEAVED} {IN_A_BATCH}": "two interleaved stages take each other's messages for their own",
     "model.hidden_dropout=0.1": "dropout draws other numbers in every layout",
     "model.normalization=LayerNorm": "only model.normalization=RMSNorm is covered",
     "model.ffn_hidden_size=192": "on a CPU it must be a multiple of 256",
-    "dp=4": "more than two data-parallel ranks",
+    "dp=3 gbs=6": "dp=3: the tree over data-parallel ranks needs a power of two; the largest that fits gbs=6 is dp=2",
+    "gbs=12 numerics.data_shards=8": "the largest that fits is numerics.data_shards=4",
     "numerics.virtual_shards=6": "must be a power of two",
     "numerics.virtual_shards=16": "the largest that fits is numerics.virtual_shards=8",
     "numerics.virtual_shards=2 tp=4": "tp=4 does not divide numerics.virtual_shards=2",

@@ -147,29 +147,21 @@ def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(tpi):
     assert "backward/embedding/input" in differs
 
 
-def test_data_parallel_ranks_are_one_batch(runs):
-    """The forward pass is that of one rank. Gradients have another factor: Megatron divides by micro-batches."""
+@pytest.mark.parametrize("layout", ("dp=2 tp=2 numerics.data_shards=2", "mbs=2"))
+def test_data_parallel_ranks_and_micro_batches_are_one_batch(runs, layout):
+    """The forward and the backward pass of a sequence are those of one rank that computes it alone."""
     one = by_name(runs.ledger("one")[0].trace)
-    two, four = (
-        by_name(train(runs, f"dp2-{n}", "numerics=tree", "dp=2", f"tp={n}", *ONE_STEP)[0].trace) for n in (1, 2)
-    )
+    other = train(runs, layout.replace(" ", "-"), "numerics=tree", *layout.split(), *ONE_STEP)
+    assert by_name(other[0].trace) == one
+
+
+def test_stock_gradients_have_a_factor(runs):
+    """The control: Megatron divides by the micro-batches of a rank."""
+    fixed = ("numerics=stock", "numerics.initial_weights=invariant", *ONE_STEP)
+    one, two = (by_name(train(runs, f"stock-dp{dp}", f"dp={dp}", *fixed)[0].trace) for dp in (1, 2))
     assert list(one) == list(two)
-    assert [name for name in one if name.startswith("forward") and one[name] != two[name]] == []
     assert one["backward/output_layer/input"].shape == two["backward/output_layer/input"].shape
     assert one["backward/output_layer/input"] != two["backward/output_layer/input"]
-    assert two == four
-
-
-def test_micro_batches_are_one_batch(runs):
-    """Which micro-batch a sample is in changes its place nowhere; products of more rows may round in another way."""
-    one = by_name(runs.ledger("one")[0].trace)
-    two, four = (
-        by_name(train(runs, f"mbs2-{n}", "numerics=tree", "mbs=2", f"tp={n}", *ONE_STEP)[0].trace) for n in (1, 2)
-    )
-    assert {name: t.shape for name, t in one.items()} == {name: t.shape for name, t in two.items()}
-    before = list(one).index("forward/decoder.layers.0.input_layernorm/output")
-    assert list(one.values())[: before + 1] == list(two.values())[: before + 1]
-    assert two == four
 
 
 def test_digests_are_those_of_the_dumped_tensors(runs):

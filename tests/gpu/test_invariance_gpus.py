@@ -28,7 +28,14 @@ EXPERTS = (
 )
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 BIASES = "model.add_bias_linear=true model.add_qkv_bias=true"
+INTERLEAVED = "model.virtual_pipeline_model_parallel_size=2"
+UNEVEN = "model.num_layers_in_first_pipeline_stage=1"
 PLAIN_OPTIMIZER = "optimizer.use_distributed_optimizer=false"
+
+OVERLAP = (
+    "ddp.overlap_grad_reduce=true ddp.bucket_size=100000 ddp.overlap_param_gather=true "
+    "optimizer.overlap_param_gather=true"
+)
 
 # What is held fixed, and the layouts that must agree with the first, with digests of all gradients and weights.
 GROUPS = {
@@ -39,15 +46,40 @@ GROUPS = {
     ),
     "gather": (f"{TOY} iters=4 numerics=gather", ("tp=1", "tp=2", "tp=4")),
     "dp": (f"{TOY} iters=4 dp=2", ("tp=1", PLAIN_OPTIMIZER, "tp=2", "pp=2", "tp=4")),
-    "vp": (f"{TOY} iters=4 model.num_layers=4", ("tp=1", "pp=2 model.virtual_pipeline_model_parallel_size=2")),
+    "vp": (f"{TOY} iters=4 model.num_layers=4", ("tp=1", f"pp=2 {INTERLEAVED}", f"pp=2 {UNEVEN}", "pp=4")),
+    "untied": (
+        f"{TOY} iters=4 model.num_layers=4 model.share_embeddings_and_output_weights=false",
+        ("tp=1", "pp=2", f"tp=2 pp=2 {INTERLEAVED}"),
+    ),
+    "data": (
+        "qwen3_toy gbs=8 iters=4 numerics.data_shards=4",
+        (
+            "dp=1",
+            "dp=1 mbs=2",
+            "dp=2",
+            f"dp=4 {OVERLAP}",
+            f"dp=4 {PLAIN_OPTIMIZER}",
+            f"tp=2 dp=2 {OVERLAP}",
+            "dp=2 pp=2",
+            "tp=2 dp=4",
+        ),
+    ),
+    "data-experts": (
+        f"{EXPERTS} numerics.data_shards=4",
+        ("dp=1", "dp=2 ep=2", f"dp=4 ep=4 {OVERLAP}", "tp=2 dp=2 ep=4 mbs=2", f"tp=2 dp=4 ep=8 {OVERLAP}"),
+    ),
+    "data-hybrid": (
+        "nemotron3_nano_toy iters=4 gbs=4 seq=128 numerics.data_shards=4",
+        ("dp=1", "dp=2 ep=2", f"dp=4 {OVERLAP}", "tp=2 dp=2 ep=4"),
+    ),
     "experts": (EXPERTS, ("tp=1", "tp=2 ep=2", "tp=4 ep=2", "tp=2 pp=2")),
     "experts-dp": (f"{EXPERTS} dp=2", ("tp=1", "ep=2", "tp=2 ep=2", "tp=2 ep=4")),
 }
 # The control: a group, and a layout that has other bits than tp=1 with stock numerics, from equal weights.
 STOCK = "numerics=stock numerics.initial_weights=invariant"
-CONTROLS = (("dense", "tp=2"), ("dense", "pp=2"), ("experts", "tp=2 ep=2"))
+CONTROLS = (("dense", "tp=2"), ("dense", "pp=2"), ("dense", "dp=4"), ("experts", "tp=2 ep=2"))
 # A run that saves at its second step, and the layout in which another goes on from there.
-RESUMED = {"dense tp=2": "tp=1", "dense tp=1": "tp=2"}
+RESUMED = {"dense tp=2": "tp=1", "dense tp=1": "tp=2", "dense pp=2": "tp=2 pp=1", "dense tp=2 pp=2": "tp=1 pp=1"}
 # Runs whose last weights both numerics read.
 READ = ("dense tp=1", "stock dense tp=1")
 
@@ -124,7 +156,7 @@ def test_stock_has_several(trained, group, layout):
 
 
 @pytest.mark.parametrize("saved", RESUMED)
-def test_a_run_goes_on_at_another_tp(trained, saved):
+def test_a_run_goes_on_in_another_layout(trained, saved):
     """With its optimizer's state: the steps after the checkpoint are those of the run that was never interrupted."""
     resumed = f"{saved} to {RESUMED[saved]}"
     steps = trained.ledger(resumed)[1]

@@ -89,6 +89,52 @@ def test_a_run_that_is_queued_again_and_loses_a_node_has_the_ledger_of_one_that_
 
 
 @pytest.mark.release
+def test_a_job_goes_on_with_the_nodes_that_are_left(tpi, start_cluster, site) -> None:
+    """Three nodes, of which a layout takes two; then one is left."""
+    cluster, run = start_cluster(nodes=3), tpi.folder / "run"
+    words = (*RUN, "dp=4", "gbs=4", "cluster.ranks_per_node=2", "run.dir=run", site)
+    refused = tpi("submit", *words, "slurm.nodes=1-4")
+    assert refused.status == 2
+    assert "4 nodes with 2 cpu ranks each are needed, and partition cpu has 3" in refused.stderr
+    words = (*RUN, "dp=2", "gbs=4", "cluster.ranks_per_node=2", "run.dir=run", site)
+    alone = tpi("train", *RUN, "gbs=4", "numerics.data_shards=2", "run.dir=alone")
+    assert alone.status == 0, alone.stderr
+    done = tpi("submit", *words, "slurm.nodes=1-2")
+    assert done.status == 0, done.stderr
+    job = done.stdout.strip()
+    cluster.until(lambda: len(steps(run)) > 12, within=400)
+    for node in ("n3", "n2"):
+        cluster.do("fail", node)
+    cluster.until(lambda: cluster.job(job)["Restarts"] == "1", within=120)
+    before = len(steps(run))
+    assert before < 100
+    cluster.release(job)
+    waited = tpi("wait", job)
+    assert waited.status == 0, waited.stdout + waited.stderr
+    assert [a["job"]["nodes"] for a in attempts(run)] == ["n[1-2]", "n1"]
+    assert [a["layout"]["dp"] for a in attempts(run)] == [2, 1]
+    assert agree(steps(run), steps(tpi.folder / "alone"))
+    header = json.loads((run / "ledger.jsonl").read_text().splitlines()[0])
+    (resumed,) = header["notes"]["resumed"]
+    assert (resumed["after_step"], resumed["changed"]["layout.dp"]) == (attempts(run)[1]["from_step"], 1)
+    (listed,) = json.loads(tpi("jobs", "run", "--json").stdout)["jobs"]
+    assert listed["layouts"] == ["tp=2 dp=2", "tp=2"]
+
+
+@pytest.mark.release
+def test_a_node_that_the_layout_cannot_use_waits_for_the_others(tpi, start_cluster, site) -> None:
+    start_cluster(nodes=3)
+    run = tpi.folder / "run"
+    words = ("train", *RUN, "iters=10", "dp=4", "gbs=4", "numerics=stock", "slurm.nodes=1-4", "run.dir=run", site)
+    salloc = ["salloc", "--nodes=3", sys.executable, "-m", "tp_invariant_recipes", *words, "--launcher=slurm"]
+    ended = subprocess.run(salloc, cwd=tpi.folder, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    (attempt,) = attempts(run)
+    assert (attempt["job"]["nodes"], attempt["layout"]["dp"]) == ("n[1-3]", 2)
+    assert len(steps(run)) == 10
+
+
+@pytest.mark.release
 def test_the_time_limit_saves_and_queues_again_and_cancel_ends_it(tpi, cluster, submit) -> None:
     run = tpi.folder / "run"
     long = ("tp=1", "iters=300000", "save=0", "slurm.save_before=110")

@@ -69,7 +69,7 @@ TRIED = (
     ("ddp", "nccl_ub", True, "ddp.nccl_ub=false"),
     ("ddp", "use_megatron_fsdp", True, "ddp.use_megatron_fsdp=false"),
     ("ddp", "fp8_param_gather", True, "ddp.fp8_param_gather=false"),
-    ("ddp", "overlap_param_gather", True, "ddp.overlap_param_gather=false"),
+    ("ddp", "align_param_gather", True, "ddp.align_param_gather=false"),
     ("ddp", "a_field_of_a_later_release", 1, "leave ddp.a_field_of_a_later_release unset"),
     ("optimizer", "a_field_of_a_later_release", None, "leave optimizer.a_field_of_a_later_release unset"),
 )

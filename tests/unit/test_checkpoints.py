@@ -31,7 +31,7 @@ def save(folder: Path, step: int, files: dict[str, bytes] = FILES, *, manifest: 
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(content)
     if manifest:
-        write_manifest(path, step, "hash", LAYOUT)
+        write_manifest(path, step, "hash", LAYOUT, "distributed")
     return path
 
 
@@ -63,7 +63,7 @@ def test_a_manifest_says_what_was_written(tmp_path):
 def test_a_manifest_written_again_is_the_same(tmp_path):
     path = save(tmp_path, 7)
     before = (path / MANIFEST).read_bytes()
-    write_manifest(path, 7, "hash", LAYOUT)
+    write_manifest(path, 7, "hash", LAYOUT, "distributed")
     assert (path / MANIFEST).read_bytes() == before
 
 
@@ -158,7 +158,7 @@ def test_a_half_written_manifest_does_not_finish_a_checkpoint(tmp_path, monkeypa
     path = save(tmp_path, 5, manifest=False)
     monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("killed here")))
     with pytest.raises(OSError, match="killed here"):
-        write_manifest(path, 5, "hash", LAYOUT)
+        write_manifest(path, 5, "hash", LAYOUT, "distributed")
     assert finished(tmp_path) == []
 
 

@@ -36,7 +36,7 @@ BEYOND = (
         {"model__add_bias_linear": True, "model__bias_activation_fusion": True, "model__gated_linear_unit": False},
         "a bias fused into an ungated activation",
     ),
-    ({"ddp__overlap_grad_reduce": True}, "ddp.overlap_grad_reduce=true: norm weight gradients are complete only"),
+    ({"ddp__delay_wgrad_compute": True}, "ddp.delay_wgrad_compute=true: norm weight gradients are complete only"),
     ({"ddp__grad_reduce_in_fp32": False}, "ddp.grad_reduce_in_fp32=false: gradients are accumulated in fp32"),
     ({"optimizer__optimizer": "muon"}, "optimizer.optimizer=muon: only adam and sgd"),
     ({"dist__use_sharp": True}, "dist.use_sharp=true: sums inside a switch"),
@@ -54,7 +54,7 @@ BEYOND = (
     ({"model__hidden_dropout": 0.1}, "dropout"),
     ({"model__attention_dropout": 0.1}, "dropout"),
     ({"model__context_parallel_size": 2}, "cp"),
-    ({"parallel__data_parallel_size": 4}, "an all-reduce over more than two data-parallel ranks"),
+    ({"dataset__dataloader_type": "cyclic"}, "which sequences a rank computes depends on dp"),
     ({"model__mtp_num_layers": 1}, "multi-token prediction"),
 )
 

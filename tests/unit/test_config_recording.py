@@ -49,9 +49,8 @@ def test_what_is_no_range_of_steps_is_refused(text):
         ({"ledger__trace": "1:2", "model__cuda_graph_impl": "local"}, "model.cuda_graph_impl=local; cuda_graph=off"),
         ({"ledger__dump": ["weights/x"]}, "at which steps? set ledger.trace=FIRST:LAST"),
         ({"ledger__dump": ["weights/x", "loss", "forward/x"], "ledger__trace": "1:1"}, "ledger.dump: loss, forward/x:"),
-        ({"ddp__overlap_param_gather": True}, "ddp.overlap_param_gather=false"),
-        ({"optimizer__overlap_param_gather": True}, "or record none: ledger.digests=0"),
         ({"ddp__use_megatron_fsdp": True}, "ddp.use_megatron_fsdp=false"),
+        ({"ddp__use_megatron_fsdp": True}, "or record none: ledger.digests=0"),
         ({"model__gtp_weight_remat_size": 2}, "model.gtp_weight_remat_size=1"),
     ),
 )
@@ -61,7 +60,7 @@ def test_each_mistake_names_the_key(fields, words):
 
 
 def test_what_digests_cannot_cover_can_be_trained_without_them():
-    assert recording.problems(changed(ledger__digests=0, ddp__overlap_param_gather=True)) == []
+    assert recording.problems(changed(ledger__digests=0, ddp__use_megatron_fsdp=True)) == []
 
 
 @pytest.mark.parametrize(

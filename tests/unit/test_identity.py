@@ -26,7 +26,7 @@ SAME = (
     ("qwen3_8b", ("device=cpu",)),
     ("qwen3_toy", ("device=cpu", "numerics=tree", "tp=8")),
     ("qwen3_8b", ("cluster=h100", "logging=wandb", "save=10", "run.dir=x")),
-    ("qwen3_moe_toy", ("tp=2", "ep=2", "dp=2", "gbs=4")),
+    ("qwen3_moe_toy", ("tp=2", "ep=2", "dp=2", "gbs=4", "mbs=2", "numerics.data_shards=4")),
     ("qwen3_moe_toy", ("tp=4", "etp=4", "numerics=stock")),
     ("nemotron3_nano_toy", ("tp=2", "pp=7")),
 )
@@ -34,7 +34,8 @@ SAME = (
 
 @pytest.mark.parametrize("model, overrides", SAME, ids=[" ".join((m, *o)) for m, o in SAME])
 def test_a_run_of_another_layout_is_the_same_run(model, overrides):
-    batch = [o for o in overrides if o.startswith("gbs=")]  # is part of the identity, and here for both
+    # These are part of the identity, and here for both.
+    batch = [o for o in overrides if o.startswith(("gbs=", "numerics"))]
     assert of(model, *overrides) == of(model, *batch)
 
 
@@ -87,6 +88,9 @@ def test_an_unset_decay_is_as_long_as_the_run():
 # All that conf/ sets in the sections of the identity and that is left out of it.
 LEFT_OUT = {
     *(f"model.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")),
+    "model.batch_p2p_comm",
+    "model.overlap_p2p_comm",
+    "model.virtual_pipeline_model_parallel_size",
     *(f"model.{name}_parallel_size" for name in ("expert_model", "expert_tensor")),
     "model._target_",
     "model.apply_rope_fusion",
@@ -119,6 +123,7 @@ LEFT_OUT = {
     "optimizer.use_distributed_optimizer",
     "scheduler.override_opt_param_scheduler",
     "train.exit_signal_handler",
+    "train.micro_batch_size",
     "train.manual_gc",
     "train.manual_gc_interval",
     "train.train_iters",

@@ -57,7 +57,12 @@ GOOD = (
     {"pp": 3, **HYBRID, "num_layers": None, "hybrid_layer_pattern": "MEM/E"},
     {"pp": 3, "pipeline_model_parallel_layout": "Et*3|t*3|t*2L"},
     {"pp": 3, "num_layers_in_first_pipeline_stage": 2},
+    {"pp": 3, "num_layers_in_last_pipeline_stage": 2},
+    {"pp": 2, "num_layers_in_first_pipeline_stage": 5, "num_layers_in_last_pipeline_stage": 3},
     {"pp": 2, "virtual_pipeline_model_parallel_size": 2},
+    {"pp": 2, "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "device": "cpu"},
+    {"pp": 4, "virtual_pipeline_model_parallel_size": 2, "batch_p2p_comm": True},
+    {"pp": 4, "gbs": 6, "virtual_pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 6},
     {"num_query_groups": None, "tp": 16},
     {"lr": 1e-4, "min_lr": 1e-4},
     {"lr": 0.0, "min_lr": None},
@@ -86,8 +91,36 @@ REFUSED = (
     ({"cp": 2, "seq": 66}, "seq=66 is not a multiple of 2 * cp=2; the next that is: seq=68"),
     ({"cp": 2, "tp": 2, "sp": True, "seq": 68}, "seq=68 is not a multiple of 2 * cp=2 * tp=2 (sp=true); the next"),
     (
-        {"pp": 2, "virtual_pipeline_model_parallel_size": 2, "device": "cpu"},
-        "model.virtual_pipeline_model_parallel_size=2: interleaved stages take each other's messages",
+        {"pp": 2, "virtual_pipeline_model_parallel_size": 2, "batch_p2p_comm": True},
+        "model.virtual_pipeline_model_parallel_size=2: in a batch two interleaved stages take each other's messages",
+    ),
+    (
+        {"pp": 4, "virtual_pipeline_model_parallel_size": 2, "batch_p2p_comm": True, "overlap_p2p_comm": True},
+        "model.overlap_p2p_comm=true and model.batch_p2p_comm=true: messages that overlap are not in a batch",
+    ),
+    (
+        {"virtual_pipeline_model_parallel_size": 2},
+        "model.virtual_pipeline_model_parallel_size=2: interleaved stages need pp > 1",
+    ),
+    (
+        {"pp": 4, "gbs": 6, "virtual_pipeline_model_parallel_size": 2},
+        "model.virtual_pipeline_model_parallel_size=2: pp=4 does not divide the 6 micro-batches (gbs / (mbs * dp)) "
+        "that interleaved stages take in turns; change gbs",
+    ),
+    (
+        {"pp": 4, "num_layers_in_first_pipeline_stage": 3},
+        "model.num_layers_in_first_pipeline_stage=3 of model.num_layers=8 leaves 5 layers "
+        "for the other 3 of pp=4 stages",
+    ),
+    (
+        {"pp": 2, "num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 3},
+        "model.num_layers_in_first_pipeline_stage=3 and model.num_layers_in_last_pipeline_stage=3 "
+        "of model.num_layers=8 leaves 2 layers for the other 0 of pp=2 stages",
+    ),
+    (
+        {"num_layers_in_last_pipeline_stage": 8, "pp": 2},
+        "model.num_layers_in_last_pipeline_stage=8 of model.num_layers=8 leaves 0 layers "
+        "for the other 1 of pp=2 stages",
     ),
     ({"cp": 2, "device": "cpu"}, "cp=2: context parallelism needs Transformer Engine's attention, so device=gpu"),
     ({"pp": 3}, "pp=3 does not divide model.num_layers=8; pp can be 1, 2, 4, 8"),

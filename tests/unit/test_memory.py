@@ -155,7 +155,9 @@ def test_recomputing_keeps_a_layers_input_alone():
 
 def test_activations_follow_the_tokens():
     once = parts("qwen3_8b")
-    assert parts("qwen3_8b", "mbs=2 gbs=2")[ACTIVATIONS] == 2 * once[ACTIVATIONS]
+    stock = parts("qwen3_8b", "numerics=stock")[ACTIVATIONS]
+    assert parts("qwen3_8b", "mbs=2 gbs=2 numerics=stock")[ACTIVATIONS] == 2 * stock
+    assert parts("qwen3_8b", "mbs=2 gbs=2")[ACTIVATIONS] == once[ACTIVATIONS]
     assert parts("qwen3_8b", "tp=2")[ACTIVATIONS] == once[ACTIVATIONS] // 2
     assert parts("qwen3_8b", "tp=2 sp=false")[ACTIVATIONS] > once[ACTIVATIONS] // 2
 

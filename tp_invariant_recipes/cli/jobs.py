@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -54,8 +55,8 @@ def jobs(
 
     --json prints schema (1), warning (why SLURM did not answer, or null) and jobs, with one entry for each job or task
     of an array: job (the id), role (train, cell, judge), run, directory, log, state, reason (why it is pending), alive
-    (null: not known), exit_status (as of `tpi wait`; null: not ended), tries, step, of, loss, seconds_left (of the time
-    limit), nodes, note.
+    (null: not known), exit_status (as of `tpi wait`; null: not ended), tries, layouts (of each try so far, such as
+    "tp=2 dp=4"), step, of, loss, seconds_left (of the time limit), nodes, note.
     """
     from tp_invariant_recipes.jobs import states
     from tp_invariant_recipes.jobs.registry import find
@@ -196,6 +197,7 @@ def _table(rows: "Sequence[JobState]") -> Table:
         Column("job", no_wrap=True),
         Column("run", overflow="fold"),
         Column("state", overflow="fold"),
+        Column("layout", overflow="fold"),
         Column("step", justify="right", no_wrap=True),
         Column("loss", justify="right", no_wrap=True),
         Column("time left", justify="right", no_wrap=True),
@@ -208,11 +210,17 @@ def _table(rows: "Sequence[JobState]") -> Table:
             Text(row.part.id),
             Text(one_line(row.part.name) + (" (judge)" if row.part.role == "judge" else "")),
             Text(one_line(row.text + first), style=_COLOURS[row.exit_status]),
+            Text(_layouts(row)),
             Text(_steps(row)),
             Text("" if row.loss is None else f"{row.loss:.4f}"),
             Text("" if row.seconds_left is None else _clock(row.seconds_left)),
         )
     return table
+
+
+def _layouts(state: "JobState") -> str:
+    """The layouts that its tries have had in turn."""
+    return " → ".join(layout for layout, _ in groupby(state.layouts))
 
 
 def _steps(state: "JobState") -> str:

@@ -200,7 +200,7 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
         console.print(Text(line), soft_wrap=True)
 
     with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
-        task = allocation_run.node_task(request, watch, remark)
+        task = allocation_run.node_task(request, place.count, watch, remark)
         ended = agent.run(place, task, stop)
     if ended.outcome is None and place.first:
         raise RunError(ended.why or "the run failed")

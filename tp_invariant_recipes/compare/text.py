@@ -14,7 +14,8 @@ from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line, magni
 from tp_invariant_recipes.compare.promises import promise
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.ledger.bits import readable
-from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, SCHEMA, Difference
+from tp_invariant_recipes.ledger.layouts import changes
+from tp_invariant_recipes.ledger.lines import DATA_SHARDS, DIGESTED, FLOATS, SCHEMA, Difference
 from tp_invariant_recipes.ledger.reader import Ledger
 
 REPORT_SCHEMA = 2
@@ -72,6 +73,7 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         for ledger in (a, b)
         if ledger.torn
     ]
+    sentences += [f"{run_name(ledger)}: {_layouts(ledger)}." for ledger in (a, b) if changes(ledger.header)]
     if a.path.resolve() == b.path.resolve():
         sentences.append("Both are the same file, so this proves nothing.")
     apart = magnitude_line(comparison)
@@ -84,6 +86,11 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         sentences += [*_later_replicas(comparison), *_undigested(comparison), *_untraced(comparison)]
         sentences += _next_command(comparison, dumped=apart is not None)
     return tuple(sentences)
+
+
+def _layouts(ledger: Ledger) -> str:
+    first, *later = changes(ledger.header)
+    return ", ".join([first[1], *(f"from step {step} on {words}" for step, words in later)])
 
 
 def _undigested(comparison: Comparison) -> list[str]:
@@ -326,7 +333,9 @@ def _not_comparable(comparison: Comparison) -> str:
         empty = " and ".join(run_name(run) for run in (comparison.a, comparison.b) if not run.steps)
         return f": no common step, none recorded in {empty}"
     more = f" and {len(rows) - _FIELDS_IN_LINE} more" if len(rows) > _FIELDS_IN_LINE else ""
-    return ": " + ", ".join(f"{name} is {a} and {b}" for name, a, b in rows[:_FIELDS_IN_LINE]) + more
+    text = ": " + ", ".join(f"{name} is {a} and {b}" for name, a, b in rows[:_FIELDS_IN_LINE]) + more
+    shards = [max(int(a), int(b)) for name, a, b in rows if name == DATA_SHARDS and a.isdigit() and b.isdigit()]
+    return text + "".join(f"; train both with {DATA_SHARDS}={most}" for most in shards)
 
 
 _LINES = {

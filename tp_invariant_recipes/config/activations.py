@@ -68,7 +68,7 @@ class MicroBatch:
 def micro_batch(config: RunConfig) -> MicroBatch:
     """The micro-batch of a run on one of its ranks."""
     model, at = config.model, layout.of(config)
-    tokens = config.bridge["train"]["micro_batch_size"] * model["seq_length"] // at.cp
+    tokens = sequences(config) * model["seq_length"] // at.cp
     te = model.get("transformer_impl") != "local"
     return MicroBatch(
         tokens=tokens,
@@ -85,6 +85,11 @@ def micro_batch(config: RunConfig) -> MicroBatch:
         head_norms=bool(model.get("qk_layernorm")),
         widths=size.widths(model),
     )
+
+
+def sequences(config: RunConfig) -> int:
+    """Sequences that are computed at once: the invariant numerics take those of a micro-batch one by one."""
+    return config.bridge["train"]["micro_batch_size"] if config.numerics.mode == "stock" else 1
 
 
 def element(config: RunConfig) -> int:

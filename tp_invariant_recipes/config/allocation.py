@@ -251,7 +251,7 @@ WRITTEN = {
     "--exclusive": "slurm.exclusive=true",
     "--requeue": "slurm.tries",
     "--no-requeue": "slurm.tries=1",
-    "--nodes": _HOW_MANY,
+    "--nodes": f"slurm.nodes=FEWEST-MOST; {_HOW_MANY}",
     "--ntasks": _HOW_MANY,
     "--ntasks-per-node": _HOW_MANY,
     "--gres": _WHICH_GPUS,

@@ -66,7 +66,8 @@ _BYTES = "it only moves bytes"
 _SWITCH = "sums inside a switch (NVLS, SHARP) have an order of their own"
 _TIME = "it only decides when"
 _PLACE = "it only decides where"
-_TWO = "a sum over two ranks has one order, in whatever pieces it is sent"
+_TREE = "one tree adds the ranks' gradients, in whatever pieces and whenever they are sent"
+_WAITS = "a layer waits for the weights that it reads"
 _FP16_ONLY = "only fp16 reads it"
 _GRAPH = "CUDA graphs are not covered yet"
 _FSDP = "FSDP reduces gradients in an order of its own"
@@ -128,7 +129,7 @@ OPTIMIZER: dict[str, tuple[Values, str]] = {
     # Where states lie.
     "use_distributed_optimizer": (BOOL, _ELEMENT),
     "use_layer_wise_distributed_optimizer": (OFF, _ADAM),
-    "overlap_param_gather": (OFF, _READ_EARLY),
+    "overlap_param_gather": (BOOL, _WAITS),
     "overlap_param_gather_with_optimizer_step": (OFF, _READ_EARLY),
     "optimizer_cpu_offload": (OFF, _OFFLOAD),
     "optimizer_offload_fraction": (_only(0.0), _OFFLOAD),
@@ -147,17 +148,17 @@ OPTIMIZER: dict[str, tuple[Values, str]] = {
 DDP: dict[str, tuple[Values, str]] = {
     "grad_reduce_in_fp32": (_only(True), _FP32),
     "param_name_patterns_for_fp32_local_accumulation": (_only(()), _FP32),
-    "reduce_scatter_with_fp32_accumulation": (OFF, _FP32),
+    "reduce_scatter_with_fp32_accumulation": (OFF, _TREE),
     "average_in_collective": (OFF, "each rank divides its gradient by dp before the sum"),
-    "overlap_grad_reduce": (OFF, _COMPLETE),
+    "overlap_grad_reduce": (BOOL, _TREE),
     "delay_wgrad_compute": (OFF, _COMPLETE),
-    "overlap_param_gather": (OFF, _READ_EARLY),
+    "overlap_param_gather": (BOOL, _WAITS),
     "align_param_gather": (OFF, _READ_EARLY),
     "use_distributed_optimizer": (BOOL, _ELEMENT),
     "num_distributed_optimizer_instances": (_only(1), "several instances reduce gradients in two sums"),
-    "bucket_size": (NUMBER, _TWO),
-    "num_buckets": (NUMBER, _TWO),
-    "pad_buckets_for_high_nccl_busbw": (BOOL, _TWO),
+    "bucket_size": (NUMBER, _TREE),
+    "num_buckets": (NUMBER, _TREE),
+    "pad_buckets_for_high_nccl_busbw": (BOOL, _TREE),
     "check_for_nan_in_grad": (BOOL, _READS),
     "check_for_large_grads": (BOOL, _READS),
     "nccl_ub": (OFF, _SWITCH),

@@ -66,6 +66,9 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
     }
     parts.setdefault("mixed_precision", tree["mixed_precision"])
     _numerics(parts["model"], config)
+    if config.numerics.mode != "stock":
+        # The leaf of every sum over data is a sequence: a micro-batch of several is computed one by one.
+        parts["train"].micro_batch_size = 1
     # Bridge sets these too, so that code which does not go through our launcher computes the same bits.
     variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
     return ConfigContainer(**parts, env_vars=variables)

@@ -146,6 +146,7 @@ def _shards(*, _root_: Any) -> int:
 # What interpolations may call: functions of the tree alone. Others read the environment, files or the clock.
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.more_than_one": lambda n: isinstance(n, int) and n > 1,
+    "tpi.not": lambda value: not value,
     "tpi.graphed_modules": _graphed_modules,
     "tpi.shards": _shards,
 }

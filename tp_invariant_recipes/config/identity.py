@@ -4,6 +4,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tp_invariant_recipes.config.sections import Tree, typed
+from tp_invariant_recipes.ledger.lines import DATA_SHARDS
 
 # Sections whose fields are part of the identity.
 SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "rng", "mixed_precision")
@@ -17,6 +18,7 @@ EXCLUDED = {
         "model.num_layers_in_*_pipeline_stage",
         "model.account_for_*_in_pipeline_split",
         "model.pipeline_dtype",
+        "train.micro_batch_size",
     ),
     "which code computes it": (
         "model._target_",
@@ -39,6 +41,8 @@ EXCLUDED = {
     "when it is computed": (
         "model.recompute_*",
         "model.*overlap*",
+        "model.batch_p2p_comm",
+        "model.microbatch_group_size_per_vp_stage",
         "model.*offload*",
         "optimizer.*overlap*",
         "ddp.*overlap*",
@@ -72,6 +76,8 @@ def identity(tree: Tree, data_digest: str | None) -> dict[str, Any]:
     if flat.get("scheduler.lr_decay_iters") is None:
         flat["scheduler.lr_decay_iters"] = config.bridge["train"]["train_iters"]
     flat["data.kind"] = config.data.kind
+    if config.numerics.mode != "stock" and config.numerics.data_shards is not None:
+        flat[DATA_SHARDS] = config.numerics.data_shards
     flat["data.digest"] = data_digest
     return dict(sorted(flat.items()))
 

@@ -103,8 +103,13 @@ LIMITS = (
     ),
     Limit(lambda t: t.model["context_parallel_size"] > 1, "cp has no invariant version yet; cp=1"),
     Limit(
-        lambda t: t.parallel.data_parallel_size > 2,
-        "an all-reduce over more than two data-parallel ranks adds in an order of its own; dp=1 or 2",
+        lambda t: (t.numerics.data_shards or 1) > 1 and bool(t.bridge.get("train", {}).get("rampup_batch_size")),
+        "data shards are equal parts of a step, and train.rampup_batch_size changes it; leave it unset, or "
+        "numerics.data_shards=1",
+    ),
+    Limit(
+        lambda t: t.bridge.get("dataset", {}).get("dataloader_type", "single") != "single",
+        "which sequences a rank computes depends on dp; dataset.dataloader_type=single",
     ),
     Limit(lambda t: bool(t.model.get("mtp_num_layers")), "multi-token prediction is not covered yet"),
     Limit(
@@ -180,6 +185,8 @@ def problems(tree: Tree) -> list[str]:
     config = typed(tree)
     if not layout.countable(config):
         return []
+    if config.numerics.mode == "stock":
+        return _unread(config)
     said_by_layout = _ranks(config) if layout.splits_unevenly(config) else []
     found = [limit for limit in limits(tree) if limit not in said_by_layout]
     return [*found, OR_STOCK] if found else []
@@ -195,7 +202,18 @@ def limits(tree: Tree) -> list[str]:
     beyond += model_fields.unknown(config.model, (*OFF, *invariant_experts.OFF))
     for section in allowed_fields.SECTIONS:
         beyond += allowed_fields.refused(section, config.bridge.get(section, {}))
-    return [*(f"numerics={mode}: {why}" for why in beyond), *(_shards(config) or _ranks(config) or _ragged(config))]
+    return [
+        *(f"numerics={mode}: {why}" for why in beyond),
+        *(_shards(config) or _ranks(config) or _ragged(config)),
+        *_data_shards(config),
+    ]
+
+
+def _unread(config: RunConfig) -> list[str]:
+    """What stock numerics would ignore."""
+    shards = config.numerics.data_shards
+    by_default = shards in (None, config.parallel.data_parallel_size)
+    return [] if by_default else [f"numerics.data_shards={shards}: numerics=stock has no data shards; leave it out"]
 
 
 def _shards(config: RunConfig) -> list[str]:
@@ -218,6 +236,33 @@ def _ranks(config: RunConfig) -> list[str]:
     if not isinstance(shards, int) or shards % tp == 0:
         return []
     return [f"tp={tp} does not divide numerics.virtual_shards={shards}; raise numerics.virtual_shards or change tp"]
+
+
+def _data_shards(config: RunConfig) -> list[str]:
+    """What is wrong with D and dp."""
+    shards, dp = config.numerics.data_shards, config.parallel.data_parallel_size
+    sequences = config.bridge.get("train", {}).get("global_batch_size") or 0  # 0: a program of its own
+    if dp & (dp - 1):
+        return [f"dp={dp}: the tree over data-parallel ranks needs a power of two; {_powers(sequences)}"]
+    if shards is None:
+        return []
+    if not isinstance(shards, int) or shards < 1 or shards & (shards - 1):
+        return [f"numerics.data_shards={shards}: must be a power of two"]
+    found = []
+    if shards % dp:
+        found.append(f"dp={dp} does not divide numerics.data_shards={shards}; raise numerics.data_shards or lower dp")
+    if sequences % shards:
+        largest = sequences & -sequences
+        found.append(
+            f"numerics.data_shards={shards} does not divide gbs={sequences}; the largest that fits is "
+            f"numerics.data_shards={largest}"
+        )
+    return found
+
+
+def _powers(sequences: int) -> str:
+    largest = sequences & -sequences
+    return f"the largest that fits gbs={sequences} is dp={largest}" if sequences else "dp=1, 2, 4 …"
 
 
 def _ragged(config: RunConfig) -> list[str]:

@@ -24,7 +24,12 @@ SHORT_KEYS = {
         ShortKey("etp", "model.expert_tensor_parallel_size", int, "tensor-parallel degree of the experts"),
         ShortKey("sp", "model.sequence_parallel", bool, "sequence parallelism (default: on when tp > 1)"),
         ShortKey("seq", "model.seq_length", int, "sequence length, tokens"),
-        ShortKey("mbs", "train.micro_batch_size", int, "micro-batch size, sequences"),
+        ShortKey(
+            "mbs",
+            "train.micro_batch_size",
+            int,
+            "micro-batch size, sequences; numerics=stock alone computes them at once",
+        ),
         ShortKey("gbs", "train.global_batch_size", int, "global batch size, sequences"),
         ShortKey("iters", "train.train_iters", int, "training steps"),
         ShortKey("lr", "optimizer.lr", float, "peak learning rate"),

@@ -19,6 +19,9 @@ SPLIT_BY_TP = (
     "mamba_num_heads",
 )
 
+# How many layers the first and the last pipeline stage have, if not as many as the others.
+UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+
 LARGEST_LISTED = 4096  # the largest degree that a message proposes
 
 
@@ -102,9 +105,23 @@ def _divides(name: str, degree: Callable[[Layout], int], *numbers: str) -> Calla
 
 def _layers(config: RunConfig, layout: Layout) -> str | None:
     model = config.model
-    if model.get("pipeline_model_parallel_layout") or model.get("num_layers_in_first_pipeline_stage"):
-        return None  # an uneven split the user wrote; Bridge checks it
+    if model.get("pipeline_model_parallel_layout"):
+        return None  # a split that the user wrote; Bridge checks it
+    ends = {key: model[key] for key in UNEVEN if model.get(key)}
+    if ends and model.get("num_layers"):
+        return _uneven(model["num_layers"], layout.pp, ends)
     return _divides("pp", lambda at: at.pp, "num_layers")(config, layout)
+
+
+def _uneven(layers: int, stages: int, ends: dict[str, int]) -> str | None:
+    between, left = layers - sum(ends.values()), stages - len(ends)
+    if left >= 0 and (between == 0 if left == 0 else between > 0 and between % left == 0):
+        return None
+    said = " and ".join(f"model.{key}={count}" for key, count in ends.items())
+    return (
+        f"{said} of model.num_layers={layers} leaves {between} layers for the other {left} of pp={stages} stages; "
+        f"each of them needs the same number"
+    )
 
 
 def _sequence(config: RunConfig, layout: Layout) -> str | None:
@@ -171,14 +188,33 @@ def _context(config: RunConfig, layout: Layout) -> str | None:
 
 def _interleaved(config: RunConfig, layout: Layout) -> str | None:
     chunks = config.model.get("virtual_pipeline_model_parallel_size")
-    if not chunks or chunks == 1 or config.device.kind == "gpu":
+    if not chunks or chunks == 1:
         return None
-    # At pp=2 with 4 micro-batches we saw another loss: the next stage is also the previous one, and Gloo distinguishes
-    # messages between two ranks only by their order.
-    return (
-        f"model.virtual_pipeline_model_parallel_size={chunks}: interleaved stages take each other's messages for their "
-        f"own on a CPU; leave it unset, or device=gpu"
-    )
+    if layout.pp == 1:
+        return f"model.virtual_pipeline_model_parallel_size={chunks}: interleaved stages need pp > 1"
+    batches, overlaps = (config.model.get(f"{name}_p2p_comm") for name in ("batch", "overlap"))
+    if batches and overlaps:
+        return "model.overlap_p2p_comm=true and model.batch_p2p_comm=true: messages that overlap are not in a batch"
+    # Megatron's batch has "to the previous" before "to the next", and "from the previous" before "from the next". Gloo
+    # and NCCL pair the messages of two ranks by their order. With two stages the next is also the previous: what goes
+    # to the previous arrives as what comes from the previous, gradients as activations. Without batches Megatron sends
+    # the two directions through different process groups.
+    if layout.pp == 2 and batches:
+        return (
+            f"model.virtual_pipeline_model_parallel_size={chunks}: in a batch two interleaved stages take each other's "
+            f"messages for their own; model.overlap_p2p_comm=true model.batch_p2p_comm=false, or pp > 2"
+        )
+    each, count = config.model.get("microbatch_group_size_per_vp_stage"), _micro_batches(config, layout)
+    if each is None and count % layout.pp:
+        return (
+            f"model.virtual_pipeline_model_parallel_size={chunks}: pp={layout.pp} does not divide the {count} "
+            f"micro-batches (gbs / (mbs * dp)) that interleaved stages take in turns; change gbs"
+        )
+    return None
+
+
+def _micro_batches(config: RunConfig, layout: Layout) -> int:
+    return config.bridge["train"]["global_batch_size"] // (config.bridge["train"]["micro_batch_size"] * layout.dp)
 
 
 def _lr(config: RunConfig, layout: Layout) -> str | None:

@@ -161,7 +161,7 @@ def _layers(config: RunConfig, at: Layout, stage: int) -> Counter[str]:
 def _in_flight(config: RunConfig, at: Layout, stage: int) -> float:
     """Micro-batches whose activations a stage keeps at once: one forward, one backward (1F1B)."""
     train = config.bridge["train"]
-    steps = max(1, train["global_batch_size"] // (train["micro_batch_size"] * at.dp))
+    steps = max(1, train["global_batch_size"] // (activations.sequences(config) * at.dp))
     chunks = config.model.get("virtual_pipeline_model_parallel_size") or 1
     if chunks == 1:
         return min(at.pp - stage, steps)
@@ -179,9 +179,19 @@ def _states(config: RunConfig, at: Layout, weights: Weights) -> dict[str, int]:
     half = activations.element(config)
     return {
         WEIGHTS: half * (dense + experts),
-        GRADIENTS: _gradient(config, half) * (dense + experts),
+        GRADIENTS: _gradient(config, half) * _summed(config, at, dense, experts),
         OPTIMIZER: _of_optimizer(config.bridge["optimizer"], half) * owned,
     }
+
+
+def _summed(config: RunConfig, at: Layout, dense: int, experts: int) -> int:
+    """Numbers of gradients of a rank: what backward passes add to, and for each doubling from dp to D as many again."""
+    shards = config.numerics.data_shards
+    if shards is None:
+        return dense + experts
+    sources = max(1, at.ep // at.tp)  # data-parallel ranks whose tokens an expert's owner keeps apart
+    levels = (max(1, shards // at.dp)).bit_length()
+    return levels * (dense + sources * experts)
 
 
 def _sharded(config: RunConfig) -> bool:

@@ -76,11 +76,6 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (_digests, _state_digests
 # Configurations without digests of gradients and weights, and the reason.
 UNDIGESTED: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (
-        lambda t: bool(t.bridge["ddp"]["overlap_param_gather"] or t.bridge["optimizer"]["overlap_param_gather"]),
-        "digests: weights are not all gathered when the step ends; ddp.overlap_param_gather=false, "
-        "optimizer.overlap_param_gather=false",
-    ),
-    (
         lambda t: bool(t.bridge["ddp"].get("use_megatron_fsdp") or t.bridge["ddp"].get("use_custom_fsdp")),
         "digests: FSDP keeps gradients in buffers of its own; ddp.use_megatron_fsdp=false",
     ),

@@ -100,6 +100,17 @@ def _tokens(config: RunConfig) -> str | None:
     return None
 
 
+def _param_gather(config: RunConfig) -> str | None:
+    asked = [
+        f"{section}.overlap_param_gather=true"
+        for section in ("ddp", "optimizer")
+        if config.bridge[section].get("overlap_param_gather")
+    ]
+    if not asked or config.bridge["optimizer"].get("use_distributed_optimizer"):
+        return None
+    return f"{', '.join(asked)}: only a distributed optimizer gathers weights; optimizer.use_distributed_optimizer=true"
+
+
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _sizes,
     _aligned,
@@ -115,4 +126,5 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _warmup,
     _validation,
     _tokens,
+    _param_gather,
 )

@@ -22,6 +22,7 @@ class NumericsSettings:
 
     mode:            what adds across ranks.
     virtual_shards:  V, virtual shards of the invariant modes.
+    data_shards:     D, their data shards; part of the identity.
     grad_norm:       the invariant modes' gradient norm: exact, or a plain fp64 sum as in the published scheme.
     clip_rounding:   pow2 rounds the clipping coefficient down to a power of two, as in the published scheme.
     initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
@@ -29,6 +30,7 @@ class NumericsSettings:
 
     mode: Literal["stock", "tree", "gather", "portable"] = "tree"
     virtual_shards: int | None = None
+    data_shards: int | None = None
     grad_norm: Literal["exact", "fp64"] = "exact"
     clip_rounding: Literal["none", "pow2"] = "none"
     initial_weights: Literal["invariant", "megatron"] = "invariant"
@@ -131,6 +133,8 @@ class SlurmSettings:
     save_before: seconds before the time limit at which the run saves and asks to be queued again.
     tries:       how often in a row a job may start from the same step without reaching another checkpoint.
     rendezvous_timeout: seconds that nodes wait for each other.
+    nodes:       the fewest and the most nodes, "2-4": each try takes what there is, and dp follows; None: the layout
+                 decides.
     exclusive:   whole nodes, also where fewer ranks would do.
     options:     more of sbatch's options, as typed: ["--reservation=maintenance"].
     """
@@ -142,6 +146,7 @@ class SlurmSettings:
     save_before: int = 120
     tries: int = 3
     rendezvous_timeout: int = 600
+    nodes: str | None = None
     exclusive: bool = False
     options: list[str] = field(default_factory=list)
 
@@ -186,7 +191,7 @@ PATHS = (
 )
 
 # Keys whose value is text, taken as typed: to Hydra's grammar ~ = , and brackets would mean something, 30 is a number.
-AS_TYPED = (*PATHS, "cluster.gpu_type", "slurm.account", "slurm.partition", "slurm.qos", "slurm.time")
+AS_TYPED = (*PATHS, "cluster.gpu_type", "slurm.account", "slurm.partition", "slurm.qos", "slurm.time", "slurm.nodes")
 
 # Keys of ours inside a section of Bridge's: path -> type.
 OWN_KEYS: dict[str, type] = {"tokenizer.vocab_includes_eod": bool}

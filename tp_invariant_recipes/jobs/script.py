@@ -24,6 +24,7 @@ _PLAIN = re.compile(r"[\w@%+=:,./\[\]*&|()-]+")  # needs no quotes on an #SBATCH
 class Job:
     """The resources that a script requests from SLURM.
 
+    nodes:       how many, or the fewest and the most: "2-4".
     about:       a sentence for people who read the script.
     gres:        of each node, such as "gpu:8"; None: none. cpus: of each node; None: the site's default.
     whole:       whether the job has its nodes to itself.
@@ -35,7 +36,7 @@ class Job:
 
     name: str
     about: str
-    nodes: int
+    nodes: int | str
     gres: str | None
     cpus: int | None
     whole: bool
@@ -66,7 +67,7 @@ def training(config: RunConfig, taken: Allocation, *, name: str, about: str, log
     return Job(
         name=name,
         about=about,
-        nodes=taken.nodes,
+        nodes=slurm.nodes or taken.nodes,
         gres=f"{kind}:{taken.gpus}" if taken.gpus else None,
         cpus=None if taken.gpus else taken.ranks,  # on a CPU one thread a rank computes
         # By default SLURM would give a node's only task one processor, and memory in proportion.

@@ -11,6 +11,7 @@ from tp_invariant_recipes.jobs import slurm_client, status_query
 from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_submissions, attempts
 from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.jobs.status_query import SlurmStatus
+from tp_invariant_recipes.ledger.layouts import words
 from tp_invariant_recipes.ledger.run_files import Progress
 from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir
@@ -49,6 +50,7 @@ class JobState:
     alive:        whether it runs or waits; None: SLURM cannot be queried, and the run directory does not tell.
     end:          None: it has not ended.
     tries:        the number of starts by SLURM, as far as the run directory shows.
+    layouts:      of each try so far, oldest first: "tp=2 dp=4" and so on, degrees of 1 left out.
     step, of:     the last recorded step, and the last planned step; None: unknown.
     reason:       SLURM's reason why it is pending; None: no reason.
     seconds_left: of this try's time limit.
@@ -66,6 +68,7 @@ class JobState:
     reason: str | None = None
     seconds_left: int | None = None
     note: str | None = None
+    layouts: tuple[str, ...] = ()
 
     @property
     def exit_status(self) -> int | None:
@@ -91,6 +94,7 @@ class JobState:
             "alive": self.alive,
             "exit_status": self.exit_status,
             "tries": self.tries,
+            "layouts": list(self.layouts),
             "step": self.step,
             "of": self.of,
             "loss": self.loss,
@@ -162,11 +166,13 @@ def exit_status(found: Sequence[JobState]) -> int | None:
 
 def _state(part: JobPart, status: SlurmStatus) -> JobState:
     queued, accounted = status.queued_row(part), status.account(part)
-    last: dict[str, Any] = next((attempt for attempt in reversed(attempts(part.run)) if attempt.get("job")), {})
+    tried = [attempt for attempt in attempts(part.run) if attempt.get("job")]
+    last: dict[str, Any] = tried[-1] if tried else {}
     step, loss = _last_step(part.run.progress)
     facts: dict[str, Any] = {
         "part": part,
         "tries": 1 + last["job"]["restart"] if last else 1,
+        "layouts": tuple(words(one["layout"]) for one in tried if one.get("layout")),
         "step": step,
         "of": last.get("to_step"),
         "loss": loss,

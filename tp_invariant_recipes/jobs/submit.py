@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import allocation, layout, reserved
+from tp_invariant_recipes.config import allocation, elastic, layout, reserved
 from tp_invariant_recipes.config.allocation import Allocation
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.memory import estimate
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
-from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.jobs import registry, script, slurm_client
 from tp_invariant_recipes.jobs.script import CellStep, Job
@@ -97,10 +97,18 @@ def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: 
     """
     problems, sound = reserved.check("submit", parse_all(overrides))
     composed = _composed(model, sound, problems)
-    _check([composed.config], problems, dry=dry)
+    configs = [composed.config]
+    if wrong := elastic.problems(composed.tree):
+        problems += wrong
+    elif nodes := elastic.span(composed.config):
+        composed = replace(composed, overrides=(*composed.overrides, *elastic.kept(composed.tree)))
+        fewest = elastic.data_parallel(composed.tree, nodes[0])
+        assert fewest is not None  # elastic.problems names those that are too few
+        configs.append(typed(elastic.with_dp(composed.tree, fewest)))
+    _check(configs, problems, dry=dry)
     where = _absolute(choose(composed.config.run.dir, f"{model}-tp{layout.of(composed.config).tp}"))
     taken = allocation.of(composed.config)
-    about = f"{model}: {taken}"
+    about = f"{model}: {taken}" + (", or as many of them as there are" if composed.config.slurm.nodes else "")
     log = _log(composed.config, where, "job-%j.log")
     job = script.training(composed.config, taken, name=f"tpi-{where.path.name}", about=about, log=log)
     of_the_run = [one for one in composed.overrides if one.field not in ("run.dir", "launcher.kind")]
@@ -149,6 +157,8 @@ def verification(
     found = plan.for_nodes(planning, lambda found: next(iter(found.plans.values())).config, sound)
     configs = {name: planned.composed.config for name, planned in found.plans.items()}
     config = next(iter(configs.values()))
+    if config.slurm.nodes is not None:
+        problems.append(f"slurm.nodes={config.slurm.nodes}: each cell has a layout of its own; leave it out")
     if not config.cluster.shared_files:
         problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
     _check(list(configs.values()), problems, dry=dry)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tp_invariant_recipes.config import layout, memory
+from tp_invariant_recipes.config import activations, layout, memory
 from tp_invariant_recipes.config.memory import ACTIVATIONS, GIB, LOSS, MIB, Estimate
 from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.host import gpus
@@ -93,7 +93,7 @@ def _ways(config: RunConfig, need: Estimate) -> list[str]:
     """Overrides that lower the estimate, those of the larger parts first."""
     at, model = layout.of(config), config.model
     tokens = need.parts[ACTIVATIONS] + need.parts[LOSS]
-    of_tokens = ["lower seq=" if config.bridge["train"]["micro_batch_size"] == 1 else "lower mbs= or seq="]
+    of_tokens = ["lower seq=" if activations.sequences(config) == 1 else "lower mbs= or seq="]
     if model.get("recompute_granularity") != "full":
         of_tokens.append("model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1")
     if config.device.kind == "cpu":
@@ -106,6 +106,8 @@ def _ways(config: RunConfig, need: Estimate) -> list[str]:
             of_states.append("optimizer.use_distributed_optimizer=true with dp=")
         elif at.dp == 1:
             of_states.append("raise dp= (its ranks share the optimizer's state)")
+    if (config.numerics.data_shards or 1) > at.dp:
+        of_states.append(f"raise dp= towards numerics.data_shards={config.numerics.data_shards}")
     return [*of_tokens, *of_states] if tokens > need.rank / 2 else [*of_states, *of_tokens]
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import environment, hydra_tree, layout, relations, source
+from tp_invariant_recipes.config import environment, going_on, hydra_tree, layout, relations, source
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.describe import value_text
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.null_tokenizer import eod_id
-from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
+from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
 from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.config.settings import DataSettings
 from tp_invariant_recipes.data.prepare import ensure_prepared, foresee
@@ -222,7 +222,12 @@ def _composed_again(run: Path, model: str | None, overrides: Sequence[Override])
     before = RunDir(run).read_run(RunFile)
     if model not in (None, before["model"]):
         raise ConfigError(f"--resume {run} is a run of {before['model']}, not of {model}")
-    return _compose_as(before, [*_asked(before, OF_AN_ATTEMPT), *overrides])
+    return _compose_as(before, [*_asked(before, OF_AN_ATTEMPT), *_kept(before), *overrides])
+
+
+def _kept(before: dict[str, Any]) -> list[Override]:
+    """What a run keeps of its numerics although another layout has another default."""
+    return [parse(text) for text in going_on.kept(before["numerics"])]
 
 
 def _compose_as(before: dict[str, Any], overrides: Sequence[Override]) -> Composed:
@@ -275,7 +280,29 @@ def _going_on(
         )
     if found and found.read_manifest()["identity_hash"] != identity_hash(plan.identity):
         raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run_dir.path}")
+    if found:
+        _same_bits(asked, before, plan, found)
     return plan if found is None else _from(plan, found)
+
+
+def _same_bits(asked: str, before: dict[str, Any], plan: Plan, found: Checkpoint) -> None:
+    """Raises ConfigError: in this layout the steps to come would have other bits, or the checkpoint cannot be read."""
+    degrees, manifest = plan.layout.as_dict(), found.read_manifest()
+    saved = manifest.get("optimizer_state") or going_on.optimizer_state(plan.run_dir.read_config())
+    state = going_on.unreadable_state(
+        saved,
+        manifest.get("layout", {}),
+        going_on.optimizer_state(plan.tree),
+        degrees,
+        experts=plan.tree["model"].get("num_moe_experts") is not None,
+    )
+    problems = [
+        going_on.other_gradients(before, {"numerics": plan.tree["numerics"], "layout": degrees}),
+        state and f"{found.path}: {state}",
+    ]
+    wrong = [problem for problem in problems if problem]
+    if wrong:
+        raise ConfigError(f"{asked} cannot go on at step {found.step} in this layout.\n{listed(wrong)}", wrong)
 
 
 def _recorded(run_dir: RunDir) -> int:
@@ -336,7 +363,7 @@ def write(plan: Plan, *, attempt: bool = True, job: dict[str, Any] | None = None
     run_dir = plan.run_dir
     so_far = attempts.read_attempts(run_dir)
     if attempt:
-        so_far = [*so_far, attempts.begun(plan.start, plan.steps, job)]
+        so_far = [*so_far, attempts.begun(plan.start, plan.steps, job, plan.layout.as_dict())]
     run = {
         "model": plan.composed.model,
         "overrides": list(texts(plan.composed.overrides)),

@@ -63,6 +63,12 @@ class _ParameterLine(TypedDict):
     master: NotRequired[Name | None]
 
 
+# Of the identity: D of the invariant numerics. Stock runs have none, and are comparable with runs of any.
+DATA_SHARDS = "numerics.data_shards"
+# Fields that ledgers of earlier versions have in their identity.
+RETIRED = ("train.micro_batch_size",)
+
+
 class _Resumed(TypedDict):
     after_step: Count
     changed: dict[str, Any]
@@ -205,8 +211,15 @@ class Difference:
 
 
 def identity_differences(a: Header, b: Header) -> tuple[Difference, ...]:
-    """The fields that make two runs incomparable; empty if and only if the identity hashes are equal."""
-    return _differences(a.identity, b.identity, prefix="")
+    """The fields that make two runs incomparable.
+
+    Equal identity hashes have none. Otherwise there are some, but for fields that were part of the identity once, and
+    data shards of which one run has none.
+    """
+    found = _differences(a.identity, b.identity, prefix="")
+    return tuple(
+        one for one in found if one.field not in RETIRED and not (one.field == DATA_SHARDS and None in (one.a, one.b))
+    )
 
 
 def informative_differences(a: Header, b: Header) -> tuple[Difference, ...]:

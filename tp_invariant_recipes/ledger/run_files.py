@@ -27,6 +27,7 @@ class Attempt(TypedDict):
     command: NotRequired[str]
     time: NotRequired[str]
     host: NotRequired[str]
+    layout: NotRequired[Layout]
     job: NotRequired[Job | None]
     outcome: NotRequired[str | None]
     why: NotRequired[str | None]

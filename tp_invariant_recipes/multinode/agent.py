@@ -51,6 +51,7 @@ class NodeTask:
     """What the command asks for; every node runs the same command.
 
     run_dir:     of the run.
+    nodes:       how many the run takes; those beyond wait for its end.
     environment: variables to set before torch is imported.
     lead:        plans the run, on the first node.
     follow:      plans it on the others, from the step that the first has chosen.
@@ -61,6 +62,7 @@ class NodeTask:
     """
 
     run_dir: RunDir
+    nodes: int
     environment: dict[str, str]
     lead: Callable[[], Plan]
     follow: Callable[[int], Plan]
@@ -96,9 +98,21 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Ended:
     from tp_invariant_recipes.host import bridge
 
     os.environ.update(task.environment)
+    if node.number >= task.nodes:
+        return _spare(Rendezvous(node, stop, task.rendezvous_timeout))
+    node = replace(node, count=min(node.count, task.nodes))
     bridge.load()  # now, while the other nodes do the same
     rendezvous = Rendezvous(node, stop, task.rendezvous_timeout)
     return _run_first_node(rendezvous, task) if node.first else _run_other_node(rendezvous, task)
+
+
+def _spare(rendezvous: Rendezvous) -> Ended:
+    """Wait for the end of a run that does without this node: srun would end the others if this one left."""
+    try:
+        over = _wait_for_first_node(rendezvous, "over")
+    except (RunError, _Over):  # the first node does not wait for this one
+        return Ended(Outcome.STOPPED)
+    return Ended(Outcome(over["outcome"]) if over["outcome"] else None, over["requeued"], over["why"])
 
 
 # The first node

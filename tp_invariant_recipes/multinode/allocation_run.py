@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from tp_invariant_recipes.config import allocation, environment, layout
+from tp_invariant_recipes.config import allocation, elastic, environment, layout
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
 from tp_invariant_recipes.config.sections import RunConfig
@@ -36,6 +36,7 @@ def become(request: Request) -> NoReturn:
         request = replace(request, overrides=(parse(f"device={device}"), *request.overrides))
     config = _fitting(composed)
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
+    config = _for_nodes(request, composed, given)[1].config
     if (taken := allocation.of(config)).nodes > given:
         raise ConfigError(
             f"this run takes {taken}, and the allocation has {given}: "
@@ -61,17 +62,22 @@ def become(request: Request) -> NoReturn:
 
 def node_task(
     request: Request,
+    nodes: int,
     watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]],
     remark: Callable[[str], None],
 ) -> NodeTask:
-    """What the task of each node is asked for. watch, remark: as in NodeTask. Raises ConfigError."""
-    composed = request.composed()
+    """What the task of each node is asked for. nodes: how many there are. watch, remark: as in NodeTask.
+
+    Raises ConfigError.
+    """
+    request, composed = _for_nodes(request, request.composed(), nodes)
     config = _fitting(composed)
     where = request.resume or config.run.dir
     if where is None:
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
     return NodeTask(
         run_dir=RunDir(Path(where).expanduser()),
+        nodes=allocation.of(config).nodes if config.slurm.nodes else nodes,
         environment=environment.settings(config.device.kind, os.environ, config.cluster.environment),
         lead=partial(request.plan, composed),
         follow=partial(request.follow, composed),
@@ -80,6 +86,24 @@ def node_task(
         watch=watch,
         remark=remark,
     )
+
+
+def _for_nodes(request: Request, composed: Composed, nodes: int) -> tuple[Request, Composed]:
+    """What is asked for, with the dp that so many nodes take where slurm.nodes is a range. Raises ConfigError."""
+    try:
+        asked = elastic.span(composed.config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if asked is None:
+        return request, composed
+    dp = elastic.data_parallel(composed.tree, nodes)
+    if dp is None:
+        raise ConfigError(f"slurm.nodes={composed.config.slurm.nodes}: {nodes} nodes are too few for this layout")
+    if dp == composed.config.parallel.data_parallel_size:
+        return request, composed
+    changed = (*elastic.kept(composed.tree), parse(f"dp={dp}"))
+    request = replace(request, overrides=(*request.overrides, *changed))
+    return request, request.composed()
 
 
 def _fitting(composed: Composed) -> RunConfig:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tp_invariant_recipes.config import allocation
+from tp_invariant_recipes.config import allocation, elastic
 from tp_invariant_recipes.config.sections import RunConfig
 
 WAIT = 60  # seconds that srun gives the other nodes when one has ended
@@ -16,6 +16,8 @@ def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
     needed: as for `container`.
     """
     taken = allocation.of(config)
+    if elastic.span(config):  # all nodes that the job has got this time
+        return ["--ntasks-per-node=1", f"--wait={WAIT}", *container(config, needed)]
     options = [f"--nodes={taken.nodes}", f"--ntasks={taken.nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
     return [*options, *container(config, needed)]
 

@@ -8,19 +8,19 @@ Where the output layer has the same weight (tied embeddings), the gradient is
 
     (the lookups, over all micro-batches) + (the output layer's, over all micro-batches)
 
-    pp=1   one rank has both: main_grad holds the output layer's, `weight.lookup_gradient` the lookups', until all
-           micro-batches are done
-    pp>1   the first stage has the lookups', the last stage the output layer's; an all-reduce of the two adds them
+each summed over all data shards before they are added.
 
-and then the data-parallel ranks' gradients are scaled and summed. Megatron adds the two in turns at pp=1, and after
-the sum over data-parallel ranks at pp>1.
+    pp=1   one rank has both: main_grad holds the output layer's, `weight.lookup_gradient` the lookups', until both are
+           summed over data-parallel ranks (numerics/data_parallel.py)
+    pp>1   the first stage has the lookups', the last stage the output layer's; Megatron adds the two, after it has
+           summed each over data-parallel ranks
+
+Megatron adds the two in turns at pp=1.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
@@ -68,30 +68,3 @@ def _lookup_gradient(weight: Any) -> Tensor:
     if getattr(weight, "lookup_gradient", None) is None:
         weight.lookup_gradient = torch.zeros_like(weight.main_grad)
     return weight.lookup_gradient
-
-
-def tied_gradients_added(finish: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for DistributedDataParallel.finish_grad_sync, which runs when all micro-batches are done."""
-
-    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for weight in self.module.parameters():
-            if getattr(weight, "lookup_gradient", None) is not None:
-                weight.main_grad.add_(weight.lookup_gradient)
-                weight.lookup_gradient.zero_()
-            if getattr(weight, "shared_embedding", False) and weight.requires_grad:
-                dist.all_reduce(weight.main_grad, group=_embedding_group(self.module))
-        return finish(self, *args, **kwargs)
-
-    return finish_grad_sync
-
-
-def _embedding_group(module: Any) -> Any:
-    """The two ranks that hold copies of this rank's part of a tied weight: of the first stage and of the last."""
-    from megatron.core.utils import get_attr_wrapped_model
-
-    return get_attr_wrapped_model(module, "embd_group")
-
-
-def nothing_is_left_to_add(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for _allreduce_word_embedding_grads, which finalize_model_grads calls after finish_grad_sync."""
-    return lambda *args, **kwargs: None

@@ -1,12 +1,12 @@
 """The experts: products of each expert's tokens with its weights. An expert's owner computes the same products, of the
 same shapes, in every layout (numerics/token_dispatcher.py), so any deterministic product gives the same bits.
 
-With ep > tp, weight gradients of further sources (data-parallel ranks) wait in separate memory until all micro-batches
-are done. This keeps the order of layouts in which every data-parallel rank has the expert to itself: each rank first
-sums its own gradients, then ranks are summed.
+With ep > tp, an owner has the tokens of several data-parallel ranks, its sources. Each source has memory of its own for
+weight gradients, until all micro-batches are done. Then the tree adds them that adds data-parallel ranks elsewhere: the
+sources of an owner are consecutive ranks, a subtree.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,12 @@ from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product
 from tp_invariant_recipes.kernels.weighted_activation import weighted_activation, weighted_activation_backward
 from tp_invariant_recipes.numerics.product import product
 from tp_invariant_recipes.numerics.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.tree import tree_sum
 from tp_invariant_recipes.numerics.weight_gradient import added_to_main_grad
 
 Weights = Sequence[Tensor]
+
+LATER = "later_sources"  # attribute of a weight: gradients of the sources after the first
 
 
 def activation_kind(config: Any) -> str | None:
@@ -105,16 +108,9 @@ def _weight_gradients(dy: Tensor, x: Tensor, weights: Weights, batches: Batches)
     """The gradient that autograd gets for every local expert; zeros for experts that other ranks compute."""
     groups = batches.groups
     if all(getattr(weight, "main_grad", None) is None for weight in weights):
-        plain = torch.zeros(len(weights), *weights[0].shape, dtype=torch.float32, device=x.device)
-        later = torch.zeros_like(plain) if batches.sources > 1 else plain
-        _add(
-            dy,
-            x,
-            [(later if batches.source(b) else plain)[batches.expert(b)] for b in range(len(groups.sizes))],
-            groups,
-        )
-        total = plain + later if batches.sources > 1 else plain
-        return list(total.to(weights[0].dtype))
+        plain = torch.zeros(batches.sources, len(weights), *weights[0].shape, dtype=torch.float32, device=x.device)
+        _add(dy, x, [plain[batches.source(b), batches.expert(b)] for b in range(len(groups.sizes))], groups)
+        return list(tree_sum(plain, weights[0].dtype))
     _add(dy, x, [_place(weights[batches.expert(b)], batches.source(b)) for b in range(len(groups.sizes))], groups)
     return [added_to_main_grad(weight) for weight in weights]
 
@@ -131,41 +127,26 @@ def _add(dy: Tensor, x: Tensor, outs: list[Tensor], groups: Groups) -> None:
 def _place(weight: Any, source: int) -> Tensor:
     if source == 0:
         return weight.main_grad
-    if getattr(weight, "second_source", None) is None:
-        weight.second_source = torch.zeros_like(weight.main_grad)
-    return weight.second_source
+    later = getattr(weight, LATER, None)
+    if later is None:
+        later = []
+        setattr(weight, LATER, later)
+    while len(later) < source:
+        later.append(torch.zeros_like(weight.main_grad))
+    return later[source - 1]
 
 
-def add_second_sources(finish: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement for DistributedDataParallel.finish_grad_sync, which runs when all micro-batches are done.
+@torch.no_grad()
+def add_later_sources(weight: Any, factor: float) -> None:
+    """Add the other sources of a weight to its `main_grad` in tree order, and begin them anew.
 
-    Megatron scales each data-parallel rank's gradients (by 1/dp) and then sums the ranks'. So a second source is scaled
-    before it is added: (a + b) / 2 is not a/2 + b/2 where a half is subnormal.
+    factor: that Megatron has scaled `main_grad` by. Each source is scaled before it is added: (a + b) / 2 is not
+            a/2 + b/2 where a half is subnormal.
     """
-
-    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scaled = [(bucket, bucket.gradient_scaling_factor) for bucket in _with_second_sources(self)]
-        for bucket, factor in scaled:
-            bucket.grad_data.mul_(factor)
-            for weight in bucket.params_list:
-                if getattr(weight, "second_source", None) is not None:
-                    weight.main_grad.add_(weight.second_source.mul_(factor))
-                    weight.second_source.zero_()
-            bucket.gradient_scaling_factor = 1.0
-        try:
-            return finish(self, *args, **kwargs)
-        finally:
-            for bucket, factor in scaled:
-                bucket.gradient_scaling_factor = factor
-
-    return finish_grad_sync
-
-
-def _with_second_sources(model: Any) -> list[Any]:
-    """The buckets of Megatron's gradient buffers whose experts have gradients of two data-parallel ranks."""
-    return [
-        bucket
-        for buffer in model.expert_parallel_buffers
-        for bucket in buffer.buckets
-        if any(getattr(weight, "second_source", None) is not None for weight in bucket.params_list)
-    ]
+    sums = [weight.main_grad, *getattr(weight, LATER)]
+    if factor != 1.0:
+        torch._foreach_mul_(sums[1:], factor)
+    while len(sums) > 1:
+        torch._foreach_add_(sums[::2], sums[1::2])
+        sums = sums[::2]
+    torch._foreach_zero_(getattr(weight, LATER))

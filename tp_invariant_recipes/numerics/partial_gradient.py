@@ -53,11 +53,25 @@ def reduce_weight_gradient(weight: Tensor, leaves: Tensor, mesh: VirtualMesh, ev
     return added_to_main_grad(weight)
 
 
+def finish_all() -> None:
+    """Add up what waits, before backward passes end: for a bucket of gradients that is to be reduced meanwhile.
+
+    It is a collective: all ranks of the mesh call it at the same place of the pass.
+    """
+    for backward in list(_waiting):
+        _finish(backward)
+
+
+def forget() -> None:
+    """Drop what a failed backward pass has left."""
+    _waiting.clear()
+
+
 @torch.no_grad()
 @outside_modes
 def _finish(backward: int) -> None:
     """One tree for the parameters whose leaves have one shape, then one all-gather for all that are alike."""
-    waiting = _waiting.pop(backward)
+    waiting = _waiting.pop(backward, [])
     for everywhere, shards in sorted({(w.everywhere, w.mesh.shards) for w in waiting}):
         alike = [w for w in waiting if (w.everywhere, w.mesh.shards) == (everywhere, shards)]
         alike.sort(key=lambda w: w.leaves.shape[1])  # stable: the order is the same on every rank

@@ -49,6 +49,8 @@ AS_THEY_ARE = (
 )
 # The same where numerics=portable has a layer of its own.
 PORTABLE = {"DotProductAttention": "portable_layers:PortableDotProductAttention"}
+# Classes that read the weights of modules below them, which then never run.
+READ_BELOW = ("SequentialMLP", "TEGroupedMLP", "MambaMixer")
 # numerics.grad_norm -> the replacement of Megatron's get_grad_norm_fp32.
 NORMS = {"exact": "grad_norm:get_grad_norm_fp32", "fp64": "grad_norm:fp64_grad_norm"}
 _NORM_WHY = "a sum of squares depends on how parameters are sharded"
@@ -102,7 +104,8 @@ def _named(path: str) -> Any:
 def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
     """Replacements of classes and functions that Megatron uses by name. Empty for stock numerics.
 
-    numerics: mode, virtual_shards, grad_norm, clip_rounding, as in the configuration.
+    numerics: mode, virtual_shards, data_shards, grad_norm, clip_rounding, as in the configuration. Without data_shards:
+              for a program with a training loop of its own.
     """
     if numerics["mode"] == "stock":
         return ()
@@ -132,21 +135,7 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
             _chained_norm(numerics["grad_norm"]),
             "the norms of experts and of all else are rounded before they are put together",
         ),
-        Replacement(
-            "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
-            lambda original: _named("experts:add_second_sources")(original),
-            "experts that several data-parallel ranks share add up each rank's tokens first",
-        ),
-        Replacement(
-            "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
-            lambda original: _named("embedding:tied_gradients_added")(original),
-            "the gradients of a tied embedding and output layer are added once, in one order for every pp",
-        ),
-        Replacement(
-            "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
-            lambda original: _named("embedding:nothing_is_left_to_add")(original),
-            "finish_grad_sync has added them, before the sum over data-parallel ranks",
-        ),
+        *_data_parallel(numerics.get("data_shards")),
     ]
     if installed("transformer-engine") is not None:
         rows.append(
@@ -191,6 +180,54 @@ def _portable() -> list[Replacement]:
             "torch adds the tokens' losses in an order that depends on the processor's vectors",
         ),
     ]
+def _data_parallel(shards: int | None) -> tuple[Replacement, ...]:
+    """Sums over data-parallel ranks. shards: D. None: one a rank; a program of its own decides which data it reads."""
+    ddp, schedules = "megatron.core.distributed:DistributedDataParallel", "megatron.core.pipeline_parallel.schedules"
+    bucket = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+    metrics = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
+    rows = (
+        (f"{ddp}.__init__", "data_parallel:prepared", "a rank may have several data shards", (shards,)),
+        (f"{ddp}._make_backward_post_hook", "data_parallel:noting_its_model", "a shard ends with a backward pass", ()),
+        (f"{schedules}:backward_step", "data_parallel:ending_a_micro_batch", "a shard ends with a backward pass", ()),
+        (f"{bucket}.start_grad_sync", "data_parallel:tree_over_ranks", "collectives add in an order of their own", ()),
+        (
+            f"{ddp}.finish_grad_sync",
+            "data_parallel:restarting",
+            "a tied weight's lookups are summed apart from the output layer's gradient, in one order for every pp",
+            (),
+        ),
+        (
+            f"{ddp}._make_forward_pre_hook",
+            "data_parallel:reading_below",
+            "layers read weights of modules that never run, which may still be on their way",
+            (READ_BELOW,),
+        ),
+    )
+    of_runs = (
+        (f"{schedules}:forward_step_calc_loss", "data_parallel:divided_by_all_ranks", "dp changes no rounding", ()),
+        (
+            "megatron.bridge.training.train:get_forward_backward_func",
+            "step_values:losses_summed",
+            "the loss is a sum over micro-batches and ranks",
+            (shards,),
+        ),
+        (
+            "megatron.bridge.data.loaders:build_pretraining_data_loader",
+            "data_order:consecutive",
+            "which sequences a shard has must not depend on dp",
+            (),
+        ),
+        (f"{metrics}.record", "step_values:metrics_kept_apart", "router statistics are sums too", ()),
+        (f"{metrics}._sync_metrics", "step_values:metrics_summed", "router statistics are sums too", (shards,)),
+    )
+    return tuple(
+        Replacement(target, partial(_made, ours, more), why)
+        for target, ours, why, more in (*rows, *(of_runs if shards is not None else ()))
+    )
+
+
+def _made(ours: str, more: tuple[Any, ...], original: Any) -> Any:
+    return _named(ours)(original, *more)
 
 
 def _hybrid_norm(original: Any) -> Any:

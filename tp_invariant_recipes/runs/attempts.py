@@ -16,10 +16,11 @@ def read_attempts(run_dir: RunDir) -> list[dict[str, Any]]:
     return run_dir.read_run(Attempted)["attempts"] if run_dir.run.exists() else []
 
 
-def begun(start: int, last: int, job: dict[str, Any] | None) -> dict[str, Any]:
+def begun(start: int, last: int, job: dict[str, Any] | None, layout: dict[str, Any]) -> dict[str, Any]:
     """A new attempt, of this command, on this host; it has not ended.
 
-    start, last: steps completed when it begins, and when it will be done. job: of SLURM; None without one.
+    start, last: steps completed when it begins, and when it will be done. job: of SLURM; None without one. layout: the
+    degrees of parallelism by their short names.
     """
     return {
         "command": shlex.join(["tpi", *sys.argv[1:]]),
@@ -27,6 +28,7 @@ def begun(start: int, last: int, job: dict[str, Any] | None) -> dict[str, Any]:
         "host": os.uname().nodename,
         "from_step": start,
         "to_step": last,
+        "layout": layout,
         "job": job,
         "outcome": None,
         "why": None,
@@ -48,7 +50,7 @@ def refused(run_dir: RunDir, why: str, job: dict[str, Any] | None) -> None:
     """Record a failed attempt: an existing run could not even be planned. Raises RunError."""
     run = run_dir.read_run(Attempted)
     step = run["attempts"][-1]["from_step"] if run["attempts"] else 0
-    run["attempts"].append(begun(step, run_dir.read_config(Config)["train"]["train_iters"], job))
+    run["attempts"].append(begun(step, run_dir.read_config(Config)["train"]["train_iters"], job, run.get("layout", {})))
     run_dir.write(run_dir.run, run)
     end(run_dir, "failed", why)
 

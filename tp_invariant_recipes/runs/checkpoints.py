@@ -8,14 +8,14 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import xxhash
 
 from tp_invariant_recipes.errors import CheckpointError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.ledger.run_files import LARGEST
-from tp_invariant_recipes.reading import Count, checked, parse_json, read_limited
+from tp_invariant_recipes.reading import Count, Layout, checked, parse_json, read_limited
 
 MANIFEST = "tpi-manifest.json"
 ASIDE = "set-aside"
@@ -29,6 +29,8 @@ class _File(TypedDict):
 
 class _Manifest(TypedDict):
     identity_hash: str
+    layout: NotRequired[Layout]
+    optimizer_state: NotRequired[str]  # absent: an earlier version's
     files: dict[str, _File]
 
 
@@ -117,14 +119,18 @@ def set_aside(checkpoints: Path, after: int) -> list[Path]:
     return moved
 
 
-def write_manifest(path: Path, step: int, identity_hash: str, layout: dict[str, Any]) -> None:
-    """Describe every file of a checkpoint that has just been written, and mark it finished."""
+def write_manifest(path: Path, step: int, identity_hash: str, layout: dict[str, Any], optimizer_state: str) -> None:
+    """Describe every file of a checkpoint that has just been written, and mark it finished.
+
+    optimizer_state: its form, one of config/going_on.py.
+    """
     files = sorted(f for f in path.rglob("*") if f.is_file() and f.name != MANIFEST)
     manifest = {
         "schema": 1,
         "step": step,
         "identity_hash": identity_hash,
         "layout": layout,
+        "optimizer_state": optimizer_state,
         "files": {str(f.relative_to(path)): {"bytes": f.stat().st_size, "xxh3_128": _digest(f)} for f in files},
     }
     write_atomically(path / MANIFEST, json.dumps(manifest, indent=1))

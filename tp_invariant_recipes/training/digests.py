@@ -42,7 +42,7 @@ from tp_invariant_recipes.numerics import grad_norm
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
 from tp_invariant_recipes.training.optimizer_state import STEP, OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
-from tp_invariant_recipes.training.shards import GlobalSlice, Held, Shards, covers
+from tp_invariant_recipes.training.shards import GlobalSlice, Held, Shards, covers, gather_weights
 
 NOTHING = -(2**63)  # what a rank without a part says of it: no more than any number
 WIDTH = 2 * LANES + 1  # of a part, for all ranks together: lanes, their complements, elements whose copy is unlike
@@ -89,6 +89,7 @@ class Digests(AroundOptimizerStep):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Learn who holds what. Raises RunError, on every rank alike: also if what is loaded is not what was saved."""
+        self._model = context.model
         self._shards = _shards(context.model)
         self._optimizer = OptimizerState(context.optimizer)
         stored = self._shards.stored_gradients(context.optimizer)
@@ -244,6 +245,7 @@ class Digests(AroundOptimizerStep):
             return
         state = state or self._is_state_due(step)
         if state or self._taken:
+            gather_weights(self._model)
             after = [*([self._moments_now()] if state else ()), self._masters, self._weights]
             self._left, self._taken = [*self._taken, *(one.taken() for one in after)], []
 

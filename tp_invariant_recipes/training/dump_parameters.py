@@ -11,7 +11,7 @@ from tp_invariant_recipes.training.digests import dtype_name
 from tp_invariant_recipes.training.gathering import gathered
 from tp_invariant_recipes.training.optimizer_state import OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
-from tp_invariant_recipes.training.shards import Shards
+from tp_invariant_recipes.training.shards import Shards, gather_weights
 from tp_invariant_recipes.training.trace import Tracing
 
 PARAMETERS = ("gradients", "masters", "weights")  # what can be dumped of a parameter
@@ -30,6 +30,7 @@ class DumpParameters(AroundOptimizerStep):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Learn which parts this rank holds. RunError, on all ranks: there is no such parameter."""
+        self._model = context.model
         shards = Shards(context.model)
         masters = shards.held(OptimizerState(context.optimizer).masters())
         self._held = {"gradients": shards.gradients(context.optimizer), "masters": masters, "weights": shards.weights()}
@@ -51,6 +52,8 @@ class DumpParameters(AroundOptimizerStep):
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Add the weights and master weights."""
+        if self.tracing.dumps is not None and self._running in self.tracing.steps:
+            gather_weights(self._model)
         self._add("masters")
         self._add("weights")
 

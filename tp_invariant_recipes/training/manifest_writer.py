@@ -11,12 +11,13 @@ from tp_invariant_recipes.runs.checkpoints import iteration_dir, write_manifest
 class ManifestWriter(Callback):
     """Writes the manifest of each checkpoint as it is finished. For the first rank."""
 
-    def __init__(self, identity_hash: str, layout: dict[str, Any]) -> None:
+    def __init__(self, identity_hash: str, layout: dict[str, Any], optimizer_state: str) -> None:
         self.identity_hash = identity_hash
         self.layout = layout
+        self.optimizer_state = optimizer_state
 
     def on_checkpoint_save(self, context) -> None:
         """Bridge calls this on every rank once all have written."""
         step = context.state.train_state.step
         path = iteration_dir(Path(context.state.cfg.checkpoint.save), step)
-        write_manifest(path, step, self.identity_hash, self.layout)
+        write_manifest(path, step, self.identity_hash, self.layout, self.optimizer_state)

@@ -21,7 +21,9 @@ from tp_invariant_recipes.kernels.digest import Piece
 from tp_invariant_recipes.training.shards import GlobalSlice
 
 # Bridge's data loaders -> the number in the step of sample i of a data-parallel rank's, given samples a micro-batch.
+CONSECUTIVE = "consecutive"  # of the invariant numerics (numerics/data_order.py)
 SAMPLERS: dict[str, Callable[["Site", int], int]] = {
+    CONSECUTIVE: lambda site, i: site.dp_rank * (site.batch // site.dp) + i,
     "single": lambda site, i: (i // site.samples * site.dp + site.dp_rank) * site.samples + i % site.samples,
     "batch": lambda site, i: i * site.dp + site.dp_rank,
 }
@@ -34,7 +36,7 @@ class Site:
     config:            the model's.
     sequence, batch:   positions of a sample, and samples of the step, on all ranks.
     samples:           of a micro-batch.
-    sampler:           dataset.dataloader_type.
+    sampler:           dataset.dataloader_type, or CONSECUTIVE.
     sequence_parallel: positions are split over the tensor-parallel ranks between their products.
     """
 

@@ -99,7 +99,7 @@ def train(run_dir: RunDir, rank_info: RankInfo) -> None:
     """Build the configuration that the run directory holds and train it."""
     tree, run = run_dir.read_config(), run_dir.read_run()
     bridge.load()
-    callbacks = _callbacks(run_dir, rank_info, run, tree["ledger"])
+    callbacks = _callbacks(run_dir, rank_info, run, tree)
     try:
         pretrain(tree, callbacks)
     finally:
@@ -142,13 +142,16 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         bridge_pretrain(container.build(tree), forward_step, callbacks=callbacks)
 
 
-def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], ledger: dict[str, Any]) -> list:
+def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], tree: dict[str, Any]) -> list:
+    from tp_invariant_recipes.config.going_on import optimizer_state
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
     from tp_invariant_recipes.training.wandb_report import WandbReport
 
-    manifest = [ManifestWriter(run["identity_hash"], run["layout"])] if rank_info.rank == 0 else []
+    manifest = []
+    if rank_info.rank == 0:
+        manifest = [ManifestWriter(run["identity_hash"], run["layout"], optimizer_state(tree))]
     figures = [WandbReport(run_dir)] if rank_info.rank == rank_info.world_size - 1 else []
-    return [*recording(run_dir, rank_info, run, ledger), *manifest, *figures]
+    return [*recording(run_dir, rank_info, run, tree["ledger"]), *manifest, *figures]
 
 
 def recording(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], ledger: dict[str, Any]) -> list:

@@ -214,6 +214,17 @@ def unwrapped(chunk: Any) -> Any:
     return chunk
 
 
+def gather_weights(model: Iterable[Any]) -> None:
+    """Have the optimizer's new weights on all ranks, where the next forward pass would gather them. A collective."""
+    for chunk in model:
+        if not getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False):
+            continue
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                with torch.no_grad():
+                    group.start_param_sync(force_sync=True)
+
+
 def _sharded_tensors(state: Any) -> Iterator[Any]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 

@@ -18,7 +18,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training.dump_writer import DumpWriter
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
 from tp_invariant_recipes.training.module_hooks import BACKWARD, FORWARD, ModuleHooks, Seen
-from tp_invariant_recipes.training.placement import Site
+from tp_invariant_recipes.training.placement import CONSECUTIVE, Site
 from tp_invariant_recipes.training.shards import GlobalSlice, covers, unwrapped
 
 
@@ -83,7 +83,7 @@ def _site(context: CallbackContext) -> Site:
         sequence=config.model.seq_length,
         batch=get_current_global_batch_size(),
         samples=get_micro_batch_size(),
-        sampler=config.dataset.dataloader_type,
+        sampler=CONSECUTIVE if hasattr(config.model, "invariant_mode") else config.dataset.dataloader_type,
         sequence_parallel=config.model.sequence_parallel,
         tp=parallel_state.get_tensor_model_parallel_world_size(),
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),

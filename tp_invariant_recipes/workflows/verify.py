@@ -10,13 +10,13 @@ from typing import Any
 
 from tp_invariant_recipes.config import layout, reserved
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, parse_all, texts
+from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, LedgerError, RunError, TpiError, listed
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.ledger.lines import Header, canonical, identity_differences
+from tp_invariant_recipes.ledger.lines import DATA_SHARDS, Header, canonical, identity_differences
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
@@ -78,6 +78,8 @@ def new(
             "or a ledger to compare it with: --against FILE"
         )
     composed = _composed(model, choices, problems)
+    before, choices = choices, _of_one_data_shards(choices, composed, reference)
+    composed |= _composed(model, [one for one in choices if one not in before], problems)
     choices = tuple(_named(one, composed[one.label]) for one in choices)
     where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
     plans = _planned(choices, list(composed.values()), where, progress, here)
@@ -301,6 +303,24 @@ def _composed(model: str, choices: Sequence[Choice], problems: list[str]) -> dic
     return composed
 
 
+def _of_one_data_shards(
+    choices: Sequence[Choice], composed: dict[str, Composed], reference: Ledger | None
+) -> tuple[Choice, ...]:
+    """The choices, with numerics.data_shards where cells would differ in it: the reference's, else the largest dp.
+
+    A value that the user gives stays, and so do cells of stock numerics, which have none.
+    """
+    shards = {label: one.config.numerics.data_shards for label, one in composed.items()}
+    wanted = reference.header.identity.get(DATA_SHARDS) if reference else None
+    wanted = wanted or max((each for each in shards.values() if each is not None), default=None)
+    return tuple(
+        one
+        if shards[one.label] in (None, wanted) or given(one.overrides, DATA_SHARDS)
+        else replace(one, overrides=(*one.overrides, parse(f"{DATA_SHARDS}={wanted}")))
+        for one in choices
+    )
+
+
 def _named(choice: Choice, composed: Composed) -> Choice:
     """The choice with a name. If no key has several values, the only cell is named by its tensor-parallel degree."""
     tp = layout.of(composed.config).tp
@@ -370,7 +390,11 @@ def _identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str
 
 
 def _changed(a: Plan, b: Plan) -> list[str]:
-    return [key for key in sorted({*a.identity, *b.identity}) if a.identity.get(key) != b.identity.get(key)]
+    return [one.field for one in identity_differences(_header(a), _header(b))]
+
+
+def _header(planned: Plan) -> Header:
+    return Header(identity=planned.identity)
 
 
 def _few(fields: list[str]) -> str:
@@ -379,7 +403,7 @@ def _few(fields: list[str]) -> str:
 
 
 def _against(reference: Ledger, planned: Plan) -> list[str]:
-    differences = identity_differences(reference.header, Header(identity=planned.identity))
+    differences = identity_differences(reference.header, _header(planned))
     return [
         f"--against {reference.path} is of another experiment: {d.field} is {d.a or 'not set'} there and "
         f"{d.b or 'not set'} here"

@@ -5,7 +5,10 @@ import torch
 
 from tests.distributed.numerics.module_runs import DTYPES, joined
 from tests.distributed.ranks import megatron, on_ranks, same_bits
+from tp_invariant_recipes.numerics import spec
+from tp_invariant_recipes.replacement import applied
 
+NUMERICS = {"mode": "tree", "virtual_shards": 4, "grad_norm": "exact", "clip_rounding": "none"}
 SHARDS, DEGREES = 4, (1, 2, 4)
 VOCABULARY, HIDDEN, SEQUENCE, BATCH, MICRO_BATCHES = 16, 24, 32, 2, 3
 
@@ -34,7 +37,6 @@ def _gradient(mesh, invariant, dtype, sequence_parallel, tied):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
-    from tp_invariant_recipes.numerics.embedding import tied_gradients_added
     from tp_invariant_recipes.numerics.local_layers import InvariantVocabParallelEmbedding
     from tp_invariant_recipes.numerics.weight_gradient import added_to_main_grad
 
@@ -52,7 +54,7 @@ def _gradient(mesh, invariant, dtype, sequence_parallel, tied):
         if tied:
             y = _Output.apply(y, embedding.weight, added_to_main_grad)
         y.backward(dy)
-    tied_gradients_added(DistributedDataParallel.finish_grad_sync)(model)
+    model.finish_grad_sync()
     return embedding.weight.main_grad.clone()
 
 
@@ -74,7 +76,7 @@ CASES = [(dtype, tied) for dtype in DTYPES for tied in (False, True)]
 
 
 def _all(mesh):
-    with megatron(mesh):
+    with megatron(mesh), applied(spec.replacements(NUMERICS)):
         return {
             (invariant, sequence_parallel, *case): _gradient(mesh, invariant, case[0], sequence_parallel, case[1])
             for invariant in (True, False)

@@ -13,15 +13,18 @@ def test_the_table_of_a_verify(cli, slurm, submitted):
     slurm.scene(row("12_1", "RUNNING", left="1-02:03:04"), row("13", "PENDING", "Dependency"))
     now(made.attempt("tp1", outcome="completed"))
     now(made.steps(20, "tp1"))
-    now(made.attempt("tp2", job={"id": "14", "restart": 2, "nodes": ["n2"]}))
+    degrees = {"tp": 2, "pp": 1, "dp": 4, "sp": True}
+    for dp in (4, 4, 2):
+        again = made.attempt("tp2", job={"id": "14", "restart": 2, "nodes": ["n2"]}, layout=degrees | {"dp": dp})
+    now(again)
     now(made.steps(7, "tp2", torn='{"step": 8, "lo'))
     ended = cli("jobs")
     assert (ended.status, ended.err) == (0, "")
     lines = [" ".join(line.split()) for line in ended.out.splitlines() if line.strip()]
-    assert lines[0] == "job run state step loss time left"
+    assert lines[0] == "job run state layout step loss time left"
     assert lines[2:] == [
         "12_0 v/tp1 completed 20 of 20 3.0000",
-        "12_1 v/tp2 RUNNING try 3 7 of 20 4.3000 1-02:03:04",
+        "12_1 v/tp2 RUNNING try 3 tp=2 dp=4 → tp=2 dp=2 7 of 20 4.3000 1-02:03:04",
         "13 v (judge) PENDING (Dependency)",
     ]
 

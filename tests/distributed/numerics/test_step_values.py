@@ -1,0 +1,76 @@
+"""Losses and other values of micro-batches: one sum for every number of data-parallel ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.ranks import on_ranks, same_bits
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.step_values import metrics_kept_apart, metrics_summed, summed
+
+SHARDS, EACH = 4, 3
+
+
+def _values():
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-9, 9, (SHARDS * EACH, 1), generator=generator)
+    return torch.randn(SHARDS * EACH, 50, generator=generator) * 2.0**exponents
+
+
+def _by_tree(mesh):
+    mine = summed(_values().chunk(mesh.size)[mesh.rank], VirtualMesh(SHARDS, mesh.size, mesh.rank, mesh.group))
+    if mesh.size > 1:
+        dist.all_reduce(mine)  # as Bridge does
+    return mine
+
+
+def _by_the_library(mesh):
+    mine = _values().chunk(mesh.size)[mesh.rank].sum(0)
+    if mesh.size > 1:
+        dist.all_reduce(mine)
+    return mine
+
+
+@pytest.mark.parametrize("size", (2, 4))
+def test_the_sum_is_that_of_one_rank(size):
+    (alone,) = on_ranks(1, 1, _by_tree)
+    for whole in on_ranks(size, size, _by_tree):
+        assert same_bits(whole, alone)
+    assert torch.allclose(alone, _values().sum(0), rtol=1e-4)
+
+
+def test_the_library_has_another():
+    (alone,) = on_ranks(1, 1, _by_the_library)
+    assert not same_bits(on_ranks(4, 4, _by_the_library)[0], alone)
+
+
+def _router_statistics(mesh):
+    """What Megatron is given to sum over the ranks: two steps of values of three layers; the second has no router."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
+
+    from tp_invariant_recipes.host import cpu
+
+    with cpu.installed():
+        parallel_state.initialize_model_parallel()
+        record = metrics_kept_apart(MoEMetricsTracker.record)
+        sync = metrics_summed(lambda self, names: None, SHARDS)
+        tracker, found = MoEMetricsTracker(), []
+        for _ in range(2):
+            for values in _values().chunk(mesh.size)[mesh.rank]:
+                for layer in (1, 3):
+                    record(tracker, "load_balancing_loss", values[layer], layer, 3)
+            sync(tracker, ["load_balancing_loss"])
+            found.append(tracker.metrics["load_balancing_loss"].values.clone())
+            tracker.clear()
+        return found
+
+
+def test_router_statistics_have_one_sum(bridge):
+    ((alone, again),) = on_ranks(1, 1, _router_statistics)
+    assert same_bits(alone, again)
+    assert torch.allclose(alone, torch.tensor([1.0, 0.0, 1.0]) * _values().sum(0)[1:4], rtol=1e-3)
+    for size in (2, 4):
+        first, *others = on_ranks(size, size, _router_statistics)
+        assert same_bits(first[0], alone)
+        assert not any(other[0].count_nonzero() for other in others)

@@ -1,0 +1,143 @@
+"""D, the number of data shards: its default, the values it may have, and what it means for a run's identity."""
+
+import pytest
+
+from tests.trees import with_fields
+from tests.unit.compare.ledgers import ledger
+from tp_invariant_recipes.compare.compare import compare
+from tp_invariant_recipes.compare.text import verdict_line
+from tp_invariant_recipes.config import invariance, memory
+from tp_invariant_recipes.config.compose import compose as composed
+from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.memory import ACTIVATIONS, GRADIENTS
+from tp_invariant_recipes.config.sections import typed
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.launch import memory as room
+from tp_invariant_recipes.ledger.lines import DATA_SHARDS, Header, identity_differences
+
+
+def tree(*overrides, model="qwen3_toy"):
+    return composed(model, overrides, device="cpu").tree
+
+
+@pytest.mark.parametrize(
+    "overrides, shards",
+    (
+        ((), 1),
+        (("dp=4", "gbs=8"), 4),
+        (("dp=2", "gbs=8", "numerics.data_shards=8"), 8),
+        (("dp=2", "gbs=8", "numerics=gather"), 2),
+        (("dp=2", "gbs=8", "numerics=stock"), None),
+    ),
+)
+def test_the_default_is_dp(overrides, shards):
+    found = tree(*overrides)
+    assert found["numerics"].get("data_shards") == shards
+    assert identity(found, None).get(DATA_SHARDS) == shards
+
+
+REFUSED = {
+    "dp=3 gbs=6": "dp=3: the tree over data-parallel ranks needs a power of two; the largest that fits gbs=6 is dp=2",
+    "gbs=8 numerics.data_shards=3": "numerics.data_shards=3: must be a power of two",
+    "gbs=8 numerics.data_shards=0": "numerics.data_shards=0: must be a power of two",
+    "gbs=8 dp=4 numerics.data_shards=2": "dp=4 does not divide numerics.data_shards=2",
+    "gbs=24 numerics.data_shards=16": "does not divide gbs=24; the largest that fits is numerics.data_shards=8",
+    "gbs=8 numerics=stock numerics.data_shards=4": "numerics=stock has no data shards; leave it out",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(overrides):
+    with pytest.raises(ConfigError) as refused:
+        tree(*overrides.split())
+    assert REFUSED[overrides] in str(refused.value)
+
+
+def test_a_step_has_one_size():
+    for shards, problems in ((1, 0), (2, 1)):
+        changed = with_fields(tree("gbs=4", f"numerics.data_shards={shards}"), train__rampup_batch_size=[1, 1, 4])
+        found = invariance.limits(changed)
+        assert len(found) == problems
+        assert all("train.rampup_batch_size changes it; leave it unset" in one for one in found)
+
+
+def test_what_a_refusal_proposes_fits():
+    assert invariance.limits(tree("gbs=24", "numerics.data_shards=8")) == []
+
+
+def test_micro_batches_are_no_part_of_the_identity():
+    for numerics in ("tree", "stock"):
+        one, two = (identity(tree("gbs=8", f"mbs={mbs}", f"numerics={numerics}"), None) for mbs in (1, 4))
+        assert one == two
+
+
+def _header(**fields):
+    return Header(identity={"rng.seed": 1} | fields)
+
+
+def test_runs_of_other_data_shards_are_not_comparable():
+    (difference,) = identity_differences(_header(**{DATA_SHARDS: 2}), _header(**{DATA_SHARDS: 4}))
+    assert (difference.field, difference.a, difference.b) == (DATA_SHARDS, "2", "4")
+
+
+def test_stock_runs_and_ledgers_of_earlier_versions_are_comparable_with_any():
+    assert identity_differences(_header(**{DATA_SHARDS: 2}), _header()) == ()
+    assert identity_differences(_header(**{"train.micro_batch_size": 2}), _header()) == ()
+
+
+def test_memory_grows_with_log2_of_the_shards_of_a_rank():
+    one, two, eight, four_ranks = (
+        memory.estimate(typed(tree("gbs=8", *overrides))).parts[GRADIENTS]
+        for overrides in (
+            (),
+            ("numerics.data_shards=2",),
+            ("numerics.data_shards=8",),
+            ("dp=4", "numerics.data_shards=8"),
+        )
+    )
+    assert (two, eight, four_ranks) == (2 * one, 4 * one, 2 * one)
+
+
+def test_memory_of_sources_that_an_owner_of_experts_keeps_apart():
+    """ep=2 over two data-parallel ranks: half of the experts, each with two gradients."""
+    apart, over = (
+        memory.estimate(typed(tree("dp=2", "gbs=2", f"ep={ep}", model="qwen3_moe_toy"))).parts[GRADIENTS]
+        for ep in (1, 2)
+    )
+    assert over == apart
+
+
+def test_a_micro_batch_of_several_takes_the_memory_of_one():
+    for numerics, grows in (("tree", False), ("stock", True)):
+        one, four = (
+            memory.estimate(typed(tree("gbs=8", f"mbs={mbs}", f"numerics={numerics}"))).parts[ACTIVATIONS]
+            for mbs in (1, 4)
+        )
+        assert (four > one) is grows
+
+
+def test_a_comparison_names_the_key():
+    two, four = (ledger(header=_header(**{DATA_SHARDS: shards})) for shards in (2, 4))
+    line = verdict_line(compare(two, four))
+    assert line.endswith(f"{DATA_SHARDS} is 2 and 4; train both with {DATA_SHARDS}=4")
+
+
+def test_only_a_distributed_optimizer_gathers_weights():
+    with pytest.raises(ConfigError, match="only a distributed optimizer gathers weights"):
+        tree("ddp.overlap_param_gather=true")
+    assert tree("ddp.overlap_param_gather=true", "optimizer.use_distributed_optimizer=true")
+
+
+@pytest.mark.parametrize(
+    "overrides, says, says_not",
+    (
+        (("numerics.data_shards=8",), "raise dp= towards numerics.data_shards=8", "lower mbs="),
+        (("dp=8", "mbs=1"), "lower seq=", "towards numerics.data_shards"),
+        (("numerics=stock", "mbs=4"), "lower mbs= or seq=", "towards numerics.data_shards"),
+    ),
+)
+def test_a_run_that_does_not_fit_is_told_what_lowers_its_memory(overrides, says, says_not):
+    config = typed(tree("gbs=8", *overrides))
+    ways = "; ".join(room._ways(config, memory.estimate(config)))
+    assert says in ways
+    assert says_not not in ways

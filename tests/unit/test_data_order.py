@@ -1,0 +1,40 @@
+"""Which sequences a data-parallel rank computes, and in which order."""
+
+import pytest
+
+from tp_invariant_recipes.numerics.data_order import ConsecutiveSampler
+
+BATCH, STEPS = 8, 2
+
+
+def _of_rank(rank, dp, mbs=1, consumed=0, total=BATCH * STEPS + 3):
+    return list(ConsecutiveSampler(total, consumed, mbs, rank, dp, batch=BATCH))
+
+
+@pytest.mark.parametrize("dp", (1, 2, 4, 8))
+def test_a_rank_has_consecutive_sequences_of_each_step(dp):
+    each = BATCH // dp
+    for rank in range(dp):
+        steps = [step * BATCH + rank * each + i for step in range(STEPS) for i in range(each)]
+        assert _of_rank(rank, dp) == [[one] for one in steps]
+
+
+def test_the_ranks_of_two_halves_have_the_sequences_of_one():
+    for first in (0, 2):
+        halves = [one for rank in (first, first + 1) for one in _of_rank(rank, 4)[: BATCH // 4]]
+        assert halves == _of_rank(first // 2, 2)[: BATCH // 2]
+
+
+def test_a_micro_batch_of_several_has_them_in_order():
+    assert _of_rank(1, 2, mbs=2)[:2] == [[4, 5], [6, 7]]
+
+
+def test_a_resumed_run_goes_on_where_it_was():
+    assert _of_rank(1, 2, consumed=BATCH) == _of_rank(1, 2)[BATCH // 2 :]
+
+
+def test_what_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match="3 ranks of 1 do not divide 8 sequences"):
+        _of_rank(0, 3)
+    with pytest.raises(ValueError, match="no sequences are left: 8 of 8 are used"):
+        _of_rank(0, 1, consumed=8, total=8)

@@ -1,0 +1,88 @@
+"""In which layouts a run may go on: those in which it would have had the same bits, and whose state can be read."""
+
+import pytest
+
+from tp_invariant_recipes.config import going_on
+from tp_invariant_recipes.config.going_on import BUCKETS, DISTRIBUTED, OF_EVERY_RANK, other_gradients, unreadable_state
+
+TREE = {"mode": "tree"}
+
+
+def layout(**degrees: int) -> dict:
+    return {"tp": 1, "pp": 1, "cp": 1, "dp": 1, "ep": 1, "etp": 1, "sp": False} | degrees
+
+
+def run(numerics: dict, **degrees: int) -> dict:
+    return {"numerics": numerics, "layout": layout(**degrees)}
+
+
+@pytest.mark.parametrize(
+    "before, now",
+    (
+        (run(TREE, dp=2), run(TREE, dp=2, tp=4, pp=2)),
+        (run({"mode": "stock"}, dp=2), run({"mode": "stock"}, dp=1)),
+        (run(TREE, dp=2), run({"mode": "stock"}, dp=1)),
+        (run(TREE | {"data_shards": 4}, dp=4), run(TREE | {"data_shards": 4}, dp=1)),
+        (run(TREE, dp=4), run(TREE | {"data_shards": 4}, dp=2)),
+    ),
+)
+def test_the_gradient_tree_is_the_same(before, now):
+    assert other_gradients(before, now) is None
+
+
+@pytest.mark.parametrize(
+    "before, now, dp",
+    (
+        (run(TREE, dp=2), run(TREE, dp=1), 2),
+        (run({"mode": "gather"}, dp=1), run({"mode": "gather"}, dp=2), 1),
+        (run(TREE | {"data_shards": 4}, dp=2), run(TREE, dp=2), 4),
+    ),
+)
+def test_another_gradient_tree_is_refused(before, now, dp):
+    problem = other_gradients(before, now)
+    assert problem is not None
+    assert problem.startswith(f"dp={now['layout']['dp']}: ")
+    assert problem.endswith(f"would have other bits; dp={dp}, or numerics=stock")
+
+
+@pytest.mark.parametrize(
+    "optimizer, checkpoint, form",
+    (
+        ({}, {}, OF_EVERY_RANK),
+        ({"use_distributed_optimizer": False}, {"dist_ckpt_optim_fully_reshardable": True}, OF_EVERY_RANK),
+        ({"use_distributed_optimizer": True}, {}, BUCKETS),
+        ({"use_distributed_optimizer": True}, {"dist_ckpt_optim_fully_reshardable": True}, DISTRIBUTED),
+    ),
+)
+def test_the_form_of_an_optimizers_state(optimizer, checkpoint, form):
+    assert going_on.optimizer_state({"optimizer": optimizer, "checkpoint": checkpoint}) == form
+
+
+EVERYTHING = layout(tp=2, pp=2, dp=4, ep=2)
+READABLE = (
+    (OF_EVERY_RANK, layout(), OF_EVERY_RANK, EVERYTHING),
+    (DISTRIBUTED, layout(), DISTRIBUTED, EVERYTHING),
+    (DISTRIBUTED, layout(), BUCKETS, EVERYTHING),
+    (BUCKETS, layout(tp=2, dp=2), DISTRIBUTED, layout(tp=2, dp=1)),
+)
+
+
+@pytest.mark.parametrize("saved, before, wanted, now", READABLE)
+def test_a_state_that_can_be_read(saved, before, wanted, now):
+    assert unreadable_state(saved, before, wanted, now, experts=False) is None
+
+
+UNREADABLE = (
+    (OF_EVERY_RANK, layout(), DISTRIBUTED, layout(), False, "optimizer.use_distributed_optimizer=false"),
+    (BUCKETS, layout(), OF_EVERY_RANK, layout(), False, "optimizer.use_distributed_optimizer=true"),
+    (BUCKETS, layout(tp=2), DISTRIBUTED, layout(pp=2), False, "tp was 2, pp was 1: keep tp=2 pp=1"),
+    (DISTRIBUTED, layout(tp=2), DISTRIBUTED, layout(), True, "go on with tp > 1 or ep > 1"),
+    (OF_EVERY_RANK, layout(), OF_EVERY_RANK, layout(ep=2, dp=2), True, "go on with tp=1 ep=1"),
+)
+
+
+@pytest.mark.parametrize("saved, before, wanted, now, experts, says", UNREADABLE)
+def test_a_state_that_cannot_be_read_is_refused(saved, before, wanted, now, experts, says):
+    problem = unreadable_state(saved, before, wanted, now, experts=experts)
+    assert problem is not None
+    assert says in problem

@@ -1,0 +1,93 @@
+"""Whether a run can go on in another layout with the bits that it would have had: one row a rule.
+
+Digests, weights, moments and the place in the data do not depend on the layout. What does: the order in which a step
+adds its gradients, and the form in which a distributed optimizer's state lies in a checkpoint.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Settings of `numerics` whose defaults follow the layout, and which make up the order of sums: a run keeps them.
+KEPT = ("data_shards", "context_shards")
+
+# How a checkpoint holds the moments and master weights: as tensors of the model, of either kind of optimizer, or as the
+# ranges of a distributed optimizer's buffers.
+OF_EVERY_RANK, DISTRIBUTED, BUCKETS = "of every rank", "distributed", "distributed, in buckets"
+# Degrees that decide what lies in a buffer.
+_OF_BUCKETS = ("tp", "pp", "cp", "ep", "etp")
+
+
+def data_shards(numerics: Mapping[str, Any], layout: Mapping[str, Any]) -> int:
+    """D: a step's gradient is a tree over the sums of so many parts of the global batch.
+
+    numerics: the section of the configuration. layout: degrees by their short names.
+    """
+    return numerics.get("data_shards") or layout["dp"]
+
+
+def kept(numerics: Mapping[str, Any]) -> list[str]:
+    """What a run keeps of its numerics in other layouts, as overrides. Nothing for stock, which has no fixed order."""
+    if numerics["mode"] == "stock":
+        return []
+    return [f"numerics.{name}={numerics[name]}" for name in KEPT if numerics.get(name) is not None]
+
+
+def optimizer_state(tree: Mapping[str, Any]) -> str:
+    """The form in which a run of this tree writes its optimizer's state."""
+    if not tree["optimizer"].get("use_distributed_optimizer"):
+        return OF_EVERY_RANK
+    return DISTRIBUTED if tree["checkpoint"].get("dist_ckpt_optim_fully_reshardable") else BUCKETS
+
+
+def other_gradients(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Why the steps to come would not have the bits that they would have had; None: they would, or nobody promised.
+
+    before, now: "numerics" and "layout", as in `run.json`.
+    """
+    there, here = (data_shards(run["numerics"], run["layout"]) for run in (before, now))
+    if now["numerics"]["mode"] == "stock" or there == here:
+        return None
+    return (
+        f"dp={now['layout']['dp']}: a step's gradient has been the sum of {there} data-parallel parts so far, and "
+        f"would be one of {here}, added in another order: the steps to come would have other bits; dp={there}, or "
+        f"numerics=stock"
+    )
+
+
+def unreadable_state(
+    saved: str, before: Mapping[str, Any], wanted: str, now: Mapping[str, Any], *, experts: bool
+) -> str | None:
+    """Why a run cannot read a checkpoint's optimizer state; None: it can.
+
+    saved, wanted: the forms. before, now: the layouts in which it was written and is to be read. experts: whether the
+    model has any.
+    """
+    distributed = saved != OF_EVERY_RANK
+    if distributed != (wanted != OF_EVERY_RANK):
+        kind = "a distributed optimizer" if distributed else "an optimizer that is not distributed"
+        return f"it holds the state of {kind}: optimizer.use_distributed_optimizer={str(distributed).lower()}"
+    if experts and _experts_apart(before) != _experts_apart(now):
+        there = "apart from" if _experts_apart(before) else "together with"
+        return (
+            f"it holds the optimizer state of experts {there} that of all else, as Megatron does at "
+            f"{_of_experts(before)}, and not at {_of_experts(now)}: "
+            f"go on with {'tp > 1 or ep > 1' if _experts_apart(before) else 'tp=1 ep=1'}"
+        )
+    changed = [name for name in _OF_BUCKETS if saved == BUCKETS and before.get(name) != now.get(name)]
+    if not changed:
+        return None
+    return (
+        f"it holds the buffers of a distributed optimizer, which only dp may divide anew, and "
+        f"{', '.join(f'{name} was {before.get(name)}' for name in changed)}: keep "
+        f"{' '.join(f'{name}={before.get(name)}' for name in changed)}; checkpoints saved with "
+        f"checkpoint.dist_ckpt_optim_fully_reshardable=true can go on in every layout"
+    )
+
+
+def _experts_apart(layout: Mapping[str, Any]) -> bool:
+    """Whether Megatron gives the experts process groups, and with these an optimizer, of their own."""
+    return layout.get("ep", 1) > 1 or layout.get("tp", 1) != layout.get("etp", 1)
+
+
+def _of_experts(layout: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={layout.get(name, 1)}" for name in ("tp", "ep", "etp"))

@@ -1,0 +1,67 @@
+"""The sequences of a step, and the data-parallel rank that computes each: consecutive ones, in order.
+
+A step has B sequences, numbered as the data set has them. Data shard d of D has those from d · B/D on, and rank r of dp
+those from r · B/dp on: its shards, one after the other. The rank computes them one at a time. So neither dp nor the
+micro-batch size changes which shard a sequence belongs to, or the order in a shard.
+
+Megatron's own sampler deals micro-batches to the ranks in turn.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from tp_invariant_recipes.replacement import Replacement, applied
+
+
+class ConsecutiveSampler:
+    """The numbers of a rank's sequences, micro-batch by micro-batch; for torch's DataLoader.
+
+    The arguments are those of Megatron's sampler, and `batch`: B, a multiple of micro-batch size times ranks. Steps
+    that are not whole are left out.
+    """
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        drop_last: bool = True,
+        *,
+        batch: int,
+    ) -> None:
+        if total_samples <= 0 or consumed_samples >= total_samples:
+            raise ValueError(f"no sequences are left: {consumed_samples} of {total_samples} are used")
+        if batch % (micro_batch_size * data_parallel_size):
+            raise ValueError(f"{data_parallel_size} ranks of {micro_batch_size} do not divide {batch} sequences")
+        self.total, self.consumed, self.batch = total_samples, consumed_samples, batch
+        self.size, self.each = micro_batch_size, batch // data_parallel_size
+        self.first = data_parallel_rank * self.each
+
+    def __len__(self) -> int:
+        """All sequences, as Megatron's has it."""
+        return self.total
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The sequences of each micro-batch."""
+        for step in range(self.consumed, self.total - self.batch + 1, self.batch):
+            for start in range(step + self.first, step + self.first + self.each, self.size):
+                yield list(range(start, start + self.size))
+
+
+def consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for build_pretraining_data_loader of Bridge's loaders: it builds Megatron's sampler by name."""
+
+    def build_pretraining_data_loader(*args: Any, global_batch_size: int | None = None, **kwargs: Any) -> Any:
+        if global_batch_size is None:
+            raise ValueError("which sequences a rank computes follows from the global batch size, and none is given")
+        sampler = partial(ConsecutiveSampler, batch=global_batch_size)
+        row = Replacement(
+            "megatron.bridge.data.samplers:MegatronPretrainingSampler", lambda _: sampler, "it deals them in turn"
+        )
+        with applied([row]):
+            return original(*args, global_batch_size=global_batch_size, **kwargs)
+
+    return build_pretraining_data_loader

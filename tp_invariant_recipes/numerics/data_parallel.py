@@ -1,0 +1,253 @@
+"""Megatron's DistributedDataParallel with one order of additions for every number of data-parallel ranks.
+
+A step's gradient is a tree over D data shards (numerics/data_shards.py). dp decides only which rank computes which
+shards: a rank adds up its own, and the ranks' sums are added by the same tree (numerics/bucket_reduction.py).
+
+    a micro-batch's backward pass ends    ShardCounter.end_micro_batch
+    a bucket's gradients are complete     _complete: norm weights, then the rank's shards, then what experts have of
+                                          other ranks' tokens
+    then                                  reduce-scatter (distributed optimizer) or all-reduce, a tree over the ranks
+
+With `overlap_grad_reduce` a bucket is complete while the last backward pass still runs. The reduction then has a stream
+of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.numerics import bucket_reduction, experts, partial_gradient
+from tp_invariant_recipes.numerics.data_shards import ShardCounter
+
+_touched: dict[int, Any] = {}  # models that a backward pass has gradients for
+_streams: dict[Any, Any] = {}  # device -> the stream of its reductions
+
+
+def prepared(original: Callable[..., None], shards: int | None) -> Callable[..., None]:
+    """A replacement for DistributedDataParallel.__init__.
+
+    shards: D. None: as many as there are ranks, and Megatron's own factor of 1/dp stays where it is.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        ranks = self.dp_group.size()
+        self.shard_counter = counter = ShardCounter(1, 1, list)
+        if shards is not None:
+            # The loss was divided by the sequences of all ranks (`divided_by_all_ranks`).
+            for bucket in (bucket for buffer in _buffers(self) for bucket in buffer.buckets):
+                bucket.gradient_scaling_factor = 1.0
+            if shards > ranks:
+                counter = ShardCounter(shards // ranks, _micro_batches() // (shards // ranks), lambda: _gradients(self))
+                self.shard_counter = counter
+        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            group.shard_counter = counter
+        for buffer in _buffers(self):
+            for bucket in buffer.buckets:
+                bucket.whole_buffer = buffer.grad_data
+
+    return __init__
+
+
+def _micro_batches() -> int:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    return get_num_microbatches()
+
+
+def _buffers(model: Any) -> list[Any]:
+    return model.buffers + model.expert_parallel_buffers
+
+
+def _gradients(model: Any) -> list[Tensor]:
+    """All that backward passes add to."""
+    found = [buffer.grad_data for buffer in _buffers(model)]
+    for weight in model.params_with_grad:
+        found += getattr(weight, experts.LATER, ())
+        if getattr(weight, "lookup_gradient", None) is not None:
+            found.append(weight.lookup_gradient)
+    return found
+
+
+def noting_its_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for DistributedDataParallel._make_backward_post_hook."""
+
+    def _make_backward_post_hook(self: Any, param: Tensor) -> Callable[..., None]:
+        hook = original(self, param)
+
+        def noting(*unused: Any) -> None:
+            _touched[id(self)] = self
+            hook(*unused)
+
+        return noting
+
+    return _make_backward_post_hook
+
+
+def ending_a_micro_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for megatron.core.pipeline_parallel.schedules.backward_step: one micro-batch, one model chunk."""
+
+    def backward_step(*args: Any, **kwargs: Any) -> Any:
+        _touched.clear()
+        try:
+            result = original(*args, **kwargs)
+            for model in _touched.values():
+                if model.shard_counter.shards > 1:
+                    model.shard_counter.end_micro_batch()
+            return result
+        except BaseException:
+            partial_gradient.forget()
+            raise
+        finally:
+            _touched.clear()
+
+    return backward_step
+
+
+def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for megatron.core.pipeline_parallel.schedules.forward_step_calc_loss.
+
+    Megatron divides a loss by this rank's micro-batches, and the gradients by the ranks. One division by the product
+    has the same rounding for every dp, also where a gradient is subnormal.
+    """
+
+    def forward_step_calc_loss(
+        model: Any,
+        output: Any,
+        loss_func: Any,
+        config: Any,
+        vp_stage: Any,
+        collect: Any,
+        num: int,
+        *rest: Any,
+        **more: Any,
+    ) -> Any:
+        from megatron.core import parallel_state
+
+        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        return original(model, output, loss_func, config, vp_stage, collect, num * ranks, *rest, **more)
+
+    return forward_step_calc_loss
+
+
+def tree_over_ranks(original: Callable[..., None]) -> Callable[..., None]:
+    """A replacement for start_grad_sync of Megatron's groups of buckets. `finish_grad_sync` waits for its handle."""
+
+    def start_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:
+        if self.is_first_batch and self.grad_reduce_handle is not None:
+            return
+        if self.grad_reduce_handle is not None:
+            raise RuntimeError("a bucket is being reduced already")
+        _complete(self)
+        config = self.ddp_config
+        if config.check_for_nan_in_grad or config.check_for_large_grads:
+            self.check_grads(
+                check_for_nan_or_inf=config.check_for_nan_in_grad, check_for_large=config.check_for_large_grads
+            )
+        scatter = config.use_distributed_optimizer and not force_all_reduce
+        group = (
+            self.intra_distributed_optimizer_instance_group
+            if config.use_distributed_optimizer
+            else self.data_parallel_group
+        )
+        reduce = bucket_reduction.reduce_scatter if scatter else bucket_reduction.all_reduce
+        if not config.overlap_grad_reduce:
+            for bucket in self.buckets:
+                reduce(bucket.grad_data, group)
+            return
+        stream = _stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for bucket in self.buckets:
+                reduce(bucket.grad_data, group)
+            done = torch.cuda.Event()
+            done.record()
+        self.grad_reduce_handle = _Reduced(done)
+
+    return start_grad_sync
+
+
+class _Reduced:
+    """What Megatron waits for."""
+
+    def __init__(self, done: Any) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        """Have the current stream wait."""
+        torch.cuda.current_stream().wait_event(self._done)
+
+
+def _stream() -> Any:
+    device = torch.cuda.current_device()
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream()
+    return _streams[device]
+
+
+@torch.no_grad()
+def _complete(group: Any) -> None:
+    """Bring the gradients of a group of buckets to what this rank contributes to the sum over ranks."""
+    partial_gradient.finish_all()
+    counter = getattr(group, "shard_counter", None)
+    for bucket in group.buckets:
+        later = [weight for weight in bucket.params_list if getattr(weight, experts.LATER, ())]
+        if counter is not None and counter.shards > 1:
+            start = bucket.offset
+            counter.finish(bucket.whole_buffer, slice(start, start + bucket.grad_data.numel()))
+            for source in (source for weight in later for source in getattr(weight, experts.LATER)):
+                counter.finish(source)
+        factor = bucket.gradient_scaling_factor
+        if factor != 1.0:
+            bucket.grad_data.mul_(factor)
+        for weight in later:
+            experts.add_later_sources(weight, factor)
+
+
+def restarting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for DistributedDataParallel.finish_grad_sync, which runs when all micro-batches are done."""
+
+    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        for weight in self.module.parameters():
+            if getattr(weight, "lookup_gradient", None) is not None:
+                _add_lookups(self, weight)
+        self.shard_counter.restart()
+        return result
+
+    return finish_grad_sync
+
+
+@torch.no_grad()
+def _add_lookups(model: Any, weight: Any) -> None:
+    """Add the sum of a tied embedding's lookups, complete, to that of the output layer, complete."""
+    lookups = weight.lookup_gradient
+    if model.shard_counter.shards > 1:
+        model.shard_counter.finish(lookups)
+    factor = model.buffers[0].buckets[0].gradient_scaling_factor
+    if factor != 1.0:
+        lookups.mul_(factor)
+    bucket_reduction.all_reduce(lookups.view(-1), model.dp_cp_group)
+    weight.main_grad.add_(lookups)
+    lookups.zero_()
+
+
+def reading_below(original: Callable[..., Any], classes: tuple[str, ...]) -> Callable[..., Any]:
+    """A replacement for DistributedDataParallel._make_forward_pre_hook, which waits for weights still being gathered.
+
+    classes: names of modules that read the weights of modules below them, which then never run.
+    """
+
+    def _make_forward_pre_hook(self: Any) -> Callable[..., None]:
+        hook = original(self)
+
+        def waiting(module: Any, *unused: Any) -> None:
+            names = {kind.__name__ for kind in type(module).__mro__}
+            for one in module.modules() if names.intersection(classes) else (module,):
+                hook(one)
+
+        return waiting
+
+    return _make_forward_pre_hook

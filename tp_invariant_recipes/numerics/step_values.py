@@ -1,0 +1,86 @@
+"""Values of a step that are logged (loss, token counts, router statistics): summed by the tree that sums gradients.
+
+Each micro-batch has a value. A data shard is the sum of its micro-batches' values in order; the D shards are a tree,
+and a data-parallel rank has D/dp consecutive ones.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.tree import tree_all_reduce
+
+
+@torch.no_grad()
+def summed(values: Tensor, mesh: VirtualMesh) -> Tensor:
+    """The sum over all micro-batches of all ranks.
+
+    values:  [micro-batches of this rank, n] fp32, in order. mesh: D shards on dp ranks.
+    returns: [n] fp32 on the first rank, and zeros on the others: Megatron's sum over ranks then adds nothing inexactly.
+    """
+    leaves = token_sum(values, mesh.local).contiguous()
+    shards = tree_add(leaves, leaves.new_empty(mesh.local, values.shape[1]), mesh.local)
+    total = tree_all_reduce(shards, mesh, torch.float32)
+    return torch.zeros_like(total) if mesh.rank else total
+
+
+def data_mesh(shards: int) -> VirtualMesh:
+    """D shards on this model's data-parallel ranks."""
+    from megatron.core import parallel_state
+
+    return VirtualMesh.of(shards, parallel_state.get_data_parallel_group(with_context_parallel=True))
+
+
+def losses_summed(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
+    """A replacement for the get_forward_backward_func of Bridge's train(), which adds up what each micro-batch gives.
+
+    Of training steps it returns one entry in place of one a micro-batch: {name: [2] fp32: a sum and its tokens}.
+    """
+
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        run = original(*args, **kwargs)
+
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            found = run(*args, **kwargs)
+            return found if kwargs.get("forward_only") or not found else [_summed(found, data_mesh(shards))]
+
+        return forward_backward
+
+    return get_forward_backward_func
+
+
+def _summed(found: Sequence[dict[str, Tensor]], mesh: VirtualMesh) -> dict[str, Tensor]:
+    return {name: summed(torch.stack([one[name].view(-1).float() for one in found]), mesh) for name in found[0]}
+
+
+def metrics_kept_apart(original: Callable[..., None]) -> Callable[..., None]:
+    """A replacement for MoEMetricsTracker.record, which adds to one sum: it keeps each micro-batch's value as well."""
+
+    def record(self: Any, name: str, value: Tensor, layer_number: int | None, *args: Any, **kwargs: Any) -> None:
+        original(self, name, value, layer_number, *args, **kwargs)
+        if layer_number is not None:
+            each = self.__dict__.setdefault("micro_batches", {}).setdefault(name, {})
+            each.setdefault(layer_number - 1, []).append(value.detach().float())
+
+    return record
+
+
+def metrics_summed(original: Callable[..., None], shards: int) -> Callable[..., None]:
+    """A replacement for MoEMetricsTracker._sync_metrics, which sums over ranks."""
+
+    def sync(self: Any, metric_names: list[str], *args: Any, **kwargs: Any) -> None:
+        kept = self.__dict__.pop("micro_batches", {})
+        mesh = data_mesh(shards)
+        for name in metric_names:
+            if name in kept:
+                layers = sorted(kept[name])
+                values = torch.stack([torch.stack(kept[name][layer]) for layer in layers], 1)
+                self._metrics[name].values[layers] = summed(values, mesh)
+        original(self, metric_names, *args, **kwargs)
+
+    return sync
