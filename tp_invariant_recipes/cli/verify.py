@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes import renamed
-from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
+from tp_invariant_recipes.cli.arguments import Json, Overrides
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
@@ -27,9 +27,7 @@ _COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
 def verify(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="A model of `tpi models`; not needed with --recheck.", metavar="MODEL", autocompletion=_models
-        ),
+        typer.Argument(help="A model of `tpi models`; not needed with --recheck.", metavar="MODEL"),
     ] = None,
     overrides: Overrides = None,
     against: Annotated[
