@@ -24,6 +24,7 @@ from tp_invariant_recipes.cli import (
     report,
     show,
     submit,
+    sweep,
     train,
     verify,
 )
@@ -46,6 +47,7 @@ COMMANDS = (
     ("train", train.train),
     ("compare", compare.compare),
     ("verify", verify.verify),
+    ("sweep", sweep.sweep),
     ("certify", certify.certify),
     ("report", report.report),
     ("bisect", bisect.bisect),
@@ -110,9 +112,21 @@ def main() -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
+# Options of Hydra's that people try -> what to use instead.
+OF_HYDRA = {
+    **dict.fromkeys(
+        ("-m", "--multirun"),
+        "For several runs: tpi sweep MODEL lr=1e-3,3e-4, or tpi verify MODEL tp=1,2 to compare bits",
+    ),
+    **dict.fromkeys(("-c", "--cfg", "--info"), "For the configuration: tpi show MODEL KEY=VALUE"),
+}
+
+
 def _fail_usage(error: Any) -> NoReturn:
     """Say what is wrong with a command line as typer does, but with control characters as text."""
     message = one_line(error.format_message())
+    if hint := OF_HYDRA.get(getattr(error, "option_name", "")):
+        message = f"{message.partition(' Did you mean')[0].rstrip('.')}. {hint}."
     error.format_message = lambda: message
     rich_utils.rich_format_error(error)
     sys.exit(2)

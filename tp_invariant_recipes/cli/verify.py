@@ -99,6 +99,8 @@ def _run(
         planned = launch.new(model, overrides, against=against, directory=directory, progress=report)
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
+    for one in planned.matrix.left_out:
+        console.print(Text(f"left out: {one.label}: {one.why}"), soft_wrap=True)
     console.print(Text(f"{len(planned.plans)} runs in {planned.directory.path}"), soft_wrap=True)
     labels = [cell.label for cell in planned.matrix.cells]
 

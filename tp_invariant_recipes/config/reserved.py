@@ -14,6 +14,10 @@ RESERVED: dict[str, dict[str, str]] = {
         "run.dir": "every cell has a run directory of its own in one directory: --dir PATH",
         "launcher.kind": "the cells are trained here, one after the other; in jobs of their own: tpi submit --verify",
     },
+    "sweep": {
+        "run.dir": "every run has a directory of its own in one directory: --dir PATH",
+        "launcher.kind": "the runs are trained here, one after the other; in jobs of their own: tpi submit --sweep",
+    },
     "audit": {
         "checkpoint.save_interval": "an audit saves no checkpoints; leave it out",
         "launcher.kind": "an audit runs on this machine; leave it out",

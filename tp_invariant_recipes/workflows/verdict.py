@@ -122,6 +122,7 @@ class MatrixVerdict:
             "model": self.matrix.model,
             "overrides": list(self.matrix.overrides),
             "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.matrix.axes],
+            "left_out": [{"label": one.label, "why": one.why} for one in self.matrix.left_out],
             "against": self.matrix.against,
             "rows": [_row(row) for row in self.rows],
         }
@@ -137,7 +138,7 @@ def judge(directory: Path, against: Path | None = None) -> MatrixVerdict:
     matrix = where.read_matrix()
     if against is not None:
         matrix = replace(matrix, against=str(against))
-    cells = [_examine(where, cell) for cell in matrix.cells]
+    cells = [examine(where, cell) for cell in matrix.cells]
     if matrix.against is not None:
         reference = _reference(Path(matrix.against))
         rows = [reference, *(_compared(row, reference) for row in cells)]
@@ -149,7 +150,7 @@ def judge(directory: Path, against: Path | None = None) -> MatrixVerdict:
     return verdict
 
 
-def _examine(where: MatrixDir, cell: Cell) -> CellResult:
+def examine(where: MatrixDir, cell: Cell) -> CellResult:
     """The state of a cell before it is compared: complete, or the reason why it does not count."""
     run = where.cell(cell.name)
     ledger, state, why = None, REFERENCE, None
@@ -235,7 +236,8 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...]) -> Ma
     else:
         verdict, line = Verdict.IDENTICAL.value, _identical(matrix, compared, reference)
     advice = None if different is None else _next_command(reference, different)
-    return MatrixVerdict(directory, matrix, rows, verdict, line, _remarks(rows, compared), advice)
+    left_out = tuple(f"Left out: {one.label}: {one.why}." for one in matrix.left_out)
+    return MatrixVerdict(directory, matrix, rows, verdict, line, (*left_out, *_remarks(rows, compared)), advice)
 
 
 def _first_different(compared: list[CellResult]) -> CellResult | None:
