@@ -55,7 +55,7 @@ def submit(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a run, or with --verify or --sweep several runs, to SLURM.
+    """Submit a run to SLURM, or several: --verify, --sweep.
 
     Before it writes anything, tpi checks everything that it can check here, and Megatron-Bridge validates the
     configuration. The run directory then holds the configuration and the script (job.sbatch). Standard output has only
