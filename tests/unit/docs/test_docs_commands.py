@@ -20,7 +20,8 @@ FOREIGN = {
     # of apptainer
     "--bind", "--nv",
     # of scripts/bootstrap, torchrun, run_recipe.py, pre-commit, pytest and uv
-    "--collect-only", "--continue", "--gpu", "--hook-type", "--hypothesis-profile", "--nproc_per_node", "--only-downloads", "--plan",
+    "--collect-only", "--continue", "--gpu", "--hook-type", "--hypothesis-profile",
+    "--nproc_per_node", "--only-downloads", "--plan",
     "--recipe", "--show-urls",
 }  # fmt: skip
 
