@@ -191,6 +191,47 @@ def test_where_slurm_is_not_that_is_said_beside_what_else_is_wrong(cli, here, mo
     assert list(here.iterdir()) == []
 
 
+def _files(where: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in where.iterdir() if file.is_file() and file.name != "write.lock"}
+
+
+def test_a_run_goes_on_in_a_job(cli, slurm, here, tmp_path):
+    assert cli("submit", *RUN, "tp=2", "iters=7", "run.dir=a").status == 0
+    where = RunDir(here / "a")
+    before = _files(where.path)
+    ended = cli("submit", "--resume", "a", "slurm.time=9", "tp=4", "--after", "12")
+    assert (ended.status, ended.out) == (0, "13\n"), ended.err
+    assert "waits until job 12 has ended well" in ended.err
+    assert slurm.said("sbatch")[1] == f"--parsable --kill-on-invalid-dep=yes --dependency=afterok:12 {where.script}"
+    words = where.script.read_text().split(" train qwen3_toy \\\n")[1].split(" launcher=slurm --continue")[0]
+    given = [*RUN[1:], "tp=2", "iters=7", "device=cpu", "slurm.time=9", "tp=4"]
+    assert [word.strip() for word in words.split(" \\\n")] == ["numerics=tree", *given, 'run.dir="$run"']
+    assert {name for name, data in _files(where.path).items() if data != before.get(name)} == {
+        "job.sbatch",
+        "submission.json",
+    }
+    assert _registered(tmp_path)[-1] == {"job": "13", "directory": str(where.path)}
+
+
+def test_where_a_job_cannot_go_on_with_a_run_it_stays_as_it_was(cli, slurm, here):
+    assert cli("submit", *RUN, "run.dir=a").status == 0
+    before = _files(here / "a")
+    slurm.put("sbatch", "echo 'sbatch: error: Invalid qos specification' >&2; exit 1")
+    refused = {
+        "Invalid qos": cli("submit", "--resume", "a", "slurm.time=9"),
+        "rng.seed was 1234 and is 7 now": cli("submit", "--resume", "a", "seed=7"),
+        "run.dir=b: the job goes on in": cli("submit", "--resume", "a", "run.dir=b"),
+        "checkpoint.ckpt_step=3: each try": cli("submit", "--resume", "a", "checkpoint.ckpt_step=3"),
+        "--resume and --verify are different kinds": cli("submit", "--resume", "a", "--verify"),
+        "none is not a run directory": cli("submit", "--resume", "none"),
+    }
+    slurm.put("squeue", "echo '12|N/A|RUNNING|None|9:00|n1|tpi-a'")
+    refused["tpi cancel 12"] = cli("submit", "--resume", "a")
+    assert [(one.status, one.out) for one in refused.values()] == [(2, "")] * len(refused)
+    assert [text for text, one in refused.items() if text not in one.err] == []
+    assert _files(here / "a") == before
+
+
 @pytest.mark.parametrize("there", (False, True), ids=("new", "empty"))
 def test_a_submission_that_slurm_refuses_can_be_repeated(cli, slurm, here, tmp_path, there):
     before = ["a"] if there else []

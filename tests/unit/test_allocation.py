@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.config import allocation, layout
-from tp_invariant_recipes.config.allocation import SUBMITTED, WRITTEN, Allocation, misfits, parse_time
+from tp_invariant_recipes.config.allocation import STEPPED, SUBMITTED, WRITTEN, Allocation, misfits, parse_time
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.sections import RunConfig, typed
 
@@ -98,6 +98,17 @@ MISFITS = (
     ({"slurm__rendezvous_timeout": 0}, "slurm.rendezvous_timeout=0: must be at least 1"),
     ({"slurm__save_before": 0}, "slurm.save_before=0: must be at least 1"),
     ({"cluster__ranks_per_node": 9}, "cluster.ranks_per_node=9 is more than cluster.gpus_per_node=8, and each rank"),
+    ({"cluster__srun_options": ["-w n1"]}, "cluster.srun_options: '-w n1' does not begin with an option's long name"),
+    ({"cluster__srun_options": ["--mpi=a\nb"]}, "cluster.srun_options: '--mpi=a\\nb' does not fit one line"),
+    ({"cluster__srun_options": ["--nod=3"]}, "cluster.srun_options: --nod=3: the step says --nodes itself; how many"),
+    (
+        {"cluster__srun_options": ["--export=NONE"]},
+        "cluster.srun_options: --export=NONE: the step says --export itself",
+    ),
+    (
+        {"cluster__srun_options": ["--container-writable"], "cluster__container_runtime": "apptainer"},
+        "cluster.srun_options: --container-writable is of pyxis, and cluster.container_runtime=apptainer",
+    ),
     ({"cluster__shared_files": False, "checkpoint__save_interval": 5}, "save=5 with cluster.shared_files=false: a ch"),
 )
 
@@ -132,9 +143,24 @@ SUBMITTING = (
     ({"slurm__options": ["--time-min=5"]}, "slurm.options: --time-min=5: the job says --time-min itself; slurm.time"),
     ({"cluster__mounts": ["/:/a"]}, "cluster.mounts is set and there is no container: cluster.container=IMAGE"),
     ({"cluster__container": "ngc#x"}, "cluster.container=ngc#x: which interpreter inside runs tpi?"),
-    ({"cluster__container": "/no/such.sqsh", "cluster__python": "p"}, "cluster.container=/no/such.sqsh does not exist"),
+    (
+        {"cluster__container": "/usr/such.sqsh", "cluster__python": "p"},
+        "cluster.container=/usr/such.sqsh: /usr/such.sqsh does not exist, and this host has /usr",
+    ),
     ({"cluster__container": "~/a.sqsh", "cluster__python": "p"}, "cluster.container=~/a.sqsh: must be an abs"),
     ({"cluster__container": "a", "cluster__python": "p", "cluster__mounts": ["/a"]}, "cluster.mounts: '/a' is not S"),
+    ({"cluster__container": "/a/b.sif", "cluster__python": "p"}, "cluster.container=/a/b.sif is an image for App"),
+    ({"cluster__container": "-x", "cluster__python": "p"}, "cluster.container='-x' is no image"),
+    (
+        {"cluster__container": "nemo", "cluster__python": "p", "cluster__container_runtime": "apptainer"},
+        "cluster.container=nemo: Apptainer takes an absolute path, or a URI such as docker://nemo",
+    ),
+    (
+        {"cluster__container": "a", "cluster__python": "p", "cluster__mounts": ["/usr/no:/a"]},
+        "cluster.mounts: /usr/no:/a: /usr/no does not exist, and this host has /usr",
+    ),
+    ({"slurm__setup": ["module load a\nrm x"]}, "slurm.setup: 'module load a\\nrm x' is not one line of bash"),
+    ({"slurm__setup": [" "]}, "slurm.setup: ' ' is not one line of bash"),
     ({"cluster__python": "~/venv/bin/python"}, "cluster.python=~/venv/bin/python: must be an absolute path, or a name"),
     ({"cluster__forward": ["A=b"]}, "cluster.forward: 'A=b' is no name of a variable; name it only"),
     ({"cluster__forward": ["NOT_SET"]}, "cluster.forward: NOT_SET is not set here; export it, or leave it out"),
@@ -164,6 +190,11 @@ RIGHT = (
     {"cluster__python": "/no/venv/bin/python"},
     {"cluster__container": "docker://images.example#nvidia/nemo:25.09", "cluster__python": "python3"},
     {"cluster__container": "/no/such.sqsh", "cluster__python": "python3", "cluster__shared_files": False},
+    {"cluster__container": "/no/such.sqsh", "cluster__python": "python3", "cluster__mounts": ["/scratch9:/a"]},
+    {"cluster__container": "/a/b.sif", "cluster__python": "python3", "cluster__container_runtime": "apptainer"},
+    {"cluster__container": "docker://a", "cluster__python": "python3", "cluster__container_runtime": "apptainer"},
+    {"cluster__srun_options": ["--mpi=pmix", "--container-writable", "--nodelist=n1"]},
+    {"slurm__setup": ["module load cuda/13", "export A='b c'; source x"]},
     {"cluster__shared_files": False},
     {"checkpoint__save_interval": 5},
 )  # fmt: skip
@@ -196,8 +227,28 @@ def test_mounts(tmp_path: Path):
     wrong = ("/a", "a:/b", f"{tmp_path}:b", f"{tmp_path}:/a,/b:/c", f"{tmp_path}:/a b", "$HOME:/b", "~:/b", ":/a", "")
     for problem, mount in zip(mounted(*wrong), wrong, strict=True):
         assert problem.startswith(f"cluster.mounts: {mount!r} is not SOURCE:TARGET")
-    assert mounted(f"{tmp_path}/no:/a") == [f"cluster.mounts: {tmp_path}/no:/a: {tmp_path}/no does not exist"]
+    assert mounted(f"{tmp_path}/no:/a") == [
+        f"cluster.mounts: {tmp_path}/no:/a: {tmp_path}/no does not exist, and this host has {tmp_path}"
+    ]
     assert mounted(f"{tmp_path}/no:/a", shared=False) == []
+
+
+def test_what_this_host_lacks_is_left_to_the_nodes_and_named():
+    there = {"cluster__container": "/lustre9/a.sqsh", "cluster__python": "p", "cluster__mounts": ["/usr/no:/a"]}
+    (refused,) = problems(**there)
+    assert refused.startswith("cluster.mounts: /usr/no:/a: ")
+    assert allocation.problems(job(**there), {}, dry=True) == []
+    assert allocation.unseen(job(**there)) == [
+        "cluster.container=/lustre9/a.sqsh: /lustre9/a.sqsh is not on this host; the nodes must have it",
+        "cluster.mounts: /usr/no:/a: /usr/no is not on this host; the nodes must have it",
+    ]
+    assert allocation.unseen(job(**there, cluster__shared_files=False)) == []
+
+
+@pytest.mark.parametrize("name", STEPPED)
+def test_what_the_step_says_itself_is_no_option_of_srun(name):
+    (problem,) = problems(cluster__srun_options=[f"{name}=1"])
+    assert problem == f"cluster.srun_options: {name}=1: the step says {name} itself; {STEPPED[name]}"
 
 
 def test_an_image_that_is_there(tmp_path: Path):
@@ -214,7 +265,7 @@ def test_everything_is_said_at_once():
         slurm__time=None,
         slurm__account="a b",
         slurm__options=["-x", "--time=3"],
-        cluster__container="/no.sqsh",
+        cluster__container="/usr/no.sqsh",
         cluster__forward=["A", "B"],
     )
     assert [problem.split()[0].split("=")[0] for problem in found] == [

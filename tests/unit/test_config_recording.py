@@ -30,7 +30,7 @@ def test_steps_include_both_ends(text, first, last):
     assert list(recording.steps(text)) == list(range(first, last + 1))
 
 
-@pytest.mark.parametrize("text", ("", "3", "3:", ":3", "0:3", "3:2", "a:b", "1:2:3", "-1:2", "1.0:2"))
+@pytest.mark.parametrize("text", ("", "3:", ":3", "0:3", "3:2", "a:b", "1:2:3", "-1:2", "1.0:2"))
 def test_what_is_no_range_of_steps_is_refused(text):
     with pytest.raises(ValueError, match="FIRST:LAST"):
         recording.steps(text)

@@ -7,6 +7,7 @@ read the difference:
 """
 
 import functools
+import json
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 
 from tests.models import OTHER_SIZES
 from tp_invariant_recipes.config import source
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.jobs import script, submit
 
 EXPECTED = Path(__file__).parents[1] / "slurm" / "expected"
@@ -27,7 +28,12 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 THROWAWAY = ("cluster.name=throwaway", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
 TWO_NODES = ("tp=8", "dp=2", "gbs=16", "numerics=tree", "save=500")
 IN_PYTHON3 = ("slurm.time=4:00:00", "cluster.python=python3")
-IMAGE = ("cluster.container=images.example#nvidia/nemo", "cluster.mounts=[/tmp:/data:ro,/usr:/apps/it]")
+IMAGE = (
+    "cluster.container=images.example#nvidia/nemo",
+    "cluster.mounts=[/tmp:/data:ro,/usr:/apps/it]",
+    'cluster.srun_options=["--container-writable"]',
+    'slurm.setup=["module load cuda/13"]',
+)
 
 
 def _on(cluster: str) -> tuple[str, ...]:
@@ -154,6 +160,12 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
          "slurm.partition=gpu,long", "slurm.qos=high", "slurm.save_before=300", "run.dir=/runs/a"),
         None,
     ),
+    "apptainer": (
+        "qwen3_toy",
+        ("cluster=h100", "slurm.time=5", "cluster.container=/images/a b.sif", "cluster.container_runtime=apptainer",
+         "cluster.python=python3", "cluster.mounts=[/usr:/apps/it:ro]", "run.dir=/runs/a"),
+        None,
+    ),
     "verify": ("qwen3_toy", ("tp=1,2,8", *THROWAWAY, "slurm.time=5"), "/runs/v"),
     "verify-container": (
         "qwen3_toy",
@@ -179,7 +191,9 @@ def test_shellcheck_finds_nothing_in_the_expected(kind):
     assert _shellcheck(_expected(kind)) == ""
 
 
-@pytest.mark.parametrize("name", ("hostile", "everything", "verify-container"))  # the others are as the expected
+@pytest.mark.parametrize(
+    "name", ("hostile", "everything", "apptainer", "verify-container")
+)  # not those like the expected
 def test_shellcheck_finds_nothing_in_a_variant(name):
     found = scripts(name)
     assert len(found) == (2 if "verify" in name else 1)
@@ -200,6 +214,9 @@ SAYS = (
                        "#SBATCH --partition=gpu,long", "#SBATCH --qos=high", "#SBATCH --signal=USR1@300",
                        "#SBATCH --nodes=2", "#SBATCH --exclusive", "#SBATCH --mem=0", "    device=gpu \\",
                        f"    {sys.executable} -m tp_invariant_recipes train qwen3_8b \\"]),
+    ("apptainer", 0, ["srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --wait=60 apptainer exec --nv "
+                      "--bind=/usr:/apps/it:ro --bind=/runs/a:/runs/a '/images/a b.sif' \\",
+                      "    python3 -m tp_invariant_recipes train qwen3_toy \\"]),
     ("verify", 0, ["#SBATCH --array=0-2", "#SBATCH --nodes=2", "#SBATCH --cpus-per-task=4",
                    "        srun=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --wait=60)",
                    "        srun=(srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --wait=60)"]),
@@ -326,6 +343,91 @@ def test_every_word_reaches_the_run_as_typed(play, tmp_path):
     words = ["train", "qwen3_toy", *asked[:-1], "device=cpu", asked[-1], "launcher=slurm", "--continue"]
     assert said[said.index("train") :] == words
     assert not (tmp_path / "evil").exists()
+
+
+# A line of slurm.setup, and what the script says then.
+ENDING = (
+    ("false", "slurm.setup: false\n"),
+    ("exit 0", "slurm.setup has ended the job\n"),
+    ("echo 'open", "slurm.setup: echo 'open\n"),
+    ("if true; then", "slurm.setup: if true; then\n"),
+    ("no_such_command a", "slurm.setup: no_such_command a\n"),
+)
+
+
+def _set_up(*lines: str) -> str:
+    listed = ",".join(f'"{line}"' for line in lines)
+    asked = [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a", f"slurm.setup=[{listed}]"]
+    return submit.train("qwen3_toy", asked, dry=True).scripts[0].text
+
+
+@pytest.mark.parametrize("line, says", ENDING, ids=[line for line, _ in ENDING])
+def test_a_line_of_setup_that_fails_ends_the_job_before_it_trains(play, tmp_path, line, says):
+    text = _set_up("true", line)
+    assert _shellcheck(text) == ""
+    ended = play(text, "")
+    assert ended.returncode == 2
+    assert says in ended.stderr
+    assert not (tmp_path / "said").exists()
+
+
+def test_setup_is_there_for_srun(play, tmp_path):
+    text = _set_up("export ASKED='a  b'", "unset NO_SUCH; test -z $NO_SUCH").replace("/runs/a", f"{tmp_path}/run")
+    (tmp_path / "run").mkdir()
+    assert play(text, f'echo "$ASKED" >{tmp_path}/asked; echo completed >run/job.ended').returncode == 0
+    assert (tmp_path / "asked").read_text() == "a  b\n"
+
+
+def test_a_sweep_is_an_array_and_a_job_that_lists_its_runs():
+    asked = ["lr=1e-3,3e-4", "seed=1,2", *THROWAWAY, "slurm.time=5", 'slurm.setup=["module load a"]']
+    found = submit.sweep("qwen3_toy", asked, directory=Path("/runs/s"), dry=True)
+    array, judge = (one.text for one in found.scripts)
+    assert found.cells == ("lr-0.001-seed1", "lr-0.001-seed2", "lr-0.0003-seed1", "lr-0.0003-seed2")
+    assert "#SBATCH --array=0-3" in array
+    assert f"    {sys.executable} -m tp_invariant_recipes sweep --results /runs/s\n" in judge
+    assert all("eval 'module load a'" in text for text in (array, judge))
+    assert _shellcheck(judge) == _shellcheck(array) == ""
+
+
+def test_a_job_that_waits_for_others_says_so_to_sbatch_and_not_in_its_script():
+    asked = [*THROWAWAY, "slurm.time=5", "run.dir=/runs/a"]
+    found = submit.train("qwen3_toy", asked, after=["12", "13"], dry=True)
+    assert found.commands() == [
+        "sbatch --parsable --kill-on-invalid-dep=yes --dependency=afterok:12:13 /runs/a/job.sbatch"
+    ]
+    assert found.scripts[0].text == submit.train("qwen3_toy", asked, dry=True).scripts[0].text
+    with pytest.raises(RunError, match="no job nothing"):
+        submit.train("qwen3_toy", asked, after=["nothing"], dry=True)
+
+
+def test_a_dry_run_as_json_has_the_plan_and_the_scripts(cli, monkeypatch):
+    monkeypatch.chdir("/")
+    away = ("cluster.container=/lustre9/a.sqsh", "cluster.python=python3")
+    ended = cli("submit", "qwen3_8b", *_on("h100"), *away, "--dry-run", "--json")
+    found = json.loads(ended.out)
+    assert (ended.status, found["kind"], found["nodes"], found["ranks_per_node"]) == (0, "train", 2, 8)
+    assert found["directory"] == "/runs/h100-qwen3_8b"
+    image = "cluster.container=/lustre9/a.sqsh"
+    assert found["unseen"] == [f"{image}: /lustre9/a.sqsh is not on this host; the nodes must have it"]
+    (job,) = found["jobs"]
+    plain = cli("submit", "qwen3_8b", *_on("h100"), *away, "--dry-run")
+    assert job["script"] == plain.out
+    assert f"would run: {job['command']}\n" in plain.err
+    assert "not checked: cluster.container=/lustre9/a.sqsh" in plain.err
+
+
+def test_a_dry_run_of_a_matrix_writes_nothing_and_names_what_is_left_out(cli, monkeypatch, tmp_path):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("a.txt").write_text("words " * 100)
+    text = ("data=text", "data.path=a.txt", "data.tokenizer=byte")
+    before = sorted(tmp_path.rglob("*"))
+    asked = ("qwen3_toy", "tp=1,2", "sp=true,false", *THROWAWAY, *text, "slurm.time=5", "--verify", "--dry-run")
+    ended = cli("submit", *asked)
+    assert ended.status == 0, ended.err
+    assert "left out: tp=1 sp=true: sp=true needs tp > 1" in ended.err
+    assert "#SBATCH --array=0-2" in ended.out
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def _task(number: int) -> dict[str, str]:

@@ -160,6 +160,28 @@ def test_the_matrix_is_read_back_as_it_was_written(here):
     assert MatrixDir(found.directory.path).read_matrix() == found.matrix
 
 
+def test_an_impossible_combination_is_left_out_and_named(here):
+    found = planned("tp=1,2", "sp=true,false", "iters=3")
+    assert [cell.label for cell in found.matrix.cells] == ["tp=1 sp=false", "tp=2 sp=true", "tp=2 sp=false"]
+    assert [(one.label, one.why) for one in found.matrix.left_out] == [
+        ("tp=1 sp=true", "sp=true needs tp > 1; leave sp out or set tp")
+    ]
+    assert str(found.matrix) == "tp=1, 2 × sp=true, false (without tp=1 sp=true)"
+    found.directory.path.mkdir(parents=True)
+    found.directory.write_matrix(found.matrix)
+    assert found.directory.read_matrix() == found.matrix
+    judged = judge(found.directory.path)
+    assert judged.remarks[0] == "Left out: tp=1 sp=true: sp=true needs tp > 1; leave sp out or set tp."
+    assert judged.as_dict()["left_out"][0]["label"] == "tp=1 sp=true"
+
+
+def test_a_value_that_fits_no_combination_is_a_mistake(cli):
+    for values in (("tp=1,2", "sp=true"), ("tp=1,2,3", "sp=true,false"), ("tp=1", "sp=true,false")):
+        refused = cli("verify", "qwen3_toy", *values)
+        assert (refused.status, refused.out) == (2, "")
+        assert "sp=true needs tp > 1" in refused.err
+
+
 def test_one_cell_against_a_ledger_is_named_by_its_degree(here):
     identity = planned("tp=1,2", "iters=3").plans["tp1"].identity
     write_ledger(here / "ledger.jsonl", Header(identity=identity), 3)

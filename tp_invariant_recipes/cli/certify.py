@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,8 +10,9 @@ from tp_invariant_recipes.cli.arguments import Json
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.host import terminal
-from tp_invariant_recipes.ledger import certificate
-from tp_invariant_recipes.ledger.bits import readable
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.ledger.certificate import Certificate
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -46,6 +47,8 @@ def certify(
     tpi certify runs/qwen3_8b-tp4-…
     tpi certify --check qwen3_8b-tp4-….tpicert --hash 5a3f…
     """
+    from tp_invariant_recipes.ledger import certificate
+
     if (run is None) == (check is None):
         raise LedgerError("name a run directory to certify, or a certificate to check: --check FILE")
     if check is not None:
@@ -66,7 +69,9 @@ def certify(
     terminal.print_text(f"certificate hash {found.hash}{', as expected' if expected else ''}")
 
 
-def _certify(run: Path, out: Path | None) -> certificate.Certificate:
+def _certify(run: Path, out: Path | None) -> "Certificate":
+    from tp_invariant_recipes.ledger import certificate
+
     data = certificate.certify(run)
     file = out.expanduser() if out is not None else Path(f"{run.resolve().name}{certificate.SUFFIX}")
     try:
@@ -85,7 +90,9 @@ def _write(file: Path, data: bytes) -> None:
     write_atomically(file, data)
 
 
-def _check(file: Path, expected: str | None) -> certificate.Certificate:
+def _check(file: Path, expected: str | None) -> "Certificate":
+    from tp_invariant_recipes.ledger import certificate
+
     if expected is not None and not _HASH.fullmatch(expected.strip().lower()):
         raise LedgerError(f"--hash {expected}: a hash has 64 hexadecimal digits")
     found = certificate.check(file.expanduser())
@@ -94,7 +101,9 @@ def _check(file: Path, expected: str | None) -> certificate.Certificate:
     return found
 
 
-def _report(found: certificate.Certificate) -> dict[str, Any]:
+def _report(found: "Certificate") -> dict[str, Any]:
+    from tp_invariant_recipes.ledger.bits import readable
+
     loss = found.summary["loss"]
     value = None if loss is None else {"bits": loss, "value": readable(loss)}
     return {"certificate": str(found.path), "hash": found.hash} | found.summary | {"loss": value}

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tp_invariant_recipes.cli import progress
 from tp_invariant_recipes.compare import log_compare
 from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison
 from tp_invariant_recipes.compare.compare import compare as compare_ledgers
@@ -29,7 +30,7 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.reader import Decoded, Ledger
 
 _COLOURS = {0: "green", 1: "red", 2: "yellow"}  # by exit status
 _ROWS = 12  # of parameters, without --all
@@ -79,8 +80,10 @@ def compare(
 def _compare_all(runs: list[Path]) -> tuple[Comparison | PrintedComparison, ...]:
     if len(runs) < 2:
         raise LedgerError("a comparison needs two runs: tpi compare RUN_A RUN_B")
-    first, *others = [read_log(run) or read(run) for run in runs]
-    return tuple(_compare(first, other) for other in others)
+    decoded = Decoded()
+    with progress.reading(terminal.console(stderr=True)) as watch:
+        first, *others = [read_log(run) or read(run, decoded=decoded, progress=watch(run)) for run in runs]
+        return tuple(_compare(first, other) for other in others)
 
 
 def _compare(a: LedgerOrLog, b: LedgerOrLog) -> Comparison | PrintedComparison:

@@ -23,18 +23,10 @@ SCHEMA = 1  # of `tpi jobs --json`
 _COLOURS = {0: "green", 1: "red", 2: "yellow", None: ""}  # by exit status; None: it has not ended
 
 
-def _jobs(incomplete: str) -> list[tuple[str, str]]:
-    from tp_invariant_recipes.jobs.registry import completions
-
-    return completions(incomplete)
-
-
 _HELP = "Id of a job, name of a run (the last part of its directory), or run directory."
-Job = Annotated[str, typer.Argument(metavar="JOB", help=_HELP, autocompletion=_jobs, show_default=False)]
-Jobs = Annotated[list[str], typer.Argument(metavar="JOB", help=_HELP, autocompletion=_jobs, show_default=False)]
-MaybeJobs = Annotated[
-    list[str] | None, typer.Argument(metavar="JOB", help=_HELP, autocompletion=_jobs, show_default=False)
-]
+Job = Annotated[str, typer.Argument(metavar="JOB", help=_HELP, show_default=False)]
+Jobs = Annotated[list[str], typer.Argument(metavar="JOB", help=_HELP, show_default=False)]
+MaybeJobs = Annotated[list[str] | None, typer.Argument(metavar="JOB", help=_HELP, show_default=False)]
 
 
 def jobs(

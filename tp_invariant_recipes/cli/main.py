@@ -18,6 +18,7 @@ from tp_invariant_recipes.cli import (
     bisect,
     certify,
     compare,
+    completion,
     conformance,
     data,
     doctor,
@@ -26,6 +27,7 @@ from tp_invariant_recipes.cli import (
     runs,
     show,
     submit,
+    sweep,
     train,
     verify,
 )
@@ -42,11 +44,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
+    add_completion=False,  # typer's scripts split words at "="; cli/completion.py has ours
 )
 COMMANDS = (
     ("train", train.train),
     ("compare", compare.compare),
     ("verify", verify.verify),
+    ("sweep", sweep.sweep),
     ("certify", certify.certify),
     ("report", report.report),
     ("runs", runs.runs),
@@ -71,15 +75,28 @@ app.add_typer(data.data_app, name="data")
 @app.callback(invoke_without_command=True)
 def _root(
     version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
+    install_completion: bool = typer.Option(
+        False, "--install-completion", help="Install completion for the shell that $SHELL names: bash, zsh or fish."
+    ),
+    show_completion: bool = typer.Option(False, "--show-completion", help="Print the script that completes."),
 ) -> None:
     if version:
         terminal.print_text(f"tpi {__version__}")
-        raise typer.Exit
+    elif install_completion:
+        terminal.print_text(completion.install())
+    elif show_completion:
+        terminal.print_text(completion.script(), end="")
+    else:
+        return
+    raise typer.Exit
 
 
 def main() -> None:
     """Entry point: run a command; print a mistake on one screen and exit with status 2."""
     terminal.install()
+    if completion.asked():
+        terminal.print_text(completion.answer(typer.main.get_command(app)), end="")
+        sys.exit(0)
     try:
         status = app(standalone_mode=False)
     except Interrupted as error:
@@ -113,9 +130,21 @@ def _fail_defect() -> NoReturn:
     _fail(f"this is a defect of tpi {__version__}, not a mistake of yours; the lines above say where")
 
 
+# Options of Hydra's that people try -> what to use instead.
+OF_HYDRA = {
+    **dict.fromkeys(
+        ("-m", "--multirun"),
+        "For several runs: tpi sweep MODEL lr=1e-3,3e-4, or tpi verify MODEL tp=1,2 to compare bits",
+    ),
+    **dict.fromkeys(("-c", "--cfg", "--info"), "For the configuration: tpi show MODEL KEY=VALUE"),
+}
+
+
 def _fail_usage(error: Any) -> NoReturn:
     """Say what is wrong with a command line as typer does, but with control characters as text."""
     message = one_line(error.format_message())
+    if hint := OF_HYDRA.get(getattr(error, "option_name", "")):
+        message = f"{message.partition(' Did you mean')[0].rstrip('.')}. {hint}."
     error.format_message = lambda: message
     rich_utils.rich_format_error(error)
     sys.exit(2)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
+from tp_invariant_recipes.cli.arguments import Json, Overrides
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
@@ -25,7 +25,6 @@ def show(
         typer.Argument(
             help="A model of `tpi models`; not with --from or --diff.",
             metavar="MODEL",
-            autocompletion=_models,
             show_default=False,
         ),
     ] = None,

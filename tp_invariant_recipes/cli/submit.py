@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Model, Overrides, with_cluster_file
+from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, with_cluster_file
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import terminal
 
@@ -14,18 +14,32 @@ if TYPE_CHECKING:
 
 
 def submit(
-    model: Model,
+    model: Annotated[
+        str | None, typer.Argument(help="A model of `tpi models`; not needed with --resume.", metavar="MODEL")
+    ] = None,
     overrides: Overrides = None,
     cluster_file: ClusterFile = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Print the script and write nothing; use neither SLURM nor Bridge."),
     ] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with this run in a job, from its newest finished checkpoint.", metavar="RUN"),
+    ] = None,
+    after: Annotated[
+        list[str] | None,
+        typer.Option(help="Start when this job has ended well: an id, a run's name or its directory.", metavar="JOB"),
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option(
             "--verify", help="Train several layouts, as tpi verify does: one job for each, and one job that compares."
         ),
+    ] = False,
+    sweep: Annotated[
+        bool,
+        typer.Option("--sweep", help="Train several runs, as tpi sweep does: a job for each, and one that lists them."),
     ] = False,
     against: Annotated[
         Path | None,
@@ -36,12 +50,12 @@ def submit(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", metavar="DIR", help="With --verify: where to write; default runs/verify-MODEL-DATE-TIME."
+            "--dir", metavar="DIR", help="With --verify and --sweep: where to write; default runs/verify-MODEL-…."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a run, or with --verify a matrix of runs, to SLURM.
+    """Submit a run to SLURM, or several: --verify, --sweep.
 
     Before it writes anything, tpi checks everything that it can check here, and Megatron-Bridge validates the
     configuration. The run directory then holds the configuration and the script (job.sbatch). Standard output has only
@@ -52,27 +66,70 @@ def submit(
     tpi submit qwen3_8b tp=8 save=500 cluster=h100 slurm.time=4:00:00
     tpi submit qwen3_8b tp=4 cluster=h200 slurm.time=60 --dry-run
     tpi submit qwen3_8b tp=1,2,4,8 cluster=h100 slurm.time=60 --verify
+    tpi submit qwen3_8b tp=8 lr=1e-3,3e-4 cluster=h100 slurm.time=60 --sweep
+    tpi submit --resume runs/a slurm.time=8:00:00 --after 12
     tpi wait $(tpi submit qwen3_toy --cluster-file site.yaml slurm.time=10)
     """
-    from tp_invariant_recipes.jobs import submit as launch
     from tp_invariant_recipes.launch import progress
 
-    asked = with_cluster_file(list(overrides or []), cluster_file)
-    if not verify and (against is not None or directory is not None):
-        raise ConfigError("--against and --dir belong to --verify; the directory of a single run is run.dir=PATH")
+    asked = list(overrides or [])
+    if resume is not None and model is not None:  # typer gives the first word to MODEL
+        asked.insert(0, model)
+        model = None
+    asked = with_cluster_file(asked, cluster_file)
     to_person = terminal.console_of_its_own()
     with progress.preparing(to_person) as report:
-        if verify:
-            planned = launch.verification(
-                model, asked, against=against, directory=directory, dry=dry_run, progress=report
-            )
-        else:
-            planned = launch.train(model, asked, dry=dry_run, progress=report)
+        kind = {"--resume": resume is not None, "--verify": verify, "--sweep": sweep}
+        planned = _planned(kind, model, asked, resume, against, directory, after or [], dry_run, report)
     console = terminal.console(stderr=True, soft_wrap=True, markup=False)
+    if dry_run and as_json:
+        terminal.print_json(planned.foreseen(), indent=2)
+        return
     if dry_run:
         console.print(_foreseen(planned))
         terminal.print_text(_scripts(planned), end="")
         return
+    _submit(planned, to_person, console, as_json=as_json)
+
+
+def _planned(
+    kind: dict[str, bool],
+    model: str | None,
+    asked: list[str],
+    resume: Path | None,
+    against: Path | None,
+    directory: Path | None,
+    after: list[str],
+    dry: bool,
+    progress: Any,
+) -> "PlannedSubmission":
+    """Plan what the options ask for. kind: which of these are given. Raises a TpiError."""
+    from tp_invariant_recipes.jobs import submit as launch
+
+    given = [option for option, it_is in kind.items() if it_is]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are different kinds of submission: give one")
+    if against is not None and not kind["--verify"]:
+        raise ConfigError("--against belongs to --verify")
+    if directory is not None and not (kind["--verify"] or kind["--sweep"]):
+        raise ConfigError("--dir belongs to --verify and --sweep; the directory of a single run is run.dir=PATH")
+    if resume is not None:
+        return launch.resume(resume, asked, after=after, dry=dry, progress=progress)
+    if model is None:
+        raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
+    if kind["--verify"]:
+        return launch.verification(
+            model, asked, against=against, directory=directory, after=after, dry=dry, progress=progress
+        )
+    if kind["--sweep"]:
+        return launch.sweep(model, asked, directory=directory, after=after, dry=dry, progress=progress)
+    return launch.train(model, asked, after=after, dry=dry, progress=progress)
+
+
+def _submit(planned: "PlannedSubmission", to_person: Any, console: Any, *, as_json: bool) -> None:
+    from tp_invariant_recipes.jobs import submit as launch
+    from tp_invariant_recipes.launch import progress
+
     with progress.busy(to_person, "importing Megatron-Bridge and checking the configuration"):
         unasked = launch.check(planned)
     if unasked is not None:
@@ -96,18 +153,28 @@ def _foreseen(planned: "PlannedSubmission") -> str:
         [
             f"{planned.about}; nothing is written",
             planned.memory,
-            f"would write the run to {planned.directory.path}",
+            f"would {'go on in' if planned.resumed else 'write the run to'} {planned.directory.path}",
+            *_remarks(planned),
             *(f"would run: {command}" for command in planned.commands()),
         ]
     )
 
 
+def _remarks(planned: "PlannedSubmission") -> list[str]:
+    """What it waits for, what was left out, and what this host cannot check."""
+    waits = [f"waits until job {' and '.join(planned.after)} has ended well"] if planned.after else []
+    left_out = [f"left out: {one.label}: {one.why}" for one in planned.left_out]
+    return [*waits, *left_out, *(f"not checked: {line}" for line in planned.unseen)]
+
+
 def _said(planned: "PlannedSubmission", submitted: dict[str, Any]) -> str:
     first, *others = (job["id"] for job in submitted["jobs"])
-    judged = f"; job {others[0]} compares when all have ended" if others else ""
+    does = "compares" if planned.kind == "verify" else "lists them"
+    judged = f"; job {others[0]} {does} when all have ended" if others else ""
     return "\n".join(
         [
             f"job {first}: {planned.about}{judged}",
+            *_remarks(planned),
             f"run directory {planned.directory.path}",
             f"follow it: tpi logs -f {first}   all jobs: tpi jobs   wait for the end: tpi wait {first}",
         ]

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, _models, with_cluster_file, with_option
+from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, with_cluster_file, with_option
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 def train(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="A model of `tpi models`; not needed with --resume.", metavar="MODEL", autocompletion=_models
-        ),
+        typer.Argument(help="A model of `tpi models`; not needed with --resume.", metavar="MODEL"),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes import renamed
-from tp_invariant_recipes.cli.arguments import Json, Overrides, _models
+from tp_invariant_recipes.cli.arguments import Json, Overrides
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import needed, terminal
@@ -30,9 +30,7 @@ _COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
 def verify(
     model: Annotated[
         str | None,
-        typer.Argument(
-            help="A model of `tpi models`; not needed with --recheck.", metavar="MODEL", autocompletion=_models
-        ),
+        typer.Argument(help="A model of `tpi models`; not needed with --recheck.", metavar="MODEL"),
     ] = None,
     overrides: Overrides = None,
     against: Annotated[
@@ -150,6 +148,8 @@ def _train(planned: "Verification", console: "Console", *, verbose: bool, exitfi
         os.environ[VERBOSE] = "1"
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
+    for one in planned.matrix.left_out:
+        console.print(Text(f"left out: {one.label}: {one.why}"), soft_wrap=True)
     console.print(Text(f"{len(planned.plans)} runs in {planned.directory.path}"), soft_wrap=True)
     labels = [cell.label for cell in planned.cells]
 

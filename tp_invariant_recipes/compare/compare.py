@@ -150,6 +150,8 @@ def compare(a: Ledger, b: Ledger, *, repetition: bool = False) -> Comparison:
     initial = _initial_differences(a.header, b.header) if pairs else ()
 
     def first_of(left: StepRecord, right: StepRecord) -> Found | None:
+        if left is right and not left.diverged:  # lines of the same bytes
+            return None
         return next(differences(left, right, order, repetition=repetition), None)
 
     found = {left.step: one for left, right in pairs if (one := first_of(left, right))}
@@ -231,7 +233,7 @@ def _parameters(
 ) -> tuple[ParameterDifference, ...]:
     steps: dict[tuple[str, str], list[int]] = {}  # filled, and so iterated, in the order of execution
     for left, right in pairs:
-        for kind in DIGESTED:
+        for kind in DIGESTED if left is not right else ():
             for name in differing(left, right, kind, order):
                 steps.setdefault((name, kind), []).append(left.step)
     return tuple(ParameterDifference(name, kind, tuple(at)) for (name, kind), at in steps.items())

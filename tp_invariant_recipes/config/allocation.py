@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tp_invariant_recipes.config import layout
@@ -40,12 +40,40 @@ def ranks_per_node(config: RunConfig) -> int | None:
     return cluster.ranks_per_node or cluster.gpus_per_node
 
 
-def problems(config: RunConfig, environ: Mapping[str, str]) -> list[str]:
+def problems(config: RunConfig, environ: Mapping[str, str], *, dry: bool = False) -> list[str]:
     """Everything that keeps a job of this run from being submitted here, each with the key to change.
 
-    environ: of the process that submits.
+    environ: of the process that submits. dry: of a job for another host, whose files this one may not have.
     """
-    return [*misfits(config), *(problem for rule in SUBMITTED for problem in rule(config, environ))]
+    rules = [rule for rule in SUBMITTED if not (dry and rule is _absent)]
+    return [*misfits(config), *(problem for rule in rules for problem in rule(config, environ))]
+
+
+def unseen(config: RunConfig) -> list[str]:
+    """Paths that the nodes need and that this host lacks, each with its key."""
+    return [f"{where}: {path} is not on this host; the nodes must have it" for where, path in _needed(config)]
+
+
+def _needed(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """The image, and the sources of mounts, that are missing here: the key and its value, and the path."""
+    cluster = config.cluster
+    if not cluster.shared_files:  # then this host never has what nodes have
+        return
+    image = cluster.container
+    if image and image.startswith("/") and not os.path.exists(image):
+        yield f"cluster.container={image}", image
+    for mount in cluster.mounts:
+        match = _MOUNT.fullmatch(mount)
+        if match and not os.path.exists(match["source"]):
+            yield f"cluster.mounts: {mount}", match["source"]
+
+
+def _absent(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    """Paths that are missing in a folder that this host has. Whole folders may be the nodes' own."""
+    for where, path in _needed(config):
+        folder = os.path.dirname(path.rstrip("/"))
+        if folder != "/" and os.path.isdir(folder):
+            yield f"{where}: {path} does not exist, and this host has {folder}"
 
 
 def misfits(config: RunConfig) -> list[str]:
@@ -118,11 +146,33 @@ def _nothing_to_go_on_with(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _srun_options(config: RunConfig) -> Iterator[str]:
+    yield from _unfit_options("cluster.srun_options", config.cluster.srun_options, "step", STEPPED)
+    if config.cluster.container_runtime == "apptainer":
+        for option in config.cluster.srun_options:
+            if option.startswith("--container"):
+                yield f"cluster.srun_options: {option} is of pyxis, and cluster.container_runtime=apptainer"
+
+
+def _unfit_options(key: str, options: Sequence[str], what: str, taken: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with options as typed. taken: those that the job or step has itself -> what to set instead."""
+    for option in options:
+        name = re.split(r"[=\s]", option, maxsplit=1)[0]
+        if not _LONG_OPTION.fullmatch(name):
+            yield f"{key}: {option!r} does not begin with an option's long name, such as --reservation=NAME"
+        elif not option.isprintable():
+            yield f"{key}: {option!r} does not fit one line"
+        # SLURM takes any beginning of a name that fits no other.
+        elif ours := next((t for t in (name, *taken) if t in taken and t.startswith(name)), None):
+            yield f"{key}: {option}: the {what} says {ours} itself; {taken[ours]}"
+
+
 FITTING: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _counts,
     _more_ranks_than_gpus,
     _part_of_a_node,
     _nothing_to_go_on_with,
+    _srun_options,
 )
 
 
@@ -165,44 +215,38 @@ def _words(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _options(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
-    for option in config.slurm.options:
-        name = re.split(r"[=\s]", option, maxsplit=1)[0]
-        if not _LONG_OPTION.fullmatch(name):
-            yield f"slurm.options: {option!r} does not begin with an option's long name, such as --reservation=NAME"
-        elif not option.isprintable():
-            yield f"slurm.options: {option!r} does not fit one line"
-        # sbatch takes any beginning of a name that fits no other.
-        elif taken := next((t for t in (name, *WRITTEN) if t in WRITTEN and t.startswith(name)), None):
-            yield f"slurm.options: {option}: the job says {taken} itself; {WRITTEN[taken]}"
+    yield from _unfit_options("slurm.options", config.slurm.options, "job", WRITTEN)
 
 
 def _container(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
     cluster = config.cluster
-    image = cluster.container
+    image, apptainer = cluster.container, cluster.container_runtime == "apptainer"
     if image is None:
         if cluster.mounts:
             yield "cluster.mounts is set and there is no container: cluster.container=IMAGE, or leave mounts out"
         return
     if cluster.python is None:
         yield f"cluster.container={image}: which interpreter inside runs tpi? as in cluster.python=python3"
-    if image.endswith(".sqsh") and not image.startswith("/"):
+    if not image.isprintable() or image.startswith("-"):
+        yield f"cluster.container={image!r} is no image"
+    elif apptainer and not (image.startswith("/") or _URI.match(image)):
+        yield f"cluster.container={image}: Apptainer takes an absolute path, or a URI such as docker://{image}"
+    elif not apptainer and image.endswith(".sqsh") and not image.startswith("/"):
         yield f"cluster.container={image}: must be an absolute path, or pyxis looks for an image of this name"
-    elif image.startswith("/") and _missing(config, image):
-        yield f"cluster.container={image} does not exist"
+    elif not apptainer and image.endswith(".sif"):
+        yield f"cluster.container={image} is an image for Apptainer: cluster.container_runtime=apptainer"
 
 
 def _mounts(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
     for mount in config.cluster.mounts:
-        match = _MOUNT.fullmatch(mount)
-        if match is None:
+        if _MOUNT.fullmatch(mount) is None:
             yield f"cluster.mounts: {mount!r} is not SOURCE:TARGET or SOURCE:TARGET:FLAGS with absolute paths"
-        elif _missing(config, match["source"]):
-            yield f"cluster.mounts: {mount}: {match['source']} does not exist"
 
 
-def _missing(config: RunConfig, path: str) -> bool:
-    """Whether a path that the nodes need is not there; where they share no files, this machine cannot know."""
-    return config.cluster.shared_files and not os.path.exists(path)
+def _setup(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
+    for line in config.slurm.setup:
+        if not line.strip() or not line.isprintable():
+            yield f"slurm.setup: {line!r} is not one line of bash"
 
 
 def _python(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
@@ -227,10 +271,13 @@ SUBMITTED: tuple[Callable[[RunConfig, Mapping[str, str]], Iterator[str]], ...] =
     _options,
     _container,
     _mounts,
+    _absent,
+    _setup,
     _python,
     _forwarded,
 )
 
+_URI = re.compile(r"[a-z]+://[^\s/]", re.ASCII)
 _WORD = re.compile(r"[\w.,@+:/-]+", re.ASCII)
 _LONG_OPTION = re.compile(r"--[a-z][a-z0-9-]+", re.ASCII)
 _MOUNT = re.compile(r"(?P<source>/[^:,\s]*):(?P<target>/[^:,\s]*)(:[\w+=-]+)?", re.ASCII)
@@ -267,9 +314,39 @@ WRITTEN = {
     "--chdir": "relative paths are those of the folder in which you submit",
     "--export": _WHAT_RANKS_SEE,
     "--export-file": _WHAT_RANKS_SEE,
-    "--array": "tpi submit --verify makes an array",
-    "--dependency": "tpi submit --verify makes jobs that wait for others",
-    "--kill-on-invalid-dep": "tpi submit --verify makes jobs that wait for others",
+    "--array": "tpi submit --verify and --sweep make arrays",
+    "--dependency": "tpi submit --after JOB waits for a job",
+    "--kill-on-invalid-dep": "tpi submit --after JOB waits for a job",
     "--parsable": "tpi submit prints the job's id alone",
     "--wrap": "the script is tpi's",
+}
+
+# The same of srun.
+STEPPED = {
+    "--nodes": _HOW_MANY,
+    "--ntasks": _HOW_MANY,
+    "--ntasks-per-node": _HOW_MANY,
+    "--wait": "srun ends a step when one of its nodes has ended",
+    "--kill-on-bad-exit": "srun ends a step when one of its nodes has ended",
+    "--no-kill": "srun ends a step when one of its nodes has ended",
+    "--gres": _WHICH_GPUS,
+    "--gpus": _WHICH_GPUS,
+    "--gpus-per-node": _WHICH_GPUS,
+    "--gpus-per-task": _WHICH_GPUS,
+    "--gpu-bind": "all ranks of a node share its one task",
+    "--cpu-bind": "all ranks of a node share its one task",
+    "--multi-prog": "one program runs on all nodes",
+    "--output": _WHERE_LOGS_LIE,
+    "--error": _WHERE_LOGS_LIE,
+    "--input": "tpi reads no standard input",
+    "--chdir": "relative paths are those of the folder in which you submit",
+    "--export": _WHAT_RANKS_SEE,
+    "--export-file": _WHAT_RANKS_SEE,
+    "--container-image": "cluster.container",
+    "--container-mounts": "cluster.mounts",
+    "--container-env": "cluster.forward",
+    "--container": "cluster.container",
+    "--bcast": "cluster.python",
+    "--time": "slurm.time",
+    "--jobid": "the step belongs to its job",
 }

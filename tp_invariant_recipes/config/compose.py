@@ -156,7 +156,7 @@ def _problem(override: Override, groups: dict[str, tuple[str, ...]]) -> str | No
         shown = text if len(text) <= 200 else f"{text[:30]}…"
         return f"'{shown}' is not KEY=VALUE: {override.wrong}"
     if override.sweep:
-        return f"{text}: one run takes one value for {key}"
+        return f"{text}: one run takes one value for {key}; for several runs: tpi sweep, tpi verify"
     if parsed.is_delete():
         return f"{text}: fields cannot be deleted; set {key}=null"
     if override.given_file:

@@ -5,16 +5,16 @@ from collections.abc import Callable
 
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 
-_STEPS = re.compile(r"(\d+):(\d+)")
+_STEPS = re.compile(r"(\d+)(?::(\d+))?")
 _TENSOR = re.compile(r"(forward|backward)/.+/(input|output)(\.\d+)?|(gradients|masters|weights)/.+")
 
 
 def steps(trace: str) -> range:
-    """The steps of `ledger.trace`, counted from 1. ValueError: it is not FIRST:LAST."""
+    """The steps of `ledger.trace`, counted from 1. ValueError: it is neither FIRST:LAST nor a step."""
     match = _STEPS.fullmatch(trace)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+    if match is None or not 1 <= int(match[1]) <= int(match[2] or match[1]):
         raise ValueError(f"ledger.trace={trace}: must be FIRST:LAST, steps counted from 1, as in ledger.trace=1:3")
-    return range(int(match[1]), int(match[2]) + 1)
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
 def problems(tree: Tree) -> list[str]:

@@ -10,9 +10,18 @@ RESERVED: dict[str, dict[str, str]] = {
     "submit": {
         "launcher.kind": "in a job srun starts the ranks; leave it out",
     },
+    "submit --resume": {
+        "run.dir": "the job goes on in the run's own directory; leave it out",
+        "launcher.kind": "in a job srun starts the ranks; leave it out",
+        "checkpoint.ckpt_step": "each try of a job goes on at the newest checkpoint; tpi train --resume takes another",
+    },
     "verify": {
         "run.dir": "every cell has a run directory of its own in one directory: --dir PATH",
         "launcher.kind": "the cells are trained here, one after the other; in jobs of their own: tpi submit --verify",
+    },
+    "sweep": {
+        "run.dir": "every run has a directory of its own in one directory: --dir PATH",
+        "launcher.kind": "the runs are trained here, one after the other; in jobs of their own: tpi submit --sweep",
     },
     "audit": {
         "checkpoint.save_interval": "an audit saves no checkpoints; leave it out",

@@ -73,7 +73,7 @@ class LedgerSettings:
              never, and none of moments.
     state_digests: every so many steps, digests of the optimizer's moments and of the gradients that it has read; 0:
              only at checkpoints and the last step, which have them in any case.
-    trace:   "FIRST:LAST", the steps of which every module's inputs and outputs have digests; None: none.
+    trace:   "FIRST:LAST" or "STEP", the steps of which every module's inputs and outputs have digests; None: none.
     dump:    tensors to write out at the traced steps, such as "gradients/output_layer.weight".
     """
 
@@ -105,10 +105,13 @@ class ClusterSettings:
     environment:        variables for the ranks; one that is set where the run starts wins. Never a secret.
     forward:            names of variables that must be set where a job is submitted, such as WANDB_API_KEY. Only the
                         names are written down; sbatch hands the values on.
-    container:          an image for pyxis: a path of a .sqsh file or the name of an image; None: no container.
+    container:          an image: for pyxis the path of a .sqsh file or the name of an image, for Apptainer the path of
+                        a .sif file or a folder, or a URI such as docker://NAME; None: no container.
+    container_runtime:  what runs it: NVIDIA's pyxis, a part of srun, or the command apptainer on the nodes.
     mounts:             what the container sees: "SOURCE:TARGET" or "SOURCE:TARGET:ro".
     python:             the interpreter that runs `tpi` on the nodes (in the container); None: the one that submits.
     shared_files:       whether all nodes see the same run.dir.
+    srun_options:       more of srun's options, as typed: ["--container-writable", "--mpi=pmix"].
     """
 
     name: str = "local"
@@ -120,9 +123,11 @@ class ClusterSettings:
     environment: dict[str, str] = field(default_factory=dict)
     forward: list[str] = field(default_factory=list)
     container: str | None = None
+    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
     mounts: list[str] = field(default_factory=list)
     python: str | None = None
     shared_files: bool = True
+    srun_options: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -137,6 +142,7 @@ class SlurmSettings:
                  decides.
     exclusive:   whole nodes, also where fewer ranks would do.
     options:     more of sbatch's options, as typed: ["--reservation=maintenance"].
+    setup:       lines of bash that a job runs before anything else: ["module load cuda/13"]. A line that fails ends it.
     """
 
     account: str | None = None
@@ -149,6 +155,7 @@ class SlurmSettings:
     nodes: str | None = None
     exclusive: bool = False
     options: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -191,7 +198,16 @@ PATHS = (
 )
 
 # Keys whose value is text, taken as typed: to Hydra's grammar ~ = , and brackets would mean something, 30 is a number.
-AS_TYPED = (*PATHS, "cluster.gpu_type", "slurm.account", "slurm.partition", "slurm.qos", "slurm.time", "slurm.nodes")
+AS_TYPED = (
+    *PATHS,
+    "ledger.trace",
+    "cluster.gpu_type",
+    "slurm.account",
+    "slurm.partition",
+    "slurm.qos",
+    "slurm.time",
+    "slurm.nodes",
+)
 
 # Keys of ours inside a section of Bridge's: path -> type.
 OWN_KEYS: dict[str, type] = {"tokenizer.vocab_includes_eod": bool}

@@ -32,6 +32,7 @@ class Job:
     directory:   the job's working directory.
     log:         the file of its output, as for sbatch's --output.
     options:     further options of sbatch, as typed.
+    setup:       lines of bash that come before all else.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Job:
     directory: Path
     log: str
     options: tuple[str, ...]
+    setup: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def training(config: RunConfig, taken: Allocation, *, name: str, about: str, log
         directory=Path.cwd(),
         log=log,
         options=tuple(slurm.options),
+        setup=tuple(slurm.setup),
     )
 
 
@@ -95,10 +98,14 @@ def array(job: Job, config: RunConfig, model: str, cells: Sequence[CellStep], di
     return _render("array", job=job, tpi=srun_command.tpi(config), model=model, cells=cells, directory=directory)
 
 
-def judge(job: Job, config: RunConfig, directory: Path, needed: Sequence[Path]) -> str:
-    """The script that compares the cells. needed: the paths that it reads."""
-    container = srun_command.container(config, needed)
-    return _render("judge", job=job, container=container, tpi=srun_command.tpi(config), directory=directory)
+def judge(job: Job, config: RunConfig, command: Sequence[str], directory: Path, needed: Sequence[Path]) -> str:
+    """The script that looks at the cells when all have ended. command: what does, before the directory.
+
+    needed: the paths that it reads.
+    """
+    step = [*config.cluster.srun_options, *srun_command.container(config, needed)]
+    words = [*srun_command.tpi(config), *command]
+    return _render("judge", job=job, step=step, command=words, directory=directory)
 
 
 def log_in(folder: Path, name: str) -> str:

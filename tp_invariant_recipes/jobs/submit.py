@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,19 @@ from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
 from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
-from tp_invariant_recipes.jobs import registry, script, slurm_client
+from tp_invariant_recipes.files import write_atomically
+from tp_invariant_recipes.jobs import registry, script, slurm_client, states
 from tp_invariant_recipes.jobs.script import CellStep, Job
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import memory, plan
 from tp_invariant_recipes.launch.train import check as train_check
+from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
-from tp_invariant_recipes.runs.lock import locked_empty
+from tp_invariant_recipes.runs.lock import locked, locked_empty
+from tp_invariant_recipes.runs.matrix_dir import LeftOut
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.workflows import matrix, verify
+from tp_invariant_recipes.workflows import sweep as sweeping
 
 IN_A_JOB = "launcher=slurm"
 # Sections of which a verify has one value a key: its cells are tasks of one array, which asks for the same for all.
@@ -53,34 +57,77 @@ class JobScript:
 class PlannedSubmission:
     """A submission before it is made.
 
-    about:    a few words about the nodes and ranks that it needs.
+    kind:     "train", "verify" or "sweep".
+    about:    a few words about the nodes and ranks that it needs. taken: the same as numbers.
     memory:   a line about the fullest rank of its largest run.
-    cells:    of a verify, by name, in the order of the array's tasks; empty for a single run.
+    cells:    of a verify or sweep, by name, in the order of the array's tasks; empty for a single run.
     scripts:  in the order of submission; the second waits for the end of the first.
     validate: lets Bridge validate the runs. Raises ConfigError.
     write:    writes the runs, before the scripts.
+    after:    ids of the jobs that must have ended well before the first of these begins.
+    unseen:   what the nodes need and this host cannot check, a line each.
+    left_out: combinations of a matrix that no run can have.
+    resumed:  whether the directory holds a run, with which the job goes on.
     """
 
+    kind: str
     model: str
     about: str
+    taken: Allocation
     memory: str
     directory: RunDir
     cells: tuple[str, ...]
     scripts: tuple[JobScript, ...]
     validate: Callable[[], None]
     write: Callable[[], None]
+    after: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    resumed: bool = False
+
+    def options(self, number: int, *ids: str) -> list[str]:
+        """sbatch's options beside those of a script. ids: of the jobs before it.
+
+        The second job starts when the first has ended, with or without success.
+        """
+        waits = f"afterany:{ids[0]}" if number else ":".join(("afterok", *self.after)) if self.after else None
+        return ["--kill-on-invalid-dep=yes", f"--dependency={waits}"] if waits else []
 
     def commands(self) -> list[str]:
         """The command that submits each script, for people."""
         numbered = enumerate(self.scripts)
-        return [shlex.join(["sbatch", "--parsable", *_options(number, "JOB"), str(s.file)]) for number, s in numbered]
+        return [
+            shlex.join(["sbatch", "--parsable", *self.options(number, "JOB"), str(s.file)]) for number, s in numbered
+        ]
+
+    def foreseen(self) -> dict[str, Any]:
+        """What a dry run prints as JSON; documented in slurm/README.md."""
+        return {
+            "schema": registry.SCHEMA,
+            "kind": self.kind,
+            "model": self.model,
+            "directory": str(self.directory.path),
+            "resumed": self.resumed,
+            "nodes": self.taken.nodes,
+            "ranks_per_node": self.taken.ranks,
+            "gpus_per_node": self.taken.gpus,
+            "memory": self.memory,
+            "after": list(self.after),
+            "cells": list(self.cells),
+            "left_out": [asdict(one) for one in self.left_out],
+            "unseen": list(self.unseen),
+            "jobs": [
+                {"role": one.role, "file": str(one.file), "command": command, "script": one.text}
+                for one, command in zip(self.scripts, self.commands(), strict=True)
+            ],
+        }
 
     def as_dict(self, ids: Sequence[str] = ()) -> dict[str, Any]:
         """The contents of submission.json. ids: of the submitted jobs, in the order of the scripts."""
         done = zip(self.scripts, ids, strict=False)
         return {
             "schema": registry.SCHEMA,
-            "kind": "verify" if self.cells else "train",
+            "kind": self.kind,
             "model": self.model,
             "command": shlex.join(["tpi", *sys.argv[1:]]),
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -90,13 +137,51 @@ class PlannedSubmission:
         }
 
 
-def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: Progress = None) -> PlannedSubmission:
+def train(
+    model: str, overrides: Sequence[str], *, after: Sequence[str] = (), dry: bool = False, progress: Progress = None
+) -> PlannedSubmission:
     """Plan the job of one run. It writes only the data cache. Raises a TpiError that lists all problems.
 
-    dry: make only the script; neither query SLURM nor prepare data. progress: as for `plan.new`.
+    after: jobs to wait for, by any name that `registry.find` takes, or by SLURM's ids.
+    dry:   make only the script; neither query SLURM nor prepare data. progress: as for `plan.new`.
     """
     problems, sound = reserved.check("submit", parse_all(overrides))
     composed = _composed(model, sound, problems)
+    composed, configs = _layouts(composed, problems)
+    _check(configs, problems, dry=dry)
+    where = _absolute(choose(composed.config.run.dir, f"{model}-tp{layout.of(composed.config).tp}"))
+    found = _single(composed, where, after)
+    if dry:
+        return found
+    planned = plan.resolve(_in_the_job(composed, where), where, progress, here=False)
+    return replace(found, validate=partial(train_check, planned), write=partial(plan.write, planned, attempt=False))
+
+
+def resume(
+    run: Path, overrides: Sequence[str], *, after: Sequence[str] = (), dry: bool = False, progress: Progress = None
+) -> PlannedSubmission:
+    """Plan a job that goes on with a run, wherever that was begun. Raises a TpiError that lists all problems.
+
+    overrides: what is to change, as for `tpi train --resume`. after, dry, progress: as for `train`.
+    """
+    where = _absolute(RunDir(run.expanduser()))
+    before = where.read_run(RunFile)
+    problems, sound = reserved.check("submit --resume", parse_all(overrides))
+    model = before["model"]
+    composed = _composed(model, [*plan.asked_again(before), *sound], problems)
+    composed, configs = _layouts(composed, problems)
+    _check(configs, problems, dry=dry)
+    if not dry:
+        _idle(where)
+    found = _single(composed, where, after)
+    in_the_job = _in_the_job(composed, where)
+    planned = plan.resume_run(where.path, in_the_job, progress=progress, here=False, dry=dry)
+    about = f"{found.about}, from step {planned.start}"
+    return replace(found, about=about, validate=partial(train_check, planned), resumed=True)
+
+
+def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[RunConfig]]:
+    """The run with what every try keeps, and its configurations on the most nodes and the fewest."""
     configs = [composed.config]
     if wrong := elastic.problems(composed.tree):
         problems += wrong
@@ -105,24 +190,40 @@ def train(model: str, overrides: Sequence[str], *, dry: bool = False, progress: 
         fewest = elastic.data_parallel(composed.tree, nodes[0])
         assert fewest is not None  # elastic.problems names those that are too few
         configs.append(typed(elastic.with_dp(composed.tree, fewest)))
-    _check(configs, problems, dry=dry)
-    where = _absolute(choose(composed.config.run.dir, f"{model}-tp{layout.of(composed.config).tp}"))
-    taken = allocation.of(composed.config)
-    about = f"{model}: {taken}" + (", or as many of them as there are" if composed.config.slurm.nodes else "")
-    log = _log(composed.config, where, "job-%j.log")
-    job = script.training(composed.config, taken, name=f"tpi-{where.path.name}", about=about, log=log)
-    of_the_run = [one for one in composed.overrides if one.field not in ("run.dir", "launcher.kind")]
-    text = script.train(job, composed.config, model, of_the_run, where.path)
+    return composed, configs
 
-    scripts = (JobScript(registry.TRAIN, where.script, text),)
-    needs = memory.summary(composed.config, here=False)
-    if dry:
-        return PlannedSubmission(model, about, needs, where, (), scripts, _nothing, _nothing)
-    said = (*of_the_run, parse(f"run.dir={where.path}"), parse(IN_A_JOB))
-    in_the_job = replace(composed, overrides=said)
-    planned = plan.resolve(in_the_job, where, progress, here=False)
-    validate, write = partial(train_check, planned), partial(plan.write, planned, attempt=False)
-    return PlannedSubmission(model, about, needs, where, (), scripts, validate, write)
+
+def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedSubmission:
+    """The job of one run; nothing validates or writes it yet."""
+    config, model = composed.config, composed.model
+    taken = allocation.of(config)
+    about = f"{model}: {taken}" + (", or as many of them as there are" if config.slurm.nodes else "")
+    log = _log(config, where, "job-%j.log")
+    job = script.training(config, taken, name=f"tpi-{where.path.name}", about=about, log=log)
+    text = script.train(job, config, model, _of_the_run(composed), where.path)
+    return PlannedSubmission(
+        kind=registry.TRAIN,
+        model=model,
+        about=about,
+        taken=taken,
+        memory=memory.summary(config, here=False),
+        directory=where,
+        cells=(),
+        scripts=(JobScript(registry.TRAIN, where.script, text),),
+        validate=_nothing,
+        write=_nothing,
+        after=_ids(after),
+        unseen=tuple(allocation.unseen(config)),
+    )
+
+
+def _of_the_run(composed: Composed) -> list[Override]:
+    return [one for one in composed.overrides if one.field not in ("run.dir", "launcher.kind")]
+
+
+def _in_the_job(composed: Composed, where: RunDir) -> Composed:
+    """The same with the overrides that the job's script has."""
+    return replace(composed, overrides=(*_of_the_run(composed), parse(f"run.dir={where.path}"), parse(IN_A_JOB)))
 
 
 def verification(
@@ -131,30 +232,67 @@ def verification(
     *,
     against: Path | None,
     directory: Path | None,
+    after: Sequence[str] = (),
     dry: bool = False,
     progress: Progress = None,
 ) -> PlannedSubmission:
     """Plan the jobs of a matrix: an array of the cells, and one job that judges them. Raises as `train` does.
 
-    against, directory: as for `verify.new`.
+    against, directory: as for `verify.new`. after, dry, progress: as for `train`.
     """
+    planning = partial(verify.new, against=against, progress=progress, here=False, dry=dry)
+    return _array("verify", planning, model, overrides, directory, after, dry=dry)
+
+
+def sweep(
+    model: str,
+    overrides: Sequence[str],
+    *,
+    directory: Path | None,
+    after: Sequence[str] = (),
+    dry: bool = False,
+    progress: Progress = None,
+) -> PlannedSubmission:
+    """Plan the jobs of a sweep: an array of the runs, and one job that lists them. Raises as `train` does.
+
+    directory: as for `sweep.new`. after, dry, progress: as for `train`.
+    """
+    planning = partial(sweeping.new, progress=progress, here=False, dry=dry)
+    return _array("sweep", planning, model, overrides, directory, after, dry=dry)
+
+
+# Command of several runs -> the words of the job that looks at them when all have ended.
+LOOKS = {"verify": ("verify", "--recheck"), "sweep": ("sweep", "--results")}
+
+
+def _array(
+    kind: str,
+    planning: Callable[..., verify.Verification],
+    model: str,
+    overrides: Sequence[str],
+    directory: Path | None,
+    after: Sequence[str],
+    *,
+    dry: bool,
+) -> PlannedSubmission:
+    """kind: a key of LOOKS. planning: `verify.new` or `sweep.new`, but for model, overrides and directory."""
     problems, sound = reserved.check("submit", parse_all(overrides))
     axes, _ = matrix.spread(sound, [])
     problems += [
-        f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one verify for each, and compare "
-        f"them with --against"
+        f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one {kind} for each"
+        + (", and compare them with --against" if kind == "verify" else "")
         for axis in axes
         if axis.key.partition(".")[0] in OF_THE_ARRAY
     ]
     if problems:
         raise ConfigError(listed(problems), problems)
-    path = choose_for_several(directory, f"verify-{model}").absolute()
+    path = choose_for_several(directory, f"{kind}-{model}").absolute()
 
-    def planning(device: str) -> verify.Verification:
+    def on(device: str) -> verify.Verification:
         asked = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
-        return verify.new(model, asked, against=against, directory=path, progress=progress, here=False)
+        return planning(model, asked, directory=path)
 
-    found = plan.for_nodes(planning, lambda found: next(iter(found.plans.values())).config, sound)
+    found = plan.for_nodes(on, lambda found: next(iter(found.plans.values())).config, sound)
     configs = {name: planned.composed.config for name, planned in found.plans.items()}
     config = next(iter(configs.values()))
     if config.slurm.nodes is not None:
@@ -173,15 +311,30 @@ def verification(
         CellStep(cell.name, ("srun", *srun_command.arguments(configs[cell.name], needed)), cell.overrides)
         for cell in found.matrix.cells
     ]
+    does = "compares" if kind == "verify" else "lists"
     judge = _judging(
-        job, name=f"{name}-judge", about=f"{model}: compares the cells", log=_log(config, where, "job-%j.log")
+        job, name=f"{name}-judge", about=f"{model}: {does} the cells", log=_log(config, where, "job-%j.log")
     )
-    cells = JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path))
-    compare = JobScript(registry.JUDGE, path / "judge.sbatch", script.judge(judge, config, path, [path, *reference]))
-    validate, write = partial(verify.check, found), partial(_write_cells, found)
+    looks = script.judge(judge, config, LOOKS[kind], path, [path, *reference])
     fullest = max(configs.values(), key=lambda one: estimate(one).rank)
-    needs = memory.summary(fullest, here=False)
-    return PlannedSubmission(model, about, needs, where, tuple(configs), (cells, compare), validate, write)
+    return PlannedSubmission(
+        kind=kind,
+        model=model,
+        about=about,
+        taken=taken,
+        memory=memory.summary(fullest, here=False),
+        directory=where,
+        cells=tuple(configs),
+        scripts=(
+            JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path)),
+            JobScript(registry.JUDGE, path / "judge.sbatch", looks),
+        ),
+        validate=partial(verify.check, found),
+        write=partial(_write_cells, found),
+        after=_ids(after),
+        unseen=tuple(dict.fromkeys(line for one in configs.values() for line in allocation.unseen(one))),
+        left_out=found.matrix.left_out,
+    )
 
 
 def check(submission: PlannedSubmission) -> str | None:
@@ -205,13 +358,14 @@ def execute(submission: PlannedSubmission) -> dict[str, Any]:
     """
     where = submission.directory
     made = not where.path.exists()
-    with locked_empty(where):
+    with locked(where) if submission.resumed else locked_empty(where):
         return _execute(submission, made=made)
 
 
 def _execute(submission: PlannedSubmission, *, made: bool) -> dict[str, Any]:
     where = submission.directory
     ids: list[str] = []
+    earlier = {f: f.read_bytes() for f in (where.script, where.submission) if submission.resumed and f.exists()}
     try:
         submission.write()
         where.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not create it, and a job without its log fails
@@ -219,13 +373,16 @@ def _execute(submission: PlannedSubmission, *, made: bool) -> dict[str, Any]:
             where.write_text(one.file, one.text)
         where.write(where.submission, submission.as_dict())
         for number, one in enumerate(submission.scripts):
-            ids.append(slurm_client.sbatch(one.file, _options(number, *ids)))
+            ids.append(slurm_client.sbatch(one.file, submission.options(number, *ids)))
     except BaseException as error:
         try:
             slurm_client.cancel(ids)
         except RunError as other:
             raise RunError(f"{error}\nand job {ids[0]}, submitted before it, could not be ended: {other}") from error
-        _remove(where.path, whole=made)
+        if submission.resumed:
+            _put_back(where, earlier)
+        else:
+            _remove(where.path, whole=made)
         raise
     found = submission.as_dict(ids)
     try:
@@ -259,7 +416,7 @@ def _check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> N
     wrong = dict.fromkeys(
         problem
         for config in configs
-        for problem in (*allocation.problems(config, os.environ), *memory.problems(config, here=False))
+        for problem in (*allocation.problems(config, os.environ, dry=dry), *memory.problems(config, here=False))
     )
     problems = [*problems, *wrong]
     if not dry:
@@ -337,9 +494,28 @@ def _judging(job: Job, *, name: str, about: str, log: str) -> Job:
     )
 
 
-def _options(number: int, *ids: str) -> list[str]:
-    """sbatch's options beside the script's: the second job starts when the first has ended, with or without success."""
-    return ["--kill-on-invalid-dep=yes", f"--dependency=afterany:{ids[0]}"] if number else []
+def _ids(names: Sequence[str]) -> tuple[str, ...]:
+    """SLURM's ids of jobs to wait for: of a submission of several jobs the last, which looks at the others.
+
+    Raises RunError. Digits that tpi has not submitted are an id of SLURM's.
+    """
+    known = registry.registered().owners
+    foreign = [name for name in names if name.isascii() and name.isdigit() and name not in known]
+    ours = registry.find([name for name in names if name not in foreign])
+    return (*foreign, *(one.parts[-1].id for one in ours))
+
+
+def _idle(where: RunDir) -> None:
+    """Raises RunError where a job of this run waits or runs: two would train in one directory."""
+    if not where.submission.exists():
+        return
+    found = states.overview(registry.find([str(where.path)]))
+    alive = [state for one in found.states for state in one if state.alive]
+    if alive:
+        job = alive[0].part.id
+        raise RunError(
+            f"{where.path} has job {job}, which is {alive[0].text}: wait for it, or end it: tpi cancel {job}"
+        )
 
 
 def _nothing() -> None:
@@ -350,6 +526,15 @@ def _write_cells(found: verify.Verification) -> None:
     found.directory.write_matrix(found.matrix)
     for planned in found.plans.values():
         plan.write(planned, attempt=False)
+
+
+def _put_back(where: RunDir, earlier: dict[Path, bytes]) -> None:
+    """The files of an earlier submission, as they were."""
+    for file in (where.script, where.submission):
+        if file in earlier:
+            write_atomically(file, earlier[file].decode())
+        else:
+            file.unlink(missing_ok=True)
 
 
 def _remove(path: Path, *, whole: bool) -> None:

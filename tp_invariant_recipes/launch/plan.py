@@ -12,6 +12,7 @@ from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.describe import value_text
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.null_tokenizer import eod_id
+from tp_invariant_recipes.config.overrides import DECIDED_BY as _BY
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
 from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.config.settings import DataSettings
@@ -185,16 +186,17 @@ def resume_run(
     *,
     start: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    here: bool = True,
     dry: bool = False,
 ) -> Plan:
     """Plan to go on with a run from its newest finished checkpoint, or from the start if it has none.
 
     composed: as the run was, but for what is to change: layout and length may, what makes runs comparable may not.
     start: the step to go on from, of which another process has made sure (0: from the beginning).
-    dry: as for `new`.
+    here: as in Plan. dry: as for `new`.
     Raises a TpiError that names the fields, or the damaged files.
     """
-    return _going_on(f"--resume {run}", RunDir(run), composed, progress, start, dry=dry)
+    return _going_on(f"--resume {run}", RunDir(run), composed, progress, start, here=here, dry=dry)
 
 
 def resume_or_start(
@@ -247,6 +249,14 @@ def _with_its_numerics(composed: Composed) -> Composed:
     return compose(composed.model, composed.overrides, device=device, numerics=numerics)
 
 
+def asked_again(before: dict[str, Any]) -> list[Override]:
+    """The overrides that repeat a run elsewhere, its device and numerics among them. before: its `run.json`."""
+    asked = _asked(before, NOT_REPEATED)
+    decided = {"device": before["device"], "numerics": before["numerics"]["mode"]}
+    missing = {group: option for group, option in decided.items() if not given(asked, f"{group}.{_BY[group]}")}
+    return [*(parse(f"{group}={option}") for group, option in missing.items()), *asked]
+
+
 def _asked(before: dict[str, Any], apart_from: Sequence[str]) -> list[Override]:
     """The overrides that a run was made of."""
     return [override for override in parse_all(before["overrides"]) if override.field not in apart_from]
@@ -259,10 +269,11 @@ def _going_on(
     progress: Callable[[int, int], None] | None,
     start: int | None = None,
     *,
+    here: bool = True,
     dry: bool = False,
 ) -> Plan:
-    """asked: the words of the command, for messages. start: as for `resume_run`. dry: as for `new`."""
-    plan = resolve(composed, run_dir, progress, dry=dry)
+    """asked: the words of the command, for messages. start, here: as for `resume_run`. dry: as for `new`."""
+    plan = resolve(composed, run_dir, progress, here=here, dry=dry)
     before = run_dir.read_run(RunFile)
     if plan.data_missing:
         plan.identity["data.digest"] = before["identity"].get("data.digest")  # not known before it is prepared

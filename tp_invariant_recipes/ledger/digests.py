@@ -88,15 +88,32 @@ def start_lanes(dtype: str, shape: Sequence[int]) -> tuple[int, int]:
 
 def whole_digest(digests: Mapping[str, str]) -> str:
     """One digest of many named digests, independent of their order."""
-    return xxhash.xxh3_128_hexdigest("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode())
+    return summaries(tuple(digests), tuple(digests.values()))[0]
 
 
 def group_digests(digests: Mapping[str, str]) -> dict[str, str]:
     """One digest per group, in the order of the groups' first parameters."""
-    groups: dict[str, dict[str, str]] = {}
-    for name, digest in digests.items():
-        groups.setdefault(group_of(name), {})[name] = digest
-    return {group: whole_digest(members) for group, members in groups.items()}
+    return summaries(tuple(digests), tuple(digests.values()))[1]
+
+
+def summaries(names: tuple[str, ...], texts: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """The digest of all named digests, and one per group, as `whole_digest` and `group_digests` define them."""
+    order, groups = _summarized(names)
+    lines = [f"{name} {text}\n" for name, text in zip(names, texts, strict=True)]
+    whole = xxhash.xxh3_128_hexdigest("".join([lines[n] for n in order]).encode())
+    return whole, {
+        group: xxhash.xxh3_128_hexdigest("".join([lines[n] for n in members]).encode()) for group, members in groups
+    }
+
+
+@functools.lru_cache(maxsize=256)  # the same names at every step
+def _summarized(names: tuple[str, ...]) -> tuple[list[int], list[tuple[str, list[int]]]]:
+    """The places of the names in sorted order: of all, and of each group."""
+    order = sorted(range(len(names)), key=names.__getitem__)
+    members: dict[str, list[int]] = {group_of(name): [] for name in names}
+    for n in order:
+        members[group_of(names[n])].append(n)
+    return order, list(members.items())
 
 
 @functools.cache  # the same names at every step

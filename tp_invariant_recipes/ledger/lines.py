@@ -18,8 +18,7 @@ from tp_invariant_recipes.ledger.digests import (
     Traced,
     check_digest,
     check_digests,
-    group_digests,
-    whole_digest,
+    summaries,
 )
 from tp_invariant_recipes.reading import Count, Hash, Integer, Layout, checked, parse_json
 
@@ -364,8 +363,9 @@ def _state(name: str) -> str:
 def _encode_digests(digests: Mapping[str, str], names: Sequence[str]) -> dict:
     if set(digests) != set(names):
         raise ValueError(f"digests of other parameters than the header's: {sorted(set(digests) ^ set(names))[:3]}")
-    ordered = {name: digests[name] for name in names}
-    return {"model": whole_digest(ordered), "groups": group_digests(ordered), "parameters": list(ordered.values())}
+    texts = [digests[name] for name in names]
+    model, groups = summaries(tuple(names), texts)
+    return {"model": model, "groups": groups, "parameters": texts}
 
 
 def _encode_some(digests: Mapping[str, str], names: Sequence[str]) -> dict:
@@ -388,10 +388,10 @@ def _decode_digests(kind: str, raw: dict, names: Sequence[str]) -> dict[str, str
     if len(texts) != len(names):
         raise ValueError(f"{kind}: {len(texts)} digests of {len(names)} parameters")
     check_digests(texts)
-    digests = dict(zip(names, texts, strict=True))
-    if raw != _encode_digests(digests, names):
+    model, groups = summaries(tuple(names), texts)
+    if raw != {"model": model, "groups": groups, "parameters": texts}:
         raise ValueError(f"{kind}: group or model do not belong to the parameters: the line was altered")
-    return digests
+    return dict(zip(names, texts, strict=True))
 
 
 def _encode_parameter(parameter: Parameter) -> dict[str, Any]:

@@ -11,7 +11,8 @@ WAIT = 60  # seconds that srun gives the other nodes when one has ended
 
 
 def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
-    """srun's options for a run: as many nodes as it takes, one task on each, in the cluster's container if any.
+    """What follows srun, up to the words that run `tpi`: as many nodes as it takes, one task on each, in the cluster's
+    container if any.
 
     needed: as for `container`.
     """
@@ -19,18 +20,23 @@ def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
     if elastic.span(config):  # all nodes that the job has got this time
         return ["--ntasks-per-node=1", f"--wait={WAIT}", *container(config, needed)]
     options = [f"--nodes={taken.nodes}", f"--ntasks={taken.nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
-    return [*options, *container(config, needed)]
+    return [*options, *config.cluster.srun_options, *container(config, needed)]
 
 
 def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
-    """Options of pyxis, which gives srun containers; none where the cluster has no container.
+    """The words that put a step into the cluster's container: options of pyxis, or the command apptainer. None without.
 
-    needed: paths to mount beside the cluster's mounts. Sources: pyxis's README, `srun --help` with it.
+    needed: paths to mount beside the cluster's mounts. Sources: pyxis's README, `srun --help` with it; Apptainer's
+    `apptainer exec --help` and its pages on bind paths and GPU support. Apptainer hands the host's environment on.
     """
     cluster = config.cluster
     if not cluster.container:
         return []
     mounts = [*cluster.mounts, *(f"{path}:{path}" for path in needed if cluster.shared_files)]
+    if cluster.container_runtime == "apptainer":
+        gpus = ["--nv"] if config.device.kind == "gpu" else []
+        binds = [f"--bind={mount}" for mount in mounts]
+        return ["apptainer", "exec", *gpus, *binds, cluster.container]
     lists = {"mounts": mounts, "env": cluster.forward}  # env: the image's own values would win otherwise
     options = [f"--container-{name}={','.join(values)}" for name, values in lists.items() if values]
     return [f"--container-image={cluster.container}", *options]

@@ -180,6 +180,8 @@ def _portable() -> list[Replacement]:
             "torch adds the tokens' losses in an order that depends on the processor's vectors",
         ),
     ]
+
+
 def _data_parallel(shards: int | None) -> tuple[Replacement, ...]:
     """Sums over data-parallel ranks. shards: D. None: one a rank; a program of its own decides which data it reads."""
     ddp, schedules = "megatron.core.distributed:DistributedDataParallel", "megatron.core.pipeline_parallel.schedules"

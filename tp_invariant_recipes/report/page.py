@@ -49,14 +49,18 @@ class Section:
 
 def headline(report: Report) -> str:
     """The title of the page."""
-    if not report.comparisons:
+    if len(report.runs) == 1:
         return f"Run {report.runs[0].name}"
+    if not report.comparisons:
+        return f"{len(report.runs)} runs side by side"
     others = ", ".join(run.name for run in report.runs[1:])
     return f"{report.runs[0].name} compared with {others}"
 
 
 def verdicts(report: Report) -> list[str]:
-    """One line for every run after the first; for a single run, a line with its number of steps."""
+    """One line for every run after the first; one for all that are not compared."""
+    if not report.comparisons and len(report.runs) > 1:
+        return [f"{len(report.runs)} runs; their bits are not compared."]
     if not report.comparisons:
         ledger = report.runs[0].ledger
         return [f"One run of {len(ledger.steps):,} steps; nothing to compare it with."]
@@ -218,7 +222,7 @@ def _number(count: int | None) -> str:
 
 def _dumps(report: Report, measured: list[tuple[Measured, ...] | str]) -> Iterable[Section]:
     sentences, tables = [], []
-    for run, found in zip(report.runs[1:], measured, strict=True):
+    for (run, _), found in zip(report.pairs, measured, strict=True):
         if isinstance(found, str):
             sentences.append(f"{run.label}: {found}")
         elif found:

@@ -73,7 +73,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """Runs, and the comparison of each later run with the first."""
+    """Runs, and the comparison of each later run with the first; none where they are shown side by side alone."""
 
     runs: tuple[Run, ...]
     comparisons: tuple[Comparison, ...]
@@ -81,11 +81,11 @@ class Report:
     @property
     def pairs(self) -> tuple[tuple[Run, Comparison], ...]:
         """Every run after the first, with its comparison."""
-        return tuple(zip(self.runs[1:], self.comparisons, strict=True))
+        return tuple(zip(self.runs[1:], self.comparisons, strict=bool(self.comparisons)))
 
 
-def gather(paths: Sequence[str | os.PathLike]) -> Report:
-    """Read run directories, ledgers or certificates, and compare them.
+def gather(paths: Sequence[str | os.PathLike], *, compared: bool = True) -> Report:
+    """Read run directories, ledgers or certificates, and compare them, if asked to.
 
     LedgerError: the number of paths is not 1 to 26, or one cannot be read.
     """
@@ -94,7 +94,8 @@ def gather(paths: Sequence[str | os.PathLike]) -> Report:
     ledgers = [read(path) for path in paths]
     first, *others = ledgers
     return Report(
-        tuple(map(_run, _LETTERS, _names(ledgers), ledgers)), tuple(compare(first, other) for other in others)
+        tuple(map(_run, _LETTERS, _names(ledgers), ledgers)),
+        tuple(compare(first, other) for other in others if compared),
     )
 
 

@@ -1,9 +1,9 @@
-"""The files of a directory of `tpi verify`: the cells of its matrix, a run directory for each, and the verdict."""
+"""The files of a directory of `tpi verify` or `tpi sweep`: the cells, a run directory for each, and the result."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from pydantic import Field
 
@@ -35,6 +35,11 @@ class _CellFile(TypedDict):
     numerics: dict[str, Any]
 
 
+class _LeftOutFile(TypedDict):
+    label: str
+    why: str
+
+
 class _MatrixFile(TypedDict):
     schema: int
     model: str
@@ -42,10 +47,12 @@ class _MatrixFile(TypedDict):
     axes: list[_AxisFile]
     cells: Annotated[list[_CellFile], Field(min_length=1, max_length=10_000)]
     against: str | None
+    left_out: NotRequired[list[_LeftOutFile]]
+    kind: NotRequired[Literal["verify", "sweep"]]
 
 
 class Result(TypedDict):
-    """`verify.json`, as far as another command reads it."""
+    """`verify.json` or `sweep.json`, as far as another command reads it."""
 
     verdict: str
     exit_status: Literal[0, 1, 2]
@@ -78,17 +85,32 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A combination of values that no run can have, and why."""
+
+    label: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Matrix:
-    """Runs to compare with the first of them or, where `against` is a path, with the ledger there."""
+    """Runs to compare with the first of them or, where `against` is a path, with the ledger there.
+
+    overrides: as typed. left_out: combinations of the axes that are no cells.
+    kind:      the command that made it; the runs of a sweep are different experiments, which are not compared.
+    """
 
     model: str
-    overrides: tuple[str, ...]  # as typed
+    overrides: tuple[str, ...]
     axes: tuple[Axis, ...]
     cells: tuple[Cell, ...]
     against: str | None
+    left_out: tuple[LeftOut, ...] = ()
+    kind: Literal["verify", "sweep"] = "verify"
 
     def __str__(self) -> str:
-        return " × ".join(map(str, self.axes)) or self.cells[0].label
+        without = f" (without {'; '.join(one.label for one in self.left_out)})" if self.left_out else ""
+        return (" × ".join(map(str, self.axes)) or self.cells[0].label) + without
 
 
 @dataclass(frozen=True)
@@ -105,6 +127,16 @@ class MatrixDir(RunDir):
         """What the comparison found."""
         return self.path / "verify.json"
 
+    @property
+    def sweep(self) -> Path:
+        """How the runs of a sweep ended."""
+        return self.path / "sweep.json"
+
+    @property
+    def page(self) -> Path:
+        """The runs of a sweep side by side."""
+        return self.path / "report.html"
+
     def cell(self, name: str) -> RunDir:
         """The run directory of a cell."""
         return RunDir(self.path / name)
@@ -113,25 +145,29 @@ class MatrixDir(RunDir):
         """Write the matrix. Raises RunError."""
         self.write(self.matrix, {"schema": SCHEMA} | asdict(matrix))
 
-    def read_matrix(self) -> Matrix:
-        """The matrix. Raises RunError when this is not a directory of `tpi verify`, or two cells are one run."""
+    def read_matrix(self, kind: Literal["verify", "sweep"] = "verify") -> Matrix:
+        """The matrix. Raises RunError when this is not a directory of `tpi KIND`, or two cells are one run."""
         try:
             raw = checked(_MatrixFile, parse_json(read_limited(self.matrix, LARGEST)))
             if raw["schema"] != SCHEMA:
                 raise ValueError(f"this version reads schema {SCHEMA}")
+            if (made := raw.get("kind", "verify")) != kind:
+                raise ValueError(f"tpi {made} has made it")
             axes = tuple(Axis(axis["key"], tuple(axis["values"])) for axis in raw["axes"])
             cells = tuple(_cell(cell) for cell in raw["cells"])
             self._distinct(cells)
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.path} is not a directory of tpi verify: {self.matrix.name}: {error}") from error
-        return Matrix(raw["model"], _overrides(raw["overrides"]), axes, cells, raw["against"])
+            raise RunError(f"{self.path} is not a directory of tpi {kind}: {self.matrix.name}: {error}") from error
+        left_out = tuple(LeftOut(one["label"], one["why"]) for one in raw.get("left_out", ()))
+        return Matrix(raw["model"], _overrides(raw["overrides"]), axes, cells, raw["against"], left_out, kind)
 
     def read_result(self) -> Result:
-        """The verdict. Raises RunError when there is none."""
+        """The verdict, or how a sweep ended. Raises RunError when there is none."""
+        file = self.sweep if self.sweep.exists() else self.result
         try:
-            return checked(Result, parse_json(read_limited(self.result, LARGEST)))
+            return checked(Result, parse_json(read_limited(file, LARGEST)))
         except (OSError, ValueError) as error:
-            raise RunError(f"{self.result}: {error}") from error
+            raise RunError(f"{file}: {error}") from error
 
     def _distinct(self, cells: Sequence[Cell]) -> None:
         """ValueError: two cells are one run, which would be compared with itself."""

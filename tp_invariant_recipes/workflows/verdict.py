@@ -123,6 +123,7 @@ class MatrixVerdict:
             "model": self.matrix.model,
             "overrides": list(self.matrix.overrides),
             "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.matrix.axes],
+            "left_out": [{"label": one.label, "why": one.why} for one in self.matrix.left_out],
             "against": self.matrix.against,
             "rows": [_row(row) for row in self.rows],
         }
@@ -146,7 +147,7 @@ def verdict_on(directory: Path, against: Path | None = None, *, exitfirst: bool 
     matrix = where.read_matrix()
     if against is not None:
         matrix = replace(matrix, against=str(against))
-    cells = [_examine(where, cell) for cell in matrix.cells]
+    cells = [examine(where, cell) for cell in matrix.cells]
     if matrix.against is not None:
         reference = _reference(Path(matrix.against))
         rows = [reference, *(_compared(row, reference) for row in cells)]
@@ -156,7 +157,7 @@ def verdict_on(directory: Path, against: Path | None = None, *, exitfirst: bool 
     return _judged(directory, matrix, tuple(rows), exitfirst)
 
 
-def _examine(where: MatrixDir, cell: Cell) -> CellResult:
+def examine(where: MatrixDir, cell: Cell) -> CellResult:
     """The state of a cell before it is compared: complete, or the reason why it does not count."""
     run = where.cell(cell.name)
     ledger, state, why = None, REFERENCE, None
@@ -229,8 +230,8 @@ def _compared(row: CellResult, reference: CellResult) -> CellResult:
 
 def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitfirst: bool) -> MatrixVerdict:
     compared = [row for row in rows if row.comparison is not None]
-    left_out = [row for row in rows if row.state == NOT_RUN and exitfirst and _first_different(compared)]
-    faulty = [row for row in rows if row.why is not None and row not in left_out]
+    not_run = [row for row in rows if row.state == NOT_RUN and exitfirst and _first_different(compared)]
+    faulty = [row for row in rows if row.why is not None and row not in not_run]
     verdicts = {row.state for row in compared}
     reference = next((row for row in rows if row.state == REFERENCE), rows[0])
     different = _first_different(compared)
@@ -244,11 +245,11 @@ def _judged(directory: Path, matrix: Matrix, rows: tuple[CellResult, ...], exitf
         verdict, line = Verdict.IDENTICAL.value, _identical(matrix, compared, reference)
     again = shlex.join(["tpi", "verify", "--last-failed", "--dir", os.fspath(directory)])
     advice = _next_command(reference, different) if different else again if faulty else None
-    facts = _remarks(rows, compared)
-    if left_out:
+    facts = (*(f"Left out: {one.label}: {one.why}." for one in matrix.left_out), *_remarks(rows, compared))
+    if not_run:
         facts = (
             *facts,
-            f"--exitfirst: {', '.join(row.label for row in left_out)} did not run; {again} trains the rest.",
+            f"--exitfirst: {', '.join(row.label for row in not_run)} did not run; {again} trains the rest.",
         )
     return MatrixVerdict(directory, matrix, rows, verdict, line, facts, advice)
 

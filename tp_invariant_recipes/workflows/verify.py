@@ -22,7 +22,7 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs.checkpoints import ASIDE
 from tp_invariant_recipes.runs.lock import locked, locked_empty
-from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
+from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.workflows import matrix
 from tp_invariant_recipes.workflows.matrix import Choice
@@ -62,11 +62,12 @@ def new(
     directory: Path | None,
     progress: Callable[[int, int], None] | None = None,
     here: bool = True,
+    dry: bool = False,
 ) -> Verification:
     """Plan all cells. It writes only the data cache. Raises a TpiError that lists the problems of all cells.
 
     against: a run directory, ledger or certificate to compare all cells with, instead of the first cell.
-    progress: as for `plan.new`. here: as for `plan.resolve`.
+    progress: as for `plan.new`. here, dry: as for `plan.resolve`.
     """
     asked = parse_all(overrides)
     problems, sound = reserved.check("verify", asked)
@@ -77,20 +78,21 @@ def new(
             "one cell has nothing to be compared with: give a key several values, as in tp=1,2,4, "
             "or a ledger to compare it with: --against FILE"
         )
-    composed = _composed(model, choices, problems)
-    before, choices = choices, _of_one_data_shards(choices, composed, reference)
-    composed |= _composed(model, [one for one in choices if one not in before], problems)
-    choices = tuple(_named(one, composed[one.label]) for one in choices)
+    composed, left_out = compose_cells(model, axes, choices, problems)
+    before = [one for one in choices if one.label in composed]
+    kept = _of_one_data_shards(before, composed, reference)
+    composed |= _composed(model, [one for one in kept if one not in before])
+    choices = tuple(_named(one, composed[one.label]) for one in kept)
     where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
-    plans = _planned(choices, list(composed.values()), where, progress, here)
-    problems = [*_lengths(plans), *_identities(axes, choices, plans), *_environments(plans)]
+    plans = plan_cells(choices, list(composed.values()), where, progress, here, dry)
+    problems = [*_lengths(plans), *_identities(axes, choices, plans), *environments(plans)]
     if reference is not None and not problems:
         problems = _against(reference, next(iter(plans.values())))
     if problems:
         raise ConfigError(listed(problems), problems)
-    cells = tuple(_cell(one, plans[one.name]) for one in choices)
+    cells = tuple(cell_of(one, plans[one.name]) for one in choices)
     path = None if against is None else str(against.expanduser().absolute())
-    return Verification(where, Matrix(model, texts(asked), axes, cells, path), plans)
+    return Verification(where, Matrix(model, texts(asked), axes, cells, path, left_out), plans)
 
 
 def again(
@@ -118,7 +120,7 @@ def again(
         with found.of(cell.label):
             plans[cell.name] = _planned_again(asked, cell, where, progress, None if cell.name not in anew else device)
     found.raise_any()
-    if problems := _environments(plans):
+    if problems := environments(plans):
         raise ConfigError(listed(problems), problems)
     return Verification(where, asked, plans, anew, again=True)
 
@@ -142,7 +144,7 @@ def _planned_again(
     else:
         composed = compose(asked.model, cell.overrides, device=device)
         planned = replace(plan.resolve(composed, run, progress), attempts=None)
-    now = _cell(Choice(cell.name, cell.label, (), tuple(parse_all(cell.overrides))), planned)
+    now = cell_of(Choice(cell.name, cell.label, (), tuple(parse_all(cell.overrides))), planned)
     if changed := [
         name for name in ("identity_hash", "layout", "numerics", "steps") if _of(now, name) != _of(cell, name)
     ]:
@@ -173,8 +175,16 @@ def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False
     SIGTERM or Ctrl-C ends all. watch: takes a cell's label and plan, and shows its progress.
     """
     where = verification.directory
-    interrupted = False
-    with _interruptible() as stop, (locked if verification.again else locked_empty)(where):
+    with (locked if verification.again else locked_empty)(where):
+        interrupted = train_cells(verification, watch, exitfirst=exitfirst)
+        verdict = judge(where.path, _against_path(verification.matrix), exitfirst=exitfirst)
+        return replace(verdict, interrupted=interrupted)
+
+
+def train_cells(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> bool:
+    """Write the matrix and train its cells in turn; whether Ctrl-C ended it. The caller holds the directory's lock."""
+    where = verification.directory
+    with _interruptible() as stop:
         if not verification.again:
             where.write_matrix(verification.matrix)
         try:
@@ -185,10 +195,9 @@ def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False
                     break
                 if exitfirst and not _passes(verification, cell):
                     break
-        except KeyboardInterrupt:  # the judge uses the files of an unfinished cell
-            interrupted = not stop.requests
-        verdict = judge(where.path, _against_path(verification.matrix), exitfirst=exitfirst)
-        return replace(verdict, interrupted=interrupted)
+        except KeyboardInterrupt:  # the files of an unfinished cell count as they are
+            return not stop.requests
+    return False
 
 
 def _passes(verification: Verification, cell: Cell) -> bool:
@@ -264,6 +273,10 @@ class _Problems:
             for problem in error.problems:
                 self.found.setdefault(problem, []).append(label)
 
+    def why(self, label: str) -> str:
+        """The problems of one cell."""
+        return "; ".join(problem for problem, labels in self.found.items() if label in labels and problem != OR_STOCK)
+
     def lines(self) -> list[str]:
         """One line per problem."""
         return [
@@ -290,16 +303,41 @@ def _reference(against: Path | None, problems: list[str]) -> Ledger | None:
     return ledger
 
 
-def _composed(model: str, choices: Sequence[Choice], problems: list[str]) -> dict[str, Composed]:
-    """Compose each cell, by its label. Raises ConfigError that lists `problems` and the problems of all cells."""
+def compose_cells(
+    model: str, axes: Sequence[Axis], choices: Sequence[Choice], problems: list[str]
+) -> tuple[dict[str, Composed], tuple[LeftOut, ...]]:
+    """Compose each cell, by its label; the combinations that are impossible are left out.
+
+    Raises ConfigError that lists `problems` and the problems of all cells, also where a value fits no combination: that
+    is a mistake, and no matter of combining.
+    """
     device = plan.detect_device()
     composed, found = {}, _Problems()
     for choice in choices:
         with found.of(choice.label):
             composed[choice.label] = compose(model, choice.overrides, device=device)
+    remaining = [choice.values for choice in choices if choice.label in composed]
+    if (
+        not problems
+        and remaining
+        and all(set(axis.values) == {values[n] for values in remaining} for n, axis in enumerate(axes))
+    ):
+        labels = [choice.label for choice in choices if choice.label not in composed]
+        return composed, tuple(LeftOut(label, found.why(label)) for label in labels)
     problems = [*problems, *found.lines()]
     if problems:
         raise ConfigError(listed(problems), problems)
+    return composed, ()
+
+
+def _composed(model: str, choices: Sequence[Choice]) -> dict[str, Composed]:
+    """Compose each cell, by its label. Raises ConfigError with the problems of all."""
+    device = plan.detect_device()
+    composed, found = {}, _Problems()
+    for choice in choices:
+        with found.of(choice.label):
+            composed[choice.label] = compose(model, choice.overrides, device=device)
+    found.raise_any()
     return composed
 
 
@@ -327,22 +365,25 @@ def _named(choice: Choice, composed: Composed) -> Choice:
     return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
 
 
-def _planned(
+def plan_cells(
     choices: Sequence[Choice],
     composed: Sequence[Composed],
     where: MatrixDir,
     progress: Callable[[int, int], None] | None,
     here: bool,
+    dry: bool,
 ) -> dict[str, Plan]:
+    """Plan each cell, by its name. Raises ConfigError with the problems of all; other TpiErrors as `plan.resolve`."""
     plans, found = {}, _Problems()
     for choice, one in zip(choices, composed, strict=True):
         with found.of(choice.label):
-            plans[choice.name] = plan.resolve(one, where.cell(choice.name), progress, here=here)
+            plans[choice.name] = plan.resolve(one, where.cell(choice.name), progress, here=here, dry=dry)
     found.raise_any()
     return plans
 
 
-def _cell(choice: Choice, planned: Plan) -> Cell:
+def cell_of(choice: Choice, planned: Plan) -> Cell:
+    """The cell as it stands in the matrix."""
     return Cell(
         name=choice.name,
         label=choice.label,
@@ -362,13 +403,14 @@ def _lengths(plans: dict[str, Plan]) -> list[str]:
     return [f"cells of {' and '.join(map(str, steps))} steps: a matrix has one length; give iters one value"]
 
 
-def _environments(plans: dict[str, Plan]) -> list[str]:
+def environments(plans: dict[str, Plan]) -> list[str]:
+    """Why these cells cannot run in one process."""
     first, *others = (planned.environment for planned in plans.values())
     if all(environment == first for environment in others):
         return []
     return [
-        "these cells need different environment variables, which one process cannot have: verify one, "
-        "then the others with --against its run directory"
+        "these cells need different environment variables, which one process cannot have: run one, then the others; "
+        "tpi verify --against RUN compares them with it"
     ]
 
 
@@ -386,7 +428,10 @@ def _identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str
         f"{first.label} and {c.label} are different runs: {_few(_changed(plans[first.name], plans[c.name]))}"
         for c in others
     ]
-    return [f"{problem}; their ledgers are not comparable" for problem in problems]
+    return [
+        f"{problem}; their ledgers are not comparable; to train each, without comparing bits: tpi sweep"
+        for problem in problems
+    ]
 
 
 def _changed(a: Plan, b: Plan) -> list[str]:

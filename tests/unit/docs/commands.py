@@ -29,7 +29,7 @@ def parsed(line: str) -> tuple[str, dict[str, Any]]:
     """The command of a line that begins with `tpi`, and its arguments. Raises typer's usage errors, or KeyError."""
     _, *words = shlex.split(line)
     command, name = ROOT_COMMAND, ""
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and not words[0].startswith("-"):
         name = f"{name} {words[0]}".strip()
         command = command.commands[words.pop(0)]
     return name, command.make_context(f"tpi {name}", words).params

@@ -16,7 +16,9 @@ SPANS = [(document.name, span) for document in DOCUMENTS for span in document.sp
 FOREIGN = {
     # sbatch's and srun's
     "--array", "--comment", "--cpus-per-task", "--exclusive", "--gres", "--mail-type", "--mem", "--nodes", "--parsable",
-    "--requeue", "--reservation", "--signal",
+    "--requeue", "--reservation", "--signal", "--mpi", "--container-writable",
+    # of apptainer
+    "--bind", "--nv",
     # of scripts/bootstrap, torchrun, run_recipe.py, pre-commit, pytest, uv, pip and tensorboard
     "--collect-only", "--continue", "--gpu", "--hook-type", "--hypothesis-profile", "--logdir", "--no-deps",
     "--nproc_per_node", "--only-downloads", "--plan", "--recipe", "--show-urls", "--wheel-dir",
@@ -71,12 +73,12 @@ def composable() -> list[tuple[str, str]]:
             command, given = parsed(typed(line))
         except Exception:  # the test above says so, of this line alone
             continue
-        if command in ("train", "show", "submit", "verify", "bench", "audit"):
+        if command in ("train", "show", "submit", "verify", "sweep", "bench", "audit"):
             words = [*(given.get("overrides") or ())]
             if command == "audit":  # of stock numerics unless told otherwise
                 words = ["numerics=stock", *words, *(given["against"] or ())]
             words += [f"ledger.trace={given['trace']}"] if given.get("trace") else []
-            if command == "verify" or given.get("verify"):
+            if command in ("verify", "sweep") or given.get("verify") or given.get("sweep"):
                 words = [word.partition(",")[0] for word in words]
             found[given.get("model") or "qwen3_toy", " ".join(map(_here, filter(_ours, words)))] = None
     return list(found)

@@ -1,0 +1,161 @@
+"""`tpi sweep` without a training: which runs a command line means, what is refused, how finished runs are listed."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.ledger.record import LedgerWriter, StepRecord
+from tp_invariant_recipes.runs.matrix_dir import MatrixDir
+from tp_invariant_recipes.workflows import sweep, verify
+from tp_invariant_recipes.workflows.verdict import judge
+
+pytestmark = pytest.mark.usefixtures("here", "no_gpus")
+
+LOSSES = ("f32:40c80000", "f32:40b80000", "f32:40c00000", "f32:7fc00000")  # 6.25, 5.75, 6, NaN
+
+
+def planned(*overrides: str) -> verify.Verification:
+    return sweep.new("qwen3_toy", overrides, directory=Path("s"))
+
+
+def finished(*losses: str, steps: int = 2) -> MatrixDir:
+    """A sweep over as many learning rates whose runs have these last losses; the last of four steps is planned."""
+    found = planned(f"lr={','.join(f'{n}e-2' for n in range(1, len(losses) + 1))}", "iters=2")
+    found.directory.path.mkdir()
+    found.directory.write_matrix(found.matrix)
+    for cell, loss in zip(found.matrix.cells, losses, strict=True):
+        run = found.plans[cell.name]
+        head = verify.Header(identity=run.identity, layout=cell.layout, numerics=cell.numerics)
+        found.directory.cell(cell.name).path.mkdir()
+        with LedgerWriter(found.directory.cell(cell.name).ledger).create(head) as writer:
+            for step in range(1, steps + 1):
+                writer.append(StepRecord(step, step, 64, loss, "f32:3fa00000", "f64:3f33a92a30553261"))
+    return found.directory
+
+
+# Arguments of `tpi sweep`, and what must stand in the message.
+MISTAKES = (
+    ([], "name a model to train (tpi models lists them), or a sweep to list: --results DIR"),
+    (["qwen3_toy", "lr=1e-3"], "no key has several values: lr=1e-3,3e-4 gives two runs"),
+    (["qwen3_toy", "lr=1e-3,x"], "lr=x: lr=x: "),
+    (["qwen3_toy", "lr=1,2", "run.dir=x"], "run.dir=x: every run has a directory of its own in one directory: --dir"),
+    (["qwen3_toy", "lr=1,2", "launcher=slurm"], "launcher=slurm: the runs are trained here"),
+    (["qwen3_toy", "seed=range(1,200)"], "more than 100 cells"),
+    (["qwen3_toy", "tp=1,3", "lr=1,2"], "tp=3 lr=1; tp=3 lr=2: tp=3 does not divide"),
+    (["qwen3_toy", "--results", "taken"], "leave MODEL, overrides and --dir out"),
+    (["--results", "taken"], "taken is not a directory of tpi sweep: matrix.json"),
+)
+
+
+@pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a) or "nothing" for a, _ in MISTAKES])
+def test_a_mistake_is_one_message_and_leaves_nothing(cli, here, arguments, says):
+    before = sorted(here.rglob("*"))
+    ended = cli("sweep", *arguments)
+    assert (ended.status, ended.out) == (2, "")
+    assert says in ended.err
+    assert "Traceback" not in ended.err
+    assert sorted(here.rglob("*")) == before
+
+
+def test_every_combination_is_a_run_whatever_its_identity_and_length(here):
+    found = planned("lr=1e-3,3e-4", "seed=1,2", "iters=3")
+    assert [cell.label for cell in found.matrix.cells] == [
+        "lr=0.001 seed=1",
+        "lr=0.001 seed=2",
+        "lr=0.0003 seed=1",
+        "lr=0.0003 seed=2",
+    ]
+    assert len({cell.identity_hash for cell in found.matrix.cells}) == 4
+    assert [cell.steps for cell in planned("iters=3,4").matrix.cells] == [3, 4]
+
+
+def test_an_impossible_combination_is_left_out_and_named(here):
+    found = planned("tp=1,2", "sp=true,false", "seed=1,2")
+    assert len(found.matrix.cells) == 6
+    assert [one.label for one in found.matrix.left_out] == ["tp=1 sp=true seed=1", "tp=1 sp=true seed=2"]
+    assert all(one.why.startswith("sp=true needs tp > 1") for one in found.matrix.left_out)
+
+
+def test_finished_runs_are_listed_and_shown_on_one_page(cli):
+    where = finished(*LOSSES)
+    swept = sweep.results(where.path)
+    assert (swept.verdict, swept.exit_status, swept.page) == ("completed", 0, where.page)
+    assert swept.line == "completed: 4 of 4 runs reached their last step; lowest last loss: lr=0.02, 5.75"
+    assert json.loads(where.sweep.read_text()) == swept.as_dict()
+    assert [row["loss"]["value"] for row in swept.as_dict()["rows"]] == [6.25, 5.75, 6.0, "nan"]
+    page = where.page.read_text()
+    assert "4 runs side by side" in page
+    assert "their bits are not compared" in page
+    assert "not comparable" not in page
+    assert page.count("optimizer.lr") == 1
+    listed = cli("sweep", "--results", where.path)
+    assert (listed.status, listed.err) == (0, "")
+    assert re.findall(r"lr=\S+ +1 +2 +\S+ +1.25 +(\w+)", listed.out) == ["completed"] * 4
+    assert f"curves in {where.page}" in listed.out
+    assert json.loads(cli("sweep", "--results", where.path, "--json").out) == swept.as_dict()
+
+
+def test_a_run_that_is_not_finished_is_named_and_counts(cli):
+    where = finished(*LOSSES[:2])
+    where.cell("lr-0.02").ledger.unlink()
+    swept = sweep.results(where.path)
+    assert (swept.verdict, swept.exit_status) == ("incomplete", 2)
+    assert swept.line == "incomplete: 1 of 2 runs reached their last step"
+    assert [(row.label, row.state) for row in swept.rows] == [("lr=0.01", "completed"), ("lr=0.02", "not run")]
+    assert where.read_result()["exit_status"] == 2
+
+
+def test_a_ledger_of_another_run_does_not_count():
+    where = finished(*LOSSES[:2])
+    where.cell("lr-0.01").ledger.replace(where.cell("lr-0.02").ledger)
+    assert [row.state for row in sweep.results(where.path).rows] == ["not run", "failed"]
+
+
+def test_without_a_step_there_is_no_page():
+    swept = sweep.results(finished(*LOSSES[:2], steps=0).path)
+    assert swept.page is None
+    assert "No page: no run has a step." in swept.remarks
+
+
+def test_a_verify_is_no_sweep_and_a_sweep_no_verify(here):
+    with pytest.raises(RunError, match=r"s is not a directory of tpi verify: matrix\.json: tpi sweep has made it"):
+        judge(finished(*LOSSES[:2]).path)
+    found = verify.new("qwen3_toy", ["tp=1,2"], against=None, directory=Path("v"))
+    found.directory.path.mkdir()
+    found.directory.write_matrix(found.matrix)
+    with pytest.raises(RunError, match=r"v is not a directory of tpi sweep: matrix\.json: tpi verify has made it"):
+        sweep.results(Path("v"))
+
+
+# Words after `tpi train qwen3_toy`, and where the message points.
+ELSEWHERE = (
+    (["tp=1,2"], "for several runs: tpi sweep, tpi verify"),
+    (["-m", "lr=1,2"], "tpi sweep MODEL lr=1e-3,3e-4"),
+    (["--multirun", "tp=1,2"], "tpi verify MODEL tp=1,2"),
+    (["--cfg", "job"], "tpi show MODEL KEY=VALUE"),
+    (["-c", "job"], "tpi show MODEL KEY=VALUE"),
+)
+
+
+@pytest.mark.parametrize("words, says", ELSEWHERE, ids=[" ".join(words) for words, _ in ELSEWHERE])
+def test_the_ways_of_hydra_lead_to_ours(cli, monkeypatch, words, says):
+    monkeypatch.setenv("COLUMNS", "200")
+    ended = cli("train", "qwen3_toy", *words)
+    assert ended.status == 2
+    assert says in ended.err
+
+
+def test_what_verify_refuses_leads_to_a_sweep(cli):
+    ended = cli("verify", "qwen3_toy", "lr=1e-3,3e-4")
+    assert ended.status == 2
+    assert "tpi sweep" in ended.err
+
+
+@pytest.mark.parametrize("trace", ("3", "3:3"))
+def test_one_traced_step_needs_no_quotes(cli, trace):
+    shown = json.loads(cli("show", "qwen3_toy", f"ledger.trace={trace}", "--json").out)
+    assert shown["configuration"]["ledger"]["trace"] == trace
+    assert "ledger.trace=4:3" in cli("show", "qwen3_toy", "ledger.trace=4:3").err

@@ -1,0 +1,231 @@
+"""Completion in bash, zsh and fish: the scripts that shells load, and the answers that they ask for.
+
+A script calls `tpi` with three variables: `_TPI_COMPLETE`, the name of the shell; `_TPI_LINE`, the command up to the
+cursor; in bash also `_TPI_TEXT`, the part of the word that bash will replace, which begins after the last `=` or `:`.
+The first line of the answer is `files` where a file name may stand, else `words`; then a word a line, after a tab its
+meaning.
+"""
+
+import os
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.files import write_atomically
+from tp_invariant_recipes.foreign_text import one_line
+
+SHELL, LINE, TEXT = "_TPI_COMPLETE", "_TPI_LINE", "_TPI_TEXT"
+
+BASH = """\
+_tpi_completion() {
+    local -a answer
+    mapfile -t answer < <(
+        _TPI_COMPLETE=bash _TPI_LINE="${COMP_LINE:0:COMP_POINT}" _TPI_TEXT="$2" "${1/#\\~/$HOME}" 2>/dev/null
+    )
+    COMPREPLY=("${answer[@]:1}")
+    [[ ${answer[0]-} == words ]] && compopt +o default
+    [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
+    return 0
+}
+complete -o default -o nosort -F _tpi_completion tpi
+"""
+
+ZSH = """\
+#compdef tpi
+_tpi() {
+    local -a answer begun whole
+    local line value
+    answer=("${(@f)$(_TPI_COMPLETE=zsh _TPI_LINE="${words[1,CURRENT-1]} $PREFIX" $words[1] 2>/dev/null)}")
+    for line in "${(@)answer[2,-1]}"; do
+        value=${line%%$'\\t'*}
+        if [[ $value == *[=.] ]]; then
+            begun+=("${value//:/\\\\:}:${line#*$'\\t'}")
+        else
+            whole+=("${value//:/\\\\:}:${line#*$'\\t'}")
+        fi
+    done
+    (( ${#begun} )) && _describe -V key begun -S ''
+    (( ${#whole} )) && _describe -V value whole
+    if [[ $answer[1] == files ]]; then
+        compset -P '*='
+        _files
+    fi
+}
+if [[ $funcstack[1] == _tpi ]]; then _tpi "$@"; else compdef _tpi tpi; fi
+"""
+
+FISH = """\
+function __tpi_complete
+    set -l answer (_TPI_COMPLETE=fish _TPI_LINE=(commandline -cp | string collect) tpi 2>/dev/null)
+    printf '%s\\n' $answer[2..-1]
+    if test "$answer[1]" = files
+        set -l word (commandline -ct)
+        set -l key (string match -r '^[^=]*=' -- $word)
+        for file in (__fish_complete_path (string replace -r '^[^=]*=' '' -- $word))
+            printf '%s%s\\n' "$key" $file
+        end
+    end
+end
+complete --command tpi --no-files --keep-order --arguments '(__tpi_complete)'
+"""
+
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+# Where each script is written, below the home directory, and what must stand in which file for the shell to load it.
+# The same places as typer's, whose scripts stood there before.
+PLACES: dict[str, tuple[str, tuple[str, str] | None]] = {
+    "bash": (".bash_completions/tpi.sh", (".bashrc", "source '{file}'")),
+    "zsh": (".zfunc/_tpi", (".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit")),
+    "fish": (".config/fish/completions/tpi.fish", None),
+}
+
+
+def asked() -> bool:
+    """Whether a shell asks what may follow."""
+    return SHELL in os.environ
+
+
+def answer(root: Any) -> str:
+    """What a shell is told; nothing where another version's script asks. root: the command of all commands."""
+    if os.environ[SHELL] not in SCRIPTS:
+        return ""
+    words, incomplete = split(os.environ.get(LINE, ""))
+    files, offers = _offers(root, words[1:], incomplete)
+    if os.environ[SHELL] == "bash":
+        text = os.environ.get(TEXT, "")
+        before = incomplete.removesuffix(text) if incomplete.endswith(text) else ""
+        lines = [word.removeprefix(before) for word, _ in offers if word.startswith(before)]
+    else:
+        lines = [f"{word}\t{one_line(about)}" for word, about in offers]
+    return "".join(f"{line}\n" for line in ("files" if files else "words", *lines))
+
+
+def split(line: str) -> tuple[list[str], str]:
+    """The whole words of a line, and the one that is being typed; it may have an open quote."""
+    lexer = shlex.shlex(line, posix=True)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    words: list[str] = []
+    try:
+        words.extend(lexer)
+        begun = not line[-1:].isspace() and bool(words)
+    except ValueError:  # an open quote, or a backslash at the end
+        words.append(lexer.token or "")
+        begun = True
+    return (words[:-1], words[-1]) if begun else (words, "")
+
+
+def install() -> str:
+    """Write the script where the shell of $SHELL loads it; returns what was done. Raises RunError."""
+    shell = _shell()
+    place, loaded = PLACES[shell]
+    file = Path.home() / place
+    done = [f"wrote {file}"]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, SCRIPTS[shell])
+        if loaded:
+            start, line = Path.home() / loaded[0], loaded[1].format(file=file)
+            before = start.read_text() if start.exists() else ""
+            if line not in before.splitlines():
+                with start.open("a") as stream:
+                    stream.write(("" if not before or before.endswith("\n") else "\n") + line + "\n")
+                done.append(f"added to {start}: {line}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"completion is not installed: {error}") from error
+    return "\n".join([*done, f"a new {shell} has it"])
+
+
+def script() -> str:
+    """The script for the shell of $SHELL. Raises RunError."""
+    return SCRIPTS[_shell()]
+
+
+def _shell() -> str:
+    name = Path(os.environ.get("SHELL", "")).name
+    if name not in SCRIPTS:
+        raise RunError(f"SHELL={os.environ.get('SHELL', '')}: completion is for {', '.join(SCRIPTS)}, as in SHELL=bash")
+    return name
+
+
+def _offers(root: Any, words: list[str], incomplete: str) -> tuple[bool, list[tuple[str, str]]]:
+    """Whether a file may stand here, and the words that may."""
+    command, rest = _command(root, words)
+    options = {name: option for option in command.params for name in option.opts if name.startswith("-")}
+    if incomplete.startswith("-"):
+        about = {name: option.help or "" for name, option in options.items()} | {"--help": "Show help."}
+        return False, [(name, text) for name, text in about.items() if name.startswith(incomplete)]
+    if hasattr(command, "commands"):
+        there = [(n, c.get_short_help_str(80)) for n, c in command.commands.items() if not c.hidden]
+        return False, [(name, about) for name, about in there if name.startswith(incomplete)]
+    if rest and (option := options.get(rest[-1])) is not None and not option.is_flag:
+        return _value(option, command.name, rest, incomplete)
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    number = len(_positional(rest, options))
+    if not arguments or (number >= len(arguments) and arguments[-1].nargs == 1):
+        return False, []
+    return _value(arguments[min(number, len(arguments) - 1)], command.name, rest, incomplete)
+
+
+def _value(parameter: Any, command: str, words: list[str], incomplete: str) -> tuple[bool, list[tuple[str, str]]]:
+    complete = COMPLETIONS.get(parameter.metavar)
+    return complete(command, words, incomplete) if complete else (True, [])
+
+
+def _model(command: str, words: list[str], incomplete: str) -> tuple[bool, list[tuple[str, str]]]:
+    from tp_invariant_recipes.config import completion
+
+    if "--resume" in words:  # then the first word is an override
+        return _override(command, words, incomplete)
+    return False, completion.models(incomplete)
+
+
+def _override(command: str, words: list[str], incomplete: str) -> tuple[bool, list[tuple[str, str]]]:
+    from tp_invariant_recipes.config import completion
+
+    several = command in ("verify", "sweep") or bool({"--verify", "--sweep"} & {*words})
+    return completion.takes_file(incomplete), completion.overrides(incomplete, several=several)
+
+
+def _job(command: str, words: list[str], incomplete: str) -> tuple[bool, list[tuple[str, str]]]:
+    from tp_invariant_recipes.jobs.registry import completions
+
+    return True, completions(incomplete)
+
+
+def _command(root: Any, words: list[str]) -> tuple[Any, list[str]]:
+    """The command that the words name, and the words after it."""
+    command, rest = root, list(words)
+    while hasattr(command, "commands") and rest:
+        name = rest.pop(0)
+        command = command.commands.get(name, command)
+    return command, rest
+
+
+def _positional(words: list[str], options: dict[str, Any]) -> list[str]:
+    """The words that are neither options nor values of options."""
+    found, value = [], False
+    for word in words:
+        if value:
+            value = False
+        elif word.startswith("-"):
+            value = "=" not in word and word in options and not options[word].is_flag
+        else:
+            found.append(word)
+    return found
+
+
+def _launcher(command: str, words: list[str], incomplete: str) -> tuple[bool, list[tuple[str, str]]]:
+    from tp_invariant_recipes.config import completion
+
+    offers = completion.overrides(f"launcher={incomplete}")
+    return False, [(word.removeprefix("launcher="), about) for word, about in offers]
+
+
+# What an argument or the value of an option is called in the help -> what completes it. Others may be files.
+COMPLETIONS: dict[str, Callable[[str, list[str], str], tuple[bool, list[tuple[str, str]]]]] = {
+    "MODEL": _model,
+    "[KEY=VALUE]…": _override,
+    "JOB": _job,
+    "KIND": _launcher,
+}

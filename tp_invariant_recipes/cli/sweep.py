@@ -1,0 +1,129 @@
+"""`tpi sweep`."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Column, Table
+from rich.text import Text
+
+from tp_invariant_recipes.cli.arguments import Json, Overrides
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.host.quiet import VERBOSE
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.workflows.sweep import Swept
+
+
+def sweep(
+    model: Annotated[
+        str | None, typer.Argument(help="A model of `tpi models`; not needed with --results.", metavar="MODEL")
+    ] = None,
+    overrides: Overrides = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Where to write; default runs/sweep-MODEL-DATE-TIME."),
+    ] = None,
+    results: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Train nothing; list the runs in this directory of an earlier sweep."),
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model with several learning rates, seeds or sizes.
+
+    A key may have several values. tpi trains one run for every combination, one after the other, and lists how each
+    ended; report.html shows their curves side by side. Bits are not compared, because the runs may be different
+    experiments: tpi verify does that for layouts. tpi submit --sweep makes an array of jobs. Exit status: 0 all runs
+    reached their last step, 2 otherwise.
+
+    \b
+    tpi sweep qwen3_toy lr=1e-3,3e-4 seed=1,2,3
+    tpi sweep qwen3_8b tp=4 gbs=4,8 iters=200 --dir runs/batch
+    tpi sweep --results runs/batch
+    """
+    if results is not None:
+        if model is not None or overrides or directory is not None:
+            raise ConfigError("--results DIR takes its runs from the directory: leave MODEL, overrides and --dir out")
+        from tp_invariant_recipes.workflows.sweep import results as results_of
+
+        swept = results_of(results.expanduser())
+    elif model is None:
+        raise ConfigError("name a model to train (tpi models lists them), or a sweep to list: --results DIR")
+    else:
+        swept = _run(model, list(overrides or []), directory, verbose)
+    if as_json:
+        terminal.print_json(swept.as_dict())
+    else:
+        _print(swept)
+    raise typer.Exit(swept.exit_status)
+
+
+def _run(model: str, overrides: list[str], directory: Path | None, verbose: bool) -> "Swept":
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.workflows import sweep as launch
+    from tp_invariant_recipes.workflows import verify
+
+    if verbose:
+        os.environ[VERBOSE] = "1"
+    console = terminal.console_of_its_own()
+    with progress.preparing(console) as report:
+        planned = launch.new(model, overrides, directory=directory, progress=report)
+    with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
+        verify.check(planned)
+    for one in planned.matrix.left_out:
+        console.print(Text(f"left out: {one.label}: {one.why}"), soft_wrap=True)
+    console.print(Text(f"{len(planned.plans)} runs in {planned.directory.path}"), soft_wrap=True)
+    labels = [cell.label for cell in planned.matrix.cells]
+
+    @contextmanager
+    def watch(label: str, run: Any) -> Iterator[Any]:
+        ranks = f"{run.layout.world} {run.device} rank{'s' if run.layout.world > 1 else ''}"
+        number = f"{labels.index(label) + 1} of {len(labels)}"
+        console.print(Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {run.steps} steps"))
+        with progress.watcher(run, console, verbose=verbose) as tick:
+            yield tick
+
+    return launch.execute(planned, watch)
+
+
+def _print(swept: "Swept") -> None:
+    from tp_invariant_recipes.workflows.sweep import COMPLETED, value
+
+    console = terminal.console()
+    table = Table(
+        Column("run", overflow="fold"),
+        Column("ranks", justify="right", no_wrap=True),
+        Column("steps", justify="right", no_wrap=True),
+        Column("last loss", justify="right", no_wrap=True),
+        Column("gradient norm", justify="right", no_wrap=True),
+        Column("ended", overflow="fold"),
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+    )
+    for row in swept.rows:
+        norm = value(row.ledger.steps[-1].grad_norm) if row.ledger and row.steps else None
+        table.add_row(
+            Text(one_line(row.label), style="bold" if row is swept.lowest else ""),
+            Text(str(row.ranks)),
+            Text(str(row.steps) if row.steps == row.of else f"{row.steps} of {row.of}"),
+            Text(row.last_loss),
+            Text("" if norm is None else f"{norm:.6g}"),
+            Text(one_line(row.words), style="" if row.state == COMPLETED else "yellow"),
+        )
+    console.print(table)
+    console.print(Text(one_line(swept.line)), soft_wrap=True)
+    for sentence in swept.remarks:
+        console.print(Text(one_line(sentence), style="dim"), soft_wrap=True)
+    console.print(
+        Text(f"runs in {swept.directory}" + (f"; curves in {swept.page}" if swept.page else "")), soft_wrap=True
+    )
