@@ -1,5 +1,8 @@
 """`numerics=portable` on a CPU: one ledger for every layout; other arithmetic shows, and is refused."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 SMALL = ("qwen3_toy", "numerics=portable", "seq=64", "gbs=2", "iters=2")
@@ -71,3 +74,99 @@ def test_a_machine_with_other_products_is_refused(shared, arithmetic):
     assert refused.status == 2
     assert refused.stderr.count("numerics=portable: this CPU computes other bits than the definition") == 1
     assert "bf16/" in refused.stderr
+
+
+# torch's operations on floating-point numbers that have one result on every machine: they move or convert bytes, or
+# round an element once, or are exact.
+STATED = {
+    "_to_copy", "_unsafe_view", "_reshape_alias", "_reshape_copy", "_foreach_copy_", "_foreach_zero_", "alias",
+    "arange", "as_strided", "cat", "chunk", "clone", "contiguous", "copy_", "copysign", "detach", "detach_",
+    "empty", "empty_like", "empty_strided", "expand", "fill_", "flatten", "full", "full_like", "gather", "index",
+    "index_copy_", "index_put_", "lift_fresh", "masked_fill", "masked_fill_", "narrow", "new_empty",
+    "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "permute", "repeat", "reshape",
+    "resize_", "select", "select_backward", "set_", "slice", "slice_backward", "split", "split_with_sizes",
+    "squeeze", "stack", "t", "to", "transpose", "tril", "unbind", "unflatten", "unsqueeze", "view", "view_as",
+    "zero_", "zeros", "zeros_like", "_foreach_add_", "add", "add_", "div", "div_", "mul", "mul_", "neg", "rsub",
+    "sub", "sub_", "_local_scalar_dense", "abs", "all", "amax", "aminmax", "any", "bitwise_and", "clamp", "clamp_",
+    "clamp_min", "eq", "equal", "frexp", "ge", "gt", "is_same_size", "isfinite", "isinf", "isnan", "item", "le",
+    "lt", "max", "maximum", "ne", "where",
+}  # fmt: skip
+# Others, and the files that call them: nobody reads the result, or it is exact there.
+ELSEWHERE = {
+    ("_allgather_base_", "megatron/core/timers.py"): "times",
+    ("allreduce_", "megatron/bridge/training/setup.py"): "the time of the start",
+    ("allreduce_", "megatron/bridge/training/train.py"): "the loss: fp64, exact",
+    ("allreduce_", "megatron/bridge/training/utils/train_utils.py"): "a maximum",
+    ("index_add_", "tp_invariant_recipes/kernels/row_add.py"): "rows in order, each rounded once: its definition",
+    ("linalg_vector_norm", "megatron/core/distributed/param_and_grad_buffer.py"): "asked whether it is NaN",
+    ("normal_", "megatron/core/tensor_parallel/layers.py"): "weights that numerics/init.py replaces",
+    ("pow", "megatron/core/models/common/embeddings/rotary_pos_embedding.py"): "frequencies: only the shape counts",
+    ("reciprocal", "megatron/core/models/common/embeddings/rotary_pos_embedding.py"): "the same",
+    ("sum", "megatron/bridge/training/losses.py"): "of loss masks, which are whole numbers",
+    ("sum", "tp_invariant_recipes/numerics/portable_training.py"): "of loss masks, which are whole numbers",
+}
+
+
+def _listing_operations() -> None:
+    """Write every operation of torch on floating-point numbers, and the file that called it."""
+    import traceback
+
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from tp_invariant_recipes.training import rank
+
+    passed_over = ("/torch/", "/tp_invariant_recipes/host/", "/tests/")
+
+    class Listing(TorchDispatchMode):
+        found: set[tuple[str, str]]
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            name = func._schema.name.split("::")[1]
+            if name not in STATED and any(
+                isinstance(x, torch.Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs, out))
+            ):
+                files = [frame.filename for frame in traceback.extract_stack()]
+                caller = next(file for file in reversed(files) if not any(part in file for part in passed_over))
+                self.found.add((name, "/".join(caller.split("/site-packages/")[-1].split("/")[-6:])))
+            return out
+
+    original = rank.pretrain
+
+    def pretrain(*args, **kwargs):
+        with Listing() as listing:
+            listing.found = set()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                Path("operations.json").write_text(json.dumps(sorted(listing.found)))
+
+    rank.pretrain = pretrain
+
+
+def _not_stated(shared, name: str, mode: str) -> list[str]:
+    """The operations of a run that are neither stated nor in the table."""
+    done = shared(
+        "train", *SMALL, f"numerics={mode}", "ledger.digests=0", f"run.dir={name}", before=_listing_operations
+    )
+    assert done.status == 0, done.stderr
+    found = json.loads((shared.folder / "operations.json").read_text())
+    return [
+        f"{operation} in {file}"
+        for operation, file in found
+        if not any(operation == known and file.endswith(place) for known, place in ELSEWHERE)
+    ]
+
+
+@pytest.mark.release
+def test_a_run_has_stated_operations_only(shared):
+    assert _not_stated(shared, "listed", "portable") == []
+
+
+@pytest.mark.release
+def test_a_run_of_tree_has_others(shared):
+    """The control: attention and norms of a library."""
+    found = " ".join(_not_stated(shared, "listed-tree", "tree"))
+    assert "bmm in " in found or "mm in " in found

@@ -58,6 +58,7 @@ LIMITS = (
         "of positions only rotary ones in halves have a portable version; model.position_embedding_type=rope, "
         "model.rotary_interleaved=false",
     ),
+    _row(is_set("rope_scaling"), "scaled rotary frequencies have no portable version; numerics=tree"),
     _row(
         lambda t: _name(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
         "it has an attention of its own; model.attention_backend=auto",
