@@ -14,9 +14,10 @@ So between steps, where the host waits for the GPU several times (Bridge's loggi
 runs; and in the forward pass the GPU catches up with a host that does not wait. The all-reduce is not in the forward
 pass, which pipeline stages reach one after the other, but before the next update, which all ranks reach in one order.
 
-Nothing changes these tensors in between: the optimizer alone does, later, in the same stream as the kernels. Weights
-are whole then, since digests refuse overlap_param_gather (config/recording.py). A forward in another stream, or one
-that a CUDA graph captures, starts nothing; the kernels then start before the next update. Evaluation is between steps,
+Nothing changes these tensors in between: the optimizer alone does, later, in the same stream as the kernels. Where
+weights are still being gathered (overlap_param_gather), `gather_weights` waits for them: a collective of data-parallel
+ranks, which reach their forward passes in one order. A forward in another stream, or one that a CUDA graph captures,
+starts nothing; the kernels then start before the next update. Evaluation is between steps,
 where no forward is waited for.
 
 A weight in bf16 is its master weight rounded. The kernel of the master weights checks that, so that such weights need
