@@ -113,7 +113,7 @@ def test_publishing_makes_them_attributes_of_bridges_recipes(bridges):
 
 
 def test_publishing_shadows_nothing_of_bridges(bridges):
-    taken = ("tpi_qwen3_toy_pretrain_config", "tpi_qwen3_8b_pretrain_config")
+    taken = ("tpi_qwen3_8b_pretrain_config", "tpi_qwen3_toy_pretrain_config")
     for name in taken:
         setattr(bridges, name, object())
     with pytest.raises(ConfigError, match=f"^megatron.bridge.recipes already has {', '.join(taken)}$"):

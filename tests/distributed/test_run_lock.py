@@ -132,7 +132,7 @@ def _an_hour_passes(context) -> None:
 
 # How ranks end early with status 0: the fault, a key, and the step that the ledger then has.
 EARLY = {
-    "a rank leaves": (_leave, "train.exit_signal_handler=true", 2),
+    "a rank leaves": (_leave, "train.exit_signal_handler=true", 3),
     "its time is over": (_an_hour_passes, "train.exit_duration_in_mins=1", 4),
 }
 

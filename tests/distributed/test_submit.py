@@ -21,7 +21,8 @@ pytestmark = pytest.mark.usefixtures("bridge", "no_gpus")
 
 NODES = ("cluster.name=site", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
 RUN = ("qwen3_toy", *NODES, "slurm.time=5")
-ON_GPUS = ("qwen3_30b_a3b", "tp=4", "ep=8", "dp=2", "gbs=2", "cluster=h100", "slurm.time=5")
+LAYOUT = ("tp=4", "ep=8", "dp=2", "gbs=2")
+ON_GPUS = ("qwen3_30b_a3b", *LAYOUT, "cluster=h100", "slurm.time=5", "device.check_memory=false")
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +161,7 @@ MISTAKES = (
     ([*RUN, "model.recompute_granularity=full"], ["Megatron-Bridge refuses this configuration: ", "recompute_method"]),
     ([*RUN, "tp=1,2", "dataset.seq_length=64", "--verify"], ["Megatron-Bridge refuses this configuration: ", "64"]),
     ([*ON_GPUS, "model.recompute_granularity=full"], ["Megatron-Bridge refuses this configuration: "]),
-    ([*RUN, "--against", "x"], ["--against and --dir belong to --verify"]),
+    ([*RUN, "--against", "x"], ["--against belongs to --verify"]),
     ([*RUN, "tp=1,2"], ["one run takes one value for tp"]),
     ([*RUN, "--verify"], ["one cell has nothing to be compared with"]),
     ([*RUN, "tp=1,2", "slurm.tries=5,6", "--verify"], ["slurm.tries=5, 6: the cells are one array"]),

@@ -201,7 +201,7 @@ def test_what_is_wrong_with_any_cell_is_said_before_anything_starts(tpi):
 
 
 def test_what_bridge_refuses_in_a_cell_is_said_before_anything_starts(tpi):
-    refused = tpi("verify", *SMALL, "pp=1,2", "model.num_layers_in_first_pipeline_stage=7", "--dir", "m")
+    refused = tpi("verify", *SMALL, "tp=1,2", "model.recompute_granularity=full", "--dir", "m")
     assert (refused.status, refused.stdout) == (2, "")
     assert "Megatron-Bridge refuses this configuration" in refused.stderr
     assert not (tpi.folder / "m").exists()

@@ -499,6 +499,8 @@ def _ids(names: Sequence[str]) -> tuple[str, ...]:
 
     Raises RunError. Digits that tpi has not submitted are an id of SLURM's.
     """
+    if not names:
+        return ()
     known = registry.registered().owners
     foreign = [name for name in names if name.isascii() and name.isdigit() and name not in known]
     ours = registry.find([name for name in names if name not in foreign])
