@@ -188,7 +188,10 @@ def test_a_comment_of_a_script_stays_one():
     assert shown.splitlines()[1].startswith("# a\\nrm -rf b \\x1b")
 
 
-JOB = ("name", "nodes", "gres", "cpus", "whole", "time", "account", "partition", "qos", "directory", "log", "options")
+JOB = (
+    *("name", "nodes", "gres", "cpus", "whole", "time", "account", "partition", "qos", "directory", "log", "options"),
+    "setup",
+)
 
 
 @pytest.mark.parametrize(

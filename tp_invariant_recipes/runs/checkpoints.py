@@ -108,15 +108,19 @@ def set_aside(checkpoints: Path, after: int) -> list[Path]:
     moved = []
     for path, step in _iterations(checkpoints):
         if step > after:
-            target = checkpoints / ASIDE / path.name
-            n = 1
-            while target.exists():
-                n += 1
-                target = checkpoints / ASIDE / f"{path.name}-{n}"
-            target.parent.mkdir(exist_ok=True)
-            path.rename(target)
-            moved.append(target)
+            moved.append(move_aside(path, checkpoints / ASIDE))
     return moved
+
+
+def move_aside(path: Path, folder: Path) -> Path:
+    """Move a folder into `folder`, under its name or the first free name after it, and return where it is now."""
+    target, n = folder / path.name, 1
+    while target.exists():
+        n += 1
+        target = folder / f"{path.name}-{n}"
+    folder.mkdir(exist_ok=True)
+    path.rename(target)
+    return target
 
 
 def write_manifest(path: Path, step: int, identity_hash: str, layout: dict[str, Any], optimizer_state: str) -> None:

@@ -1,6 +1,5 @@
 """`tpi verify`: plan every cell of a matrix, train them in turn, judge the ledgers."""
 
-import itertools
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -20,7 +19,7 @@ from tp_invariant_recipes.ledger.lines import DATA_SHARDS, Header, canonical, id
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
-from tp_invariant_recipes.runs.checkpoints import ASIDE
+from tp_invariant_recipes.runs.checkpoints import ASIDE, move_aside
 from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
@@ -216,14 +215,12 @@ def _set_aside(where: MatrixDir, cell: Cell) -> None:
     run = where.cell(cell.name)
     if not run.path.exists():
         return
-    numbers = (f"-{n}" if n > 1 else "" for n in itertools.count(1))
-    target = next(t for n in numbers if not (t := where.path / ASIDE / f"{cell.name}{n}").exists())
+    aside = where.path / ASIDE
     with locked(run):
         try:
-            target.parent.mkdir(exist_ok=True)
-            run.path.rename(target)
+            move_aside(run.path, aside)
         except OSError as error:
-            raise RunError(f"cannot move {run.path} to {target}: {error.strerror or error}") from error
+            raise RunError(f"cannot move {run.path} to {aside}: {error.strerror or error}") from error
 
 
 def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
