@@ -19,7 +19,7 @@ IN_A_BATCH = "model.overlap_p2p_comm=false model.batch_p2p_comm=true"
 # What is held fixed -> the layouts that must agree, with digests of all gradients and weights at every step. Sequence
 # parallelism is on where tp > 1 unless said otherwise. One row has more steps, of one micro-batch each.
 GROUPS = {
-    "iters=8 gbs=1 seq=32": ("tp=1", "tp=2", "tp=4", "tp=8"),
+    "iters=4 gbs=1 seq=32": ("tp=1", "tp=2", "tp=4", "tp=8"),
     "iters=2 gbs=4 mbs=4": ("tp=1", "tp=2 sp=false", "tp=4"),
     "iters=2 gbs=4 dp=2": ("tp=1", "tp=4"),
     f"iters=2 gbs=4 {FOUR}": ("tp=1", f"tp=2 pp=2 {INTERLEAVED}", f"pp=2 {FIRST}"),

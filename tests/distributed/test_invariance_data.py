@@ -72,7 +72,7 @@ def alone(shared):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("model", ("experts", "hybrid"))
+@pytest.mark.parametrize("model", ("experts", pytest.param("hybrid", marks=pytest.mark.release)))
 def test_one_ledger_for_all_layouts(tpi, model):
     _agree(tpi, model, FIXED, (ALONE, *GROUPS[model]))
 

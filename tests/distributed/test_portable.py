@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 SMALL = ("qwen3_toy", "numerics=portable", "seq=64", "gbs=2", "iters=2")
-LAYOUTS = ("tp=2", "tp=4 sp=false", pytest.param("tp=1 pp=2", marks=pytest.mark.release))
+LAYOUTS = ("tp=2", *(pytest.param(layout, marks=pytest.mark.release) for layout in ("tp=4 sp=false", "tp=1 pp=2")))
 
 
 def _train(shared, name, *overrides, before=None):
