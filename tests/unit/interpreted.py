@@ -1,8 +1,8 @@
 """The Triton kernels on CPU tensors: a process that Triton's interpreter runs in, which it decides at its import.
 
-    TRITON_INTERPRET=1 python -m tests.unit.interpreted
+    TRITON_INTERPRET=1 python -m tests.unit.interpreted KERNEL…
 
-runs every kernel of KERNELS that it is given in a fork of its own, and prints one line of JSON: what went wrong with each, or null.
+runs each of these kernels in a fork of its own, and prints one line of JSON: what went wrong with each, or null.
 The interpreter rounds fp32 as IEEE 754 says, so what a kernel adds, and in which order, shows. It does not know bf16's
 rounding.
 """
