@@ -32,9 +32,10 @@ def runs(command: str) -> list[tuple[str, list[str]]]:
     if kind not in ("train", "verify", "bench", "audit"):
         return []
     overrides = [word for word in rest if "=" in word and not word.startswith("run.dir=")]
-    each = [
-        [f"{key}={value}" for value in values.split(",")] for key, _, values in (o.partition("=") for o in overrides)
-    ]
+    if kind == "audit":
+        overrides.append("numerics=stock")  # its default
+    pairs = [override.split("=", 1) for override in overrides]
+    each = [[f"{key}={value}" for value in values.split(",")] for key, values in pairs]
     return [(model, [*one]) for one in product(*each)]
 
 
