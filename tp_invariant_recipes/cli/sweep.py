@@ -1,16 +1,15 @@
 """`tpi sweep`."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
+from tp_invariant_recipes.cli import matrix
 from tp_invariant_recipes.cli.arguments import Json, Overrides
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
@@ -71,29 +70,13 @@ def sweep(
 def _run(model: str, overrides: list[str], directory: Path | None, verbose: bool) -> "Swept":
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import sweep as launch
-    from tp_invariant_recipes.workflows import verify
 
     if verbose:
         os.environ[VERBOSE] = "1"
     console = terminal.console_of_its_own()
     with progress.preparing(console) as report:
         planned = launch.new(model, overrides, directory=directory, progress=report)
-    with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
-        verify.check(planned)
-    for one in planned.matrix.left_out:
-        console.print(Text(f"left out: {one.label}: {one.why}"), soft_wrap=True)
-    console.print(Text(f"{len(planned.plans)} runs in {planned.directory.path}"), soft_wrap=True)
-    labels = [cell.label for cell in planned.matrix.cells]
-
-    @contextmanager
-    def watch(label: str, run: Any) -> Iterator[Any]:
-        ranks = f"{run.layout.world} {run.device} rank{'s' if run.layout.world > 1 else ''}"
-        number = f"{labels.index(label) + 1} of {len(labels)}"
-        console.print(Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {run.steps} steps"))
-        with progress.watcher(run, console, verbose=verbose) as tick:
-            yield tick
-
-    return launch.execute(planned, watch)
+    return matrix.trained(planned, console, launch.execute, verbose=verbose)
 
 
 def _print(swept: "Swept") -> None:

@@ -1,10 +1,9 @@
 """`tpi verify`."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -12,6 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes import renamed
+from tp_invariant_recipes.cli import matrix
 from tp_invariant_recipes.cli.arguments import Json, Overrides
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
@@ -141,27 +141,11 @@ def _again(directory: Path | None, against: Path | None, *, verbose: bool, exitf
 
 
 def _train(planned: "Verification", console: "Console", *, verbose: bool, exitfirst: bool) -> "MatrixVerdict":
-    from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import verify as launch
 
     if verbose:
         os.environ[VERBOSE] = "1"
-    with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
-        launch.check(planned)
-    for one in planned.matrix.left_out:
-        console.print(Text(f"left out: {one.label}: {one.why}"), soft_wrap=True)
-    console.print(Text(f"{len(planned.plans)} runs in {planned.directory.path}"), soft_wrap=True)
-    labels = [cell.label for cell in planned.cells]
-
-    @contextmanager
-    def watch(label: str, run: Any) -> Iterator[Any]:
-        ranks = f"{run.layout.world} {run.device} rank{'s' if run.layout.world > 1 else ''}"
-        number = f"{labels.index(label) + 1} of {len(labels)}"
-        console.print(Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {run.steps} steps"))
-        with progress.watcher(run, console, verbose=verbose) as tick:
-            yield tick
-
-    return launch.execute(planned, watch, exitfirst=exitfirst)
+    return matrix.trained(planned, console, partial(launch.execute, exitfirst=exitfirst), verbose=verbose)
 
 
 def _print(verdict: "MatrixVerdict") -> None:

@@ -108,6 +108,15 @@ class Matrix:
     left_out: tuple[LeftOut, ...] = ()
     kind: Literal["verify", "sweep"] = "verify"
 
+    def described(self) -> dict[str, Any]:
+        """What results say of it, as JSON."""
+        return {
+            "model": self.model,
+            "overrides": list(self.overrides),
+            "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.axes],
+            "left_out": [asdict(one) for one in self.left_out],
+        }
+
     def __str__(self) -> str:
         without = f" (without {'; '.join(one.label for one in self.left_out)})" if self.left_out else ""
         return (" × ".join(map(str, self.axes)) or self.cells[0].label) + without

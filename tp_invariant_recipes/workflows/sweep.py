@@ -88,10 +88,7 @@ class Swept:
             "verdict": self.verdict,
             "text": self.line,
             "directory": str(self.directory),
-            "model": self.matrix.model,
-            "overrides": list(self.matrix.overrides),
-            "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.matrix.axes],
-            "left_out": [{"label": one.label, "why": one.why} for one in self.matrix.left_out],
+            **self.matrix.described(),
             "page": None if self.page is None else str(self.page),
             "rows": [_row(row) for row in self.rows],
         }

@@ -120,10 +120,7 @@ class MatrixVerdict:
             "remarks": list(self.remarks),
             "next": self.advice,
             "directory": str(self.directory),
-            "model": self.matrix.model,
-            "overrides": list(self.matrix.overrides),
-            "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.matrix.axes],
-            "left_out": [{"label": one.label, "why": one.why} for one in self.matrix.left_out],
+            **self.matrix.described(),
             "against": self.matrix.against,
             "rows": [_row(row) for row in self.rows],
         }

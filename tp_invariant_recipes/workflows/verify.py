@@ -80,7 +80,9 @@ def new(
     composed, left_out = compose_cells(model, axes, choices, problems)
     before = [one for one in choices if one.label in composed]
     kept = _of_one_data_shards(before, composed, reference)
-    composed |= _composed(model, [one for one in kept if one not in before])
+    changed, found = _each_composed(model, [one for one in kept if one not in before])
+    found.raise_any()
+    composed |= changed
     choices = tuple(_named(one, composed[one.label]) for one in kept)
     where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
     plans = plan_cells(choices, list(composed.values()), where, progress, here, dry)
@@ -308,11 +310,7 @@ def compose_cells(
     Raises ConfigError that lists `problems` and the problems of all cells, also where a value fits no combination: that
     is a mistake, and no matter of combining.
     """
-    device = plan.detect_device()
-    composed, found = {}, _Problems()
-    for choice in choices:
-        with found.of(choice.label):
-            composed[choice.label] = compose(model, choice.overrides, device=device)
+    composed, found = _each_composed(model, choices)
     remaining = [choice.values for choice in choices if choice.label in composed]
     if (
         not problems
@@ -327,15 +325,14 @@ def compose_cells(
     return composed, ()
 
 
-def _composed(model: str, choices: Sequence[Choice]) -> dict[str, Composed]:
-    """Compose each cell, by its label. Raises ConfigError with the problems of all."""
+def _each_composed(model: str, choices: Sequence[Choice]) -> tuple[dict[str, Composed], _Problems]:
+    """Those that compose, by their label, and what is wrong with the others."""
     device = plan.detect_device()
     composed, found = {}, _Problems()
     for choice in choices:
         with found.of(choice.label):
             composed[choice.label] = compose(model, choice.overrides, device=device)
-    found.raise_any()
-    return composed
+    return composed, found
 
 
 def _of_one_data_shards(

@@ -1,0 +1,37 @@
+"""What `tpi verify` and `tpi sweep` show while they train the runs of a matrix."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tp_invariant_recipes.workflows.verify import Verification, Watch
+
+
+def trained[T](
+    planned: "Verification", console: "Console", execute: "Callable[[Verification, Watch], T]", *, verbose: bool
+) -> T:
+    """Check the runs, name those left out, and return what `execute` does. Raises a TpiError."""
+    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.workflows import verify
+
+    with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
+        verify.check(planned)
+    for one in planned.matrix.left_out:
+        console.print(Text(f"left out: {one.label}: {one.why}"), soft_wrap=True)
+    console.print(Text(f"{len(planned.plans)} runs in {planned.directory.path}"), soft_wrap=True)
+    labels = [cell.label for cell in planned.cells]
+
+    @contextmanager
+    def watch(label: str, run: Any) -> Iterator[Any]:
+        ranks = f"{run.layout.world} {run.device} rank{'s' if run.layout.world > 1 else ''}"
+        number = f"{labels.index(label) + 1} of {len(labels)}"
+        console.print(Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {run.steps} steps"))
+        with progress.watcher(run, console, verbose=verbose) as tick:
+            yield tick
+
+    return execute(planned, watch)
