@@ -96,7 +96,7 @@ RANGES: dict[Range, dict[str, str]] = {
         "model": "window_size glu_linear_offset moe_router_force_biased mup_attn_scale_power fp8_margin "
         "delta_offload_bytes_across_pp_ranks yarn_mscale yarn_mscale_all_dim "
         "cuda_graph_warmup_steps",  # has a rule of its own, as have the next two
-        "numerics": "virtual_shards data_shards",
+        "numerics": "virtual_shards data_shards context_shards",
         "ledger": "digests",
         "mixed_precision": "fp8_margin",
     },

@@ -8,7 +8,7 @@ import types
 import typing
 from typing import Any, Literal
 
-from tp_invariant_recipes.config import field_table, schema, source
+from tp_invariant_recipes.config import field_table, recipe_source, schema, source
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.settings import OWN_KEYS, OWN_SECTIONS, PATHS
 from tp_invariant_recipes.config.values import describe
@@ -22,8 +22,13 @@ NAMES = {"model.attention_backend": ("flash", "fused", "unfused", "local", "auto
 
 
 def models(incomplete: str) -> Offers:
-    """The models whose names begin so."""
-    return [(m, source.summary("model", m)) for m in source.groups()["model"] if m.startswith(incomplete)]
+    """The models whose names begin so; after `recipe=` the recipes of Bridge, from a table."""
+    key, is_, name = incomplete.partition("=")
+    if is_:
+        recipes = [f"recipe={one}" for one in recipe_source.names() if one.startswith(name)]
+        return [(word, "a recipe of Megatron-Bridge") for word in recipes] if key == "recipe" else []
+    recipe = [("recipe=", "a recipe of Megatron-Bridge, or of a file")] if "recipe=".startswith(incomplete) else []
+    return recipe + [(m, source.summary("model", m)) for m in source.groups()["model"] if m.startswith(incomplete)]
 
 
 def overrides(incomplete: str, *, several: bool = False) -> Offers:

@@ -1,7 +1,8 @@
 """Compose `conf/` and the command line's overrides into one plain tree, with every mistake in one message."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from tp_invariant_recipes.config import (
     invariance,
     layout,
     low_precision,
+    recipe_layer,
+    recipe_source,
     recording,
     relations,
     schema,
@@ -27,13 +30,16 @@ from tp_invariant_recipes.config import (
 )
 from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.nearest import nearest
-from tp_invariant_recipes.config.overrides import Override, parse, parse_all
+from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all
 from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.config.settings import OWN_SECTIONS
 from tp_invariant_recipes.config.values import WrongType, convert
 from tp_invariant_recipes.errors import ConfigError, listed
 
 OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
+
+# Groups that a recipe decides unless the command line names an option.
+RECIPES_OWN = ("precision", "data", "logging", "cuda_graph")
 
 # To YAML 4:00:00 is 14400 and 010 is 8, so that text made of the value need not be what was written.
 UNQUOTED = "expected text; in a file, write it in quotes"
@@ -61,7 +67,7 @@ class Composed:
 def compose(
     model: str, overrides: Sequence[str | Override] = (), *, device: str | None = None, numerics: str | None = None
 ) -> Composed:
-    """Compose a run of `model`.
+    """Compose a run of `model`: one of ours, or `recipe=…` (config/recipe_source.py), which imports Bridge.
 
     overrides: `key=value` with short keys, Hydra groups, or the dotted path of any field of Bridge's; `cluster=FILE` of
                YAML is a cluster that lies anywhere.
@@ -70,10 +76,14 @@ def compose(
     """
     groups = source.groups()
     problems = source.problems()
-    known = model in groups["model"]
-    if not known:
-        problems.append(f"unknown model '{model}'{nearest(model, groups['model']) or '; tpi models lists all'}")
     asked = parse_all(overrides)
+    known = model in groups["model"]
+    if recipe_source.is_recipe(model):
+        model = recipe_source.absolute(model) or model
+        known = _readable(model, asked, problems)
+    elif not known:
+        problems.append(f"unknown model '{model}'{nearest(model, groups['model']) or '; tpi models lists all'}")
+    problems += _of_recipes(model, asked)
     # A faulty override is reported and left out, so that what is wrong beside it is found in the same breath.
     sound = _sound(asked, groups, problems)
     defaults = {"device": device, "numerics": numerics}
@@ -93,11 +103,66 @@ def compose(
             recording,
             hang_timeout,
             environment,
+            recipe_layer,
         )
-        problems += [problem for rule in rules for problem in rule.problems(tree)]
+        with _guarded(model, problems):
+            problems += [problem for rule in rules for problem in rule.problems(tree)]
     if problems:
         raise ConfigError(listed(problems), problems)
     return Composed(model, tuple(asked), tree)
+
+
+@contextmanager
+def _guarded(model: str, problems: list[str]) -> Iterator[None]:
+    """Where rules meet a recipe that lacks what they take for granted, that is one more of the `problems`."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if not recipe_source.is_recipe(model):
+            raise
+        problems.append(
+            f"{model}: it lacks what the rules of tpi take for granted of a model ({type(error).__name__}: {error}); "
+            f"tpi does not cover this recipe"
+        )
+
+
+def _readable(model: str, overrides: Sequence[Override], problems: list[str]) -> bool:
+    """Whether a recipe has a layer. Why it has none is added to `problems`."""
+    try:
+        _layer(model, overrides)
+    except ConfigError as error:
+        problems += error.problems
+        return False
+    return True
+
+
+def _layer(model: str, overrides: Sequence[Override]) -> str:
+    """The lowest layer of a recipe's tree, as the text of a file. Raises ConfigError."""
+    data = given(overrides, "data")
+    return recipe_layer.text(model, _hf_folder(overrides), data is not None and data.value == "text")
+
+
+def _hf_folder(overrides: Sequence[Override]) -> str | None:
+    """The absolute path of `recipe.hf_folder`. Raises ConfigError: there is no configuration."""
+    asked = given(overrides, "recipe.hf_folder")
+    if asked is None or asked.parsed is None or asked.sweep or asked.parsed.value() is None:
+        return None
+    folder = Path(str(asked.parsed.value())).expanduser().absolute()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{asked.text}: {'no config.json there' if folder.is_dir() else 'there is no such folder'}")
+    return str(folder)
+
+
+def _of_recipes(model: str, overrides: Sequence[Override]) -> list[str]:
+    """What is wrong with overrides that only a recipe has, or that tpi fills in."""
+    asked = [one for one in overrides if one.path.startswith("recipe.")]
+    kinds = [one for one in overrides if one.path == "data.kind" and one.value == "recipe"]
+    if kinds:
+        return [f"{one.text}: a recipe with data of its own decides it; data=mock or data=text" for one in kinds]
+    if not recipe_source.is_recipe(model):
+        return [f"{one.text}: {model} is no recipe; recipe=NAME stands in the place of the model" for one in asked]
+    filled = [one for one in asked if one.path != "recipe.hf_folder"]
+    return [f"{one.text}: tpi fills {one.path} in; leave it out" for one in filled]
 
 
 def _checked(model: str, sound: Sequence[Override], problems: list[str]) -> dict[str, Any]:
@@ -198,6 +263,8 @@ def _group_problem(key: str, option: str, groups: dict[str, tuple[str, ...]]) ->
 def _key_problem(key: str, groups: dict[str, tuple[str, ...]]) -> str | None:
     """What is wrong with a key that is not a short one, as far as it can be told without importing Bridge."""
     section = key.partition(".")[0]
+    if key == "recipe":
+        return "recipe=NAME stands in the place of the model: tpi train recipe=NAME …"
     if section not in schema.SECTIONS:
         known = (*SHORT_KEYS, *groups) if section == key else (f"{s}.{key.partition('.')[2]}" for s in schema.SECTIONS)
         return f"unknown key '{key}'{nearest(key, known)}"
@@ -214,7 +281,12 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
     ]
     try:
         named = _named(file) if file else []
-        tree = hydra_tree.composed([f"model={model}", *named, *arguments], file)
+        if recipe_source.is_recipe(model):
+            chosen = {override.path for override in overrides}
+            base = [f"model={hydra_tree.GIVEN}", *(f"~{group}" for group in RECIPES_OWN if group not in chosen)]
+            tree = hydra_tree.composed([*base, *named, *arguments], file, _layer(model, overrides))
+        else:
+            tree = hydra_tree.composed([f"model={model}", *named, *arguments], file)
     except ConfigError as error:
         found = [*problems, *error.problems]
         raise ConfigError(listed(found), found) from error
@@ -223,6 +295,9 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
         found = [*problems, *found]
         raise ConfigError(listed(found), found)
     _take_old_names(tree, overrides)
+    if recipe_source.is_recipe(model):
+        tree["model"] = recipe_layer.without_defaults(tree["model"])
+        tree["recipe"]["hf_folder"] = _hf_folder(overrides)
     return tree
 
 

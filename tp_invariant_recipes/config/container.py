@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from tp_invariant_recipes.config import allowed_fields, environment, schema
+from tp_invariant_recipes.config import allowed_fields, environment, recipe_layer, schema
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
 from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
@@ -71,7 +71,9 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
         parts["train"].micro_batch_size = 1
     # Bridge sets these too, so that code which does not go through our launcher computes the same bits.
     variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
-    return ConfigContainer(**parts, env_vars=variables)
+    container = ConfigContainer(**parts, env_vars=variables)
+    recipe_layer.restore(container, tree.get("recipe") or {})
+    return container
 
 
 def validate(container: ConfigContainer, world_size: int, *, here: bool = True) -> None:
@@ -128,6 +130,7 @@ def _numerics(provider: Any, config: RunConfig) -> None:
     numerics = config.numerics
     if numerics.mode != "stock":
         provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
+        provider.context_shards = numerics.context_shards or provider.context_parallel_size
     if numerics.initial_weights == "invariant":
         from tp_invariant_recipes.numerics import init
 

@@ -69,9 +69,31 @@ def _parsed(file: Path, changed: int) -> tuple[dict[str, list[int]], Hints]:
 
     Raises OSError, ValueError, KeyError.
     """
-    table = reading.checked(Table, reading.parse_json(reading.read_limited(file, LIMIT)))
+    table = _checked(reading.parse_json(reading.read_limited(file, LIMIT)))
     classes = table["classes"].items()
     return table["sources"], {path: {n: names and _hint(names) for n, names in f.items()} for path, f in classes}
+
+
+def _checked(value: Any) -> Table:
+    """The unchanged value. Raises ValueError: it is no table.
+
+    Not by `reading.checked`: a shell that completes a key would wait for an import of pydantic.
+    """
+    sources: Any
+    classes: Any
+    sources, classes = (value.get("sources"), value.get("classes")) if isinstance(value, dict) else (None, None)
+    if not _is(dict, sources) or not _is(dict, classes) or not all(_is(dict, fields) for fields in classes.values()):
+        raise ValueError("it is no table of fields")
+    stamps = all(_is(list, stamp) and all(_is(int, n) for n in stamp) for stamp in sources.values())
+    names = [n for fields in classes.values() for n in fields.values() if n is not None]
+    if not stamps or not all(_is(list, n) and all(_is(str, text) for text in n) for n in names):
+        raise ValueError("it is no table of fields")
+    return typing.cast(Table, value)
+
+
+def _is(kind: type, value: Any) -> Any:
+    """Whether JSON has this type, in which true is no number."""
+    return type(value) is kind
 
 
 def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:

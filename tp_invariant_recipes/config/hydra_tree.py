@@ -24,7 +24,8 @@ from tp_invariant_recipes.config import cuda_graphs, invariance, source
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError, listed
 
-# The option that stands for a cluster's file, wherever it lies. No file of a tree has this name.
+# The option that stands for a cluster's file, wherever it lies, and for the layer of a recipe. No file of a tree has
+# this name.
 GIVEN = "_given_file"
 
 _folders: ContextVar[tuple[Path, ...]] = ContextVar("folders", default=())
@@ -41,16 +42,17 @@ class _OtherTrees(SearchPathPlugin):
             search_path.append("tpi", f"file://{folder}")
 
 
-def composed(arguments: Sequence[str], cluster: Path | None) -> dict[str, Any]:
+def composed(arguments: Sequence[str], cluster: Path | None, model: str | None = None) -> dict[str, Any]:
     """The tree that Hydra makes of `arguments`, interpolations resolved.
 
     cluster: the file that `cluster=` GIVEN stands for; it is read as if it lay in `conf/cluster/`.
+    model:   the text of the file that `model=` GIVEN stands for.
     Raises ConfigError in the words of what failed, naming the file.
     """
     Plugins.instance().register(_OtherTrees)
     GlobalHydra.instance().clear()
     try:
-        with _trees(cluster), initialize_config_dir(str(source.conf_dir()), version_base="1.3"), _resolvers():
+        with _trees(cluster, model), initialize_config_dir(str(source.conf_dir()), version_base="1.3"), _resolvers():
             composed = compose("config", overrides=[*arguments])
             if calls := [*_calls("", OmegaConf.to_container(composed, resolve=False))]:
                 raise ConfigError(listed(calls), calls)
@@ -146,6 +148,7 @@ def _shards(*, _root_: Any) -> int:
 # What interpolations may call: functions of the tree alone. Others read the environment, files or the clock.
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.more_than_one": lambda n: isinstance(n, int) and n > 1,
+    "tpi.at_most": lambda number, other: min(number, other) if isinstance(other, int) else number,
     "tpi.not": lambda value: not value,
     "tpi.graphed_modules": _graphed_modules,
     "tpi.shards": _shards,
@@ -158,14 +161,18 @@ _CALL = re.compile(r"(?<!\\)\$\{\s*([A-Za-z_][\w.]*)\s*:")
 
 
 @contextmanager
-def _trees(cluster: Path | None) -> Iterator[None]:
-    """Let Hydra see the user's tree, and the file as an option of the group `cluster`."""
+def _trees(cluster: Path | None, model: str | None) -> Iterator[None]:
+    """Let Hydra see the user's tree, the file as an option of the group `cluster`, and the text as one of `model`."""
     with ExitStack() as stack:
         folders = [source.user_dir()] if source.user_dir().is_dir() else []
-        if cluster:
+        if cluster or model:
             folders.append(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpi-"))))
+        if cluster:
             (folders[-1] / "cluster").mkdir()
             (folders[-1] / "cluster" / f"{GIVEN}.yaml").symlink_to(cluster)
+        if model:
+            (folders[-1] / "model").mkdir()
+            (folders[-1] / "model" / f"{GIVEN}.yaml").write_text(model, encoding="utf-8")
         stack.callback(_folders.reset, _folders.set(tuple(folders)))
         yield
 

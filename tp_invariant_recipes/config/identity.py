@@ -4,7 +4,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tp_invariant_recipes.config.sections import Tree, typed
-from tp_invariant_recipes.ledger.lines import DATA_SHARDS
+from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
 
 # Sections whose fields are part of the identity.
 SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "rng", "mixed_precision")
@@ -17,6 +17,7 @@ EXCLUDED = {
         "model.pipeline_model_parallel_layout",
         "model.num_layers_in_*_pipeline_stage",
         "model.account_for_*_in_pipeline_split",
+        "model.cp_comm_type",
         "model.pipeline_dtype",
         "train.micro_batch_size",
     ),
@@ -56,6 +57,7 @@ EXCLUDED = {
         "ddp.check_for_*",
     ),
     "where a resumed run takes its schedule from": ("scheduler.*_opt_param_scheduler",),
+    "where a recipe takes the model's sizes from": ("model.hf_model_id", "model.hf_model_revision"),
     "how long it runs": ("train.train_iters", "train.manual_gc*", "train.exit_*"),
     "where the data lies; its digest says what it is": (
         "dataset.blend*",
@@ -78,6 +80,8 @@ def identity(tree: Tree, data_digest: str | None) -> dict[str, Any]:
     flat["data.kind"] = config.data.kind
     if config.numerics.mode != "stock" and config.numerics.data_shards is not None:
         flat[DATA_SHARDS] = config.numerics.data_shards
+    if config.numerics.mode != "stock" and config.numerics.context_shards is not None:
+        flat[CONTEXT_SHARDS] = config.numerics.context_shards
     flat["data.digest"] = data_digest
     return dict(sorted(flat.items()))
 

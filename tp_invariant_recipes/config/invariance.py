@@ -10,6 +10,7 @@ from tp_invariant_recipes.config import (
     low_precision,
     model_fields,
     portable_limits,
+    schema,
 )
 from tp_invariant_recipes.config.limit import Limit, is_set
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
@@ -31,6 +32,8 @@ SHARDED = (
 
 HYBRID_SIGNS = {*hybrid_spec.LAYERS, hybrid_spec.SEPARATOR}
 *_OTHERS, _LAST = hybrid_spec.LAYERS
+
+_PROVIDERS = " and ".join(path.rpartition(".")[2] for path in schema.PROVIDERS)
 
 # Those of SHARDED that an activation follows.
 ACTIVATED = ("ffn_hidden_size", "moe_shared_expert_intermediate_size")
@@ -70,6 +73,10 @@ LIMITS = (
         lambda t: t.numerics.mode == "tree" and t.numerics.grad_norm != "exact",
         "an fp64 sum still depends on its order; numerics.grad_norm=exact",
     ),
+    Limit(
+        lambda t: t.model.get("_target_") not in (None, *schema.PROVIDERS),
+        f"of Bridge's models only {_PROVIDERS} have invariant layers",
+    ),
     *invariant_experts.LIMITS,
     *portable_limits.LIMITS,
     Limit(
@@ -101,7 +108,19 @@ LIMITS = (
         lambda t: bool(t.model.get("hidden_dropout") or t.model.get("attention_dropout")),
         "dropout draws other numbers in every layout; model.hidden_dropout=0, model.attention_dropout=0",
     ),
-    Limit(lambda t: t.model["context_parallel_size"] > 1, "cp has no invariant version yet; cp=1"),
+    Limit(
+        lambda t: t.numerics.mode == "gather" and _cut(t),
+        "context parallelism is covered by numerics=tree only; cp=1, and leave numerics.context_shards out",
+    ),
+    Limit(
+        lambda t: "hybrid_layer_pattern" in t.model and _cut(t),
+        "Mamba layers go through a sequence in order, and have no version with context shards; cp=1, and leave "
+        "numerics.context_shards out",
+    ),
+    Limit(
+        lambda t: t.model.get("cp_comm_type") not in (None, "a2a"),
+        "of context parallelism only the exchange of heads keeps attention whole; model.cp_comm_type=a2a",
+    ),
     Limit(
         lambda t: (t.numerics.data_shards or 1) > 1 and bool(t.bridge.get("train", {}).get("rampup_batch_size")),
         "data shards are equal parts of a step, and train.rampup_batch_size changes it; leave it unset, or "
@@ -113,7 +132,7 @@ LIMITS = (
     ),
     Limit(lambda t: bool(t.model.get("mtp_num_layers")), "multi-token prediction is not covered yet"),
     Limit(
-        lambda t: bool(t.bridge.get("comm_overlap")),
+        lambda t: any((t.bridge.get("comm_overlap") or {}).values()),
         "overlapped collectives add in an order of their own; leave comm_overlap.* unset",
     ),
     Limit(
@@ -206,14 +225,24 @@ def limits(tree: Tree) -> list[str]:
         *(f"numerics={mode}: {why}" for why in beyond),
         *(_shards(config) or _ranks(config) or _ragged(config)),
         *_data_shards(config),
+        *_context_shards(config),
     ]
 
 
 def _unread(config: RunConfig) -> list[str]:
     """What stock numerics would ignore."""
-    shards = config.numerics.data_shards
-    by_default = shards in (None, config.parallel.data_parallel_size)
-    return [] if by_default else [f"numerics.data_shards={shards}: numerics=stock has no data shards; leave it out"]
+    of_data, of_context = config.numerics.data_shards, config.numerics.context_shards
+    found = []
+    if of_data not in (None, config.parallel.data_parallel_size):
+        found.append(f"numerics.data_shards={of_data}: numerics=stock has no data shards; leave it out")
+    if of_context not in (None, config.model["context_parallel_size"]):
+        found.append(f"numerics.context_shards={of_context}: numerics=stock has no context shards; leave it out")
+    return found
+
+
+def _cut(config: RunConfig) -> bool:
+    """Whether sequences are cut, on one rank or several."""
+    return config.model["context_parallel_size"] > 1 or (config.numerics.context_shards or 1) > 1
 
 
 def _shards(config: RunConfig) -> list[str]:
@@ -256,6 +285,37 @@ def _data_shards(config: RunConfig) -> list[str]:
         found.append(
             f"numerics.data_shards={shards} does not divide gbs={sequences}; the largest that fits is "
             f"numerics.data_shards={largest}"
+        )
+    return found
+
+
+def _context_shards(config: RunConfig) -> list[str]:
+    """What is wrong with C and cp."""
+    shards, cp, model = config.numerics.context_shards, config.model["context_parallel_size"], config.model
+    virtual, tp = config.numerics.virtual_shards or 1, model["tensor_model_parallel_size"]
+    if shards is None:
+        return [] if config.numerics.data_shards is None else ["numerics.context_shards must be a number; leave it out"]
+    if not isinstance(shards, int) or shards < 1 or shards & (shards - 1):
+        return [f"numerics.context_shards={shards}: must be a power of two"]
+    if shards == cp == 1 or not isinstance(virtual, int) or virtual < 1:
+        return []
+    found = []
+    if shards % cp:
+        found.append(
+            f"cp={cp} does not divide numerics.context_shards={shards}; raise numerics.context_shards or lower cp"
+        )
+    if cp & (cp - 1) == 0 and virtual % tp == 0 and virtual % (tp * cp):
+        found.append(
+            f"tp={tp} * cp={cp} does not divide numerics.virtual_shards={virtual}, whose heads the ranks share; the "
+            f"largest that fits is cp={virtual // tp}"
+        )
+    # A shard is two chunks, and V chunks of the norms' gradients.
+    parts, length = max(2, virtual), model["seq_length"]
+    if length % (shards * parts):
+        largest = max(1, (length & -length) // parts)
+        found.append(
+            f"numerics.context_shards={shards} of {parts} parts each do not divide seq={length}; the largest that fits "
+            f"is numerics.context_shards={largest}"
         )
     return found
 

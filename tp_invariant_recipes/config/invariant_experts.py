@@ -49,9 +49,11 @@ def _expert_width(config: RunConfig) -> int:
 
 
 def _routed(config: RunConfig) -> int:
-    """The number of router logits for a virtual shard of one sequence, or 0 if V is not valid."""
-    shards, model = config.numerics.virtual_shards, config.model
-    return model["seq_length"] // shards * model["num_moe_experts"] if isinstance(shards, int) and shards > 0 else 0
+    """The number of router logits for a virtual shard of one context shard, or 0 if V or C is not valid."""
+    shards, contexts, model = config.numerics.virtual_shards, config.numerics.context_shards or 1, config.model
+    if not (isinstance(shards, int) and shards > 0 and isinstance(contexts, int) and contexts > 0):
+        return 0
+    return model["seq_length"] // (shards * contexts) * model["num_moe_experts"]
 
 
 def _of_experts(config: RunConfig) -> str | None:
@@ -64,7 +66,9 @@ def _of_experts(config: RunConfig) -> str | None:
 
 # Settings that a model with experts must not have, and the reason.
 LIMITS = (
-    _row(lambda t: t.numerics.mode != "tree", "experts are covered by numerics=tree only"),
+    _row(
+        lambda t: t.numerics.mode not in ("tree", "portable"), "experts are covered by numerics=tree and portable only"
+    ),
     _row(
         lambda t: t.model["expert_tensor_parallel_size"] > 1,
         "experts split over ranks have no invariant version; etp=1",
@@ -84,7 +88,8 @@ LIMITS = (
     ),
     _row(
         lambda t: t.device.kind == "cpu" and bool(_routed(t) % VECTORS),
-        f"on a CPU seq / numerics.virtual_shards * model.num_moe_experts must be a multiple of {VECTORS}",
+        "on a CPU seq / numerics.virtual_shards / numerics.context_shards * model.num_moe_experts must be a multiple "
+        f"of {VECTORS}",
     ),
     _row(
         lambda t: _of_experts(t) is None,

@@ -181,9 +181,11 @@ def _data(config: RunConfig, layout: Layout) -> str | None:
 
 
 def _context(config: RunConfig, layout: Layout) -> str | None:
-    if layout.cp == 1 or config.device.kind == "gpu":
+    if layout.cp == 1 or config.device.kind == "gpu" or config.numerics.mode != "stock":
         return None
-    return f"cp={layout.cp}: context parallelism needs Transformer Engine's attention, so device=gpu"
+    return (
+        f"cp={layout.cp}: stock context parallelism needs Transformer Engine's attention; device=gpu or numerics=tree"
+    )
 
 
 def _interleaved(config: RunConfig, layout: Layout) -> str | None:

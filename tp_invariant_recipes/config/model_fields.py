@@ -110,6 +110,7 @@ LAYOUT = (
     "gtp_weight_remat_size",
     "microbatch_group_size_per_vp_stage",
     "batch_p2p_comm",
+    "cp_comm_type",
     "deallocate_pipeline_outputs",
     "overlap_p2p_comm",
     "variable_seq_lengths",
@@ -119,6 +120,7 @@ CODE = (
     "attention_backend",
     "bias_activation_fusion",
     "bias_dropout_fusion",
+    "cross_entropy_fusion_impl",  # read with cross_entropy_loss_fusion alone
     "cross_entropy_loss_fusion",
     "cuda_graph_impl",
     "cuda_graph_modules",
@@ -129,6 +131,8 @@ CODE = (
     "gradient_accumulation_fusion",
     "hybrid_stack_spec",
     "masked_softmax_fusion",
+    "moe_flex_dispatcher_backend",  # the flex dispatcher alone reads these two
+    "moe_hybridep_num_sms",
     "moe_grouped_gemm",
     "moe_permute_fusion",
     "moe_token_dispatcher_type",

@@ -24,6 +24,33 @@ def _name(value: Any) -> str:
     return str(text).rpartition(".")[2]
 
 
+def _experts(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
+    return _row(lambda t: bool(t.model.get("num_moe_experts")) and wrong(t), why)
+
+
+# Fields of experts that name another operation than those stated.
+ABSENT = (
+    "moe_shared_expert_intermediate_size",
+    "moe_expert_capacity_factor",
+    "moe_router_enable_expert_bias",
+    "moe_router_group_topk",
+    "moe_router_num_groups",
+    "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor",
+    "moe_router_dtype",
+)
+EXPERTS = (
+    _experts(
+        lambda t: t.model.get("moe_router_score_function", "softmax") != "softmax",
+        "of routers only softmax has a portable version; model.moe_router_score_function=softmax",
+    ),
+    _experts(
+        lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in ("aux_loss", "none"),
+        "of balancing losses only aux_loss has a portable version; model.moe_router_load_balancing_type=aux_loss",
+    ),
+    *(_row(is_set(field), f"experts with model.{field} have no portable version; leave it unset") for field in ABSENT),
+)
+
 LIMITS = (
     _row(
         lambda t: t.device.kind != "cpu",
@@ -41,8 +68,11 @@ LIMITS = (
         lambda t: "hybrid_layer_pattern" in t.model,
         "Mamba layers have no portable version; numerics=tree",
     ),
-    _row(is_set("num_moe_experts"), "experts have no portable version yet; numerics=tree"),
-    _row(lambda t: t.model["context_parallel_size"] > 1, "cp has no portable version; cp=1"),
+    *EXPERTS,
+    _row(
+        lambda t: t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1,
+        "cp has no portable version; cp=1, and leave numerics.context_shards out",
+    ),
     _row(lambda t: t.parallel.data_parallel_size > 2, "more than two data-parallel ranks are not shown; dp=1 or 2"),
     _row(
         lambda t: _name(t.model.get("activation_func")) != "silu" or not t.model.get("gated_linear_unit"),

@@ -58,7 +58,7 @@ SECTIONS = frozenset((*OWN_SECTIONS, *BRIDGE_SECTIONS, "mixed_precision"))
 
 def section_class(section: str, tree: dict[str, Any]) -> type:
     """The dataclass behind a section of the composed tree."""
-    return OWN_SECTIONS.get(section) or _bridge_class(_path(section, tree))
+    return OWN_SECTIONS.get(section) or bridge_class(_path(section, tree))
 
 
 def _path(section: str, tree: dict[str, Any]) -> str:
@@ -68,7 +68,8 @@ def _path(section: str, tree: dict[str, Any]) -> str:
 
 
 @functools.cache
-def _bridge_class(path: str) -> type:
+def bridge_class(path: str) -> type:
+    """One of Bridge's classes of settings by its dotted path. Imports Bridge. Raises ConfigError."""
     bridge.load()
     _keep_fields()
     return _located(path)

@@ -15,6 +15,7 @@ from tp_invariant_recipes.config.settings import (
     NumericsSettings,
     ParallelSettings,
     PatchesSettings,
+    RecipeSettings,
     RunSettings,
     SlurmSettings,
 )
@@ -40,6 +41,7 @@ class RunConfig:
     slurm: SlurmSettings
     launcher: LauncherSettings
     logging: LoggingSettings
+    recipe: RecipeSettings
     bridge: Mapping[str, Any]
 
     @property

@@ -23,6 +23,7 @@ class NumericsSettings:
     mode:            what adds across ranks.
     virtual_shards:  V, virtual shards of the invariant modes.
     data_shards:     D, their data shards; part of the identity.
+    context_shards:  C, their context shards; part of the identity.
     grad_norm:       the invariant modes' gradient norm: exact, or a plain fp64 sum as in the published scheme.
     clip_rounding:   pow2 rounds the clipping coefficient down to a power of two, as in the published scheme.
     initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
@@ -31,6 +32,7 @@ class NumericsSettings:
     mode: Literal["stock", "tree", "gather", "portable"] = "tree"
     virtual_shards: int | None = None
     data_shards: int | None = None
+    context_shards: int | None = None
     grad_norm: Literal["exact", "fp64"] = "exact"
     clip_rounding: Literal["none", "pow2"] = "none"
     initial_weights: Literal["invariant", "megatron"] = "invariant"
@@ -45,9 +47,12 @@ class ParallelSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """What is trained on."""
+    """What is trained on.
 
-    kind: Literal["mock", "text"] = "mock"
+    kind: recipe: the indexed dataset that a recipe of Bridge's names; no option of the group.
+    """
+
+    kind: Literal["mock", "text", "recipe"] = "mock"
     path: str | None = None
     tokenizer: str | None = None
     json_key: str = "text"
@@ -172,6 +177,22 @@ class LoggingSettings:
     kind: Literal["none", "tensorboard", "wandb"] = "none"
 
 
+@dataclass(frozen=True)
+class RecipeSettings:
+    """The recipe that stands for a model, where `recipe=…` names one (docs/recipes.md).
+
+    hf_folder: a folder with the config.json that stands for the Hugging Face model of the recipe; None: the cache of
+               Hugging Face has it.
+    name, source, kept: tpi fills them in: what follows `recipe=`, the SHA-256 of the file that defines it, and the
+               fields with objects that are no text, for which each rank calls the recipe again.
+    """
+
+    hf_folder: str | None = None
+    name: str | None = None
+    source: str | None = None
+    kept: list[str] = field(default_factory=list)
+
+
 OWN_SECTIONS: dict[str, type] = {
     "run": RunSettings,
     "numerics": NumericsSettings,
@@ -184,6 +205,7 @@ OWN_SECTIONS: dict[str, type] = {
     "slurm": SlurmSettings,
     "launcher": LauncherSettings,
     "logging": LoggingSettings,
+    "recipe": RecipeSettings,
 }
 
 # Keys that hold a path.
@@ -192,6 +214,7 @@ PATHS = (
     "data.path",
     "data.cache",
     "data.tokenizer",
+    "recipe.hf_folder",
     "checkpoint.pretrained_checkpoint",
     "cluster.container",
     "cluster.python",

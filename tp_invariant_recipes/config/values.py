@@ -5,10 +5,10 @@ import re
 import types
 import typing
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 class WrongType(ValueError):
@@ -21,6 +21,9 @@ def convert(value: Any, hint: Any) -> Any:
     Names become what they name: an Enum member, a torch.dtype, a function by its dotted path.
     Raises WrongType.
     """
+    from pydantic import ValidationError  # here and below: completion in a shell describes types and checks none
+    from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
+
     if isinstance(value, str):
         value = _named(value, hint)
     if isinstance(value, bool) and not _mentions(hint, bool) and _mentions(hint, int, float):
@@ -94,7 +97,7 @@ def _mentions_callable(hint: Any) -> bool:
     return any(leaf is typing.Callable or typing.get_origin(leaf) is collections.abc.Callable for leaf in _leaves(hint))
 
 
-def _adapter(hint: Any) -> TypeAdapter:
+def _adapter(hint: Any) -> "TypeAdapter":
     try:
         return _cached_adapter(hint, repr(hint))
     except TypeError:  # an unhashable hint
@@ -102,12 +105,15 @@ def _adapter(hint: Any) -> TypeAdapter:
 
 
 @functools.cache
-def _cached_adapter(hint: Any, text: str) -> TypeAdapter:
+def _cached_adapter(hint: Any, text: str) -> "TypeAdapter":
     """text: the hint's. Two unions of the same types are equal, but the first type that fits counts."""
     return _new_adapter(hint)
 
 
-def _new_adapter(hint: Any) -> TypeAdapter:
+def _new_adapter(hint: Any) -> "TypeAdapter":
+    from pydantic import ConfigDict, TypeAdapter
+    from pydantic.errors import PydanticUserError
+
     try:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
     except PydanticUserError as error:

@@ -1,0 +1,207 @@
+"""`recipe=…`: a recipe of a user's file and recipes of Bridge, composed and trained on the CPU."""
+
+import json
+
+import pytest
+
+from tp_invariant_recipes.config import recipe_source
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
+
+MINE = """
+import torch
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.recipes.common import _pretrain_common
+
+
+def small():
+    cfg = _pretrain_common()
+    cfg.model = GPTModelProvider(
+        num_layers=2, hidden_size=128, ffn_hidden_size=256, num_attention_heads=8, num_query_groups=8, kv_channels=16,
+        vocab_size=512, seq_length=64, normalization="RMSNorm", activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+        position_embedding_type="rope",
+    )
+    cfg.dataset.seq_length, cfg.dataset.num_workers = 64, 0
+    cfg.train.train_iters, cfg.train.global_batch_size, cfg.train.micro_batch_size = 2, 2, 1
+    cfg.scheduler.lr_warmup_iters = 0
+    cfg.tokenizer.tokenizer_type, cfg.tokenizer.vocab_size = "NullTokenizer", 512
+    cfg.validation.eval_iters, cfg.validation.eval_interval = 0, None
+    return cfg
+
+
+def dropout():
+    cfg = small()
+    del cfg.model.__dict__["hidden_dropout"]  # the default of the class, 0.1
+    return cfg
+
+
+def learned():
+    cfg = small()
+    cfg.model.position_embedding_type = "learned_absolute"  # the default of the class
+    return cfg
+
+
+def layers():
+    cfg = small()
+    cfg.model.transformer_layer_spec = lambda config: None
+    return cfg
+
+
+def peft():
+    from megatron.bridge.peft.lora import LoRA
+
+    cfg = small()
+    cfg.peft = LoRA()
+    return cfg
+
+
+def raises():
+    raise ValueError("no such thing")
+
+
+def other():
+    return {}
+
+
+def needs(size):
+    return small()
+
+
+constant = 3
+"""
+
+# What is said of each function that is no recipe for tpi.
+WRONG = {
+    "raises": "the recipe raises ValueError: no such thing",
+    "other": "a recipe returns a ConfigContainer, and this one returns builtins.dict",
+    "needs": "a recipe is called without arguments, and this function needs size",
+    "constant": "constant is no function but int",
+    "smal": "has no such function; did you mean 'small'?",
+    "peft": "it fine-tunes with LoRA, which tpi does not cover",
+    "layers": "numerics=tree: the recipe sets model.transformer_layer_spec to an object",
+    "dropout": "numerics=tree: dropout draws other numbers in every layout",
+    "learned": "numerics=tree: only rotary positions are covered",
+}
+
+_SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "tie_word_embeddings": False}
+_SHORT = (
+    "seq=64 gbs=2 iters=2 scheduler.lr_warmup_iters=0 dataset.num_workers=0 validation.eval_iters=0 "
+    "validation.eval_interval=null ddp.grad_reduce_in_fp32=true"
+)
+_NO_FLEX = (
+    "precision=bf16 ep=1 sp=true model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false cuda_graph=off "
+    "comm_overlap.tp_comm_overlap=false model.use_te_rng_tracker=false rng.te_rng_tracker=false "
+    "scheduler.lr_decay_iters=null"
+)
+# A family: the recipe of Bridge, what its config.json has beside sizes, and the overrides that tree asks for.
+FAMILIES = {
+    "llama": ("llama32_1b_pretrain_config", {}, ""),
+    "qwen2": ("qwen25_500m_pretrain_config", {}, ""),
+    "qwen3": ("qwen3_600m_pretrain_config", {"head_dim": 16}, ""),
+    "qwen3_moe": ("qwen3_30b_a3b_pretrain_config", {"head_dim": 16} | _EXPERTS, _NO_FLEX),
+}
+_CLASSES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+
+
+@pytest.fixture(scope="module")
+def mine(shared):
+    (shared.folder / "mine.py").write_text(MINE)
+    return shared.folder / "mine.py"
+
+
+@pytest.fixture(scope="module")
+def hugging_face(shared):
+    """A folder for each family with a config.json cut small."""
+    for family, (_, own, _) in FAMILIES.items():
+        folder = shared.folder / "hf" / family
+        folder.mkdir(parents=True)
+        of_class = {"model_type": family, "architectures": [f"{_CLASSES[family]}ForCausalLM"]}
+        (folder / "config.json").write_text(json.dumps(_SIZES | of_class | own))
+    return shared.folder / "hf"
+
+
+def of_family(family, folder):
+    recipe, _, more = FAMILIES[family]
+    return [f"recipe={recipe}", f"recipe.hf_folder={folder / family}", *_SHORT.split(), *more.split()]
+
+
+def test_the_table_names_the_recipes_of_bridge(bridge):
+    assert recipe_source.names() == recipe_source.installed_names(), "write config/bridge_recipes.json anew"
+
+
+def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
+    done = shared("verify", "recipe=mine.py:small", "tp=1,2", "numerics=tree", "--dir", "tree")
+    assert done.status == 0, done.stdout + done.stderr
+    assert "identical: tp=1, 2 computed the same bits over 2 steps" in done.stdout
+    run = json.loads((shared.folder / "tree" / "tp1" / "run.json").read_text())
+    assert run["model"] == f"recipe={mine}:small"
+
+
+def test_with_stock_numerics_it_has_not(mine, shared):
+    stock = ("numerics=stock", "numerics.initial_weights=invariant")
+    done = shared("verify", "recipe=mine.py:small", "tp=1,2", *stock, "--dir", "stock")
+    assert done.status == 1, done.stdout + done.stderr
+    assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
+
+
+@pytest.mark.parametrize("function", WRONG)
+def test_what_is_no_recipe_is_said_before_anything_starts(bridge, mine, function):
+    with pytest.raises(ConfigError) as caught:
+        compose(f"recipe={mine}:{function}", device="cpu")
+    assert WRONG[function] in str(caught.value)
+
+
+def test_an_object_is_kept_for_stock_numerics(bridge, mine):
+    tree = compose(f"recipe={mine}:layers", device="gpu", numerics="stock").tree
+    assert tree["recipe"]["kept"] == ["model.transformer_layer_spec"]
+
+
+def test_a_command_ends_with_one_message(mine, shared):
+    done = shared("train", "recipe=mine.py:raises")
+    assert (done.status, done.stdout) == (2, "")
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_what_the_run_changes_of_a_recipe(mine, shared):
+    done = shared("show", "recipe=mine.py:small", "tp=2", "--diff")
+    assert done.status == 1
+    assert "  model.tensor_model_parallel_size: 1 -> 2\n" in done.stdout
+    assert "  ddp.average_in_collective: true -> false\n" in done.stdout
+    assert "optimizer.lr" not in done.stdout
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recipe_of_each_family_composes(bridge, hugging_face, family):
+    recipe, *overrides = of_family(family, hugging_face)
+    tree = compose(recipe, [*overrides, "tp=2"], device="cpu").tree
+    assert tree["model"]["hidden_size"] == 128
+    assert tree["dataset"]["seq_length"] == 64
+    assert tree["optimizer"]["adam_eps"] == 1e-8  # the recipe's, and not that of conf/config.yaml
+    assert tree["numerics"]["mode"] == "tree"
+    assert tree["recipe"]["kept"] == []
+
+
+def test_without_the_configuration_it_says_what_to_fetch(bridge, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="hf download Qwen/Qwen3-14B "):
+        compose("recipe=qwen3_14b_pretrain_config", device="gpu")
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recipe_of_each_family_has_one_result(hugging_face, shared, family):
+    done = shared("verify", *of_family(family, hugging_face), "tp=1,2", "--dir", family)
+    assert done.status == 0, done.stdout + done.stderr

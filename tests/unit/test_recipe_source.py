@@ -1,0 +1,101 @@
+"""`recipe=…`: its three forms, and what is said of each that names nothing. Megatron-Bridge is not imported."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.config import completion, recipe_source
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.runs.run_dir import choose
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    made = tmp_path / "mine.py"
+    made.write_text("def small():\n    return None\n")
+    return made
+
+
+def test_a_name_is_one_of_bridges():
+    found = recipe_source.parse("recipe=qwen3_8b_pretrain_config")
+    assert (found.module, found.file, found.function) == (recipe_source.BRIDGE, None, "qwen3_8b_pretrain_config")
+
+
+def test_a_module_and_a_file(file):
+    assert recipe_source.parse("recipe=my.own:small").module == "my.own"
+    found = recipe_source.parse("recipe=mine.py:small")
+    assert (found.file, found.function) == (file, "small")
+
+
+def test_the_path_of_a_file_becomes_whole(file):
+    assert recipe_source.absolute("recipe=mine.py:small") == f"recipe={file}:small"
+    assert recipe_source.absolute("recipe=qwen3_8b_pretrain_config") == "recipe=qwen3_8b_pretrain_config"
+    assert recipe_source.absolute("recipe=none.py:small") == "recipe=none.py:small"
+    assert recipe_source.absolute("qwen3_toy") == "qwen3_toy"
+
+
+# What names nothing, and the words that say so.
+WRONG = (
+    ("recipe=qwen3_8b_pretrian_config", "did you mean 'qwen3_8b_pretrain_config'?"),
+    ("recipe=none.py:small", "there is no such file"),
+    ("recipe=mine.py", "which function of this file? recipe=mine.py:FUNCTION"),
+    ("recipe=mine.py:", "'' is no name of a function"),
+    ("recipe=a-b:small", "'a-b' is neither a module nor a file that ends in .py"),
+    ("recipe=", "names no function"),
+    ("recipe=two words", "names no function"),
+)
+
+
+@pytest.fixture
+def no_megatron(monkeypatch) -> None:
+    """Every import of Megatron fails, whatever earlier tests of this process have imported."""
+    for name in ["megatron", *(name for name in sys.modules if name.startswith("megatron."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize("recipe, words", WRONG, ids=[recipe for recipe, _ in WRONG])
+def test_what_names_nothing_is_said_without_bridge(file, monkeypatch, no_megatron, recipe, words):
+    monkeypatch.setattr(recipe_source.needed, "there", lambda module: True)
+    monkeypatch.setattr(recipe_source.bridge, "load", lambda: pytest.fail("imported Bridge"))
+    with pytest.raises(ConfigError, match="recipe=") as caught:
+        compose(recipe)
+    assert words in str(caught.value)
+
+
+def test_other_problems_are_said_in_the_same_message(file):
+    with pytest.raises(ConfigError) as caught:
+        compose("recipe=none.py:small", ["tpp=2", "recipe.name=x"])
+    assert len(caught.value.problems) == 3
+    assert any("tpi fills recipe.name in" in problem for problem in caught.value.problems)
+
+
+def test_a_folder_without_a_configuration(tmp_path, file):
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        compose("recipe=mine.py:small", [f"recipe.hf_folder={tmp_path / 'none'}"])
+    with pytest.raises(ConfigError, match=r"no config\.json there"):
+        compose("recipe=mine.py:small", [f"recipe.hf_folder={tmp_path}"])
+
+
+def test_a_recipe_is_no_override():
+    with pytest.raises(ConfigError, match="recipe=NAME stands in the place of the model"):
+        compose("qwen3_toy", ["recipe=qwen3_8b_pretrain_config"])
+    with pytest.raises(ConfigError, match="qwen3_toy is no recipe"):
+        compose("qwen3_toy", ["recipe.hf_folder=/tmp"])
+    with pytest.raises(ConfigError, match="a recipe with data of its own decides it"):
+        compose("qwen3_toy", ["data.kind=recipe"])
+
+
+def test_a_run_is_named_after_the_function(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert choose(None, "verify-recipe=/a/mine.py:small-tp2").path.name.startswith("verify-small-tp2-")
+    assert choose(None, "recipe=qwen3_8b_pretrain_config").path.name.startswith("qwen3_8b_pretrain_config-")
+
+
+def test_completion_takes_names_from_the_table(monkeypatch):
+    monkeypatch.setattr(recipe_source.bridge, "load", lambda: pytest.fail("imported Bridge"))
+    offered = [word for word, _ in completion.models("recipe=llama32_1b_pre")]
+    assert offered[0] == "recipe=llama32_1b_pretrain_1gpu_h100_bf16_config"
+    assert [word for word, _ in completion.models("rec")] == ["recipe="]

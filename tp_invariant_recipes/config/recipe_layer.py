@@ -1,0 +1,379 @@
+"""A recipe as the lowest layer of a run's tree: what it sets stands below our groups and the command line.
+
+The layer has every field that differs from the default of its class, and every field that `conf/config.yaml` sets,
+so that the recipe's value counts and not ours. Objects that a tree cannot hold, such as a function without a name,
+are named in `recipe.kept`; a rank calls the recipe again for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from tp_invariant_recipes.config import invariance, invariant_experts, model_fields, recipe_source, schema, source
+from tp_invariant_recipes.config.sections import Tree
+from tp_invariant_recipes.config.values import WrongType, convert, named
+from tp_invariant_recipes.errors import ConfigError, listed
+
+if TYPE_CHECKING:
+    from megatron.bridge.training.config import ConfigContainer
+
+# Fields that tpi decides, and why. What a recipe says there does not count.
+OURS = {
+    "checkpoint.save": "checkpoints go to run.dir",
+    "checkpoint.load": "tpi train --resume RUN continues a run",
+    "checkpoint.ckpt_step": "tpi train --resume RUN continues a run",
+    "checkpoint.dist_ckpt_optim_fully_reshardable": "a checkpoint can be read in every layout",
+    "dataset.path_to_cache": "the index of the data goes to run.dir",
+    "logger.tensorboard_dir": "logging= decides where curves are drawn",
+    "logger.wandb_project": "logging= decides where curves are drawn",
+    "logger.wandb_exp_name": "logging= decides where curves are drawn",
+    "logger.wandb_save_dir": "logging= decides where curves are drawn",
+    "logger.wandb_entity": "logging= decides where curves are drawn",
+    "logger.mlflow_experiment": "logging= decides where curves are drawn",
+    "logger.mlflow_run_name": "logging= decides where curves are drawn",
+    "logger.mlflow_tracking_uri": "logging= decides where curves are drawn",
+    "logger.mlflow_tags": "logging= decides where curves are drawn",
+    "logger.comet_project": "logging= decides where curves are drawn",
+    "logger.comet_workspace": "logging= decides where curves are drawn",
+    "logger.comet_api_key": "logging= decides where curves are drawn, and a key is never written down",
+    "logger.comet_experiment_name": "logging= decides where curves are drawn",
+    "logger.comet_tags": "logging= decides where curves are drawn",
+    "model.gradient_accumulation_fusion": "it needs Apex, which is on no registry",
+    "rerun_state_machine.rerun_mode": "the ledger says whether steps repeat",
+    "scheduler.override_opt_param_scheduler": "a run that goes on takes its schedule from its checkpoint",
+    "train.exit_signal_handler": "SIGTERM saves a checkpoint",
+}
+# Fields that repeat another one. They follow it where the recipe has them equal, so that one override changes both.
+FOLLOWS = {
+    "dataset.seq_length": "model.seq_length",
+    "dataset.random_seed": "rng.seed",
+    "scheduler.start_weight_decay": "optimizer.weight_decay",
+    "scheduler.end_weight_decay": "optimizer.weight_decay",
+    "ddp.use_distributed_optimizer": "optimizer.use_distributed_optimizer",
+}
+# What follows by a rule.
+_WITH_TP = "${tpi.more_than_one:${model.tensor_model_parallel_size}}"
+_ETP = "${model.tensor_model_parallel_size}"
+# Bridge's own copy of another field.
+COPIES = {"dataset.sequence_length"}
+# Fields of a provider that say which layers a model has.
+SPECS = ("transformer_layer_spec", "hybrid_stack_spec")
+# Fields that the rules of this package read: each is stated, whatever its value.
+RULED = (model_fields.KNOWN | {*invariance.OFF, *invariance.SHARDED, *invariant_experts.OFF}) - {*SPECS}
+# Fields whose value says nothing, and attributes that nothing reads.
+IDLE = {
+    "dataset.skip_getting_attention_mask_from_dataset": True,
+    "model.attention_backend": None,
+    "model.moe_a2a_overlap": False,
+}
+# What a checked ConfigContainer has besides sections.
+APART = {"env_vars", "mixed_precision", "peft", "optimizer_config_override_provider", "_checkpoint_load_required"}
+NAMED_PRECISION = "bf16_mixed"
+_HOOKS = ("_pre_wrap_hooks", "_post_wrap_hooks")
+_UNSET: tuple[Any, ...] = (None, [], {}, ())
+_MISSING = object()
+
+
+@functools.cache
+def text(model: str, hf_folder: str | None, text_data: bool) -> str:
+    """The layer as a YAML file of the group `model`.
+
+    model: `recipe=…`. hf_folder: as for `recipe_source.call`. text_data: whether data=text decides the tokenizer.
+    Raises ConfigError listing what no run could take from the recipe.
+    """
+    tree = _layer(model, hf_folder, text_data=text_data)
+    return "# @package _global_\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def _layer(model: str, hf_folder: str | None, *, text_data: bool) -> dict[str, Any]:
+    container = recipe_source.call(model, hf_folder)
+    kept: list[str] = []
+    layer = _own(model, container, kept)
+    _drop_ours(layer)
+    _follow(layer)
+    _tokenizer(layer, text_data=text_data)
+    layer["data"] = {"kind": _data(layer), "path": None, "tokenizer": None, "json_key": "text", "cache": None}
+    if container.env_vars:
+        layer["cluster"] = {"environment": {name: str(value) for name, value in container.env_vars.items()}}
+    layer["logging"] = {"kind": "none"}
+    layer["recipe"] = {
+        "name": model.removeprefix(recipe_source.PREFIX),
+        "hf_folder": hf_folder,
+        "source": recipe_source.digest(model),
+        "kept": kept,
+    }
+    return layer
+
+
+@functools.cache
+def own(model: str, hf_folder: str | None) -> dict[str, Any]:
+    """What a recipe sets, section by section, before tpi changes anything. Arguments and errors as for `text`."""
+    return _own(model, recipe_source.call(model, hf_folder), [])
+
+
+def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, Any]:
+    """kept: receives the paths of what a tree cannot hold."""
+    problems = [f"{model}: {problem}" for problem in _foreign(container)]
+    if problems:
+        raise ConfigError(listed(problems), problems)
+    layer: dict[str, Any] = {}
+    for name, part in _sections(container):
+        fields = _fields(name, part, kept)
+        if name in ("model", *_conf()) or fields or _required(_class(name, part)):
+            layer[name] = fields
+    layer["model"]["_target_"] = f"{type(container.model).__module__}.{type(container.model).__qualname__}"
+    if not _stock_override_provider(container):
+        kept.append("optimizer_config_override_provider")
+    layer["mixed_precision"] = _precision(container.mixed_precision)
+    return layer
+
+
+def _foreign(container: ConfigContainer) -> Iterator[str]:
+    """What tpi has no place for."""
+    if container.peft is not None:
+        yield f"it fine-tunes with {type(container.peft).__name__}, which tpi does not cover; a pretraining recipe"
+    if not dataclasses.is_dataclass(container.model):
+        yield f"its model is {type(container.model).__name__}, which is no class of settings"
+    for name, path in schema.BRIDGE_SECTIONS.items():
+        part = getattr(container, name)
+        wanted = None if path == schema.PROVIDER or part is None else schema.bridge_class(path)
+        if wanted is not None and not issubclass(wanted, type(part)):
+            hint = "; a pretraining recipe has one" if name == "dataset" else ""
+            yield f"its {name} is a {type(part).__name__}, and tpi trains with {wanted.__name__} only{hint}"
+    for field in dataclasses.fields(container):
+        if field.name not in (*schema.BRIDGE_SECTIONS, *APART) and getattr(container, field.name) is not None:
+            yield f"{field.name}: tpi has no such section"
+
+
+def _sections(container: ConfigContainer) -> Iterator[tuple[str, Any]]:
+    return ((name, part) for name in schema.BRIDGE_SECTIONS if (part := getattr(container, name)) is not None)
+
+
+@functools.cache
+def _conf() -> dict[str, Any]:
+    """The sections of `conf/config.yaml` as written."""
+    return yaml.safe_load((source.conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+
+
+def _class(section: str, part: Any) -> type:
+    """The class that a run will have there: Bridge's, where the recipe has Core's that it derives from."""
+    path = schema.BRIDGE_SECTIONS[section]
+    return type(part) if path == schema.PROVIDER else schema.bridge_class(path)
+
+
+def _fields(section: str, part: Any, kept: list[str]) -> dict[str, Any]:
+    """What the layer says of a section. What it cannot say is added to `kept`."""
+    cls = _class(section, part)
+    hints = schema.fields(cls)
+    ours = _conf().get(section) or {}
+    found: dict[str, Any] = {}
+    defaults = {field.name: _default(field) for field in dataclasses.fields(cls)}
+    for name, value in _values(part):
+        path = f"{section}.{name}"
+        if path in COPIES or (path in IDLE and value is IDLE[path]):
+            continue
+        default = defaults.get(name, _MISSING)
+        same = _equal(value, default) or (value in _UNSET and default in _UNSET if _plain_type(value) else False)
+        stated = name in ours or (section == "model" and name in RULED and value is not None)
+        if same and not (stated and name in hints):
+            continue
+        plain = _plain(value, hints[name]) if name in hints else _MISSING
+        if plain is not _MISSING:
+            found[name] = plain
+        elif not same:
+            kept.append(path)
+    return found
+
+
+def _values(part: Any) -> Iterator[tuple[str, Any]]:
+    """Every field and attribute of a section; of private ones the hooks that change a model after it is built."""
+    names = {
+        field.name: None for field in dataclasses.fields(part) if field.name[0] != "_" and hasattr(part, field.name)
+    }
+    names |= {name: None for name in vars(part) if name[0] != "_" or (name in _HOOKS and getattr(part, name))}
+    return ((name, getattr(part, name)) for name in names)
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return _MISSING if field.default is dataclasses.MISSING else field.default
+
+
+def _required(cls: Any) -> bool:
+    return any(_default(field) is _MISSING for field in dataclasses.fields(cls) if field.init)
+
+
+def _plain_type(value: Any) -> bool:
+    return value is None or isinstance(value, list | dict | tuple)
+
+
+def _equal(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    return type(value) is type(default) and bool(value == default)
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    """A value as a tree holds it, which the hint turns into the same again; _MISSING: there is no such text."""
+    if hint is bool and type(value) is int:  # Bridge's own recipes have 100 for a yes
+        return bool(value)
+    text_of_it = _spelt(value)
+    if text_of_it is _MISSING:
+        return _MISSING
+    try:
+        again = convert(text_of_it, hint)
+    except WrongType:
+        return _MISSING
+    return text_of_it if again is value or again == value or _listed(again) == _listed(value) else _MISSING
+
+
+def _spelt(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, str) and "${" in value:  # Hydra would resolve it
+        return _MISSING
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        parts = [_spelt(one) for one in value]
+        return _MISSING if _MISSING in parts else parts
+    if isinstance(value, Mapping):
+        parts_of = {key: _spelt(one) for key, one in value.items()}
+        plain = all(isinstance(key, str) for key in parts_of) and _MISSING not in parts_of.values()
+        return parts_of if plain else _MISSING
+    if type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    path = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    # A recipe's own file has no name by which another process could import it.
+    importable = callable(value) and not path.startswith(recipe_source.FILES) and named(path) is value
+    return path if importable else _MISSING
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _precision(value: Any) -> Any:
+    """A name of Bridge's, or the fields."""
+    if value is None or isinstance(value, str):
+        return value
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    if value == get_mixed_precision_config(NAMED_PRECISION):
+        return NAMED_PRECISION
+    hints = schema.fields(schema.bridge_class(schema.MIXED_PRECISION))
+    fields = {name: _plain(getattr(value, name), hint) for name, hint in hints.items()}
+    return {name: plain for name, plain in fields.items() if plain is not _MISSING}
+
+
+def _stock_override_provider(container: ConfigContainer) -> bool:
+    from megatron.bridge.training.config import OptimizerConfigOverrideProvider as Stock
+
+    given = container.optimizer_config_override_provider
+    return type(given) is Stock and vars(given) == vars(Stock())
+
+
+def _drop_ours(layer: dict[str, Any]) -> None:
+    for path in OURS:
+        section, _, name = path.partition(".")
+        layer.get(section, {}).pop(name, None)
+
+
+def _follow(layer: dict[str, Any]) -> None:
+    """Let fields follow others that they equal; those that conf/config.yaml lets follow, too."""
+    for path, leader in FOLLOWS.items():
+        (section, _, name), (of, _, leads) = path.partition("."), leader.partition(".")
+        if name in layer.get(section, {}) and layer[section][name] == layer.get(of, {}).get(leads):
+            layer[section][name] = f"${{{leader}}}"
+    model = layer["model"]
+    if model.get("sequence_parallel"):
+        model["sequence_parallel"] = _WITH_TP  # with one rank there is none
+    _graphs(model)
+    _sizes(layer)
+    if model.get("expert_tensor_parallel_size") is None:
+        model["expert_tensor_parallel_size"] = _ETP if model.get("num_moe_experts") else 1
+
+
+def _sizes(layer: dict[str, Any]) -> None:
+    """The sizes that Bridge and Megatron-Core would fill in, since rules reckon with them."""
+    model, tokenizer = layer["model"], layer["tokenizer"]
+    if model.get("vocab_size") is None:
+        model["vocab_size"] = tokenizer.get("vocab_size") or 0  # 0 is refused by the name of the key
+    if model.get("ffn_hidden_size") is None and model["hidden_size"]:
+        model["ffn_hidden_size"] = 4 * model["hidden_size"]
+
+
+def _graphs(model: dict[str, Any]) -> None:
+    """The modules of CUDA graphs by the present name of their field."""
+    if model.get("cuda_graph_impl", "none") in (None, "none"):
+        model.pop("cuda_graph_scope", None)
+    elif isinstance(model.get("cuda_graph_scope"), list):
+        model["cuda_graph_modules"] = model.pop("cuda_graph_scope")
+
+
+def _data(layer: dict[str, Any]) -> str:
+    """mock: Megatron generates it; recipe: the recipe names it."""
+    dataset = layer["dataset"]
+    return "recipe" if any(dataset.get(name) for name in ("blend", "blend_per_split", "data_path")) else "mock"
+
+
+def _tokenizer(layer: dict[str, Any], *, text_data: bool) -> None:
+    """A recipe's tokenizer counts for its own data. What tpi generates or prepares has token ids, no text."""
+    null = layer["tokenizer"].get("tokenizer_type") == "NullTokenizer"
+    if text_data or (_data(layer) == "mock" and not null):
+        del layer["tokenizer"]
+    elif null and "vocab_size" in layer["tokenizer"] and layer["model"].get("vocab_size"):
+        size = layer["tokenizer"]["vocab_size"]
+        layer["tokenizer"]["vocab_size"] = f"${{tpi.at_most:{size},${{model.vocab_size}}}}"
+
+
+def without_defaults(model: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a model but those that no rule reads and that have the default of the model's class.
+
+    An override can so take back what a recipe sets.
+    """
+    defaults = {field.name: _default(field) for field in dataclasses.fields(schema.bridge_class(model["_target_"]))}
+    stated = RULED | (_conf()["model"]).keys()
+    return {n: v for n, v in model.items() if n in stated or n not in defaults or v != _spelt(defaults[n])}
+
+
+def restore(container: ConfigContainer, recipe: Mapping[str, Any]) -> None:
+    """Put what a tree cannot hold into a container that was built of a tree.
+
+    recipe: the section of that name. Raises ConfigError: the recipe's file has changed since the run was composed.
+    """
+    if not recipe.get("kept"):
+        return
+    model = f"{recipe_source.PREFIX}{recipe['name']}"
+    again = recipe_source.call(model, recipe["hf_folder"])
+    if recipe_source.digest(model) != recipe["source"]:
+        raise ConfigError(f"{model}: its file is not the one that this run was composed of")
+    for path in recipe["kept"]:
+        section, _, name = path.rpartition(".")
+        holder, of = (getattr(container, section), getattr(again, section)) if section else (container, again)
+        setattr(holder, name, getattr(of, name))
+
+
+def problems(tree: Tree) -> list[str]:
+    """What keeps a recipe from being trained on the tree's device, or with its numerics, whatever its settings say."""
+    recipe, mode = tree.get("recipe"), tree["numerics"]["mode"]
+    if not recipe or "name" not in recipe:  # recipe.* of another model, which is refused elsewhere
+        return []
+    provider = tree["model"]["_target_"]
+    if tree["device"]["kind"] == "cpu" and provider not in schema.PROVIDERS:
+        return [f"device=cpu has no layers for Bridge's {provider.rpartition('.')[2]}; device=gpu"]
+    if mode == "stock":
+        return []
+    layers = [f"model.{name}" for name in SPECS if tree["model"].get(name) is not None]
+    return [
+        f"numerics={mode}: the recipe sets {path} to an object, and no rule says how that adds; leave it out of the "
+        f"recipe, or numerics=stock"
+        for path in dict.fromkeys((*recipe["kept"], *layers))
+    ]

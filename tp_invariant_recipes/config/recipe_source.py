@@ -1,0 +1,267 @@
+"""Find a recipe: a function that returns Megatron-Bridge's ConfigContainer, as `recipe=` names it.
+
+    recipe=qwen3_8b_pretrain_config        of megatron.bridge.recipes
+    recipe=my_package.my_module:function   of a module that can be imported
+    recipe=FILE.py:function                of a file
+
+Names are checked against a table first: an import of Bridge takes 10 to 20 s.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tp_invariant_recipes.config.nearest import nearest
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import bridge, needed
+from tp_invariant_recipes.host.quiet import quiet
+from tp_invariant_recipes.replacement import Replacement, applied
+
+PREFIX = "recipe="
+BRIDGE = "megatron.bridge.recipes"
+FORMS = f"recipe=NAME of {BRIDGE} (tpi models --bridge lists them), recipe=MODULE:FUNCTION or recipe=FILE.py:FUNCTION"
+
+NEEDS = "needs the Hugging Face configuration of"
+FILES = "tpi_recipe_"  # of the names that the files of recipes have as modules
+
+# What calls Hugging Face for a model's configuration. Bridge would try four times, seven seconds in all.
+_LOADER = "megatron.bridge.models.conversion.auto_bridge:safe_load_config_with_retry"
+_FOLDER = "megatron.bridge.models.conversion.auto_bridge:AutoBridge.from_hf_pretrained"
+_OFFLINE = "huggingface_hub.constants:HF_HUB_OFFLINE"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a recipe is defined.
+
+    module:   dotted name; None: in a file.
+    file:     absolute path; None: in a module.
+    function: its name there.
+    """
+
+    module: str | None
+    file: Path | None
+    function: str
+
+    def __str__(self) -> str:
+        where = f"{self.file or self.module}:"
+        return f"{'' if self.module == BRIDGE else where}{self.function}"
+
+
+def is_recipe(model: str) -> bool:
+    """Whether what stands for a model names a recipe."""
+    return model.startswith(PREFIX)
+
+
+def absolute(model: str | None) -> str | None:
+    """The same with the path of a recipe's file made absolute: a run is gone on with from anywhere.
+
+    What names no recipe, or none that could be read, stays as it is.
+    """
+    if model is None or not is_recipe(model):
+        return model
+    try:
+        return f"{PREFIX}{parse(model)}"
+    except ConfigError:
+        return model
+
+
+def parse(model: str) -> Source:
+    """Read `recipe=…`. Raises ConfigError: it has none of the three forms, or the file is not there."""
+    text = model.removeprefix(PREFIX).strip()
+    where, colon, function = text.rpartition(":")
+    if not colon:
+        if text.endswith(".py") or "/" in text:
+            raise ConfigError(f"{model}: which function of this file? recipe={text}:FUNCTION")
+        if not text.isidentifier():
+            raise ConfigError(f"{model}: names no function; {FORMS}")
+        return Source(BRIDGE, None, text)
+    if not function.isidentifier():
+        raise ConfigError(f"{model}: '{function}' is no name of a function; {FORMS}")
+    if where.endswith(".py") or "/" in where:
+        file = Path(where).expanduser().absolute()
+        if not file.is_file():
+            raise ConfigError(f"{model}: {'not a file' if file.exists() else 'there is no such file'}: {file}")
+        return Source(None, file, function)
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*", where):
+        raise ConfigError(f"{model}: '{where}' is neither a module nor a file that ends in .py; {FORMS}")
+    return Source(where, None, function)
+
+
+@functools.cache
+def names() -> tuple[str, ...]:
+    """The recipes of the Bridge in the locks, from a table; a test compares it with the installed Bridge."""
+    return tuple(json.loads(Path(__file__).with_name("bridge_recipes.json").read_text(encoding="utf-8")))
+
+
+def installed_names() -> tuple[str, ...]:
+    """The recipes of the installed Bridge: its functions that end in `_config`. Imports Bridge."""
+    bridge.load()
+    recipes = importlib.import_module(BRIDGE)
+    return tuple(sorted(n for n, f in vars(recipes).items() if n.endswith("_config") and inspect.isfunction(f)))
+
+
+def find(model: str) -> Callable[..., Any]:
+    """The function that `recipe=…` names. Imports Bridge, and the module or runs the file. Raises ConfigError."""
+    source = parse(model)
+    if not needed.there("megatron.bridge"):
+        raise ConfigError(needed.message(model, ["megatron-bridge"]))
+    # A misspelt name is said at once. A name that the table lacks may be one of a newer Bridge.
+    if source.module == BRIDGE and source.function not in names() and _close(source.function):
+        raise ConfigError(f"{model}: {BRIDGE} has no such recipe{nearest(source.function, names())}")
+    bridge.load()
+    module = _module(model, source)
+    found = getattr(module, source.function, None)
+    if found is None:
+        functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
+        known = installed_names() if source.module == BRIDGE else functions
+        raise ConfigError(
+            f"{model}: {source.file or source.module} has no such function"
+            f"{nearest(source.function, known) or '; tpi models --bridge lists those of Bridge'}"
+        )
+    if not callable(found):
+        raise ConfigError(f"{model}: {source.function} is no function but {type(found).__name__}")
+    return found
+
+
+def _close(name: str) -> bool:
+    return "did you mean" in nearest(name, names())
+
+
+def _module(model: str, source: Source) -> ModuleType:
+    """The module of a recipe. Raises ConfigError: it cannot be imported, in the words of what failed."""
+    try:
+        with quiet():
+            return _of_file(source.file) if source.file else importlib.import_module(str(source.module))
+    except Exception as error:  # another one's code may raise anything
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{source.module}.".startswith(f"{absent}."):
+            raise ConfigError(f"{model}: there is no module {absent} that Python finds (PYTHONPATH)") from error
+        where = source.file or source.module
+        raise ConfigError(f"{model}: {where} cannot be imported: {_said(error)}") from error
+
+
+@functools.cache
+def _of_file(file: Path) -> ModuleType:
+    """A file as a module. Its folder is on Python's path meanwhile, so that it can import its neighbours."""
+    name = f"{FILES}{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
+    spec = importlib.util.spec_from_file_location(name, str(file))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # a dataclass in it looks its module up there
+    sys.path.insert(0, str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(file.parent))
+    return module
+
+
+def call(model: str, hf_folder: str | None) -> Any:
+    """What the recipe returns: a ConfigContainer. Nothing is fetched from a network.
+
+    hf_folder: what stands for every Hugging Face model that the recipe names; None: the cache of Hugging Face.
+    Raises ConfigError: no such recipe, it raises, it returns something else, or a configuration is not on this machine.
+    """
+    function = find(model)
+    needs = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty and p.kind < 2]
+    if needs:
+        raise ConfigError(f"{model}: a recipe is called without arguments, and this function needs {', '.join(needs)}")
+    from megatron.bridge.training.config import ConfigContainer
+
+    asked: list[str] = []
+    try:
+        with quiet(), offline(hf_folder, asked):
+            container = function()
+    except Exception as error:  # another one's code may raise anything
+        if asked:
+            raise ConfigError(_to_fetch(model, asked[-1], hf_folder, error)) from error
+        raise ConfigError(f"{model}: the recipe raises {_said(error)}") from error
+    except SystemExit as error:
+        raise ConfigError(f"{model}: the recipe ends the program (status {error.code})") from error
+    if not isinstance(container, ConfigContainer):
+        raise ConfigError(f"{model}: a recipe returns a ConfigContainer, and this one returns {_kind(container)}")
+    return container
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _said(error: BaseException) -> str:
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__
+
+
+def _to_fetch(model: str, repository: str, hf_folder: str | None, error: Exception) -> str:
+    if hf_folder is not None:
+        return f"{model}: recipe.hf_folder={hf_folder} cannot be used as {repository}: {_said(error)}"
+    if Path(repository).expanduser().is_dir():
+        return f"{model}: the model in {repository} cannot be used: {_said(error)}"
+    return (
+        f"{model}: {NEEDS} {repository}, which is not in this machine's cache; where "
+        f"there is a network: hf download {repository} config.json (and set HF_HOME to the same cache here), or "
+        f"name a folder with its config.json: recipe.hf_folder=FOLDER"
+    )
+
+
+@contextmanager
+def offline(hf_folder: str | None, asked: list[str]) -> Iterator[None]:
+    """In the block, models of Hugging Face come from a folder or the cache.
+
+    asked: receives the name of each model whose configuration cannot be loaded.
+    """
+
+    def one_try(load: Callable[..., Any]) -> Callable[..., Any]:
+        def loaded(path: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(path, *args, **(kwargs | {"max_retries": 0}))
+            except Exception:
+                asked.append(names_now[-1] if names_now else str(path))
+                raise
+
+        return loaded
+
+    names_now: list[str] = []
+
+    def from_folder(original: Callable[..., Any]) -> Any:
+        def from_hf_pretrained(cls: type, path: Any, **kwargs: Any) -> Any:
+            names_now.append(str(path))
+            if hf_folder is not None:
+                kwargs.pop("revision", None)  # a folder has none
+            return original.__func__(cls, hf_folder or path, **kwargs)  # type: ignore[attr-defined]
+
+        return classmethod(from_hf_pretrained)
+
+    why = "a recipe resolves without a network, or says what to fetch"
+    with applied(
+        [
+            Replacement(_OFFLINE, lambda _: True, why),
+            Replacement(_LOADER, one_try, why),
+            Replacement(_FOLDER, from_folder, why),
+        ]
+    ):
+        yield
+
+
+def digest(model: str) -> str | None:
+    """The SHA-256 of the file that defines the recipe; None: it has none. Raises ConfigError."""
+    file = inspect.getsourcefile(inspect.unwrap(find(model)))
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
