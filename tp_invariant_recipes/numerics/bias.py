@@ -1,5 +1,6 @@
 """Biases of invariant linear layers. The layer adds its bias itself, since a later addition would sum the gradient."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +14,16 @@ from tp_invariant_recipes.numerics.partial_gradient import reduce_weight_gradien
 from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 
-def column_bias(y: Tensor, bias: Tensor) -> Tensor:
+def column_bias(y: Tensor, bias: Tensor, contexts: int = 1) -> Tensor:
     """y + bias for a bias split as the features are; every rank has all tokens.
 
-    y: [s, b, n/t]; bias: [n/t]. returns: y's shape and dtype.
+    y: [s, b, n/t]; bias: [n/t]; contexts: context shards that s consists of. returns: y's shape and dtype.
     """
-    return _ColumnBias.apply(y, bias)
+    return _ColumnBias.apply(y, bias, contexts)
 
 
 def row_bias(y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
-    """y + bias for a bias that every rank holds whole; its gradient is a tree sum over V sequence chunks.
+    """y + bias for a bias that every rank holds whole; its gradient is a tree sum over V chunks of each context shard.
 
     y: [s/t, b, n] with sequence parallelism, [s, b, n] without; bias: [n]. returns: y's shape and dtype.
     """
@@ -32,23 +33,24 @@ def row_bias(y: Tensor, bias: Tensor, mesh: VirtualMesh, sequence_parallel: bool
 class _ColumnBias(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, bias: Tensor, contexts: int) -> Tensor:
         ctx.save_for_backward(bias)
+        ctx.contexts = contexts
         return y + bias
 
     @staticmethod
     @outside_modes
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (bias,) = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
-            return gradients[0], None
-        leaves = token_sum(gradients[0].reshape(-1, bias.shape[0]), 1)
+            return gradients[0], None, None
+        leaves = token_sum(gradients[0].reshape(-1, bias.shape[0]), ctx.contexts)
+        return gradients[0], weight_gradient(bias, *(partial(_total, some) for some in leaves)), None
 
-        def compute(out: Tensor, add: bool) -> None:
-            total = tree_add(leaves, torch.empty_like(out))
-            out.add_(total) if add else out.copy_(total)
 
-        return gradients[0], weight_gradient(bias, compute)
+def _total(leaves: Tensor, out: Tensor, add: bool) -> None:
+    total = tree_add(leaves, torch.empty_like(out))
+    out.add_(total) if add else out.copy_(total)
 
 
 class _RowBias(torch.autograd.Function):
@@ -66,5 +68,5 @@ class _RowBias(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return gradients[0], None, None, None
         mesh, everywhere = ctx.mesh, not ctx.sequence_parallel
-        leaves = token_sum(gradients[0].reshape(-1, bias.shape[0]), mesh.shards if everywhere else mesh.local)
+        leaves = token_sum(gradients[0].reshape(-1, bias.shape[0]), mesh.chunks if everywhere else mesh.local_chunks)
         return gradients[0], reduce_weight_gradient(bias, leaves, mesh, everywhere), None, None

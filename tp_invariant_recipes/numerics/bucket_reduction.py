@@ -8,9 +8,14 @@ first. A buffer goes in pieces, so that memory does not grow with it:
     …
 
 While a piece is added, the next one is on its way. A ring's reduce-scatter moves the same bytes.
+
+With context shards (numerics/context_shards.py) a rank has n partials, one for each of its shards. The tree adds each
+shard over the data-parallel ranks, then the shards:
+
+    cp=2, dp=2, n=1    ranks are (dp 0, cp 0), (dp 0, cp 1), (dp 1, cp 0), (dp 1, cp 1): (a + c) + (b + d)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,58 +29,88 @@ PIECE = 2**24  # numbers that are on their way together; two pieces in fp32 take
 
 
 @torch.no_grad()
-def reduce_scatter(partial: Tensor, group: Any) -> None:
+def reduce_scatter(partials: Sequence[Tensor], group: Any, cp: int = 1, copies: int = 1) -> None:
     """Add all ranks' partials in tree order, for this rank's slice of them.
 
-    partial: [n] fp32, contiguous; the group's size, a power of two, divides n. Slice `rank` of it becomes the sum; the
-             other slices are undefined afterwards.
+    partials: [m] fp32 each, contiguous; the group's size, a power of two, divides m. Slice `rank` of the first becomes
+              the sum; the other slices are undefined afterwards.
+    cp:       ranks of the group that have different context shards of the same sequences.
+    copies:   consecutive ranks of the group with the same tokens, of which one has the gradient and the others zeros.
     """
     size, rank = group.size(), group.rank()
     if size == 1:
+        _add_here(partials)
         return
-    slices = partial.view(size, -1)
-    width = max(1, PIECE // size)
-    cuts = range(0, slices.shape[1], width)
-    for number, arrived in enumerate(_exchanged((slices[:, cut : cut + width] for cut in cuts), group)):
-        tree_add(arrived, slices[rank, number * width : (number + 1) * width])
+    slices = [partial.view(size, -1) for partial in partials]
+    width = max(1, PIECE // size // len(partials))
+    cuts = range(0, slices[0].shape[1], width)
+    pieces = ([one[:, cut : cut + width] for one in slices] for cut in cuts)
+    for number, arrived in enumerate(_exchanged(pieces, group)):
+        tree_add(_by_context(arrived, cp, copies), slices[0][rank, number * width : (number + 1) * width])
 
 
 @torch.no_grad()
-def all_reduce(partial: Tensor, group: Any) -> None:
-    """Add all ranks' partials in tree order, on every rank, in place.
+def all_reduce(partials: Sequence[Tensor], group: Any, cp: int = 1, copies: int = 1) -> None:
+    """Add all ranks' partials in tree order, on every rank. The first partial becomes the sum.
 
-    partial: [n] fp32, contiguous; the group's size is a power of two.
+    partials: [m] fp32 each, contiguous; the group's size is a power of two. cp, copies: as for `reduce_scatter`.
     """
-    size = group.size()
+    size, first = group.size(), partials[0]
     if size == 1:
+        _add_here(partials)
         return
-    whole = partial.numel() // size * size
-    pieces = list(partial[:whole].split(max(1, PIECE // size) * size)) if whole else []
-    if whole < partial.numel():
-        rest = partial.new_zeros(size)
-        rest[: partial.numel() - whole] = partial[whole:]
-        pieces.append(rest)
-    for piece, arrived in zip(pieces, _exchanged((p.view(size, -1) for p in pieces), group), strict=True):
-        mine = tree_add(arrived, piece.new_empty(piece.numel() // size))
-        dist.all_gather_into_tensor(piece, mine, group=group)
-    if whole < partial.numel():
-        partial[whole:] = pieces[-1][: partial.numel() - whole]
+    whole = first.numel() // size * size
+    width = max(1, PIECE // size // len(partials)) * size
+    split = [partial[:whole].split(width) if whole else () for partial in partials]
+    pieces = [[*some] for some in zip(*split, strict=True)]
+    if whole < first.numel():
+        rest = first.new_zeros(len(partials), size)
+        for row, partial in zip(rest, partials, strict=True):
+            row[: first.numel() - whole] = partial[whole:]
+        pieces.append([*rest])
+    viewed = ([one.view(size, -1) for one in some] for some in pieces)
+    for some, arrived in zip(pieces, _exchanged(viewed, group), strict=True):
+        mine = tree_add(_by_context(arrived, cp, copies), some[0].new_empty(some[0].numel() // size))
+        dist.all_gather_into_tensor(some[0], mine, group=group)
+    if whole < first.numel():
+        first[whole:] = pieces[-1][0][: first.numel() - whole]
 
 
-def _exchanged(pieces: Iterator[Tensor], group: Any) -> Iterator[Tensor]:
-    """Row `rank` of every rank's pieces: [size, c] for each [size, c] of this rank. One is on its way ahead."""
-    ahead: Moving | None = None
-    for piece in pieces:
-        following = _start(piece, group)
-        if ahead is not None:
-            yield ahead.arrived()
+def _add_here(partials: Sequence[Tensor]) -> None:
+    """The sum of a lone rank's context shards."""
+    sums = list(partials)
+    while len(sums) > 1:
+        for left, right in zip(sums[::2], sums[1::2], strict=True):
+            left.add_(right)
+        sums = sums[::2]
+
+
+def _by_context(arrived: Sequence[Tensor], cp: int, copies: int) -> Tensor:
+    """The leaves of the tree, by context shard, then data-parallel rank.
+
+    arrived: [dp · cp · copies, c] of each context shard of a rank. returns: [cp · n · dp · copies, c], contiguous.
+    """
+    if cp == 1 and len(arrived) == 1:
+        return arrived[0]
+    width = arrived[0].shape[1]
+    shards = torch.stack([one.view(-1, cp, copies, width) for one in arrived])
+    return shards.permute(2, 0, 1, 3, 4).reshape(-1, width)
+
+
+def _exchanged(pieces: Iterable[Sequence[Tensor]], group: Any) -> Iterator[list[Tensor]]:
+    """Row `rank` of every rank's pieces: [size, c] for each [size, c] of this rank. One list is on its way ahead."""
+    ahead: list[Moving] = []
+    for some in pieces:
+        following = [_start(piece, group) for piece in some]
+        if ahead:
+            yield [one.arrived() for one in ahead]
         ahead = following
-    if ahead is not None:
-        yield ahead.arrived()
+    if ahead:
+        yield [one.arrived() for one in ahead]
 
 
 def _start(piece: Tensor, group: Any) -> Moving:
     arrived = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
-    if piece.is_cuda and not piece.is_contiguous():  # NCCL takes the rows where they lie; Gloo takes no lists
+    if not piece.is_contiguous() and dist.get_backend(group) == "nccl":  # it takes the rows where they lie
         return Moving(arrived, dist.all_to_all([*arrived], [*piece], group=group, async_op=True))
     return Moving(arrived, dist.all_to_all_single(arrived, piece.contiguous(), group=group, async_op=True))

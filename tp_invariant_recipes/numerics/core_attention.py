@@ -1,5 +1,6 @@
 """Common base of Megatron-Core's two core attentions with the definition of numerics/attention.py."""
 
+import copy
 import os
 from abc import abstractmethod
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.attention import Core, attention
+from tp_invariant_recipes.numerics.head_exchange import HeadExchange
 from tp_invariant_recipes.numerics.layers import OnMesh
 
 # What selects a backend, or an algorithm of one, beside its operands and the module's own settings.
@@ -34,6 +36,10 @@ class CoreAttention(OnMesh, Core):
             wrong.append(f"model.softmax_type={config.softmax_type}")
         if wrong:
             raise ConfigError(f"{', '.join(wrong)}: attention has no invariant version with it; leave it unset")
+        self.exchange = _exchange(config)
+        if self.exchange.cp > 1:  # a launch has whole sequences, of some of the heads
+            config = copy.copy(config)
+            config.context_parallel_size = config.context_shards = 1
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
 
     def forward(
@@ -46,12 +52,17 @@ class CoreAttention(OnMesh, Core):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[s, b, heads/t, d] and two of [s, b, groups/t, d] → [s, b, heads/t · d]."""
+        """[s/cp, b, heads/t, d] and two of [s/cp, b, groups/t, d] → [s/cp, b, heads/t · d]."""
         if attention_bias is not None or packed_seq_params is not None:
             raise NotImplementedError("attention with a bias or packed sequences has no invariant version")
         if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] != 1:
             raise NotImplementedError("attention with a mask for every head has no invariant version")
-        return attention(self, query, key, value, (attention_mask, attn_mask_type), self.mesh.local)
+        if attention_mask is not None and self.exchange.shards > 1:
+            raise NotImplementedError("attention with a mask of its own has no invariant version with context shards")
+        heads, shards = query.shape[2], self.mesh.local // self.exchange.cp
+        query, key, value = map(self.exchange.to_heads, (query, key, value))
+        out = attention(self, query, key, value, (attention_mask, attn_mask_type), shards)
+        return self.exchange.to_tokens(out, heads)
 
     def kind(self, mask: Mask) -> tuple[Any, ...]:
         """All that tells launches on operands of one shape and dtype apart."""
@@ -82,6 +93,15 @@ class CoreAttention(OnMesh, Core):
     @abstractmethod
     def settings(self) -> tuple[Any, ...]:
         """What the module itself has settled when it was built: the factor of the scores, the window and so on."""
+
+
+def _exchange(config: Any) -> HeadExchange:
+    shards, cp = getattr(config, "context_shards", config.context_parallel_size), config.context_parallel_size
+    if cp == 1:
+        return HeadExchange(shards)
+    from megatron.core.parallel_state import get_context_parallel_group
+
+    return HeadExchange(shards, cp, get_context_parallel_group())
 
 
 def backend_in_force(model: Iterable[torch.nn.Module], length: int, batch: int) -> str | None:

@@ -1,7 +1,8 @@
 """Megatron's DistributedDataParallel with one order of additions for every number of data-parallel ranks.
 
-A step's gradient is a tree over D data shards (numerics/data_shards.py). dp decides only which rank computes which
-shards: a rank adds up its own, and the ranks' sums are added by the same tree (numerics/bucket_reduction.py).
+A step's gradient is a tree over C context shards (numerics/context_shards.py), and each of these a tree over D data
+shards (numerics/data_shards.py). cp and dp decide only which rank computes which shards: a rank adds up its own, and
+the ranks' sums are added by the same tree (numerics/bucket_reduction.py).
 
     a micro-batch's backward pass ends    ShardCounter.end_micro_batch
     a bucket's gradients are complete     _complete: norm weights, then the rank's shards, then what experts have of
@@ -20,15 +21,17 @@ from torch import Tensor
 
 from tp_invariant_recipes.numerics import bucket_reduction, experts, partial_gradient
 from tp_invariant_recipes.numerics.data_shards import ShardCounter
+from tp_invariant_recipes.numerics.weight_gradient import CONTEXTS
 
 _touched: dict[int, Any] = {}  # models that a backward pass has gradients for
 _streams: dict[Any, Any] = {}  # device -> the stream of its reductions
 
 
-def prepared(original: Callable[..., None], shards: int | None) -> Callable[..., None]:
+def prepared(original: Callable[..., None], shards: int | None, contexts: int) -> Callable[..., None]:
     """A replacement for DistributedDataParallel.__init__.
 
-    shards: D. None: as many as there are ranks, and Megatron's own factor of 1/dp stays where it is.
+    shards:   D. None: as many as there are ranks, and Megatron's own factor of 1/dp stays where it is.
+    contexts: C; gradients of the context shards of a rank are kept apart until they are summed over ranks.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,11 +47,30 @@ def prepared(original: Callable[..., None], shards: int | None) -> Callable[...,
                 self.shard_counter = counter
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.shard_counter = counter
-        for buffer in _buffers(self):
-            for bucket in buffer.buckets:
-                bucket.whole_buffer = buffer.grad_data
+        degrees = ("tensor_model", "context", "expert_model")
+        tp, cp, ep = (getattr(self.config, f"{name}_parallel_size") for name in degrees)
+        exchanging = min(cp, max(1, ep // tp))  # context-parallel ranks whose tokens an expert's owner gets
+        self.context_ranks = cp
+        for group in self.bucket_groups:
+            group.context_ranks = (cp, 1)
+        for group in self.expert_parallel_bucket_groups:
+            group.context_ranks = (cp // exchanging, max(1, tp // ep))
+        for buffer in self.buffers:
+            _keep_contexts_apart(buffer, contexts // cp)
+        for buffer in self.expert_parallel_buffers:
+            _keep_contexts_apart(buffer, contexts // cp * exchanging)
 
     return __init__
+
+
+def _keep_contexts_apart(buffer: Any, contexts: int) -> None:
+    """Give a buffer of gradients others of its shape, for context shards after the first, and weights their parts."""
+    buffer.context_data = [torch.zeros_like(buffer.grad_data) for _ in range(contexts - 1)]
+    for weight, (start, end, *_) in buffer.param_index_map.items():
+        parts = [data[start:end].view(weight.main_grad.shape) for data in buffer.context_data]
+        setattr(weight, CONTEXTS, parts)
+    for bucket in buffer.buckets:
+        bucket.buffers = (buffer.grad_data, *buffer.context_data)
 
 
 def _micro_batches() -> int:
@@ -63,7 +85,7 @@ def _buffers(model: Any) -> list[Any]:
 
 def _gradients(model: Any) -> list[Tensor]:
     """All that backward passes add to."""
-    found = [buffer.grad_data for buffer in _buffers(model)]
+    found = [data for buffer in _buffers(model) for data in (buffer.grad_data, *buffer.context_data)]
     for weight in model.params_with_grad:
         found += getattr(weight, experts.LATER, ())
         if getattr(weight, "lookup_gradient", None) is not None:
@@ -110,7 +132,8 @@ def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement for megatron.core.pipeline_parallel.schedules.forward_step_calc_loss.
 
     Megatron divides a loss by this rank's micro-batches, and the gradients by the ranks. One division by the product
-    has the same rounding for every dp, also where a gradient is subnormal.
+    has the same rounding for every dp, also where a gradient is subnormal. The ranks of a context-parallel group share
+    sequences, and their tokens were counted together (numerics/context_parallel.py).
     """
 
     def forward_step_calc_loss(
@@ -126,10 +149,16 @@ def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         from megatron.core import parallel_state
 
-        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        ranks = parallel_state.get_data_parallel_world_size()
+        # A load-balancing loss is that of all ranks' tokens too: not to be multiplied by cp.
+        rest, more = (rest[0], rest[1] and 1, *rest[2:]) if len(rest) > 1 else rest, _of_one_rank(more)
         return original(model, output, loss_func, config, vp_stage, collect, num * ranks, *rest, **more)
 
     return forward_step_calc_loss
+
+
+def _of_one_rank(more: dict[str, Any]) -> dict[str, Any]:
+    return more | {"cp_group_size": 1} if more.get("cp_group_size") else more
 
 
 def tree_over_ranks(original: Callable[..., None]) -> Callable[..., None]:
@@ -141,11 +170,9 @@ def tree_over_ranks(original: Callable[..., None]) -> Callable[..., None]:
         if self.grad_reduce_handle is not None:
             raise RuntimeError("a bucket is being reduced already")
         _complete(self)
-        config = self.ddp_config
+        config, ranks = self.ddp_config, getattr(self, "context_ranks", (1, 1))
         if config.check_for_nan_in_grad or config.check_for_large_grads:
-            self.check_grads(
-                check_for_nan_or_inf=config.check_for_nan_in_grad, check_for_large=config.check_for_large_grads
-            )
+            _check(self)
         scatter = config.use_distributed_optimizer and not force_all_reduce
         group = (
             self.intra_distributed_optimizer_instance_group
@@ -155,18 +182,39 @@ def tree_over_ranks(original: Callable[..., None]) -> Callable[..., None]:
         reduce = bucket_reduction.reduce_scatter if scatter else bucket_reduction.all_reduce
         if not config.overlap_grad_reduce:
             for bucket in self.buckets:
-                reduce(bucket.grad_data, group)
+                reduce(_of_contexts(bucket), group, *ranks)
             return
         stream = _stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for bucket in self.buckets:
-                reduce(bucket.grad_data, group)
+                reduce(_of_contexts(bucket), group, *ranks)
             done = torch.cuda.Event()
             done.record()
         self.grad_reduce_handle = _Reduced(done)
 
     return start_grad_sync
+
+
+def _of_contexts(bucket: Any) -> list[Tensor]:
+    """A bucket's gradients of each context shard of this rank; they begin with `bucket.grad_data`."""
+    start, stop = bucket.offset, bucket.offset + bucket.grad_data.numel()
+    return [bucket.grad_data, *(data[start:stop] for data in getattr(bucket, "buffers", ())[1:])]
+
+
+def _check(group: Any) -> None:
+    """Megatron's check of a group's gradients, of each context shard."""
+    config, kept = group.ddp_config, [bucket.grad_data for bucket in group.buckets]
+    try:
+        for some in zip(*map(_of_contexts, group.buckets), strict=True):
+            for bucket, gradients in zip(group.buckets, some, strict=True):
+                bucket.grad_data = gradients
+            group.check_grads(
+                check_for_nan_or_inf=config.check_for_nan_in_grad, check_for_large=config.check_for_large_grads
+            )
+    finally:
+        for bucket, gradients in zip(group.buckets, kept, strict=True):
+            bucket.grad_data = gradients
 
 
 class _Reduced:
@@ -195,13 +243,14 @@ def _complete(group: Any) -> None:
     for bucket in group.buckets:
         later = [weight for weight in bucket.params_list if getattr(weight, experts.LATER, ())]
         if counter is not None and counter.shards > 1:
-            start = bucket.offset
-            counter.finish(bucket.whole_buffer, slice(start, start + bucket.grad_data.numel()))
+            part = slice(bucket.offset, bucket.offset + bucket.grad_data.numel())
+            for data in bucket.buffers:
+                counter.finish(data, part)
             for source in (source for weight in later for source in getattr(weight, experts.LATER)):
                 counter.finish(source)
         factor = bucket.gradient_scaling_factor
         if factor != 1.0:
-            bucket.grad_data.mul_(factor)
+            torch._foreach_mul_(_of_contexts(bucket), factor)
         for weight in later:
             experts.add_later_sources(weight, factor)
 
@@ -214,6 +263,8 @@ def restarting(original: Callable[..., Any]) -> Callable[..., Any]:
         for weight in self.module.parameters():
             if getattr(weight, "lookup_gradient", None) is not None:
                 _add_lookups(self, weight)
+        for data in (data for buffer in _buffers(self) for data in buffer.context_data):
+            data.zero_()
         self.shard_counter.restart()
         return result
 
@@ -229,8 +280,8 @@ def _add_lookups(model: Any, weight: Any) -> None:
     factor = model.buffers[0].buckets[0].gradient_scaling_factor
     if factor != 1.0:
         lookups.mul_(factor)
-    bucket_reduction.all_reduce(lookups.view(-1), model.dp_cp_group)
-    weight.main_grad.add_(lookups)
+    bucket_reduction.all_reduce([*lookups.flatten(1)], model.dp_cp_group, model.context_ranks)
+    weight.main_grad.add_(lookups[0])
     lookups.zero_()
 
 

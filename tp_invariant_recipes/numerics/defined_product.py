@@ -16,12 +16,12 @@ from tp_invariant_recipes.numerics.shard_operands import Parts
 
 @dataclass(frozen=True)
 class Way:
-    """A way to compute the defined product of bf16 operands.
+    """A kernel or library that computes the defined product of bf16 operands.
 
     device:   what torch calls its device.
     compute:  [m, k] and [k, n] → [m, n] fp32.
     offered:  whether runs may use it.
-    evidence: why it is believed to be the defined sum.
+    evidence: why it is believed to compute the defined sum, and where it is known not to.
     """
 
     name: str
@@ -43,13 +43,50 @@ def _by_fixed_tiles(a: Tensor, b: Tensor) -> Tensor:
     return fixed_tile_product(a, b, torch.empty(a.shape[0], b.shape[1], device=a.device))
 
 
+def _by_grouped_tiles(a: Tensor, b: Tensor) -> Tensor:
+    from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product
+
+    rows = Groups((len(a),), torch.tensor([len(a)], device=a.device))
+    out = torch.empty(a.shape[0], b.shape[1], device=a.device)
+    grouped_product(a.contiguous(), [b.contiguous()], out, rows, transposed=False)
+    return out
+
+
+def _by_cublas(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+# The product itself is stated in kernels/tensor_core_sum.py, and nowhere else.
 WAYS = (
-    Way("numba", "cpu", _by_numba, True, "every bit of 46 recorded cases, checked at the start of every run"),
     Way(
-        "fixed tiles", "cuda", _by_fixed_tiles, False, "every bit of the recorded cases on an H200; no other was tried"
+        "numba",
+        "cpu",
+        _by_numba,
+        True,
+        "all bits of the 40 recorded bf16 cases; the first rows of 39 of them before every run",
     ),
-    # A library's product belongs here where a probe with operands that cancel agrees with the fixed tiles on the GPU
-    # at hand (numerics/probe_operands.py). cuBLAS did for every linear layer of Qwen3-8B on an H200.
+    Way(
+        "fixed tiles",
+        "cuda",
+        _by_fixed_tiles,
+        False,
+        "all bits of the 40 recorded bf16 cases on an H200; `tpi conformance` repeats it on any GPU",
+    ),
+    Way(
+        "grouped tiles",
+        "cuda",
+        _by_grouped_tiles,
+        False,
+        "the same tile and order of k as fixed tiles; nothing has compared it with the recorded cases yet",
+    ),
+    Way(
+        "cuBLAS",
+        "cuda",
+        _by_cublas,
+        False,
+        "42 shapes of Qwen3-8B on an H200, all bits of fixed tiles; other bits where it splits k (64 × 32768 × 64), so "
+        "only where a probe with operands that cancel agrees with fixed tiles",
+    ),
 )
 
 

@@ -18,6 +18,7 @@ each summed over all data shards before they are added.
 Megatron adds the two in turns at pp=1.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,35 +29,43 @@ from tp_invariant_recipes.kernels.row_add import add_rows
 from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 
-def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None) -> Tensor:
+def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int = 1) -> Tensor:
     """weight[ids], and zeros for the tokens whose rows other ranks have.
 
     weight: [rows, h]; ids: [b, s] int64, rows of `weight`; elsewhere: [b, s] bool, ids of no row here; None: none.
+    contexts: context shards that s consists of.
     returns: [b, s, h] of weight's dtype.
     """
-    return _Lookup.apply(weight, ids if elsewhere is None else ids.masked_fill(elsewhere, -1), elsewhere)
+    return _Lookup.apply(weight, ids if elsewhere is None else ids.masked_fill(elsewhere, -1), elsewhere, contexts)
 
 
 class _Lookup(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, elsewhere: Tensor | None) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int) -> Tensor:
         ctx.save_for_backward(weight, ids)
+        ctx.contexts = contexts
         if elsewhere is None:
             return weight[ids]
         return weight[ids.clamp(min=0)].masked_fill_(elsewhere.unsqueeze(-1), 0.0)
 
     @staticmethod
     @outside_modes
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
         weight, ids = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
-            return None, None, None
-        rows, at = gradients[0].reshape(-1, weight.shape[1]).contiguous(), ids.reshape(-1)
+            return None, None, None, None
+        parts = zip(gradients[0].chunk(ctx.contexts, 1), ids.chunk(ctx.contexts, 1), strict=True)
+        looked_up = [(some.reshape(-1, weight.shape[1]).contiguous(), at.reshape(-1)) for some, at in parts]
         if _shares_main_grad(weight):
-            add_rows(rows, at, _lookup_gradient(weight))
-            return None, None, None  # autograd has the output layer's stand-in for this weight
-        return weight_gradient(weight, lambda out, add: add_rows(rows, at, out if add else out.zero_())), None, None
+            for (rows, at), out in zip(looked_up, _lookup_gradient(weight, ctx.contexts), strict=True):
+                add_rows(rows, at, out)
+            return None, None, None, None  # autograd has the output layer's stand-in for this weight
+        return weight_gradient(weight, *(partial(_add, rows, at) for rows, at in looked_up)), None, None, None
+
+
+def _add(rows: Tensor, at: Tensor, out: Tensor, add: bool) -> None:
+    add_rows(rows, at, out if add else out.zero_())
 
 
 def _shares_main_grad(weight: Any) -> bool:
@@ -64,7 +73,8 @@ def _shares_main_grad(weight: Any) -> bool:
     return getattr(weight, "zero_out_wgrad", False) and getattr(weight, "main_grad", None) is not None
 
 
-def _lookup_gradient(weight: Any) -> Tensor:
+def _lookup_gradient(weight: Any, contexts: int) -> Tensor:
+    """[contexts, rows, h] fp32."""
     if getattr(weight, "lookup_gradient", None) is None:
-        weight.lookup_gradient = torch.zeros_like(weight.main_grad)
+        weight.lookup_gradient = weight.main_grad.new_zeros(contexts, *weight.main_grad.shape)
     return weight.lookup_gradient

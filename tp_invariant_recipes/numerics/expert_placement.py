@@ -21,11 +21,13 @@ class Owners:
     Ranks of one tensor-parallel group hold slices of the same sequences. With ep < tp several of them hold an expert's
     weights; only one, the owner, computes with them, so that it sees the expert's tokens of the whole micro-batch. The
     others have zeros for its weight gradient, so Megatron's sum over expert-data-parallel ranks does not change it.
-    With ep > tp an owner also gets tokens of other data-parallel ranks, and keeps these sources separate.
+    With ep > tp an owner also gets tokens of other context-parallel or data-parallel ranks. It keeps the tokens of each
+    context shard of each data-parallel rank separate: its sources.
 
     experts: E, of the layer. size: ranks that share tokens, max(tp, ep). ep: ranks that share the layer's weights.
     rank:    this rank's place in `group`, which is None when size is 1.
-    sources: number of data-parallel ranks whose tokens an owner gets.
+    sources: parts of the tokens that an owner gets: context shards, of one data-parallel rank after the other.
+    parts:   context shards, whole or in part, that the tokens of one rank belong to, an equal number to each.
     """
 
     experts: int
@@ -34,15 +36,20 @@ class Owners:
     rank: int = 0
     sources: int = 1
     group: Any = None
+    parts: int = 1
 
     @classmethod
-    def of(cls, experts: int, tp: Any, ep: Any) -> "Owners":
-        """Owners by Megatron's tensor-parallel and expert-parallel process groups; expert tensor parallelism is 1."""
+    def of(cls, experts: int, tp: Any, ep: Any, contexts: int = 1) -> "Owners":
+        """Owners by Megatron's tensor-parallel and expert-parallel process groups; expert tensor parallelism is 1.
+
+        contexts: context shards of the tokens of a tensor-parallel group.
+        """
         size = max(tp.size(), ep.size())
         if not fits(experts, tp.size(), ep.size()):
             raise ConfigError(f"tp={tp.size()} and ep={ep.size()}: one must divide the other, both {experts} experts")
         group = tp if tp.size() >= ep.size() else ep
-        return cls(experts, size, ep.size(), group.rank(), size // tp.size(), group if size > 1 else None)
+        sources, parts = size // tp.size() * contexts, max(1, contexts // tp.size())
+        return cls(experts, size, ep.size(), group.rank(), sources, group if size > 1 else None, parts)
 
     @property
     def each(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.numerics import gather, portable_linear, tree_linear
 from tp_invariant_recipes.numerics.bias import column_bias, row_bias
+from tp_invariant_recipes.numerics.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.norm import NormShards, kernels_of, rms_norm
 from tp_invariant_recipes.numerics.product import Parts
@@ -68,7 +69,7 @@ class OnMesh:
     @cached_property
     def mesh(self) -> VirtualMesh:
         """Looked up once, when the layer first runs."""
-        return VirtualMesh.of(self.config.virtual_shards, self.mesh_group())
+        return VirtualMesh.of(self.config.virtual_shards, self.mesh_group(), of_a_rank(self.config))
 
     def mesh_group(self) -> Any:
         """Its process group: tp_group of Megatron-Core's local layers, _tp_group of its Transformer Engine wrappers."""
@@ -84,7 +85,7 @@ class ColumnForward(OnMesh):
         """[s/t or s, b, k] → [s, b, n/t]."""
         strategy = STRATEGIES[self.config.invariant_mode]
         y = strategy.column_parallel(x, weight, self.mesh, self.segments, self.config.sequence_parallel)
-        return y if bias is None else column_bias(y, bias)
+        return y if bias is None else column_bias(y, bias, self.mesh.contexts)
 
 
 class RowForward(OnMesh):

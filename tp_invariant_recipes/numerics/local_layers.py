@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
+from tp_invariant_recipes.numerics.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.core_attention import CoreAttention, Mask
 from tp_invariant_recipes.numerics.embedding import lookup
 from tp_invariant_recipes.numerics.layers import ColumnForward, HeadNormForward, NormForward, RowForward, segments_of
@@ -47,7 +48,7 @@ class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
         if self.tp_group.size() > 1:
             elsewhere = (input_ < self.vocab_start_index) | (input_ >= self.vocab_end_index)
             ids = input_ - self.vocab_start_index
-        found = lookup(self.weight, ids, elsewhere)
+        found = lookup(self.weight, ids, elsewhere, of_a_rank(self.config))
         if self.reduce_scatter_embeddings:
             found = found.transpose(0, 1).contiguous()
             return reduce_scatter_to_sequence_parallel_region(found, group=self.tp_group) + 0.0

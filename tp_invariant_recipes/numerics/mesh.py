@@ -10,12 +10,14 @@ class VirtualMesh:
 
     shards: V, a power of two. size: t, a divisor of V. rank: this rank's place in 0..t-1.
     group:  the ranks' torch.distributed process group; None when t is 1.
+    contexts: C/cp, the context shards whose tokens the ranks hold, one after the other (numerics/context_shards.py).
     """
 
     shards: int
     size: int
     rank: int
     group: Any = None
+    contexts: int = 1
 
     def __post_init__(self) -> None:
         if self.shards < 1 or self.shards & (self.shards - 1):
@@ -26,12 +28,22 @@ class VirtualMesh:
             raise ValueError(f"rank {self.rank} is not one of {self.size}")
 
     @classmethod
-    def of(cls, shards: int, group: Any) -> "VirtualMesh":
+    def of(cls, shards: int, group: Any, contexts: int = 1) -> "VirtualMesh":
         """The mesh of a tensor-parallel process group."""
         size = group.size()
-        return cls(shards, size, group.rank(), group if size > 1 else None)
+        return cls(shards, size, group.rank(), group if size > 1 else None, contexts)
 
     @property
     def local(self) -> int:
         """The number of shards of one rank, V/t."""
         return self.shards // self.size
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the tokens that the ranks hold together: V of each context shard."""
+        return self.shards * self.contexts
+
+    @property
+    def local_chunks(self) -> int:
+        """Those of one rank's slice of the tokens."""
+        return self.local * self.contexts

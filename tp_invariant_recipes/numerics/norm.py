@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from tp_invariant_recipes.numerics.context_shards import each_context
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.partial_gradient import reduce_weight_gradient
 
@@ -16,8 +17,8 @@ from tp_invariant_recipes.numerics.partial_gradient import reduce_weight_gradien
 class NormShards(Enum):
     """The division of the rows into V shards, and this rank's part of them.
 
-    SEQUENCE_WHOLE: V chunks of the sequence; x is [s, b, h], all of them, on every rank.
-    SEQUENCE_SLICE: the same chunks; x is [s/t, b, h], this rank's V/t.
+    SEQUENCE_WHOLE: V chunks of each context shard; x is [s, b, h], all of them, on every rank.
+    SEQUENCE_SLICE: the same chunks; x is [s/t, b, h], this rank's part of them.
     HEADS:          V groups of consecutive heads; x is [s, b, heads/t, d], this rank's V/t.
     """
 
@@ -64,7 +65,7 @@ def rms_norm(
 def _check(x: Tensor, mesh: VirtualMesh, shards_of: NormShards) -> None:
     dim, what = (-2, "heads") if shards_of is NormShards.HEADS else (0, "positions")
     whole = x.shape[dim] if shards_of is NormShards.SEQUENCE_WHOLE else x.shape[dim] * mesh.size
-    if whole % mesh.shards:
+    if whole % (mesh.shards if shards_of is NormShards.HEADS else mesh.chunks):
         raise ValueError(f"{mesh.shards} virtual shards do not divide the norm's {whole} {what}")
 
 
@@ -90,10 +91,14 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight, scale = ctx.saved_tensors
         mesh, shards_of = ctx.mesh, ctx.shards_of
-        everywhere = shards_of is NormShards.SEQUENCE_WHOLE
-        dx, leaves = ctx.kernels.backward(
-            _rows(gradients[0], shards_of), _rows(x, shards_of), weight, scale,
-            mesh.shards if everywhere else mesh.local, shards_of is NormShards.HEADS,
-        )  # fmt: skip
-        dw = reduce_weight_gradient(weight, leaves, mesh, everywhere) if ctx.needs_input_grad[1] else None
+        everywhere, by_heads = shards_of is NormShards.SEQUENCE_WHOLE, shards_of is NormShards.HEADS
+        dy, rows = _rows(gradients[0], shards_of), _rows(x, shards_of)
+        if by_heads:
+            parts = each_context(mesh, dy, rows, scale)
+            found = [ctx.kernels.backward(d, r, weight, s, mesh.local, True) for d, r, s in parts]
+            dx, leaves = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
+        else:
+            chunks = mesh.chunks if everywhere else mesh.local_chunks
+            dx, leaves = ctx.kernels.backward(dy, rows, weight, scale, chunks, False)
+        dw = reduce_weight_gradient(weight, leaves, mesh, everywhere, by_heads) if ctx.needs_input_grad[1] else None
         return dx.view(x.shape) if ctx.needs_input_grad[0] else None, dw, None, None, None, None

@@ -12,35 +12,45 @@ from torch import Tensor
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.tree import tree_all_reduce, tree_sum
-from tp_invariant_recipes.numerics.weight_gradient import added_to_main_grad
+from tp_invariant_recipes.numerics.tree import all_gather, tree_sum
+from tp_invariant_recipes.numerics.weight_gradient import added_to_main_grad, gradients_of
 
 
 class _Waiting(NamedTuple):
-    """A parameter and its leaves, [V/t, L, size] fp32, or [V, L, size] if `everywhere`."""
+    """A parameter, and the rest as of `reduce_weight_gradient`."""
 
     weight: Tensor
     leaves: Tensor
     mesh: VirtualMesh
     everywhere: bool
+    by_heads: bool
+
+    @property
+    def kind(self) -> tuple[bool, bool, int, int]:
+        """What parameters that are summed together have in common."""
+        return self.everywhere, self.by_heads and self.mesh.contexts > 1, self.mesh.shards, self.mesh.contexts
 
 
 # By backward pass: a failed pass leaves its entries behind, and no other pass may use them.
 _waiting: dict[int, list[_Waiting]] = {}
 
 
-def reduce_weight_gradient(weight: Tensor, leaves: Tensor, mesh: VirtualMesh, everywhere: bool) -> Tensor:
+def reduce_weight_gradient(
+    weight: Tensor, leaves: Tensor, mesh: VirtualMesh, everywhere: bool, by_heads: bool = False
+) -> Tensor:
     """The tensor that a backward pass returns to autograd for `weight`.
 
-    leaves:     [V/t, L, size] fp32, of each of this rank's shards L parts in order; [V, L, size] if `everywhere`.
+    leaves:     [n · V/t, L, size] fp32, of each of this rank's chunks of tokens L parts in order; [n · V, L, size] if
+                `everywhere`. n: the context shards that the ranks hold, each of V chunks (`mesh.contexts`).
     everywhere: every rank has the partials of all shards, and Megatron does not sum the ranks' gradients. Otherwise
                 Megatron sums them, so rank 0 has the sum and the others zeros.
+    by_heads:   the shards are groups of heads instead: [n · V/t, L, size] has V/t groups for each context shard.
 
     With `weight.main_grad` (Megatron's fp32 buffer) the sum is added there when the backward pass ends; without it,
     it is made and returned at once. Either is a collective.
     """
     if getattr(weight, "main_grad", None) is None:
-        total = _total(_sums([leaves]), mesh, everywhere)
+        total = tree_sum(_total(_sums([leaves]), mesh, everywhere, by_heads))
         if mesh.rank and not everywhere:
             total = torch.zeros_like(total)
         # + 0.0: where Megatron adds the other ranks' zeros, -0.0 becomes 0.0; so it must at t = 1.
@@ -49,7 +59,7 @@ def reduce_weight_gradient(weight: Tensor, leaves: Tensor, mesh: VirtualMesh, ev
     if backward not in _waiting:
         _waiting[backward] = []
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _finish(backward))
-    _waiting[backward].append(_Waiting(weight, leaves, mesh, everywhere))
+    _waiting[backward].append(_Waiting(weight, leaves, mesh, everywhere, by_heads))
     return added_to_main_grad(weight)
 
 
@@ -72,17 +82,21 @@ def forget() -> None:
 def _finish(backward: int) -> None:
     """One tree for the parameters whose leaves have one shape, then one all-gather for all that are alike."""
     waiting = _waiting.pop(backward, [])
-    for everywhere, shards in sorted({(w.everywhere, w.mesh.shards) for w in waiting}):
-        alike = [w for w in waiting if (w.everywhere, w.mesh.shards) == (everywhere, shards)]
+    for kind in sorted({w.kind for w in waiting}):
+        alike = [w for w in waiting if w.kind == kind]
+        everywhere, by_heads, *_ = kind
         alike.sort(key=lambda w: w.leaves.shape[1])  # stable: the order is the same on every rank
         mesh = alike[0].mesh
         counts = sorted({w.leaves.shape[1] for w in alike})
         sums = torch.cat([_sums([w.leaves for w in alike if w.leaves.shape[1] == count]) for count in counts], 1)
-        total = _total(sums, mesh, everywhere)
+        totals = _total(sums, mesh, everywhere, by_heads)
         if everywhere or mesh.rank == 0:
-            parts = total.split([w.leaves.shape[2] for w in alike])
-            gradients = [w.weight.main_grad for w in alike]  # type: ignore[attr-defined]
-            torch._foreach_add_(gradients, [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)])
+            of_contexts = zip(*(gradients_of(w.weight) for w in alike), strict=True)
+            for total, gradients in zip(totals, of_contexts, strict=True):
+                parts = total.split([w.leaves.shape[2] for w in alike])
+                torch._foreach_add_(
+                    list(gradients), [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)]
+                )
 
 
 def _sums(leaves: list[Tensor]) -> Tensor:
@@ -91,5 +105,19 @@ def _sums(leaves: list[Tensor]) -> Tensor:
     return tree_add(together, together.new_empty(together.shape[0], together.shape[2]), together.shape[0])
 
 
-def _total(sums: Tensor, mesh: VirtualMesh, everywhere: bool) -> Tensor:
-    return tree_sum(sums) if everywhere else tree_all_reduce(sums, mesh, torch.float32)
+def _total(sums: Tensor, mesh: VirtualMesh, everywhere: bool, by_heads: bool) -> Tensor:
+    """[k, size] of this rank's k chunks → [n, size]: the sum of all ranks' chunks, of each context shard."""
+    n = mesh.contexts
+    if everywhere or mesh.size == 1:
+        return _folded(sums, n)
+    # A rank's chunks of the tokens are whole context shards or a part of one; of heads it has a part of each shard.
+    nodes = _folded(sums, n if by_heads else max(1, n // mesh.size))
+    gathered = all_gather(nodes, mesh)
+    if by_heads and n > 1:
+        gathered = gathered.view(mesh.size, n, -1).transpose(0, 1).contiguous()
+    return _folded(gathered.view(-1, sums.shape[1]), n)
+
+
+def _folded(nodes: Tensor, groups: int) -> Tensor:
+    """[groups · m, size] → [groups, size]: m neighbours are added as a tree."""
+    return tree_add(nodes, nodes.new_empty(groups, nodes.shape[1]), groups)

@@ -6,6 +6,8 @@ it; ledgers of two versions are not promised to be equal.
 """
 
 import hashlib
+import platform
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -16,36 +18,61 @@ from tp_invariant_recipes.errors import RunError
 DEFINITION = 1
 # SHA-256 of the bits of exp, log, sigmoid and rsqrt for the numbers of `samples`.
 FUNCTIONS = "846d22461f784babf1b0e91afdaa81327c9c205d8f7b2a89c1190e3a4aa354e2"
-LONGEST = 4096  # of the recorded cases' k; longer ones take too long at every start, tests have them
+# Of the recorded cases at every start: the longest k, and how many rows of each, which do not depend on the others.
+# Tests compare all of them.
+LONGEST, ROWS = 4096, 16
+NAMED = 2  # differing cases in the message
 
 
 @cache
-def require_conformance() -> None:
-    """Compute recorded cases as a run would, once a process. Raises RunError where a bit differs: with the case."""
+def require_conformance(gpu: int | None = None) -> None:
+    """Compute recorded cases as a run would, once a process and device. `scripts/conformance-time` measures it.
+
+    gpu: index of the GPU that the run computes on; None: the CPU.
+    raises RunError: a bit differs; the message names the device, the cases and the bits.
+    """
+    different = differences(gpu)
+    if different:
+        more = f"; and {len(different) - NAMED} more" if len(different) > NAMED else ""
+        raise RunError(
+            f"numerics=portable: {named(gpu)} computes other bits than the definition, so the run's ledger would hold "
+            f"for such machines only: {'; '.join(different[:NAMED])}{more}; or numerics=tree"
+        )
+
+
+def differences(gpu: int | None) -> list[str]:
+    """What a device computes in another way: a line a recorded case, with its bits; empty: nothing."""
     from tp_invariant_recipes.numerics import conformance
     from tp_invariant_recipes.numerics.defined_product import way
 
     recording = conformance.read()
-    cases = tuple(case for case in recording.cases if case.a.dtype == torch.bfloat16 and case.a.shape[1] <= LONGEST)
-    found = conformance.differences(conformance.Recording(recording.gpu, cases), way("cpu").compute)
-    different = [str(one) for one in found]
-    if functions() != FUNCTIONS:
-        different.append("exp, log, sigmoid or rsqrt: other bits than those of kernels/ieee_math.py")
-    if different:
-        more = f"; and {len(different) - 2} more" if len(different) > 2 else ""
-        raise RunError(
-            "numerics=portable: this CPU computes other bits than the definition, so the run's ledger would hold for "
-            f"this machine only: {'; '.join(different[:2])}{more}; or numerics=tree"
-        )
+    cases = tuple(
+        replace(case, a=case.a[:ROWS], bits=case.bits[:ROWS])
+        for case in recording.cases
+        if case.a.dtype == torch.bfloat16 and case.a.shape[1] <= LONGEST
+    )
+    product = way("cpu").compute if gpu is None else conformance.on_gpu(gpu)
+    found = [str(one) for one in conformance.differences(conformance.Recording(recording.gpu, cases), product)]
+    if functions(gpu) != FUNCTIONS:
+        found.append("exp, log, sigmoid or rsqrt: other bits than those of kernels/ieee_math.py")
+    return found
 
 
-def functions() -> str:
+def named(gpu: int | None) -> str:
+    """The device in a message."""
+    if gpu is None:
+        return f"this CPU ({platform.machine()})"
+    properties = torch.cuda.get_device_properties(gpu)
+    return f"GPU {gpu} ({properties.name}, sm_{properties.major}{properties.minor})"
+
+
+def functions(gpu: int | None = None) -> str:
     """The hash that FUNCTIONS must be."""
     from tp_invariant_recipes.kernels import ieee_samples
 
-    values = ieee_samples.values(samples())
-    bits = np.where(np.isnan(values), np.uint32(0x7FFFFFFF), values.view(np.uint32))
-    return hashlib.sha256(bits.tobytes()).hexdigest()
+    numbers = torch.from_numpy(samples())
+    values = ieee_samples.values(numbers if gpu is None else numbers.cuda(gpu)).cpu().numpy()
+    return hashlib.sha256(values.tobytes()).hexdigest()
 
 
 def samples() -> np.ndarray:

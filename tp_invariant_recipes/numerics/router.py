@@ -4,6 +4,7 @@ Everything else is row by row. Expert capacity counts a virtual shard's tokens, 
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ DTYPES = {None: None, "fp32": torch.float32}
 
 
 class InvariantTopKRouter(OnMesh, TopKRouter):
-    """Chooses the experts of each token."""
+    """Chooses the experts of each token. products: what multiplies, as numerics/product.py does."""
+
+    products = staticmethod(product)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.capacity = config.moe_expert_capacity_factor, config.moe_token_drop_policy
@@ -37,11 +40,13 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
 
     def gating(self, input: Tensor) -> Tensor:
         """[s/t, b, h] → logits [s/t, b, E]. Raises ConfigError: on a CPU a shard's logits must be whole vectors."""
-        each = input.shape[0] // self.mesh.local * self.config.num_moe_experts
+        each = input.shape[0] // self.mesh.local_chunks * self.config.num_moe_experts
         if not input.is_cuda and each % VECTORS:
-            raise ConfigError(f"on a CPU seq / V * model.num_moe_experts must be a multiple of {VECTORS}, not {each}")
+            raise ConfigError(
+                f"on a CPU seq / V / C * model.num_moe_experts must be a multiple of {VECTORS}, not {each}"
+            )
         dtype = DTYPES[self.config.moe_router_dtype] or input.dtype
-        return _Gating.apply(input, self.weight, self.mesh, dtype)
+        return _Gating.apply(input, self.weight, self.mesh, dtype, self.products)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[s/t, b, E] → probabilities and routing map, [n, E]."""
@@ -50,7 +55,7 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
         probs, routing_map = super().routing(logits)
         factor, policy = self.capacity
         if factor is not None:
-            parts = zip(probs.chunk(self.mesh.local), routing_map.chunk(self.mesh.local), strict=True)
+            parts = zip(probs.chunk(self.mesh.local_chunks), routing_map.chunk(self.mesh.local_chunks), strict=True)
             kept = [moe_utils.apply_router_token_dropping(*part, self.topk, factor, policy) for part in parts]
             probs, routing_map = (torch.cat(some) for some in zip(*kept, strict=True))
         super()._apply_expert_bias(routing_map)
@@ -84,7 +89,8 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
             return probs
         counts, here, tokens = moe_utils.get_tokens_per_expert_and_token_count(routing_map, self.tp_cp_group)
         factor = self.num_experts * coefficient / (self.topk * tokens * tokens)
-        loss = _LoadBalance.apply(scores, counts, factor, self.mesh) / sequences
+        context = VirtualMesh.of(self.cp_group.size(), self.cp_group)
+        loss = _LoadBalance.apply(scores, counts, factor, self.mesh, context) / sequences
         return self.attach_and_log_load_balancing_loss(
             probs, coefficient, loss, name, self.tp_cp_group, valid_token_count=here * sequences
         )
@@ -93,30 +99,35 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
 class _Gating(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, dtype: torch.dtype, product: Callable[..., Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.mesh = mesh
+        ctx.mesh, ctx.product = mesh, product
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         logits = rows.new_empty(len(rows), len(weight))
-        product(rows, weight.to(dtype).t(), logits, rows=mesh.local)
+        product(rows, weight.to(dtype).t(), logits, rows=mesh.local_chunks)
         return logits.view(*x.shape[:-1], -1)
 
     @staticmethod
     @outside_modes
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
+        product = ctx.product
         mesh, grad = ctx.mesh, gradients[0].reshape(-1, len(weight))
         rows = x.reshape(-1, x.shape[-1]).to(grad.dtype)
         dx = dw = None
         if ctx.needs_input_grad[0]:
             dx = torch.empty_like(rows)
-            dx = product(grad, weight.to(grad.dtype), dx, rows=mesh.local).to(x.dtype).view(x.shape)
+            dx = product(grad, weight.to(grad.dtype), dx, rows=mesh.local_chunks).to(x.dtype).view(x.shape)
         if ctx.needs_input_grad[1]:
-            leaves = torch.empty(mesh.local, 1, *weight.shape, dtype=torch.float32, device=x.device)
-            for leaf, some, theirs in zip(leaves, grad.chunk(mesh.local), rows.chunk(mesh.local), strict=True):
+            leaves = torch.empty(mesh.local_chunks, 1, *weight.shape, dtype=torch.float32, device=x.device)
+            for leaf, some, theirs in zip(
+                leaves, grad.chunk(mesh.local_chunks), rows.chunk(mesh.local_chunks), strict=True
+            ):
                 product(some.t(), theirs, leaf[0])
-            dw = reduce_weight_gradient(weight, leaves.view(mesh.local, 1, -1), mesh, everywhere=False)
-        return dx, dw, None, None
+            dw = reduce_weight_gradient(weight, leaves.view(mesh.local_chunks, 1, -1), mesh, everywhere=False)
+        return dx, dw, None, None, None
 
 
 class _LoadBalance(torch.autograd.Function):
@@ -124,16 +135,18 @@ class _LoadBalance(torch.autograd.Function):
 
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, scores: Tensor, counts: Tensor, factor: float, mesh: VirtualMesh) -> Tensor:
+    def forward(
+        ctx: Any, scores: Tensor, counts: Tensor, factor: float, mesh: VirtualMesh, context: VirtualMesh
+    ) -> Tensor:
         ctx.save_for_backward(counts)
         ctx.shape, ctx.factor = scores.shape, factor
-        leaves = token_sum(scores, mesh.local).contiguous()
-        sums = tree_add(leaves, leaves.new_empty(mesh.local, scores.shape[1]), mesh.local)
-        total = tree_all_reduce(sums, mesh, torch.float32)
-        return (total * counts).sum() * (0.0 if mesh.rank else factor)
+        leaves = token_sum(scores, mesh.local_chunks).contiguous()
+        sums = tree_add(leaves, leaves.new_empty(mesh.local_chunks, scores.shape[1]), mesh.local_chunks)
+        total = tree_all_reduce(tree_all_reduce(sums, mesh, torch.float32).unsqueeze(0), context, torch.float32)
+        return (total * counts).sum() * (0.0 if mesh.rank or context.rank else factor)
 
     @staticmethod
     @outside_modes
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (counts,) = ctx.saved_tensors
-        return (gradients[0] * ctx.factor * counts).expand(ctx.shape), None, None, None
+        return (gradients[0] * ctx.factor * counts).expand(ctx.shape), None, None, None, None

@@ -48,7 +48,11 @@ AS_THEY_ARE = (
     "IdentityFuncOp",
 )
 # The same where numerics=portable has a layer of its own.
-PORTABLE = {"DotProductAttention": "portable_layers:PortableDotProductAttention"}
+PORTABLE = {
+    "DotProductAttention": "portable_layers:PortableDotProductAttention",
+    "TopKRouter": "portable_experts:PortableTopKRouter",
+    "SequentialMLP": "portable_experts:PortableSequentialMLP",
+}
 # Classes that read the weights of modules below them, which then never run.
 READ_BELOW = ("SequentialMLP", "TEGroupedMLP", "MambaMixer")
 # numerics.grad_norm -> the replacement of Megatron's get_grad_norm_fp32.
@@ -104,8 +108,8 @@ def _named(path: str) -> Any:
 def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
     """Replacements of classes and functions that Megatron uses by name. Empty for stock numerics.
 
-    numerics: mode, virtual_shards, data_shards, grad_norm, clip_rounding, as in the configuration. Without data_shards:
-              for a program with a training loop of its own.
+    numerics: mode, virtual_shards, data_shards, context_shards, grad_norm, clip_rounding, as in the configuration.
+              Without data_shards: for a program with a training loop of its own.
     """
     if numerics["mode"] == "stock":
         return ()
@@ -135,7 +139,8 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
             _chained_norm(numerics["grad_norm"]),
             "the norms of experts and of all else are rounded before they are put together",
         ),
-        *_data_parallel(numerics.get("data_shards")),
+        *_data_parallel(numerics.get("data_shards"), numerics.get("context_shards") or 1),
+        *_context_parallel(numerics.get("context_shards") or 1),
     ]
     if installed("transformer-engine") is not None:
         rows.append(
@@ -182,13 +187,38 @@ def _portable() -> list[Replacement]:
     ]
 
 
-def _data_parallel(shards: int | None) -> tuple[Replacement, ...]:
-    """Sums over data-parallel ranks. shards: D. None: one a rank; a program of its own decides which data it reads."""
+def _context_parallel(shards: int) -> tuple[Replacement, ...]:
+    """What a rank has of a sequence. shards: C."""
+    rows = (
+        (
+            "megatron.bridge.training.gpt_step:get_batch_on_this_cp_rank",
+            "context_parallel:batch_of_a_rank",
+            "tokens lie context shard by context shard, on one rank too",
+        ),
+        (
+            "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
+            "context_parallel:rotary_of_a_rank",
+            "so do their positions",
+        ),
+        (
+            "megatron.bridge.training.gpt_step:masked_next_token_loss",
+            "context_parallel:loss_of_a_rank",
+            "a rank's tokens would count by their number on that rank",
+        ),
+    )
+    return tuple(Replacement(at, partial(_made, ours, (shards,)), why) for at, ours, why in rows if shards > 1)
+
+
+def _data_parallel(shards: int | None, contexts: int) -> tuple[Replacement, ...]:
+    """Sums over data-parallel ranks. shards: D. None: one a rank; a program of its own decides which data it reads.
+
+    contexts: C.
+    """
     ddp, schedules = "megatron.core.distributed:DistributedDataParallel", "megatron.core.pipeline_parallel.schedules"
     bucket = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
     metrics = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
     rows = (
-        (f"{ddp}.__init__", "data_parallel:prepared", "a rank may have several data shards", (shards,)),
+        (f"{ddp}.__init__", "data_parallel:prepared", "a rank may have several shards", (shards, contexts)),
         (f"{ddp}._make_backward_post_hook", "data_parallel:noting_its_model", "a shard ends with a backward pass", ()),
         (f"{schedules}:backward_step", "data_parallel:ending_a_micro_batch", "a shard ends with a backward pass", ()),
         (f"{bucket}.start_grad_sync", "data_parallel:tree_over_ranks", "collectives add in an order of their own", ()),
@@ -211,7 +241,7 @@ def _data_parallel(shards: int | None) -> tuple[Replacement, ...]:
             "megatron.bridge.training.train:get_forward_backward_func",
             "step_values:losses_summed",
             "the loss is a sum over micro-batches and ranks",
-            (shards,),
+            (shards, contexts),
         ),
         (
             "megatron.bridge.data.loaders:build_pretraining_data_loader",

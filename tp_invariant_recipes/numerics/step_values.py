@@ -1,7 +1,8 @@
 """Values of a step that are logged (loss, token counts, router statistics): summed by the tree that sums gradients.
 
-Each micro-batch has a value. A data shard is the sum of its micro-batches' values in order; the D shards are a tree,
-and a data-parallel rank has D/dp consecutive ones.
+Each micro-batch has a value, or one for each context shard (numerics/context_shards.py). A data shard is the sum of its
+micro-batches' values in order; the D shards are a tree, and a data-parallel rank has D/dp consecutive ones. With
+context shards each has such a tree, and their sums are a tree over C.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,26 +18,36 @@ from tp_invariant_recipes.numerics.tree import tree_all_reduce
 
 
 @torch.no_grad()
-def summed(values: Tensor, mesh: VirtualMesh) -> Tensor:
+def summed(values: Tensor, data: VirtualMesh, context: VirtualMesh | None = None) -> Tensor:
     """The sum over all micro-batches of all ranks.
 
-    values:  [micro-batches of this rank, n] fp32, in order. mesh: D shards on dp ranks.
+    values:  [micro-batches of this rank, n] fp32, in order; [micro-batches, C/cp, n] with `context`.
+    data:    D shards on dp ranks. context: C shards on cp ranks.
     returns: [n] fp32 on the first rank, and zeros on the others: Megatron's sum over ranks then adds nothing inexactly.
     """
-    leaves = token_sum(values, mesh.local).contiguous()
-    shards = tree_add(leaves, leaves.new_empty(mesh.local, values.shape[1]), mesh.local)
-    total = tree_all_reduce(shards, mesh, torch.float32)
-    return torch.zeros_like(total) if mesh.rank else total
+    leaves = token_sum(values.flatten(1), data.local).contiguous()
+    shards = tree_add(leaves, leaves.new_empty(data.local, values[0].numel()), data.local)
+    total = tree_all_reduce(shards, data, torch.float32)
+    if context is not None:
+        total = tree_all_reduce(total.view(values.shape[1:]), context, torch.float32)
+    return torch.zeros_like(total) if data.rank or (context and context.rank) else total
 
 
 def data_mesh(shards: int) -> VirtualMesh:
     """D shards on this model's data-parallel ranks."""
     from megatron.core import parallel_state
 
-    return VirtualMesh.of(shards, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return VirtualMesh.of(shards, parallel_state.get_data_parallel_group())
 
 
-def losses_summed(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
+def context_mesh(shards: int) -> VirtualMesh:
+    """C shards on this model's context-parallel ranks."""
+    from megatron.core import parallel_state
+
+    return VirtualMesh.of(shards, parallel_state.get_context_parallel_group())
+
+
+def losses_summed(original: Callable[..., Any], shards: int, contexts: int) -> Callable[..., Any]:
     """A replacement for the get_forward_backward_func of Bridge's train(), which adds up what each micro-batch gives.
 
     Of training steps it returns one entry in place of one a micro-batch: {name: [2] fp32: a sum and its tokens}.
@@ -47,15 +58,17 @@ def losses_summed(original: Callable[..., Any], shards: int) -> Callable[..., An
 
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             found = run(*args, **kwargs)
-            return found if kwargs.get("forward_only") or not found else [_summed(found, data_mesh(shards))]
+            return found if kwargs.get("forward_only") or not found else [_summed(found, shards, contexts)]
 
         return forward_backward
 
     return get_forward_backward_func
 
 
-def _summed(found: Sequence[dict[str, Tensor]], mesh: VirtualMesh) -> dict[str, Tensor]:
-    return {name: summed(torch.stack([one[name].view(-1).float() for one in found]), mesh) for name in found[0]}
+def _summed(found: Sequence[dict[str, Tensor]], shards: int, contexts: int) -> dict[str, Tensor]:
+    meshes = [data_mesh(shards), *([context_mesh(contexts)] if contexts > 1 else [])]
+    shape = (-1, 2) if contexts > 1 else (-1,)
+    return {name: summed(torch.stack([one[name].view(shape).float() for one in found]), *meshes) for name in found[0]}
 
 
 def metrics_kept_apart(original: Callable[..., None]) -> Callable[..., None]:

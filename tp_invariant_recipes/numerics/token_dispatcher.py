@@ -18,6 +18,7 @@ from torch import Tensor
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.row_sum import row_sum
+from tp_invariant_recipes.numerics.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.expert_placement import Owners
 
 
@@ -37,7 +38,7 @@ class Batches:
         return self.first + batch // self.sources
 
     def source(self, batch: int) -> int:
-        """The data-parallel rank that a batch comes from, among those that share the expert."""
+        """The part of the tokens that a batch comes from: context shards, of one data-parallel rank after the other."""
         return batch % self.sources
 
 
@@ -73,16 +74,17 @@ def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
     """
     n, experts = routing_map.shape
     by_owner = owners.by_owner(routing_map.t())
-    counts = by_owner.sum(1)
+    counts = by_owner.view(experts, owners.parts, -1).sum(2)
     everyone = counts
     if owners.group is not None:
-        everyone = counts.new_empty(owners.size * experts)
-        dist.all_gather_into_tensor(everyone, counts, group=owners.group)
-    everyone = everyone.view(owners.size, owners.size, owners.each)
-    known: list[list[list[int]]] = everyone.tolist()  # [from][to][expert]
+        everyone = counts.new_empty(owners.size * counts.numel())
+        dist.all_gather_into_tensor(everyone, counts.view(-1), group=owners.group)
+    everyone = everyone.view(owners.size, owners.size, owners.each, owners.parts)
+    known: list[list[list[list[int]]]] = everyone.tolist()  # [from][to][expert][part]
+    slots = [[sum(map(sum, to)) for to in row] for row in known]  # [from][to]
 
     before = by_owner.flatten().cumsum(0)
-    at = torch.searchsorted(before, _first(sum(map(sum, known[owners.rank])), before))
+    at = torch.searchsorted(before, _first(sum(slots[owners.rank]), before))
     number = owners.by_owner(torch.arange(experts, device=at.device))
     token, place = at % n, at % n * experts + number[at // n]
     slot = owners.by_number((before - 1).view(experts, n)).t().contiguous()
@@ -90,20 +92,20 @@ def route(routing_map: Tensor, topk: int, owners: Owners) -> Route:
     expert = torch.searchsorted(nth, _first(topk, nth).expand(n, topk).contiguous())  # E: a token with fewer
     copies = slot.gather(1, expert.clamp(max=experts - 1)).where(expert < experts, -1)
 
-    mine = everyone[:, owners.rank]  # [from, expert]
-    per_source = mine.view(owners.sources, -1, owners.each).sum(1).t().flatten()
-    ranks = owners.size // owners.sources
+    mine = everyone[:, owners.rank]  # [from, expert, part]
+    per_source = mine.transpose(0, 1).reshape(owners.each, owners.sources, -1).sum(2).flatten()
+    width = owners.size * owners.parts // owners.sources  # parts of a source
+    parts = [[part for row in known for part in row[owners.rank][e]] for e in range(owners.each)]
     sizes = tuple(
-        sum(known[rank][owners.rank][e] for rank in range(source * ranks, (source + 1) * ranks))
-        for e in range(owners.each)
-        for source in range(owners.sources)
+        sum(of_expert[start : start + width]) for of_expert in parts for start in range(0, len(of_expert), width)
     )
     batches = Batches(Groups(sizes, per_source), owners.first_local, owners.sources)
     send, receive = [], []
     arriving = arrived = None
     if owners.group is not None:
-        send, receive = [sum(to) for to in known[owners.rank]], [sum(row[owners.rank]) for row in known]
-        arriving, arrived = _regrouped(mine, sum(sizes)), _regrouped(mine.t(), sum(sizes))
+        send, receive = slots[owners.rank], [row[owners.rank] for row in slots]
+        rows = mine.sum(2)
+        arriving, arrived = _regrouped(rows, sum(sizes)), _regrouped(rows.t(), sum(sizes))
     return Route(routing_map, slot, copies, token, place, send, receive, arriving, arrived, batches)
 
 
@@ -193,7 +195,7 @@ class InvariantTokenDispatcher(MoETokenDispatcher):
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
-        self.owners = Owners.of(config.num_moe_experts, pg_collection.tp, pg_collection.ep)
+        self.owners = Owners.of(config.num_moe_experts, pg_collection.tp, pg_collection.ep, of_a_rank(config))
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """[s/t, b, h], [n, E], [n, E] → slots."""

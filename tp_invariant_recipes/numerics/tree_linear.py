@@ -10,16 +10,20 @@ or have the sizes that it lists (Mamba's z, x, B, C and dt).
 
 The two lowest levels of the tree cost nothing: `product(…, add=True)` itself adds the product of a segment or of the
 right neighbour to the output, and rounds as a separate addition would.
+
+Where a rank holds the tokens of several context shards (numerics/context_shards.py), each is a product of its own.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.numerics import cpu_product
+from tp_invariant_recipes.numerics.context_shards import each_context
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.product import product
 from tp_invariant_recipes.numerics.shard_operands import Parts
@@ -73,7 +77,8 @@ class _ColumnParallel(torch.autograd.Function):
         tokens = _tokens(whole)
         # Not a view: the logits are this layer's output, and some losses change them in place.
         y = tokens.new_empty(*whole.shape[:-1], weight.shape[0])
-        products.product(tokens, weight.t(), _tokens(y), columns=_shards(segments, mesh))
+        for some, out in each_context(mesh, tokens, _tokens(y)):
+            products.product(some, weight.t(), out, columns=_shards(segments, mesh))
         return y
 
     @staticmethod
@@ -88,9 +93,7 @@ class _ColumnParallel(torch.autograd.Function):
         dx = dw = None
         if wants_dw:  # while the nodes of dx are on their way
             tokens = _tokens(gathering.arrived() if gathering else x)
-            dw = weight_gradient(
-                weight, lambda out, add: products.product(grad.t(), tokens, out, rows=_shards(segments, mesh), add=add)
-            )
+            dw = _weight_gradient(weight, grad, tokens, mesh, products.product, rows=_shards(segments, mesh))
         if reducing is not None:
             dx = _finished(reducing, x.dtype, mesh, sequence_parallel).view(x.shape)
         return dx, dw, None, None, None, None
@@ -117,10 +120,24 @@ class _RowParallel(torch.autograd.Function):
         dx = dw = None
         if wants_dx:
             dx = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-            dx = product(grad, weight, dx, columns=mesh.local).view(x.shape)
+            for some, out in each_context(mesh, grad, dx):
+                product(some, weight, out, columns=mesh.local)
+            dx = dx.view(x.shape)
         if wants_dw:
-            dw = weight_gradient(weight, lambda out, add: product(grad.t(), tokens, out, columns=mesh.local, add=add))
+            dw = _weight_gradient(weight, grad, tokens, mesh, product, columns=mesh.local)
         return dx, dw, None, None, None
+
+
+def _weight_gradient(
+    weight: Tensor, grad: Tensor, tokens: Tensor, mesh: VirtualMesh, product: Callable[..., Tensor], **shards: Parts
+) -> Tensor:
+    """grad^T @ tokens, of each context shard by itself. shards: rows or columns that are products of their own."""
+    parts = each_context(mesh, grad, tokens)
+    return weight_gradient(weight, *(partial(_added, product, dy.t(), x, shards) for dy, x in parts))
+
+
+def _added(product: Callable[..., Tensor], a: Tensor, b: Tensor, shards: dict[str, Parts], out: Tensor, add: bool):
+    return product(a, b, out, add=add, **shards)
 
 
 def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts, products: Products) -> Reducing:
@@ -131,7 +148,8 @@ def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts,
     if isinstance(segments, int):
         segments = (a.shape[1] // segments,) * segments
     if not a.is_cuda:
-        return start_reduce_scatter(products.partials(a, b, mesh.local, segments), mesh)
+        partials = [products.partials(some, b, mesh.local, segments) for (some,) in each_context(mesh, a)]
+        return start_reduce_scatter(torch.cat(partials, 1) if len(partials) > 1 else partials[0], mesh)
     # A partial of several segments is a sum itself and needs a place of its own.
     width = 1 if len(segments) > 1 else min(2, mesh.local)
     nodes = torch.empty((mesh.local // width, a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
@@ -141,7 +159,8 @@ def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts,
         for segment in segments:
             size = segment // mesh.local
             start = before + shard * size
-            products.product(a.narrow(1, start, size), b.narrow(0, start, size), node, add=add)
+            for some, out in each_context(mesh, a.narrow(1, start, size), node):
+                products.product(some, b.narrow(0, start, size), out, add=add)
             before, add = before + segment, True
     return start_reduce_scatter(nodes, mesh)
 

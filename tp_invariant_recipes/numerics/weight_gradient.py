@@ -1,31 +1,53 @@
-"""Compute a weight gradient for autograd, or directly into Megatron's fp32 buffer."""
+"""Compute a weight gradient for autograd, or directly into Megatron's fp32 buffer.
+
+A rank that holds the tokens of several context shards (numerics/context_shards.py) has a gradient of each: the first in
+`main_grad`, the others in `context_gradients`, which numerics/data_parallel.py gives a weight.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from tp_invariant_recipes.numerics.tree import tree_sum
+
+CONTEXTS = "context_gradients"  # attribute of a weight: gradients of the context shards after the first
 
 # (shape, dtype, device) -> a stand-in gradient; nobody reads it.
 _stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
-def weight_gradient(weight: Tensor, compute: Callable[[Tensor, bool], object]) -> Tensor:
+def forget_stand_ins() -> None:
+    """Free their memory, one weight's, when a training has ended and another follows in the same process."""
+    _stand_ins.clear()
+
+
+def weight_gradient(weight: Tensor, *compute: Callable[[Tensor, bool], object]) -> Tensor:
     """Compute a weight's gradient and return the tensor that a backward pass gives to autograd for the weight.
 
     Without `weight.main_grad` it returns the gradient, rounded once to the weight's dtype. With it (Megatron's fp32
     buffer) it adds the gradient there unrounded and returns a stand-in, so that the hooks on the weight still run;
     `grad_added_to_main_grad` tells them to ignore the stand-in's value.
 
-    compute: called as compute(out, add) with an fp32 tensor of the weight's shape to fill or to add to.
+    compute: one for each context shard of this rank, called as compute(out, add) with an fp32 tensor of the weight's
+             shape to fill or to add to.
     returns: the weight's shape and dtype.
     """
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
-        gradient = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-        compute(gradient, False)
-        return gradient.to(weight.dtype)
-    compute(main_grad, True)
+        gradients = torch.empty(len(compute), *weight.shape, dtype=torch.float32, device=weight.device)
+        for fill, gradient in zip(compute, gradients, strict=True):
+            fill(gradient, False)
+        return tree_sum(gradients, weight.dtype)
+    for add_to, gradient in zip(compute, gradients_of(weight), strict=True):
+        add_to(gradient, True)
     return added_to_main_grad(weight)
+
+
+def gradients_of(weight: Any) -> list[Tensor]:
+    """The fp32 buffers of a weight's gradient, one for each context shard of this rank."""
+    return [weight.main_grad, *getattr(weight, CONTEXTS, ())]
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:

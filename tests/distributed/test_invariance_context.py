@@ -1,0 +1,280 @@
+"""One ledger for every cp at a fixed number of context shards, end to end.
+
+`stock` is the control, from equal weights.
+"""
+
+import pytest
+
+from tests.distributed.test_invariance_experts import small
+from tp_invariant_recipes.ledger.open import read
+
+DENSE = ("qwen3_toy", "seq=64", "model.num_layers=1")
+FIXED = "iters=2 gbs=2 numerics.data_shards=2 numerics.context_shards=2"
+APART = "optimizer.use_distributed_optimizer=true"
+BUCKETS = "ddp.overlap_grad_reduce=true ddp.bucket_size=20000"  # several buckets a rank
+GATHER = f"{APART} {BUCKETS} ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
+UNTIED = "model.share_embeddings_and_output_weights=false"
+
+# Layouts that have the ledger of one rank.
+LAYOUTS = (pytest.param("cp=2 mbs=2", marks=pytest.mark.release), "tp=2 cp=2", f"dp=2 cp=2 {GATHER}")
+LONGER = (
+    "",
+    "cp=2",
+    "cp=4",
+    f"cp=4 tp=2 {APART}",
+    "tp=2",
+    "tp=4 cp=2",
+    "tp=2 cp=2 sp=false",
+    f"dp=2 cp=2 {BUCKETS}",
+    f"tp=2 dp=4 {GATHER}",
+    "pp=2 cp=2",
+    f"pp=2 cp=2 dp=2 {GATHER}",
+)
+
+
+# Of a model with experts: their owners take part of a tensor-parallel group, of a context-parallel one, and of both and
+# data-parallel ranks.
+EXPERTS = small("qwen3_moe_toy")
+OF_EXPERTS = "iters=2 gbs=2 numerics.data_shards=2 numerics.context_shards=2"
+EXPERT_LAYOUTS = ("", f"cp=2 dp=2 ep=4 {GATHER}")
+LONGER_EXPERT_LAYOUTS = (
+    "",
+    "cp=2",
+    "cp=2 ep=2",
+    "tp=2",
+    "tp=2 cp=2",
+    "tp=2 cp=2 ep=2",
+    f"tp=2 cp=2 ep=4 dp=2 {BUCKETS}",
+    f"tp=2 cp=2 ep=8 dp=2 {GATHER}",
+    f"dp=2 cp=2 ep=2 {APART}",
+    "pp=2 cp=2 ep=2",
+)
+
+
+def _train(tpi, fixed, layout, run, model=DENSE, **before):
+    done = tpi("train", *model, *fixed.split(), *layout.split(), f"run.dir={run}", **before)
+    assert done.status == 0, done.stderr
+    return tpi.ledger(run)
+
+
+@pytest.fixture(scope="module")
+def alone(shared):
+    """The ledger of one rank."""
+    return _train(shared, FIXED, "", "alone")
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_ledger_for_all_layouts(tpi, alone, layout):
+    assert _train(tpi, FIXED, layout, "other") == alone
+    assert all(step.gradients and step.masters for step in alone)
+
+
+@pytest.mark.release
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("more", ("", UNTIED, "precision=fp32"))
+def test_one_ledger_for_more_layouts(tpi, more):
+    fixed = f"iters=3 gbs=8 model.num_layers=2 numerics.data_shards=4 numerics.context_shards=4 {more}"
+    first, *others = [_train(tpi, fixed, layout, f"run-{n}", DENSE[:2]) for n, layout in enumerate(LONGER)]
+    for layout, other in zip(LONGER[1:], others, strict=True):
+        assert other == first, layout
+    assert tpi("compare", "run-0", "run-2").status == 0
+
+
+def _agree(tpi, fixed, layouts):
+    first, *others = [_train(tpi, fixed, layout, f"run-{n}", EXPERTS) for n, layout in enumerate(layouts)]
+    for layout, other in zip(layouts[1:], others, strict=True):
+        assert other == first, layout
+
+
+@pytest.mark.timeout(1200)
+def test_one_ledger_for_experts(tpi):
+    _agree(tpi, OF_EXPERTS, EXPERT_LAYOUTS)
+
+
+@pytest.mark.release
+@pytest.mark.timeout(2400)
+def test_one_ledger_for_experts_in_more_layouts(tpi):
+    _agree(tpi, OF_EXPERTS, LONGER_EXPERT_LAYOUTS)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("model", ("llama32_toy", "qwen25_toy"))
+def test_one_ledger_for_every_family(tpi, model):
+    fixed = "seq=64 gbs=2 iters=2 numerics.context_shards=2"
+    one, two = (_train(tpi, fixed, f"cp={cp} tp={cp}", f"cp{cp}", (model,)) for cp in (1, 2))
+    assert one == two
+
+
+def _stock_over_cp() -> None:
+    """Give Megatron on a CPU what it has on GPUs: an exchange of heads, and rotary positions without CUDA."""
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+    from megatron.core.parallel_state import get_context_parallel_group
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from tp_invariant_recipes.config import layout
+    from tp_invariant_recipes.numerics import context_shards
+    from tp_invariant_recipes.numerics.head_exchange import HeadExchange
+
+    def of_a_rank(whole, dim, group):
+        return whole[context_shards.positions(len(whole), group.size(), group.size(), group.rank())]
+
+    build, launch = DotProductAttention.__init__, DotProductAttention.forward
+
+    def init(self, config, *args, **kwargs):
+        cp, config.context_parallel_size = config.context_parallel_size, 1
+        build(self, config, *args, **kwargs)
+        config.context_parallel_size = cp
+        self.exchange = HeadExchange(cp, cp, get_context_parallel_group() if cp > 1 else None)
+
+    def forward(self, query, key, value, *mask, **more):
+        heads, exchange = query.shape[2], self.exchange
+        query, key, value = map(exchange.to_heads, (query, key, value))
+        self.num_attention_heads_per_partition = query.shape[2]
+        self.num_query_groups_per_partition = key.shape[2]
+        self.hidden_size_per_partition = query.shape[2] * query.shape[3]
+        return exchange.to_tokens(launch(self, query, key, value, *mask, **more), heads)
+
+    DotProductAttention.__init__, DotProductAttention.forward = init, forward
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = of_a_rank
+    layout.RULES = tuple(rule for rule in layout.RULES if rule is not layout._context)
+
+
+def test_stock_does_not(tpi):
+    fixed = "numerics=stock numerics.initial_weights=invariant iters=1 gbs=2"
+    first, other = (_train(tpi, fixed, f"cp={cp}", f"cp{cp}", before=_stock_over_cp) for cp in (1, 2))
+    one, two = (read(tpi.folder / f"cp{cp}").header.initial for cp in (1, 2))
+    assert one
+    assert one == two
+    assert first[0].gradients != other[0].gradients
+    assert tpi("compare", "cp1", "cp2").status == 1
+
+
+def _replaced(target: str):
+    """Leave one replacement out."""
+
+    def plant() -> None:
+        from tp_invariant_recipes.numerics import spec
+
+        original = spec.replacements
+        spec.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(target))
+
+    return plant
+
+
+def _added_by_the_library() -> None:
+    import torch.distributed as dist
+
+    from tp_invariant_recipes.numerics import bucket_reduction
+
+    def all_reduce(partials, group, cp, copies=1):
+        for other in partials[1:]:
+            partials[0].add_(other)
+        if group.size() > 1:
+            dist.all_reduce(partials[0], group=group)
+
+    bucket_reduction.all_reduce = all_reduce
+
+
+def _one_product_of_all_shards() -> None:
+    """Let a weight gradient be one product of all tokens that a rank has."""
+    from tp_invariant_recipes.numerics import tree_linear
+
+    def one_product(weight, grad, tokens, mesh, product, **shards):
+        first = lambda out, add: product(grad.t(), tokens, out, add=add, **shards)  # noqa: E731
+        return tree_linear.weight_gradient(weight, first, *[lambda out, add: None] * (mesh.contexts - 1))
+
+    tree_linear._weight_gradient = one_product
+
+
+def _norms_of_all_shards() -> None:
+    """Let a norm's weight gradient be one tree over all chunks, all of it in the first context shard's place."""
+    from tp_invariant_recipes.numerics import partial_gradient
+
+    original = partial_gradient._total
+
+    def total(*args):
+        found = original(*args)
+        found[0] = found.sum(0)
+        found[1:] = 0
+        return found
+
+    partial_gradient._total = total
+
+
+def _positions_as_they_lie() -> None:
+    """Let a rank's tokens have the rotary positions that follow each other."""
+    from tp_invariant_recipes.numerics import context_parallel
+
+    held = context_parallel._held
+
+    def in_order(length, shards, group, like):
+        if like.dim() == 2:  # tokens of the batch
+            return held(length, shards, group, like)
+        size, rank = group.size(), group.rank()
+        return held(length, 1, None, like).chunk(size)[rank]
+
+    context_parallel._held = in_order
+
+
+def _attention_out_of_order() -> None:
+    """Let attention have the tokens as the ranks hold them."""
+    from tp_invariant_recipes.numerics import head_exchange
+
+    head_exchange._places = head_exchange._positions = lambda length, shards, device: slice(None)
+
+
+def _heads_not_exchanged() -> None:
+    """Let each rank attend to its own tokens alone."""
+    from tp_invariant_recipes.numerics import head_exchange
+
+    head_exchange._moved = lambda parts, exchange: parts.clone()
+
+
+# Each with a layout that has another ledger without it.
+INGREDIENTS = {
+    "tree over context shards": (_added_by_the_library, "cp=2 dp=2"),
+    "products of a shard": (_one_product_of_all_shards, "cp=1"),
+    "norms of a shard": (_norms_of_all_shards, "cp=1"),
+    "tokens of a shard": (_replaced("get_batch_on_this_cp_rank"), "cp=1"),
+    "rotary positions": (_positions_as_they_lie, "cp=2"),
+    "order of the tokens in attention": (_attention_out_of_order, "cp=2"),
+    "exchange of heads": (_heads_not_exchanged, "cp=2"),
+    "count of all ranks' tokens": (_replaced("masked_next_token_loss"), "cp=2"),
+}
+
+
+FIRST = "tree over context shards"  # the others are for a release
+
+
+@pytest.mark.parametrize(
+    "ingredient", (FIRST, *(pytest.param(one, marks=pytest.mark.release) for one in INGREDIENTS if one != FIRST))
+)
+def test_each_ingredient_is_needed(tpi, alone, ingredient):
+    plant, layout = INGREDIENTS[ingredient]
+    assert _train(tpi, FIXED, layout, "without", before=plant) != alone
+
+
+def _tokens_of_an_expert_together() -> None:
+    """Let an owner have one product of an expert's tokens of all context shards."""
+    from tp_invariant_recipes.numerics import token_dispatcher
+
+    token_dispatcher.of_a_rank = lambda config: 1
+
+
+@pytest.mark.release
+def test_experts_need_their_context_shards_apart(tpi):
+    alone = _train(tpi, OF_EXPERTS, "", "alone", EXPERTS)
+    assert _train(tpi, OF_EXPERTS, "", "without", EXPERTS, before=_tokens_of_an_expert_together) != alone
+
+
+@pytest.mark.release
+def test_verify_takes_the_largest_cp(tpi):
+    """And without it, two runs with a shard for each rank are not comparable, which names the key."""
+    done = tpi("verify", *DENSE, "iters=1", "cp=1,2", "--dir", "cells")
+    assert done.status == 0, done.stdout + done.stderr
+    assert {read(tpi.folder / "cells" / cell).header.numerics["context_shards"] for cell in ("cp1", "cp2")} == {2}
+    _train(tpi, "iters=1", "cp=1", "single")
+    compared = tpi("compare", "single", "cells/cp1")
+    assert compared.status == 2
+    assert "numerics.context_shards is 1 and 2; train both with numerics.context_shards=2" in compared.stdout

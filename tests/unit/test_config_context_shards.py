@@ -1,0 +1,140 @@
+"""C, the number of context shards: its default, the values it may have, and what it means for a run's identity."""
+
+import pytest
+import torch
+
+from tests.trees import with_fields
+from tests.unit.compare.ledgers import ledger
+from tp_invariant_recipes.compare.compare import compare
+from tp_invariant_recipes.compare.text import verdict_line
+from tp_invariant_recipes.config import invariance, memory
+from tp_invariant_recipes.config.compose import compose as composed
+from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.memory import GRADIENTS
+from tp_invariant_recipes.config.sections import typed
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, Header, identity_differences
+from tp_invariant_recipes.numerics import context_shards
+from tp_invariant_recipes.numerics.head_exchange import HeadExchange
+from tp_invariant_recipes.training.placement import Site
+
+
+def tree(*overrides, model="qwen3_toy", device="cpu"):
+    return composed(model, overrides, device=device).tree
+
+
+@pytest.mark.parametrize(
+    "overrides, shards",
+    (
+        ((), 1),
+        (("cp=4",), 4),
+        (("cp=2", "numerics.context_shards=4"), 4),
+        (("numerics=stock",), None),
+    ),
+)
+def test_the_default_is_cp(overrides, shards):
+    found = tree(*overrides)
+    assert found["numerics"].get("context_shards") == shards
+    assert identity(found, None).get(CONTEXT_SHARDS) == shards
+
+
+REFUSED = {
+    "numerics.context_shards=3": "numerics.context_shards=3: must be a power of two",
+    "numerics.context_shards=0": "numerics.context_shards=0: must be a power of two",
+    "cp=3 seq=96": "numerics.context_shards=3: must be a power of two",
+    "cp=4 numerics.context_shards=2": "cp=4 does not divide numerics.context_shards=2",
+    "tp=4 cp=4": "tp=4 * cp=4 does not divide numerics.virtual_shards=8, whose heads the ranks share; the largest that "
+    "fits is cp=2",
+    "seq=64 numerics.context_shards=16": "do not divide seq=64; the largest that fits is numerics.context_shards=8",
+    "numerics.context_shards=null": "numerics.context_shards must be a number",
+    "cp=2 numerics=gather": "context parallelism is covered by numerics=tree only; cp=1",
+    "numerics.context_shards=2 numerics=portable": "cp has no portable version; cp=1, and leave",
+    "numerics.context_shards=2 numerics=stock": "numerics=stock has no context shards; leave it out",
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(overrides):
+    with pytest.raises(ConfigError) as refused:
+        tree(*overrides.split())
+    assert REFUSED[overrides] in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ("p2p", "all_gather", "a2a+p2p", ["a2a", "p2p"]))
+def test_other_kinds_of_communication_are_refused_by_name(kind):
+    (problem,) = invariance.limits(with_fields(tree("cp=2"), model__cp_comm_type=kind))
+    assert problem.endswith("model.cp_comm_type=a2a")
+    assert invariance.limits(with_fields(tree("cp=2"), model__cp_comm_type="a2a")) == []
+
+
+def test_mamba_layers_are_refused_by_name():
+    with pytest.raises(ConfigError, match="Mamba layers go through a sequence in order"):
+        tree("cp=2", model="nemotron3_nano_toy", device="gpu")
+
+
+@pytest.mark.parametrize("overrides", (("tp=4", "cp=2"), ("seq=64", "numerics.context_shards=8")))
+def test_what_a_refusal_proposes_fits(overrides):
+    assert invariance.limits(tree(*overrides)) == []
+
+
+def test_a_rank_keeps_a_gradient_of_each_shard():
+    of_gradients = [
+        memory.estimate(typed(tree(f"cp={cp}", "numerics.context_shards=4"))).parts[GRADIENTS] for cp in (1, 2, 4)
+    ]
+    assert of_gradients[0] == 2 * of_gradients[1] == 4 * of_gradients[2]
+
+
+def _header(*overrides):
+    return Header(identity=identity(tree(*overrides), None))
+
+
+def test_runs_of_other_shards_are_not_comparable_and_the_key_is_named():
+    one, two, stock = _header(), _header("numerics.context_shards=2"), _header("numerics=stock")
+    assert [one.field for one in identity_differences(one, two)] == [CONTEXT_SHARDS]
+    assert identity_differences(two, stock) == ()
+    said = verdict_line(compare(ledger(header=one), ledger(header=two)))
+    assert said.endswith("numerics.context_shards is 1 and 2; train both with numerics.context_shards=2")
+
+
+def _zigzag(length, ranks, rank):
+    """As Megatron cuts a sequence."""
+    chunks = torch.arange(length).chunk(2 * ranks)
+    return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
+
+
+@pytest.mark.parametrize("cp", (1, 2, 4))
+def test_at_c_equal_to_cp_the_cut_is_megatrons(cp):
+    for rank in range(cp):
+        assert torch.equal(context_shards.positions(32, cp, cp, rank), _zigzag(32, cp, rank))
+
+
+@pytest.mark.parametrize("cp", (1, 2, 4))
+def test_a_rank_holds_consecutive_shards(cp):
+    whole = torch.cat([_zigzag(32, 4, shard) for shard in range(4)])
+    assert torch.equal(torch.cat([context_shards.positions(32, 4, cp, rank) for rank in range(cp)]), whole)
+    assert whole.sort().values.tolist() == list(range(32))
+
+
+@pytest.mark.parametrize("cp", (1, 2, 4))
+def test_a_trace_places_them_so(cp):
+    for rank in range(cp):
+        parts = Site(None, 32, 1, 1, cp=cp, cp_rank=rank, context_shards=4).positions(split=False)
+        found = [position for first, count in parts for position in range(first, first + count)]
+        assert found == context_shards.positions(32, 4, cp, rank).tolist()
+
+
+def test_a_sequence_that_chunks_do_not_divide_is_an_error():
+    with pytest.raises(ValueError, match="4 context shards of two chunks each do not divide 36 positions"):
+        context_shards.positions(36, 4)
+
+
+def test_one_rank_puts_the_tokens_in_order_for_attention_and_back():
+    held = context_shards.positions(16, 2)
+    x = held.float().view(16, 1, 1, 1).expand(16, 1, 4, 2).clone().requires_grad_()
+    exchange = HeadExchange(2)
+    in_order = exchange.to_heads(x)
+    assert in_order[:, 0, 0, 0].tolist() == list(range(16))
+    back = exchange.to_tokens(in_order.flatten(2), 4)
+    assert torch.equal(back.detach(), x.detach().flatten(2))
+    back.backward(torch.arange(16.0).view(16, 1, 1).expand_as(back))
+    assert torch.equal(x.grad[:, 0, 0, 0], torch.arange(16.0))

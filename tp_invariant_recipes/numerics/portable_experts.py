@@ -1,0 +1,79 @@
+"""Router and experts of numerics=portable: where those of tree have a library's arithmetic. bf16, on a CPU.
+
+Routes, the exchange between ranks and the order in which a token's copies are added are those of tree
+(numerics/token_dispatcher.py): they move bytes, and add in fp32 in the order of the experts' numbers.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.kernels.ieee_expert import weighted_swiglu, weighted_swiglu_backward
+from tp_invariant_recipes.kernels.ieee_router import route_tokens, route_tokens_backward
+from tp_invariant_recipes.numerics.defined_product import product
+from tp_invariant_recipes.numerics.experts import Arithmetic, activation_kind, expert_mlp
+from tp_invariant_recipes.numerics.router import InvariantTopKRouter
+from tp_invariant_recipes.numerics.token_dispatcher import Batches
+
+
+def _activation(x: Tensor, probs: Tensor, kind: str) -> Tensor:
+    _check(kind)
+    return weighted_swiglu(x, probs)
+
+
+def _activation_backward(dy: Tensor, x: Tensor, probs: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    _check(kind)
+    return weighted_swiglu_backward(dy, x, probs)
+
+
+def _check(kind: str) -> None:
+    if kind != "swiglu":
+        raise NotImplementedError(f"an expert's {kind} has no portable version")
+
+
+STATED = Arithmetic(product, _activation, _activation_backward)
+
+
+class PortableTopKRouter(InvariantTopKRouter):
+    """Chooses the experts of each token as kernels/ieee_router.py defines it."""
+
+    products = staticmethod(product)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[s/t, b, E] → probabilities and routing map, [n, E]."""
+        if padding_mask is not None:
+            raise NotImplementedError("a padding mask has no portable version")
+        probs, scores, chosen = _Routing.apply(logits.view(-1, self.config.num_moe_experts), self.topk)
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            probs = self._apply_aux_loss(probs, scores, chosen)
+        return probs, chosen
+
+
+class _Routing(torch.autograd.Function):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, logits: Tensor, topk: int) -> tuple[Tensor, Tensor, Tensor]:
+        probs, scores, chosen = route_tokens(logits, topk)
+        ctx.save_for_backward(logits, chosen)
+        ctx.mark_non_differentiable(chosen)
+        return probs, scores, chosen
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        logits, chosen = ctx.saved_tensors
+        dprobs, dscores, _ = gradients
+        return route_tokens_backward(dprobs, dscores, logits, chosen), None
+
+
+class PortableSequentialMLP(SequentialMLP):
+    """Experts that are separate modules, by defined products."""
+
+    def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
+        """[r, h] → [r, h], and None as bias."""
+        fc1 = [expert.linear_fc1.weight for expert in self.local_experts]
+        fc2 = [expert.linear_fc2.weight for expert in self.local_experts]
+        return expert_mlp(rows, probs, batches, fc1, fc2, activation_kind(self.config), STATED), None
