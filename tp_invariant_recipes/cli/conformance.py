@@ -1,12 +1,12 @@
 """`tpi conformance`."""
 
+import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tp_invariant_recipes.cli.arguments import Json
-from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import gpus, needed, terminal
 
@@ -27,7 +27,8 @@ def conformance(
     """Check that the GPUs here add products as an H200 does.
 
     Each GPU multiplies recorded matrices, among them subnormals, infinities and sums that cancel. tpi compares the
-    results with those of an H200. Exit status: 0 all bits are equal, 1 a GPU adds in another way, 2 a mistake.
+    results with those of an H200. Without a GPU it checks this CPU. Exit status: 0 all bits are equal, 1 a GPU or CPU
+    adds in another way, 2 a mistake.
 
     \b
     tpi conformance
@@ -44,9 +45,12 @@ def conformance(
         _verdict([(f"{check} (recorded on {recording.gpu})", recording, cases.by_definition)], as_json)
         return
     found = gpus.visible()
-    if not found:
-        raise RunError("there is no GPU here; tpi conformance --check FILE compares a recorded file without one")
+    if not found and record is not None:
+        raise RunError("there is no GPU here to record; --check FILE compares a recorded file without one")
     built_in = cases.read()
+    if not found:
+        _verdict([(f"this CPU ({platform.machine()})", built_in, cases.by_definition)], as_json)
+        return
     if record is not None:
         import torch
 
@@ -59,6 +63,7 @@ def conformance(
 
 def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool) -> None:
     """Print what each check found; end with the status of a comparison."""
+    from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
     from tp_invariant_recipes.numerics.conformance import differences
 
     report: list[dict[str, Any]] = []

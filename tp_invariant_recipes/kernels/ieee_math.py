@@ -22,7 +22,8 @@ import triton.language as tl
 from tp_invariant_recipes.kernels.one_source import bits_of, constant, elementwise, fp32_of
 
 NAN_BITS, BF16_NAN = constant(0x7FFFFFFF), constant(0x7FFF)
-NAN, INFINITY, MINUS_INFINITY = (constant(float(name)) for name in ("nan", "inf", "-inf"))
+QUIET_NAN = constant(0x7FC00000)
+INFINITY, MINUS_INFINITY = (constant(float(name)) for name in ("inf", "-inf"))
 ZERO, HALF, ONE, TWO = (constant(value) for value in (0.0, 0.5, 1.0, 2.0))
 TWO_12, TWO_24, TWO_25 = (constant(2.0**n) for n in (12, 24, 25))
 TWO_M12, TWO_M24, TWO_M100 = (constant(2.0**-n) for n in (12, 24, 100))
@@ -44,6 +45,15 @@ E3, E4, E5, E6, E7 = (
 SQRT_HALF_BITS = constant(0x3F3504F3)
 LN2_TOP, LN2_REST = constant(6.9313812256e-01), constant(9.0580006145e-06)
 L1, L2, L3, L4 = (constant(value) for value in (0.66666662693, 0.40000972152, 0.28498786688, 0.24279078841))
+
+
+@elementwise
+def nan_beside(x):
+    """NaN with the bits 7fc00000, of x's shape.
+
+    A constant NaN is unequal to itself: Triton takes it for one that has changed between two kernels of a process.
+    """
+    return fp32_of((bits_of(x) & 0) | QUIET_NAN)
 
 
 @elementwise
@@ -119,7 +129,7 @@ def log(x):
     result = s * (square + series) + scale * LN2_REST - square + f + scale * LN2_TOP
     result = tl.where(x == INFINITY, x, result)
     result = tl.where(x == ZERO, MINUS_INFINITY, result)
-    return tl.where(x >= ZERO, result, NAN)
+    return tl.where(x >= ZERO, result, nan_beside(x))
 
 
 @elementwise
@@ -147,4 +157,4 @@ def rsqrt(x):
     up, down = x < LEAST_NORMAL, x > LARGE
     x = tl.where(up, x * TWO_24, tl.where(down, x * TWO_M24, x)) + ZERO
     root = tl.sqrt_rn(tl.div_rn(ONE, x))
-    return tl.where(x >= ZERO, root * tl.where(up, TWO_12, tl.where(down, TWO_M12, ONE)), NAN)
+    return tl.where(x >= ZERO, root * tl.where(up, TWO_12, tl.where(down, TWO_M12, ONE)), nan_beside(x))

@@ -1,24 +1,54 @@
-"""exp, log, sigmoid and rsqrt of many numbers on a CPU, for a check at the start of a run."""
+"""exp, log, sigmoid and rsqrt of many numbers, for a check at the start of a run."""
 
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
 
-from tp_invariant_recipes.kernels.ieee_math import exp, log, rsqrt, sigmoid
-from tp_invariant_recipes.kernels.one_source import cpu_loop, numba_version
+from tp_invariant_recipes.kernels.ieee_math import canonical, exp, log, rsqrt, sigmoid
+from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.one_source import UNFUSED, as_array, cpu_loop, numba_version
 
-_exp, _log, _sigmoid, _rsqrt = (numba_version(function.__name__) for function in (exp, log, sigmoid, rsqrt))
+BLOCK = 512
+
+_exp, _log, _sigmoid, _rsqrt, _canonical = (
+    numba_version(function.__name__) for function in (exp, log, sigmoid, rsqrt, canonical)
+)
 
 
-def values(x: NDArray[np.float32]) -> NDArray[np.float32]:
-    """[n] → [4, n]."""
-    out = np.empty((4, x.size), np.float32)
-    _fill(x, out)
+def values(x: Tensor) -> Tensor:
+    """[n] fp32 → [4, n], every NaN canonical; on x's device."""
+    out = torch.empty(4, x.numel(), device=x.device)
+    if x.is_cuda:
+        values_triton(x, out)
+    else:
+        _fill(as_array(x), as_array(out))
     return out
 
 
 @cpu_loop
 def _fill(x: Any, out: Any) -> None:
     for i in range(x.size):
-        out[0, i], out[1, i], out[2, i], out[3, i] = _exp(x[i]), _log(x[i]), _sigmoid(x[i]), _rsqrt(x[i])
+        out[0, i], out[1, i] = _canonical(_exp(x[i])), _canonical(_log(x[i]))
+        out[2, i], out[3, i] = _canonical(_sigmoid(x[i])), _canonical(_rsqrt(x[i]))
+
+
+def values_triton(x: Tensor, out: Tensor) -> None:
+    """Fill out. Both contiguous; Triton's interpreter takes CPU tensors."""
+    SAMPLES.launch((triton.cdiv(x.numel(), BLOCK), 1), (x, out), (x.numel(),), (BLOCK,))
+
+
+@triton.jit(do_not_specialize=["size"])
+def _ieee_samples(x, out, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    number = tl.load(x + at, mask=inside, other=0.0)
+    tl.store(out + at, canonical(exp(number)), mask=inside)
+    tl.store(out + size + at, canonical(log(number)), mask=inside)
+    tl.store(out + 2 * size + at, canonical(sigmoid(number)), mask=inside)
+    tl.store(out + 3 * size + at, canonical(rsqrt(number)), mask=inside)
+
+
+SAMPLES = Kernel(_ieee_samples, **UNFUSED)

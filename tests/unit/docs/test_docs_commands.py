@@ -73,6 +73,9 @@ def composable() -> list[tuple[str, str]]:
             command, given = parsed(typed(line))
         except Exception:  # the test above says so, of this line alone
             continue
+        # Two configurations of any kind; a recipe, of which only Bridge knows what it is.
+        if given.get("diff") or str(given.get("model")).startswith("recipe="):
+            continue
         if command in ("train", "show", "submit", "verify", "sweep", "bench", "audit"):
             words = [*(given.get("overrides") or ())]
             if command == "audit":  # of stock numerics unless told otherwise

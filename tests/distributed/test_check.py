@@ -1,0 +1,117 @@
+"""`tpi check`: a linear layer of a dumped step, computed again on this CPU."""
+
+import json
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.distributed.test_portable import one_kept_bit_less, without_conformance
+from tp_invariant_recipes.workflows.check import LINEAR, Names
+
+SMALL = ("qwen3_toy", "numerics=portable", "seq=64", "gbs=2", "iters=2")
+MODULES = tuple(f"decoder.layers.1.{ending}" for ending in LINEAR)
+FC2 = MODULES[-1]
+
+
+def dump(*modules):
+    names = [name for one in map(Names, modules) for name in (one.weight, *one.operands, *one.results)]
+    return ("--trace", "1:2", f"ledger.dump=[{','.join(names)}]")
+
+
+@pytest.fixture(scope="module")
+def run(shared):
+    """Two steps at tp=2 with dumps of every covered kind of layer."""
+    done = shared("train", *SMALL, "tp=2", *dump(*MODULES), "run.dir=run")
+    assert done.status == 0, done.stderr
+    return shared.folder / "run"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_layer_is_computed_again_with_the_same_bits(shared, run, module):
+    done = shared("check", "run", "--step", "2", "--module", module)
+    assert done.status == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    names = Names(module).results
+    assert [line.partition(": identical, ")[0] for line in lines[:3]] == list(names)
+    assert lines[3] == f"identical: step 2 of {module}, computed again on this CPU"
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("layout", ("dp=2 gbs=4", "tp=4 sp=false", "pp=2"))
+def test_any_layout_will_do(shared, layout):
+    name = layout.replace(" ", "-")
+    assert shared("train", *SMALL, *layout.split(), *dump(*MODULES), f"run.dir={name}").status == 0
+    for module in MODULES:
+        assert shared("check", name, "--step", "2", "--module", module).status == 0
+
+
+def test_one_flipped_bit_is_found(shared, run):
+    """Of the output, in the file of a rank; the JSON counts it."""
+    file = next(
+        file
+        for file in sorted((run / "dumps" / "step-0000002").iterdir())
+        if any(f"forward/{FC2}/output" in text for text in _metadata(file).values())
+    )
+    before = file.read_bytes()
+    metadata, tensors = _metadata(file), load_file(file)
+    (key,) = [key for key, text in metadata.items() if f'"forward/{FC2}/output"' in text and '"row": 0,' in text]
+    tensors[key][0, 0] ^= 1
+    save_file(tensors, file, metadata)
+    try:
+        done = shared("check", "run", "--step", "2", "--module", FC2)
+        assert done.status == 1, done.stdout + done.stderr
+        assert f"forward/{FC2}/output: different, 1 of 16384 elements, by at most 1 ULP, the first at (0, 0, 0)" in (
+            done.stdout
+        )
+        assert "different: step 2 of" in done.stdout
+        done = shared("check", "run", "--step", "2", "--module", FC2, "--json")
+        report = json.loads(done.stdout)
+        assert [one["identical"] for one in report["tensors"]] == [False, True, True]
+        assert (done.status, report["exit_status"]) == (1, 1)
+    finally:
+        file.write_bytes(before)
+
+
+def _metadata(file):
+    from safetensors import safe_open
+
+    with safe_open(file, framework="np") as stream:
+        return stream.metadata()
+
+
+def test_a_run_with_one_kept_bit_less_is_found(shared):
+    def plant():
+        without_conformance()
+        one_kept_bit_less()
+
+    done = shared("train", *SMALL, *dump(FC2), "run.dir=less", before=plant)
+    assert done.status == 0, done.stderr
+    done = shared("check", "less", "--step", "2", "--module", FC2)
+    assert done.status == 1, done.stdout + done.stderr
+    assert f"gradients/{FC2}.weight: different, " in done.stdout
+
+
+REFUSED = {
+    ("run", "1", FC2): "--step must be 2 or more",
+    ("run", "2", "decoder.final_layernorm"): "--module decoder.final_layernorm is not covered; these are: decoder.",
+    ("run", "2", "decoder.layers.0.mlp.linear_fc2"): (
+        "train it with --trace 1:2 'ledger.dump=[weights/decoder.layers.0.mlp.linear_fc2.weight,"
+    ),
+    ("nowhere", "2", FC2): "nowhere",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED, ids=lambda value: " ".join(value))
+def test_a_mistake_is_one_message(shared, run, arguments):
+    folder, step, module = arguments
+    done = shared("check", folder, "--step", step, "--module", module)
+    assert done.status == 2
+    assert REFUSED[arguments] in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_only_portable_runs_can_be_computed_again(shared):
+    assert shared("train", *SMALL[:1], *SMALL[2:], "numerics=tree", "run.dir=tree").status == 0
+    done = shared("check", "tree", "--step", "2", "--module", FC2)
+    assert done.status == 2
+    assert "a run of numerics=tree, whose bits no CPU can compute; numerics=portable states them" in done.stderr

@@ -1,0 +1,92 @@
+"""Our sum against models of GPUs by others: MMA-Sim (arXiv 2511.10909, MIT licence), which they validated on hardware.
+
+Every bit that its models of Hopper and Blackwell give is compared. Its model of Ampere is the control, which differs.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.ieee_operands import EVERY_BF16, KINDS, drawn
+from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels.tensor_core_sum import STEP, bf16_product
+
+DATA = Path(__file__).parents[1] / "data" / "tensor_core_h200.npz"
+RECORDED = ("64_cancel", "512_wide", "512_cancel")
+# The class of each model, the architecture, the instruction and its m and n.
+MODELS = {
+    "Hopper mma": ("MMA", "Hopper", "m16n8k16.f32.bf16.bf16.f32", 16, 8),
+    "Hopper wgmma": ("WGMMA", "Hopper", "m64n8k16.f32.bf16.bf16", 64, 8),
+    "Blackwell tcgen05": ("TCGen05MMA", "Blackwell", "m64n8k16.kind::f16.f32.bf16.bf16", 64, 8),
+}
+AMPERE = ("MMA", "Ampere", "m16n8k16.f32.bf16.bf16.f32", 16, 8)
+
+
+@pytest.fixture(scope="module")
+def sim():
+    """MMA-Sim's models, without its FMA of FP32 and FP64, which it compiles from C++ when it is imported."""
+    with pytest.MonkeyPatch.context() as patched:
+        name = "mmasim.arithmetic.fma"
+        patched.setitem(sys.modules, name, ModuleType(name))
+        yield importlib.import_module("mmasim.nv_ptx.sim")
+
+
+def modelled(sim, model, a, b):
+    """a @ b in steps of the model's instruction over k, from an accumulator of zeros. Bits of fp32, [m, n]."""
+    kind, architecture, instruction, m, n = model
+    step = getattr(sim, kind)(architecture, instruction)
+    out = torch.zeros(a.shape[0], b.shape[1])
+    for row in range(0, a.shape[0], m):
+        for column in range(0, b.shape[1], n):
+            place = slice(row, row + m), slice(column, column + n)
+            for k in range(0, a.shape[1], STEP):
+                out[place] = step(a[place[0], k : k + STEP], b[k : k + STEP, place[1]], out[place])
+    return out.numpy().view(np.uint32)
+
+
+def ours(a, b):
+    return tensor_core_cpu.product(a, b).numpy().view(np.uint32)
+
+
+def operands(kind):
+    """[64, 64] and [64, 8] bf16; "edges" has every magnitude, subnormal ones too, and results of each."""
+    if kind != "edges":
+        return drawn(kind, 64, 64, dtype=torch.bfloat16), drawn(kind, 64, 8, dtype=torch.bfloat16, seed=1)
+    random = np.random.default_rng(0)
+    finite = EVERY_BF16[np.isfinite(EVERY_BF16)]
+    small = finite[np.abs(finite) < 2.0**-60]
+    a, b = random.choice(finite, (64, 64)), random.choice(small, (64, 8))
+    return torch.from_numpy(a).bfloat16(), torch.from_numpy(b).bfloat16()
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "edges"))
+@pytest.mark.parametrize("model", MODELS)
+def test_the_definition_is_their_model(sim, model, kind):
+    a, b = operands(kind)
+    assert (ours(a, b) == modelled(sim, MODELS[model], a, b)).all()
+
+
+@pytest.mark.parametrize("kind", ("normal", "wide", "cancelling"))
+def test_their_ampere_differs(sim, kind):
+    a, b = operands(kind)
+    assert (ours(a, b) != modelled(sim, AMPERE, a, b)).any()
+
+
+def test_their_ampere_is_our_sum_of_24_bits_in_steps_of_8(sim):
+    a, b = operands("wide")
+    words = [x.view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
+    assert (bf16_product(*words, kept=24, step=8) == modelled(sim, AMPERE, a, b)).all()
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_their_blackwell_gives_what_an_h200_gave(sim, case):
+    data = np.load(DATA)
+    a, b = (torch.from_numpy(data[f"{part}_{case}"].astype(np.int16)).view(torch.bfloat16) for part in "ab")
+    columns = slice(0, 8)
+    found = modelled(sim, MODELS["Blackwell tcgen05"], a, b[:, columns].contiguous())
+    assert (found == data[f"c_{case}_mmawg"][:, columns]).all()

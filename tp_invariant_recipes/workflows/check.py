@@ -1,0 +1,171 @@
+"""Compute a traced and dumped step of one module again, on a CPU, for `tpi check`.
+
+The run has dumped the module's input, the gradient that arrives at its output, its weight before the step, and what it
+made of them. numerics=portable states every bit of that, so a CPU can tell whether a GPU computed it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
+from tp_invariant_recipes.errors import LedgerError, RunError
+from tp_invariant_recipes.ledger import dumps
+from tp_invariant_recipes.ledger.dumps import Distance, Dumped
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+# Last parts of a module's name -> Megatron's name of how its weight is split, and the segments of its output features.
+LINEAR = {
+    "self_attention.linear_qkv": ("column", 1),
+    "self_attention.linear_proj": ("row", 1),
+    "mlp.linear_fc1": ("column", 2),
+    "mlp.linear_fc2": ("row", 1),
+}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A tensor that was computed again. distance: between what the run dumped and what this CPU computes."""
+
+    name: str
+    distance: Distance
+
+    @property
+    def identical(self) -> bool:
+        """Whether every bit is equal."""
+        return self.distance.differing == 0
+
+    def __str__(self) -> str:
+        found = self.distance
+        if self.identical:
+            return f"{self.name}: identical, {found.total} elements"
+        apart = f", by at most {found.max_ulp} ULP" if found.max_ulp is not None else ""
+        return f"{self.name}: different, {found.differing} of {found.total} elements{apart}, the first at {found.first}"
+
+
+@dataclass(frozen=True)
+class Names:
+    """The tensors of a module that a check reads."""
+
+    module: str
+
+    @property
+    def parameter(self) -> str:
+        """Its weight."""
+        return f"{self.module}.weight"
+
+    @property
+    def operands(self) -> tuple[str, str]:
+        """What the step begins with: the input, and the gradient that arrives at the output."""
+        return f"forward/{self.module}/input", f"backward/{self.module}/input"
+
+    @property
+    def results(self) -> tuple[str, str, str]:
+        """What it makes: the output, the gradient of the input, the gradient of the weight."""
+        return f"forward/{self.module}/output", f"backward/{self.module}/output", f"gradients/{self.parameter}"
+
+    @property
+    def weight(self) -> str:
+        """The weight, which the step before has left."""
+        return f"weights/{self.parameter}"
+
+
+def check(run: Path, step: int, module: str) -> list[Checked]:
+    """Compare output and gradients of a linear layer with those that a CPU computes.
+
+    raises RunError: the run is not of numerics=portable, or the module is not covered. LedgerError: a tensor was not
+    dumped.
+    """
+    kind, segments = _kind(module)
+    tree = RunDir(run).read_config()
+    mode = tree["numerics"]["mode"]
+    if mode != "portable":
+        raise RunError(
+            f"{run} is a run of numerics={mode}, whose bits no CPU can compute; numerics=portable states them"
+        )
+    if step < 2:
+        raise RunError("--step must be 2 or more: the weight is the one that the step before has left")
+    names = Names(module)
+    found = _dumped(run, step, names)
+    results = _computed(found, names, kind, segments, tree["numerics"])
+    return [
+        Checked(name, dumps.distance(found[name], _as_dumped(result, found[name])))
+        for name, result in zip(names.results, results, strict=True)
+    ]
+
+
+def exit_status(found: list[Checked]) -> int:
+    """Of a comparison."""
+    return EXIT_STATUS[Verdict.IDENTICAL if all(one.identical for one in found) else Verdict.DIFFERENT]
+
+
+def _kind(module: str) -> tuple[str, int]:
+    for ending, kind in LINEAR.items():
+        if module.startswith("decoder.layers.") and module.endswith(f".{ending}"):
+            return kind
+    covered = ", ".join(f"decoder.layers.N.{ending}" for ending in LINEAR)
+    raise RunError(f"--module {module} is not covered; these are: {covered}")
+
+
+def _dumped(run: Path, step: int, names: Names) -> dict[str, Dumped]:
+    """The tensors, by name. LedgerError: one was not dumped; the message has the overrides that dump all."""
+    wanted = [(step - 1, names.weight), *((step, name) for name in (*names.operands, *names.results))]
+    there = {number: dumps.read_step(run, number) for number in (step - 1, step) if number in dumps.steps(run)}
+    missing = [name for number, name in wanted if number not in there or name not in there[number].parts]
+    if missing:
+        every = ",".join(name for _, name in wanted)
+        raise LedgerError(
+            f"{run} did not dump {', '.join(missing)}; train it with --trace {step - 1}:{step} 'ledger.dump=[{every}]'"
+        )
+    return {name: there[number].read(name) for number, name in wanted}
+
+
+def _computed(found: dict[str, Dumped], names: Names, kind: str, segments: int, numerics: dict[str, Any]) -> Any:
+    """Output and gradients, as the run of one rank computes them: sequence by sequence, data shard by data shard."""
+    import torch
+
+    from tp_invariant_recipes.numerics import portable_linear
+    from tp_invariant_recipes.numerics.mesh import VirtualMesh
+    from tp_invariant_recipes.numerics.tree import tree_sum
+
+    x, dy = (_tensor(found[name]) for name in names.operands)
+    weight: Any = _tensor(found[names.weight]).requires_grad_()
+    mesh = VirtualMesh(numerics["virtual_shards"], 1, 0)
+    shards = numerics["data_shards"] or 1
+    outputs, slopes = [], []
+    gradients = torch.zeros(shards, *weight.shape)
+    for number, shard in _sequences(x.shape[1], shards):
+        weight.main_grad = gradients[shard]
+        mine = x[:, number : number + 1].contiguous().requires_grad_()
+        if kind == "row":
+            out = portable_linear.row_parallel(mine, weight, mesh, False)
+        else:
+            out = portable_linear.column_parallel(mine, weight, mesh, segments, False)
+        out.backward(dy[:, number : number + 1].contiguous())
+        outputs.append(out.detach())
+        slopes.append(mine.grad)
+    return torch.cat(outputs, 1), torch.cat(slopes, 1), tree_sum(gradients)
+
+
+def _sequences(count: int, shards: int) -> Iterator[tuple[int, int]]:
+    """Each sequence of a step and its data shard."""
+    for number in range(count):
+        yield number, number * shards // count
+
+
+def _tensor(found: Dumped) -> Any:
+    import torch
+
+    if found.dtype != "bfloat16":
+        raise LedgerError(f"a tensor of {found.dtype} was dumped where numerics=portable has bfloat16")
+    return torch.from_numpy(found.bits.view("int16").copy()).view(torch.bfloat16).view(found.shape)
+
+
+def _as_dumped(result: Any, like: Dumped) -> Dumped:
+    import torch
+
+    name = str(result.dtype).removeprefix("torch.")
+    word = {"bfloat16": (torch.int16, "uint16"), "float32": (torch.int32, "uint32")}[name]
+    bits = result.detach().contiguous().view(word[0]).numpy().view(word[1])
+    return Dumped(name, tuple(result.shape), bits.reshape(like.bits.shape))
