@@ -1,26 +1,61 @@
 """The first import of Megatron-Bridge happens only here: quietly, and with or without Transformer Engine."""
 
 import gc
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
-from tp_invariant_recipes.host import transformer_engine
+from tp_invariant_recipes.host import gpus, transformer_engine
 from tp_invariant_recipes.host.quiet import quiet
+from tp_invariant_recipes.replacement import Replacement, applied
 
 BRIDGE = "megatron.bridge.training.pretrain"
+# Makes torch.cuda.is_available() ask NVML. Otherwise it starts CUDA, and then no rank can be forked.
+ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+imported_with: dict[str, str] = {}  # the environment variables at the first import; empty before
 
 
 def load() -> None:
     """Import Bridge with its whole model zoo. The first call takes 10 to 20 s, later ones no time."""
     if BRIDGE in sys.modules:
         return
-    with quiet(), _nothing_is_garbage():
+    find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
+    imported_with.update(os.environ)
+    with quiet(), _nothing_is_garbage(), _asking_the_driver():
         transformer_engine.prepare_import()
         import_module(BRIDGE)
         # Autograd imports this at the first backward pass; otherwise each forked rank would import it again.
         import_module("torch.fx.experimental.symbolic_shapes")
+
+
+@contextmanager
+def _asking_the_driver() -> Iterator[None]:
+    """In the block, torch learns the number of GPUs and their capability without starting CUDA.
+
+    Of all that Bridge imports, seven modules ask whether there is a GPU, and modelopt asks for its capability.
+    """
+    before = os.environ.get(ASK_NVML)
+    os.environ[ASK_NVML] = "1"
+    try:
+        with applied([Replacement("torch.cuda:get_device_capability", _capability, "it would start CUDA")]):
+            yield
+    finally:
+        del os.environ[ASK_NVML]
+        if before is not None:
+            os.environ[ASK_NVML] = before
+
+
+def _capability(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
+    def ask(device: Any = None) -> tuple[int, int]:
+        found = gpus.visible()
+        return found[0].capability if device in (None, 0) and found else original(device)
+
+    return ask
 
 
 @contextmanager

@@ -108,6 +108,8 @@ def _ways(config: RunConfig, need: Estimate) -> list[str]:
             of_states.append("raise dp= (its ranks share the optimizer's state)")
     if (config.numerics.data_shards or 1) > at.dp:
         of_states.append(f"raise dp= towards numerics.data_shards={config.numerics.data_shards}")
+    if (config.numerics.context_shards or 1) > at.cp:
+        of_states.append(f"raise cp= towards numerics.context_shards={config.numerics.context_shards}")
     return [*of_tokens, *of_states] if tokens > need.rank / 2 else [*of_states, *of_tokens]
 
 

@@ -2,10 +2,12 @@
 
 Ranks are started as torchrun starts functions, through torch.multiprocessing. On a CPU they are forked from this
 process, which has imported Megatron-Bridge already: one import of 10 to 20 s for all ranks instead of one each.
-A process that forks must not have started CUDA, so GPU ranks are spawned.
+GPU ranks are spawned; with TPI_FORK_GPU_RANKS=1 they are forked where `host/forking.py` proves that a fork of this
+process can use CUDA.
 """
 
 import errno
+import multiprocessing
 import os
 import signal
 import time
@@ -18,7 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.host.forking import can_fork
 from tp_invariant_recipes.launch.hang import HangWatch, Stand, message, suspects
+from tp_invariant_recipes.launch.warm import Crew, WarmRanks
 from tp_invariant_recipes.ledger.run_files import LARGEST, Reason
 from tp_invariant_recipes.reading import checked, parse_json, read_limited
 from tp_invariant_recipes.runs import lock
@@ -28,7 +33,7 @@ from tp_invariant_recipes.training.heartbeat import Heartbeats, Phase
 if TYPE_CHECKING:
     from tp_invariant_recipes.training.rank import RankInfo
 
-START_METHODS = {"cpu": "fork", "gpu": "spawn"}
+FORK = "TPI_FORK_GPU_RANKS"  # environment variable
 GRACE = 5.0  # seconds that the other ranks get to say why they failed, after the first has
 PATIENCE = 20.0  # seconds that ranks get to answer a request to stop before they have made a step
 POLL = 0.1  # seconds between looks at the ranks
@@ -120,6 +125,8 @@ def run(
     started: Callable[[], None] | None = None,
     stepped: Callable[[], bool] | None = None,
     limits: Limits | None = None,
+    warm: WarmRanks | None = None,
+    layout: Any = None,
 ) -> Outcome:
     """Run these ranks, all of this machine, to their end.
 
@@ -131,27 +138,93 @@ def run(
     stepped: whether the ranks have made a step. Until then there is nothing to save: ranks that do not answer a request
              to stop within PATIENCE are killed. None: not known here, so they get as long as they need.
     limits:  seconds that a rank may give no sign of life; None: it may hang for ever.
+    warm:    ranks of earlier runs, which may train this one, and keep those that do. None: this run has its own.
+    layout:  what the runs that share warm ranks have in common.
     """
-    import torch.multiprocessing
-
     from tp_invariant_recipes.training import rank
 
     _remove_failures(run_dir, rank_infos)
-    method = START_METHODS[device]
-    multiprocessing = torch.multiprocessing.get_context(method)
-    all_started = multiprocessing.Event()
-    heartbeats = Heartbeats(len(rank_infos), multiprocessing)
-    context = torch.multiprocessing.start_processes(
-        rank.main,
-        args=(str(run_dir.path), rank_infos, rank_fn or rank.train, all_started, heartbeats, lock.Inherited()),
-        nprocs=len(rank_infos),
-        join=False,
-        start_method=method,
+    do = rank_fn or rank.train
+    if warm is None:
+        processes, heartbeats = _start(run_dir, device, rank_infos, do, started)
+        return _end_of(run_dir, rank_infos, tick, stop, processes, heartbeats, stepped, limits)
+    try:
+        crew = warm.crew((device, layout), lambda: _start_crew(device, len(rank_infos)))
+        crew.assign(run_dir, rank_infos, do)
+        outcome = _end_of(run_dir, rank_infos, tick, stop, crew.members, crew.heartbeats, stepped, limits)
+    except BaseException:
+        warm.end()
+        raise
+    if outcome is not Outcome.COMPLETED:
+        warm.end()
+    return outcome
+
+
+def _start(
+    run_dir: RunDir,
+    device: str,
+    rank_infos: Sequence["RankInfo"],
+    rank_fn: RankFn,
+    started: Callable[[], None] | None,
+) -> tuple[list[Any], Heartbeats]:
+    """The processes of ranks that train one run."""
+    from tp_invariant_recipes.training import rank
+
+    def arguments(all_started: Any, heartbeats: Heartbeats) -> tuple[Any, ...]:
+        return str(run_dir.path), rank_infos, rank_fn, all_started, heartbeats, lock.Inherited()
+
+    return _processes(device, len(rank_infos), rank.main, arguments, started)
+
+
+def _start_crew(device: str, count: int) -> Crew:
+    """Ranks that wait for their first run."""
+    from tp_invariant_recipes.training import rank
+
+    ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(count)), strict=True)
+
+    def arguments(all_started: Any, heartbeats: Heartbeats) -> tuple[Any, ...]:
+        return all_started, heartbeats, theirs, lock.Inherited()
+
+    processes, heartbeats = _processes(device, count, rank.stay, arguments)
+    for connection in theirs:
+        connection.close()
+    return Crew(processes, list(ours), heartbeats)
+
+
+def _processes(
+    device: str,
+    count: int,
+    function: Callable[..., None],
+    arguments: Callable[[Any, Heartbeats], tuple[Any, ...]],
+    started: Callable[[], None] | None = None,
+) -> tuple[list[Any], Heartbeats]:
+    """One process a rank. arguments: of the function after the index, given the event that all have started."""
+    import torch.multiprocessing
+
+    method = start_method(device)
+    context = torch.multiprocessing.get_context(method)
+    all_started = context.Event()
+    heartbeats = Heartbeats(count, context)
+    ranks = torch.multiprocessing.start_processes(
+        function, args=arguments(all_started, heartbeats), nprocs=count, join=False, start_method=method
     )
     if started:
         started()
     all_started.set()
-    processes = context.processes
+    return ranks.processes, heartbeats
+
+
+def _end_of(
+    run_dir: RunDir,
+    rank_infos: Sequence["RankInfo"],
+    tick: Callable[[], None],
+    stop: Stop,
+    processes: Sequence[Any],
+    heartbeats: Heartbeats,
+    stepped: Callable[[], bool] | None,
+    limits: Limits | None,
+) -> Outcome:
+    """Watch the ranks until all have ended. Arguments and errors as for `run`."""
     hangs = HangWatch(heartbeats, [info.rank for info in rank_infos], limits)
     logs = [run_dir.rank_log(info.rank) for info in rank_infos]
 
@@ -178,6 +251,14 @@ def run(
     return Outcome.STOPPED if stop.signals else Outcome.COMPLETED
 
 
+def start_method(device: str) -> str:
+    """How the ranks of a run are started: "fork" or "spawn"."""
+    if device == "cpu":
+        return "fork"
+    # Asked for, since no training on a GPU has been seen to begin this way yet.
+    return "fork" if os.environ.get(FORK) == "1" and can_fork(bridge.imported_with or None) else "spawn"
+
+
 def hanging(stands: Sequence[Stand], run_dir: RunDir) -> RankFailed:
     """The error of a run whose ranks stand like this, on one machine or several."""
     first = (suspects(stands) or stands)[0].rank
@@ -190,7 +271,7 @@ def hanging(stands: Sequence[Stand], run_dir: RunDir) -> RankFailed:
 
 
 def _watch(
-    processes: list[Any],
+    processes: Sequence[Any],
     stop: Stop,
     tick: Callable[[], None],
     stepped: Callable[[], bool] | None,
@@ -227,7 +308,7 @@ def _watch(
     return ended_here
 
 
-def _signal(processes: list[Any], number: int) -> set[int]:
+def _signal(processes: Sequence[Any], number: int) -> set[int]:
     """Send a signal to the ranks that live, and return their indices."""
     alive = {n: p for n, p in enumerate(processes) if p.is_alive()}
     for process in alive.values():

@@ -1,6 +1,5 @@
 """One rank of a benchmark: every pass in turn, in this one process."""
 
-import gc
 import os
 from typing import Any
 
@@ -14,12 +13,14 @@ def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
     """Train every pass of the benchmark that the directory holds and write down this rank's figures."""
     bench_dir = BenchDir(run_dir.path)
     bridge.load()
+    from tp_invariant_recipes.training.process_state import settle
+
     for number, one in enumerate(bench_dir.read_passes()):
         os.environ.update(rank_info.environment(number))
         tree = bench_dir.mode(one.mode).read_config()
         tree["train"]["train_iters"] = one.steps
         rank.pretrain(tree, _callbacks(bench_dir, rank_info, number, one, tree))
-        _settle()
+        settle()
 
 
 def _callbacks(bench_dir: BenchDir, rank_info: rank.RankInfo, number: int, one: Pass, tree: dict[str, Any]) -> list:
@@ -35,21 +36,3 @@ def _callbacks(bench_dir: BenchDir, rank_info: rank.RankInfo, number: int, one: 
     if one.profile and rank_info.rank == 0:
         callbacks.append(Tracer(bench_dir.trace(one.mode), one, gpu=device == "gpu"))
     return callbacks
-
-
-def _settle() -> None:
-    """Free this pass's memory for the next: models hold themselves in cycles, and Bridge stops the collector."""
-    import torch
-
-    _forget_probabilities()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _forget_probabilities() -> None:
-    """Megatron's dispatchers keep those of the last micro-batch; their autograd graph holds the model where the
-    collector cannot look, so that one with experts would stay beside the next pass's."""
-    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
-
-    for one in [one for one in gc.get_objects() if isinstance(one, MoETokenDispatcher)]:
-        vars(one).pop("probs", None)

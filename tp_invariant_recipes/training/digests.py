@@ -24,7 +24,7 @@ A weight in bf16 is its master weight rounded. The kernel of the master weights 
 no digest. Where a rank has only a range of a master weight, the ranks' copies of the whole weight are compared as well.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -64,6 +64,7 @@ class Recorded:
 class Digests(AroundOptimizerStep):
     """Takes the digests of every `every`th step, and of the optimizer's state at every `state_every`th. For every rank.
 
+    at_once:    steps whose digests are reported before the next one begins, which may fail: `tpi bisect` trains such.
     parameters: what they are of, known once training has started.
     initial:    of the weights before the first step, parameter → digest; None: training begins at a later one.
     check:      called with the step and the digests of what a run goes on from (all weights, master weights, moments)
@@ -73,8 +74,8 @@ class Digests(AroundOptimizerStep):
                 them. No checkpoint counts, and no training ends, before that.
     """
 
-    def __init__(self, every: int, state_every: int = 0) -> None:
-        self.every, self.state_every = every, state_every
+    def __init__(self, every: int, state_every: int = 0, at_once: Collection[int] = ()) -> None:
+        self.every, self.state_every, self.at_once = every, state_every, at_once
         self.parameters: tuple[Parameter, ...] = ()
         self.initial: Mapping[str, str] | None = None
         self.check: Callable[[int, Recorded], str | None] = lambda step, recorded: None
@@ -142,6 +143,10 @@ class Digests(AroundOptimizerStep):
         if step is not None and not self._taken and not self._is_state_due(step):
             self._ended = None
             self.listener(Recorded())
+        elif step in self.at_once:
+            self._start()
+            self._merge()
+            self._report()
         elif step is not None:
             if self._is_state_due(step) and not self._moments.known:
                 self._moments_now()  # asks all ranks, which a forward pass must not

@@ -38,6 +38,7 @@ class Site:
     samples:           of a micro-batch.
     sampler:           dataset.dataloader_type, or CONSECUTIVE.
     sequence_parallel: positions are split over the tensor-parallel ranks between their products.
+    context_shards:    C, into which sequences are cut; cp for stock numerics (numerics/context_shards.py).
     """
 
     config: Any
@@ -52,6 +53,7 @@ class Site:
     cp_rank: int = 0
     dp: int = 1
     dp_rank: int = 0
+    context_shards: int = 1
 
     def numbers(self, micro_batch: int) -> list[int] | None:
         """Which samples of the step a micro-batch holds; None: the data loader is not known."""
@@ -62,11 +64,13 @@ class Site:
     def positions(self, split: bool) -> list[tuple[int, int]]:
         """The parts of a sample's positions that this rank has, in its order: (first, how many) each.
 
-        split: over tensor-parallel ranks too. Context parallelism gives rank c chunks c and 2·cp - 1 - c of 2·cp.
+        split: over tensor-parallel ranks too. Context shard c is chunks c and 2C - 1 - c of 2C.
         """
-        chunk = self.sequence // (2 * self.cp)
-        chunks = [(self.cp_rank * chunk, chunk), ((2 * self.cp - 1 - self.cp_rank) * chunk, chunk)]
-        parts = [(0, self.sequence)] if self.cp == 1 else chunks
+        shards = max(self.cp, self.context_shards)
+        chunk, each = self.sequence // (2 * shards), shards // self.cp
+        held = range(self.cp_rank * each, (self.cp_rank + 1) * each)
+        chunks = [(start * chunk, chunk) for c in held for start in (c, 2 * shards - 1 - c)]
+        parts = [(0, self.sequence)] if shards == 1 else chunks
         if not split:
             return parts
         size = self.sequence // (self.cp * self.tp)
@@ -190,7 +194,7 @@ def experts(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | No
 
 def constant(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
     """[s, …]: the same for all samples and on all ranks, so that one micro-batch counts and ranks are replicas."""
-    if x.dim() < 1 or x.shape[0] != site.sequence or site.cp > 1:
+    if x.dim() < 1 or x.shape[0] != site.sequence or max(site.cp, site.context_shards) > 1:
         return None
     rows = _adjacent(x.reshape(site.sequence, -1))
     return Placed(tuple(x.shape), (Piece(rows, 0, 0),) if micro_batch == 0 else ())

@@ -19,6 +19,8 @@ TRACED = 2  # steps of a trace
 LARGEST = 10  # kernels to name
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 OTHER = "other"
+COLLECTIVES = "collectives"
+HOST_BOUND = 0.1  # of a step: while the GPU idles for longer, the host is what limits it
 
 # Pattern -> category, on the name of a kernel or operator; the first that is found decides. ^_NAME$: our own kernels.
 _ARITHMETIC = (
@@ -34,8 +36,8 @@ CATEGORIES = tuple(
     (re.compile(pattern, re.IGNORECASE), category)
     for pattern, category in (
         (r"tree_?(add|sum|fold|reduce)|token_sum|folding", "tree adds"),
-        (r"nccl|gloo|c10d|record_param_comms", "collectives"),
-        (r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", "collectives"),
+        (r"nccl|gloo|c10d|record_param_comms", COLLECTIVES),
+        (r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", COLLECTIVES),
         (r"cross_?entropy|nll_loss|log_?softmax", "cross entropy"),
         (r"flash|fmha|sdpa|attention|attn|softmax|cudnn::fusion", "attention"),
         (r"rope|rotary", "rotary embedding"),
@@ -67,11 +69,30 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class Trace:
-    """A step on average: how long it took while traced, how long nothing ran in it, and what ran, the longest first."""
+    """A step on average.
+
+    milliseconds: how long it took while traced.
+    idle:         how long nothing ran in it.
+    kernels:      what ran, the longest first.
+    waiting:      on a GPU, how long nothing but collectives ran: they move data, or wait for other ranks.
+    """
 
     milliseconds: float
     idle: float
     kernels: tuple[KernelTime, ...]
+    waiting: float | None = None
+
+    @property
+    def idle_share(self) -> float:
+        """The part of the step in which nothing ran."""
+        return self.idle / self.milliseconds if self.milliseconds else 0.0
+
+    @property
+    def limit(self) -> str | None:
+        """ "host": a shorter step needs fewer launches and less Python; "gpu": shorter kernels. None on a CPU."""
+        if self.waiting is None:
+            return None
+        return "host" if self.idle_share > HOST_BOUND else "gpu"
 
 
 def category(name: str) -> str:
@@ -98,6 +119,7 @@ def step(events: Iterable[dict[str, Any]]) -> Trace:
     inside = [e for e in spans if any(start <= e["ts"] < end for start, end in steps)]
     counted = [e for e in inside if e.get("cat") in ON_GPU]
     times = [(e["name"], e["dur"]) for e in counted]
+    on_gpu = bool(counted)
     if not counted:
         counted = [e for e in inside if e.get("cat") == "cpu_op"]
         times = list(_own_times(counted))
@@ -111,10 +133,13 @@ def step(events: Iterable[dict[str, Any]]) -> Trace:
         for name in launches
     )
     wall = sum(end - start for start, end in steps)
+    busy = _covered(counted)
+    computing = _covered([e for e in counted if category(e["name"]) != COLLECTIVES]) if on_gpu else busy
     return Trace(
         milliseconds=wall / 1000 / len(steps),
-        idle=max(wall - _covered(counted), 0.0) / 1000 / len(steps),
+        idle=max(wall - busy, 0.0) / 1000 / len(steps),
         kernels=tuple(sorted(found, key=lambda k: (-k.milliseconds, k.name))),
+        waiting=(busy - computing) / 1000 / len(steps) if on_gpu else None,
     )
 
 

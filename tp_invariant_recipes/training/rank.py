@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -74,11 +75,84 @@ def main(
     locks:       the launcher's, of directories (runs/lock.py): the rank holds them too, until it ends.
     On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
     """
-    run_dir = RunDir(Path(run))
-    rank_info = rank_infos[index]
     _die_with_launcher()
     all_started.wait()
+    _perform(RunDir(Path(run)), rank_infos[index], rank_fn, heartbeats, index)
+    heartbeat.sign(Phase.DONE)
+
+
+def stay(
+    index: int, all_started: Any, heartbeats: heartbeat.Heartbeats, connections: Sequence[Any], locks: Any
+) -> None:
+    """Run one rank of several runs in turn, as the launcher asks (launch/warm.py), for as long as each finds the
+    process as the first one has found it.
+
+    connections: of all ranks to the launcher. It sends the run's directory, RankInfo and function, then its locks; this
+                 answers whether it stays. locks: those that the launcher holds now.
+    A run fails as in `main`, and ends the process.
+    """
+    _die_with_launcher()
+    all_started.wait()
+    connection, stays = connections[index], True
+    before: list[Any] = []
+    held = list(locks.descriptors)
+    for other in connections:
+        if other is not connection:
+            other.close()
+    while stays:
+        try:
+            run, rank_info, rank_fn, count = connection.recv()
+        except EOFError:  # the launcher has no more runs
+            return
+        held += [reduction.recv_handle(connection) for _ in range(count)]
+        _default_signals()
+        stays = _perform(RunDir(Path(run)), rank_info, _remembering(rank_fn, before), heartbeats, index)
+        stays = stays and _tidied_up(before[0])
+        while held:
+            os.close(held.pop())
+        heartbeat.sign(Phase.DONE)
+        connection.send(stays)
+
+
+def _remembering(rank_fn: Callable[[RunDir, RankInfo], None], before: list) -> Callable[[RunDir, RankInfo], None]:
+    """The function, which appends the state of the process to an empty `before` once Bridge is loaded."""
+
+    def remember(run_dir: RunDir, rank_info: RankInfo) -> None:
+        if not before:
+            bridge.load()
+            from tp_invariant_recipes.training.process_state import ProcessState
+
+            before.append(ProcessState())
+        rank_fn(run_dir, rank_info)
+
+    return remember
+
+
+def _tidied_up(before: Any) -> bool:
+    """Free what a run has left and put back what it has changed; whether that was all of it."""
+    from tp_invariant_recipes.training.process_state import settle
+
+    try:
+        settle()
+        left = before.restore()
+    except Exception:  # the run itself is done
+        traceback.print_exc()
+        return False
+    if left:
+        print(f"this process does not train the next run, which would find other globals: {', '.join(left)}")
+    return not left
+
+
+def _perform(
+    run_dir: RunDir,
+    rank_info: RankInfo,
+    rank_fn: Callable[[RunDir, RankInfo], None],
+    heartbeats: heartbeat.Heartbeats,
+    index: int,
+) -> bool:
+    """One rank of one run; whether it came to its end, and was not stopped by a signal. A failure ends the process."""
     os.environ.update(rank_info.environment())
+    _threads()
     try:
         with _logged(run_dir, rank_info):
             heartbeats.begin(index)
@@ -86,13 +160,14 @@ def main(
     except SystemExit as stop:  # Bridge leaves this way after saving on SIGTERM
         if stop.code:
             raise
+        return False
     except BaseException as error:
         _write_failure(run_dir, rank_info.rank, error)
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: threads that wait for other ranks could keep a failed one alive.
         os._exit(1)
-    heartbeat.sign(Phase.DONE)
+    return True
 
 
 def train(run_dir: RunDir, rank_info: RankInfo) -> None:
@@ -126,7 +201,8 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         if tree["numerics"]["mode"] == "portable":
             from tp_invariant_recipes.numerics import portable
 
-            portable.require_conformance()
+            on_cpu = tree["device"]["kind"] == "cpu"
+            portable.require_conformance(None if on_cpu else int(os.environ["LOCAL_RANK"]))
         if tree["device"]["kind"] == "cpu":
             stack.enter_context(cpu.installed())
         else:
@@ -165,8 +241,9 @@ def recording(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], ledger:
     from tp_invariant_recipes.training.recorder import Recorder
     from tp_invariant_recipes.training.trace import Tracing
 
-    digests = Digests(ledger["digests"], ledger["state_digests"]) if ledger["digests"] else None
-    tracing = Tracing(steps(ledger["trace"]), ledger["dump"], run_dir) if ledger["trace"] else None
+    traced = steps(ledger["trace"]) if ledger["trace"] else ()
+    digests = Digests(ledger["digests"], ledger["state_digests"], traced) if ledger["digests"] else None
+    tracing = Tracing(traced, ledger["dump"], run_dir) if traced else None
     callbacks: list = [digests] if digests else []
     if tracing and ledger["dump"]:
         callbacks.append(DumpParameters(tracing))
@@ -187,9 +264,20 @@ def _die_with_launcher() -> None:
     launcher = multiprocessing.parent_process()
     if launcher is not None and launcher.pid != os.getppid():
         os._exit(1)  # it was killed before the call above
+    _default_signals()
+
+
+def _default_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until Bridge takes it over to save first
+
+
+def _threads() -> None:
+    """Have torch use OMP_NUM_THREADS. It reads that at its import, which a forked rank's launcher made before."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if "torch" in sys.modules and threads.isdecimal() and int(threads) > 0:
+        sys.modules["torch"].set_num_threads(int(threads))
 
 
 class _Tee:

@@ -91,6 +91,7 @@ def _site(context: CallbackContext) -> Site:
         cp_rank=parallel_state.get_context_parallel_rank(),
         dp=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        context_shards=getattr(config.model, "context_shards", 1),
     )
 
 

@@ -1,0 +1,136 @@
+"""When GPU ranks may be forked: only where it is proven that a fork of this process can use CUDA."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from tp_invariant_recipes.host import bridge, forking, gpus
+from tp_invariant_recipes.launch import ranks
+
+
+def yes() -> bool:
+    return True
+
+
+def test_what_nothing_has_started_can_be_forked():
+    assert forking.can_fork(dict(os.environ), probe=yes)
+
+
+def never() -> bool:
+    raise AssertionError("the probe takes seconds, and the answer is known")
+
+
+def cuda_has_started(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", yes)
+
+
+def this_is_a_fork_of_such_a_process(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", yes)
+
+
+def a_library_would_read_another_variable(monkeypatch):
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+
+
+@pytest.mark.parametrize(
+    "why", (cuda_has_started, this_is_a_fork_of_such_a_process, a_library_would_read_another_variable)
+)
+def test_otherwise_ranks_are_spawned(monkeypatch, why):
+    before = dict(os.environ)
+    why(monkeypatch)
+    assert not forking.can_fork(before, probe=never)
+
+
+def test_without_an_import_a_fork_saves_nothing():
+    assert not forking.can_fork(None, probe=never)
+
+
+def test_what_the_launcher_sets_later_does_not_count(monkeypatch):
+    before = dict(os.environ)
+    for name in forking.SET_LATER:
+        monkeypatch.setenv(name, "7")
+    assert forking.can_fork(before, probe=yes)
+
+
+def test_a_driver_that_something_else_has_started_is_found_by_trying():
+    """torch knows nothing of it. There is no GPU in a unit test, so the forked process fails as such a one does."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here: tests/gpu looks at it")
+    assert not forking.can_fork(dict(os.environ))
+
+
+@pytest.mark.parametrize(
+    "child, well",
+    ((lambda: os._exit(0), True), (lambda: os._exit(1), False), (lambda: os.kill(os.getpid(), signal.SIGKILL), False)),
+    ids=("0", "1", "a signal"),
+)
+def test_the_end_of_the_forked_process(child, well):
+    pid = os.fork()
+    if pid == 0:
+        child()
+    assert forking.ended_well(pid, 60) is well
+
+
+def test_a_forked_process_that_hangs_is_killed():
+    """CUDA may wait for ever for a lock that the parent held."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(write)
+        os.read(read, 1)  # for ever
+        os._exit(0)
+    assert not forking.ended_well(pid, 0.1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.parametrize(
+    "device, asked, can, method",
+    (
+        ("cpu", "0", False, "fork"),
+        ("gpu", "1", True, "fork"),
+        ("gpu", "1", False, "spawn"),
+        ("gpu", "0", True, "spawn"),
+    ),
+)
+def test_the_method_of_the_ranks(monkeypatch, device, asked, can, method):
+    monkeypatch.setenv(ranks.FORK, asked)
+    monkeypatch.setattr(ranks, "can_fork", lambda imported_with: can)
+    assert ranks.start_method(device) == method
+
+
+def test_the_decision_gets_the_variables_of_the_import(monkeypatch):
+    asked = []
+    monkeypatch.setenv(ranks.FORK, "1")
+    monkeypatch.setattr(ranks, "can_fork", lambda imported_with: bool(asked.append(imported_with)))
+    monkeypatch.setattr(bridge, "imported_with", {})
+    ranks.start_method("gpu")
+    monkeypatch.setattr(bridge, "imported_with", {"A": "1"})
+    ranks.start_method("gpu")
+    assert asked == [None, {"A": "1"}]
+
+
+def test_while_bridge_is_imported_the_driver_says_what_a_gpu_can_do(monkeypatch):
+    original = torch.cuda.get_device_capability
+    monkeypatch.setattr(gpus, "visible", lambda: [gpus.Gpu("NVIDIA H200", (9, 0), 1 << 37)])
+    with bridge._asking_the_driver():
+        assert torch.cuda.get_device_capability() == (9, 0)
+        monkeypatch.setattr(gpus, "visible", lambda: [])
+        with pytest.raises((AssertionError, RuntimeError)):  # the control: torch itself, which starts CUDA
+            torch.cuda.get_device_capability()
+    assert torch.cuda.get_device_capability is original
+    assert not torch.cuda.is_initialized()
+
+
+def test_gpus_are_counted_without_cuda_while_bridge_is_imported(monkeypatch):
+    for before in (None, "0"):
+        monkeypatch.delenv(bridge.ASK_NVML, raising=False)
+        if before is not None:
+            monkeypatch.setenv(bridge.ASK_NVML, before)
+        with bridge._asking_the_driver():
+            assert os.environ[bridge.ASK_NVML] == "1"
+        assert os.environ.get(bridge.ASK_NVML) == before

@@ -1,0 +1,62 @@
+"""Whether a process that will use CUDA may be forked from this one: a new process would import Megatron-Bridge again.
+
+A fork of a process that has started CUDA cannot use it. torch notices only what torch started, and asking the driver
+for the number of GPUs starts it unnoticed. So the last of the checks forks a process and lets it use a GPU.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+
+LIMIT = 60.0  # seconds that the forked process gets to use a GPU
+# The launcher sets these after the import. A rank reads them by itself (training/rank.py), as Gloo does.
+SET_LATER = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+
+
+def can_fork(imported_with: Mapping[str, str] | None, *, probe: Callable[[], bool] | None = None) -> bool:
+    """Whether GPU ranks may be forked from this process.
+
+    imported_with: the environment variables at the import of Megatron-Bridge; None: it is not imported, so that a fork
+                   would save nothing. Libraries read variables when they are imported: a rank that needs others now
+                   must import them anew.
+    probe:         whether a forked process can use a GPU. Default: one tries.
+    """
+    import torch
+
+    if imported_with is None or _relevant(imported_with) != _relevant(os.environ):
+        return False
+    if torch.cuda.is_initialized() or torch.cuda._is_in_bad_fork():
+        return False
+    return (probe or _fork_uses_gpu)()
+
+
+def _relevant(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in SET_LATER}
+
+
+def _fork_uses_gpu() -> bool:
+    """Whether a process forked now can make a tensor on a GPU, within LIMIT."""
+    import torch
+
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = int(torch.ones(1, device="cuda").item() != 1)
+        finally:
+            os._exit(status)
+    return ended_well(pid, LIMIT)
+
+
+def ended_well(pid: int, limit: float) -> bool:
+    """Wait for a child; whether it ended with status 0 within `limit` seconds. It is killed after them."""
+    until = time.monotonic() + limit
+    while time.monotonic() < until:
+        done, raw = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(raw) == 0
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
