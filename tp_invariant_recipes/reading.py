@@ -6,6 +6,8 @@
 
 A file of a run directory, a certificate or a matrix may be damaged or forged. Whoever reads one catches OSError and
 ValueError and nothing else, and raises its own TpiError that names the file; the message of a ValueError is one line.
+
+pydantic and yaml are imported where they are used: a shell waits for completion, which uses neither.
 """
 
 import functools
@@ -13,10 +15,10 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import yaml
-from pydantic import Field, TypeAdapter, ValidationError
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 MIB = 1 << 20
 DEPTH = 64  # of nested lists and objects; our own files have at most 10
@@ -24,11 +26,24 @@ NODES = 1_000_000  # values in a YAML file, with those that an alias repeats
 _PROBLEMS = 3  # named in one message
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate: half a character, if the other half is missing
 
+
+class Limits:
+    """The same as `pydantic.Field(…)` with these limits, which imports pydantic only when a value is checked."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.limits = limits
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic import Field
+
+        return handler.generate_schema(Annotated[source, Field(**self.limits)])
+
+
 # Integers that fit in 64 bits: arithmetic on larger ones, and their text, has no bound.
-Integer = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Seconds = Annotated[float, Field(ge=0, lt=2**40)]  # also of a time since 1970
-Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # sha256
+Integer = Annotated[int, Limits(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Limits(ge=0, lt=2**63)]
+Seconds = Annotated[float, Limits(ge=0, lt=2**40)]  # also of a time since 1970
+Hash = Annotated[str, Limits(pattern=r"^[0-9a-f]{64}$")]  # sha256
 Layout = dict[str, Integer | bool]
 
 
@@ -67,6 +82,8 @@ def parse_json(data: bytes, *, constants: bool = False) -> Any:
 
 def parse_yaml(data: bytes) -> Any:
     """A YAML value of plain types. ValueError: as `parse_json`, or aliases make it endless or huge."""
+    import yaml
+
     try:
         value = yaml.safe_load(data)  # not libyaml's loader, which a deep nesting crashes
     except RecursionError:
@@ -84,6 +101,8 @@ def checked(kind: Any, value: Any) -> Any:
 
     ValueError: it is not of this type, strictly; the message names up to three fields.
     """
+    from pydantic import ValidationError
+
     try:
         _adapter(kind).validate_python(value, strict=True)
     except ValidationError as error:
@@ -95,7 +114,9 @@ def checked(kind: Any, value: Any) -> Any:
 
 
 @functools.cache
-def _adapter(kind: Any) -> TypeAdapter:
+def _adapter(kind: Any) -> "TypeAdapter":
+    from pydantic import TypeAdapter
+
     return TypeAdapter(kind)
 
 

@@ -7,7 +7,22 @@ import typer
 
 from tp_invariant_recipes.errors import ConfigError
 
-Model = Annotated[str, typer.Argument(help="A model of `tpi models`.", metavar="MODEL", show_default=False)]
+
+def of_model(model: str | None) -> str | None:
+    """A model as typed; `recipe=FILE.py:FUNCTION` with the whole path of the file."""
+    if model is None or not model.startswith("recipe="):
+        return model
+    from tp_invariant_recipes.config import recipe_source
+
+    return recipe_source.absolute(model)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A model of `tpi models`, or recipe=NAME.", metavar="MODEL", show_default=False, callback=of_model
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

@@ -86,6 +86,8 @@ def _print(found: dict[str, Any]) -> None:
     if "profile" in found:
         traced = found["profile"]["modes"]
         console.print(_categories(traced))
+        for line in _limits(traced):
+            console.print(Text(line), soft_wrap=True)
         for mode in traced[1:]:
             console.print(_extra(traced[0]["mode"], mode, console.width))
         for mode in traced:
@@ -149,9 +151,26 @@ def _categories(modes: list[dict[str, Any]]) -> Table:
         table.add_row(Text(name), *_cells(rows[name]))
     table.add_section()
     table.add_row("sum", *_cells([(mode["milliseconds"], mode["launches"]) for mode in modes]))
+    alone = _cells([(mode["milliseconds_without_collectives"], None) for mode in modes])
+    table.add_row("sum without collectives", *alone)
+    if all(mode["waiting_ms"] is not None for mode in modes):
+        table.add_row("only collectives run", *_cells([(mode["waiting_ms"], None) for mode in modes]))
     table.add_row("nothing runs", *_cells([(mode["idle_ms"], None) for mode in modes]))
     table.add_row("traced step", *_cells([(mode["step_ms"], None) for mode in modes]))
     return table
+
+
+def _limits(modes: list[dict[str, Any]]) -> list[str]:
+    """What limits each mode on a GPU, and whether their ratio tells what the modes cost."""
+    limited = [mode for mode in modes if mode["limit"]]
+    words = {"host": "the host limits it", "gpu": "the GPU limits it"}
+    lines = [
+        f"{mode['mode']}: the GPU idles in {mode['idle_share']:.0%} of the traced step: {words[mode['limit']]}"
+        for mode in limited
+    ]
+    if len(modes) > 1 and any(mode["limit"] == "host" for mode in limited):
+        lines.append("× time above compares hosts, too: it is not the cost of the method where the GPU is the limit")
+    return lines
 
 
 def _cells(modes: list[tuple[float, float | None]]) -> list[str]:

@@ -1,7 +1,8 @@
 """`tpi compare`: did these runs compute the same bits?"""
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -9,28 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli import progress
-from tp_invariant_recipes.compare import log_compare
-from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison
-from tp_invariant_recipes.compare.compare import compare as compare_ledgers
-from tp_invariant_recipes.compare.log_compare import LedgerOrLog, PrintedComparison, compare_printed
-from tp_invariant_recipes.compare.log_parser import read_log
-from tp_invariant_recipes.compare.text import (
-    error_report,
-    exit_status,
-    header_rows,
-    parameter_line,
-    parameter_rows,
-    parameters_alike,
-    remarks,
-    report,
-    run_name,
-    verdict_line,
-)
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
-from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.ledger.reader import Decoded, Ledger
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.compare.compare import Comparison
+    from tp_invariant_recipes.compare.log_compare import PrintedComparison
 
 _COLOURS = {0: "green", 1: "red", 2: "yellow"}  # by exit status
 _ROWS = 12  # of parameters, without --all
@@ -62,6 +48,9 @@ def compare(
     tpi compare runs/a runs/b
     tpi compare runs/a other-cluster.tpicert --json
     """
+    from tp_invariant_recipes.compare.compare import UNREADABLE
+    from tp_invariant_recipes.compare.text import error_report, exit_status, report
+
     try:
         comparisons = _compare_all(runs)
     except LedgerError as error:
@@ -77,22 +66,30 @@ def compare(
     raise typer.Exit(exit_status(comparisons))
 
 
-def _compare_all(runs: list[Path]) -> tuple[Comparison | PrintedComparison, ...]:
+def _compare_all(runs: list[Path]) -> "tuple[Comparison | PrintedComparison, ...]":
+    from tp_invariant_recipes.compare.compare import compare_all
+    from tp_invariant_recipes.compare.log_compare import compare_printed
+    from tp_invariant_recipes.compare.log_parser import read_log
+    from tp_invariant_recipes.ledger.open import streamed
+    from tp_invariant_recipes.ledger.reader import Ledger
+
     if len(runs) < 2:
         raise LedgerError("a comparison needs two runs: tpi compare RUN_A RUN_B")
-    decoded = Decoded()
-    with progress.reading(terminal.console(stderr=True)) as watch:
-        first, *others = [read_log(run) or read(run, decoded=decoded, progress=watch(run)) for run in runs]
-        return tuple(_compare(first, other) for other in others)
+    with progress.signs_of_life(terminal.console(stderr=True)) as signs:
+        first, *others = [read_log(run) or streamed(run, progress=signs.reading(run)) for run in runs]
+        printed = partial(compare_printed, progress=signs.counting("comparing: step"))
+        if not isinstance(first, Ledger):
+            return tuple(printed(first, other) for other in others)
+        ledgers = [other for other in others if isinstance(other, Ledger)]
+        bits = iter(compare_all(first, ledgers, progress=signs.counting("comparing: step")))
+        return tuple(next(bits) if isinstance(other, Ledger) else printed(first, other) for other in others)
 
 
-def _compare(a: LedgerOrLog, b: LedgerOrLog) -> Comparison | PrintedComparison:
-    if isinstance(a, Ledger) and isinstance(b, Ledger):
-        return compare_ledgers(a, b)
-    return compare_printed(a, b)
+def _print(comparisons: "tuple[Comparison | PrintedComparison, ...]", every: bool) -> None:
+    from tp_invariant_recipes.compare import log_compare
+    from tp_invariant_recipes.compare.compare import Comparison
+    from tp_invariant_recipes.compare.text import header_rows, remarks, verdict_line
 
-
-def _print(comparisons: tuple[Comparison | PrintedComparison, ...], every: bool) -> None:
     console = terminal.console()
     said = set()
     for one in comparisons:
@@ -111,7 +108,9 @@ def _print(comparisons: tuple[Comparison | PrintedComparison, ...], every: bool)
             said.add(sentence)
 
 
-def _print_parameters(console: Console, comparison: Comparison, every: bool) -> None:
+def _print_parameters(console: Console, comparison: "Comparison", every: bool) -> None:
+    from tp_invariant_recipes.compare.text import parameter_line, parameter_rows, parameters_alike
+
     line = parameter_line(comparison)
     if line is None:
         return
@@ -138,8 +137,10 @@ def _step(step: int | None) -> str:
     return "" if step is None else str(step)
 
 
-def _table(comparison: Comparison, rows: tuple[tuple[str, str, str], ...]) -> Table:
+def _table(comparison: "Comparison", rows: tuple[tuple[str, str, str], ...]) -> Table:
     """Cells are Text, because a header may contain characters that rich reads as markup."""
+    from tp_invariant_recipes.compare.text import run_name
+
     table = Table("header")
     for run in (comparison.a, comparison.b):
         table.add_column(Text(one_line(run_name(run))))

@@ -177,7 +177,7 @@ def _model(command: str, words: list[str], incomplete: str) -> tuple[bool, list[
 
     if "--resume" in words:  # then the first word is an override
         return _override(command, words, incomplete)
-    return False, completion.models(incomplete)
+    return incomplete.startswith("recipe="), completion.models(incomplete)
 
 
 def _override(command: str, words: list[str], incomplete: str) -> tuple[bool, list[tuple[str, str]]]:

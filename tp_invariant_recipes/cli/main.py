@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import typer
-from rich.text import Text
-from typer import rich_utils
 
 from tp_invariant_recipes import __version__
 from tp_invariant_recipes.cli import (
@@ -17,6 +15,7 @@ from tp_invariant_recipes.cli import (
     bench,
     bisect,
     certify,
+    check,
     compare,
     completion,
     conformance,
@@ -24,6 +23,7 @@ from tp_invariant_recipes.cli import (
     doctor,
     jobs,
     report,
+    rich_help,
     runs,
     show,
     submit,
@@ -52,6 +52,7 @@ COMMANDS = (
     ("verify", verify.verify),
     ("sweep", sweep.sweep),
     ("certify", certify.certify),
+    ("check", check.check),
     ("report", report.report),
     ("runs", runs.runs),
     ("bisect", bisect.bisect),
@@ -97,6 +98,7 @@ def main() -> None:
     if completion.asked():
         terminal.print_text(completion.answer(typer.main.get_command(app)), end="")
         sys.exit(0)
+    rich_help.prepare()
     try:
         status = app(standalone_mode=False)
     except Interrupted as error:
@@ -145,11 +147,15 @@ def _fail_usage(error: Any) -> NoReturn:
     message = one_line(error.format_message())
     if hint := OF_HYDRA.get(getattr(error, "option_name", "")):
         message = f"{message.partition(' Did you mean')[0].rstrip('.')}. {hint}."
+    from typer import rich_utils
+
     error.format_message = lambda: message
     rich_utils.rich_format_error(error)
     sys.exit(2)
 
 
 def _fail(message: str, status: int = 2) -> NoReturn:
+    from rich.text import Text
+
     terminal.console(stderr=True, soft_wrap=True).print(Text.assemble(("error:", "bold red"), f" {message}"))
     sys.exit(status)

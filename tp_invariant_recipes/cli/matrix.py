@@ -23,7 +23,8 @@ def trained[T](
         verify.check(planned)
     for one in planned.matrix.left_out:
         console.print(Text(f"left out: {one.label}: {one.why}"), soft_wrap=True)
-    console.print(Text(f"{len(planned.plans)} runs in {planned.directory.path}"), soft_wrap=True)
+    runs = len(planned.plans)
+    console.print(Text(f"{runs} run{'s' * (runs != 1)} in {planned.directory.path}"), soft_wrap=True)
     labels = [cell.label for cell in planned.cells]
 
     @contextmanager

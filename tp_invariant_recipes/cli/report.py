@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from tp_invariant_recipes.cli import progress
 from tp_invariant_recipes.foreign_text import one_line, visible
 from tp_invariant_recipes.host import terminal
 
@@ -37,12 +38,15 @@ def report(
 
     image = None if no_png else png or out.with_suffix(".png")
     files.check({"--out": out, "--png": image}, force)
-    gathered = gather(runs)
-    parts = page.sections(gathered)
-    files.write(out, visible(page.page(gathered, parts)).encode())
-    if image:
-        drawings = [drawing for part in parts for drawing in part.drawings]
-        files.write(image, render.png(drawings, "\n".join(map(one_line, page.verdicts(gathered)))))
+    with progress.signs_of_life(terminal.console(stderr=True)) as signs:
+        gathered = gather(runs, reading=signs.reading, comparing=signs.counting("comparing: step"))
+        parts = page.sections(gathered)
+        drawn = signs.counting("drawing: figure")
+        files.write(out, visible(page.page(gathered, parts, drawn)).encode())
+        if image:
+            drawings = [drawing for part in parts for drawing in part.drawings]
+            title = "\n".join(map(one_line, page.verdicts(gathered)))
+            files.write(image, render.png(drawings, title, signs.counting("drawing the image: figure")))
     for line in page.verdicts(gathered):
         terminal.print_text(one_line(line))
     for file in filter(None, (out, image)):

@@ -1,7 +1,10 @@
 """`tpi show` and `tpi models`."""
 
 import json
+import re
 import shlex
+import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides
+from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.host import needed, terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.config.overrides import Override
@@ -23,9 +26,10 @@ def show(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A model of `tpi models`; not with --from or --diff.",
+            help="A model of `tpi models`, or recipe=NAME; not with --from.",
             metavar="MODEL",
             show_default=False,
+            callback=of_model,
         ),
     ] = None,
     overrides: Overrides = None,
@@ -42,13 +46,13 @@ def show(
         ),
     ] = None,
     diff: Annotated[
-        tuple[str, str] | None,
+        bool,
         typer.Option(
-            metavar="A B",
-            help="The keys that differ between two: run directories, models, or a model with overrides in quotes.",
-            show_default=False,
+            "--diff",
+            help="The keys that differ between two, A and B: run directories, models, or a model with overrides in "
+            "quotes. With one recipe=NAME alone, what of the recipe the run changes.",
         ),
-    ] = None,
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print a run's configuration and memory, also for Bridge.
@@ -61,23 +65,31 @@ def show(
     tpi show qwen3_8b tp=4 --key optimizer
     tpi show --from runs/qwen3_8b-tp4-… --key lr
     tpi show --diff qwen3_8b "qwen3_8b tp=4 lr=1e-4"
+    tpi show recipe=qwen3_8b_pretrain_config tp=4 --diff
     """
     from tp_invariant_recipes.config.overrides import parse_all
 
     arguments = list(overrides or [])
-    if model is not None and "=" in model and (run or diff):  # typer gives the first word to MODEL
+    if model is not None and (diff or (run and "=" in model)):  # typer gives the first word to MODEL
         arguments.insert(0, model)
         model = None
-    asked = parse_all(arguments)
-    if [model is not None, run is not None, diff is not None].count(True) != 1:
+    compared = [word for word in arguments if not _is_override(word)] if diff else []
+    asked = parse_all(word for word in arguments if word not in compared)
+    if [model is not None, run is not None, diff].count(True) != 1:
         raise ConfigError("name one: a model (tpi models lists them), --from RUN, or --diff A B")
-    if diff is not None:
-        raise typer.Exit(_diff(diff, asked, key, as_json=as_json))
+    if diff:
+        raise typer.Exit(_diff(compared, asked, key, as_json=as_json))
     tree = _of_run(run.expanduser(), asked) if run is not None else _composed(str(model), asked)
     if key is not None:
         _print_key(tree, key, as_json=as_json)
     else:
         _print(tree, as_json=as_json)
+
+
+def _is_override(word: str) -> bool:
+    """Whether a word is KEY=VALUE, and no run directory, model, or model with overrides."""
+    key, is_, _ = word.partition("=")
+    return bool(is_) and key != "recipe" and re.fullmatch(r"[+~]*[\w.]+", key) is not None
 
 
 def _composed(model: str, overrides: "list[Override]") -> dict[str, Any]:
@@ -108,11 +120,11 @@ def _either(text: str, overrides: "list[Override]") -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"--diff {text}: {error}") from None
     path = Path(text).expanduser()
-    if "/" in text or (path.is_dir() and (path / "run.json").exists()):
+    if not text.startswith("recipe=") and ("/" in text or (path.is_dir() and (path / "run.json").exists())):
         return _of_run(path, overrides)
     if not words:
         raise ConfigError("--diff takes two: run directories, models, or a model with overrides in quotes")
-    return _composed(words[0], [*parse_all(words[1:]), *overrides])
+    return _composed(str(of_model(words[0])), [*parse_all(words[1:]), *overrides])
 
 
 @contextmanager
@@ -127,12 +139,32 @@ def _of_this_version() -> Iterator[None]:
         ) from error
 
 
-def _diff(pair: tuple[str, str], overrides: "list[Override]", key: str | None, *, as_json: bool) -> int:
-    """Print the keys that differ. Returns the exit status."""
+def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[dict[str, Any]]:
+    """What a recipe sets, and the run that is made of it."""
+    from tp_invariant_recipes.config import recipe_layer
+    from tp_invariant_recipes.config.overrides import parse_all
+    from tp_invariant_recipes.config.settings import OWN_KEYS
+
+    model, *more = shlex.split(recipe)
+    tree = _composed(str(of_model(model)), [*parse_all(more), *overrides])
+    name = tree["recipe"]["name"]
+    sections = recipe_layer.own(f"recipe={name}", tree["recipe"]["hf_folder"])
+    ours = {path.partition(".")[2]: tree["tokenizer"][path.partition(".")[2]] for path in OWN_KEYS}
+    return [tree | sections | {"tokenizer": ours | sections["tokenizer"]}, tree]
+
+
+def _diff(pair: list[str], overrides: "list[Override]", key: str | None, *, as_json: bool) -> int:
+    """Print the keys that differ. Returns the exit status. Raises ConfigError."""
     from tp_invariant_recipes.config import lookup
     from tp_invariant_recipes.config.keys import SHORT_KEYS
 
-    trees = [_either(text, overrides) for text in pair]
+    if len(pair) == 1 and pair[0].startswith("recipe="):
+        trees = _recipe_and_run(pair[0], overrides)
+        pair = [pair[0], "the run"]
+    elif len(pair) == 2:
+        trees = [_either(text, overrides) for text in pair]
+    else:
+        raise ConfigError("--diff takes two: run directories, models, or a model with overrides in quotes")
     with _of_this_version():
         changed = lookup.differences(*trees)
     if key is not None:
@@ -193,11 +225,20 @@ def _print(tree: dict[str, Any], *, as_json: bool) -> None:
     terminal.print_text("\n".join(lines))
 
 
-def models(as_json: Json = False) -> None:
+def models(
+    bridge: Annotated[
+        bool,
+        typer.Option("--bridge", help="List the recipes of Megatron-Bridge, and what numerics=tree says of each."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """List the models: sizes, degrees of tp that fit, memory."""
     from tp_invariant_recipes.config import describe
     from tp_invariant_recipes.config.memory import GIB
 
+    if bridge:
+        _recipes(as_json=as_json)
+        return
     rows = describe.models()
     if as_json:
         terminal.print_json(rows, indent=2)
@@ -214,4 +255,31 @@ def models(as_json: Json = False) -> None:
     terminal.console().print(grid)
     terminal.print_text(
         "GiB a rank: on a GPU, for each tp, about; tpi show MODEL says of what. Train one: tpi train MODEL tp=2"
+    )
+
+
+def _recipes(*, as_json: bool) -> None:
+    """The recipes of Bridge. It takes minutes: each is called and composed."""
+    from tp_invariant_recipes.config import recipe_list
+
+    needed.check("tpi models --bridge", needed.TRAINING)
+    console = terminal.console_of_its_own()
+    console.print("importing Megatron-Bridge …")
+    rows, told = [], time.monotonic()
+    for done, of, row in recipe_list.rows():
+        rows.append(row)
+        if time.monotonic() - told > 10:
+            told = time.monotonic()
+            console.print(f"{done} of {of} recipes")
+    if as_json:
+        terminal.print_json(rows, indent=2)
+        return
+    for row in rows:
+        terminal.print_text(one_line(f"{row['recipe']}: {row['tree']}"))
+        for why in row["why"]:
+            terminal.print_text(one_line(f"    {why.removeprefix('recipe=' + row['recipe'] + ': ')}"))
+    states = Counter(row["tree"] for row in rows)
+    terminal.print_text(
+        ", ".join(f"{count} {state}" for state, count in states.items())
+        + "; refused: as the recipe is, and each line ends with the key to change: tpi train recipe=NAME KEY=VALUE …"
     )

@@ -5,17 +5,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, with_cluster_file
+from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, of_model, with_cluster_file
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import terminal
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.jobs.submit import PlannedSubmission
+    from tp_invariant_recipes.jobs.planned import PlannedSubmission
 
 
 def submit(
     model: Annotated[
-        str | None, typer.Argument(help="A model of `tpi models`; not needed with --resume.", metavar="MODEL")
+        str | None,
+        typer.Argument(
+            help="A model of `tpi models`, or recipe=NAME; not needed with --resume.",
+            metavar="MODEL",
+            callback=of_model,
+        ),
     ] = None,
     overrides: Overrides = None,
     cluster_file: ClusterFile = None,
@@ -127,14 +132,14 @@ def _planned(
 
 
 def _submit(planned: "PlannedSubmission", to_person: Any, console: Any, *, as_json: bool) -> None:
-    from tp_invariant_recipes.jobs import submit as launch
+    from tp_invariant_recipes.jobs import execution
     from tp_invariant_recipes.launch import progress
 
     with progress.busy(to_person, "importing Megatron-Bridge and checking the configuration"):
-        unasked = launch.check(planned)
+        unasked = execution.check(planned)
     if unasked is not None:
         console.print(unasked)
-    submitted = launch.execute(planned)
+    submitted = execution.execute(planned)
     console.print(_said(planned, submitted))
     if as_json:
         terminal.print_json(submitted)

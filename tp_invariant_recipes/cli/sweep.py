@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli import matrix
-from tp_invariant_recipes.cli.arguments import Json, Overrides
+from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 def sweep(
     model: Annotated[
-        str | None, typer.Argument(help="A model of `tpi models`; not needed with --results.", metavar="MODEL")
+        str | None,
+        typer.Argument(
+            help="A model of `tpi models`, or recipe=NAME; not needed with --results.",
+            metavar="MODEL",
+            callback=of_model,
+        ),
     ] = None,
     overrides: Overrides = None,
     directory: Annotated[

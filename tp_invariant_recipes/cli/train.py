@@ -11,11 +11,10 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, with_cluster_file, with_option
+from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, of_model, with_cluster_file, with_option
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
-from tp_invariant_recipes.runs import places
 
 LAST = Path("last")  # of --resume
 
@@ -30,7 +29,11 @@ if TYPE_CHECKING:
 def train(
     model: Annotated[
         str | None,
-        typer.Argument(help="A model of `tpi models`; not needed with --resume.", metavar="MODEL"),
+        typer.Argument(
+            help="A model of `tpi models`, or recipe=NAME; not needed with --resume.",
+            metavar="MODEL",
+            callback=of_model,
+        ),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
@@ -183,6 +186,7 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
     """Run this node's part of the run. Outside of srun, become srun, which starts this command on every node."""
     from tp_invariant_recipes.launch import progress, ranks
     from tp_invariant_recipes.multinode import agent, allocation_run, rendezvous
+    from tp_invariant_recipes.runs import places
 
     place = rendezvous.node_info(os.environ)
     if place is None:
@@ -241,6 +245,8 @@ def _foreseen(planned: "Plan") -> str:
 
 
 def _closing(summary: dict) -> str:
+    from tp_invariant_recipes.runs import places
+
     figures = (
         "" if summary["loss"] is None else f": loss {summary['loss']:.4f}, gradient norm {summary['grad_norm']:.4f}"
     )

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.cli import matrix
-from tp_invariant_recipes.cli.arguments import Json, Overrides
+from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import needed, terminal
@@ -30,7 +30,11 @@ _COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
 def verify(
     model: Annotated[
         str | None,
-        typer.Argument(help="A model of `tpi models`; not needed with --recheck.", metavar="MODEL"),
+        typer.Argument(
+            help="A model of `tpi models`, or recipe=NAME; not needed with --recheck.",
+            metavar="MODEL",
+            callback=of_model,
+        ),
     ] = None,
     overrides: Overrides = None,
     against: Annotated[

@@ -1,32 +1,25 @@
 """Compare two ledgers: do they record the same experiment, and where do their bits first differ?"""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
-from tp_invariant_recipes.compare.explanation import explain
-from tp_invariant_recipes.compare.step_order import (
-    FIELD,
-    INITIAL,
-    MODEL,
-    RECORDS,
-    Found,
-    differences,
-    differing,
-    traced,
-)
+from tp_invariant_recipes.compare.explanation import Scene, explain
+from tp_invariant_recipes.compare.step_order import FIELD, INITIAL, MODEL, Found
+from tp_invariant_recipes.compare.tally import Coverage, ParameterDifference, Tally, TraceCoverage
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
 from tp_invariant_recipes.ledger.lines import (
-    DIGESTED,
     FLOATS,
     Difference,
     Header,
-    StepRecord,
     identity_differences,
     informative_differences,
 )
-from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.reader import PROGRESS_EVERY, Ledger, Progress
+from tp_invariant_recipes.ledger.stream import abreast
 
 
 class Verdict(Enum):
@@ -66,39 +59,6 @@ class FirstDifference:
 
 
 @dataclass(frozen=True)
-class ParameterDifference:
-    """The steps at which the gradient, the weight or the moments of one parameter differ."""
-
-    name: str
-    kind: str  # a key of DIGESTED
-    steps: tuple[int, ...]  # ascending, at least one
-
-    @property
-    def first_step(self) -> int:
-        """The first of the steps."""
-        return self.steps[0]
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """The numbers of compared steps at which both runs recorded something, or only one of them did."""
-
-    both: int
-    only_a: int
-    only_b: int
-
-
-@dataclass(frozen=True)
-class TraceCoverage:
-    """The numbers of traced tensors that were compared and that could not be. A tensor counts once for all steps."""
-
-    compared: int
-    only_a: int  # traced by only one run
-    only_b: int
-    undigested: int  # traced by both, but at least one run has no digest of it
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The result of comparing ledger `b` with ledger `a`."""
 
@@ -116,6 +76,10 @@ class Comparison:
     trace: TraceCoverage
     refused: tuple[Difference, ...]  # differing fields of the identity, which make the runs incomparable
     informed: tuple[Difference, ...]  # the other header fields that differ
+    listed: dict[str, tuple[int, ...]]  # of RECORDS: the first few steps at which both runs have it
+    digested: tuple[bool, bool]  # whether a, and b, has a digest at any step, compared or not
+    later: tuple[int | None, int | None]  # after the end of the other run: the first step with disagreeing replicas
+    traced: bool  # whether both runs traced the first differing step
 
     @property
     def exit_status(self) -> int:
@@ -134,43 +98,69 @@ class Comparison:
 
 
 def compare(a: Ledger, b: Ledger, *, repetition: bool = False) -> Comparison:
-    """Compare headers, then every common step bit for bit.
+    """Compare headers, then every common step bit for bit, in one pass over both.
 
     Steps, digests and traced tensors that only one ledger has are no difference (a run may be killed or still
     running, and digests cost time), but the counts show them. Disagreeing replicas in either run are a difference.
+    LedgerError: a step that is still in a file cannot be read.
 
     repetition: `b` is `a` trained again. Then replicas that disagree in the same way in both are no difference, and
                 neither are those of tensors that only one run digested.
     """
-    refused = identity_differences(a.header, b.header)
+    (comparison,) = compare_all(a, [b], repetition=repetition)
+    return comparison
+
+
+def compare_all(
+    a: Ledger, others: Sequence[Ledger], *, repetition: bool = False, progress: Progress | None = None
+) -> tuple[Comparison, ...]:
+    """Compare each of `others` with `a`, in one pass over all of them; otherwise as `compare`.
+
+    progress: told (steps read, steps of the longest ledger) now and then.
+    """
+    refused = [identity_differences(a.header, b.header) for b in others]
+    tallies = [Tally(_order(a, b), repetition=repetition) for b in others]
+    comparable = [n for n, fields in enumerate(refused) if not fields]
     # Readers check that steps count from 1 without gaps, so the common steps are a common prefix.
-    pairs = [] if refused else list(zip(a.steps, b.steps, strict=False))
-    order = in_order({p.name for ledger in (a, b) for p in ledger.header.parameters})
-    model = _model_differences(a.header, b.header) if pairs else ()
-    initial = _initial_differences(a.header, b.header) if pairs else ()
+    read = [a, *(others[n] for n in comparable)] if comparable else []
+    total = max((len(ledger.steps) for ledger in read), default=0)
+    for step, (left, *rights) in enumerate(abreast(read), start=1):
+        for n, right in zip(comparable, rights, strict=True):
+            tallies[n].add(left, right)
+        if progress and step % PROGRESS_EVERY == 0:
+            progress(step, total)
+    return tuple(itertools.starmap(partial(_comparison, a), zip(others, refused, tallies, strict=True)))
 
-    def first_of(left: StepRecord, right: StepRecord) -> Found | None:
-        if left is right and not left.diverged:  # lines of the same bytes
-            return None
-        return next(differences(left, right, order, repetition=repetition), None)
 
-    found = {left.step: one for left, right in pairs if (one := first_of(left, right))}
+def _comparison(a: Ledger, b: Ledger, refused: tuple[Difference, ...], tally: Tally) -> Comparison:
+    comparable = tally.compared > 0
+    model = _model_differences(a.header, b.header) if comparable else ()
+    initial = _initial_differences(a.header, b.header) if comparable else ()
     return Comparison(
-        verdict=_verdict(bool(pairs), bool(model or initial or found)),
+        verdict=_verdict(comparable, bool(model or initial or tally.first)),
         a=a,
         b=b,
-        steps_compared=len(pairs),
-        steps_differing=len(found),
-        steps_skipped=sum(left.skipped and right.skipped for left, right in pairs),
-        first=_first(a, b, (*model, *initial), found, order),
+        steps_compared=tally.compared,
+        steps_differing=tally.differing,
+        steps_skipped=tally.skipped,
+        first=_first(a, b, (*model, *initial), tally),
         model=model,
         initial=initial,
-        parameters=_parameters(pairs, order),
-        coverage={name: _coverage(name, pairs) for name in RECORDS},
-        trace=_trace_coverage(pairs),
+        parameters=tally.parameters,
+        coverage=tally.coverage,
+        trace=tally.trace,
         refused=refused,
         informed=(*_schema_difference(a.header, b.header), *informative_differences(a.header, b.header)),
+        listed={name: tuple(steps) for name, steps in tally.listed.items()},
+        digested=(tally.digested[0], tally.digested[1]),
+        later=(tally.later[0], tally.later[1]),
+        traced=tally.first is not None and all(one.trace is not None for one in tally.around[tally.first[0]]),
     )
+
+
+def _order(a: Ledger, b: Ledger) -> list[str]:
+    """The parameters of both in forward order."""
+    return in_order({p.name for ledger in (a, b) for p in ledger.header.parameters})
 
 
 def _schema_difference(a: Header, b: Header) -> tuple[Difference, ...]:
@@ -212,47 +202,15 @@ def _described(parameter: Parameter) -> tuple[str, str, str]:
     return f"shape {list(parameter.shape)}", gradient, f"{parameter.weight} weight"
 
 
-def _first(
-    a: Ledger, b: Ledger, before: Sequence[Found], found: dict[int, Found], order: Sequence[str]
-) -> FirstDifference | None:
+def _first(a: Ledger, b: Ledger, before: Sequence[Found], tally: Tally) -> FirstDifference | None:
     if before:
         step, first = 0, before[0]
-    elif found:
-        step, first = next(iter(found.items()))
+    elif tally.first:
+        step, first = tally.first
     else:
         return None
-    matched, words = explain(first, step, a, b, order)
+    matched, words = explain(Scene(first, step, a, b, tally.around, tally.order))
     ulp = None
     if first.kind == FIELD and first.name in FLOATS and first.a is not None and first.b is not None:
         ulp = ulp_distance(str(first.a), str(first.b))
     return FirstDifference(step, first.phase, first.kind, first.name, first.a, first.b, ulp, matched, words)
-
-
-def _parameters(
-    pairs: Sequence[tuple[StepRecord, StepRecord]], order: Sequence[str]
-) -> tuple[ParameterDifference, ...]:
-    steps: dict[tuple[str, str], list[int]] = {}  # filled, and so iterated, in the order of execution
-    for left, right in pairs:
-        for kind in DIGESTED if left is not right else ():
-            for name in differing(left, right, kind, order):
-                steps.setdefault((name, kind), []).append(left.step)
-    return tuple(ParameterDifference(name, kind, tuple(at)) for (name, kind), at in steps.items())
-
-
-def _coverage(name: str, pairs: Sequence[tuple[StepRecord, StepRecord]]) -> Coverage:
-    has = [tuple(getattr(record, name) is not None for record in pair) for pair in pairs]
-    return Coverage(has.count((True, True)), has.count((True, False)), has.count((False, True)))
-
-
-def _trace_coverage(pairs: Sequence[tuple[StepRecord, StepRecord]]) -> TraceCoverage:
-    compared, only_a, only_b, undigested = set[str](), set[str](), set[str](), set[str]()
-    for left, right in pairs:
-        if left.trace is None or right.trace is None:
-            continue
-        for direction in ("forward", "backward"):
-            one, other = traced(left.trace, direction), traced(right.trace, direction)
-            only_a |= one.keys() - other.keys()
-            only_b |= other.keys() - one.keys()
-            for name in one.keys() & other.keys():
-                (undigested if None in (one[name].digest, other[name].digest) else compared).add(name)
-    return TraceCoverage(len(compared), len(only_a), len(only_b), len(undigested))

@@ -7,6 +7,7 @@ from typing import Any
 from tp_invariant_recipes.compare.step_order import FIELDS, INITIAL, MODEL, REPLICAS, Found, digest, tensors
 from tp_invariant_recipes.ledger.bits import readable, ulp_distance
 from tp_invariant_recipes.ledger.digests import Traced
+from tp_invariant_recipes.ledger.lines import StepRecord
 from tp_invariant_recipes.ledger.reader import Ledger
 
 # A module's name -> the different name of its parameters in checkpoints. Local layers have separate norms but are saved
@@ -18,14 +19,22 @@ SAVED_AS = (
 )
 
 
+Pair = tuple[StepRecord, StepRecord]
+
+
 @dataclass(frozen=True)
 class Scene:
-    """The place of the first difference. order: the parameters in forward order."""
+    """The place of the first difference.
+
+    records: the records of both runs, of this step and the one before it; empty before the first step.
+    order:   the parameters in forward order.
+    """
 
     found: Found
     step: int
     a: Ledger
     b: Ledger
+    records: Mapping[int, Pair]
     order: Sequence[str]
 
     def pairs(self, kind: str, step: int | None = None) -> dict[str, tuple[str | None, str | None]]:
@@ -33,15 +42,18 @@ class Scene:
 
         step: None: the scene's step; 0: before the first step, when only weights and their master weights exist.
         """
-        at = self.step if step is None else step
-        left, right = (self._tensors(run, kind, at) for run in (self.a, self.b))
+        left, right = self.tensors(kind, self.step if step is None else step)
         return {name: (digest(left[name]), digest(right[name])) for name in left if name in right}
 
-    def _tensors(self, run: Ledger, kind: str, step: int) -> Mapping[str, Traced | str]:
+    def tensors(self, kind: str, step: int) -> tuple[Mapping[str, Traced | str], Mapping[str, Traced | str]]:
+        """Name -> entry of the trace, or digest, of either run; step 0: as for `pairs`."""
         if step:
-            return tensors(run.steps[step - 1], kind, self.order)
+            one, other = self.records[step]
+            return tensors(one, kind, self.order), tensors(other, kind, self.order)
         # Master weights are made of the initial weights.
-        return {f"{kind}/{name}": digest for name, digest in (run.header.initial or {}).items()}
+        initial = (run.header.initial or {} for run in (self.a, self.b))
+        left, right = ({f"{kind}/{name}": text for name, text in texts.items()} for texts in initial)
+        return left, right
 
     def matched(self, kind: str, step: int | None = None) -> list[str]:
         """Names of the tensors with equal digests."""
@@ -65,13 +77,13 @@ LABELS = {
 InputsMatch = tuple[bool | None, str]  # whether the inputs matched (None: unknown), and the clause of the explanation
 
 
-def explain(found: Found, step: int, a: Ledger, b: Ledger, order: Sequence[str]) -> InputsMatch:
+def explain(scene: Scene) -> InputsMatch:
     """Whether the inputs of a first difference matched (None: unknown), and a clause that explains it.
 
-    found: belongs to step `step`, or to the model. Everything before it in the order of execution matches or was not
-           recorded.
+    Everything before it in the order of execution matches or was not recorded.
     """
-    return _EXPLAINED[found.kind if found.kind in _EXPLAINED else found.name](Scene(found, step, a, b, order))
+    found = scene.found
+    return _EXPLAINED[found.kind if found.kind in _EXPLAINED else found.name](scene)
 
 
 def run_name(ledger: Ledger) -> str:
@@ -100,7 +112,7 @@ def _replicas(scene: Scene) -> InputsMatch:
         if ranks is not None
     ]
     listed = scene.found.name in scene.pairs(kind)
-    tensor = Scene(replace(scene.found, kind=kind), scene.step, scene.a, scene.b, scene.order)
+    tensor = replace(scene, found=replace(scene.found, kind=kind))
     return _EXPLAINED[kind](tensor)[0] if listed else None, "; ".join(clauses)
 
 
@@ -129,8 +141,8 @@ def _split(name: str) -> tuple[str, str, str]:
 def _other_shape(scene: Scene) -> str:
     direction = scene.found.kind
     both = []
-    for run in (scene.a, scene.b):
-        entry = tensors(run.steps[scene.step - 1], direction, scene.order)[scene.found.name]
+    for there in scene.tensors(direction, scene.step):
+        entry = there[scene.found.name]
         assert isinstance(entry, Traced)  # for a direction, `tensors` returns entries of the trace
         both.append(f"{entry.dtype} {list(entry.shape)}")
     return "" if both[0] == both[1] else f" ({both[0]} and {both[1]})"

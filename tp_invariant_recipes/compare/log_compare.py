@@ -9,7 +9,7 @@ from typing import Any
 
 from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.log_parser import LOSS, NORM, RATE, Log, digits, is_count, printed_ledger
-from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.reader import Ledger, Progress
 
 LedgerOrLog = Ledger | Log
 # Fields in the order of execution. Other fields, such as other losses, come between loss and norm.
@@ -60,14 +60,16 @@ class PrintedComparison:
         return EXIT_STATUS[self.verdict]
 
 
-def compare_printed(a: LedgerOrLog, b: LedgerOrLog) -> PrintedComparison:
+def compare_printed(a: LedgerOrLog, b: LedgerOrLog, *, progress: Progress | None = None) -> PrintedComparison:
     """Compare all common fields, except measurements of the machine, at all common iterations.
 
     Two logs were printed by one kind of program, so their digits are compared as they are. The digits of a ledger are
     computed here, and programs round a number to fp32 before they print it or do not; both are correct, and they differ
     by at most one unit in the last digit.
+
+    progress: told (steps read, steps of the ledger) now and then.
     """
-    left, right = _as_logs(a, b)
+    left, right = _as_logs(a, b, progress)
     names = _in_order([name for name in left.fields if name in right.fields])
     common = [number for number in left.iterations if number in right.iterations]
     differing: dict[int, PrintedDifference] = {}
@@ -185,11 +187,11 @@ def called(run: LedgerOrLog) -> str:
     return run_name(run) if isinstance(run, Ledger) else str(run.path)
 
 
-def _as_logs(a: LedgerOrLog, b: LedgerOrLog) -> tuple[Log, Log]:
+def _as_logs(a: LedgerOrLog, b: LedgerOrLog, progress: Progress | None) -> tuple[Log, Log]:
     if isinstance(a, Log):
-        return a, b if isinstance(b, Log) else printed_ledger(b, a)
+        return a, b if isinstance(b, Log) else printed_ledger(b, a, progress)
     if isinstance(b, Log):
-        return printed_ledger(a, b), b
+        return printed_ledger(a, b, progress), b
     raise TypeError("two ledgers are compared by their bits: ledger.compare.compare")
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from tp_invariant_recipes.ledger.bits import bits_float, rounded_to_f32
 from tp_invariant_recipes.ledger.lines import KIND, StepRecord
-from tp_invariant_recipes.ledger.reader import Ledger, contents
+from tp_invariant_recipes.ledger.open import beginning
+from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, PROGRESS_EVERY, Ledger, Progress, contents
 
 _ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ +\|(.*)")  # after any prefix with a rank, a host or a time
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -67,11 +68,10 @@ def read_log(path: Path) -> Log | None:
     """
     if os.path.isdir(path):
         return None
-    data = contents(path)
-    first = data.partition(b"\n")[0][:200]
-    if first.startswith(b"{") and KIND.encode() in first:
+    start = (beginning(path) or b"").partition(b"\n")[0]
+    if start.startswith(CERTIFICATE_START) or (start.startswith(b"{") and KIND.encode() in start):
         return None
-    log = parse_log(path, data.decode(errors="replace"))
+    log = parse_log(path, contents(path).decode(errors="replace"))
     return log if log.iterations or log.broken else None
 
 
@@ -92,26 +92,33 @@ def parse_log(path: Path, text: str) -> Log:
     return Log(path, iterations, tuple(restarts), broken)
 
 
-def printed_ledger(ledger: Ledger, log: Log) -> Log:
+def printed_ledger(ledger: Ledger, log: Log, progress: Progress | None = None) -> Log:
     """The log that the ledger's iterations would have given, in the format of `log`.
 
     Some values are unknown (None): means over several steps, the values that a skipped step prints, and the learning
     rate of the last step, since a log prints the learning rate of the next step.
+    progress: told (steps read, steps of the ledger) now and then.
     """
-    records = {record.step: record for record in ledger.steps}
     forms = {name: form for name in (SAMPLES, LOSS, NORM, RATE) if (form := log.formatted(name))}
     single = log.interval == 1
-    return Log(
-        ledger.path,
-        {
-            number: {
-                name: _print(name, form, records[number], records.get(number + 1), single)
-                for name, form in forms.items()
-            }
-            for number in log.iterations
-            if number in records
-        },
-    )
+    printed = {}
+    for record, after in _followed(ledger):
+        if record.step in log.iterations:
+            printed[record.step] = {name: _print(name, form, record, after, single) for name, form in forms.items()}
+        if progress and record.step % PROGRESS_EVERY == 0:
+            progress(record.step, len(ledger.steps))
+    return Log(ledger.path, printed)
+
+
+def _followed(ledger: Ledger) -> Iterator[tuple[StepRecord, StepRecord | None]]:
+    """Each step and the next one; None: it is the last."""
+    before = None
+    for record in ledger.steps:
+        if before is not None:
+            yield before, record
+        before = record
+    if before is not None:
+        yield before, None
 
 
 def digits(text: str) -> int:

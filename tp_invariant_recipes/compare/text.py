@@ -7,20 +7,20 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tp_invariant_recipes.compare import log_compare
-from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, Coverage, FirstDifference, Verdict
+from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, FirstDifference, Verdict
 from tp_invariant_recipes.compare.explanation import LABELS, run_name
 from tp_invariant_recipes.compare.log_compare import PrintedComparison
 from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line, magnitude_report
 from tp_invariant_recipes.compare.promises import promise
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
+from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.layouts import changes
-from tp_invariant_recipes.ledger.lines import DATA_SHARDS, DIGESTED, FLOATS, SCHEMA, Difference
+from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, SCHEMA, SHARDS, Difference
 from tp_invariant_recipes.ledger.reader import Ledger
 
 REPORT_SCHEMA = 2
 
-_STEPS_LISTED = 5  # at which there are digests of these kinds
 _OF_STATE = ("clipped", "moments")  # which only every `ledger.state_digests`th step has
 _FIELDS_IN_LINE = 3  # the table below the line has the other fields
 _NOT_SET = "not set"
@@ -95,7 +95,7 @@ def _layouts(ledger: Ledger) -> str:
 
 def _undigested(comparison: Comparison) -> list[str]:
     a, b = comparison.a, comparison.b
-    lacking = [run_name(ledger) for ledger in (a, b) if all(_steps_of(ledger, kind) == 0 for kind in DIGESTED)]
+    lacking = [run_name(ledger) for ledger, has in zip((a, b), comparison.digested, strict=True) if not has]
     if lacking:
         who = "neither run has any" if len(lacking) == 2 else f"{lacking[0]} has no"
         return [f"Gradients and weights themselves are not compared: {who} digests (ledger.digests=1 records them)."]
@@ -159,11 +159,10 @@ def _both(comparison: Comparison, coverage: Coverage) -> str:
 
 def _later_replicas(comparison: Comparison) -> list[str]:
     return [
-        f"{run_name(ledger)}: replicas disagree at step {record.step}, which is not compared."
-        for ledger in (comparison.a, comparison.b)
-        for record in ledger.steps[comparison.steps_compared :]
-        if record.diverged
-    ][:1]
+        f"{run_name(ledger)}: replicas disagree at step {step}, which is not compared."
+        for ledger, step in zip((comparison.a, comparison.b), comparison.later, strict=True)
+        if step is not None
+    ]
 
 
 def _next_command(comparison: Comparison, dumped: bool) -> list[str]:
@@ -172,7 +171,7 @@ def _next_command(comparison: Comparison, dumped: bool) -> list[str]:
     if first is None or first.step == 0 or first.phase == "data" or None in directories:
         return []
     command = "tpi bisect " + shlex.join(map(str, directories))
-    if first.kind in _COARSE and not all(ledger.steps[first.step - 1].trace is not None for ledger in both):
+    if first.kind in _COARSE and not comparison.traced:
         return [f"To find the module and the operation: {command}"]
     if first.kind in DUMPED and not dumped:
         return [f"To see how far apart the values are: {command}"]
@@ -181,15 +180,17 @@ def _next_command(comparison: Comparison, dumped: bool) -> list[str]:
 
 def parameter_rows(comparison: Comparison) -> tuple[ParameterRow, ...]:
     """The differing parameters, by first step, then in the order of execution."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    found: dict[str, dict[str, ParameterDifference]] = {}
     for one in comparison.parameters:
-        found.setdefault(one.name, {})[one.kind] = one.steps
+        found.setdefault(one.name, {})[one.kind] = one
     rows = []
-    for name, steps in found.items():
+    for name, kinds in found.items():
         gradient, moments, weight = (
-            min((steps[kind][0] for kind in kinds if kind in steps), default=None) for kinds in _COLUMNS.values()
+            min((kinds[kind].first_step for kind in column if kind in kinds), default=None)
+            for column in _COLUMNS.values()
         )
-        rows.append(ParameterRow(name, gradient, moments, weight, len(set().union(*steps.values()))))
+        spans = {span for one in kinds.values() for span in one.spans}  # mostly those of all kinds are equal
+        rows.append(ParameterRow(name, gradient, moments, weight, len(set[int]().union(*spans))))
     return tuple(rows)
 
 
@@ -334,8 +335,8 @@ def _not_comparable(comparison: Comparison) -> str:
         return f": no common step, none recorded in {empty}"
     more = f" and {len(rows) - _FIELDS_IN_LINE} more" if len(rows) > _FIELDS_IN_LINE else ""
     text = ": " + ", ".join(f"{name} is {a} and {b}" for name, a, b in rows[:_FIELDS_IN_LINE]) + more
-    shards = [max(int(a), int(b)) for name, a, b in rows if name == DATA_SHARDS and a.isdigit() and b.isdigit()]
-    return text + "".join(f"; train both with {DATA_SHARDS}={most}" for most in shards)
+    numbers = [(name, max(int(a), int(b))) for name, a, b in rows if name in SHARDS and a.isdigit() and b.isdigit()]
+    return text + "".join(f"; train both with {name}={most}" for name, most in numbers)
 
 
 _LINES = {
@@ -357,15 +358,10 @@ def _at(comparison: Comparison, name: str) -> str:
     both, compared = comparison.coverage[name].both, comparison.steps_compared
     if both == compared:
         return ""
-    if name in _OF_STATE and both <= _STEPS_LISTED:
-        pairs = zip(comparison.a.steps, comparison.b.steps, strict=False)
-        steps = [str(a.step) for a, b in pairs if None not in (getattr(a, name), getattr(b, name))]
+    if name in _OF_STATE and both <= LISTED:
+        steps = [str(step) for step in comparison.listed[name]]
         return f" (at step{'s' if len(steps) > 1 else ''} {_series(steps)})"
     return f" (at {both} of {_steps(compared)})"
-
-
-def _steps_of(ledger: Ledger, name: str) -> int:
-    return sum(getattr(record, name) is not None for record in ledger.steps)
 
 
 def _series(items: Sequence[str]) -> str:

@@ -36,11 +36,6 @@ class _SubmissionFile(TypedDict):
     cells: NotRequired[list[Name]]
 
 
-class _Line(TypedDict):
-    job: str
-    directory: str
-
-
 _ID = re.compile(r"(?P<job>[0-9]+)(_(?P<task>[0-9]+))?")
 
 
@@ -153,9 +148,16 @@ def registered() -> Registered:
     found = []
     for line in lines:
         with suppress(ValueError):  # a torn line: the disk was full
-            entry = checked(_Line, parse_json(line))
-            found.append((str(entry["job"]), Path(entry["directory"])))
+            found.append(_entry(parse_json(line)))
     return Registered(tuple(found))
+
+
+def _entry(line: Any) -> tuple[str, Path]:
+    """A job's id and directory. ValueError. Not by `reading.checked`: completion would wait for pydantic's import."""
+    job, directory = (line.get("job"), line.get("directory")) if isinstance(line, dict) else (None, None)
+    if not isinstance(job, str) or not isinstance(directory, str):
+        raise ValueError("no line of the registry")
+    return job, Path(directory)
 
 
 def all_submissions() -> list[Submission]:

@@ -1,35 +1,24 @@
-"""`tpi submit`: compose for the cluster's nodes, check, write the run directory, hand its job to SLURM."""
+"""`tpi submit` plans: compose for the cluster's nodes, check, render the scripts. `execution.py` submits them."""
 
-import os
-import shlex
-import shutil
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tp_invariant_recipes.config import allocation, elastic, layout, reserved
 from tp_invariant_recipes.config.allocation import Allocation
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.memory import estimate
-from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
 from tp_invariant_recipes.config.sections import RunConfig, typed
-from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
-from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.jobs import registry, script, slurm_client, states
+from tp_invariant_recipes.errors import ConfigError, RunError, listed
+from tp_invariant_recipes.jobs import fitness, registry, script, states
+from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.script import CellStep, Job
-from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import memory, plan
 from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
-from tp_invariant_recipes.runs.lock import locked, locked_empty
-from tp_invariant_recipes.runs.matrix_dir import LeftOut
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.workflows import matrix, verify
 from tp_invariant_recipes.workflows import sweep as sweeping
@@ -44,99 +33,6 @@ ON_THE_NODE = Path("/tmp")  # folder of the logs if nodes do not share the run d
 Progress = Callable[[int, int], None] | None
 
 
-@dataclass(frozen=True)
-class JobScript:
-    """One job. role: as in submission.json: "train", "cells" or "judge"."""
-
-    role: str
-    file: Path
-    text: str
-
-
-@dataclass(frozen=True)
-class PlannedSubmission:
-    """A submission before it is made.
-
-    kind:     "train", "verify" or "sweep".
-    about:    a few words about the nodes and ranks that it needs. taken: the same as numbers.
-    memory:   a line about the fullest rank of its largest run.
-    cells:    of a verify or sweep, by name, in the order of the array's tasks; empty for a single run.
-    scripts:  in the order of submission; the second waits for the end of the first.
-    validate: lets Bridge validate the runs. Raises ConfigError.
-    write:    writes the runs, before the scripts.
-    after:    ids of the jobs that must have ended well before the first of these begins.
-    unseen:   what the nodes need and this host cannot check, a line each.
-    left_out: combinations of a matrix that no run can have.
-    resumed:  whether the directory holds a run, with which the job goes on.
-    """
-
-    kind: str
-    model: str
-    about: str
-    taken: Allocation
-    memory: str
-    directory: RunDir
-    cells: tuple[str, ...]
-    scripts: tuple[JobScript, ...]
-    validate: Callable[[], None]
-    write: Callable[[], None]
-    after: tuple[str, ...] = ()
-    unseen: tuple[str, ...] = ()
-    left_out: tuple[LeftOut, ...] = ()
-    resumed: bool = False
-
-    def options(self, number: int, *ids: str) -> list[str]:
-        """sbatch's options beside those of a script. ids: of the jobs before it.
-
-        The second job starts when the first has ended, with or without success.
-        """
-        waits = f"afterany:{ids[0]}" if number else ":".join(("afterok", *self.after)) if self.after else None
-        return ["--kill-on-invalid-dep=yes", f"--dependency={waits}"] if waits else []
-
-    def commands(self) -> list[str]:
-        """The command that submits each script, for people."""
-        numbered = enumerate(self.scripts)
-        return [
-            shlex.join(["sbatch", "--parsable", *self.options(number, "JOB"), str(s.file)]) for number, s in numbered
-        ]
-
-    def foreseen(self) -> dict[str, Any]:
-        """What a dry run prints as JSON; documented in slurm/README.md."""
-        return {
-            "schema": registry.SCHEMA,
-            "kind": self.kind,
-            "model": self.model,
-            "directory": str(self.directory.path),
-            "resumed": self.resumed,
-            "nodes": self.taken.nodes,
-            "ranks_per_node": self.taken.ranks,
-            "gpus_per_node": self.taken.gpus,
-            "memory": self.memory,
-            "after": list(self.after),
-            "cells": list(self.cells),
-            "left_out": [asdict(one) for one in self.left_out],
-            "unseen": list(self.unseen),
-            "jobs": [
-                {"role": one.role, "file": str(one.file), "command": command, "script": one.text}
-                for one, command in zip(self.scripts, self.commands(), strict=True)
-            ],
-        }
-
-    def as_dict(self, ids: Sequence[str] = ()) -> dict[str, Any]:
-        """The contents of submission.json. ids: of the submitted jobs, in the order of the scripts."""
-        done = zip(self.scripts, ids, strict=False)
-        return {
-            "schema": registry.SCHEMA,
-            "kind": self.kind,
-            "model": self.model,
-            "command": shlex.join(["tpi", *sys.argv[1:]]),
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "directory": str(self.directory.path),
-            "jobs": [{"id": job, "role": one.role} for one, job in done],
-            **({"cells": list(self.cells)} if self.cells else {}),
-        }
-
-
 def train(
     model: str, overrides: Sequence[str], *, after: Sequence[str] = (), dry: bool = False, progress: Progress = None
 ) -> PlannedSubmission:
@@ -148,7 +44,7 @@ def train(
     problems, sound = reserved.check("submit", parse_all(overrides))
     composed = _composed(model, sound, problems)
     composed, configs = _layouts(composed, problems)
-    _check(configs, problems, dry=dry)
+    fitness.check(configs, problems, dry=dry)
     where = _absolute(choose(composed.config.run.dir, f"{model}-tp{layout.of(composed.config).tp}"))
     found = _single(composed, where, after)
     if dry:
@@ -170,7 +66,7 @@ def resume(
     model = before["model"]
     composed = _composed(model, [*plan.asked_again(before), *sound], problems)
     composed, configs = _layouts(composed, problems)
-    _check(configs, problems, dry=dry)
+    fitness.check(configs, problems, dry=dry)
     if not dry:
         _idle(where)
     found = _single(composed, where, after)
@@ -299,7 +195,7 @@ def _array(
         problems.append(f"slurm.nodes={config.slurm.nodes}: each cell has a layout of its own; leave it out")
     if not config.cluster.shared_files:
         problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
-    _check(list(configs.values()), problems, dry=dry)
+    fitness.check(list(configs.values()), problems, dry=dry)
     taken = _largest(map(allocation.of, configs.values()))
     about = f"{model}: an array of {len(configs)} cells, {taken} at most"
     name = f"tpi-{path.name}"
@@ -337,62 +233,6 @@ def _array(
     )
 
 
-def check(submission: PlannedSubmission) -> str | None:
-    """Let Bridge validate the runs. Imports it, 10 to 20 s. Raises ConfigError.
-
-    returns: why Bridge cannot validate on this machine, which may lack a driver or library of the nodes. They will.
-    """
-    try:
-        submission.validate()
-    except TpiError:
-        raise
-    except Exception as error:
-        return f"the nodes will ask Megatron-Bridge, which fails here: {type(error).__name__}: {error}"
-    return None
-
-
-def execute(submission: PlannedSubmission) -> dict[str, Any]:
-    """Write the directory and submit. Returns the contents of submission.json. Raises RunError.
-
-    If SLURM refuses, the directory is removed, so that the corrected command can be repeated.
-    """
-    where = submission.directory
-    made = not where.path.exists()
-    with locked(where) if submission.resumed else locked_empty(where):
-        return _execute(submission, made=made)
-
-
-def _execute(submission: PlannedSubmission, *, made: bool) -> dict[str, Any]:
-    where = submission.directory
-    ids: list[str] = []
-    earlier = {f: f.read_bytes() for f in (where.script, where.submission) if submission.resumed and f.exists()}
-    try:
-        submission.write()
-        where.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not create it, and a job without its log fails
-        for one in submission.scripts:
-            where.write_text(one.file, one.text)
-        where.write(where.submission, submission.as_dict())
-        for number, one in enumerate(submission.scripts):
-            ids.append(slurm_client.sbatch(one.file, submission.options(number, *ids)))
-    except BaseException as error:
-        try:
-            slurm_client.cancel(ids)
-        except RunError as other:
-            raise RunError(f"{error}\nand job {ids[0]}, submitted before it, could not be ended: {other}") from error
-        if submission.resumed:
-            _put_back(where, earlier)
-        else:
-            _remove(where.path, whole=made)
-        raise
-    found = submission.as_dict(ids)
-    try:
-        registry.remember(where.path, ids)
-        where.write(where.submission, found)
-    except RunError as error:
-        raise RunError(f"job {' and '.join(ids)} is submitted, but tpi jobs may not find it: {error}") from error
-    return found
-
-
 def _composed(model: str, overrides: Sequence[Override], problems: list[str]) -> Composed:
     """Raises ConfigError that lists `problems` and what is wrong beside them."""
     in_a_job = parse(IN_A_JOB)
@@ -406,66 +246,6 @@ def _composed(model: str, overrides: Sequence[Override], problems: list[str]) ->
     except ConfigError as error:
         found = [*problems, *error.problems]
         raise ConfigError(listed(found), found) from error
-
-
-def _check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> None:
-    """Raises ConfigError that lists `problems` and what is wrong with a job of these runs.
-
-    dry: do not query SLURM.
-    """
-    wrong = dict.fromkeys(
-        problem
-        for config in configs
-        for problem in (*allocation.problems(config, os.environ, dry=dry), *memory.problems(config, here=False))
-    )
-    problems = [*problems, *wrong]
-    if not dry:
-        try:
-            there = slurm_client.partitions()
-        except RunError as error:
-            problems.append(str(error))
-        else:
-            problems += dict.fromkeys(problem for config in configs for problem in unfit(config, there))
-    if problems:
-        raise ConfigError(listed(problems), problems)
-
-
-def unfit(config: RunConfig, there: Sequence[Partition]) -> list[str]:
-    """The reasons why a job of this tree would wait forever in its partitions, although SLURM accepts it."""
-    asked = config.slurm.partition or os.environ.get("SBATCH_PARTITION")
-    names = asked.split(",") if asked else [p.name for p in there if p.default]
-    known = {partition.name: partition for partition in there}
-    listing = ", ".join(f"{p.name}{' (default)' if p.default else ''}" for p in there)
-    if not names:
-        return [f"this cluster has no default partition; set slurm.partition to one of: {listing}"]
-    problems = [
-        f"slurm.partition={asked}: there is no {name}{nearest(name, known)}; there are: {listing}"
-        for name in names
-        if name not in known
-    ]
-    if not problems:
-        chosen = [known[name] for name in names]
-        problems = [problem for rule in (_too_long, _too_many) if (problem := rule(config, chosen, ",".join(names)))]
-    return problems
-
-
-def _too_long(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
-    limits = [partition.seconds for partition in chosen]
-    longest = None if None in limits else max(seconds for seconds in limits if seconds is not None)
-    try:
-        asked = allocation.parse_time(config.slurm.time or "")
-    except ValueError:  # it has been said already
-        return None
-    if longest is None or asked <= longest:
-        return None
-    return f"slurm.time={config.slurm.time}: partition {names} allows {timedelta(seconds=longest)}"
-
-
-def _too_many(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
-    taken, most = allocation.of(config), max(partition.nodes for partition in chosen)
-    if taken.nodes <= most:
-        return None
-    return f"{taken} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"
 
 
 def _absolute(run_dir: RunDir) -> RunDir:
@@ -528,24 +308,3 @@ def _write_cells(found: verify.Verification) -> None:
     found.directory.write_matrix(found.matrix)
     for planned in found.plans.values():
         plan.write(planned, attempt=False)
-
-
-def _put_back(where: RunDir, earlier: dict[Path, bytes]) -> None:
-    """The files of an earlier submission, as they were."""
-    for file in (where.script, where.submission):
-        if file in earlier:
-            write_atomically(file, earlier[file].decode())
-        else:
-            file.unlink(missing_ok=True)
-
-
-def _remove(path: Path, *, whole: bool) -> None:
-    """Remove the contents of a directory that was empty before; if `whole`, the directory itself."""
-    if whole:
-        shutil.rmtree(path, ignore_errors=True)
-        return
-    for entry in path.iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)

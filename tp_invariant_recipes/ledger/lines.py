@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from pydantic import Field
-
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.ledger.bits import bits_float, readable
 from tp_invariant_recipes.ledger.digests import (
@@ -20,7 +18,7 @@ from tp_invariant_recipes.ledger.digests import (
     check_digests,
     summaries,
 )
-from tp_invariant_recipes.reading import Count, Hash, Integer, Layout, checked, parse_json
+from tp_invariant_recipes.reading import Count, Hash, Integer, Layout, Limits, checked, parse_json
 
 SCHEMA = 3
 READ = (2, 3)  # schemas that this version reads; 2 has no clipped gradients, master weights and moments
@@ -50,20 +48,20 @@ _NAME = re.compile(
     r"[!-~]{1,1024}"
 )  # of a parameter, a module or a tensor: no space, and nothing that a terminal obeys
 
-Name = Annotated[str, Field(pattern=rf"^{_NAME.pattern}$")]
+Name = Annotated[str, Limits(pattern=rf"^{_NAME.pattern}$")]
 Scalar = str | Integer | float | bool | None
 
 
 class _ParameterLine(TypedDict):
     name: Name
-    shape: Annotated[list[Count], Field(max_length=32)]
+    shape: Annotated[list[Count], Limits(max_length=32)]
     gradient: Name | None
     weight: Name
     master: NotRequired[Name | None]
 
 
-# Of the identity: D of the invariant numerics. Stock runs have none, and are comparable with runs of any.
-DATA_SHARDS = "numerics.data_shards"
+# Of the identity: D and C of the invariant numerics. Stock runs have none, and are comparable with runs of any.
+SHARDS = DATA_SHARDS, CONTEXT_SHARDS = "numerics.data_shards", "numerics.context_shards"
 # Fields that ledgers of earlier versions have in their identity.
 RETIRED = ("train.micro_batch_size",)
 
@@ -213,11 +211,11 @@ def identity_differences(a: Header, b: Header) -> tuple[Difference, ...]:
     """The fields that make two runs incomparable.
 
     Equal identity hashes have none. Otherwise there are some, but for fields that were part of the identity once, and
-    data shards of which one run has none.
+    shards of which one run has none.
     """
     found = _differences(a.identity, b.identity, prefix="")
     return tuple(
-        one for one in found if one.field not in RETIRED and not (one.field == DATA_SHARDS and None in (one.a, one.b))
+        one for one in found if one.field not in RETIRED and not (one.field in SHARDS and None in (one.a, one.b))
     )
 
 

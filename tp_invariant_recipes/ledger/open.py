@@ -1,23 +1,51 @@
 """Open a ledger in a run directory, in a separate file or in a certificate."""
 
 import os
-from collections.abc import Callable
+from pathlib import Path
 
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger import stream
 from tp_invariant_recipes.ledger.certificate import open_certificate
-from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, Decoded, Ledger, contents, ledger_file, parse
+from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, Ledger, Progress, contents, ledger_file, parse
 
 
-def read(
-    path: str | os.PathLike, *, decoded: Decoded | None = None, progress: Callable[[int, int], None] | None = None
-) -> Ledger:
+def read(path: str | os.PathLike, *, progress: Progress | None = None) -> Ledger:
     """Read and check the ledger of a run directory, a ledger file, or the ledger in a certificate.
 
     LedgerError, naming the file and the line: it is missing or unreadable, not a ledger, was altered, or a step is
     missing, repeated or out of order. Only a torn last line is no error, since a killed run leaves one.
-    decoded, progress: as for `reader.parse`; a certificate's ledger is read without.
+    progress: as for `reader.parse`; a certificate's ledger is read without.
     """
     file = ledger_file(path)
     data = contents(file)
     if data.startswith(CERTIFICATE_START):
         return open_certificate(file, data).ledger
-    return parse(file, data, decoded=decoded, progress=progress)
+    return parse(file, data, progress=progress)
+
+
+def streamed(path: str | os.PathLike, *, progress: Progress | None = None) -> Ledger:
+    """The same, but the steps of a ledger's file stay there, and errors in them are raised where they are read.
+
+    A certificate is read whole, since its hash covers all of it. progress: as for `stream.opened`.
+    """
+    file = ledger_file(path)
+    start = beginning(file)
+    if start is None or start.startswith(CERTIFICATE_START):
+        return read(path, progress=progress)
+    return stream.opened(file, progress)
+
+
+def beginning(file: Path, size: int = 200) -> bytes | None:
+    """The first bytes of a regular file. None: it is a pipe or a device, of which nothing can be read twice.
+
+    LedgerError: it does not exist or cannot be read.
+    """
+    try:
+        if file.exists() and not file.is_file():
+            return None
+        with file.open("rb") as opened:
+            return opened.read(size)
+    except FileNotFoundError:
+        raise LedgerError(f"{file} does not exist") from None
+    except OSError as error:
+        raise LedgerError(f"cannot read {file}: {error.strerror}") from error

@@ -1,28 +1,27 @@
 """Read and check the file `ledger.jsonl` of a run directory."""
 
-import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.lines import Header, StepRecord, decode_header, decode_step, load
 from tp_invariant_recipes.reading import read_limited
 
 FILE_NAME = "ledger.jsonl"
 LARGEST = 16 << 30  # bytes: 10,000 steps of 22,000 parameters
 PROGRESS_EVERY = 64  # lines
+Progress = Callable[[int, int], None]
 CERTIFICATE_START = b"PK\x03\x04"  # a certificate is a zip archive; a ledger begins with a brace
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """A ledger read from disk; `steps[i]` is step i + 1."""
+    """A ledger read from disk; `steps[i]` is step i + 1, a tuple or a `stream.StepsInFile`."""
 
     header: Header
-    steps: tuple[StepRecord, ...]
+    steps: Sequence[StepRecord]
     path: Path
     torn: bool  # the end of the run cut the last line short; `steps` does not include it
 
@@ -53,54 +52,25 @@ def contents(file: Path, limit: int = LARGEST) -> bytes:
         raise LedgerError(f"cannot read {file}: {error}") from error
 
 
-class Decoded:
-    """The steps that another ledger has decoded, for one of the same parameters whose line has the same bytes.
+def parse(file: Path, data: bytes, *, progress: Progress | None = None) -> Ledger:
+    """Check the bytes of a ledger; `file` names it in errors. LedgerError: as `open.read`.
 
-    Runs that computed the same bits have equal lines, so that a comparison decodes each once and holds it once.
-    """
-
-    def __init__(self) -> None:
-        self._steps: dict[bytes, StepRecord] = {}
-        self._parameters: tuple[Parameter, ...] | None = None
-
-    def begin(self, header: Header) -> None:
-        """The header of the ledger whose steps follow. Lines of other parameters mean other records."""
-        if self._parameters != header.parameters:
-            self._steps.clear()
-        self._parameters = header.parameters
-
-    def step(self, line: bytes, header: Header, expected: int) -> StepRecord:
-        """The record of a line, as `_next_step` makes it. Raises ValueError."""
-        key = hashlib.sha256(line).digest()
-        if (known := self._steps.get(key)) is not None and known.step == expected:
-            return known
-        return self._steps.setdefault(key, _next_step(line, header, expected))
-
-
-def parse(
-    file: Path, data: bytes, *, decoded: Decoded | None = None, progress: Callable[[int, int], None] | None = None
-) -> Ledger:
-    """Check the bytes of a ledger; `file` names it in errors. LedgerError: as `read`.
-
-    decoded: what ledgers read before have. progress: told (bytes decoded, bytes in all) now and then.
+    progress: told (bytes decoded, bytes in all) now and then.
     """
     *lines, rest = data.split(b"\n")  # `rest` follows the last newline: it is empty, or a torn line
     if not lines:
-        raise LedgerError(f"{file} line 1: " + ("not a ledger, or only part of its header" if rest else "empty file"))
+        raise no_header(file, empty=not rest)
     torn = rest != b""
-    if not torn and len(lines) > 1 and not _is_whole(lines[-1]):
+    if not torn and len(lines) > 1 and not is_whole(lines[-1]):
         torn = True
         lines.pop()
     steps = []
     number = 1
     try:
         header = decode_header(lines[0])
-        if decoded is not None:
-            decoded.begin(header)
-        step = _next_step if decoded is None else decoded.step
         done = 0
         for number, line in enumerate(lines[1:], start=2):
-            steps.append(step(line, header, number - 1))
+            steps.append(next_step(line, header, number - 1))
             done += len(line) + 1
             if progress and number % PROGRESS_EVERY == 0:
                 progress(done, len(data))
@@ -109,7 +79,13 @@ def parse(
     return Ledger(header, tuple(steps), file, torn)
 
 
-def _is_whole(line: bytes) -> bool:
+def no_header(file: Path, *, empty: bool) -> LedgerError:
+    """The error of a file without a whole first line."""
+    return LedgerError(f"{file} line 1: " + ("empty file" if empty else "not a ledger, or only part of its header"))
+
+
+def is_whole(line: bytes) -> bool:
+    """Whether a last line is one; a node that lost power may leave zeros."""
     try:
         load(line)
     except ValueError:
@@ -117,7 +93,8 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _next_step(line: bytes, header: Header, expected: int) -> StepRecord:
+def next_step(line: bytes, header: Header, expected: int) -> StepRecord:
+    """The record of step `expected`. ValueError: the line is invalid, or of another step."""
     record = decode_step(line, header)
     if record.step != expected:
         where = "repeated or out of order" if record.step < expected else "missing or out of order"

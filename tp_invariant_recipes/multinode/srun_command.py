@@ -18,8 +18,9 @@ def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
     """
     taken = allocation.of(config)
     if elastic.span(config):  # all nodes that the job has got this time
-        return ["--ntasks-per-node=1", f"--wait={WAIT}", *container(config, needed)]
-    options = [f"--nodes={taken.nodes}", f"--ntasks={taken.nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
+        options = ["--ntasks-per-node=1", f"--wait={WAIT}"]
+    else:
+        options = [f"--nodes={taken.nodes}", f"--ntasks={taken.nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
     return [*options, *config.cluster.srun_options, *container(config, needed)]
 
 

@@ -1,6 +1,6 @@
 """The page: one HTML file about all runs that loads nothing from the network."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from tp_invariant_recipes.compare.text import parameter_rows, remarks, verdict_l
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.lines import DIGESTED, IDENTITY, INFORMATIVE, canonical
+from tp_invariant_recipes.ledger.reader import Progress
 from tp_invariant_recipes.report import figures
 from tp_invariant_recipes.report.figures import Drawing
 from tp_invariant_recipes.report.magnitudes import Measured, largest, measure
@@ -76,8 +77,8 @@ def sections(report: Report) -> tuple[Section, ...]:
     return tuple(found)
 
 
-def page(report: Report, parts: tuple[Section, ...]) -> str:
-    """The HTML. parts: the result of `sections`."""
+def page(report: Report, parts: tuple[Section, ...], progress: Progress | None = None) -> str:
+    """The HTML. parts: the result of `sections`. progress: told (figures drawn, figures in all)."""
     environment = Environment(
         loader=PackageLoader(__name__.rpartition(".")[0], "."),
         autoescape=True,
@@ -95,18 +96,23 @@ def page(report: Report, parts: tuple[Section, ...]) -> str:
         memory=any(timing.peak_memory for run in report.runs for timing in run.timings),
         remarks=any(run.remarks for run in report.runs),
         headers=_headers(report),
-        sections=[_rendered(part) for part in parts],
+        sections=list(_rendered(parts, progress)),
         version=__version__,
     )
 
 
-def _rendered(section: Section) -> dict[str, Any]:
-    """The section as the template takes it. Drawing a figure escapes the figure's text."""
-    drawings = [
-        {"name": one.name, "title": one.title, "alt": one.alt, "note": one.note, "svg": Markup(svg(one))}
-        for one in section.drawings
-    ]
-    return vars(section) | {"drawings": drawings}
+def _rendered(parts: Sequence[Section], progress: Progress | None) -> Iterator[dict[str, Any]]:
+    """The sections as the template takes them. Drawing a figure escapes the figure's text."""
+    total, done = sum(len(part.drawings) for part in parts), 0
+    for part in parts:
+        drawings = []
+        for one in part.drawings:
+            drawn = Markup(svg(one))
+            drawings.append({"name": one.name, "title": one.title, "alt": one.alt, "note": one.note, "svg": drawn})
+            done += 1
+            if progress:
+                progress(done, total)
+        yield vars(part) | {"drawings": drawings}
 
 
 def _boxes(report: Report) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from tp_invariant_recipes.ledger.reader import Progress
 from tp_invariant_recipes.report.figures import WIDTH, Drawing, settings
 from tp_invariant_recipes.report.palette import LIGHT, named
 
@@ -26,17 +27,19 @@ def svg(drawing: Drawing) -> str:
     return named(_element(stream.getvalue(), drawing))
 
 
-def png(drawings: Sequence[Drawing], title: str = "") -> bytes:
-    """All drawings, one below the other. title: lines above them."""
+def png(drawings: Sequence[Drawing], title: str = "", progress: Progress | None = None) -> bytes:
+    """All drawings, one below the other. title: lines above them. progress: told (figures drawn, figures in all)."""
     with settings(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
         heights = [0.25 + 0.16 * len(title.splitlines()), *(drawing.height for drawing in drawings)]
         figure = Figure(figsize=(WIDTH, sum(heights)), dpi=_DPI, facecolor=LIGHT["paper"])
         heading, *parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
         heading.text(0.01, 0.5, title, va="center", fontweight="bold")
-        for part, drawing in zip(parts, drawings, strict=True):
+        for done, (part, drawing) in enumerate(zip(parts, drawings, strict=True), start=1):
             part.set_facecolor("none")
             drawing.draw(part)
+            if progress:
+                progress(done, len(drawings))
         stream = io.BytesIO()
         FigureCanvasAgg(figure).print_png(stream, metadata={"Software": None})
     return stream.getvalue()

@@ -1,17 +1,16 @@
 """The runs of a report: ledgers with short names, other data of their run directories, and their comparisons."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_invariant_recipes.compare.compare import Comparison, compare
+from tp_invariant_recipes.compare.compare import Comparison, compare_all
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.foreign_text import one_line
+from tp_invariant_recipes.ledger import reader, run_files
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.ledger.reader import LARGEST as LEDGER
-from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.ledger.run_files import LARGEST, Attempted, Progress
+from tp_invariant_recipes.ledger.reader import Ledger, Progress
 from tp_invariant_recipes.reading import checked, parse_json, read_limited
 
 PROGRESS = "progress.jsonl"
@@ -84,18 +83,25 @@ class Report:
         return tuple(zip(self.runs[1:], self.comparisons, strict=bool(self.comparisons)))
 
 
-def gather(paths: Sequence[str | os.PathLike], *, compared: bool = True) -> Report:
+def gather(
+    paths: Sequence[str | os.PathLike],
+    *,
+    compared: bool = True,
+    reading: Callable[[Path], Progress] | None = None,
+    comparing: Progress | None = None,
+) -> Report:
     """Read run directories, ledgers or certificates, and compare them, if asked to.
 
+    reading: makes of a path what is told how far it is read. comparing: as `progress` of `compare_all`.
     LedgerError: the number of paths is not 1 to 26, or one cannot be read.
     """
     if not 1 <= len(paths) <= len(_LETTERS):
         raise LedgerError(f"a report covers 1 to {len(_LETTERS)} runs, not {len(paths)}: tpi report RUN…")
-    ledgers = [read(path) for path in paths]
+    ledgers = [read(path, progress=reading(Path(path)) if reading else None) for path in paths]
     first, *others = ledgers
     return Report(
         tuple(map(_run, _LETTERS, _names(ledgers), ledgers)),
-        tuple(compare(first, other) for other in others if compared),
+        compare_all(first, others, progress=comparing) if compared else (),
     )
 
 
@@ -121,7 +127,7 @@ def _timings(file: Path) -> tuple[tuple[Timing, ...], int]:
     found, unread = {}, 0
     for line in _bytes(file).splitlines():
         try:
-            event = checked(Progress, parse_json(line, constants=True))
+            event = checked(run_files.Progress, parse_json(line, constants=True))
             timing = Timing(**{name: event[name] for name in _TIMED})
         except (KeyError, ValueError):
             unread += 1
@@ -133,13 +139,13 @@ def _timings(file: Path) -> tuple[tuple[Timing, ...], int]:
 def _planned(file: Path) -> int | None:
     """The last step that the last attempt planned. None: unknown."""
     try:
-        attempts = checked(Attempted, parse_json(_bytes(file, LARGEST)))["attempts"]
+        attempts = checked(run_files.Attempted, parse_json(_bytes(file, run_files.LARGEST)))["attempts"]
     except ValueError:
         return None
     return attempts[-1].get("to_step") if attempts else None
 
 
-def _bytes(file: Path, limit: int = LEDGER) -> bytes:
+def _bytes(file: Path, limit: int = reader.LARGEST) -> bytes:
     try:
         return read_limited(file, limit)
     except FileNotFoundError:

@@ -33,10 +33,8 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict
 
-from pydantic import Field
-
 from tp_invariant_recipes.errors import RunError, TpiError
-from tp_invariant_recipes.reading import Count, checked, parse_json
+from tp_invariant_recipes.reading import Count, Limits, checked, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 
 HEARTBEAT = 5.0  # seconds between two signs of life
@@ -65,11 +63,11 @@ class Holder(TypedDict):
     host: str
     boot: str
     pids: Count
-    pid: Annotated[int, Field(ge=1, lt=2**31)]
+    pid: Annotated[int, Limits(ge=1, lt=2**31)]
     started: Count
     inode: Count
-    since: Annotated[float, Field(ge=0, lt=1e11)]
-    heartbeat: Annotated[float, Field(ge=0, lt=1e11)]
+    since: Annotated[float, Limits(ge=0, lt=1e11)]
+    heartbeat: Annotated[float, Limits(ge=0, lt=1e11)]
     nodes: Count
     job: str | None
     restart: Count

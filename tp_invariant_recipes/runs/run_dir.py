@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import UNFINISHED, write_atomically
@@ -142,6 +140,8 @@ class RunDir:
 
     def write(self, file: Path, data: Any) -> None:
         """Write one of the files above, whole or not at all. Raises RunError when it cannot be written."""
+        import yaml  # here only: completion of jobs reads no YAML
+
         text = json.dumps(data, indent=2) + "\n" if file.suffix == ".json" else yaml.safe_dump(data, sort_keys=False)
         self.write_text(file, text)
 
@@ -186,6 +186,7 @@ def choose(requested: str | None, name: str) -> RunDir:
         if not RunDir(path).is_empty():
             raise RunError(f"run.dir={path} is not empty: go on with it (--resume {path}) or choose another run.dir")
         return RunDir(path)
+    name = name.partition("recipe=")[0] + name.partition("recipe=")[2].rpartition(":")[2] if "recipe=" in name else name
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = (stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(2, 1000)))
     return RunDir(next(p for p in candidates if not p.exists()))

@@ -28,6 +28,7 @@ from tp_invariant_recipes.workflows.timings import Spread, ratio, slowest, sprea
 
 MOST_ROUNDS = 10_000
 DIGESTS = "+digests"  # after a mode's name: with digests of all gradients and weights at every step
+SHARDS = ("numerics.virtual_shards", "numerics.data_shards", "numerics.context_shards")  # what stock has none of
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ def _composed(
         try:
             numerics = mode.removesuffix(DIGESTS)
             recorded = f"ledger.digests={int(mode.endswith(DIGESTS))}"
-            composed[mode] = compose(model, [*overrides, f"numerics={numerics}", recorded], device=device)
+            read = [one for one in parse_all(overrides) if numerics != "stock" or one.path not in SHARDS]
+            composed[mode] = compose(model, [*read, f"numerics={numerics}", recorded], device=device)
         except ConfigError as error:
             problems += (problem for problem in error.problems if problem not in (*problems, OR_STOCK))
     if problems:
@@ -243,7 +245,13 @@ def _traced(bench: Bench, mode: str, trace: Trace, base: Trace) -> dict[str, Any
         "trace": str(bench.directory.trace(mode)),
         "step_ms": trace.milliseconds,
         "idle_ms": trace.idle,
+        "idle_share": trace.idle_share,
+        "waiting_ms": trace.waiting,
+        "limit": trace.limit,
         "milliseconds": sum(k.milliseconds for k in trace.kernels),
+        "milliseconds_without_collectives": sum(
+            k.milliseconds for k in trace.kernels if k.category != profile.COLLECTIVES
+        ),
         "launches": sum(k.launches for k in trace.kernels),
         "categories": {
             name: {"milliseconds": k.milliseconds, "launches": k.launches}

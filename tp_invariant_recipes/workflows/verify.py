@@ -15,7 +15,8 @@ from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.ledger.lines import DATA_SHARDS, Header, canonical, identity_differences
+from tp_invariant_recipes.launch.warm import WarmRanks
+from tp_invariant_recipes.ledger.lines import SHARDS, Header, canonical, identity_differences
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
@@ -79,7 +80,7 @@ def new(
         )
     composed, left_out = compose_cells(model, axes, choices, problems)
     before = [one for one in choices if one.label in composed]
-    kept = _of_one_data_shards(before, composed, reference)
+    kept = _of_the_same_shards(before, composed, reference)
     changed, found = _each_composed(model, [one for one in kept if one not in before])
     found.raise_any()
     composed |= changed
@@ -185,14 +186,14 @@ def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False
 def train_cells(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> bool:
     """Write the matrix and train its cells in turn; whether Ctrl-C ended it. The caller holds the directory's lock."""
     where = verification.directory
-    with _interruptible() as stop:
+    with _interruptible() as stop, WarmRanks() as warm:
         if not verification.again:
             where.write_matrix(verification.matrix)
         try:
             for cell in verification.cells:
                 if cell.name in verification.anew:
                     _set_aside(where, cell)
-                if _train(cell, verification.plans[cell.name], watch) is Ended.STOPPED:
+                if _train(cell, verification.plans[cell.name], watch, warm) is Ended.STOPPED:
                     break
                 if exitfirst and not _passes(verification, cell):
                     break
@@ -225,13 +226,13 @@ def _set_aside(where: MatrixDir, cell: Cell) -> None:
             raise RunError(f"cannot move {run.path} to {aside}: {error.strerror or error}") from error
 
 
-def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
+def _train(cell: Cell, planned: Plan, watch: Watch, warm: WarmRanks) -> Ended | None:
     """The end of a cell's run; None: it failed, and its run directory has the reason."""
     from tp_invariant_recipes.launch import train
 
     try:
         with watch(cell.label, planned) as tick:
-            return train.execute(planned, tick)
+            return train.execute(planned, tick, warm=warm)
     except TpiError:
         return None
 
@@ -335,22 +336,24 @@ def _each_composed(model: str, choices: Sequence[Choice]) -> tuple[dict[str, Com
     return composed, found
 
 
-def _of_one_data_shards(
+def _of_the_same_shards(
     choices: Sequence[Choice], composed: dict[str, Composed], reference: Ledger | None
 ) -> tuple[Choice, ...]:
-    """The choices, with numerics.data_shards where cells would differ in it: the reference's, else the largest dp.
+    """The choices, with the shards in which cells would differ: the reference's, else those of the largest dp or cp.
 
     A value that the user gives stays, and so do cells of stock numerics, which have none.
     """
-    shards = {label: one.config.numerics.data_shards for label, one in composed.items()}
-    wanted = reference.header.identity.get(DATA_SHARDS) if reference else None
-    wanted = wanted or max((each for each in shards.values() if each is not None), default=None)
-    return tuple(
-        one
-        if shards[one.label] in (None, wanted) or given(one.overrides, DATA_SHARDS)
-        else replace(one, overrides=(*one.overrides, parse(f"{DATA_SHARDS}={wanted}")))
-        for one in choices
-    )
+    for key in SHARDS:
+        shards = {label: getattr(one.config.numerics, key.partition(".")[2]) for label, one in composed.items()}
+        wanted = reference.header.identity.get(key) if reference else None
+        wanted = wanted or max((each for each in shards.values() if each is not None), default=None)
+        choices = [
+            one
+            if shards[one.label] in (None, wanted) or given(one.overrides, key)
+            else replace(one, overrides=(*one.overrides, parse(f"{key}={wanted}")))
+            for one in choices
+        ]
+    return tuple(choices)
 
 
 def _named(choice: Choice, composed: Composed) -> Choice:

@@ -1,0 +1,149 @@
+"""What one pass over the steps of two runs finds and counts. It keeps no step but the last two."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tp_invariant_recipes.compare.step_order import RECORDS, Found, differences, differing, traced
+from tp_invariant_recipes.ledger.lines import DIGESTED, StepRecord
+
+LISTED = 5  # steps, of those that have digests of a kind
+
+
+@dataclass(frozen=True)
+class ParameterDifference:
+    """The steps at which the gradient, the weight or the moments of one parameter differ."""
+
+    name: str
+    kind: str  # a key of DIGESTED
+    spans: tuple[range, ...]  # of the steps; at least one, of at least one step
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """All of the steps, ascending."""
+        return tuple(step for span in self.spans for step in span)
+
+    @property
+    def first_step(self) -> int:
+        """The first of the steps."""
+        return self.spans[0].start
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The numbers of compared steps at which both runs recorded something, or only one of them did."""
+
+    both: int
+    only_a: int
+    only_b: int
+
+
+@dataclass(frozen=True)
+class TraceCoverage:
+    """The numbers of traced tensors that were compared and that could not be. A tensor counts once for all steps."""
+
+    compared: int
+    only_a: int  # traced by only one run
+    only_b: int
+    undigested: int  # traced by both, but at least one run has no digest of it
+
+
+class Tally:
+    """Takes the steps of two runs, and has what the comparison says of them.
+
+    differing, skipped: numbers of steps that differ, and that both runs skipped.
+    first:       the first differing step, and what differs first in it; None: none.
+    around:      the records of both runs of that step and the one before it, by step.
+    listed:      name of RECORDS -> the first LISTED steps at which both runs have it.
+    digested:    of either run, whether it has a digest at any step, compared or not.
+    later:       of either run, the first step at which replicas disagree and the other run has ended; None: none.
+    """
+
+    def __init__(self, order: Sequence[str], *, repetition: bool = False) -> None:
+        """order: the parameters in forward order. repetition: as for `compare`."""
+        self.order, self._repetition = order, repetition
+        self.compared = self.differing = self.skipped = 0
+        self.first: tuple[int, Found] | None = None
+        self.around: dict[int, tuple[StepRecord, StepRecord]] = {}
+        self.listed: dict[str, list[int]] = {name: [] for name in RECORDS}
+        self.digested = [False, False]
+        self.later: list[int | None] = [None, None]
+        self._parameters: dict[tuple[str, str], list[range]] = {}  # filled in the order of execution
+        self._counts = {name: [0, 0, 0] for name in RECORDS}
+        self._traced: tuple[set[str], ...] = (set(), set(), set(), set())
+
+    def add(self, left: StepRecord | None, right: StepRecord | None) -> None:
+        """The next step of both runs; None: that run has ended."""
+        for side, record in enumerate((left, right)):
+            if record is not None and not self.digested[side]:
+                self.digested[side] = any(getattr(record, kind) is not None for kind in DIGESTED)
+        if left is None or right is None:
+            for side, record in enumerate((left, right)):
+                if record is not None and record.diverged and self.later[side] is None:
+                    self.later[side] = record.step
+            return
+        self.compared += 1
+        self.skipped += left.skipped and right.skipped
+        if self.first is None:
+            self.around = {step: pair for step, pair in self.around.items() if step == left.step - 1}
+            self.around[left.step] = (left, right)
+        if left is not right or left.diverged:  # otherwise lines of the same bytes
+            self._differences(left, right)
+        self._cover(left, right)
+        self._cover_trace(left, right)
+
+    def _differences(self, left: StepRecord, right: StepRecord) -> None:
+        found = next(differences(left, right, self.order, repetition=self._repetition), None)
+        if found is not None:
+            self.differing += 1
+            if self.first is None:
+                self.first = left.step, found
+        for kind in DIGESTED:
+            for name in differing(left, right, kind, self.order):
+                _extend(self._parameters.setdefault((name, kind), []), left.step)
+
+    def _cover(self, left: StepRecord, right: StepRecord) -> None:
+        for name in RECORDS:
+            one, other = (getattr(record, name) is not None for record in (left, right))
+            if one and other:
+                self._counts[name][0] += 1
+                if len(self.listed[name]) < LISTED:
+                    self.listed[name].append(left.step)
+            elif one or other:
+                self._counts[name][1 if one else 2] += 1
+
+    def _cover_trace(self, left: StepRecord, right: StepRecord) -> None:
+        if left.trace is None or right.trace is None:
+            return
+        compared, only_a, only_b, undigested = self._traced
+        for direction in ("forward", "backward"):
+            one, other = traced(left.trace, direction), traced(right.trace, direction)
+            only_a |= one.keys() - other.keys()
+            only_b |= other.keys() - one.keys()
+            for name in one.keys() & other.keys():
+                (undigested if None in (one[name].digest, other[name].digest) else compared).add(name)
+
+    @property
+    def parameters(self) -> tuple[ParameterDifference, ...]:
+        """By first step, then in the order of execution."""
+        return tuple(ParameterDifference(name, kind, tuple(spans)) for (name, kind), spans in self._parameters.items())
+
+    @property
+    def coverage(self) -> dict[str, Coverage]:
+        """Of RECORDS."""
+        return {name: Coverage(*counts) for name, counts in self._counts.items()}
+
+    @property
+    def trace(self) -> TraceCoverage:
+        """Of all traced steps together."""
+        return TraceCoverage(*map(len, self._traced))
+
+
+def _extend(spans: list[range], step: int) -> None:
+    """Add a later step to ascending steps, which mostly are so many apart: every one, or every tenth."""
+    last = spans[-1] if spans else None
+    if last is not None and len(last) == 1:
+        spans[-1] = range(last.start, step + 1, step - last.start)
+    elif last is not None and step - last[-1] == last.step:
+        spans[-1] = range(last.start, step + 1, last.step)
+    else:
+        spans.append(range(step, step + 1))

@@ -1,0 +1,73 @@
+"""Whether nodes and partitions take the jobs of some runs: all that is wrong, in one message."""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+from tp_invariant_recipes.config import allocation
+from tp_invariant_recipes.config.nearest import nearest
+from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.errors import ConfigError, RunError, listed
+from tp_invariant_recipes.jobs import slurm_client
+from tp_invariant_recipes.jobs.slurm_client import Partition
+from tp_invariant_recipes.launch import memory
+
+
+def check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> None:
+    """Raises ConfigError that lists `problems` and what is wrong with a job of these runs.
+
+    dry: do not query SLURM.
+    """
+    wrong = dict.fromkeys(
+        problem
+        for config in configs
+        for problem in (*allocation.problems(config, os.environ, dry=dry), *memory.problems(config, here=False))
+    )
+    problems = [*problems, *wrong]
+    if not dry:
+        try:
+            there = slurm_client.partitions()
+        except RunError as error:
+            problems.append(str(error))
+        else:
+            problems += dict.fromkeys(problem for config in configs for problem in unfit(config, there))
+    if problems:
+        raise ConfigError(listed(problems), problems)
+
+
+def unfit(config: RunConfig, there: Sequence[Partition]) -> list[str]:
+    """The reasons why a job of this tree would wait forever in its partitions, although SLURM accepts it."""
+    asked = config.slurm.partition or os.environ.get("SBATCH_PARTITION")
+    names = asked.split(",") if asked else [p.name for p in there if p.default]
+    known = {partition.name: partition for partition in there}
+    listing = ", ".join(f"{p.name}{' (default)' if p.default else ''}" for p in there)
+    if not names:
+        return [f"this cluster has no default partition; set slurm.partition to one of: {listing}"]
+    problems = [
+        f"slurm.partition={asked}: there is no {name}{nearest(name, known)}; there are: {listing}"
+        for name in names
+        if name not in known
+    ]
+    if not problems:
+        chosen = [known[name] for name in names]
+        problems = [problem for rule in (_too_long, _too_many) if (problem := rule(config, chosen, ",".join(names)))]
+    return problems
+
+
+def _too_long(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
+    limits = [partition.seconds for partition in chosen]
+    longest = None if None in limits else max(seconds for seconds in limits if seconds is not None)
+    try:
+        asked = allocation.parse_time(config.slurm.time or "")
+    except ValueError:  # it has been said already
+        return None
+    if longest is None or asked <= longest:
+        return None
+    return f"slurm.time={config.slurm.time}: partition {names} allows {timedelta(seconds=longest)}"
+
+
+def _too_many(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
+    taken, most = allocation.of(config), max(partition.nodes for partition in chosen)
+    if taken.nodes <= most:
+        return None
+    return f"{taken} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"

@@ -1,0 +1,107 @@
+"""A submission before it is made: its jobs' scripts, sbatch's options for them, and what is said of it."""
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.config.allocation import Allocation
+from tp_invariant_recipes.jobs import registry
+from tp_invariant_recipes.runs.matrix_dir import LeftOut
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class JobScript:
+    """One job. role: as in submission.json: "train", "cells" or "judge"."""
+
+    role: str
+    file: Path
+    text: str
+
+
+@dataclass(frozen=True)
+class PlannedSubmission:
+    """A submission before it is made.
+
+    kind:     "train", "verify" or "sweep".
+    about:    a few words about the nodes and ranks that it needs. taken: the same as numbers.
+    memory:   a line about the fullest rank of its largest run.
+    cells:    of a verify or sweep, by name, in the order of the array's tasks; empty for a single run.
+    scripts:  in the order of submission; the second waits for the end of the first.
+    validate: lets Bridge validate the runs. Raises ConfigError.
+    write:    writes the runs, before the scripts.
+    after:    ids of the jobs that must have ended well before the first of these begins.
+    unseen:   what the nodes need and this host cannot check, a line each.
+    left_out: combinations of a matrix that no run can have.
+    resumed:  whether the directory holds a run, with which the job goes on.
+    """
+
+    kind: str
+    model: str
+    about: str
+    taken: Allocation
+    memory: str
+    directory: RunDir
+    cells: tuple[str, ...]
+    scripts: tuple[JobScript, ...]
+    validate: Callable[[], None]
+    write: Callable[[], None]
+    after: tuple[str, ...] = ()
+    unseen: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    resumed: bool = False
+
+    def options(self, number: int, *ids: str) -> list[str]:
+        """sbatch's options beside those of a script. ids: of the jobs before it.
+
+        The second job starts when the first has ended, with or without success.
+        """
+        waits = f"afterany:{ids[0]}" if number else ":".join(("afterok", *self.after)) if self.after else None
+        return ["--kill-on-invalid-dep=yes", f"--dependency={waits}"] if waits else []
+
+    def commands(self) -> list[str]:
+        """The command that submits each script, for people."""
+        numbered = enumerate(self.scripts)
+        return [
+            shlex.join(["sbatch", "--parsable", *self.options(number, "JOB"), str(s.file)]) for number, s in numbered
+        ]
+
+    def foreseen(self) -> dict[str, Any]:
+        """What a dry run prints as JSON; documented in slurm/README.md."""
+        return {
+            "schema": registry.SCHEMA,
+            "kind": self.kind,
+            "model": self.model,
+            "directory": str(self.directory.path),
+            "resumed": self.resumed,
+            "nodes": self.taken.nodes,
+            "ranks_per_node": self.taken.ranks,
+            "gpus_per_node": self.taken.gpus,
+            "memory": self.memory,
+            "after": list(self.after),
+            "cells": list(self.cells),
+            "left_out": [asdict(one) for one in self.left_out],
+            "unseen": list(self.unseen),
+            "jobs": [
+                {"role": one.role, "file": str(one.file), "command": command, "script": one.text}
+                for one, command in zip(self.scripts, self.commands(), strict=True)
+            ],
+        }
+
+    def as_dict(self, ids: Sequence[str] = ()) -> dict[str, Any]:
+        """The contents of submission.json. ids: of the submitted jobs, in the order of the scripts."""
+        done = zip(self.scripts, ids, strict=False)
+        return {
+            "schema": registry.SCHEMA,
+            "kind": self.kind,
+            "model": self.model,
+            "command": shlex.join(["tpi", *sys.argv[1:]]),
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "directory": str(self.directory.path),
+            "jobs": [{"id": job, "role": one.role} for one, job in done],
+            **({"cells": list(self.cells)} if self.cells else {}),
+        }

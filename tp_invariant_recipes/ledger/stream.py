@@ -1,0 +1,177 @@
+"""Ledgers that are too long for memory: their steps stay in the file, and each is decoded when its turn comes.
+
+opened(file)            reads the header, and where every line ends
+abreast((a, b, …))      step 1 of all, then step 2 of all, … in one pass
+"""
+
+import itertools
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, overload
+
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.ledger.lines import Header, StepRecord, decode_header
+from tp_invariant_recipes.ledger.reader import (
+    LARGEST,
+    Ledger,
+    Progress,
+    is_whole,
+    next_step,
+    no_header,
+)
+from tp_invariant_recipes.reading import MIB
+
+
+@dataclass(frozen=True)
+class StepsInFile(Sequence[StepRecord]):
+    """The steps of a ledger's file. It holds the places of the lines, and no step.
+
+    A line is checked whenever it is decoded. LedgerError, naming file and line: it is invalid, or the file is no longer
+    the one that was opened.
+
+    ends:  the place after each line's newline, the header's first.
+    inode: device and number of the file that was opened.
+    """
+
+    file: Path
+    header: Header
+    ends: Sequence[int]
+    inode: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return (self.decode(line, step) for step, line in enumerate(self.lines(), start=1))
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[StepRecord, ...]: ...
+    def __getitem__(self, index: int | slice) -> StepRecord | tuple[StepRecord, ...]:
+        at = range(len(self))[index]
+        with self._open() as stream:
+            if isinstance(at, range):
+                return tuple(self.decode(self._line(stream, n + 1), n + 1) for n in at)
+            return self.decode(self._line(stream, at + 1), at + 1)
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines of all steps in order, each read once, without their newlines."""
+        with self._open() as stream:
+            for step in range(1, len(self) + 1):
+                yield self._line(stream, step)
+
+    def decode(self, line: bytes, step: int) -> StepRecord:
+        """The record of the line of a step."""
+        try:
+            return next_step(line, self.header, step)
+        except ValueError as error:
+            raise LedgerError(f"{self.file} line {step + 1}: {error}") from error
+
+    def _open(self) -> BinaryIO:
+        try:
+            stream = self.file.open("rb")
+        except OSError as error:
+            raise LedgerError(f"cannot read {self.file}: {error.strerror}") from error
+        if _inode(stream) != self.inode:
+            stream.close()
+            raise self._changed()
+        return stream
+
+    def _line(self, stream: BinaryIO, step: int) -> bytes:
+        start, end = self.ends[step - 1], self.ends[step]
+        try:
+            if stream.tell() != start:
+                stream.seek(start)
+            line = stream.read(end - start)
+        except OSError as error:
+            raise LedgerError(f"cannot read {self.file}: {error.strerror}") from error
+        if len(line) != end - start or not line.endswith(b"\n"):
+            raise self._changed()
+        return line[:-1]
+
+    def _changed(self) -> LedgerError:
+        return LedgerError(f"{self.file} was replaced or cut while it was read: repeat the command")
+
+
+def opened(file: Path, progress: Progress | None = None) -> Ledger:
+    """The ledger in a regular file, whose steps stay there.
+
+    progress: told (bytes looked through, bytes in all) now and then.
+    LedgerError: the file cannot be read, or its header is invalid. An invalid step is an error when its turn comes.
+    """
+    try:
+        with file.open("rb") as stream:
+            ends, total = _ends(file, stream, progress)
+            if not ends:
+                raise no_header(file, empty=total == 0)
+            stream.seek(0)
+            try:
+                header = decode_header(stream.read(ends[0])[:-1])
+            except ValueError as error:
+                raise LedgerError(f"{file} line 1: {error}") from error
+            torn = total > ends[-1]
+            if not torn and len(ends) > 1:
+                stream.seek(ends[-2])
+                if not is_whole(stream.read(ends[-1] - ends[-2])[:-1]):
+                    torn = True
+                    ends.pop()
+            inode = _inode(stream)
+    except OSError as error:
+        raise LedgerError(f"cannot read {file}: {error.strerror}") from error
+    return Ledger(header, StepsInFile(file, header, ends, inode), file, torn)
+
+
+def abreast(ledgers: Sequence[Ledger]) -> Iterator[tuple[StepRecord | None, ...]]:
+    """The steps of several ledgers, one step of all at a time; None: that ledger has ended.
+
+    Equal lines of ledgers with equal parameters are decoded once, and are the same record.
+    LedgerError: as `StepsInFile`.
+    """
+    parameters = [ledger.header.parameters for ledger in ledgers]
+    alike = [parameters.index(one) for one in parameters]  # the first ledger with the same parameters
+    sources = [one.steps.lines() if isinstance(one.steps, StepsInFile) else iter(one.steps) for one in ledgers]
+    for step, entries in enumerate(_together(sources), start=1):
+        decoded: dict[tuple[int, bytes], StepRecord] = {}
+        records: list[StepRecord | None] = []
+        for ledger, group, entry in zip(ledgers, alike, entries, strict=True):
+            if isinstance(entry, bytes) and isinstance(ledger.steps, StepsInFile):
+                if (group, entry) not in decoded:
+                    decoded[group, entry] = ledger.steps.decode(entry, step)
+                records.append(decoded[group, entry])
+            elif not isinstance(entry, bytes):
+                records.append(entry)
+        yield tuple(records)
+
+
+def _together(
+    sources: Sequence[Iterator[bytes] | Iterator[StepRecord]],
+) -> Iterator[tuple[bytes | StepRecord | None, ...]]:
+    """The next of each, until all have ended; None: one that has."""
+    return itertools.zip_longest(*sources)
+
+
+def _ends(file: Path, stream: BinaryIO, progress: Progress | None) -> tuple[array, int]:
+    """The place after each newline, and the number of bytes, of what there is now: a run may be writing."""
+    ends, total = array("Q"), os.fstat(stream.fileno()).st_size
+    if total > LARGEST:
+        most = f"it has more than {LARGEST} bytes, the most that a file of its kind may have"
+        raise LedgerError(f"cannot read {file}: {most}")
+    start = 0
+    while start < total and (block := stream.read(min(MIB, total - start))):
+        at = block.find(b"\n")
+        while at >= 0:
+            ends.append(start + at + 1)
+            at = block.find(b"\n", at + 1)
+        start += len(block)
+        if progress:
+            progress(start, total)
+    return ends, start
+
+
+def _inode(stream: BinaryIO) -> tuple[int, int]:
+    found = os.fstat(stream.fileno())
+    return found.st_dev, found.st_ino
