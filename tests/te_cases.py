@@ -1,6 +1,6 @@
 """Transformer Engine's Linear and LayerNormLinear, forward and backward, on the ranks of a tensor-parallel group.
 
-    python -m tests.te_cases FOLDER SWITCH      # one rank on a GPU; RANK and WORLD_SIZE as torchrun sets them
+    python -m tests.te_cases FOLDER SWITCH BACKEND   # one rank on a GPU; RANK and WORLD_SIZE as torchrun sets them
 
 writes what this rank holds of every case to FOLDER. tests/te_standin.py stands for Transformer Engine on a CPU.
 """
@@ -140,17 +140,17 @@ def unequal(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
 
 def main() -> None:
     """See the top."""
-    folder, switch = Path(sys.argv[1]), sys.argv[2]
+    folder, switch, backend = Path(sys.argv[1]), *sys.argv[2:]
     os.environ |= {"NVTE_TP_INVARIANT_MODE": switch, "TPI_SHARDS": str(SHARDS)}
     import tp_invariant_recipes.invariant  # noqa: F401
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    dist.init_process_group(backend)
     size, rank = dist.get_world_size(), dist.get_rank()
     import transformer_engine.pytorch as te
 
     mesh = VirtualMesh(SHARDS, size, rank, dist.group.WORLD if size > 1 else None)
-    found = {case: ran(te, case, mesh, "cuda") for case in CASES}
+    found = {str(case): ran(te, case, mesh, "cuda") for case in CASES}
     (folder / f"{switch}-{size}-{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 

@@ -69,6 +69,7 @@ def test_micro_batches_that_are_lost_are_found_and_named(shared):
         assert together > 1.0  # clip_grad
 
 
+@pytest.mark.release
 def test_another_order_of_additions_is_rounding_over_two_ranks(shared):
     weights = "numerics.initial_weights=invariant"
     done = shared("audit", *SMALL, weights, "--against", "tp=2", "--dir", "tp", "--json")
@@ -80,6 +81,7 @@ def test_another_order_of_additions_is_rounding_over_two_ranks(shared):
     assert result["pair"]["of_second"] == ["tp=2"]
 
 
+@pytest.mark.release
 def test_a_training_that_fails_is_no_answer(shared):
     def plant() -> None:
         from tp_invariant_recipes.training import gradient_norms

@@ -151,6 +151,7 @@ def _flipped(module, on):
 FC1 = "decoder.layers.1.mlp.linear_fc1"
 
 
+@pytest.mark.release
 def test_a_weight_gradient_is_named_with_its_module(tpi):
     plant = _at(2, FC1, _flipped)
     for tp in (1, 2):

@@ -161,6 +161,7 @@ def test_a_run_that_does_not_repeat_itself_may_still_differ(runs):
     assert second.startswith(f"trained again, the two are different at step 1: gradient of {FC1}.weight differs")
 
 
+@pytest.mark.release
 def test_ctrl_c_stops_with_its_own_status(runs):
     before = [files(runs.folder / run) for run in ("tp1", "tp2")]
     process = runs.start("bisect", "tp1", "tp2", "--dir", "stopped", before=gradient_of_fc1(step=2, tp=2))

@@ -59,6 +59,23 @@ def test_a_run_that_is_killed_and_goes_on_elsewhere_has_the_same_ledger(whole, t
 
 @pytest.mark.release
 @pytest.mark.timeout(900)
+def test_context_parallel_ranks_come_and_go(tpi):
+    words = ("train", "qwen3_toy", "iters=6", "save=2", "seq=64", "gbs=2", DISTRIBUTED)
+    done = tpi(*words, "cp=1", "numerics.context_shards=2", "run.dir=whole")
+    assert done.status == 0, done.stderr
+    _killed(tpi, 4, *words, "cp=2", "run.dir=run")
+    _killed(tpi, 6, "train", "--resume", "run", "cp=1", "tp=2")
+    last = tpi("train", "--resume", "run", "cp=2", "tp=2")
+    assert last.status == 0, last.stderr
+    assert steps(tpi.folder / "run") == steps(tpi.folder / "whole")
+    assert tpi("compare", "run", "whole").status == 0
+    refused = tpi("train", "--resume", "run", "cp=4", "iters=8")
+    assert refused.status == 2
+    assert "cp=4 does not divide numerics.context_shards=2" in refused.stderr
+
+
+@pytest.mark.release
+@pytest.mark.timeout(900)
 def test_data_parallel_ranks_come_and_go(tpi):
     words = ("train", "qwen3_toy", "iters=6", "save=2", "seq=64", "gbs=8", DISTRIBUTED)
     done = tpi(*words, "dp=1", "numerics.data_shards=4", "run.dir=whole")

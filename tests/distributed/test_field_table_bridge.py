@@ -33,7 +33,7 @@ def test_the_first_import_writes_it(monkeypatch, tmp_path):
     monkeypatch.setattr(field_table, "in_environment", lambda: tmp_path / "none")
     assert field_table.read() == {}
     schema._keep_fields.cache_clear()
-    schema._bridge_class.cache_clear()
+    schema.bridge_class.cache_clear()
     schema.section_class("train", {})
     assert schema.PROVIDERS[0] in field_table.read()
 

@@ -134,6 +134,7 @@ def test_a_signal_saves_and_the_next_start_goes_on_with_the_same_bits(nodes, who
     assert agree(steps(nodes.tpi.folder / "run"), whole)
 
 
+@pytest.mark.release
 def test_a_rank_that_fails_on_another_node_is_named_and_the_job_gives_up_after_its_tries(nodes):
     faults = {"before": {1: at_step(6, fail, ranks=(3,))}}
     first, said = nodes(*here(nodes, each=2), "slurm.tries=2", **faults)

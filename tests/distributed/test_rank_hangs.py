@@ -36,7 +36,7 @@ def test_a_rank_that_sleeps_is_named_with_its_step_and_its_line(tpi):
     assert ended.status == 2
     assert "error: rank 1 hangs: it has not ended step 4 for " in ended.stderr
     assert "rank 1 in step 4, at tests/distributed/test_rank_hangs.py" in ended.stderr
-    assert "rank 0 in step 4, waiting for all_reduce called at " in ended.stderr
+    assert "rank 0 in step 4, waiting for reduce_scatter_tensor called at " in ended.stderr
     for rank in (0, 1):
         assert "(most recent call first)" in (tpi.folder / "run" / "logs" / f"rank-{rank}.log").read_text()
 

@@ -194,6 +194,7 @@ def test_an_earlier_checkpoint_than_a_damaged_one_can_be_gone_on_with(copied):
     assert earlier.status == 0, earlier.stderr
 
 
+@pytest.mark.release
 def test_a_foreign_checkpoint_is_refused(copied, tmp_path):
     other = copied(*RUN, "save=12", "seed=9", "run.dir=other")
     assert other.status == 0, other.stderr

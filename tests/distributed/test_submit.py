@@ -13,7 +13,7 @@ import pytest
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.sections import RunConfig, typed
-from tp_invariant_recipes.jobs import submit
+from tp_invariant_recipes.jobs import fitness
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -310,7 +310,7 @@ PLACES: tuple[tuple[dict, tuple[Partition, ...], tuple[str, ...]], ...] = (
 
 @pytest.mark.parametrize("settings, there, says", PLACES)
 def test_what_would_wait_for_ever_is_refused(settings: dict, there, says):
-    found = submit.unfit(_tree(**settings), there)
+    found = fitness.unfit(_tree(**settings), there)
     assert len(found) == len(says)
     for problem, part in zip(found, says, strict=True):
         assert part in problem
@@ -318,4 +318,4 @@ def test_what_would_wait_for_ever_is_refused(settings: dict, there, says):
 
 def test_a_partition_of_the_environment_counts(monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "long")
-    assert submit.unfit(_tree(time="2"), (CPU, LONG)) == []
+    assert fitness.unfit(_tree(time="2"), (CPU, LONG)) == []

@@ -1,4 +1,6 @@
-"""Trainings side by side, each on GPUs of its own, all forked from one process that has imported Megatron-Bridge.
+"""Trainings side by side, several to a GPU, all forked from one process that has imported Megatron-Bridge.
+
+A run of more ranks than there are GPUs has two to a GPU, and Gloo in place of NCCL, which allows one.
 
     python -m tests.gpu.side_by_side FOLDER < RUNS      # a JSON list of the fields of `Run`
 
@@ -6,23 +8,27 @@ trains every run in FOLDER and prints one line of JSON: the name of each run and
 """
 
 import json
+import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-import torch
 
 from tests.forks import Process, Tpi, end_with_parent
 from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.host import bridge, gpus
-from tp_invariant_recipes.launch import ranks
+from tp_invariant_recipes.host.forking import can_fork
+from tp_invariant_recipes.launch import local, ranks
 
 TAIL = 3000  # characters of a failed run's messages
+SLOTS = 4  # ranks to a GPU: these runs wait for the host
+SHARED = 2  # ranks of one run to a GPU
+LIMIT = 240  # seconds for one run
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,10 @@ class Run:
         if self.resumes is not None:
             return ["train", "--resume", self.name, *self.words.split()]
         return ["train", *self.words.split(), f"run.dir={self.name}"]
+
+    def fits(self, gpus: int) -> bool:
+        """Whether it can be trained on that many. Gloo sends no tensors of GPUs between stages of a pipeline."""
+        return self.gpus <= gpus or (self.gpus <= SHARED * gpus and "pp=" not in self.words)
 
 
 def gpus_for(words: str) -> int:
@@ -70,13 +80,13 @@ def train(folder: Path, runs: Iterable[Run]) -> dict[str, str | None]:
 
 
 def train_all(folder: Path, runs: list[Run], names: list[str], before: Callable[[], None]) -> dict[str, str | None]:
-    """Start every run as soon as enough GPUs are free and the runs before it have ended.
+    """Start every run as soon as there is room for its ranks and the runs before it have ended.
 
     names: of the GPUs. before: run in the new process of each run first.
     """
-    tpi, free = Tpi(folder), list(names)
-    waiting = sorted(runs, key=lambda run: -run.gpus)
-    going: dict[str, tuple[Process, list[str]]] = {}
+    tpi, free = Tpi(folder), dict.fromkeys(names, SLOTS)
+    waiting = sorted(runs, key=lambda run: (run.gpus > len(names), -run.gpus))
+    going: dict[str, tuple[Process, list[str], float]] = {}
     ended: dict[str, str | None] = {}
     while waiting or going:
         before_this = len(waiting)
@@ -84,45 +94,57 @@ def train_all(folder: Path, runs: list[Run], names: list[str], before: Callable[
             if failed := [name for name in run.after if ended.get(name)]:
                 waiting.remove(run)
                 ended[run.name] = f"{failed[0]} failed before"
-            elif run.gpus <= len(free) and all(name in ended for name in run.after):
+            elif (mine := _room(free, run.gpus)) and all(name in ended for name in run.after):
                 waiting.remove(run)
-                mine, free = free[: run.gpus], free[run.gpus :]
+                for name in mine:
+                    free[name] -= 1
                 if run.resumes is not None:
                     shutil.copytree(folder / run.resumes, folder / run.name)
-                going[run.name] = tpi.start(*run.arguments(), before=_on(mine, before)), mine
+                more = ["dist.distributed_backend=gloo"] if len({*mine}) < len(mine) else []
+                process = tpi.start(*run.arguments(), *more, before=_on(mine, before))
+                going[run.name] = process, mine, time.monotonic()
         assert going or len(waiting) < before_this, f"{[run.name for run in waiting]} can never start"
-        for name, (process, mine) in list(going.items()):
+        for name, (process, mine, begun) in list(going.items()):
+            took = time.monotonic() - begun
+            if took > LIMIT:
+                os.kill(process.pid, signal.SIGKILL)
             if process.poll() is not None:
                 ended[name] = None if process.status == 0 else f"status {process.status}\n{process.stderr[-TAIL:]}"
-                free += mine
+                print(f"{name}: status {process.status} after {took:.0f} s", file=sys.stderr, flush=True)
+                for gpu in mine:
+                    free[gpu] += 1
                 del going[name]
         time.sleep(0.05)
     return ended
 
 
+def _room(free: dict[str, int], ranks: int) -> list[str]:
+    """The GPU of each rank, those with most room first; empty if there is too little."""
+    each = math.ceil(ranks / len(free))
+    having = sorted((name for name in free if free[name] >= each), key=lambda name: -free[name])
+    return (having * each)[:ranks] if len(having) * each >= ranks else []
+
+
 def _on(mine: list[str], before: Callable[[], None]) -> Callable[[], None]:
     def planted() -> None:
         end_with_parent()
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(mine))
+        if len({*mine}) < len(mine):
+            _gpus_are_shared(len({*mine}))
         before()
 
     return planted
 
 
+def _gpus_are_shared(count: int) -> None:
+    """The launcher sees each GPU several times. A rank may be spawned, so that only its RankInfo reaches it."""
+    visible, rank_infos = gpus.visible, local._rank_infos
+    gpus.visible = lambda: visible() * SHARED
+    local._rank_infos = lambda *given: [replace(one, local_rank=one.rank % count) for one in rank_infos(*given)]
+
+
 def _ranks_are_forked() -> None:
-    ranks.START_METHODS["gpu"] = "fork"
-
-
-def _a_fork_can_use_cuda() -> bool:
-    """Not if an import has started CUDA here. Then each rank imports Megatron-Bridge itself, which takes longer."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            status = int(torch.ones(1, device="cuda").item() != 1)
-        finally:
-            os._exit(status)
-    return os.waitpid(pid, 0)[1] == 0
+    ranks.start_method = lambda device: "fork"  # decided once, below, for all runs
 
 
 def main() -> None:
@@ -132,7 +154,7 @@ def main() -> None:
     names = [str(n) for n in range(len(gpus.visible()))] if chosen is None else chosen.split(",")
     os.environ.update(environment.settings("gpu", os.environ))
     bridge.load()
-    before = _ranks_are_forked if _a_fork_can_use_cuda() else lambda: None
+    before = _ranks_are_forked if can_fork(bridge.imported_with) else lambda: None
     began = time.monotonic()
     found = train_all(Path(sys.argv[1]), runs, names, before)
     how = "forked" if before is _ranks_are_forked else "spawned"

@@ -4,8 +4,17 @@ import pytest
 import torch
 
 from tests.distributed.ranks import same_bits
-from tests.unit.ieee_operands import KINDS, drawn
-from tp_invariant_recipes.kernels import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu
+from tests.unit.ieee_operands import KINDS, any_bits, drawn
+from tp_invariant_recipes.kernels import (
+    ieee_adam,
+    ieee_cross_entropy,
+    ieee_expert,
+    ieee_norm,
+    ieee_rotary,
+    ieee_router,
+    ieee_samples,
+    ieee_swiglu,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +69,27 @@ def test_adam(decoupled, kind):
         return changed
 
     on_both(step, *(drawn(kind, 100_001, seed=seed) for seed in range(4)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("experts, topk", ((8, 2), (128, 8)))
+def test_router(experts, topk, dtype, kind):
+    finite = "normal" if kind == "special" else kind
+    logits, dp = drawn(finite, 300, experts, dtype=dtype), drawn(kind, 300, experts, dtype=dtype, seed=1)
+    logits[0], logits[1, ::2] = 1.5, 0.25
+    _, scores, chosen = on_both(ieee_router.route_tokens, logits, topk)
+    on_both(lambda *tensors: (ieee_router.route_tokens_backward(*tensors),), dp, scores, logits, chosen)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", (768, 3000))
+def test_expert(width, dtype, kind):
+    x, dy = drawn(kind, 300, 2 * width, dtype=dtype), drawn(kind, 300, width, dtype=dtype, seed=1)
+    p = drawn("normal", 300, dtype=dtype, seed=2)
+    on_both(lambda a, b: (ieee_expert.weighted_swiglu(a, b),), x, p)
+    on_both(ieee_expert.weighted_swiglu_backward, dy, x, p)
+
+
+def test_functions(kind):
+    x = torch.from_numpy(any_bits(100_000, KINDS.index(kind)))
+    on_both(lambda numbers: (ieee_samples.values(numbers),), x)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -183,6 +184,32 @@ def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, clust
     there = submit(*one, "numerics=tree", "--dir", "there")
     assert tpi("wait", there).status == 0
     assert "as tree" in json.loads((tpi.folder / "there" / "verify.json").read_text())["text"]
+
+
+@pytest.mark.release  # in `make test`: tests/distributed/test_sweep_runs.py, and SLURM takes the scripts below
+def test_a_sweep_is_an_array_whose_last_job_lists_the_runs(tpi, cluster, submit) -> None:
+    swept = ("qwen3_toy", "seed=1,2", "seq=32", "model.num_layers=1", "iters=3", "--sweep", "--dir", "rates")
+    job = submit(*swept)
+    waited = tpi("wait", job)
+    assert waited.status == 0, waited.stdout + waited.stderr
+    array, lister = json.loads((tpi.folder / "rates" / "submission.json").read_text())["jobs"]
+    assert (array["id"], array["role"], lister["role"]) == (job, "cells", "judge")
+    assert [cluster.state(f"{job}_{task}") for task in range(2)] == ["COMPLETED"] * 2
+    found = json.loads((tpi.folder / "rates" / "sweep.json").read_text())
+    assert [(row["label"], row["steps"], row["state"]) for row in found["rows"]] == [
+        (f"seed={seed}", 3, "completed") for seed in (1, 2)
+    ]
+    first, second = (row["loss"]["bits"] for row in found["rows"])
+    assert first != second
+    assert "2 runs side by side" in (tpi.folder / "rates" / "report.html").read_text()
+    shown = tpi("sweep", "--results", "rates")
+    assert shown.status == 0, shown.stderr
+    for row in found["rows"]:
+        assert re.search(rf"{row['label']} +1 +3 +{row['loss']['value']:.8g}", shown.stdout), shown.stdout
+    assert found["text"] in shown.stdout
+    # The job's own log has the same table.
+    log = (tpi.folder / "rates" / "logs" / f"job-{lister['id']}.log").read_text()
+    assert found["text"] in log
 
 
 @pytest.mark.release  # in `make test`: tests/distributed/test_nodes.py: gives up after its tries

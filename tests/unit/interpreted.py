@@ -31,8 +31,11 @@ from tp_invariant_recipes.kernels import (
     grouped_product,
     ieee_adam,
     ieee_cross_entropy,
+    ieee_expert,
     ieee_norm,
     ieee_rotary,
+    ieee_router,
+    ieee_samples,
     ieee_swiglu,
     rms_norm,
     row_add,
@@ -41,6 +44,7 @@ from tp_invariant_recipes.kernels import (
     tree_add,
     weighted_activation,
 )
+from tp_invariant_recipes.numerics import portable
 
 DTYPES = (torch.bfloat16, torch.float32)
 FEW = ("wide", "special")  # kinds of operands: the interpreter is slow
@@ -327,6 +331,39 @@ def portable_adam_has_the_bits_of_its_twin():
         _alike(tensors, twins, kind, decoupled)
 
 
+def portable_routers_have_the_bits_of_their_twin():
+    for kind, dtype, (experts, topk) in product(("normal", "wide"), DTYPES, ((8, 2), (100, 8))):
+        logits = drawn(kind, 5, experts, dtype=dtype)
+        logits[0], logits[1, ::2] = 1.5, 0.25
+        dp, ds = drawn(kind, 5, experts, dtype=dtype, seed=1), drawn(kind, 5, experts, seed=2)
+        twin = ieee_router.route_tokens(logits, topk)
+        found = tuple(map(torch.empty_like, twin))
+        ieee_router.forward_triton(logits, topk, *found)
+        assert torch.equal(found[2], twin[2])
+        slopes = torch.empty_like(logits)
+        ieee_router.backward_triton(dp, ds, logits, twin[2], slopes)
+        twins = *twin[:2], ieee_router.route_tokens_backward(dp, ds, logits, twin[2])
+        _alike((*found[:2], slopes), twins, kind, dtype, experts)
+
+
+def portable_experts_have_the_bits_of_their_twin():
+    for kind, dtype, width in product(FEW, DTYPES, (70, 1100)):
+        x, dy = drawn(kind, 3, 2 * width, dtype=dtype), drawn(kind, 3, width, dtype=dtype, seed=1)
+        p = drawn("normal", 3, dtype=dtype, seed=2)
+        found = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(p)
+        ieee_expert.forward_triton(x, p, found[0])
+        ieee_expert.backward_triton(dy, x, p, *found[1:])
+        twins = ieee_expert.weighted_swiglu(x, p), *ieee_expert.weighted_swiglu_backward(dy, x, p)
+        _alike(found, twins, kind, dtype, width)
+
+
+def portable_functions_have_the_bits_of_their_twin():
+    x = torch.from_numpy(portable.samples().copy())
+    found = torch.empty(4, x.numel())
+    ieee_samples.values_triton(x, found)
+    _alike((found,), (ieee_samples.values(x),))
+
+
 KERNELS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
@@ -348,6 +385,9 @@ KERNELS: dict[str, Callable[[], None]] = {
         portable_rotary_has_the_bits_of_its_twin,
         portable_cross_entropy_has_the_bits_of_its_twin,
         portable_adam_has_the_bits_of_its_twin,
+        portable_routers_have_the_bits_of_their_twin,
+        portable_experts_have_the_bits_of_their_twin,
+        portable_functions_have_the_bits_of_their_twin,
     )
 }
 

@@ -28,10 +28,10 @@ def collector():
 
 
 def test_a_model_with_experts_is_gone_after_its_pass(collector):
-    from tp_invariant_recipes.training import bench
+    from tp_invariant_recipes.training import process_state
 
     model = weakref.ref(Model())
     gc.collect()
     assert model() is not None  # the collector alone does not find it
-    bench._settle()
+    process_state.settle()
     assert model() is None

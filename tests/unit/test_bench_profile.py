@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tp_invariant_recipes.cli import bench
 from tp_invariant_recipes.training import profile
 from tp_invariant_recipes.training.profile import STEP, KernelTime, Trace
 
@@ -93,7 +94,40 @@ def test_only_what_starts_inside_a_marked_step_counts_and_is_divided_by_the_step
             KernelTime("gemm", "matrix products", 6.0, 1.5),
             KernelTime("Memcpy HtoD", "copies, concatenation", 0.5, 0.5),
         ),
+        waiting=0.0,
     )
+
+
+# Kernels of a step of 100 µs as (name, start, end), and: nothing runs, only collectives run, what limits.
+LIMITS = (
+    ([("gemm", 0, 95)], 5, 0, "gpu"),
+    ([("gemm", 0, 85)], 15, 0, "host"),
+    ([("gemm", 0, 60), ("ncclDevKernel_AllGather", 40, 100)], 0, 40, "gpu"),  # 20 µs lie under the product
+    ([("ncclDevKernel_AllReduce", 0, 50), ("ncclDevKernel_AllGather", 30, 80)], 20, 80, "host"),
+    ([("gemm", 0, 100), ("ncclDevKernel_AllGather", 0, 100)], 0, 0, "gpu"),
+)
+
+
+@pytest.mark.parametrize("kernels, idle, waiting, limit", LIMITS)
+def test_a_step_that_waits_for_the_host_is_told_from_one_that_waits_for_ranks(kernels, idle, waiting, limit):
+    found = profile.step([span(STEP, 0, 100, "user_annotation"), *(span(*kernel, "kernel") for kernel in kernels)])
+    assert (1000 * found.idle, 1000 * found.waiting) == (pytest.approx(idle), pytest.approx(waiting))
+    assert found.idle_share == pytest.approx(idle / 100)
+    assert found.limit == limit
+
+
+def test_on_a_cpu_nothing_is_said_of_what_limits():
+    found = profile.step([span(STEP, 0, 100, "user_annotation"), span("aten::mm", 0, 50)])
+    assert (found.waiting, found.limit) == (None, None)
+
+
+def test_a_ratio_of_steps_that_wait_for_the_host_is_not_the_cost_of_the_method():
+    gpu = {"mode": "tree", "limit": "gpu", "idle_share": 0.02}
+    host = {"mode": "stock", "limit": "host", "idle_share": 0.31}
+    assert bench._limits([host, gpu])[0] == "stock: the GPU idles in 31% of the traced step: the host limits it"
+    assert "not the cost of the method" in bench._limits([host, gpu])[-1]
+    assert bench._limits([gpu, gpu]) == ["tree: the GPU idles in 2% of the traced step: the GPU limits it"] * 2
+    assert bench._limits([host | {"limit": None}]) == []
 
 
 def test_a_trace_without_steps_is_refused(tmp_path):

@@ -1,8 +1,11 @@
 """The command as a whole: exit statuses, what an error looks like, and that nobody waits for torch in vain."""
 
 import errno
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -137,6 +140,75 @@ def test_only_what_needs_torch_imports_it(tmp_path):
     for line, command, status in zip(said, COMMANDS, statuses, strict=True):
         assert line.endswith(", []"), line
         assert status is None or line == f"## {command}: {status}, []"
+
+
+# What a person would wait for at every press of TAB: modules that take 20 ms or more to import.
+WAITED_FOR = ("pydantic", "yaml", "hydra", "omegaconf", "numpy", "xxhash", "markdown_it", "pygments", "jinja2")
+WAITED_FOR += ("matplotlib", "numba", "asyncio", "multiprocessing", "torch", "megatron.core", "transformers")
+
+AT_ONCE = """
+import json, os, sys
+from tp_invariant_recipes.cli.main import main
+words, os.environ["_TPI_LINE"] = json.loads(sys.argv[1])
+sys.argv = ["tpi", *words]
+if os.environ["_TPI_LINE"]:
+    os.environ["_TPI_COMPLETE"] = "zsh"
+try:
+    main()
+except SystemExit as stop:
+    print("##", stop.code, *sorted(sys.modules))
+"""
+# The words of a command, or a line to complete; a word of what is printed.
+ANSWERED = (
+    (["--help"], "", "bisect"),
+    ([], "tpi ", "bisect"),
+    ([], "tpi train qwen3_t", "qwen3_toy"),
+    ([], "tpi train qwen3_toy t", "tp="),
+    ([], "tpi verify qwen3_toy tp=1,", "tp=1,2"),
+    ([], "tpi train qwen3_toy model.num_l", "model.num_layers="),
+    ([], "tpi logs 1", "17"),
+)
+
+
+def imported_for(words: list[str], line: str, state: Path) -> tuple[str, set[str]]:
+    """What `tpi` prints, and the modules that it has imported by then. state: where the registry of jobs lies."""
+    (state / "tpi").mkdir()
+    (state / "tpi" / "jobs.jsonl").write_text(json.dumps({"job": "17", "directory": str(state)}) + "\n")
+    program = [sys.executable, "-c", AT_ONCE, json.dumps([words, line])]
+    variables = os.environ | {"XDG_STATE_HOME": str(state)}
+    ended = subprocess.run(program, capture_output=True, text=True, check=True, env=variables)
+    printed, _, last = ended.stdout.rpartition("## ")
+    status, *modules = last.split()
+    assert status == "0", ended.stdout
+    return printed, set(modules)
+
+
+@pytest.mark.parametrize("words, line, says", ANSWERED, ids=[" ".join(words) or line for words, line, _ in ANSWERED])
+def test_help_and_completion_import_nothing_slow(words, line, says, tmp_path):
+    printed, modules = imported_for(words, line, tmp_path)
+    assert says in printed
+    assert sorted({*WAITED_FOR} & modules) == []
+
+
+def test_a_command_that_reads_a_configuration_does_import_them(tmp_path):
+    """The control: the names above are those of modules that commands use."""
+    assert {"pydantic", "yaml", "hydra", "omegaconf"} <= imported_for(["show", "qwen3_toy", "lr=1e-3"], "", tmp_path)[1]
+
+
+def test_an_error_of_usage_is_printed_by_the_same_module_of_typers():
+    """Where rich's Markdown and Traceback stand in, asking one for an attribute or an object gives the real one."""
+    program = """
+import sys
+from tp_invariant_recipes.cli import rich_help
+rich_help.prepare()
+from typer import rich_utils
+assert not {"rich.markdown", "rich.traceback"} & set(sys.modules)
+made = rich_utils.Markdown("# text")
+import rich.markdown, rich.traceback
+assert type(made) is rich.markdown.Markdown
+assert rich_utils.Traceback.from_exception.__func__ is rich.traceback.Traceback.from_exception.__func__
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_module_is_the_command():

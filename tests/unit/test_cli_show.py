@@ -268,8 +268,16 @@ def test_show_the_configuration_of_a_run(cli, here, no_gpus):
     assert cli("show", "--from", "taken").status == 2
 
 
-@pytest.mark.parametrize("words", ((), ("qwen3_toy", "--from", "run"), ("qwen3_toy", "--diff", "a", "b")), ids=" ".join)
-def test_show_takes_one_thing(cli, words):
+ONE = "name one: a model (tpi models lists them), --from RUN, or --diff A B"
+TWO = "--diff takes two: run directories, models, or a model with overrides in quotes"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    (((), ONE), (("qwen3_toy", "--from", "run"), ONE), (("qwen3_toy", "--diff", "a", "b"), TWO)),
+    ids=("nothing", "model and run", "three to compare"),
+)
+def test_show_takes_one_thing(cli, words, message):
     ended = cli("show", *words)
     assert (ended.status, ended.out) == (2, "")
-    assert "name one: a model (tpi models lists them), --from RUN, or --diff A B" in ended.err
+    assert message in ended.err

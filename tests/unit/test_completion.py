@@ -23,7 +23,7 @@ def words(incomplete: str, *, several: bool = False) -> list[str]:
 
 
 def test_models_with_what_they_are():
-    assert [name for name, _ in completion.models("")] == list(source.groups()["model"])
+    assert [name for name, _ in completion.models("")] == ["recipe=", *source.groups()["model"]]
     assert completion.models("qwen3_8") == [("qwen3_8b", "Qwen3-8B: 36 layers, untied embeddings.")]
     assert completion.models("gpt") == []
 

@@ -5,7 +5,7 @@ import pytest
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.jobs import submit
+from tp_invariant_recipes.jobs import slurm_client, submit
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.multinode import allocation_run
 from tp_invariant_recipes.workflows import verify
@@ -27,7 +27,7 @@ def compositions(monkeypatch) -> list[tuple[str, ...]]:
         return composed(arguments, cluster)
 
     monkeypatch.setattr(hydra_tree, "composed", counted)
-    monkeypatch.setattr(submit.slurm_client, "partitions", lambda: [submit.Partition("cpu", True, 9, None)])
+    monkeypatch.setattr(slurm_client, "partitions", lambda: [slurm_client.Partition("cpu", True, 9, None)])
     return asked
 
 

@@ -32,7 +32,7 @@ BEYOND = (
     ({"model__moe_ffn_hidden_size": 48}, "on a CPU model.moe_ffn_hidden_size must be a multiple of 32"),
     (
         {"model__num_moe_experts": 1, "model__seq_length": 64},
-        "on a CPU seq / numerics.virtual_shards * model.num_moe_experts",
+        "on a CPU seq / numerics.virtual_shards / numerics.context_shards * model.num_moe_experts",
     ),
     ({"model__activation_func": "torch.nn.functional.gelu"}, "of the experts' activations"),
     ({"model__gated_linear_unit": False}, "of the experts' activations"),
@@ -61,7 +61,7 @@ def test_shared_experts_on_a_cpu_are_whole_vectors():
 
 
 def test_gather_has_no_experts():
-    assert "numerics=gather: experts are covered by numerics=tree only" in invariance.limits(
+    assert "numerics=gather: experts are covered by numerics=tree and portable only" in invariance.limits(
         changed(numerics__mode="gather")
     )
 

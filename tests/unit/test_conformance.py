@@ -1,7 +1,9 @@
 """`tpi conformance`: a GPU that adds in another way, and files that are no recordings."""
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from safetensors.numpy import load_file, save_file
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.gpus import Gpu
 from tp_invariant_recipes.kernels.tensor_core_sum import bf16_product
-from tp_invariant_recipes.numerics import conformance
+from tp_invariant_recipes.numerics import conformance, portable
 from tp_invariant_recipes.workflows import doctor
 
+by_definition = conformance.by_definition
 CASES = len(conformance.read().cases)
 
 
@@ -22,7 +25,7 @@ def other(**arithmetic):
 
     def product(a, b):
         if a.dtype == torch.float32:
-            return conformance.by_definition(a, b)
+            return by_definition(a, b)
         words = [x.contiguous().view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
         return torch.from_numpy(bf16_product(*words, **arithmetic).view(np.float32))
 
@@ -116,11 +119,35 @@ def test_a_file_that_is_no_recording(recording, damage):
         conformance.read(recording)
 
 
-def test_without_a_gpu_it_says_what_works(monkeypatch, cli):
+def test_without_a_gpu_it_checks_the_cpu(monkeypatch, cli):
     monkeypatch.setattr("tp_invariant_recipes.host.gpus.visible", list)
     done = cli("conformance")
+    assert done.status == 0
+    assert re.match(rf"this CPU \(\w+\) adds as an H200 does: all bits of {CASES} cases are equal", done.out)
+    monkeypatch.setattr(conformance, "by_definition", other(kept=24))
+    done = cli("conformance")
+    assert done.status == 1
+    assert re.match(rf"this CPU \(\w+\) adds in another way: \d+ of {CASES} cases differ\n  bf16/512_wide: ", done.out)
+
+
+def test_without_a_gpu_there_is_nothing_to_record(monkeypatch, cli, tmp_path):
+    monkeypatch.setattr("tp_invariant_recipes.host.gpus.visible", list)
+    done = cli("conformance", "--record", str(tmp_path / "here.safetensors"))
     assert done.status == 2
-    assert "there is no GPU here; tpi conformance --check FILE" in done.err
+    assert "there is no GPU here to record; --check FILE" in done.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recording_of_a_gpu_is_written_and_checked(a_gpu, cli, tmp_path):
+    """A B300 that adds in another way: its owner sends the file, and it says so everywhere."""
+    a_gpu(other(kept=24))
+    file = tmp_path / "b300.safetensors"
+    done = cli("conformance", "--record", str(file))
+    assert done.status == 1
+    assert f"b300.safetensors: {CASES} cases of NVIDIA B300" in done.out
+    done = cli("conformance", "--check", str(file))
+    assert done.status == 1
+    assert "(recorded on NVIDIA B300 (sm_103)) adds in another way" in done.out
 
 
 def arithmetic_row():
@@ -165,3 +192,43 @@ def test_doctor_says_why_it_could_not_check(a_gpu):
 
     a_gpu(refuse)
     assert "could not be checked: CUDA out of memory" in arithmetic_row().advice
+
+
+@pytest.fixture
+def gpu_0(monkeypatch):
+    """(product) → GPU 0 is a B300 that multiplies so, and computes functions as this CPU."""
+    properties = SimpleNamespace(name="NVIDIA B300", major=10, minor=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, index: tensor)
+    portable.require_conformance.cache_clear()
+    yield lambda product: monkeypatch.setattr(conformance, "on_gpu", lambda index: product)
+    portable.require_conformance.cache_clear()
+
+
+def test_a_run_on_a_gpu_that_conforms_starts(gpu_0):
+    gpu_0(conformance.by_definition)
+    portable.require_conformance(0)
+
+
+def test_a_run_on_a_gpu_that_adds_in_another_way_is_refused(gpu_0):
+    gpu_0(other(kept=24))
+    with pytest.raises(RunError) as refused:
+        portable.require_conformance(0)
+    message = str(refused.value)
+    assert message.startswith("numerics=portable: GPU 0 (NVIDIA B300, sm_103) computes other bits than the definition")
+    assert re.search(r": bf16/512_wide: \d+ of 512 outputs differ, .* recorded 0x\w{8}, computed 0x\w{8}; ", message)
+    assert message.endswith("; or numerics=tree")
+
+
+def test_a_run_on_a_machine_with_other_functions_is_refused(monkeypatch):
+    monkeypatch.setattr(portable, "samples", lambda: np.ones(3, np.float32))
+    assert portable.differences(None) == ["exp, log, sigmoid or rsqrt: other bits than those of kernels/ieee_math.py"]
+
+
+def test_the_check_at_the_start_is_done_once_a_process(gpu_0):
+    calls = []
+    gpu_0(lambda a, b: calls.append(0) or conformance.by_definition(a, b))
+    portable.require_conformance(0)
+    once = len(calls)
+    portable.require_conformance(0)
+    assert len(calls) == once > 30

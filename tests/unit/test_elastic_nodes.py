@@ -6,6 +6,7 @@ from tp_invariant_recipes.config import elastic
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.jobs import submit
+from tp_invariant_recipes.multinode import srun_command
 
 NODES = ("cluster.name=here", "cluster.gpus_per_node=0", "slurm.time=10", "device=cpu", "launcher=slurm")
 STOCK = ("qwen3_toy", "tp=2", "dp=4", "gbs=8", "numerics=stock", "cluster.ranks_per_node=2", "slurm.nodes=1-4")
@@ -69,3 +70,10 @@ def test_a_matrix_has_no_range(tmp_path):
     words = [*NODES[:4], "tp=1,2", "cluster.ranks_per_node=2", "slurm.nodes=1-1"]
     with pytest.raises(ConfigError, match="each cell has a layout of its own; leave it out"):
         submit.verification("qwen3_toy", words, against=None, directory=tmp_path / "v", dry=True)
+
+
+def test_the_step_has_srun_options_whether_or_not_the_number_of_nodes_varies():
+    options = 'cluster.srun_options=["--mpi=pmix"]'
+    fixed, varying = (compose("qwen3_toy", [*NODES, *words, options]).config for words in (STOCK[1:-1], STOCK[1:]))
+    assert srun_command.arguments(varying) == ["--ntasks-per-node=1", "--wait=60", "--mpi=pmix"]
+    assert srun_command.arguments(fixed)[-1] == "--mpi=pmix"

@@ -139,7 +139,7 @@ def test_what_the_table_cannot_answer_is_asked_of_bridge(monkeypatch, override):
 
     if override == "model.num_layer=3":
         monkeypatch.setattr(field_table, "read", dict)
-    schema._bridge_class.cache_clear()
+    schema.bridge_class.cache_clear()
     monkeypatch.setattr(schema.bridge, "load", load)
     assert problems(override) == ["Bridge was asked"]
 

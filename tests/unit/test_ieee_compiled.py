@@ -10,7 +10,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tp_invariant_recipes.kernels import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu
+from tp_invariant_recipes.kernels import (
+    ieee_adam,
+    ieee_cross_entropy,
+    ieee_expert,
+    ieee_norm,
+    ieee_rotary,
+    ieee_router,
+    ieee_samples,
+    ieee_swiglu,
+)
 from tp_invariant_recipes.kernels.one_source import UNFUSED
 
 # kernel -> types of its tensors and numbers, its constants
@@ -40,6 +49,20 @@ KERNELS = {
         {"BLOCK": 1024},
     ),
     ieee_cross_entropy.LOG: ({"total": "*fp32", "out": "*fp32", "size": "i32"}, {"BLOCK": 128}),
+    ieee_router.FORWARD: (
+        {"logits": "*i16", "probs": "*i16", "scores": "*fp32", "chosen": "*i8"},
+        {"TOPK": 8, "EXPERTS": 128, "COLUMNS": 128},
+    ),
+    ieee_router.BACKWARD: (
+        {"dprobs": "*i16", "dscores": "*fp32", "logits": "*i16", "chosen": "*i8", "out": "*i16"},
+        {"EXPERTS": 128, "COLUMNS": 128},
+    ),
+    ieee_expert.FORWARD: ({"x": "*i16", "p": "*i16", "y": "*i16"}, {"WIDTH": 768, "BLOCK": 1024}),
+    ieee_expert.BACKWARD: (
+        {"dy": "*i16", "x": "*i16", "p": "*i16", "dx": "*i16", "dp": "*i16"},
+        {"WIDTH": 768, "LANES": 1024},
+    ),
+    ieee_samples.SAMPLES: ({"x": "*fp32", "out": "*fp32", "size": "i32"}, {"BLOCK": 128}),
     ieee_adam.STEP: (
         dict.fromkeys("pgmv", "*fp32") | {"size": "i32"} | dict.fromkeys(ieee_adam.AdamNumbers._fields, "fp32"),
         {"DECOUPLED": True, "BLOCK": 128},

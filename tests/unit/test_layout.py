@@ -36,6 +36,7 @@ def tree(**changes) -> dict:
         "checkpoint": {"save_interval": changes.pop("save", 0)},
         "data": {"kind": changes.pop("data", "mock"), "path": changes.pop("path", None)},
         "device": {"kind": changes.pop("device", "gpu")},
+        "numerics": {"mode": changes.pop("mode", "tree")},
     }
     for key, value in changes.items():
         if key in TRAIN:
@@ -122,7 +123,10 @@ REFUSED = (
         "model.num_layers_in_last_pipeline_stage=8 of model.num_layers=8 leaves 0 layers "
         "for the other 1 of pp=2 stages",
     ),
-    ({"cp": 2, "device": "cpu"}, "cp=2: context parallelism needs Transformer Engine's attention, so device=gpu"),
+    (
+        {"cp": 2, "device": "cpu", "mode": "stock"},
+        "cp=2: stock context parallelism needs Transformer Engine's attention; device=gpu or numerics=tree",
+    ),
     ({"pp": 3}, "pp=3 does not divide model.num_layers=8; pp can be 1, 2, 4, 8"),
     ({"pp": 3, **HYBRID, "num_layers": None}, "pp=3 does not divide the 8 layers of this model"),
     ({"ep": 2}, "ep=2: this model has no experts"),
@@ -148,7 +152,7 @@ def test_refused_with_one_line(changes, says):
 
 def test_every_rule_has_its_say():
     everything = {"tp": 5, "sp": True, "pp": 7, "cp": 3, "dp": 3, "ep": 5, "etp": 9, "device": "cpu", "data": "text"}
-    everything |= {"virtual_pipeline_model_parallel_size": 2}
+    everything |= {"virtual_pipeline_model_parallel_size": 2, "mode": "stock"}
     found = layout.problems(tree(**everything, **MOE, lr=1e-9))
     keys = [re.match(r"data=text|model\.virtual|\w+", problem)[0] for problem in found]
     assert keys == ["tp", "etp", "seq", "cp", "model.virtual", "pp", "ep", "gbs", "lr", "data=text"]
@@ -177,6 +181,7 @@ def asked(draw) -> dict:
         "mbs": draw(SMALL),
         "gbs": draw(multiple) * draw(SMALL),
         "device": draw(st.sampled_from(("cpu", "gpu"))),
+        "mode": draw(st.sampled_from(("stock", "tree"))),
     }
 
 
@@ -191,7 +196,7 @@ def divides(want: dict) -> dict[str, bool]:
         "tp": all(shard.is_integer() for shard in shards),
         "sp": not want["sp"] or tp > 1,
         "seq": local.is_integer(),
-        "cp": cp == 1 or want["device"] == "gpu",
+        "cp": cp == 1 or want["device"] == "gpu" or want["mode"] == "tree",
         "pp": (want["num_layers"] / pp).is_integer(),
         "etp": (want["moe_ffn_hidden_size"] / etp).is_integer(),
         "experts": ep == etp == 1 if experts is None else (experts / ep).is_integer() and spread.is_integer(),

@@ -320,7 +320,7 @@ def test_a_directory_that_another_command_has_filled_since_is_refused(run):
 
 
 EXECUTED = {
-    "tp_invariant_recipes.jobs.submit": (),
+    "tp_invariant_recipes.jobs.execution": (),
     "tp_invariant_recipes.workflows.audit": (None,),
     "tp_invariant_recipes.workflows.bench": (None,),
     "tp_invariant_recipes.workflows.bisect": (None,),

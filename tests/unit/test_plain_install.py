@@ -91,7 +91,7 @@ MISTAKES = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def folder(tmp_path_factory) -> Path:
     """Two runs that are equal, and a text."""
     path = tmp_path_factory.mktemp("plain")

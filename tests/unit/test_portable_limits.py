@@ -65,12 +65,44 @@ def test_tree_takes_them(override):
     assert problems("qwen3_toy", override, mode="tree") == []
 
 
-@pytest.mark.parametrize(
-    "model, words",
-    (("qwen3_moe_toy", "experts have no portable version"), ("nemotron3_nano_toy", "Mamba layers have no")),
-)
-def test_other_models_are_refused(model, words):
-    assert any(words in line for line in problems(model))
+def test_mamba_is_refused():
+    assert any("Mamba layers have no" in line for line in problems("nemotron3_nano_toy"))
+
+
+EXPERTS = {
+    "model.moe_router_score_function=sigmoid": "of routers only softmax has a portable version",
+    **{
+        f"model.{field}": f"experts with model.{field.partition('=')[0]} have no portable version"
+        for field in (
+            "moe_shared_expert_intermediate_size=64", "moe_expert_capacity_factor=1.0",
+            "moe_router_enable_expert_bias=true", "moe_router_group_topk=2", "moe_router_num_groups=2",
+            "moe_router_pre_softmax=true", "moe_router_topk_scaling_factor=2.5", "moe_router_dtype=fp32",
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", EXPERTS)
+def test_what_has_no_portable_version_of_experts_is_refused(override):
+    found = problems("qwen3_moe_toy", override)
+    assert any(line.startswith("numerics=portable: ") and EXPERTS[override] in line for line in found), found
+
+
+def test_another_balancing_loss_is_refused():
+    tree = compose("qwen3_moe_toy", ["numerics=portable"], device="cpu").tree
+    assert not invariance.limits(tree)
+    other = invariance.limits(with_fields(tree, model__moe_router_load_balancing_type="seq_aux_loss"))
+    assert any("of balancing losses only aux_loss has a portable version" in line for line in other)
+
+
+@pytest.mark.parametrize("override", ("model.moe_router_dtype=fp32", "model.moe_expert_capacity_factor=1.0"))
+def test_tree_takes_them_of_experts(override):
+    assert problems("qwen3_moe_toy", override, mode="tree") == []
+
+
+def test_qwen3_with_experts_is_covered():
+    for overrides in ((), ("tp=2",), ("tp=2", "ep=2"), ("pp=2",)):
+        assert problems("qwen3_moe_toy", *overrides) == []
 
 
 def test_dense_qwen3_is_covered():

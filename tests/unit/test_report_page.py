@@ -12,8 +12,10 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
+from tp_invariant_recipes.cli import progress
+from tp_invariant_recipes.compare import compare
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger import dumps
+from tp_invariant_recipes.ledger import dumps, reader
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 from tp_invariant_recipes.report import page
@@ -380,3 +382,22 @@ def test_whatever_scrolls_has_a_shadow_where_it_goes_on(html):
     assert "overflow-x: auto" in rule
     assert rule.count("local no-repeat") == rule.count("scroll no-repeat") == 2  # covers that move, shadows that do not
     assert html.count("<table") == len(re.findall(r'<div class="scroll"[^>]*>\s*<table', html))
+
+
+def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
+    runs = [write(tmp_path / name) for name in "ab"]
+    monkeypatch.setattr(progress, "PATIENCE", 1e9)
+    quick = cli("report", *runs, "--out", tmp_path / "quick.html")
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr(progress, "ELSEWHERE", 0.0)
+    monkeypatch.setattr(reader, "PROGRESS_EVERY", 3)
+    monkeypatch.setattr(compare, "PROGRESS_EVERY", 3)
+    slow = cli("report", *runs, "--out", tmp_path / "slow.html")
+    assert (quick.status, quick.err, slow.status) == (0, "", 0)
+    assert slow.out == quick.out.replace("quick.", "slow.")
+    said = slow.err.splitlines()
+    assert [line.partition(":")[0] for line in said[:4]] == [f"reading {run}" for run in runs for _ in range(2)]
+    assert "comparing: step 3 of 6" in said
+    figures = [line for line in said if line.startswith("drawing: figure ")]
+    assert figures[0] == f"drawing: figure 1 of {len(figures)}"
+    assert said[-1] == f"drawing the image: figure {len(figures)} of {len(figures)}"

@@ -110,7 +110,7 @@ def _plain_norm_gradients() -> None:
     from tp_invariant_recipes.numerics import norm
     from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
-    def plain(weight, leaves, mesh, everywhere):
+    def plain(weight, leaves, mesh, everywhere, by_heads):
         local = leaves.flatten(0, 1).sum(0).view(weight.shape)  # Megatron adds up what the ranks have
         return weight_gradient(weight, lambda out, add: out.add_(local) if add else out.copy_(local))
 

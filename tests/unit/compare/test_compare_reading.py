@@ -1,5 +1,7 @@
-"""Reading ledgers to compare them: equal lines are decoded once, and whoever waits for long is told."""
+"""Reading ledgers to compare them: in one pass that keeps no step, and whoever waits for long is told."""
 
+import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,13 +9,16 @@ import pytest
 
 from tests.unit.compare.ledgers import HEADER, record
 from tp_invariant_recipes.cli import progress
-from tp_invariant_recipes.compare.compare import compare
-from tp_invariant_recipes.compare.text import report
+from tp_invariant_recipes.compare import compare as compare_module
+from tp_invariant_recipes.compare import log_parser, tally
+from tp_invariant_recipes.compare.compare import compare, compare_all
+from tp_invariant_recipes.compare.text import comparison_json, report
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger import reader
-from tp_invariant_recipes.ledger.lines import encode_header, encode_step
-from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.ledger.reader import Decoded
+from tp_invariant_recipes.ledger import reader, stream
+from tp_invariant_recipes.ledger.lines import Header, StepRecord, encode_header, encode_step
+from tp_invariant_recipes.ledger.open import read, streamed
+from tp_invariant_recipes.ledger.reader import next_step
+from tp_invariant_recipes.ledger.stream import abreast
 
 
 def written(file: Path, *, header=HEADER, steps: int = 4, **changes) -> Path:
@@ -23,26 +28,78 @@ def written(file: Path, *, header=HEADER, steps: int = 4, **changes) -> Path:
     return file
 
 
-def test_equal_lines_are_decoded_once_and_others_are_not_taken_for_them(tmp_path):
-    decoded = Decoded()
+@pytest.fixture
+def decoded(monkeypatch) -> list[weakref.ref]:
+    """References to the records of all lines that are decoded, in this order."""
+    found = []
+
+    def remembered(line: bytes, header: Header, step: int) -> StepRecord:
+        one = next_step(line, header, step)
+        found.append(weakref.ref(one))
+        return one
+
+    for module in (reader, stream):
+        monkeypatch.setattr(module, "next_step", remembered, raising=False)
+    return found
+
+
+def in_memory(decoded: list[weakref.ref]) -> int:
+    return sum(one() is not None for one in decoded)
+
+
+def test_steps_are_read_once_in_order_and_not_kept(monkeypatch, tmp_path, decoded):
+    files = [
+        written(tmp_path / name, steps=20, **changes)
+        for name, changes in (("a", {}), ("b", {}), ("c", {"loss": "f32:40c80001"}))
+    ]
+    seen, kept = [], []
+
+    def noted(self: tally.Tally, left: StepRecord, right: StepRecord) -> None:
+        seen.append((left.step, right.step))
+        kept.append(in_memory(decoded))
+        add(self, left, right)
+
+    add = tally.Tally.add
+    monkeypatch.setattr(tally.Tally, "add", noted)
+    first, *others = map(streamed, files)
+    identical, different = compare_all(first, others)
+    assert seen == [(step, step) for step in range(1, 21) for _ in others]
+    assert len(decoded) == 21  # two lines of step 3, and one of every other step
+    assert max(kept) <= 6  # two steps of two pairs around the first difference, the last step and this one
+    assert (identical.verdict.value, different.verdict.value) == ("identical", "different")
+    assert [comparison_json(one) for one in (identical, different)] == [
+        comparison_json(compare(read(files[0]), read(file))) for file in files[1:]
+    ]
+
+
+def test_equal_lines_are_one_record_and_others_are_not_taken_for_them(tmp_path):
     a, b = (
-        read(written(tmp_path / name, **changes), decoded=decoded)
-        for name, changes in (("a", {}), ("b", {"loss": "f32:40c80001"}))
+        streamed(written(tmp_path / name, **changes)) for name, changes in (("a", {}), ("b", {"loss": "f32:40c80001"}))
     )
-    assert [one is other for one, other in zip(a.steps, b.steps, strict=True)] == [True, True, False, True]
-    assert b == read(tmp_path / "b")
+    assert [one is other for one, other in abreast([a, b])] == [True, True, False, True]
+    assert tuple(b.steps) == read(tmp_path / "b").steps
+    assert (b.steps[-1], b.steps[1:3], len(b.steps)) == (b.steps[3], read(tmp_path / "b").steps[1:3], 4)
 
 
 @pytest.mark.parametrize(
     "changes", ({}, {"loss": "f32:40c80001"}, {"diverged": (("gradients", "output_layer.weight", ((0,), (1,))),)})
 )
-def test_the_comparison_is_that_of_ledgers_read_apart(tmp_path, changes):
+def test_the_comparison_is_that_of_ledgers_in_memory(tmp_path, changes):
     files = written(tmp_path / "a", **changes), written(tmp_path / "b", diverged=changes.get("diverged", ()))
-    decoded = Decoded()
-    together = compare(*(read(file, decoded=decoded) for file in files))
+    together = compare(*map(streamed, files))
     apart = compare(*map(read, files))
     assert report([together]) == report([apart])
     assert together.exit_status == (1 if changes else 0)
+
+
+def test_the_end_of_the_longer_ledger_is_read_too(tmp_path):
+    a, b = written(tmp_path / "a", steps=2), written(tmp_path / "b", diverged=(("gradients", "x", ((0,), (1,))),))
+    found = compare(streamed(a), streamed(b))
+    assert (found.steps_compared, found.later) == (2, (None, 3))
+    assert report([found]) == report([compare(read(a), read(b))])
+    b.write_bytes(b.read_bytes().replace(b'"step": 4', b'"step": 5'))
+    with pytest.raises(LedgerError, match=r"b line 5: step 5 where step 4 belongs"):
+        compare(streamed(a), streamed(b))
 
 
 def test_a_line_of_other_parameters_is_another_record(tmp_path):
@@ -50,28 +107,72 @@ def test_a_line_of_other_parameters_is_another_record(tmp_path):
     other = replace(HEADER, parameters=tuple(renamed))
     lines = encode_header(other) + (written(tmp_path / "a").read_bytes().partition(b"\n")[2])
     (tmp_path / "b").write_bytes(lines)
-    decoded = Decoded()
-    read(tmp_path / "a", decoded=decoded)
     with pytest.raises(LedgerError, match=r"b line 2: gradients: group or model do not belong to the parameters"):
-        read(tmp_path / "b", decoded=decoded)
+        compare(streamed(tmp_path / "a"), streamed(tmp_path / "b"))
 
 
 def test_a_line_that_stands_twice_is_still_out_of_order(tmp_path):
     lines = written(tmp_path / "a").read_bytes().splitlines(keepends=True)
     (tmp_path / "b").write_bytes(b"".join([*lines[:3], lines[2], *lines[3:]]))
-    decoded = Decoded()
-    read(tmp_path / "a", decoded=decoded)
     with pytest.raises(LedgerError, match=r"b line 4: step 2 where step 3 belongs"):
-        read(tmp_path / "b", decoded=decoded)
+        compare(streamed(tmp_path / "a"), streamed(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("end", (b"", b'{"step": 5, "sam', b"\0\0\n"))
+def test_a_torn_end_is_left_out(tmp_path, end):
+    file = written(tmp_path / "a")
+    file.write_bytes(file.read_bytes() + end)
+    found, whole = streamed(file), read(file)
+    assert (tuple(found.steps), found.torn, found.header) == (whole.steps, whole.torn, whole.header)
+
+
+def test_a_file_that_another_takes_the_place_of_or_that_is_cut_is_named(tmp_path):
+    file = written(tmp_path / "a")
+    cut, replaced = streamed(file), streamed(file)
+    os.truncate(file, file.stat().st_size - 10)
+    with pytest.raises(LedgerError, match=r"a was replaced or cut while it was read: repeat the command"):
+        tuple(cut.steps)
+    written(tmp_path / "other").replace(file)
+    with pytest.raises(LedgerError, match=r"a was replaced or cut while it was read: repeat the command"):
+        replaced.steps[0]
+
+
+def test_steps_so_many_apart_are_kept_as_their_span():
+    spans: list[range] = []
+    steps = [1, *range(10, 101, 10), 105, 106, 107]
+    for step in steps:
+        tally._extend(spans, step)
+    found = tally.ParameterDifference("weight", "moments", tuple(spans))
+    assert (found.first_step, found.steps) == (1, tuple(steps))
+    assert len(tally.ParameterDifference("w", "moments", tuple(spans)).spans) < 6
 
 
 def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
     files = written(tmp_path / "a", steps=5), written(tmp_path / "b", steps=5)
+    monkeypatch.setattr(progress, "PATIENCE", 1e9)
     quick = cli("compare", *files)
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    monkeypatch.setattr(reader, "PROGRESS_EVERY", 2)
+    monkeypatch.setattr(compare_module, "PROGRESS_EVERY", 2)
     slow = cli("compare", *files)
     assert (quick.status, quick.err) == (0, "")
     assert (slow.status, slow.out) == (0, quick.out)
-    assert slow.err.startswith(f"reading {files[0]}: ")
+    assert slow.err.startswith(f"reading {files[0]}: 100% of 0 MiB")
     assert len(slow.err.splitlines()) == 1  # the next word comes after ten seconds
+    monkeypatch.setattr(progress, "ELSEWHERE", 0.0)
+    assert cli("compare", *files).err.splitlines()[1:] == [
+        f"reading {files[1]}: 100% of 0 MiB",
+        "comparing: step 2 of 5",
+        "comparing: step 4 of 5",
+    ]
+
+
+def test_a_log_is_compared_with_signs_of_life_too(cli, monkeypatch, tmp_path):
+    ledger, log = written(tmp_path / "a", steps=5), tmp_path / "log"
+    log.write_text(" iteration        1/       5 | consumed samples:            4 | lm loss: 6.250000E+00 |\n")
+    monkeypatch.setattr(progress, "PATIENCE", 1e9)
+    quick = cli("compare", ledger, log)
+    assert (quick.status, quick.err) == (0, "")
+    for name, value in (("PATIENCE", 0.0), ("ELSEWHERE", 0.0)):
+        monkeypatch.setattr(progress, name, value)
+    monkeypatch.setattr(log_parser, "PROGRESS_EVERY", 2)
+    assert cli("compare", ledger, log).err.splitlines()[1:] == ["comparing: step 2 of 5", "comparing: step 4 of 5"]
