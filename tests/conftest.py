@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
-# What Bridge and this package import only when a rank trains.
+# What is imported only when a rank trains.
 LATE = (
     "megatron.bridge.data.megatron_mimo",
     "megatron.bridge.training.gpt_step",
@@ -53,6 +53,7 @@ LATE = (
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "megatron.core.tokenizers.text.models",
+    "multiprocessing.sharedctypes",
     "tp_invariant_recipes.host.cpu",
 )
 

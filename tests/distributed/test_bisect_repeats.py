@@ -140,6 +140,15 @@ def test_what_fails_after_the_step_does_not_matter(runs):
     assert "failing/traced-a failed after step 2: rank 0 failed: RuntimeError: planted" in found.stdout
 
 
+def test_the_operation_is_named_from_runs_as_they_were(runs):
+    found = runs("bisect", "tp1", "tp2", "--dir", "named", before=gradient_of_fc1(step=2, tp=2))
+    assert found.status == 1, found.stderr
+    assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1} and" in found.stdout
+    assert f"the operation: the weight gradient of {FC1}: " in found.stdout
+    assert "does not repeat" not in found.stdout
+
+
+@pytest.mark.release
 def test_the_answer_about_a_run_that_does_not_repeat_itself_comes_first(runs):
     found = runs("bisect", "tp1", "tp2", "--dir", "sound")
     assert found.status == 1, found.stderr

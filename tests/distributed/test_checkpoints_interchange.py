@@ -6,7 +6,7 @@ from torch.distributed import checkpoint as dcp
 
 from tests.distributed.ranks import same_bits
 
-TOY = ("train", "qwen3_toy", "seq=64")
+TOY = ("train", "qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1")
 # Steps that change nothing, to save what was loaded.
 STILL = ("optimizer.lr=0", "optimizer.min_lr=0")
 OTHER = {"stock": "tree", "tree": "stock"}
@@ -51,7 +51,7 @@ def test_both_save_under_the_same_names(saved):
     assert any(n.startswith("optimizer") for n in stock)
 
 
-@pytest.mark.parametrize("mode", OTHER)
+@pytest.mark.parametrize("mode", ("stock", pytest.param("tree", marks=pytest.mark.release)))
 def test_the_other_loads_what_was_saved(saved, mode):
     """Saved at tp=1 by one, loaded at tp=2 by the other."""
     name, start = f"still-from-{mode}", saved.folder / mode / "checkpoints"

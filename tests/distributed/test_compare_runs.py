@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-TRAIN = ("train", "qwen3_toy", "seq=64", "gbs=2", "iters=3", "numerics=tree")
+TRAIN = ("train", "qwen3_toy", "model.num_layers=1", "seq=32", "gbs=2", "iters=3", "numerics=tree")
 
 
 def _another_weight() -> None:

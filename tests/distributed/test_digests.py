@@ -16,9 +16,10 @@ from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.lines import DIGESTED
 from tp_invariant_recipes.ledger.open import read
 
-SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=2", "numerics=stock")
-NORM = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
-FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
+SMALL = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1", "iters=2", "numerics=stock")
+STAGES = ("pp=2", "gbs=2", "model.num_layers=2")
+NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 
 
 STATES = ("fp32_param", "exp_avg", "exp_avg_sq")  # in a checkpoint
@@ -46,13 +47,13 @@ def digest_of(tensor):
 
 
 LAYOUTS = (
-    "tp=4",
-    "tp=2 pp=2 gbs=2",
+    "tp=2 pp=2 gbs=2 model.num_layers=2",
     "tp=2 dp=2 gbs=2 model.share_embeddings_and_output_weights=false",
     *(
         pytest.param(layout, marks=pytest.mark.release)
         for layout in (
             "tp=1",
+            "tp=4",
             "tp=2 sp=false",
             "tp=2 dp=2 gbs=2",
             "tp=2 model.share_embeddings_and_output_weights=false",
@@ -155,7 +156,7 @@ def test_one_flipped_bit_of_a_master_weight_is_named(tpi):
     """In the shard of one rank, the lowest bit of the last element, which no weight in bf16 shows: that parameter's
     master weight differs at that step, and nothing else does.
     """
-    flip = _flip("layers.1.mlp.linear_fc1.weight", 0, master=True)
+    flip = _flip("layers.0.mlp.linear_fc1.weight", 0, master=True)
     sound = train(tpi, "sound", "tp=2")
     flipped = train(tpi, "flipped", "tp=2", before=_at_step(2, 1, flip))
     assert differing(sound, flipped, "masters") == {1: [], 2: [FC1]}
@@ -166,12 +167,12 @@ def test_one_flipped_bit_of_a_master_weight_is_named(tpi):
 
 def test_one_flipped_bit_of_a_weight_is_named(tpi):
     """The weight is no longer its master weight rounded; the ledger of the run alone says so."""
-    flipped = train(tpi, "flipped", "tp=2", before=_at_step(2, 1, _flip("layers.1.mlp.linear_fc1.weight", 0)))
+    flipped = train(tpi, "flipped", "tp=2", before=_at_step(2, 1, _flip("layers.0.mlp.linear_fc1.weight", 0)))
     assert [step.diverged for step in flipped.steps] == [(), (("copies", FC1, ((1,),)),)]
 
 
 def test_a_replica_that_diverges_is_named_with_its_rank(tpi):
-    flip = _flip("layers.1.input_layernorm.weight", 3, master=True)
+    flip = _flip("layers.0.input_layernorm.weight", 3, master=True)
     done = tpi("train", *SMALL, "tp=4", "run.dir=run", before=_at_step(1, 2, flip))
     assert done.status == 0, done.stderr
     assert "warning: replicas of a tensor disagree at step 1" in done.stderr
@@ -234,7 +235,7 @@ def test_nothing_runs_between_a_step_and_the_next_batch(tpi):
     """There the host waits for the GPU, and would wait for the kernels too. No stage of a pipeline waits for another in
     its forward pass: the all-reduce comes before the update.
     """
-    train(tpi, "run", "pp=2", "gbs=2", "iters=3", "ledger.state_digests=2", before=_noting(tpi.folder))
+    train(tpi, "run", *STAGES, "iters=3", "ledger.state_digests=2", before=_noting(tpi.folder))
     for rank in (0, 1):
         events = (tpi.folder / f"events-{rank}").read_text().splitlines()
         gradients = masters = clipped = [LANES]
@@ -256,7 +257,7 @@ def test_a_step_whose_forward_python_does_not_see_has_the_same_digests(tpi):
 
         Digests._on_forward = lambda *_: None
 
-    layout = ("pp=2", "gbs=2", "iters=3", "ledger.state_digests=2")
+    layout = (*STAGES, "iters=3", "ledger.state_digests=2")
     seen, unseen = train(tpi, "seen", *layout), train(tpi, "unseen", *layout, before=plant)
     assert seen.steps == unseen.steps
 

@@ -1,6 +1,7 @@
 """Bridge's fields that the documents name are fields of the installed Bridge."""
 
 import re
+from functools import cache
 
 import pytest
 
@@ -20,13 +21,19 @@ def named(text: str) -> set[tuple[str, str]]:
     return {(section, field) for section, field in NAMED.findall(text) if field not in others}
 
 
-def unknown(keys: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Those of `section` and `field` that no model's configuration has."""
-    known = set()
+@cache
+def known() -> frozenset[tuple[str, str]]:
+    """Every `section` and `field` of some model's configuration."""
+    found = set()
     for tree in (compose(model, device="gpu").tree for model in MODELS):
         for section in schema.BRIDGE_SECTIONS.keys() & tree.keys():
-            known |= {(section, name) for name in schema.fields(schema.section_class(section, tree))}
-    return {(section, name) for section, name in keys - known if f"{section}.{name}" not in OWN_KEYS}
+            found |= {(section, name) for name in schema.fields(schema.section_class(section, tree))}
+    return frozenset(found)
+
+
+def unknown(keys: set[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those of `section` and `field` that no model's configuration has."""
+    return {(section, name) for section, name in keys - known() if f"{section}.{name}" not in OWN_KEYS}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)

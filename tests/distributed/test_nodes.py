@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 
@@ -97,16 +98,21 @@ def here(nodes, each: int = 1) -> tuple[str, ...]:
     return (*RUN, f"tp={each * nodes.count}", f"cluster.ranks_per_node={each}", f"run.dir={nodes.tpi.folder}/run")
 
 
-def test_two_nodes_compute_what_one_machine_does(nodes):
-    alone = nodes.tpi(*ALONE, "tp=4", "run.dir=alone")
-    assert alone.status == 0, alone.stderr
-    statuses, said = nodes(*here(nodes, each=2))
+@pytest.fixture(scope="module")
+def finished(shared) -> Nodes:
+    """The run on two nodes, in folder "run". No test changes it."""
+    nodes = Nodes(shared, 2)
+    statuses, said = nodes(*here(nodes))
     assert statuses == {0: 0, 1: 0}, said
-    folder = nodes.tpi.folder / "run"
-    assert steps(folder) == steps(nodes.tpi.folder / "alone")
-    assert nodes.word("run") == "completed\n"
-    assert (nodes.attempts("run")[0]["outcome"], nodes.attempts("run")[0]["job"]["id"]) == ("completed", nodes.job)
-    assert sorted(file.name for file in (folder / "logs").glob("rank-*.log")) == [f"rank-{n}.log" for n in range(4)]
+    return nodes
+
+
+def test_two_nodes_compute_what_one_machine_does(finished, whole):
+    folder, (attempt,) = finished.tpi.folder / "run", finished.attempts("run")
+    assert steps(folder) == whole
+    assert finished.word("run") == "completed\n"
+    assert (attempt["outcome"], attempt["job"]["id"]) == ("completed", finished.job)
+    assert sorted(file.name for file in (folder / "logs").glob("rank-*.log")) == ["rank-0.log", "rank-1.log"]
     assert [c.step for c in checkpoints.finished(folder / "checkpoints")] == [4, 8]
 
 
@@ -279,9 +285,9 @@ def test_a_run_for_another_number_of_nodes_does_not_begin(nodes):
     assert "this run takes 4 nodes with 1 cpu rank each, and srun started it on 2: srun --nodes=4" in said
 
 
-def test_a_run_that_cannot_be_gone_on_with_says_why_in_its_run_directory(nodes):
-    statuses, said = nodes(*here(nodes))
-    assert statuses == {0: 0, 1: 0}, said
+def test_a_run_that_cannot_be_gone_on_with_says_why_in_its_run_directory(finished, nodes):
+    shutil.copytree(finished.tpi.folder / "run", nodes.tpi.folder / "run")
+    nodes.job, nodes.restart = finished.job, 1
     newest = checkpoints.finished(nodes.tpi.folder / "run" / "checkpoints")[-1].path
     (newest / "__0_0.distcp").unlink()
     statuses, said = nodes(*here(nodes))

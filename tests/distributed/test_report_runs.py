@@ -7,7 +7,7 @@ import pytest
 from tp_invariant_recipes.ledger.digests import whole_digest
 from tp_invariant_recipes.ledger.open import read
 
-RUN = ("train", "qwen3_toy", "seq=64", "gbs=2", "iters=2", "numerics=stock")
+RUN = ("train", "qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1", "iters=2", "numerics=stock")
 
 
 class Logger:

@@ -14,7 +14,8 @@ from tests.distributed.faults import at_step, reached, wait_for_ever, wait_for_s
 from tests.ledgers import agree, steps
 from tp_invariant_recipes.runs import checkpoints
 
-RUN = ("train", "qwen3_toy", "tp=2", "iters=12", "save=4", "seq=64", "gbs=2", "numerics=stock")
+TOY = ("qwen3_toy", "model.num_layers=1", "tp=2", "seq=32", "gbs=1", "numerics=stock")
+RUN = ("train", *TOY, "iters=12", "save=4")
 
 
 @pytest.fixture(scope="module")

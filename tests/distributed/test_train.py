@@ -14,7 +14,7 @@ from tp_invariant_recipes.ledger.bits import bits_float
 # What trains on a CPU besides one rank: each row a layout, as typed. Others train in test_digests.py.
 LAYOUTS = ("tp=2 dp=2 mbs=2 precision=fp32", pytest.param("tp=8", marks=pytest.mark.release))
 
-TEXT = ("seq=64", "gbs=1", "data=text", "numerics=stock")
+TEXT = ("model.num_layers=1", "seq=64", "gbs=1", "data=text", "numerics=stock")
 
 SMALL_MOE = (
     "qwen3_moe_toy seq=32 model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.num_query_groups=4 "

@@ -10,7 +10,7 @@ import pytest
 from tests.distributed.faults import at_step, lives, ranks_of, reached, wait_for_sigterm
 from tp_invariant_recipes.training import rank
 
-SMALL = ("qwen3_toy", "seq=64", "gbs=2", "iters=3")
+SMALL = ("qwen3_toy", "model.num_layers=1", "seq=64", "gbs=2", "iters=3")
 
 
 @pytest.fixture(scope="module")
