@@ -58,7 +58,7 @@ LATE = (
 )
 
 
-# Of Megatron's mock data: the index of its own 100,000 documents takes a run of two steps a third of its time, and 40 MB.
+# Of Megatron's mock data: the index of its own 100,000 documents takes a short run a third of its time, and 40 MB.
 MOCK_DOCUMENTS = 1000
 
 
