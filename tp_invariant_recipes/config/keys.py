@@ -35,5 +35,7 @@ SHORT_KEYS = {
         ShortKey("lr", "optimizer.lr", float, "peak learning rate"),
         ShortKey("seed", "rng.seed", int, "seed of weights and data order"),
         ShortKey("save", "checkpoint.save_interval", int, "steps between checkpoints; 0: only on SIGTERM"),
+        ShortKey("project", "logging.project", str, "project of wandb and Comet, experiment of MLflow"),
+        ShortKey("name", "logging.name", str, "name of the run there (default: that of run.dir)"),
     )
 }

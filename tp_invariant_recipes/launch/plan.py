@@ -21,7 +21,7 @@ from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import preflight
+from tp_invariant_recipes.launch import experiments, preflight
 from tp_invariant_recipes.ledger.lines import Header
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.run_files import RunFile
@@ -425,12 +425,7 @@ def resolve(
         _check_vocabulary(str(config.data.path), data, tree)
     elif data is not None:
         _use(tree, data)
-    if config.logging.kind != "none":
-        tree["logger"]["tensorboard_dir"] = str(run_dir.tensorboard)
-    if config.logging.kind == "wandb":
-        tree["logger"] |= {"wandb_exp_name": run_dir.path.name, "wandb_save_dir": str(run_dir.path)}
-        if "WANDB_API_KEY" not in os.environ:
-            variables |= {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
+    variables |= experiments.fill_in(tree, config, run_dir)
     missing = isinstance(data, int)
     digest = data.digest if isinstance(data, PreparedData) else None
     of_run = identity(tree, digest)
