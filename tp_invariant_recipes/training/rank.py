@@ -222,13 +222,14 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
 
 
 def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], tree: dict[str, Any]) -> list:
-    from tp_invariant_recipes.config.going_on import optimizer_state
+    from tp_invariant_recipes.config.going_on import experts_apart, optimizer_state
     from tp_invariant_recipes.training.experiment_report import ExperimentReport
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
 
     manifest = []
     if rank_info.rank == 0:
-        manifest = [ManifestWriter(run["identity_hash"], run["layout"], optimizer_state(tree))]
+        apart = experts_apart(tree["numerics"]["mode"], tree["model"], run["layout"])
+        manifest = [ManifestWriter(run["identity_hash"], run["layout"], optimizer_state(tree), experts_apart=apart)]
     last = rank_info.rank == rank_info.world_size - 1
     figures = [ExperimentReport(run_dir, tree["train"]["train_iters"])] if last else []
     return [*recording(run_dir, rank_info, run, tree["ledger"]), *manifest, *figures]
