@@ -33,7 +33,9 @@ class Logger:
         return columns, data
 
     def Artifact(self, name, type):
-        return SimpleNamespace(name=name, type=type, add_file=lambda file, name: self.files.append((name, content(file))))
+        return SimpleNamespace(
+            name=name, type=type, add_file=lambda file, name: self.files.append((name, content(file)))
+        )
 
     def log_artifact(self, artifact):
         self.artifacts.append((artifact.name, artifact.type))

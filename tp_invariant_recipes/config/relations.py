@@ -53,7 +53,7 @@ def problems(tree: Tree) -> list[str]:
 
 
 def _loggers(config: RunConfig) -> list[str]:
-    """Settings of services that draw curves which `logging=` has not chosen, and secrets, whose values are not shown."""
+    """Settings of services that `logging=` has not chosen, and secrets, whose values are not shown."""
     of_service = {path for path in _LOGGER_FIELDS if _at(config, path) not in (None, [], {})}
     found = []
     for service in EXPERIMENTS:
