@@ -176,8 +176,9 @@ def described(config: Any, world: int) -> dict[str, Any]:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """A ConfigContainer as JSON has it. Of an object that is no text, the name of its class."""
-    return json.loads(json.dumps(config.to_dict(), default=lambda value: type(value).__qualname__))
+    """A ConfigContainer as JSON has it: of an object that is no text the name of its class, of infinity its name."""
+    text = json.dumps(config.to_dict(), default=lambda value: type(value).__qualname__)
+    return json.loads(text, parse_constant=str)
 
 
 def _write(run_dir: Any, config: Any, run: dict[str, Any]) -> None:
