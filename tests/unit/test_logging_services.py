@@ -11,7 +11,7 @@ from tp_invariant_recipes.runs import places
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 PROJECT = {"wandb": "wandb_project", "mlflow": "mlflow_experiment", "comet": "comet_project"}
-VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI", "COMET_API_KEY")
+VARIABLES = ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE", "COMET_API_KEY")
 
 
 @pytest.fixture(autouse=True)
@@ -44,18 +44,16 @@ def test_project_and_name_go_where_bridge_reads_them(tmp_path, kind):
 
 def test_without_a_server_all_stays_in_the_run_directory(tmp_path, monkeypatch):
     logger, variables = filled(tmp_path, "logging=mlflow")
-    assert (logger["mlflow_tracking_uri"], variables) == (
-        str(tmp_path / "run" / "mlflow"),
-        {"MLFLOW_ALLOW_FILE_STORE": "true"},
-    )
+    store = {"MLFLOW_ALLOW_FILE_STORE": "true"}
+    assert (logger["mlflow_tracking_uri"], variables) == (str(tmp_path / "run" / "mlflow"), store)
     assert filled(tmp_path, "logging=wandb")[1] == {"WANDB_MODE": "offline"}
     address = "logger.mlflow_tracking_uri=http://mlflow.example.com:5000"
     logger, variables = filled(tmp_path, "logging=mlflow", address)
-    assert (logger["mlflow_tracking_uri"], variables) == ("http://mlflow.example.com:5000", {})
+    assert (logger["mlflow_tracking_uri"], variables) == ("http://mlflow.example.com:5000", store)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example.com")
     monkeypatch.setenv("WANDB_API_KEY", "k")
     logger, variables = filled(tmp_path, "logging=mlflow")
-    assert (logger.get("mlflow_tracking_uri"), variables) == (None, {})
+    assert (logger.get("mlflow_tracking_uri"), variables) == (None, store)
     assert filled(tmp_path, "logging=wandb")[1] == {}
 
 

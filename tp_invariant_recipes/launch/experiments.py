@@ -55,8 +55,9 @@ def fill_in(tree: dict[str, Any], config: RunConfig, run_dir: RunDir) -> dict[st
     if kind == "wandb":
         logger["wandb_save_dir"] = str(run_dir.path)
         return {} if "WANDB_API_KEY" in os.environ else {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
-    if kind == "mlflow" and not (logger.get("mlflow_tracking_uri") or "MLFLOW_TRACKING_URI" in os.environ):
-        logger["mlflow_tracking_uri"] = str(run_dir.mlflow)
-        # Since 3.13 MLflow asks for this word. A database in a file, its default, is unsafe on a network file system.
-        return {"MLFLOW_ALLOW_FILE_STORE": "true"}
+    if kind == "mlflow":
+        if not (logger.get("mlflow_tracking_uri") or "MLFLOW_TRACKING_URI" in os.environ):
+            logger["mlflow_tracking_uri"] = str(run_dir.mlflow)
+        # MLflow 3.17 asks for this word. A database in a file, its default, is unsafe on a network file system.
+        return {"MLFLOW_ALLOW_FILE_STORE": os.environ.get("MLFLOW_ALLOW_FILE_STORE", "true")}
     return {}

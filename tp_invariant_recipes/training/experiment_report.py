@@ -79,7 +79,7 @@ class ExperimentReport(Callback):
 
     def close(self) -> None:
         """End the run of MLflow and Comet, which otherwise end when an interpreter exits; a killed one does not."""
-        if (mlflow := getattr(self._state, "_mlflow_logger", None)) is not None and mlflow.active_run() is not None:
+        if (mlflow := sys.modules.get("mlflow")) is not None and mlflow.active_run() is not None:
             failed = sys.exc_info()[0] not in (None, SystemExit)
             _quietly("MLflow", partial(mlflow.end_run, "FAILED" if failed else "FINISHED" if self._done else "KILLED"))
         if (comet := getattr(self._state, "_comet_logger", None)) is not None:
