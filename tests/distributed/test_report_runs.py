@@ -1,13 +1,19 @@
 """Reports of real runs: `tpi report`, and the figures that go to Weights & Biases, on which no run depends."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tp_invariant_recipes.ledger.certificate import check
 from tp_invariant_recipes.ledger.digests import whole_digest
 from tp_invariant_recipes.ledger.open import read
 
 RUN = ("train", "qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1", "iters=2", "numerics=stock")
+
+
+def content(file) -> bytes:
+    return Path(file).read_bytes()
 
 
 class Logger:
@@ -16,6 +22,8 @@ class Logger:
     def __init__(self) -> None:
         self.logged: dict = {}
         self.steps: list[int] = []
+        self.files: list[tuple[str, bytes]] = []
+        self.artifacts: list[tuple[str, str]] = []
         self.run = SimpleNamespace(summary={})
 
     def Image(self, image, caption):
@@ -23,6 +31,14 @@ class Logger:
 
     def Table(self, columns, data):
         return columns, data
+
+    def Artifact(self, name, type):
+        return SimpleNamespace(
+            name=name, type=type, add_file=lambda file, name: self.files.append((name, content(file)))
+        )
+
+    def log_artifact(self, artifact):
+        self.artifacts.append((artifact.name, artifact.type))
 
     def log(self, sent, step):
         self.logged |= sent
@@ -68,12 +84,12 @@ def test_figures_reach_an_offline_run(tpi):
     assert sorted(file.name.split("_")[0] for file in tables.iterdir()) == list(KINDS)
 
 
-def test_figures_tables_and_summary_are_those_of_the_ledger(run):
+def test_figures_tables_and_summary_are_those_of_the_ledger(run, shared):
     from tp_invariant_recipes.runs.run_dir import RunDir
-    from tp_invariant_recipes.training.wandb_report import WandbReport
+    from tp_invariant_recipes.training.experiment_report import ExperimentReport
 
     logger = Logger()
-    WandbReport(RunDir(run)).on_train_end(_context(logger))
+    ExperimentReport(RunDir(run), 2).on_train_end(_context(logger))
     ledger = read(run)
     assert logger.steps == [2]
     assert set(logger.logged) == {f"ledger/{name}" for name in ("training", "cost", *KINDS)}
@@ -84,8 +100,12 @@ def test_figures_tables_and_summary_are_those_of_the_ledger(run):
     columns, groups = logger.logged["ledger/masters"]
     assert columns == ["group", "digest"]
     assert [group for group, _ in groups][:2] == ["embedding.word_embeddings", "decoder.layers.0"]
+    assert shared("certify", "run", "--out", "sent.cert").status == 0
+    assert logger.files == [("run.tpicert", content(shared.folder / "sent.cert"))]
+    assert logger.artifacts == [("run.tpicert", "certificate")]
     assert logger.run.summary == {
         "ledger/identity_hash": ledger.header.identity_hash,
+        "ledger/certificate_hash": check(shared.folder / "sent.cert").hash,
         **{f"ledger/{kind}_step": 2 for kind in KINDS},
         **{f"ledger/{kind}_digest": whole_digest(getattr(ledger.steps[-1], kind)) for kind in KINDS},
     }
@@ -93,9 +113,9 @@ def test_figures_tables_and_summary_are_those_of_the_ledger(run):
 
 def test_without_a_logger_nothing_is_read(tmp_path):
     from tp_invariant_recipes.runs.run_dir import RunDir
-    from tp_invariant_recipes.training.wandb_report import WandbReport
+    from tp_invariant_recipes.training.experiment_report import ExperimentReport
 
-    WandbReport(RunDir(tmp_path / "none")).on_train_end(_context(None))
+    ExperimentReport(RunDir(tmp_path / "none"), 2).on_train_end(_context(None))
 
 
 def test_what_goes_wrong_is_a_warning_in_the_log_of_the_rank(tpi):
@@ -113,3 +133,13 @@ def test_what_goes_wrong_is_a_warning_in_the_log_of_the_rank(tpi):
     log = (tpi.folder / "run/logs/rank-0.log").read_text()
     assert "OSError: no such service" in log
     assert "warning: the figures of the ledger did not reach Weights & Biases" in log
+
+
+def test_a_run_before_its_last_step_has_no_certificate(run):
+    from tp_invariant_recipes.runs.run_dir import RunDir
+    from tp_invariant_recipes.training.experiment_report import ExperimentReport
+
+    logger = Logger()
+    ExperimentReport(RunDir(run), 3).on_train_end(_context(logger))
+    assert logger.steps == [2]
+    assert (logger.files, logger.artifacts) == ([], [])

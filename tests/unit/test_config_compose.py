@@ -54,6 +54,8 @@ TYPED = (
     ("lr", "0.5", "optimizer.lr", 0.5, ()),
     ("seed", "4321", "rng.seed", 4321, ()),
     ("save", "5", "checkpoint.save_interval", 5, ()),
+    ("project", "ours", "logging.project", "ours", ("logging=wandb",)),
+    ("name", "'a b'", "logging.name", "a b", ("logging=mlflow",)),
 )
 
 

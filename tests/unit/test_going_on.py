@@ -69,20 +69,36 @@ READABLE = (
 
 @pytest.mark.parametrize("saved, before, wanted, now", READABLE)
 def test_a_state_that_can_be_read(saved, before, wanted, now):
-    assert unreadable_state(saved, before, wanted, now, experts=False) is None
+    assert unreadable_state(saved, before, wanted, now) is None
 
 
 UNREADABLE = (
-    (OF_EVERY_RANK, layout(), DISTRIBUTED, layout(), False, "optimizer.use_distributed_optimizer=false"),
-    (BUCKETS, layout(), OF_EVERY_RANK, layout(), False, "optimizer.use_distributed_optimizer=true"),
-    (BUCKETS, layout(tp=2), DISTRIBUTED, layout(pp=2), False, "tp was 2, pp was 1: keep tp=2 pp=1"),
-    (DISTRIBUTED, layout(tp=2), DISTRIBUTED, layout(), True, "go on with tp > 1 or ep > 1"),
-    (OF_EVERY_RANK, layout(), OF_EVERY_RANK, layout(ep=2, dp=2), True, "go on with tp=1 ep=1"),
+    (OF_EVERY_RANK, layout(), DISTRIBUTED, layout(), (False, False), "optimizer.use_distributed_optimizer=false"),
+    (BUCKETS, layout(), OF_EVERY_RANK, layout(), (False, False), "optimizer.use_distributed_optimizer=true"),
+    (BUCKETS, layout(tp=2), DISTRIBUTED, layout(pp=2), (False, False), "tp was 2, pp was 1: keep tp=2 pp=1"),
+    (DISTRIBUTED, layout(tp=2), DISTRIBUTED, layout(), (True, False), "go on with tp > 1 or ep > 1"),
+    (OF_EVERY_RANK, layout(), OF_EVERY_RANK, layout(ep=2, dp=2), (False, True), "with numerics=stock alone"),
 )
 
 
-@pytest.mark.parametrize("saved, before, wanted, now, experts, says", UNREADABLE)
-def test_a_state_that_cannot_be_read_is_refused(saved, before, wanted, now, experts, says):
-    problem = unreadable_state(saved, before, wanted, now, experts=experts)
+@pytest.mark.parametrize("saved, before, wanted, now, apart, says", UNREADABLE)
+def test_a_state_that_cannot_be_read_is_refused(saved, before, wanted, now, apart, says):
+    problem = unreadable_state(saved, before, wanted, now, apart=apart)
     assert problem is not None
     assert says in problem
+
+
+MOE = {"num_moe_experts": 8}
+APART = (
+    ("tree", MOE, layout(), True),
+    ("portable", MOE, layout(ep=2, dp=2), True),
+    ("stock", MOE, layout(), False),
+    ("stock", MOE, layout(tp=2), True),
+    ("stock", MOE, layout(ep=2, dp=2), True),
+    ("tree", {"num_moe_experts": None}, layout(tp=2), False),
+)
+
+
+@pytest.mark.parametrize("mode, model, at, apart", APART)
+def test_whether_experts_have_an_optimizer_of_their_own(mode, model, at, apart):
+    assert going_on.experts_apart(mode, model, at) is apart

@@ -235,6 +235,9 @@ MAY_STAY = (
     ("numerics=stock cuda_graph=te", "cpu", False),
     ("numerics=stock precision=fp8_tensorwise", "cpu", False),
     ("logging=wandb", "cpu", False),
+    ("logging=mlflow", "cpu", False),
+    ("logging=comet", "cpu", False),
+    ("logging=tensorboard", "cpu", True),
 )
 
 

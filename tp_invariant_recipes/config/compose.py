@@ -247,9 +247,10 @@ def _converted(override: Override) -> Override:
     if short is None or override.parsed is None:
         return override
     try:
-        return replace(override, value=str(convert(override.parsed.value(), short.type)))
+        value = convert(override.parsed.value(), short.type)
     except WrongType as error:
         raise WrongType(f"{short.help}: {error}") from None
+    return replace(override, value=str(value)) if isinstance(value, bool | int | float) else override
 
 
 def _group_problem(key: str, option: str, groups: dict[str, tuple[str, ...]]) -> str | None:

@@ -55,23 +55,32 @@ def other_gradients(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
 
 
 def unreadable_state(
-    saved: str, before: Mapping[str, Any], wanted: str, now: Mapping[str, Any], *, experts: bool
+    saved: str,
+    before: Mapping[str, Any],
+    wanted: str,
+    now: Mapping[str, Any],
+    *,
+    apart: tuple[bool, bool] = (False, False),
 ) -> str | None:
     """Why a run cannot read a checkpoint's optimizer state; None: it can.
 
-    saved, wanted: the forms. before, now: the layouts in which it was written and is to be read. experts: whether the
-    model has any.
+    saved, wanted: the forms. before, now: the layouts in which it was written and is to be read. apart: whether the
+    state of experts lay apart then, and lies so now; `experts_apart` says so.
     """
     distributed = saved != OF_EVERY_RANK
     if distributed != (wanted != OF_EVERY_RANK):
         kind = "a distributed optimizer" if distributed else "an optimizer that is not distributed"
         return f"it holds the state of {kind}: optimizer.use_distributed_optimizer={str(distributed).lower()}"
-    if experts and _experts_apart(before) != _experts_apart(now):
-        there = "apart from" if _experts_apart(before) else "together with"
+    if apart == (True, False):
         return (
-            f"it holds the optimizer state of experts {there} that of all else, as Megatron does at "
-            f"{_of_experts(before)}, and not at {_of_experts(now)}: "
-            f"go on with {'tp > 1 or ep > 1' if _experts_apart(before) else 'tp=1 ep=1'}"
+            f"it holds the optimizer state of experts apart from that of all else, as Megatron does at "
+            f"{_of_experts(before)}, and not at {_of_experts(now)}: go on with tp > 1 or ep > 1"
+        )
+    if apart == (False, True):
+        return (
+            f"it holds the optimizer state of experts together with that of all else, as Megatron does at "
+            f"{_of_experts(before)}, and earlier versions of tpi did there in all numerics; this version does so at "
+            f"tp=1 ep=1 with numerics=stock alone"
         )
     changed = [name for name in _OF_BUCKETS if saved == BUCKETS and before.get(name) != now.get(name)]
     if not changed:
@@ -84,7 +93,12 @@ def unreadable_state(
     )
 
 
-def _experts_apart(layout: Mapping[str, Any]) -> bool:
+def experts_apart(mode: str, model: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
+    """Whether a run's experts have an optimizer of their own: with invariant numerics always (numerics/experts.py)."""
+    return bool(model.get("num_moe_experts")) and (mode != "stock" or experts_apart_by_megatron(layout))
+
+
+def experts_apart_by_megatron(layout: Mapping[str, Any]) -> bool:
     """Whether Megatron gives the experts process groups, and with these an optimizer, of their own."""
     return layout.get("ep", 1) > 1 or layout.get("tp", 1) != layout.get("etp", 1)
 

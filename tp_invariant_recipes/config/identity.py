@@ -1,5 +1,6 @@
 """What makes two runs comparable: the model, the data, the optimizer and the seed, whatever the layout or machine."""
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -73,8 +74,7 @@ def identity(tree: Tree, data_digest: str | None) -> dict[str, Any]:
     data_digest: of the prepared text (`PreparedData.digest`); None for generated data.
     """
     config = typed(tree)
-    sections = {section: config.bridge.get(section) for section in SECTIONS}
-    flat = {k: v for name, fields in sections.items() for k, v in _flat(name, fields).items() if not _excluded(k)}
+    flat = of_sections(config.bridge)
     if flat.get("scheduler.lr_decay_iters") is None:
         flat["scheduler.lr_decay_iters"] = config.bridge["train"]["train_iters"]
     flat["data.kind"] = config.data.kind
@@ -84,6 +84,12 @@ def identity(tree: Tree, data_digest: str | None) -> dict[str, Any]:
         flat[CONTEXT_SHARDS] = config.numerics.context_shards
     flat["data.digest"] = data_digest
     return dict(sorted(flat.items()))
+
+
+def of_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of the identity that sections of Bridge make."""
+    fields = {name: sections.get(name) for name in SECTIONS}
+    return {k: v for name, part in fields.items() for k, v in _flat(name, part).items() if not _excluded(k)}
 
 
 def _excluded(key: str) -> bool:

@@ -1,6 +1,7 @@
 """Short keys: what people type for the fields they change most."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -9,7 +10,7 @@ class ShortKey:
 
     name: str
     path: str
-    type: type
+    type: Any
     help: str
 
 
@@ -35,5 +36,7 @@ SHORT_KEYS = {
         ShortKey("lr", "optimizer.lr", float, "peak learning rate"),
         ShortKey("seed", "rng.seed", int, "seed of weights and data order"),
         ShortKey("save", "checkpoint.save_interval", int, "steps between checkpoints; 0: only on SIGTERM"),
+        ShortKey("project", "logging.project", str | None, "project of wandb and Comet, experiment of MLflow"),
+        ShortKey("name", "logging.name", str | None, "name of the run there (default: that of run.dir)"),
     )
 }

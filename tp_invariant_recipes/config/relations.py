@@ -2,8 +2,25 @@
 
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+
+# Services that keep the curves of many runs.
+EXPERIMENTS = ("wandb", "mlflow", "comet")
+# What Bridge takes for a wish to log there, whatever `logging=` says.
+_LOGGER_FIELDS = (
+    "logger.wandb_project",
+    "logger.mlflow_experiment",
+    "logger.mlflow_run_name",
+    "logger.mlflow_tracking_uri",
+    "logger.mlflow_tags",
+    "logger.mlflow_description",
+    "logger.comet_project",
+    "logger.comet_experiment_name",
+    "logger.comet_workspace",
+    "logger.comet_tags",
+)
 
 # Kernels of GPUs read rows of 16 bytes, 8 numbers in bf16.
 WIDTH = 8
@@ -15,12 +32,15 @@ REPLACED = {
     "weights alone",
     "dataset.path_to_cache": "the index of the data goes to run.dir; set run.dir=PATH",
 }
+_NAMED = "the run has the name of run.dir; set name=NAME"
 # The same, of some runs. Path -> of which, and what to do instead.
 REPLACED_IN: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "dataset.blend": (lambda t: t.data.kind == "text", "data=text reads data.path; leave it out"),
     "logger.tensorboard_dir": (lambda t: t.logging.kind != "none", "curves go to run.dir; leave it out"),
     "logger.wandb_save_dir": (lambda t: t.logging.kind == "wandb", "logging=wandb writes to run.dir; leave it out"),
-    "logger.wandb_exp_name": (lambda t: t.logging.kind == "wandb", "the run has the name of run.dir; set run.dir=PATH"),
+    "logger.wandb_exp_name": (lambda t: t.logging.kind == "wandb", _NAMED),
+    "logger.mlflow_run_name": (lambda t: t.logging.kind == "mlflow", _NAMED),
+    "logger.comet_experiment_name": (lambda t: t.logging.kind == "comet", _NAMED),
 }
 
 
@@ -29,7 +49,32 @@ def problems(tree: Tree) -> list[str]:
     config = typed(tree)
     replaced = REPLACED | {path: instead for path, (of, instead) in REPLACED_IN.items() if of(config)}
     found = [f"{path}={value}: {why}" for path, why in replaced.items() if (value := _at(config, path)) is not None]
-    return [*found, *(problem for rule in RULES if (problem := rule(config)))]
+    return [*found, *_loggers(config), *(problem for rule in RULES if (problem := rule(config)))]
+
+
+def _loggers(config: RunConfig) -> list[str]:
+    """Settings of services that `logging=` has not chosen, and secrets, whose values are not shown."""
+    of_service = {path for path in _LOGGER_FIELDS if _at(config, path) not in (None, [], {})}
+    found = []
+    for service in EXPERIMENTS:
+        if config.logging.kind != service:
+            idle = sorted(path for path in of_service if path.startswith(f"logger.{service}_"))
+            found += [f"{path}: without logging={service} nothing reads it; leave it out" for path in idle]
+    if config.logging.kind not in EXPERIMENTS:
+        services = ", ".join(EXPERIMENTS)
+        named = {"project": config.logging.project, "name": config.logging.name}
+        found += [f"{key}={value}: is for logging={services}" for key, value in named.items() if value is not None]
+    if _at(config, "logger.comet_api_key"):
+        found.append(
+            "logger.comet_api_key: a secret, and what is configured is written down; set COMET_API_KEY where you start "
+            "the run, and cluster.forward=[COMET_API_KEY] for a job"
+        )
+    if "@" in urlsplit(str(_at(config, "logger.mlflow_tracking_uri") or "")).netloc:
+        found.append(
+            "logger.mlflow_tracking_uri: holds a user or password, and what is configured is written down; set "
+            "MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_PASSWORD, where you start the run"
+        )
+    return found
 
 
 def _at(config: RunConfig, path: str) -> Any:

@@ -172,9 +172,15 @@ class LauncherSettings:
 
 @dataclass(frozen=True)
 class LoggingSettings:
-    """Where curves are drawn, beside the ledger and the logs."""
+    """Where curves are drawn, beside the ledger and the logs.
 
-    kind: Literal["none", "tensorboard", "wandb"] = "none"
+    project: the project of wandb and Comet, the experiment of MLflow.
+    name:    of the run there; None: the name of `run.dir`.
+    """
+
+    kind: Literal["none", "tensorboard", "wandb", "mlflow", "comet"] = "none"
+    project: str | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)

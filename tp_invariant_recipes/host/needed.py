@@ -22,6 +22,8 @@ DISTRIBUTIONS = {
     "causal_conv1d": "causal-conv1d",
     "numba": "numba",
     "wandb": "wandb",
+    "mlflow": "mlflow-skinny",
+    "comet_ml": "comet-ml",
 }
 TRAINING = ("megatron.bridge", "megatron.core", "torch")
 HOW = "make bootstrap in a checkout installs the versions that work together (docs/install.md; tpi doctor lists them)"

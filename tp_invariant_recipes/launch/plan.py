@@ -21,7 +21,7 @@ from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import preflight
+from tp_invariant_recipes.launch import experiments, preflight
 from tp_invariant_recipes.ledger.lines import Header
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.run_files import RunFile
@@ -300,12 +300,13 @@ def _same_bits(asked: str, before: dict[str, Any], plan: Plan, found: Checkpoint
     """Raises ConfigError: in this layout the steps to come would have other bits, or the checkpoint cannot be read."""
     degrees, manifest = plan.layout.as_dict(), found.read_manifest()
     saved = manifest.get("optimizer_state") or going_on.optimizer_state(plan.run_dir.read_config())
+    model, there = plan.tree["model"], manifest.get("layout", {})
+    were_apart = manifest.get("experts_apart")
+    if were_apart is None:  # of a version that left this to Megatron
+        were_apart = bool(model.get("num_moe_experts")) and going_on.experts_apart_by_megatron(there)
+    are_apart = going_on.experts_apart(plan.tree["numerics"]["mode"], model, degrees)
     state = going_on.unreadable_state(
-        saved,
-        manifest.get("layout", {}),
-        going_on.optimizer_state(plan.tree),
-        degrees,
-        experts=plan.tree["model"].get("num_moe_experts") is not None,
+        saved, there, going_on.optimizer_state(plan.tree), degrees, apart=(were_apart, are_apart)
     )
     problems = [
         going_on.other_gradients(before, {"numerics": plan.tree["numerics"], "layout": degrees}),
@@ -425,12 +426,7 @@ def resolve(
         _check_vocabulary(str(config.data.path), data, tree)
     elif data is not None:
         _use(tree, data)
-    if config.logging.kind != "none":
-        tree["logger"]["tensorboard_dir"] = str(run_dir.tensorboard)
-    if config.logging.kind == "wandb":
-        tree["logger"] |= {"wandb_exp_name": run_dir.path.name, "wandb_save_dir": str(run_dir.path)}
-        if "WANDB_API_KEY" not in os.environ:
-            variables |= {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
+    variables |= experiments.fill_in(tree, config, run_dir)
     missing = isinstance(data, int)
     digest = data.digest if isinstance(data, PreparedData) else None
     of_run = identity(tree, digest)

@@ -11,7 +11,7 @@ from tp_invariant_recipes.config.size import parameters
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
-from tp_invariant_recipes.launch import memory
+from tp_invariant_recipes.launch import experiments, memory
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
 
@@ -46,7 +46,8 @@ def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir, *, here: bool =
     here: whether ranks will run on it; the disk of the run directory must do in any case.
     """
     config = typed(tree)
-    of_machine = (*_gpus(config, layout), *registry.problems(tree), *_flash(config)) if here else ()
+    of_machine = (*_gpus(config, layout), *registry.problems(tree), *_flash(config), *experiments.problems(config))
+    of_machine = of_machine if here else ()
     problems = [*of_machine, *memory.problems(config, here=here), *_weights(config, here), *_disk(config, run_dir)]
     if problems:
         raise ConfigError(listed(problems), problems)

@@ -16,6 +16,7 @@ from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.config import low_precision
+from tp_invariant_recipes.config.relations import EXPERIMENTS
 from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -35,7 +36,7 @@ COLD: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda c: c.device.kind == "gpu", "no GPU has been seen to give a second run the bits of a run of its own"),
     (lambda c: c.model.get("cuda_graph_impl") not in (None, "none"), "libraries keep parts of a CUDA graph"),
     (low_precision.enabled, "Transformer Engine keeps the scales of FP8 and FP4 tensors"),
-    (lambda c: c.logging.kind == "wandb", "wandb has one run a process"),
+    (lambda c: c.logging.kind in EXPERIMENTS, "wandb, mlflow and comet_ml have one run a process"),
     (lambda c: any(c.bridge.get(name) for name in SERVICES), "threads and processes stay"),
 )
 

@@ -60,8 +60,10 @@ class Certificate:
     ledger: Ledger
 
 
-def certify(run: Path) -> bytes:
+def certify(run: Path, of_run: bytes | None = None) -> bytes:
     """The certificate of a run; the same run gives the same bytes every time.
+
+    of_run: what stands for its `run.json`; None: that file does.
 
     If the ledger was cut short or is still growing, the certificate has its whole lines and states their number of
     steps. LedgerError: a file of the run directory is missing or unreadable, or the files do not belong together.
@@ -69,6 +71,7 @@ def certify(run: Path) -> bytes:
     if not run.is_dir():
         raise LedgerError(f"{run} is not a run directory: a certificate holds its configuration too")
     members = {name: contents(run / name, _most(name)) for name in MEMBERS}
+    members["run.json"] = members["run.json"] if of_run is None else of_run
     file = run / FILE_NAME
     ledger = parse(file, members[FILE_NAME])
     lines = members[FILE_NAME].split(b"\n")[: 1 + len(ledger.steps)]

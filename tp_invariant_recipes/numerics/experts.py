@@ -23,6 +23,17 @@ from tp_invariant_recipes.numerics.weight_gradient import added_to_main_grad, gr
 Weights = Sequence[Tensor]
 
 
+def set_apart(experts: torch.nn.Module) -> None:
+    """Give these weights buffers and an optimizer apart from all else in every layout.
+
+    Megatron does so where tp > 1 or ep > 1. At tp=1 ep=1 it would write one optimizer's state into a checkpoint, which
+    no other layout reads (core/optimizer/optimizer.py, ChainedOptimizer.sharded_state_dict). The groups of ranks that
+    reduce both are the same there.
+    """
+    for weight in experts.parameters():
+        weight.allreduce = False  # type: ignore[attr-defined]
+
+
 class Arithmetic(NamedTuple):
     """What computes on a CPU: product as of numerics/product.py; activation and its backward as of
     kernels/weighted_activation.py, on every device."""

@@ -7,7 +7,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.experts import activation_kind, expert_mlp
+from tp_invariant_recipes.numerics.experts import activation_kind, expert_mlp, set_apart
 from tp_invariant_recipes.numerics.token_dispatcher import Batches, InvariantTokenDispatcher
 
 
@@ -22,6 +22,10 @@ class InvariantMoELayer(MoELayer):
 
 class InvariantSequentialMLP(SequentialMLP):
     """Experts that are separate modules, as in Megatron without Transformer Engine."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        set_apart(self)
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
         """[r, h] → [r, h], and None as bias."""

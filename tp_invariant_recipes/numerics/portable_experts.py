@@ -14,7 +14,7 @@ from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.ieee_expert import weighted_swiglu, weighted_swiglu_backward
 from tp_invariant_recipes.kernels.ieee_router import route_tokens, route_tokens_backward
 from tp_invariant_recipes.numerics.defined_product import product
-from tp_invariant_recipes.numerics.experts import Arithmetic, activation_kind, expert_mlp
+from tp_invariant_recipes.numerics.experts import Arithmetic, activation_kind, expert_mlp, set_apart
 from tp_invariant_recipes.numerics.router import InvariantTopKRouter
 from tp_invariant_recipes.numerics.token_dispatcher import Batches
 
@@ -71,6 +71,10 @@ class _Routing(torch.autograd.Function):
 
 class PortableSequentialMLP(SequentialMLP):
     """Experts that are separate modules, by defined products."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        set_apart(self)
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
         """[r, h] → [r, h], and None as bias."""

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.attention.dot_product_attention import dot_produ
 from transformer_engine.pytorch.utils import get_cudnn_version
 
 from tp_invariant_recipes.numerics.core_attention import CoreAttention, Mask
-from tp_invariant_recipes.numerics.experts import activation_kind, expert_mlp
+from tp_invariant_recipes.numerics.experts import activation_kind, expert_mlp, set_apart
 from tp_invariant_recipes.numerics.layers import (
     ColumnForward,
     HeadNormForward,
@@ -85,6 +85,10 @@ class InvariantTEHeadNorm(HeadNormForward, InvariantTERMSNorm):
 
 class InvariantTEGroupedMLP(TEGroupedMLP):
     """Experts whose weights are in two Transformer Engine modules and whose products are our own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        set_apart(self)
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
         """[r, h] → [r, h], and None as bias."""

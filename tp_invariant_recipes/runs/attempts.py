@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tp_invariant_recipes.ledger.run_files import Attempted, Config
-from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs.run_dir import RunDir, text_of
 
 
 def read_attempts(run_dir: RunDir) -> list[dict[str, Any]]:
@@ -41,9 +41,18 @@ def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool
 
     outcome: "completed", "stopped" or "failed". requeued: whether its job asks to be queued again.
     """
+    run_dir.write(run_dir.run, _ended(run_dir, outcome, why, requeued=requeued))
+
+
+def completed(run_dir: RunDir) -> bytes:
+    """What `run.json` will hold once the last attempt, which is at its last step, has ended well. Raises RunError."""
+    return text_of(run_dir.run, _ended(run_dir, "completed", None, requeued=False)).encode()
+
+
+def _ended(run_dir: RunDir, outcome: str, why: str | None, *, requeued: bool) -> dict[str, Any]:
     run = run_dir.read_run(Attempted)
     run["attempts"][-1] |= {"outcome": outcome, "why": why, "requeued": requeued}
-    run_dir.write(run_dir.run, run)
+    return run
 
 
 def refused(run_dir: RunDir, why: str, job: dict[str, Any] | None) -> None:

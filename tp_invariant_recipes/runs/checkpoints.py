@@ -31,6 +31,7 @@ class _Manifest(TypedDict):
     identity_hash: str
     layout: NotRequired[Layout]
     optimizer_state: NotRequired[str]  # absent: an earlier version's
+    experts_apart: NotRequired[bool]  # the same
     files: dict[str, _File]
 
 
@@ -123,10 +124,18 @@ def move_aside(path: Path, folder: Path) -> Path:
     return target
 
 
-def write_manifest(path: Path, step: int, identity_hash: str, layout: dict[str, Any], optimizer_state: str) -> None:
+def write_manifest(
+    path: Path,
+    step: int,
+    identity_hash: str,
+    layout: dict[str, Any],
+    optimizer_state: str,
+    *,
+    experts_apart: bool = False,
+) -> None:
     """Describe every file of a checkpoint that has just been written, and mark it finished.
 
-    optimizer_state: its form, one of config/going_on.py.
+    optimizer_state: its form, one of config/going_on.py. experts_apart: whether experts have an optimizer of their own.
     """
     files = sorted(f for f in path.rglob("*") if f.is_file() and f.name != MANIFEST)
     manifest = {
@@ -135,6 +144,7 @@ def write_manifest(path: Path, step: int, identity_hash: str, layout: dict[str, 
         "identity_hash": identity_hash,
         "layout": layout,
         "optimizer_state": optimizer_state,
+        "experts_apart": experts_apart,
         "files": {str(f.relative_to(path)): {"bytes": f.stat().st_size, "xxh3_128": _digest(f)} for f in files},
     }
     write_atomically(path / MANIFEST, json.dumps(manifest, indent=1))

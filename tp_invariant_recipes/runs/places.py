@@ -8,20 +8,26 @@ from tp_invariant_recipes.runs import overview
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 OFFLINE = "offline-run-*"  # of wandb: one folder for each attempt
+ARCHIVES = "*.zip"  # of Comet: one for each attempt
 
 
 def of(run_dir: RunDir) -> dict[str, Any]:
     """The places as JSON.
 
-    ledger, tensorboard, wandb: paths; None: there is none. wandb_sync: the command that uploads what wandb has kept
-    offline; None: it has kept nothing. next: commands.
+    ledger, tensorboard, wandb, mlflow, comet: paths; None: there is none. wandb_sync, comet_upload: the command that
+    uploads what was kept offline; None: nothing was. mlflow_ui: the command that shows what MLflow kept here; None:
+    nothing. next: commands.
     """
     folder = run_dir.path / "wandb"
     return {
         "ledger": _there(run_dir.ledger),
         "tensorboard": _there(run_dir.tensorboard),
         "wandb": _there(folder),
-        "wandb_sync": _sync(folder),
+        "wandb_sync": _upload(["wandb", "sync"], folder, OFFLINE),
+        "mlflow": _there(run_dir.mlflow),
+        "mlflow_ui": _mlflow_ui(run_dir.mlflow),
+        "comet": _there(run_dir.comet),
+        "comet_upload": _upload(["comet", "upload"], run_dir.comet, ARCHIVES),
         "next": _next(run_dir) if run_dir.ledger.exists() else [],
     }
 
@@ -31,8 +37,9 @@ def lines(places: dict[str, Any]) -> list[str]:
     found = [f"ledger: {places['ledger']}"] if places["ledger"] else []
     if places["tensorboard"]:
         found.append(f"curves: {shlex.join(['tensorboard', '--logdir', places['tensorboard']])}")
-    if places["wandb"]:
-        found.append(places["wandb_sync"] or f"wandb: {places['wandb']}")
+    for service, command in (("wandb", "wandb_sync"), ("mlflow", "mlflow_ui"), ("comet", "comet_upload")):
+        if places[service]:
+            found.append(places[command] or f"{service}: {places[service]}")
     if places["next"]:
         found.append(f"next: {'   '.join(places['next'])}")
     return found
@@ -42,11 +49,17 @@ def _there(path: Path) -> str | None:
     return str(path) if path.exists() else None
 
 
-def _sync(folder: Path) -> str | None:
-    runs = sorted(path for path in folder.glob(OFFLINE) if path.is_dir())
-    if len(runs) > 1:
-        return f"wandb sync {shlex.quote(str(folder))}/{OFFLINE}"
-    return shlex.join(["wandb", "sync", str(runs[0])]) if runs else None
+def _upload(command: list[str], folder: Path, pattern: str) -> str | None:
+    kept = sorted(folder.glob(pattern))
+    if len(kept) > 1:
+        return f"{shlex.join(command)} {shlex.quote(str(folder))}/{pattern}"
+    return shlex.join([*command, str(kept[0])]) if kept else None
+
+
+def _mlflow_ui(folder: Path) -> str | None:
+    """MLflow shows a store of files only where this variable says so."""
+    command = ["mlflow", "ui", "--backend-store-uri", str(folder)]
+    return f"MLFLOW_ALLOW_FILE_STORE=true {shlex.join(command)}" if folder.exists() else None
 
 
 def _next(run_dir: RunDir) -> list[str]:

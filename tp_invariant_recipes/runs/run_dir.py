@@ -73,6 +73,16 @@ class RunDir:
         return self.path / "tensorboard"
 
     @property
+    def mlflow(self) -> Path:
+        """What `logging=mlflow` keeps where there is no server: a store of files."""
+        return self.path / "mlflow"
+
+    @property
+    def comet(self) -> Path:
+        """What `logging=comet` keeps without a key: one archive for each attempt."""
+        return self.path / "comet"
+
+    @property
     def index_cache(self) -> Path:
         """Sample indices that Megatron builds for a dataset."""
         return self.path / "index-cache"
@@ -140,10 +150,7 @@ class RunDir:
 
     def write(self, file: Path, data: Any) -> None:
         """Write one of the files above, whole or not at all. Raises RunError when it cannot be written."""
-        import yaml  # here only: completion of jobs reads no YAML
-
-        text = json.dumps(data, indent=2) + "\n" if file.suffix == ".json" else yaml.safe_dump(data, sort_keys=False)
-        self.write_text(file, text)
+        self.write_text(file, text_of(file, data))
 
     def write_text(self, file: Path, text: str) -> None:
         """The same for a file that is text as it is."""
@@ -159,6 +166,15 @@ class RunDir:
             return checked(kind, parse(read_limited(file, limit)))
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is not a run directory: {file.name}: {error}") from error
+
+
+def text_of(file: Path, data: Any) -> str:
+    """What `RunDir.write` writes there."""
+    if file.suffix == ".json":
+        return json.dumps(data, indent=2) + "\n"
+    import yaml  # here only: completion of jobs reads no YAML
+
+    return yaml.safe_dump(data, sort_keys=False)
 
 
 def cannot_write(file: Path, error: OSError) -> str:

@@ -174,9 +174,12 @@ def train(run_dir: RunDir, rank_info: RankInfo) -> None:
     """Build the configuration that the run directory holds and train it."""
     tree, run = run_dir.read_config(), run_dir.read_run()
     bridge.load()
+    from tp_invariant_recipes.training import experiment_report
+
     callbacks = _callbacks(run_dir, rank_info, run, tree)
     try:
-        pretrain(tree, callbacks)
+        with experiment_report.offline(tree, run_dir):
+            pretrain(tree, callbacks)
     finally:
         for callback in callbacks:
             getattr(callback, "close", lambda: None)()
@@ -219,14 +222,16 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
 
 
 def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], tree: dict[str, Any]) -> list:
-    from tp_invariant_recipes.config.going_on import optimizer_state
+    from tp_invariant_recipes.config.going_on import experts_apart, optimizer_state
+    from tp_invariant_recipes.training.experiment_report import ExperimentReport
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
-    from tp_invariant_recipes.training.wandb_report import WandbReport
 
     manifest = []
     if rank_info.rank == 0:
-        manifest = [ManifestWriter(run["identity_hash"], run["layout"], optimizer_state(tree))]
-    figures = [WandbReport(run_dir)] if rank_info.rank == rank_info.world_size - 1 else []
+        apart = experts_apart(tree["numerics"]["mode"], tree["model"], run["layout"])
+        manifest = [ManifestWriter(run["identity_hash"], run["layout"], optimizer_state(tree), experts_apart=apart)]
+    last = rank_info.rank == rank_info.world_size - 1
+    figures = [ExperimentReport(run_dir, tree["train"]["train_iters"])] if last else []
     return [*recording(run_dir, rank_info, run, tree["ledger"]), *manifest, *figures]
 
 

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from tp_invariant_recipes.config import source
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host import gpus, known_versions
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.runs.run_dir import free_bytes
 
@@ -99,6 +99,7 @@ def examine() -> list[Finding]:
     return [
         Finding("Python", platform.python_version(), "ok" if sys.version_info[:2] == (3, 12) else "missing", "3.12"),
         *(_package(needed, pins.get(needed.distribution), has_gpu=bool(found)) for needed in NEEDED),
+        *_known(),
         *_gpus(found),
         _compiler(),
         Finding(
@@ -117,6 +118,18 @@ def _package(needed: Needed, pin: str | None, *, has_gpu: bool) -> Finding:
         return Finding(needed.distribution, version, "ok", "")
     advice = f"{pin} is proven with the rest" if pin else "tp-invariant-recipes, which knows, is not installed"
     return Finding(needed.distribution, version, "other", advice)
+
+
+def _known() -> list[Finding]:
+    """The sets that are known to work, each with its evidence, and whether one is here."""
+    here = known_versions.matching(installed)
+    rows = []
+    for one in known_versions.KNOWN:
+        words = ", ".join(f"{name} {version}" for name, version in one.versions.items())
+        rows.append(Finding("known to work", words, "ok" if one is here else "optional", one.evidence))
+    if here is None and installed("megatron-bridge") is not None:
+        rows.append(Finding("these together", "in no such set", "other", "scripts/try-versions shows what breaks"))
+    return rows
 
 
 def _gpus(found: list[gpus.Gpu]) -> list[Finding]:

@@ -1,0 +1,29 @@
+"""A model with experts goes on between one rank and several, with the bits of the run that nothing interrupted."""
+
+import pytest
+
+from tests.distributed.test_invariance_experts import small
+from tests.ledgers import steps
+
+RUN = ("train", *small("qwen3_moe_toy"), "iters=6", "save=2")
+
+
+@pytest.mark.parametrize("distributed", ("true", pytest.param("false", marks=pytest.mark.release)))
+def test_experts_go_on_with_one_rank_and_with_several_again(tpi, distributed):
+    done = tpi(*RUN, "tp=2", "ep=2", f"optimizer.use_distributed_optimizer={distributed}", "run.dir=run")
+    assert done.status == 0, done.stderr
+    whole = steps(tpi.folder / "run")
+    for start, layout in ((2, "tp=1 ep=1"), (4, "tp=2 ep=2")):
+        resumed = tpi("train", "--resume", "run", *layout.split(), f"checkpoint.ckpt_step={start}")
+        assert resumed.status == 0, resumed.stderr
+        assert steps(tpi.folder / "run") == whole
+
+
+@pytest.mark.release
+def test_stock_experts_do_not(tpi):
+    """Megatron's own: on one rank there is one optimizer."""
+    done = tpi(*RUN, "tp=2", "ep=2", "numerics=stock", "run.dir=run")
+    assert done.status == 0, done.stderr
+    alone = tpi("train", "--resume", "run", "tp=1", "ep=1", "checkpoint.ckpt_step=2")
+    assert alone.status == 2
+    assert "it holds the optimizer state of experts apart from that of all else" in alone.stderr

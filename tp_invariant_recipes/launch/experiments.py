@@ -1,0 +1,63 @@
+"""Where a run logs to Weights & Biases, MLflow or Comet: what this machine must have, and what it fills in."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.host import needed
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class Service:
+    """One value of `logging=`.
+
+    module: what Bridge imports. extra: of this package, which brings it. named: Bridge's field for the run's name.
+    """
+
+    module: str
+    extra: str
+    named: str
+
+
+SERVICES = {
+    "wandb": Service("wandb", "wandb", "wandb_exp_name"),
+    "mlflow": Service("mlflow", "mlflow", "mlflow_run_name"),
+    "comet": Service("comet_ml", "comet", "comet_experiment_name"),
+}
+
+
+def problems(config: RunConfig) -> list[str]:
+    """What the ranks of a run would find missing on this machine."""
+    kind = config.logging.kind
+    if kind not in SERVICES or needed.there(SERVICES[kind].module):
+        return []
+    service = SERVICES[kind]
+    return [
+        f"logging={kind} needs {needed.DISTRIBUTIONS[service.module]}, which is not installed here: pip install "
+        f"'tp-invariant-recipes[{service.extra}]' (docs/logging.md)"
+    ]
+
+
+def fill_in(tree: dict[str, Any], config: RunConfig, run_dir: RunDir) -> dict[str, str]:
+    """Fill in where the curves of a run go. tree: its section `logger` is changed.
+
+    returns: variables for the ranks.
+    """
+    kind, logger = config.logging.kind, tree["logger"]
+    if kind == "none":
+        return {}
+    logger["tensorboard_dir"] = str(run_dir.tensorboard)  # Bridge logs nowhere without a writer of TensorBoard
+    if kind not in SERVICES:
+        return {}
+    logger[SERVICES[kind].named] = config.logging.name or run_dir.path.name
+    if kind == "wandb":
+        logger["wandb_save_dir"] = str(run_dir.path)
+        return {} if "WANDB_API_KEY" in os.environ else {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
+    if kind == "mlflow":
+        if not (logger.get("mlflow_tracking_uri") or "MLFLOW_TRACKING_URI" in os.environ):
+            logger["mlflow_tracking_uri"] = str(run_dir.mlflow)
+        # MLflow 3.17 asks for this word. A database in a file, its default, is unsafe on a network file system.
+        return {"MLFLOW_ALLOW_FILE_STORE": os.environ.get("MLFLOW_ALLOW_FILE_STORE", "true")}
+    return {}

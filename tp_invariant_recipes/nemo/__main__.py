@@ -1,0 +1,8 @@
+"""`python -m tp_invariant_recipes.nemo [-m] SCRIPT ARGUMENTS…`: what the plugin makes of a script."""
+
+import sys
+
+from tp_invariant_recipes.nemo import task
+
+if __name__ == "__main__":
+    sys.exit(task.main(sys.argv[1:]))

@@ -1,0 +1,192 @@
+"""What runs in a task that the plugin has changed: Bridge's pretrain(), with invariant numerics and a ledger.
+
+The variables of the plugin say how. The switch for other programs (tp_invariant_recipes/invariant.py) makes the
+numerics, and the callbacks of `tpi train` make the ledger.
+"""
+
+import json
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
+from tp_invariant_recipes.replacement import Replacement, applied
+
+RUNNER = "tp_invariant_recipes.nemo"
+LEDGER = "TPI_LEDGER"
+SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"  # of tp_invariant_recipes/invariant.py
+STATE_DIGESTS = 10  # steps between digests of the moments, as `ledger.state_digests` has it
+
+
+def variables(ledger: str, shards: int) -> dict[str, str]:
+    """The environment of a task. Raises ConfigError."""
+    if shards < 1 or shards.bit_count() != 1:
+        raise ConfigError(f"virtual_shards={shards}: must be a power of two")
+    if not ledger:
+        raise ConfigError("ledger is empty: name a folder for the ledger")
+    return {SWITCH: "1", SHARDS: str(shards), LEDGER: ledger}
+
+
+def pretrain(config: Any, forward_step_func: Callable[..., Any], callbacks: Any = None) -> None:
+    """Bridge's pretrain() of a ConfigContainer, with invariant numerics and a ledger in the folder TPI_LEDGER.
+
+    Arguments as Bridge's. Raises ConfigError listing what `numerics=tree` does not cover, RunError where the folder
+    holds another run.
+    """
+    with _environment() as original:
+        _recorded(original, config, forward_step_func, callbacks)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run a script of Python whose calls of Bridge's pretrain() are the one above.
+
+    words: [-m] SCRIPT ARGUMENTS…. returns: the exit status.
+    """
+    module = words[:1] == ["-m"]
+    rest = list(words[1:] if module else words)
+    if not rest:
+        print(f"usage: python -m {RUNNER} [-m] SCRIPT [ARGUMENTS]", file=sys.stderr)
+        return 2
+    calls: list[None] = []
+    try:
+        with _environment() as original:
+
+            def counted(*arguments: Any, **keywords: Any) -> None:
+                calls.append(None)
+                _recorded(original, *arguments, **keywords)
+
+            places = [name for name, m in list(sys.modules.items()) if _holds(m, original)]
+            rows = [Replacement(f"{place}:pretrain", lambda _: counted, "it writes the ledger") for place in places]
+            sys.argv = rest
+            with applied(rows):
+                if module:
+                    runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+                else:
+                    sys.path.insert(0, str(Path(rest[0]).resolve().parent))
+                    runpy.run_path(rest[0], run_name="__main__")
+        if not calls:
+            raise RunError(f"{rest[0]} has not called Bridge's pretrain(), so there is no ledger")
+    except TpiError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _holds(module: Any, original: Callable[..., Any]) -> bool:
+    return getattr(module, "__dict__", {}).get("pretrain") is original
+
+
+@contextmanager
+def _environment() -> Iterator[Callable[..., None]]:
+    """Bridge with the switch on, its patches applied, and on a machine without GPUs a CPU in their place.
+
+    yields: Bridge's pretrain().
+    """
+    from tp_invariant_recipes.host import bridge, cpu, gpus
+
+    missing = [name for name in (SWITCH, SHARDS, LEDGER) if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(f"{', '.join(missing)}: not set; InvariantPlugin sets them for a task")
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("WORLD_SIZE", "1")
+    from tp_invariant_recipes import invariant  # noqa: F401 -- its import switches on, before CUDA starts
+
+    bridge.load()
+    from megatron.bridge.training.pretrain import pretrain as original
+
+    from tp_invariant_recipes.patches import registry
+
+    with ExitStack() as stack:
+        if not gpus.visible():
+            stack.enter_context(cpu.installed())
+        stack.enter_context(registry.applied())
+        yield original
+
+
+def _recorded(
+    original: Callable[..., None], config: Any, forward_step_func: Callable[..., Any], callbacks: Any = None
+) -> None:
+    from megatron.bridge.training.callbacks import CallbackManager
+
+    from tp_invariant_recipes.runs.run_dir import RunDir
+    from tp_invariant_recipes.training.optimizer_step import OptimizerStep
+    from tp_invariant_recipes.training.rank import RankInfo, recording
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    run_dir = RunDir(Path(os.environ[LEDGER]))
+    run = described(config, world)
+    if run_dir.ledger.exists() and config.checkpoint.load is None:
+        raise RunError(f"{run_dir.path} holds the ledger of another task; give this one a folder of its own")
+    if rank == world - 1:
+        _write(run_dir, config, run)
+    info = RankInfo(rank, int(os.environ.get("LOCAL_RANK", rank)), world, world, "", ())
+    ledger = {"digests": 1, "state_digests": STATE_DIGESTS, "trace": None, "dump": []}
+    ours = recording(run_dir, info, run, ledger)
+    step = OptimizerStep(ours)
+    try:
+        if isinstance(callbacks, CallbackManager):
+            callbacks.add([*ours, step])
+            original(config, forward_step_func, callbacks=callbacks)
+        else:
+            original(config, forward_step_func, callbacks=[*(callbacks or []), *ours, step])
+    finally:
+        step.restore()
+        for callback in ours:
+            getattr(callback, "close", lambda: None)()
+
+
+def described(config: Any, world: int) -> dict[str, Any]:
+    """What `run.json` holds of a ConfigContainer that trains on `world` ranks, before Bridge fills it in.
+
+    Paths of data stand for the data, which has no digest here.
+    """
+    from tp_invariant_recipes.config import identity as identities
+    from tp_invariant_recipes.invariant import NUMERICS
+    from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
+    from tp_invariant_recipes.ledger.record import Header
+
+    model = config.model
+    tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    cp, ep = model.context_parallel_size, model.expert_model_parallel_size
+    dp = world // (tp * pp * cp)
+    tree = _plain(config)
+    identity = identities.of_sections(tree) | {
+        "data.kind": type(config.dataset).__name__,
+        "data.digest": str((tree.get("dataset") or {}).get("blend")),
+        DATA_SHARDS: dp,
+        CONTEXT_SHARDS: cp,
+    }
+    identity = dict(sorted(identity.items()))
+    etp = model.expert_tensor_parallel_size or tp
+    layout = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "etp": etp, "sp": bool(model.sequence_parallel)}
+    shards = {"virtual_shards": int(os.environ[SHARDS]), "data_shards": dp, "context_shards": cp}
+    return {
+        "model": type(model).__name__,
+        "layout": layout,
+        "numerics": NUMERICS | shards,
+        "notes": {},
+        "identity": identity,
+        "identity_hash": Header(identity=identity).identity_hash,
+        "attempts": [],
+    }
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """A ConfigContainer as JSON has it: of an object that is no text the name of its class, of infinity its name."""
+    text = json.dumps(config.to_dict(), default=lambda value: type(value).__qualname__)
+    return json.loads(text, parse_constant=str)
+
+
+def _write(run_dir: Any, config: Any, run: dict[str, Any]) -> None:
+    """The files beside the ledger that make a certificate of it."""
+    from tp_invariant_recipes.config.environment import recorded
+    from tp_invariant_recipes.host.versions import versions
+
+    run_dir.write(run_dir.config, _plain(config))
+    run_dir.write(run_dir.environment, recorded(os.environ))
+    run_dir.write(run_dir.versions, versions())
+    run_dir.write(run_dir.run, run)
