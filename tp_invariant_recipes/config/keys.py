@@ -1,15 +1,16 @@
 """Short keys: what people type for the fields they change most."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class ShortKey:
-    """`name=VALUE` on the command line stands for `path=VALUE`."""
+    """`name=VALUE` on the command line stands for `path=VALUE`. type: a hint, as config/values.py converts to it."""
 
     name: str
     path: str
-    type: type
+    type: Any
     help: str
 
 
@@ -35,5 +36,6 @@ SHORT_KEYS = {
         ShortKey("lr", "optimizer.lr", float, "peak learning rate"),
         ShortKey("seed", "rng.seed", int, "seed of weights and data order"),
         ShortKey("save", "checkpoint.save_interval", int, "steps between checkpoints; 0: only on SIGTERM"),
+        ShortKey("weights", "weights.folder", str | None, "folder of the Hugging Face weights to start from"),
     )
 }
