@@ -54,6 +54,7 @@ TYPED = (
     ("lr", "0.5", "optimizer.lr", 0.5, ()),
     ("seed", "4321", "rng.seed", 4321, ()),
     ("save", "5", "checkpoint.save_interval", 5, ()),
+    ("weights", "models/a=b", "weights.folder", "models/a=b", ()),
 )
 
 
