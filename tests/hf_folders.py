@@ -60,7 +60,9 @@ def make(
         change(config, all_)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    names = ["model.safetensors"] if files == 1 else [f"model-{n + 1:05}-of-{files:05}.safetensors" for n in range(files)]
+    names = (
+        ["model.safetensors"] if files == 1 else [f"model-{n + 1:05}-of-{files:05}.safetensors" for n in range(files)]
+    )
     parts = [dict(list(all_.items())[n::files]) for n in range(files)]
     for name, part in zip(names, parts, strict=True):
         (folder / name).write_bytes(file(part))

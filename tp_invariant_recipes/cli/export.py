@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tp_invariant_recipes.cli.arguments import Json
-from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.host import needed, terminal
 
 
 def export(
@@ -33,6 +33,7 @@ def export(
     tpi export runs/qwen3_8b-tp4-… ~/models/mine
     tpi export runs/qwen3_8b-tp4-… ~/models/mine --step 500 --masters
     """
+    needed.check("tpi export", needed.TRAINING)
     from tp_invariant_recipes.workflows.export import export as write
 
     found = write(run, folder, step, masters=masters)

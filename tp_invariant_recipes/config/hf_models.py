@@ -1,4 +1,4 @@
-"""The models of Hugging Face that weights come from and go to: the sizes in config.json, the names and shapes of tensors.
+"""The models of Hugging Face that weights come from and go to: sizes in config.json, names and shapes of tensors.
 
 A row of FAMILIES is one architecture that Bridge's AutoBridge converts and whose tensors are all known here. The sizes
 are those of `config.json`, under their names there; FIELDS says which field of the model is which. So a folder is
@@ -201,6 +201,8 @@ def problems(model: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
         config = _config(checkpoint.folder)
         sizes, fixed = _sizes(family, config), _fixed(config)
         wanted = dict(family.tensors(sizes))
+    except ImportError:
+        raise
     except Exception as error:  # whatever transformers raises of a damaged file
         return [f"{where}: its config.json is none of {family.architecture}: {str(error).splitlines()[0][:200]}"]
     wrong = [f"{where}: its config.json has {one}, and tpi imports no such model" for one in fixed]

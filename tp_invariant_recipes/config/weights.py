@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint on disk: what its files say of themselves, without the tensors' values.
 
-    FOLDER/config.json                     the model
-    FOLDER/*.safetensors                   8 bytes: length of the header; the header in JSON; the tensors, one after the other
-    FOLDER/model.safetensors.index.json    optional: which file has which tensor
+FOLDER/config.json                     the model
+FOLDER/*.safetensors                   length of the header in 8 bytes, the header in JSON, the tensors
+FOLDER/model.safetensors.index.json    optional: which file has which tensor
 """
 
 import functools
@@ -75,7 +75,8 @@ def problems(tree: Tree) -> list[str]:
         return []
     found = []
     if tree["checkpoint"].get("pretrained_checkpoint") is not None:
-        found.append(f"weights={folder} and checkpoint.pretrained_checkpoint both say where weights come from; leave out one")
+        both = f"weights={folder} and checkpoint.pretrained_checkpoint"
+        found.append(f"{both} both say where weights come from; leave out one")
     if config.numerics.mode == "stock" and config.numerics.initial_weights == "invariant":
         found.append(f"numerics.initial_weights=invariant: weights={folder} has them; leave out one")
     precision = tree.get("mixed_precision")

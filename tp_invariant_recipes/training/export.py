@@ -108,7 +108,7 @@ def _load(chunks: list[Any], checkpoint: Path, prefix: str) -> None:
     """Load weights, or what a checkpoint keeps of them under names with a prefix. RunError: it lacks one."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     chunk = chunks[0].module if hasattr(chunks[0], "module") else chunks[0]
     metadata = dist_checkpointing.load_content_metadata(str(checkpoint))
@@ -119,7 +119,7 @@ def _load(chunks: list[Any], checkpoint: Path, prefix: str) -> None:
     }
     there = _metadata(checkpoint)
     for tensor in nested_values(sharded):
-        if isinstance(tensor, ShardedTensor):
+        if isinstance(tensor, ShardedTensor | ShardedTensorFactory):  # of gate and up there is a factory
             tensor.key = f"{prefix}{tensor.key}"
             if tensor.key not in there:
                 kind = "master weight" if prefix else "weight"
