@@ -54,7 +54,7 @@ def make(
     """Write a folder. files: more than one have an index. change: what is to be wrong, with config.json and tensors."""
     family = hf_models.family_of(model)
     assert isinstance(family, hf_models.Family), family
-    config, all_ = hf_models.config_of(family, model, {"BF16": "bfloat16", "F32": "float32"}[dtype]), None
+    config = hf_models.config_of(family, model, {"BF16": "bfloat16", "F32": "float32"}[dtype])
     all_ = tensors(model, seed, dtype)
     if change:
         change(config, all_)

@@ -193,6 +193,16 @@ def test_master_weights_have_the_bits_of_fp32(shared):
     assert {dtype for dtype, *_ in bits(shared.folder / "rounded").values()} == {"BF16"}
 
 
+@pytest.mark.release
+def test_a_recipe_of_bridge_starts_from_a_folder(tpi):
+    made(tpi, "hf", "qwen3_toy")
+    recipe = ("recipe=qwen3_600m_pretrain_config", "recipe.hf_folder=hf", "weights=hf", "seq=64", "gbs=2", "iters=2")
+    more = "scheduler.lr_warmup_iters=0 dataset.num_workers=0 validation.eval_iters=0 validation.eval_interval=null"
+    done = tpi("verify", *recipe, *more.split(), "ddp.grad_reduce_in_fp32=true", "tp=1,2", "--dir", "recipe")
+    assert done.status == 0, done.stdout + done.stderr
+    assert json.loads((tpi.folder / "recipe/tp1/run.json").read_text())["identity"]["weights.digest"]
+
+
 # Model, overrides of all its runs, layouts.
 _EXPERTS = "model.num_layers=2 model.hidden_size=128 model.num_attention_heads=8 model.num_query_groups=8 "
 _EXPERTS += "model.kv_channels=16 model.moe_ffn_hidden_size=64 model.ffn_hidden_size=64 model.vocab_size=512"

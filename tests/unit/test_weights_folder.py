@@ -9,6 +9,7 @@ from tp_invariant_recipes.config import hf_models, weights
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.recipes import recipe
 
 TOY = hf_folders.of("qwen3_toy")
 
@@ -300,6 +301,11 @@ def test_what_contradicts_weights_is_refused(overrides):
     with pytest.raises(ConfigError) as caught:
         compose("qwen3_toy", ["weights=a", *overrides.split()], device="cpu")
     assert CONTRADICTIONS[overrides] in str(caught.value)
+
+
+def test_a_recipe_function_imports_no_weights():
+    with pytest.raises(ConfigError, match="weights=a: `tpi train` imports them, and a ConfigContainer does not"):
+        recipe("qwen3_toy", "weights=a")
 
 
 def test_the_tokenizer_is_that_of_the_folder():
