@@ -156,6 +156,21 @@ def test_a_folder_that_does_not_fit_is_one_message(shared, runs):
     assert not (runs / "refused").exists()
 
 
+def test_a_weight_that_bridge_passes_over_ends_the_run(shared, runs):
+    """Bridge warns of a tensor that is missing and goes on; the check before the start is switched off here."""
+
+    def missing(config, tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+
+    def unchecked():
+        hf_models.problems = lambda *_: []
+
+    made(shared, "lacking", change=missing)
+    done = shared("train", "qwen3_toy", *SHORT, "iters=1", "weights=lacking", "run.dir=lacks", before=unchecked)
+    assert done.status == 2
+    assert "Megatron-Bridge set no finite values of decoder.layers.1.mlp.linear_fc1.weight" in done.stderr
+
+
 def test_a_tokenizer_beyond_the_vocabulary_is_refused(shared, runs, text):
     import tokenizers
     from transformers import PreTrainedTokenizerFast
