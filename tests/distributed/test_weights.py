@@ -156,7 +156,7 @@ def test_a_folder_that_does_not_fit_is_one_message(shared, runs):
     assert not (runs / "refused").exists()
 
 
-def test_a_weight_that_bridge_passes_over_ends_the_run(shared, runs):
+def test_a_weight_that_bridge_passes_over_ends_the_run(shared):
     """Bridge warns of a tensor that is missing and goes on; the check before the start is switched off here."""
 
     def missing(config, tensors):

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from tp_invariant_recipes.config.sections import Tree, typed
 from tp_invariant_recipes.errors import ConfigError, listed
@@ -204,12 +204,15 @@ def _parsed(file: Path) -> dict[str, Stored]:
 
 def _offsets(name: str, entry: Any) -> tuple[int, int]:
     """First and last byte of a tensor. Raises ValueError: the entry of the header is none."""
-    if isinstance(entry, dict):
-        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-        numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
-        if isinstance(dtype, str) and all(type(n) is int and 0 <= n < 2**63 for n in numbers) and len(offsets) == 2:
+    if isinstance(entry, dict) and isinstance(entry.get("dtype"), str):
+        shape, offsets = entry.get("shape"), entry.get("data_offsets")
+        if _sizes(shape) and _sizes(offsets) and len(offsets) == 2:
             return offsets[0], offsets[1]
     raise ValueError(f"its header does not describe {name}")
+
+
+def _sizes(numbers: Any) -> TypeGuard[list[int]]:
+    return isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
 
 
 def some(names: list[str]) -> str:
