@@ -136,15 +136,15 @@ def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], wanted: set[str])
 
     Raises RunError: they are not those wanted.
     """
-    files: list[dict[str, Tensor]] = [{}]
-    size, index, written = 0, {}, []
+    held: dict[str, Tensor] = {}
+    index: dict[str, int] = {}  # tensor -> number of its file
+    written: list[Path] = []
     for name, tensor in tensors:
-        if size and size + tensor.nbytes > SHARD:
-            written.append(_part(folder, len(written), files.pop()))
-            files, size = [{}], 0
-        files[-1][name] = tensor
-        index[name], size = len(written), size + tensor.nbytes
-    written.append(_part(folder, len(written), files.pop()))
+        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > SHARD:
+            written.append(_part(folder, len(written), held))
+            held = {}
+        held[name], index[name] = tensor, len(written)
+    written.append(_part(folder, len(written), held))
     if wrong := sorted(wanted ^ index.keys()):
         raise RunError(f"Megatron-Bridge wrote other tensors than the architecture has: {wrong[0]}")
     names = [f"model-{n + 1:05}-of-{len(written):05}.safetensors" for n in range(len(written))]
