@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
 
 from tests import hf_folders
 from tp_invariant_recipes.config import hf_models, weights
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.recipes import recipe
 
 TOY = hf_folders.of("qwen3_toy")
@@ -328,3 +330,43 @@ def test_a_models_config_round_trips(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(hf_models.config_of(family, model, "bfloat16")))
     assert hf_models._sizes(family, hf_models._config(tmp_path)) == hf_models.sizes_of(family, model)
     assert hf_models.sizes_of(family, model)["rope_factor"] == 32.0
+
+
+def test_large_exports_have_several_files_and_an_index(tmp_path, monkeypatch):
+    from tp_invariant_recipes.training import export
+
+    monkeypatch.setattr(export, "SHARD", 100)
+    (tmp_path / "config.json").write_text("{}")
+    tensors = {name: torch.arange(size, dtype=torch.float32) for name, size in (("a", 10), ("b", 20), ("c", 10))}
+    export.write(tmp_path, iter(tensors.items()), {*tensors})
+    names = [f"model-{n}-of-00003.safetensors" for n in ("00001", "00002", "00003")]
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == names
+    found = weights.read(tmp_path).tensors
+    assert {name: (one.file.name, one.shape) for name, one in found.items()} == {
+        "a": (names[0], (10,)), "b": (names[1], (20,)), "c": (names[2], (10,))
+    }  # fmt: skip
+
+
+def test_an_export_of_other_tensors_is_a_defect(tmp_path):
+    from tp_invariant_recipes.training import export
+
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RunError, match="wrote other tensors than the architecture has: b"):
+        export.write(tmp_path, iter([("a", torch.zeros(1))]), {"a", "b"})
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
+    def fail(folder):
+        (folder / "file").touch()
+        raise RunError
+
+    with pytest.raises(RunError), whole_folder(tmp_path / "a") as folder:
+        fail(folder)
+    assert list(tmp_path.iterdir()) == []
+    with whole_folder(tmp_path / "a") as folder:
+        (folder / "file").write_text("x")
+        assert not (tmp_path / "a").exists()
+    assert (tmp_path / "a" / "file").read_text() == "x"
+    with pytest.raises(OSError), whole_folder(tmp_path / "a"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
