@@ -1,8 +1,10 @@
-"""Writing a file whole or not at all: the only place that writes beside a file and renames."""
+"""Writing a file or a folder whole or not at all: the only place that writes beside a file and renames."""
 
 import errno
 import os
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 UNFINISHED = ".new"  # how the names of files end that a killed process was writing
@@ -25,6 +27,27 @@ def write_atomically(file: Path, data: str | bytes) -> None:
             temporary.unlink()
         raise
     sync_folder(file.parent)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Give a folder its files at once: the block fills another beside it, which then takes its name.
+
+    The folder is not there, or empty. An error in the block or OSError leaves it as it was.
+    """
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}{UNFINISHED}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in temporary.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        sync_folder(temporary)
+        os.rename(temporary, folder)  # it replaces an empty folder and no other
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -41,6 +41,7 @@ def test_help_names_every_command(cli):
         "verify",
         "bisect",
         "certify",
+        "export",
         "report",
         "bench",
         "show",

@@ -56,6 +56,7 @@ TYPED = (
     ("save", "5", "checkpoint.save_interval", 5, ()),
     ("project", "ours", "logging.project", "ours", ("logging=wandb",)),
     ("name", "'a b'", "logging.name", "a b", ("logging=mlflow",)),
+    ("weights", "models/a=b", "weights.folder", "models/a=b", ()),
 )
 
 

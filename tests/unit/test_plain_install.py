@@ -80,6 +80,7 @@ NEED = (
     (["verify", "qwen3_toy", "tp=1,2"], "tpi verify needs megatron-bridge"),
     (["bench", "qwen3_toy"], "tpi bench needs megatron-bridge"),
     (["audit", "qwen3_toy", "--against", "pp=2"], "tpi audit needs megatron-bridge"),
+    (["export", "runs/a", "out"], "tpi export needs megatron-bridge"),
     (["conformance"], "tpi conformance needs torch, which is not installed here: make bootstrap"),
     (["data", "prepare", "text.txt"], "tpi data prepare needs megatron-core and torch"),
     # Only Bridge knows what this field takes.

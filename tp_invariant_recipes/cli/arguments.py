@@ -26,8 +26,8 @@ Model = Annotated[
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Short keys (tp pp dp cp ep etp sp seq mbs gbs iters lr seed save), groups (data=text numerics=stock "
-        "device=cpu precision=fp32 logging=wandb …), or any field of Megatron-Bridge by its dotted path.",
+        help="Short keys (tp pp dp cp ep etp sp seq mbs gbs iters lr seed save weights), groups (data=text "
+        "numerics=stock device=cpu precision=fp32 …), or any field of Megatron-Bridge by its dotted path.",
         metavar="[KEY=VALUE]…",
         show_default=False,
     ),

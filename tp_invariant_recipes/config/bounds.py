@@ -110,7 +110,7 @@ BY_PATH = {
     for section, names in sections.items()
     for name in names.split()
 }
-BY_PATH |= {key.path: SHORT_RANGES.get(key.name, COUNT) for key in SHORT_KEYS.values()}
+BY_PATH |= {key.path: SHORT_RANGES.get(key.name, COUNT) for key in SHORT_KEYS.values() if isinstance(key.type, type)}
 
 # Numbers that may be infinite: a threshold that nothing reaches.
 INFINITE = {"optimizer.grad_norm_skip_threshold"}

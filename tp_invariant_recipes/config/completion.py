@@ -53,7 +53,8 @@ def overrides(incomplete: str, *, several: bool = False) -> Offers:
 def takes_file(incomplete: str) -> bool:
     """Whether the value that is typed here may be a file."""
     key, is_, _ = incomplete.partition("=")
-    return bool(is_) and (key in PATHS or key == "cluster")
+    path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
+    return bool(is_) and (path in PATHS or key == "cluster")
 
 
 def _keys(text: str) -> Offers:

@@ -24,6 +24,7 @@ from tp_invariant_recipes.config import (
     relations,
     schema,
     source,
+    weights,
 )
 from tp_invariant_recipes.config import (
     overrides as read,
@@ -32,7 +33,7 @@ from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all
 from tp_invariant_recipes.config.sections import RunConfig, typed
-from tp_invariant_recipes.config.settings import OWN_SECTIONS
+from tp_invariant_recipes.config.settings import OWN_SECTIONS, PATHS
 from tp_invariant_recipes.config.values import WrongType, convert
 from tp_invariant_recipes.errors import ConfigError, listed
 
@@ -104,6 +105,7 @@ def compose(
             hang_timeout,
             environment,
             recipe_layer,
+            weights,
         )
         with _guarded(model, problems):
             problems += [problem for rule in rules for problem in rule.problems(tree)]
@@ -244,7 +246,7 @@ def _converted(override: Override) -> Override:
     Raises WrongType.
     """
     short = next((key for key in SHORT_KEYS.values() if key.path == override.path), None)
-    if short is None or override.parsed is None:
+    if short is None or override.parsed is None or short.path in PATHS:
         return override
     try:
         value = convert(override.parsed.value(), short.type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
@@ -76,6 +77,14 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
     return container
 
 
+def imported_folder(tree: dict[str, Any]) -> Path | None:
+    """The Hugging Face checkpoint that the weights are to come from; None: a checkpoint of the run has them, or they
+    are new.
+    """
+    folder = typed(tree).weights.folder
+    return Path(folder) if folder is not None and tree["checkpoint"].get("load") is None else None
+
+
 def validate(container: ConfigContainer, world_size: int, *, here: bool = True) -> None:
     """Run Bridge's own validation as a rank would, for `world_size` ranks.
 
@@ -131,7 +140,7 @@ def _numerics(provider: Any, config: RunConfig) -> None:
     if numerics.mode != "stock":
         provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
         provider.context_shards = numerics.context_shards or provider.context_parallel_size
-    if numerics.initial_weights == "invariant":
+    if numerics.initial_weights == "invariant" and config.weights.folder is None:
         from tp_invariant_recipes.numerics import init
 
         provider.register_pre_wrap_hook(partial(init.initialise, seed=config.bridge["rng"]["seed"]))

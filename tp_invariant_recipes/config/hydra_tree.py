@@ -151,6 +151,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.at_most": lambda number, other: min(number, other) if isinstance(other, int) else number,
     "tpi.not": lambda value: not value,
     "tpi.graphed_modules": _graphed_modules,
+    "tpi.or": lambda value, otherwise: otherwise if value is None else value,
     "tpi.shards": _shards,
 }
 NOT_READ = (

@@ -7,6 +7,8 @@ from typing import Any
 from tp_invariant_recipes.config.sections import Tree, typed
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
 
+WEIGHTS_DIGEST = "weights.digest"
+
 # Sections whose fields are part of the identity.
 SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "rng", "mixed_precision")
 
@@ -68,10 +70,11 @@ EXCLUDED = {
 }
 
 
-def identity(tree: Tree, data_digest: str | None) -> dict[str, Any]:
+def identity(tree: Tree, data_digest: str | None, weights_digest: str | None = None) -> dict[str, Any]:
     """Dotted key -> value of everything that two comparable runs have in common.
 
-    data_digest: of the prepared text (`PreparedData.digest`); None for generated data.
+    data_digest:    of the prepared text (`PreparedData.digest`); None for generated data.
+    weights_digest: of the checkpoint that the weights come from (`weights.Checkpoint.digest`); None: they are new.
     """
     config = typed(tree)
     flat = of_sections(config.bridge)
@@ -83,6 +86,8 @@ def identity(tree: Tree, data_digest: str | None) -> dict[str, Any]:
     if config.numerics.mode != "stock" and config.numerics.context_shards is not None:
         flat[CONTEXT_SHARDS] = config.numerics.context_shards
     flat["data.digest"] = data_digest
+    if weights_digest is not None:
+        flat[WEIGHTS_DIGEST] = weights_digest
     return dict(sorted(flat.items()))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ShortKey:
-    """`name=VALUE` on the command line stands for `path=VALUE`."""
+    """`name=VALUE` on the command line stands for `path=VALUE`. type: a hint, as config/values.py converts to it."""
 
     name: str
     path: str
@@ -38,5 +38,6 @@ SHORT_KEYS = {
         ShortKey("save", "checkpoint.save_interval", int, "steps between checkpoints; 0: only on SIGTERM"),
         ShortKey("project", "logging.project", str | None, "project of wandb and Comet, experiment of MLflow"),
         ShortKey("name", "logging.name", str | None, "name of the run there (default: that of run.dir)"),
+        ShortKey("weights", "weights.folder", str | None, "folder of the Hugging Face weights to start from"),
     )
 }

@@ -139,7 +139,8 @@ def _as_typed(text: str) -> str:
     """Quote the value of a key that holds a path or a text, so that Hydra does not read it as its grammar."""
     key, _, value = text.partition("=")
     name = key.lstrip("+")
-    typed = name in AS_TYPED or name.startswith("cluster.environment.") or (name == "cluster" and _file(value))
+    path = SHORT_KEYS[name].path if name in SHORT_KEYS else name
+    typed = path in AS_TYPED or name.startswith("cluster.environment.") or (name == "cluster" and _file(value))
     if not typed or value in ("", "null") or value[0] in "'\"":
         return text
     return f"{key}={quoted(value)}"

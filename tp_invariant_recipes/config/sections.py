@@ -18,6 +18,7 @@ from tp_invariant_recipes.config.settings import (
     RecipeSettings,
     RunSettings,
     SlurmSettings,
+    WeightsSettings,
 )
 
 Tree = Mapping[str, Any]  # section -> fields, as Hydra composes it
@@ -34,6 +35,7 @@ class RunConfig:
     numerics: NumericsSettings
     parallel: ParallelSettings
     data: DataSettings
+    weights: WeightsSettings
     device: DeviceSettings
     ledger: LedgerSettings
     patches: PatchesSettings

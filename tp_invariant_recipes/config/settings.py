@@ -60,6 +60,16 @@ class DataSettings:
 
 
 @dataclass(frozen=True)
+class WeightsSettings:
+    """What the weights are before the first step (docs/weights.md).
+
+    folder: a Hugging Face checkpoint: config.json and *.safetensors; None: new weights.
+    """
+
+    folder: str | None = None
+
+
+@dataclass(frozen=True)
 class DeviceSettings:
     """What computes: decides layers, collectives and how ranks are started.
 
@@ -204,6 +214,7 @@ OWN_SECTIONS: dict[str, type] = {
     "numerics": NumericsSettings,
     "parallel": ParallelSettings,
     "data": DataSettings,
+    "weights": WeightsSettings,
     "device": DeviceSettings,
     "ledger": LedgerSettings,
     "patches": PatchesSettings,
@@ -220,6 +231,7 @@ PATHS = (
     "data.path",
     "data.cache",
     "data.tokenizer",
+    "weights.folder",
     "recipe.hf_folder",
     "checkpoint.pretrained_checkpoint",
     "cluster.container",

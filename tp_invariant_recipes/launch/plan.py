@@ -7,10 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import environment, going_on, hydra_tree, layout, relations, source
+from tp_invariant_recipes.config import (
+    environment,
+    going_on,
+    hf_models,
+    hydra_tree,
+    layout,
+    relations,
+    source,
+    weights,
+)
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.describe import value_text
-from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST, identity
 from tp_invariant_recipes.config.null_tokenizer import eod_id
 from tp_invariant_recipes.config.overrides import DECIDED_BY as _BY
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
@@ -273,8 +282,10 @@ def _going_on(
     dry: bool = False,
 ) -> Plan:
     """asked: the words of the command, for messages. start, here: as for `resume_run`. dry: as for `new`."""
-    plan = resolve(composed, run_dir, progress, here=here, dry=dry)
     before = run_dir.read_run(RunFile)
+    begun = start or _has_checkpoint(run_dir)
+    imported = _imported(before, composed.overrides) if begun else None
+    plan = resolve(composed, run_dir, progress, here=here, dry=dry, imported=imported)
     if plan.data_missing:
         plan.identity["data.digest"] = before["identity"].get("data.digest")  # not known before it is prepared
     if composed.model != before["model"]:
@@ -294,6 +305,19 @@ def _going_on(
     if found:
         _same_bits(asked, before, plan, found)
     return plan if found is None else _from(plan, found)
+
+
+def _has_checkpoint(run_dir: RunDir) -> bool:
+    """Whether there is one to go on from, whose weights count and not those of a folder."""
+    recorded = _recorded(run_dir)
+    return any(found.step <= recorded for found in checkpoints.finished(run_dir.checkpoints))
+
+
+def _imported(before: dict[str, Any], overrides: Sequence[Override]) -> str | None:
+    """The digest of the weights that a run has started from, if these are still asked for."""
+    now, then = (given(texts, "weights.folder") for texts in (overrides, parse_all(before["overrides"])))
+    same = (now and now.value) == (then and then.value)
+    return before["identity"].get(WEIGHTS_DIGEST) if same else None
 
 
 def _same_bits(asked: str, before: dict[str, Any], plan: Plan, found: Checkpoint) -> None:
@@ -342,7 +366,9 @@ def rerun(
     # without a word to callbacks, so the ledger has the digests of a step only if another one follows.
     shorter = f"train.exit_interval={last_step + 1}"
     changes = [*record, "save=0", "logging=none", shorter, "train.exit_duration_in_mins=null"]
-    plan = resolve(_compose_as(before, [*_asked(before, NOT_REPEATED), *parse_all(changes)]), run_dir, progress)
+    composed = _compose_as(before, [*_asked(before, NOT_REPEATED), *parse_all(changes)])
+    imported = _imported(before, composed.overrides) if start else None
+    plan = resolve(composed, run_dir, progress, imported=imported)
     _same_identity(before["identity"], plan.identity, f"{run} cannot be repeated: it would be another run now.")
     plan.tree["checkpoint"]["save"] = None
     return plan if start is None else _from(plan, start)
@@ -405,18 +431,24 @@ def resolve(
     *,
     here: bool = True,
     dry: bool = False,
+    imported: str | None = None,
 ) -> Plan:
     """Fill in what only this machine knows, and check that it can carry the run. Raises a TpiError.
 
-    here: as in Plan. dry: as for `new`.
+    here: as in Plan. dry: as for `new`. imported: the digest of the weights that the run has started from, where a
+    checkpoint stands for their folder, which is then not read.
     """
     tree = {name: dict(part) if isinstance(part, dict) else part for name, part in composed.tree.items()}
     config = composed.config
     at = layout.of(config)
     so_far = _attempts(run_dir)
     variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
-    if weights := tree["checkpoint"].get("pretrained_checkpoint"):
-        tree["checkpoint"]["pretrained_checkpoint"] = str(Path(weights).expanduser())
+    if pretrained := tree["checkpoint"].get("pretrained_checkpoint"):
+        tree["checkpoint"]["pretrained_checkpoint"] = str(Path(pretrained).expanduser())
+    if config.weights.folder is not None:
+        folder = Path(config.weights.folder).expanduser().absolute()
+        tree["weights"]["folder"] = str(folder)
+        imported = imported or _check_weights(folder, config)
     preflight.check(tree, at, run_dir, here=here)
     data = _prepare(config.data, progress, dry=dry)
     tree["run"]["dir"] = str(run_dir.path)
@@ -429,7 +461,7 @@ def resolve(
     variables |= experiments.fill_in(tree, config, run_dir)
     missing = isinstance(data, int)
     digest = data.digest if isinstance(data, PreparedData) else None
-    of_run = identity(tree, digest)
+    of_run = identity(tree, digest, imported)
     return Plan(composed, tree, at, run_dir, of_run, variables, here=here, data_missing=missing, attempts=so_far)
 
 
@@ -443,6 +475,14 @@ def resolve_beside(
     dataset = planned.tree["dataset"] | {"path_to_cache": str(index_cache)}
     train = planned.tree["train"] | {"exit_signal_handler": False}
     return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
+
+
+def _check_weights(folder: Path, config: RunConfig) -> str:
+    """The digest of a folder's weights. Raises ConfigError: they are not those of the model."""
+    checkpoint = weights.read(folder)
+    if wrong := hf_models.problems(config.model, checkpoint):
+        raise ConfigError(listed(wrong), wrong)
+    return checkpoint.digest()
 
 
 def _prepare(
@@ -507,6 +547,8 @@ def _mended(key: str, value: Any, overrides: Sequence[Override]) -> str:
     typed = given(overrides, key) or next((one for one in overrides if key.startswith(f"{one.path}.")), None)
     if key == "data.digest":
         return "data.path, data.tokenizer and data.json_key must give the same tokens"
+    if key == WEIGHTS_DIGEST:
+        return "weights must name a folder with the same tensors" if value else "leave out weights"
     if typed is not None and typed.value != value_text(value):
         return f"leave out {typed.text}, or set {key}={value_text(value)}"
     return f"set {key}={value_text(value)}"

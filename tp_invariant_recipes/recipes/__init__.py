@@ -36,6 +36,10 @@ NOT_HERE = (
     "optimizer); use `tpi train`, or leave it out and import tp_invariant_recipes.invariant with "
     "NVTE_TP_INVARIANT_MODE=1"
 )
+NO_WEIGHTS = (
+    "`tpi train` imports them, and a ConfigContainer does not; Bridge's pretrain() reads a Hugging Face folder that "
+    "checkpoint.pretrained_checkpoint names"
+)
 
 
 def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> ConfigContainer:
@@ -54,7 +58,9 @@ def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> Con
     asked = [*parse_all(overrides), *_of_keywords(parse_all(overrides), keys, problems)]
     refused = [o for o in asked if o.path in ("numerics", "numerics.mode") and o.value != "stock"]
     problems += [f"{override.text}: {NOT_HERE}" for override in refused]
-    others = [o for o in asked if o not in refused]
+    imported = [o for o in asked if o.path == "weights.folder" and o.value != "null"]
+    problems += [f"{override.text}: {NO_WEIGHTS}" for override in imported]
+    others = [o for o in asked if o not in (*refused, *imported)]
     try:
         tree = compose(model, others, device=device, numerics="stock").tree
     except ConfigError as error:

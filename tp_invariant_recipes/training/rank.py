@@ -218,7 +218,14 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
 
-        bridge_pretrain(container.build(tree), forward_step, callbacks=callbacks)
+        built = container.build(tree)
+        if (folder := container.imported_folder(tree)) is not None:
+            from tp_invariant_recipes.training.imported_weights import ImportedWeights
+
+            imported = ImportedWeights(folder)
+            built.model.register_pre_wrap_hook(imported.load)
+            callbacks = [imported, *callbacks]
+        bridge_pretrain(built, forward_step, callbacks=callbacks)
 
 
 def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], tree: dict[str, Any]) -> list:

@@ -1,0 +1,253 @@
+"""`weights=FOLDER` and `tpi export`: the same bits in every layout, and back again."""
+
+import json
+import shutil
+
+import pytest
+
+from tests import hf_folders
+from tp_invariant_recipes.config import hf_models, weights
+
+SHORT = ("seq=64", "gbs=2")
+FROZEN = ("lr=0", "optimizer.min_lr=0", "scheduler.lr_decay_iters=9")  # the step changes no weight
+
+# Class of transformers -> what its configuration has beside sizes.
+CLASSES = {
+    "Llama": {
+        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", "factor": 32.0} | hf_models.LLAMA3_ROPE
+    },
+    "Qwen2": {},
+    "Qwen3": {"head_dim": 16},
+    "Qwen3Moe": {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 8192,
+}
+
+
+def made(shared, name, model="qwen3_toy", *overrides, **how):
+    return hf_folders.make(shared.folder / name, hf_folders.of(model, *overrides), **how)
+
+
+def train(shared, run, folder, *overrides, model="qwen3_toy"):
+    done = shared("train", model, *SHORT, f"weights={folder}", f"run.dir={run}", *overrides)
+    assert done.status == 0, done.stderr
+    return shared.folder / run
+
+
+def bits(folder):
+    found = weights.read(folder).tensors
+    return {name: (one.dtype, one.shape, one.file.read_bytes()[one.start : one.start + one.size])
+            for name, one in found.items()}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(shared):
+    """Two layouts from copies of one folder, the second of which is then removed, and one run of other weights."""
+    made(shared, "hf")
+    made(shared, "copy", files=2)
+    made(shared, "other", seed=1)
+    train(shared, "tp1", "hf", "iters=2", "save=1", *FROZEN)
+    train(shared, "tp2-pp2", "copy", "iters=2", "save=1", "tp=2", "pp=2", *FROZEN)
+    train(shared, "of-other", "other", "iters=1", *FROZEN)
+    shutil.rmtree(shared.folder / "copy")
+    return shared.folder
+
+
+def test_every_layout_starts_from_the_same_bits(shared, runs):
+    assert shared.ledger("tp1") == shared.ledger("tp2-pp2")
+    compared = shared("compare", "tp1", "tp2-pp2")
+    assert compared.status == 0, compared.stdout
+
+
+def test_other_weights_compute_other_bits(shared, runs):
+    """The control: weights are those of the folder."""
+    first, other = shared.ledger("tp1")[0], shared.ledger("of-other")[0]
+    assert first.loss != other.loss
+    assert not {*first.masters.values()} & {*other.masters.values()}
+
+
+def test_runs_of_other_weights_are_not_comparable(shared, runs):
+    compared = shared("compare", "tp1", "of-other")
+    assert compared.status == 2
+    assert "weights.digest" in compared.stdout + compared.stderr
+
+
+def test_stock_layouts_differ_from_equal_weights(shared, runs):
+    done = shared("verify", "qwen3_toy", *SHORT, "tp=1,2", "iters=1", "numerics=stock", "weights=hf", "--dir", "stock")
+    assert done.status == 1, done.stdout + done.stderr
+    assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
+
+
+def test_import_and_export_are_a_round_trip(shared, runs):
+    done = shared("export", "tp1", "out")
+    assert done.status == 0, done.stderr
+    assert bits(runs / "out") == bits(runs / "hf")
+    assert f"weights digest {weights.read(runs / 'hf').digest()}" in done.stdout
+
+
+def test_what_is_exported_is_imported_again(shared, runs):
+    """Of a run that has changed its weights; the control is the folder that it started from."""
+    train(shared, "trained", "hf", "iters=2", "save=2", "tp=2")
+    done = shared("export", "trained", "trained-out", "--step", "2", "--json")
+    assert done.status == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert (said["step"], said["architecture"], said["dtype"]) == (2, "Qwen3ForCausalLM", "bfloat16")
+    assert bits(runs / "trained-out") != bits(runs / "hf")
+    run = train(shared, "again", "trained-out", "iters=1", "save=1", *FROZEN)
+    assert json.loads((run / "run.json").read_text())["identity"]["weights.digest"] == said["digest"]
+    done = shared("export", "again", "again-out")
+    assert done.status == 0, done.stderr
+    assert bits(runs / "again-out") == bits(runs / "trained-out")
+
+
+def test_an_export_overwrites_nothing(shared, runs):
+    before = bits(runs / "hf")
+    done = shared("export", "tp1", "hf")
+    assert done.status == 2
+    assert "hf is there and is no empty folder: nothing is overwritten, choose another" in done.stderr
+    assert bits(runs / "hf") == before
+
+
+def test_an_export_that_fails_leaves_nothing(shared, runs):
+    before = {path.name for path in runs.iterdir()}
+
+    def full():
+        from tp_invariant_recipes.training import export
+
+        def fail(*_):
+            raise OSError(28, "No space left on device")
+
+        export._part = fail
+
+    done = shared("export", "tp1", "never", before=full)
+    assert done.status == 2, done.stderr
+    assert {path.name for path in runs.iterdir() if path.name[0] != "." or path.name.endswith(".new")} == {
+        name for name in before if name[0] != "."
+    }
+    assert shared("export", "tp1", "never", "--step", "9").status == 2
+    assert not (runs / "never").exists()
+
+
+def test_a_resume_takes_the_checkpoint_and_not_the_folder(shared, runs):
+    assert not (runs / "copy").exists()
+    done = shared("train", "--resume", "tp2-pp2", "iters=3")
+    assert done.status == 0, done.stderr
+    assert [step.step for step in shared.ledger("tp2-pp2")] == [1, 2, 3]
+
+
+def test_a_resume_with_other_weights_is_refused(shared, runs):
+    done = shared("train", "--resume", "tp1", "iters=3", "weights=other")
+    assert done.status == 2
+    assert "weights.digest was " in done.stderr
+    assert "weights must name a folder with the same tensors" in done.stderr
+
+
+def test_a_folder_that_does_not_fit_is_one_message(shared, runs):
+    done = shared("train", "qwen3_toy", "weights=hf", "model.num_layers=4", "run.dir=refused")
+    assert done.status == 2
+    assert "its num_hidden_layers is 2; model.num_layers=2, not 4" in done.stderr
+    assert not (runs / "refused").exists()
+
+
+def test_a_weight_that_bridge_passes_over_ends_the_run(shared):
+    """Bridge warns of a tensor that is missing and goes on; the check before the start is switched off here."""
+
+    def missing(config, tensors):
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+
+    def unchecked():
+        hf_models.problems = lambda *_: []
+
+    made(shared, "lacking", change=missing)
+    done = shared("train", "qwen3_toy", *SHORT, "iters=1", "weights=lacking", "run.dir=lacks", before=unchecked)
+    assert done.status == 2
+    assert "Megatron-Bridge set no finite values of decoder.layers.1.mlp.linear_fc1.weight" in done.stderr
+
+
+def test_a_tokenizer_beyond_the_vocabulary_is_refused(shared, runs, text):
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{n}": n for n in range(600)} | {"<eos>": 600}
+    made_of = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    folder = made(shared, "with-tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=made_of, eos_token="<eos>").save_pretrained(folder)
+    done = shared("train", "qwen3_toy", "data=text", f"data.path={text}", f"weights={folder}", "run.dir=refused")
+    assert done.status == 2
+    assert "holds 601 token ids but model.vocab_size=512" in done.stderr
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_tensors_are_those_of_transformers(bridge, tmp_path, name):
+    """The table of names and shapes, against what transformers writes of the same model."""
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**_SIZES, tie_word_embeddings=False, **CLASSES[name])
+    getattr(transformers, f"{name}ForCausalLM")(config).save_pretrained(tmp_path)
+    found = weights.read(tmp_path)
+    family = next(one for one in hf_models.FAMILIES if found.config["architectures"] == [one.architecture])
+    wanted = dict(family.tensors(hf_models._sizes(family, hf_models._config(tmp_path))))
+    assert {tensor: one.shape for tensor, one in found.tensors.items()} == wanted
+
+
+_DISTRIBUTED = "dp=2 optimizer.use_distributed_optimizer=true"
+
+
+@pytest.mark.parametrize("layout", ("tp=2", pytest.param(_DISTRIBUTED, marks=pytest.mark.release)))
+def test_master_weights_have_the_bits_of_fp32(shared, layout):
+    """Weights in fp32, a run in bf16: its master weights are those of the folder, its weights are rounded."""
+    name = layout.partition(" ")[0]
+    folder = made(shared, f"hf32-{name}", dtype="F32")
+    train(shared, f"fp32-{name}", folder, "iters=1", "save=1", *layout.split(), *FROZEN)
+    for out, option in (("masters", ("--masters",)), ("rounded", ())):
+        done = shared("export", f"fp32-{name}", f"{out}-{name}", *option)
+        assert done.status == 0, done.stderr
+    assert bits(shared.folder / f"masters-{name}") == bits(folder)
+    assert {dtype for dtype, *_ in bits(shared.folder / f"rounded-{name}").values()} == {"BF16"}
+
+
+@pytest.mark.release
+def test_a_recipe_of_bridge_starts_from_a_folder(tpi):
+    made(tpi, "hf", "qwen3_toy")
+    recipe = ("recipe=qwen3_600m_pretrain_config", "recipe.hf_folder=hf", "weights=hf", "seq=64", "gbs=2", "iters=2")
+    more = "scheduler.lr_warmup_iters=0 dataset.num_workers=0 validation.eval_iters=0 validation.eval_interval=null"
+    done = tpi("verify", *recipe, *more.split(), "ddp.grad_reduce_in_fp32=true", "tp=1,2", "--dir", "recipe")
+    assert done.status == 0, done.stdout + done.stderr
+    assert json.loads((tpi.folder / "recipe/tp1/run.json").read_text())["identity"]["weights.digest"]
+
+
+# Model, overrides of all its runs, layouts.
+_EXPERTS = "model.num_layers=2 model.hidden_size=128 model.num_attention_heads=8 model.num_query_groups=8 "
+_EXPERTS += "model.kv_channels=16 model.moe_ffn_hidden_size=64 model.ffn_hidden_size=64 model.vocab_size=512"
+ROWS = {
+    ("llama32_toy", ""): ("tp=1", "tp=2", "dp=2"),
+    ("qwen25_toy", ""): ("tp=1", "tp=4"),
+    ("qwen3_toy", "model.share_embeddings_and_output_weights=false"): ("tp=1", "pp=2", "tp=2 pp=2"),
+    ("qwen3_toy", "precision=fp32"): ("tp=1", "tp=2"),
+    ("qwen3_moe_toy", _EXPERTS): ("tp=1", "tp=2", "ep=2 dp=2", "tp=2 pp=2"),
+}
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_every_model_in_every_layout(tpi, row):
+    model, fixed = row
+    shape = [one for one in fixed.split() if one.startswith("model.")]
+    dtype = "F32" if "precision=fp32" in fixed else "BF16"
+    made(tpi, "hf", model, *shape, dtype=dtype)
+    ledgers = []
+    for number, layout in enumerate(ROWS[row]):
+        same = ("iters=1", "save=1", "gbs=4", "numerics.data_shards=2", *FROZEN, *fixed.split(), *layout.split())
+        train(tpi, f"run-{number}", "hf", *same, model=model)
+        ledgers.append(tpi.ledger(f"run-{number}"))
+        done = tpi("export", f"run-{number}", f"out-{number}")
+        assert done.status == 0, done.stderr
+        assert bits(tpi.folder / f"out-{number}") == bits(tpi.folder / "hf"), layout
+    assert all(one == ledgers[0] for one in ledgers), ROWS[row]

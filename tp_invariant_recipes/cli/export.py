@@ -1,0 +1,48 @@
+"""`tpi export`."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.host import needed, terminal
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run directory.", show_default=False)],
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A folder that is not there yet, or empty.", show_default=False)
+    ],
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="The checkpoint of this step; default: the newest.", min=0)
+    ] = None,
+    masters: Annotated[
+        bool, typer.Option("--masters", help="Write the optimizer's fp32 master weights, not the bf16 weights.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint of a run as a Hugging Face folder.
+
+    The folder holds config.json and *.safetensors, and the tokenizer of the folder that the run has started from.
+    Transformers loads it, and weights=FOLDER starts another run from it. Exit status: 0 written, 2 otherwise; then
+    FOLDER is as it was.
+
+    \b
+    tpi export runs/qwen3_8b-tp4-… ~/models/mine
+    tpi export runs/qwen3_8b-tp4-… ~/models/mine --step 500 --masters
+    """
+    needed.check("tpi export", needed.TRAINING)
+    from tp_invariant_recipes.workflows.export import export as write
+
+    found = write(run, folder, step, masters=masters)
+    if as_json:
+        terminal.print_json(asdict(found) | {"folder": str(found.folder)})
+        return
+    terminal.print_text(
+        f"{found.folder}: {found.architecture} after step {found.step}, {found.tensors} tensors, {found.dtype}"
+    )
+    if found.copied:
+        terminal.print_text(f"copied: {', '.join(found.copied)}")
+    terminal.print_text(f"weights digest {found.digest}")

@@ -1,0 +1,256 @@
+"""A Hugging Face checkpoint on disk: what its files say of themselves, without the tensors' values.
+
+FOLDER/config.json                     the model
+FOLDER/*.safetensors                   length of the header in 8 bytes, the header in JSON, the tensors
+FOLDER/model.safetensors.index.json    optional: which file has which tensor
+"""
+
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from tp_invariant_recipes.config.sections import Tree, typed
+from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.reading import MIB, parse_json, read_limited
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+LARGEST_CONFIG, LARGEST_HEADER = MIB, 64 * MIB  # bytes; a header has about 100 for each tensor
+SHOWN = 5  # problems of one kind that one message names
+
+# What must be off.
+OFF = {
+    "model.init_model_with_meta_device": "the parameters have memory",
+    "ddp.use_megatron_fsdp": "they are sharded",
+    "dist.use_torch_fsdp2": "they are sharded",
+}
+
+# Name in a safetensors header -> bytes of an element. Others are quantised or no weights.
+DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
+# Those with values that bf16 has not.
+WIDER_THAN_BF16 = {"F16", "F32"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the folder. start: byte of the file. size: bytes."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder whose files agree with each other. config: what config.json holds. tensors: by their names."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, Stored]
+
+    def digest(self) -> str:
+        """SHA-256, hex, over names, types, shapes and bits of all tensors, in the order of their names.
+
+        It does not depend on how they are spread over files. All are read.
+        """
+        return _digest(self.folder, tuple(_stamp(file) for file in sorted({t.file for t in self.tensors.values()})))
+
+    def bits(self, name: str) -> str:
+        """SHA-256, hex, of a tensor's bytes."""
+        return _bits(self.tensors[name])
+
+
+def problems(tree: Tree) -> list[str]:
+    """What in a tree contradicts weights that come from a folder."""
+    config = typed(tree)
+    folder = config.weights.folder
+    if folder is None:
+        return []
+    found = []
+    if tree["checkpoint"].get("pretrained_checkpoint") is not None:
+        both = f"weights={folder} and checkpoint.pretrained_checkpoint"
+        found.append(f"{both} both say where weights come from; leave out one")
+    if config.numerics.mode == "stock" and config.numerics.initial_weights == "invariant":
+        found.append(f"numerics.initial_weights=invariant: weights={folder} has them; leave out one")
+    precision = tree.get("mixed_precision")
+    if isinstance(precision, dict) and (precision.get("fp8_param") or precision.get("fp8_param_gather")):
+        found.append(f"weights={folder}: weights are not imported into fp8; mixed_precision.fp8_param_gather=false")
+    found += [
+        f"weights={folder}: {path}=false; weights are imported before {why}"
+        for path, why in OFF.items()
+        if (tree.get(path.partition(".")[0]) or {}).get(path.partition(".")[2])
+    ]
+    return found
+
+
+def read(folder: Path) -> Checkpoint:
+    """Read config.json and the headers of all tensors. Raises ConfigError listing every problem."""
+    where = f"weights={folder}"
+    if not folder.is_dir():
+        raise ConfigError(f"{where}: {'that is a file; name its folder' if folder.exists() else 'no such folder'}")
+    problems: list[str] = []
+    config = _config(folder, problems)
+    tensors: dict[str, Stored] = {}
+    for file in _files(folder, problems):
+        for name, tensor in _header(file, problems).items():
+            if name in tensors:
+                problems.append(f"{name} is in {tensors[name].file.name} and in {file.name}")
+            tensors[name] = tensor
+    if not problems:
+        problems += _indexed(folder, tensors)
+    if problems:
+        problems = [f"{where}: {problem}" for problem in problems]
+        raise ConfigError(listed(problems), problems)
+    return Checkpoint(folder, config, tensors)
+
+
+def _config(folder: Path, problems: list[str]) -> dict[str, Any]:
+    file = folder / CONFIG
+    if not file.is_file():
+        problems.append(f"there is no {CONFIG}, which says what model it is")
+        return {}
+    try:
+        config = parse_json(read_limited(file, LARGEST_CONFIG))
+        if isinstance(config, dict):
+            return config
+        problems.append(f"{CONFIG} holds no fields")
+    except (OSError, ValueError) as error:
+        problems.append(f"{CONFIG} cannot be read: {error}")
+    return {}
+
+
+def _index(folder: Path) -> dict[str, str] | None:
+    """Tensor -> name of its file; None: there is no index. Raises OSError, ValueError."""
+    if not (folder / INDEX).exists():
+        return None
+    index = parse_json(read_limited(folder / INDEX, LARGEST_HEADER))
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ValueError("its weight_map does not say which file has which tensor")
+    if away := next((name for name in files.values() if os.path.basename(name) != name or name in ("", "..")), None):
+        raise ValueError(f"it names {away!r}, which is no file of this folder")
+    return files
+
+
+def _files(folder: Path, problems: list[str]) -> list[Path]:
+    """The files with the tensors: those of the index, or all."""
+    try:
+        index = _index(folder)
+    except (OSError, ValueError) as error:
+        problems.append(f"{INDEX}: {error}")
+        return []
+    if index is None:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            bins = any(folder.glob("pytorch_model*.bin"))
+            problems.append("there are no *.safetensors" + ("; convert pytorch_model*.bin" if bins else ""))
+        return files
+    names = sorted(set(index.values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        problems.append(f"{INDEX} names {some(missing)}, and there is no such file")
+    return [folder / name for name in names if name not in missing]
+
+
+def _indexed(folder: Path, tensors: dict[str, Stored]) -> list[str]:
+    """Where the index and the files disagree."""
+    index = _index(folder)
+    if index is None:
+        return []
+    wrong = [n for n in sorted({*index, *tensors}) if n not in tensors or tensors[n].file.name != index.get(n)]
+    return [f"{INDEX} and the files disagree on where {some(wrong)} is"] if wrong else []
+
+
+def _header(file: Path, problems: list[str]) -> dict[str, Stored]:
+    """The tensors of a file by name. What is wrong is added to `problems`."""
+    try:
+        return _parsed(file)
+    except (OSError, ValueError) as error:
+        problems.append(f"{file.name}: {getattr(error, 'strerror', None) or error}")
+        return {}
+
+
+def _parsed(file: Path) -> dict[str, Stored]:
+    """Raises OSError, ValueError: the file is not what the format asks for."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, LARGEST_HEADER):
+            raise ValueError("it is truncated or no safetensors file")
+        header = parse_json(stream.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("its header holds no tensors")
+    header.pop("__metadata__", None)
+    begin, found, at = 8 + length, {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: _offsets(*item)):
+        dtype, shape, (first, last) = entry["dtype"], entry["shape"], _offsets(name, entry)
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} is {dtype}, and tpi takes {', '.join(DTYPES)}")
+        if first != at or last - first != DTYPES[dtype] * math.prod(shape):
+            raise ValueError(f"the place of {name} does not fit its shape {shape}")
+        found[name] = Stored(file, dtype, tuple(shape), begin + first, last - first)
+        at = last
+    if size != begin + at:
+        raise ValueError(f"it has {size} bytes instead of {begin + at}")
+    return found
+
+
+def _offsets(name: str, entry: Any) -> tuple[int, int]:
+    """First and last byte of a tensor. Raises ValueError: the entry of the header is none."""
+    if isinstance(entry, dict) and isinstance(entry.get("dtype"), str):
+        shape, offsets = entry.get("shape"), entry.get("data_offsets")
+        if _sizes(shape) and _sizes(offsets) and len(offsets) == 2:
+            return offsets[0], offsets[1]
+    raise ValueError(f"its header does not describe {name}")
+
+
+def _sizes(numbers: Any) -> TypeGuard[list[int]]:
+    return isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers)
+
+
+def some(names: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+def _stamp(file: Path) -> tuple[str, int, int]:
+    """What changes when a file is written again."""
+    status = file.stat()
+    return str(file), status.st_size, status.st_mtime_ns
+
+
+@functools.cache
+def _digest(folder: Path, stamps: tuple[tuple[str, int, int], ...]) -> str:
+    """stamps: of the files, so that one that is written again is read again."""
+    tensors = read(folder).tensors
+    lines = ([name, one.dtype, list(one.shape), _bits(one)] for name, one in sorted(tensors.items()))
+    whole = hashlib.sha256()
+    for line in lines:
+        whole.update(f"{json.dumps(line)}\n".encode())
+    return whole.hexdigest()
+
+
+def _bits(tensor: Stored) -> str:
+    state = hashlib.sha256()
+    for block in _blocks(tensor):
+        state.update(block)
+    return state.hexdigest()
+
+
+def _blocks(tensor: Stored) -> Iterator[bytes]:
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.start)
+        left = tensor.size
+        while left and (block := stream.read(min(left, 16 * MIB))):
+            left -= len(block)
+            yield block
+    if left:
+        raise ConfigError(f"{tensor.file} has become shorter since it was looked at")

@@ -1,0 +1,168 @@
+"""A process that turns a checkpoint of a run into the files of a Hugging Face folder, on the CPU."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.config import hf_models
+from tp_invariant_recipes.config.weights import CONFIG, INDEX
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.host import auto_bridge, bridge
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+MASTER = "optimizer.state.fp32_param."  # before the name of a weight in a checkpoint: its master weight
+SHARD = 5 * 10**9  # bytes of one file, as Hugging Face writes them
+
+
+@dataclass(frozen=True)
+class Export:
+    """What a rank does: write the tensors of `checkpoint` into `folder`, which has a config.json.
+
+    model: the section of a run's configuration. masters: write the master weights, in fp32.
+    """
+
+    checkpoint: Path
+    folder: Path
+    model: dict[str, Any]
+    masters: bool
+
+    def __call__(self, run_dir: RunDir, rank_info: Any) -> None:
+        """Raises RunError: the checkpoint has no such weights."""
+        bridge.load()
+        with ExitStack() as stack:
+            from megatron.bridge.training.model_load_save import temporary_distributed_context
+
+            from tp_invariant_recipes.host import cpu
+
+            stack.enter_context(cpu.installed())
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(temporary_distributed_context("gloo"))
+            write(self.folder, self._tensors(), self._names())
+
+    def _names(self) -> set[str]:
+        family = hf_models.family_of(self.model)
+        assert not isinstance(family, str)
+        return {name for name, _ in family.tensors(hf_models.sizes_of(family, self.model))}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
+        _load(chunks, self.checkpoint, MASTER if self.masters else "")
+        of_folder = auto_bridge.of_config(self.folder)
+        tied = of_folder.hf_pretrained.tie_word_embeddings
+        for name, tensor in of_folder.export_hf_weights(chunks, cpu=True, show_progress=False):
+            if not (tied and name == hf_models.OUTPUT):  # Hugging Face stores a tied tensor once
+                yield name, tensor.contiguous()
+
+
+def _metadata(checkpoint: Path) -> dict[str, Any]:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    return FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+
+
+def _dtype(checkpoint: Path) -> torch.dtype:
+    """The type of a checkpoint's weights."""
+    return _metadata(checkpoint)["embedding.word_embeddings.weight"].properties.dtype
+
+
+def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
+    """Megatron-Core's own layers with the sizes of a run's model, whole and without values."""
+    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+
+    fields = {name: model[name] for name, _ in hf_models.FIELDS.values() if model.get(name) is not None}
+    fields |= {name: value for name, (value, _) in hf_models.SHARED.items() if name != "activation_func"}
+    provider = GPTModelProvider(
+        **fields,
+        activation_func=torch.nn.functional.silu,
+        add_qkv_bias=bool(model.get("add_qkv_bias")),
+        qk_layernorm=bool(model.get("qk_layernorm")),
+        rope_scaling=bool(model.get("rope_scaling")),
+        seq_length=model["seq_length"],
+        transformer_layer_spec=local_layer_spec,
+        transformer_impl="local",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        moe_grouped_gemm=False,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+    provider.finalize()
+    return provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+
+
+def _load(chunks: list[Any], checkpoint: Path, prefix: str) -> None:
+    """Load weights, or what a checkpoint keeps of them under names with a prefix. RunError: it lacks one."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    chunk = chunks[0].module if hasattr(chunks[0], "module") else chunks[0]
+    metadata = dist_checkpointing.load_content_metadata(str(checkpoint))
+    sharded = {
+        name: value
+        for name, value in chunk.sharded_state_dict(metadata=metadata).items()
+        if not name.endswith("_extra_state")
+    }
+    there = _metadata(checkpoint)
+    for tensor in nested_values(sharded):
+        if isinstance(tensor, ShardedTensor | ShardedTensorFactory):  # of gate and up there is a factory
+            tensor.key = f"{prefix}{tensor.key}"
+            if tensor.key not in there:
+                kind = "master weight" if prefix else "weight"
+                raise RunError(f"{checkpoint} holds no {kind} {tensor.key.removeprefix(prefix)}")
+    loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint))["model"]
+    left = chunk.load_state_dict(loaded, strict=False)
+    missing = [name for name in left.missing_keys if not name.endswith("_extra_state")]
+    if missing:
+        raise RunError(f"{checkpoint} holds no weight {missing[0]}")
+
+
+def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], wanted: set[str]) -> None:
+    """Write tensors as they come, in files of about SHARD bytes, and an index if there are several.
+
+    Raises RunError: they are not those wanted.
+    """
+    held: dict[str, Tensor] = {}
+    index: dict[str, int] = {}  # tensor -> number of its file
+    written: list[Path] = []
+    for name, tensor in tensors:
+        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > SHARD:
+            written.append(_part(folder, len(written), held))
+            held = {}
+        held[name], index[name] = tensor, len(written)
+    written.append(_part(folder, len(written), held))
+    if wrong := sorted(wanted ^ index.keys()):
+        raise RunError(f"Megatron-Bridge wrote other tensors than the architecture has: {wrong[0]}")
+    names = [f"model-{n + 1:05}-of-{len(written):05}.safetensors" for n in range(len(written))]
+    if len(written) == 1:
+        names = ["model.safetensors"]
+    for part, name in zip(written, names, strict=True):
+        os.rename(part, folder / name)
+    if len(written) > 1:
+        total = sum((folder / name).stat().st_size for name in names)
+        map_ = {name: names[number] for name, number in sorted(index.items())}
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": map_}, indent=2) + "\n"
+        (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+def _part(folder: Path, number: int, tensors: dict[str, Tensor]) -> Path:
+    from safetensors.torch import save_file
+
+    file = folder / f"part-{number}"
+    save_file(tensors, file, metadata={"format": "pt"})
+    shutil.copymode(folder / CONFIG, file)  # it is for its owner's eyes alone
+    return file

@@ -1,0 +1,132 @@
+"""`tpi export`: a checkpoint of a run as a Hugging Face folder."""
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.config import environment, hf_models, weights
+from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
+from tp_invariant_recipes.files import whole_folder
+from tp_invariant_recipes.host.quiet import quiet
+from tp_invariant_recipes.launch import local, ranks
+from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.runs import checkpoints
+from tp_invariant_recipes.runs.checkpoints import Checkpoint
+from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
+
+# What a folder has beside config.json and weights, copied from the one that a run has started from.
+BESIDE = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json"),
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. step: completed steps. tensors, digest: as `weights.Checkpoint` has them."""
+
+    folder: Path
+    step: int
+    architecture: str
+    dtype: str
+    tensors: int
+    digest: str
+    copied: tuple[str, ...]
+
+
+def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = False) -> Exported:
+    """Write the newest checkpoint of a run, or that of `step`, into a new folder.
+
+    masters: the fp32 master weights instead of the weights that the model computes with.
+    Raises a TpiError: there is no checkpoint, it is damaged, the model has no architecture that is known, or the folder
+    holds something. Then the folder is as it was.
+    """
+    run_dir = RunDir(run)
+    run_dir.read_run(RunFile)
+    tree = run_dir.read_config()
+    family = hf_models.family_of(tree["model"])
+    if isinstance(family, str):
+        raise ConfigError(f"{run} cannot be exported: {family}")
+    if masters and tree.get("mixed_precision") is None:
+        raise ConfigError(f"{run} has no master weights: its weights are fp32; leave out --masters")
+    found = _checkpoint(run_dir, step)
+    folder = folder.expanduser().absolute()
+    if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
+        raise ConfigError(f"{folder} is there and is no empty folder: nothing is overwritten, choose another")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(folder) as temporary:
+            copied = _describe(temporary, tree, family, masters=masters)
+            _convert(found, temporary, tree["model"], masters=masters)
+            written = weights.read(temporary)
+            if wrong := hf_models.problems(tree["model"], written):
+                raise RunError(f"this is a defect of tpi: it would not import what it exports: {wrong[0]}")
+            digest = written.digest()
+    except OSError as error:
+        raise RunError(cannot_write(folder, error).replace("run.dir=PATH", "another FOLDER")) from error
+    dtype = "float32" if {one.dtype for one in written.tensors.values()} == {"F32"} else "bfloat16"
+    return Exported(folder, found.step, family.architecture, dtype, len(written.tensors), digest, copied)
+
+
+def _checkpoint(run_dir: RunDir, step: int | None) -> Checkpoint:
+    found = checkpoints.select(run_dir.checkpoints, step)
+    if found is None:
+        raise CheckpointError(f"{run_dir.path} has no finished checkpoint; save=STEPS lets a run write some")
+    if found.read_manifest()["identity_hash"] != run_dir.read_run()["identity_hash"]:
+        raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run_dir.path}")
+    return found
+
+
+def _describe(folder: Path, tree: dict[str, Any], family: hf_models.Family, *, masters: bool) -> tuple[str, ...]:
+    """Write config.json, and copy the tokenizer of the folder that the run has started from, if it is still there.
+
+    Returns the names of the files that were copied.
+    """
+    source = (tree.get("weights") or {}).get("folder")
+    dtype = "float32" if masters or tree.get("mixed_precision") is None else "bfloat16"
+    config = hf_models.config_of(family, tree["model"], dtype)
+    copied = []
+    if source is not None and _same_model(Path(source), tree["model"]):
+        before = json.loads((Path(source) / weights.CONFIG).read_bytes())
+        before.pop("torch_dtype", None)  # the earlier name
+        config = before | {"dtype": dtype}
+        for name in BESIDE:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, folder / name)
+                copied.append(name)
+    (folder / weights.CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return tuple(copied)
+
+
+def _same_model(folder: Path, model: dict[str, Any]) -> bool:
+    """Whether a folder is still one of this model."""
+    try:
+        return not hf_models.problems(model, weights.read(folder))
+    except ConfigError:
+        return False
+
+
+def _convert(found: Checkpoint, folder: Path, model: dict[str, Any], *, masters: bool) -> None:
+    """Have a process of its own write the tensors: it becomes a rank of one, as for a training."""
+    from tp_invariant_recipes.host import bridge
+    from tp_invariant_recipes.training.rank import RankInfo
+
+    os.environ.update(environment.settings("cpu", os.environ))
+    local.prepare_environment("lo")
+    with quiet(), tempfile.TemporaryDirectory() as scratch:
+        bridge.load()
+        from tp_invariant_recipes.training.export import Export
+
+        store = local.store()
+        do = Export(found.path.absolute(), folder, model, masters)
+        with ranks.stopping() as stop:
+            outcome = ranks.run(
+                RunDir(Path(scratch)), "cpu", [RankInfo(0, 0, 1, 1, "127.0.0.1", (store.port,))], lambda: None, stop,
+                rank_fn=do, stepped=lambda: False,
+            )  # fmt: skip
+    if outcome is not ranks.Outcome.COMPLETED:
+        raise KeyboardInterrupt
