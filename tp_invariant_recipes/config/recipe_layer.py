@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tp_invariant_recipes.config import invariance, invariant_experts, model_fields, recipe_source, schema, source
+from tp_invariant_recipes.config import (
+    invariance,
+    invariant_experts,
+    latent_limits,
+    model_fields,
+    recipe_source,
+    schema,
+    source,
+)
 from tp_invariant_recipes.config.sections import Tree
 from tp_invariant_recipes.config.values import WrongType, convert, named
 from tp_invariant_recipes.errors import ConfigError, listed
@@ -65,7 +73,9 @@ COPIES = {"dataset.sequence_length"}
 # Fields of a provider that say which layers a model has.
 SPECS = ("transformer_layer_spec", "hybrid_stack_spec")
 # Fields that the rules of this package read: each is stated, whatever its value.
-RULED = (model_fields.KNOWN | {*invariance.OFF, *invariance.SHARDED, *invariant_experts.OFF}) - {*SPECS}
+RULED = (model_fields.KNOWN | {*invariance.OFF, *invariance.SHARDED, *invariant_experts.OFF, *latent_limits.OFF}) - {
+    *SPECS
+}
 # Fields whose value says nothing, and attributes that nothing reads.
 IDLE = {
     "dataset.skip_getting_attention_mask_from_dataset": True,
