@@ -131,7 +131,10 @@ LIMITS = (
         lambda t: t.bridge.get("dataset", {}).get("dataloader_type", "single") != "single",
         "which sequences a rank computes depends on dp; dataset.dataloader_type=single",
     ),
-    Limit(lambda t: bool(t.model.get("mtp_num_layers")), "multi-token prediction is not covered yet"),
+    Limit(
+        lambda t: bool(t.model.get("mtp_num_layers")),
+        "multi-token prediction is not covered yet; model.mtp_num_layers=null",
+    ),
     Limit(
         lambda t: any((t.bridge.get("comm_overlap") or {}).values()),
         "overlapped collectives add in an order of their own; leave comm_overlap.* unset",
@@ -141,8 +144,12 @@ LIMITS = (
         "CUDA graphs are not covered yet; cuda_graph=off",
     ),
     Limit(
-        lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "none"),
-        "only rotary positions are covered; model.position_embedding_type=rope",
+        lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "yarn", "none"),
+        "only rotary positions are covered; model.position_embedding_type=rope or yarn",
+    ),
+    Limit(
+        lambda t: t.model.get("position_embedding_type") == "yarn" and _cut(t),
+        "YaRN has no version with context shards; cp=1, and leave numerics.context_shards out",
     ),
     Limit(
         lambda t: t.bridge.get("mixed_precision") not in (None, "bf16_mixed") and not low_precision.enabled(t),
@@ -159,7 +166,7 @@ LIMITS = (
     ),
     Limit(
         lambda t: t.model.get("softmax_type", "vanilla") != "vanilla",
-        "only the plain softmax of attention is covered; model.softmax_type=vanilla",
+        "only the plain softmax of attention is covered, without attention sinks; model.softmax_type=vanilla",
     ),
     *(Limit(is_set(field), f"model.{field} is not covered; leave it unset") for field in OFF),
     Limit(

@@ -93,7 +93,8 @@ LIMITS = (
     ),
     _row(
         lambda t: _of_experts(t) is None,
-        "of the experts' activations only SwiGLU and squared ReLU are covered",
+        "of the experts' activations only SwiGLU and squared ReLU are covered, not clamped; "
+        "model.activation_func=torch.nn.functional.silu",
     ),
     _row(
         lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,

@@ -53,7 +53,18 @@ MATHEMATICS = (
     "rotary_base",
     "rotary_interleaved",
     "rotary_percent",
-    # Of multi-latent attention; each position's angles by themselves.
+    # Of each layer's mask.
+    "window_attn_skip_freq",
+    "window_size",
+    # Each position's angles by themselves: of YaRN,
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_original_max_position_embeddings",
+    "yarn_rotary_scaling_factor",
+    # and of multi-latent attention.
     "beta_fast",
     "beta_slow",
     "mscale",

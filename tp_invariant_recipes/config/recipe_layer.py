@@ -196,9 +196,19 @@ def _fields(section: str, part: Any, kept: list[str]) -> dict[str, Any]:
         plain = _plain(value, hints[name]) if name in hints else _MISSING
         if plain is not _MISSING:
             found[name] = plain
-        elif not same:
+        elif not same and not (name in SPECS and _ours(part, value)):
             kept.append(path)
     return found
+
+
+def _ours(part: Any, spec: Any) -> bool:
+    """Whether a provider's layers are those that numerics/latent_spec.py builds: Bridge's DeepSeek, Moonlight, Kimi."""
+    if not isinstance(spec, functools.partial) or f"{type(part).__module__}.{type(part).__qualname__}" != schema.LATENT:
+        return False
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    plain = not spec.args and spec.keywords.keys() <= {"use_transformer_engine"}
+    return spec.func is get_gpt_decoder_block_spec and plain
 
 
 def _values(part: Any) -> Iterator[tuple[str, Any]]:
