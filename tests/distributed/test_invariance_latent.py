@@ -1,4 +1,4 @@
-"""Multi-latent attention under `numerics=tree`: DeepSeek-V3 and Moonlight, cut small, have one ledger for all layouts."""
+"""Multi-latent attention under `numerics=tree`: small DeepSeek-V3 and Moonlight have one ledger for all layouts."""
 
 import pytest
 

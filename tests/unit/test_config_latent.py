@@ -31,7 +31,7 @@ BEYOND = (
     ({"model__multi_latent_attention": False}, "multi-latent attention is covered for MLAModelProvider with"),
     ({"model__tensor_model_parallel_size": 2, "model__num_moe_experts": None}, "multi-latent attention under tensor"),
     ({"numerics__context_shards": 2}, "multi-latent attention has no version with context shards"),
-    ({"model__num_query_groups": 2}, "multi-latent attention has keys and values for every head"),
+    ({"model__num_query_groups": 16}, "multi-latent attention has keys and values for every head"),
     ({"model__qk_layernorm": False}, "multi-latent attention is covered with its norms"),
     ({"model__add_qkv_bias": True}, "multi-latent attention with biases"),
     ({"model__apply_rope_fusion": True}, "the fused rotation of multi-latent attention"),
