@@ -62,10 +62,11 @@ _SHORT = (
     "validation.eval_interval=null ddp.grad_reduce_in_fp32=true tp=2 sp=true pp=1 ep=2"
 )
 _COVERED = (
-    "precision=bf16 model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false cuda_graph=off "
-    "model.moe_shared_expert_overlap=false model.high_priority_a2a_comm_stream=false comm_overlap.tp_comm_overlap=false "
-    "optimizer.main_grads_dtype=float32 model.moe_flex_dispatcher_num_sms=null comm_overlap.overlap_grad_reduce=null "
-    "comm_overlap.overlap_param_gather=null comm_overlap.align_param_gather=null comm_overlap.delay_wgrad_compute=false "
+    "precision=bf16 cuda_graph=off model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false "
+    "model.moe_shared_expert_overlap=false model.high_priority_a2a_comm_stream=false "
+    "model.moe_flex_dispatcher_num_sms=null optimizer.main_grads_dtype=float32 comm_overlap.tp_comm_overlap=false "
+    "comm_overlap.overlap_grad_reduce=null comm_overlap.overlap_param_gather=null "
+    "comm_overlap.align_param_gather=null comm_overlap.delay_wgrad_compute=false "
     "comm_overlap.overlap_moe_expert_parallel_comm=false"
 )
 # Of recipes that tree refuses: words of the one message.

@@ -68,3 +68,11 @@ def test_the_weights_of_its_projections():
     found = weights(compose("deepseek_v3", device="gpu").tree["model"], ATTENTION)
     assert found.whole == 7168 * (1536 + 512 + 64) + 7168 + 1536 + 512
     assert found.split == 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
+
+
+@pytest.mark.parametrize("frequency, refused", ((2, True), ([0, 1, 1, 1], True), ([1, 1, 1, 1], False), (1, False)))
+def test_dense_layers_are_refused_where_bridge_would_make_none(frequency, refused):
+    tree = with_fields(compose("qwen3_moe_toy", device="cpu").tree, model__moe_layer_freq=frequency)
+    says = "numerics=tree: Bridge's GPTModelProvider makes every layer one of experts"
+    assert [problem.startswith(says) for problem in invariance.limits(tree)] == [True] * refused
+    assert invariance.limits(changed(model__moe_layer_freq=[0, 1, 1, 1])) == []
