@@ -8,6 +8,7 @@ import pytest
 # They differ from a model of the same family in sizes alone, and have no evidence of their own in docs/.
 OTHER_SIZES = frozenset(
     (
+        "kimi_k2",
         "llama3_70b",
         "llama3_8b",
         "llama31_405b",

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tp_invariant_recipes.config import invariance, invariant_experts, model_fields, schema
+from tp_invariant_recipes.config import invariance, invariant_experts, latent_limits, model_fields, schema
 from tp_invariant_recipes.config.allowed_fields import SECTIONS, refused
 from tp_invariant_recipes.config.compose import compose
 
@@ -32,8 +32,7 @@ def test_a_field_that_nobody_sets_is_allowed(section):
 
 
 def test_the_fields_of_a_model_that_are_known_are_fields_of_the_installed_providers():
-    providers = ("gpt_provider.GPTModelProvider", "hybrid.hybrid_provider.HybridModelProvider")
-    trees = [{"model": {"_target_": f"megatron.bridge.models.{name}"}} for name in providers]
+    trees = [{"model": {"_target_": name}} for name in schema.PROVIDERS]
     installed = {name for tree in trees for name in schema.fields(schema.section_class("model", tree))}
-    listed = {*model_fields.KNOWN, *invariance.OFF, *invariant_experts.OFF}
+    listed = {*model_fields.KNOWN, *invariance.OFF, *invariant_experts.OFF, *latent_limits.OFF}
     assert listed - installed == set()

@@ -42,6 +42,19 @@ PUBLISHED = (
     ("qwen3_toy", 512 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 256), [1, 2, 4, 8], True),
     ("qwen3_moe_toy", 2 * 151936 * 2048 + 4 * (2048 * 128 * 72 + 3 * 2048 * 768 * 8), [1, 2, 4], True),
     ("nemotron3_nano_toy", 0.127e9, [1, 2], True),
+    ("deepseek_v3", 671.03e9, [1, 2, 4, 8], True),
+    ("moonlight_16b_a3b", 15.96e9, [1, 2, 4, 8], True),
+    ("kimi_k2", 1.026e12, [1, 2, 4, 8], True),
+    # Embeddings; attention; the dense layer; three layers of experts, a shared one of two's width, and their router.
+    (
+        "moonlight_toy",
+        2 * 163840 * 2048
+        + 4 * (2048 * (16 * 192 + 576 + 16 * 128) + 512 * 16 * 256)
+        + 3 * 2048 * (11264 + 3 * 1408 * (8 + 2)),
+        [1, 2, 4, 8],
+        True,
+    ),
+    ("deepseek_v3_toy", 64.0e6, [1, 2, 4, 8], True),
 )
 
 

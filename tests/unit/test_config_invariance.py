@@ -156,7 +156,7 @@ def test_what_is_not_covered_is_one_message_that_ends_with_stock(model, override
 def test_several_limits_are_listed_and_the_way_out_is_said_once():
     assert refused("cuda_graph=te", "model.mtp_num_layers=1").splitlines() == [
         "2 problems in this configuration:",
-        "  - numerics=tree: multi-token prediction is not covered yet",
+        "  - numerics=tree: multi-token prediction is not covered yet; model.mtp_num_layers=null",
         "  - numerics=tree: CUDA graphs are not covered yet; cuda_graph=off",
         "for the invariant numerics: change these, or numerics=stock",
     ]

@@ -108,6 +108,8 @@ def kept(batch: MicroBatch, part: str) -> Kept:
 
 def _attention(b: MicroBatch) -> Kept:
     query, key = b.widths.query // b.tp, b.widths.key // b.tp
+    if b.widths.kv_latent:
+        return _latent_attention(b)
     joined = query + 2 * key  # what the one product makes of a token
     copied = query if query > key else 0  # of several heads a group: they do not lie side by side in `joined`
     before_norms = 0
@@ -124,6 +126,24 @@ def _attention(b: MicroBatch) -> Kept:
         INPUT: b.slice * b.element * b.widths.hidden,
         NORM: b.slice * b.element * b.widths.hidden,
         ATTENTION: b.tokens * b.element * (before_norms + after + query),
+        CORE: core,
+    }
+
+
+def _latent_attention(b: MicroBatch) -> Kept:
+    w = b.widths
+    query, value, out = w.query // b.tp, w.value // b.tp, w.core // b.tp
+    latents = w.q_latent + w.kv_latent + w.shared_key
+    # Latents before and after their norms on each rank's slice; what the up-projections make of a token; query and key
+    # with their turned parts, and the values apart.
+    made = query + (query - b.heads * w.shared_key + value)
+    core = b.heads * b.tokens * FP32
+    if not b.fused:
+        core = b.heads * b.tokens * b.sequence * (FP32 + (b.element if b.element != FP32 else 0))
+    return {
+        INPUT: b.slice * b.element * w.hidden,
+        NORM: b.slice * b.element * w.hidden,
+        ATTENTION: b.element * (b.slice * 2 * latents + b.tokens * (made + 2 * query + value + out)),
         CORE: core,
     }
 

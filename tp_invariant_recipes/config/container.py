@@ -20,16 +20,25 @@ if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
 
 # The field of each provider that says which layers it has.
-SPEC_FIELDS = {"GPTModelProvider": "transformer_layer_spec", "HybridModelProvider": "hybrid_stack_spec"}
+SPEC_FIELDS = {
+    "GPTModelProvider": "transformer_layer_spec",
+    "HybridModelProvider": "hybrid_stack_spec",
+    "MLAModelProvider": "transformer_layer_spec",
+}
+_LATENT = "tp_invariant_recipes.numerics.latent_spec"
+# What stands there under stock numerics, where it is not the provider's own: Bridge's default has no latent attention.
+STOCK_SPECS = {"MLAModelProvider": f"{_LATENT}.latent_block_spec"}
 # What stands there when `model.transformer_impl=local`: Megatron-Core's own layers.
 LOCAL_SPECS = {
     "GPTModelProvider": "megatron.bridge.models.gpt_provider.local_layer_spec",
     "HybridModelProvider": "tp_invariant_recipes.numerics.hybrid_spec.local_hybrid_spec",
+    **STOCK_SPECS,
 }
 # What stands there under any numerics but stock.
 INVARIANT_SPECS = {
     "GPTModelProvider": "tp_invariant_recipes.numerics.spec.invariant_layer_spec",
     "HybridModelProvider": "tp_invariant_recipes.numerics.hybrid_spec.invariant_hybrid_spec",
+    "MLAModelProvider": f"{_LATENT}.invariant_latent_block_spec",
 }
 
 # What Megatron-Core refuses where Transformer Engine is not installed, although the nodes may have it: these fields,
@@ -128,8 +137,8 @@ def _layers(config: RunConfig, model: dict[str, Any]) -> None:
     from hydra.utils import get_method
 
     provider = config.model["_target_"].rpartition(".")[2]
-    local = LOCAL_SPECS if model["transformer_impl"] == "local" else {}
-    specs = local if config.numerics.mode == "stock" else INVARIANT_SPECS
+    stock = LOCAL_SPECS if model["transformer_impl"] == "local" else STOCK_SPECS
+    specs = stock if config.numerics.mode == "stock" else INVARIANT_SPECS
     if provider in specs:
         model.setdefault(SPEC_FIELDS[provider], get_method(specs[provider]))
 

@@ -145,6 +145,11 @@ def _shards(*, _root_: Any) -> int:
     return invariance.default_shards({name: OmegaConf.select(_root_, f"model.{name}") for name in invariance.SHARDED})
 
 
+def _fused_rotation(*, _root_: Any) -> bool:
+    """Whether Megatron's fused rotary kernels suit the model: multi-latent attention has others."""
+    return not OmegaConf.select(_root_, "model.multi_latent_attention")
+
+
 # What interpolations may call: functions of the tree alone. Others read the environment, files or the clock.
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.more_than_one": lambda n: isinstance(n, int) and n > 1,
@@ -153,6 +158,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "tpi.graphed_modules": _graphed_modules,
     "tpi.or": lambda value, otherwise: otherwise if value is None else value,
     "tpi.shards": _shards,
+    "tpi.fused_rotation": _fused_rotation,
 }
 NOT_READ = (
     "is not resolved, since its value would stand in config.yaml, logs, certificates and job scripts; write the value "

@@ -6,6 +6,7 @@ from typing import Any
 from tp_invariant_recipes.config import (
     allowed_fields,
     invariant_experts,
+    latent_limits,
     layout,
     low_precision,
     model_fields,
@@ -33,7 +34,7 @@ SHARDED = (
 HYBRID_SIGNS = {*hybrid_spec.LAYERS, hybrid_spec.SEPARATOR}
 *_OTHERS, _LAST = hybrid_spec.LAYERS
 
-_PROVIDERS = " and ".join(path.rpartition(".")[2] for path in schema.PROVIDERS)
+*_FIRST, _LATEST = (path.rpartition(".")[2] for path in schema.PROVIDERS)
 
 # Those of SHARDED that an activation follows.
 ACTIVATED = ("ffn_hidden_size", "moe_shared_expert_intermediate_size")
@@ -42,7 +43,6 @@ DEFAULT_SHARDS = 8
 
 # Fields of the model that replace the invariant layers or sums by others.
 OFF = (
-    "multi_latent_attention",
     "qk_l2_norm",
     "experimental_attention_variant",
     "use_transformer_engine_op_fuser",
@@ -75,9 +75,10 @@ LIMITS = (
     ),
     Limit(
         lambda t: t.model.get("_target_") not in (None, *schema.PROVIDERS),
-        f"of Bridge's models only {_PROVIDERS} have invariant layers",
+        f"of Bridge's models only {', '.join(_FIRST)} and {_LATEST} have invariant layers",
     ),
     *invariant_experts.LIMITS,
+    *latent_limits.LIMITS,
     *portable_limits.LIMITS,
     Limit(
         lambda t: t.numerics.mode != "tree" and "hybrid_layer_pattern" in t.model,
@@ -130,7 +131,10 @@ LIMITS = (
         lambda t: t.bridge.get("dataset", {}).get("dataloader_type", "single") != "single",
         "which sequences a rank computes depends on dp; dataset.dataloader_type=single",
     ),
-    Limit(lambda t: bool(t.model.get("mtp_num_layers")), "multi-token prediction is not covered yet"),
+    Limit(
+        lambda t: bool(t.model.get("mtp_num_layers")),
+        "multi-token prediction is not covered yet; model.mtp_num_layers=null",
+    ),
     Limit(
         lambda t: any((t.bridge.get("comm_overlap") or {}).values()),
         "overlapped collectives add in an order of their own; leave comm_overlap.* unset",
@@ -140,8 +144,12 @@ LIMITS = (
         "CUDA graphs are not covered yet; cuda_graph=off",
     ),
     Limit(
-        lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "none"),
-        "only rotary positions are covered; model.position_embedding_type=rope",
+        lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "yarn", "none"),
+        "only rotary positions are covered; model.position_embedding_type=rope or yarn",
+    ),
+    Limit(
+        lambda t: t.model.get("position_embedding_type") == "yarn" and _cut(t),
+        "YaRN has no version with context shards; cp=1, and leave numerics.context_shards out",
     ),
     Limit(
         lambda t: t.bridge.get("mixed_precision") not in (None, "bf16_mixed") and not low_precision.enabled(t),
@@ -158,7 +166,7 @@ LIMITS = (
     ),
     Limit(
         lambda t: t.model.get("softmax_type", "vanilla") != "vanilla",
-        "only the plain softmax of attention is covered; model.softmax_type=vanilla",
+        "only the plain softmax of attention is covered, without attention sinks; model.softmax_type=vanilla",
     ),
     *(Limit(is_set(field), f"model.{field} is not covered; leave it unset") for field in OFF),
     Limit(
@@ -218,7 +226,7 @@ def limits(tree: Tree) -> list[str]:
     if mode == "stock":
         return []
     beyond = [limit.why for limit in LIMITS if limit.wrong(config)]
-    beyond += model_fields.unknown(config.model, (*OFF, *invariant_experts.OFF))
+    beyond += model_fields.unknown(config.model, (*OFF, *invariant_experts.OFF, *latent_limits.OFF))
     for section in allowed_fields.SECTIONS:
         beyond += allowed_fields.refused(section, config.bridge.get(section, {}))
     return [

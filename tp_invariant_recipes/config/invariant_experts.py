@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from tp_invariant_recipes.config import schema
 from tp_invariant_recipes.config.limit import Limit, is_set
 from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.host.vectors import VECTORS
@@ -56,6 +57,13 @@ def _routed(config: RunConfig) -> int:
     return model["seq_length"] // (shards * contexts) * model["num_moe_experts"]
 
 
+def _mixed(config: RunConfig) -> bool:
+    """Whether some layers shall be dense, of a provider that makes all layers alike."""
+    frequency = config.model.get("moe_layer_freq") or 1
+    alike = all(frequency) if isinstance(frequency, list) else frequency == 1
+    return config.model.get("_target_") == schema.PROVIDERS[0] and not alike
+
+
 def _of_experts(config: RunConfig) -> str | None:
     """The activation's name in numerics/experts.py; `activation_func` is a name or, in a plain program, a function."""
     function = config.model.get("activation_func")
@@ -93,7 +101,12 @@ LIMITS = (
     ),
     _row(
         lambda t: _of_experts(t) is None,
-        "of the experts' activations only SwiGLU and squared ReLU are covered",
+        "of the experts' activations only SwiGLU and squared ReLU are covered, not clamped; "
+        "model.activation_func=torch.nn.functional.silu",
+    ),
+    _row(
+        _mixed,
+        "Bridge's GPTModelProvider makes every layer one of experts; leave model.moe_layer_freq unset",
     ),
     _row(
         lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in BALANCING,

@@ -1,7 +1,7 @@
 """The fields of a model that the invariant numerics know. tpi refuses a run that sets another one.
 
 Somebody has read what each of these does to the order of sums. Any value is as good as another, unless a rule of
-`invariance.py` or `invariant_experts.py` says otherwise.
+`invariance.py`, `invariant_experts.py` or `latent_limits.py` says otherwise.
 """
 
 from collections.abc import Iterable
@@ -13,6 +13,11 @@ SIZES = (
     "num_attention_heads",
     "num_query_groups",
     "kv_channels",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
     "vocab_size",
     "should_pad_vocab",
     "make_vocab_size_divisible_by",
@@ -39,6 +44,7 @@ MATHEMATICS = (
     "layernorm_epsilon",
     "layernorm_zero_centered_gamma",
     "mtp_num_layers",
+    "multi_latent_attention",
     "normalization",
     "position_embedding_type",
     "qk_layernorm",
@@ -47,6 +53,25 @@ MATHEMATICS = (
     "rotary_base",
     "rotary_interleaved",
     "rotary_percent",
+    # Of each layer's mask.
+    "window_attn_skip_freq",
+    "window_size",
+    # Each position's angles by themselves: of YaRN,
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_correction_range_round_to_int",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_original_max_position_embeddings",
+    "yarn_rotary_scaling_factor",
+    # and of multi-latent attention.
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "rope_type",
+    "rotary_scaling_factor",
     "share_embeddings_and_output_weights",
     "softmax_scale",
     "softmax_type",

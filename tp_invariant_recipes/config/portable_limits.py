@@ -69,6 +69,11 @@ LIMITS = (
         "Mamba layers have no portable version; numerics=tree",
     ),
     *EXPERTS,
+    _row(is_set("window_size"), "windows of attention have no portable version; leave model.window_size unset"),
+    _row(
+        lambda t: t.model.get("position_embedding_type") == "yarn",
+        "YaRN has no portable version; model.position_embedding_type=rope",
+    ),
     _row(
         lambda t: t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1,
         "cp has no portable version; cp=1, and leave numerics.context_shards out",

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tp_invariant_recipes.config import invariance, invariant_experts, model_fields, recipe_source, schema, source
+from tp_invariant_recipes.config import (
+    invariance,
+    invariant_experts,
+    latent_limits,
+    model_fields,
+    recipe_source,
+    schema,
+    source,
+)
 from tp_invariant_recipes.config.sections import Tree
 from tp_invariant_recipes.config.values import WrongType, convert, named
 from tp_invariant_recipes.errors import ConfigError, listed
@@ -65,7 +73,9 @@ COPIES = {"dataset.sequence_length"}
 # Fields of a provider that say which layers a model has.
 SPECS = ("transformer_layer_spec", "hybrid_stack_spec")
 # Fields that the rules of this package read: each is stated, whatever its value.
-RULED = (model_fields.KNOWN | {*invariance.OFF, *invariance.SHARDED, *invariant_experts.OFF}) - {*SPECS}
+RULED = (model_fields.KNOWN | {*invariance.OFF, *invariance.SHARDED, *invariant_experts.OFF, *latent_limits.OFF}) - {
+    *SPECS
+}
 # Fields whose value says nothing, and attributes that nothing reads.
 IDLE = {
     "dataset.skip_getting_attention_mask_from_dataset": True,
@@ -186,9 +196,19 @@ def _fields(section: str, part: Any, kept: list[str]) -> dict[str, Any]:
         plain = _plain(value, hints[name]) if name in hints else _MISSING
         if plain is not _MISSING:
             found[name] = plain
-        elif not same:
+        elif not same and not (name in SPECS and _ours(part, value)):
             kept.append(path)
     return found
+
+
+def _ours(part: Any, spec: Any) -> bool:
+    """Whether a provider's layers are those that numerics/latent_spec.py builds: Bridge's DeepSeek, Moonlight, Kimi."""
+    if not isinstance(spec, functools.partial) or f"{type(part).__module__}.{type(part).__qualname__}" != schema.LATENT:
+        return False
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    plain = not spec.args and spec.keywords.keys() <= {"use_transformer_engine"}
+    return spec.func is get_gpt_decoder_block_spec and plain
 
 
 def _values(part: Any) -> Iterator[tuple[str, Any]]:

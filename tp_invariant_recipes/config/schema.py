@@ -20,10 +20,15 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
 
 PROVIDER = "_target_"  # the field of `model` that names its class; of conf/model/ these:
+LATENT = "megatron.bridge.models.mla_provider.MLAModelProvider"  # of models with multi-latent attention
 PROVIDERS = (
     "megatron.bridge.models.gpt_provider.GPTModelProvider",
     "megatron.bridge.models.hybrid.hybrid_provider.HybridModelProvider",
+    LATENT,
 )
+
+# Fields that take more than their class says.
+WIDER = {"q_lora_rank": int | None}  # None: queries have no latent
 
 # The sections of Bridge's ConfigContainer that a run may set, and the class behind each; `model` is the provider
 # that the model's file names in `_target_`.
@@ -105,6 +110,7 @@ def fields(cls: type) -> dict[str, Any]:
         hints = typing.get_type_hints(cls)
     except NameError:  # a hint that only a type checker can resolve
         hints = {f.name: (f.type if not isinstance(f.type, str) else Any) for f in dataclasses.fields(cls)}
+    hints |= {name: hint for name, hint in WIDER.items() if name in hints}
     return {f.name: hints.get(f.name, Any) for f in dataclasses.fields(cls) if f.init and f.name[0] != "_"}
 
 

@@ -43,7 +43,11 @@ class Weights:
 class Widths:
     """Features a token has inside a model's parts, with the defaults of Megatron-Core filled in.
 
-    query, key:       of all heads together; key also of the values.
+    query, key:       of all heads together.
+    value:            of the values of all groups, which are the keys', but for multi-latent attention.
+    core:             what attention makes of a token, all heads together.
+    q_latent:         of multi-latent attention: features of a query's latent; 0: it has none.
+    kv_latent, shared_key: its latent of keys and values; the key that all heads share. 0: no such attention.
     inner, states:    of a Mamba layer: of x and z; of B and C together.
     gates:            matrices that a feed-forward part has before its activation: 2 with a gate, else 1.
     """
@@ -51,6 +55,11 @@ class Widths:
     hidden: int
     query: int
     key: int
+    value: int
+    core: int
+    q_latent: int
+    kv_latent: int
+    shared_key: int
     ffn: int
     moe_ffn: int
     shared: int
@@ -65,10 +74,22 @@ def widths(model: Model) -> Widths:
     hidden, heads = model["hidden_size"], model["num_attention_heads"]
     channels = model.get("kv_channels") or hidden // heads
     ffn = model.get("ffn_hidden_size") or 4 * hidden
+    groups = model.get("num_query_groups") or heads
+    of_heads = [heads * channels, groups * channels, groups * channels, heads * channels, 0, 0, 0]
+    if latent(model):
+        shared, values = model["qk_pos_emb_head_dim"], heads * model["v_head_dim"]
+        query = heads * (model["qk_head_dim"] + shared)
+        of_heads = [query, query, values, values, model.get("q_lora_rank") or 0, model["kv_lora_rank"], shared]
+    query, key, value, core, q_latent, kv_latent, shared_key = of_heads
     return Widths(
         hidden=hidden,
-        query=heads * channels,
-        key=(model.get("num_query_groups") or heads) * channels,
+        query=query,
+        key=key,
+        value=value,
+        core=core,
+        q_latent=q_latent,
+        kv_latent=kv_latent,
+        shared_key=shared_key,
         ffn=ffn,
         moe_ffn=model.get("moe_ffn_hidden_size") or ffn,
         shared=model.get("moe_shared_expert_intermediate_size") or 0,
@@ -77,6 +98,11 @@ def widths(model: Model) -> Widths:
         states=2 * (model.get("mamba_num_groups") or 0) * (model.get("mamba_state_dim") or 0),
         mamba_heads=model.get("mamba_num_heads") or 0,
     )
+
+
+def latent(model: Model) -> bool:
+    """Whether keys and values come from a latent vector, which every rank of tp has whole."""
+    return bool(model.get("multi_latent_attention"))
 
 
 def layers(model: Model) -> Counter[str]:
@@ -95,6 +121,14 @@ def layers(model: Model) -> Counter[str]:
 def weights(model: Model, part: str) -> Weights:
     """The parameters of one part of a layer, with the norm before it."""
     w = widths(model)
+    if part == ATTENTION and latent(model):
+        heads = model["num_attention_heads"]
+        up_query = (w.q_latent or w.hidden) * w.query
+        up = w.kv_latent * (w.key - heads * w.shared_key + w.value)
+        out = w.core * w.hidden
+        down = w.hidden * (w.q_latent + w.kv_latent + w.shared_key)
+        norms = w.hidden + ((w.q_latent + w.kv_latent) if model.get("qk_layernorm") else 0)
+        return Weights(split=up_query + up + out, whole=down + norms, largest=max(up_query, up, out))
     if part == ATTENTION:
         qkv, out = w.hidden * (w.query + 2 * w.key), w.query * w.hidden
         norms = 2 * w.query // model["num_attention_heads"] if model.get("qk_layernorm") else 0

@@ -29,7 +29,10 @@ _together_is_right: dict[tuple[Any, ...], bool] = {}
 
 
 class Operands(NamedTuple):
-    """Of attention and its backward pass. query, gradient (of the output): [s, b, h, d]; key, value: [s, b, g, d]."""
+    """Of attention and its backward pass. query: [s, b, h, d]; key: [s, b, g, d]; value: [s, b, g, v].
+
+    gradient: of the output, [s, b, h, v]. v is d, but for multi-latent attention.
+    """
 
     query: Tensor
     key: Tensor
@@ -42,7 +45,7 @@ class Core(ABC):
 
     @abstractmethod
     def launch(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-        """Attention of the heads given, however many: [s, b, h, d], two of [s, b, g, d] → [s, b, h · d]."""
+        """Attention of the heads given, however many: [s, b, h, d], [s, b, g, d], [s, b, g, v] → [s, b, h · v]."""
 
     @abstractmethod
     def backend(self) -> str:
@@ -57,14 +60,14 @@ def attention(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, 
     """softmax(query · key^T) · value with the bits of one launch for each shard.
 
     query:      [s, b, h, d], the heads of this rank's shards in order.
-    key, value: [s, b, g, d], their query groups; `shards` divides g, and g divides h.
+    key, value: [s, b, g, d] and [s, b, g, v], their query groups; `shards` divides g, and g divides h.
     mask:       as the backend takes it, the same for all heads.
     shards:     V/t.
-    returns:    [s, b, h · d].
+    returns:    [s, b, h · v].
     Raises RunError where the backend is refused, or does not repeat its own bits.
     """
     query, key, value = dense(query), dense(key), dense(value)
-    case = (shards, query.shape, key.shape, query.dtype, core.kind(mask), settings())
+    case = (shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings())
     together = _together_is_right.get(case)
     if together is None:
         together = _together_is_right[case] = _seen_to_be_right(core, query, key, value, mask, shards)
@@ -99,7 +102,8 @@ def _seen_to_be_right(core: Core, query: Tensor, key: Tensor, value: Tensor, mas
     """Try both forms on operands of these shapes."""
     generator = torch.Generator(query.device).manual_seed(0)
     for trial in range(TRIALS + 1):
-        operands = Operands(*(torch.empty_like(tensor) for tensor in (query, key, value, query)))
+        gradient = query.new_empty(*query.shape[:-1], value.shape[-1])
+        operands = Operands(*(torch.empty_like(tensor) for tensor in (query, key, value, gradient)))
         if trial < TRIALS:
             cancelling_attention(*operands, generator=generator)
         else:

@@ -52,7 +52,7 @@ class CoreAttention(OnMesh, Core):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:
-        """[s/cp, b, heads/t, d] and two of [s/cp, b, groups/t, d] → [s/cp, b, heads/t · d]."""
+        """[s/cp, b, heads/t, d], [s/cp, b, groups/t, d] and [s/cp, b, groups/t, v] → [s/cp, b, heads/t · v]."""
         if attention_bias is not None or packed_seq_params is not None:
             raise NotImplementedError("attention with a bias or packed sequences has no invariant version")
         if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.shape[1] != 1:
@@ -82,9 +82,12 @@ class CoreAttention(OnMesh, Core):
         config, shards = self.config, self.mesh.shards
         heads, groups = config.num_attention_heads // shards, config.num_query_groups // shards
         device = torch.cuda.current_device()
+        keys = values = config.kv_channels
+        if config.multi_latent_attention:
+            keys, values = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
         query, key, value = (
-            torch.zeros(length, batch, count, config.kv_channels, dtype=config.params_dtype, device=device)
-            for count in (heads, groups, groups)
+            torch.zeros(length, batch, count, width, dtype=config.params_dtype, device=device)
+            for count, width in ((heads, keys), (groups, keys), (groups, values))
         )
         with torch.no_grad():
             self.launch(query, key, value, (None, AttnMaskType.causal))

@@ -44,7 +44,8 @@ class InitRule:
             parameter (partition_sizes) or in one.
     method: for "normal": the one of Megatron's three configured methods that gives the standard deviation.
     gated:  the rows are gate and up, each split separately, if config.gated_linear_unit.
-    whole:  tensor parallelism does not split it: routers, and experts, whose own tensor parallelism is 1.
+    whole:  tensor parallelism does not split it: routers, experts, whose own tensor parallelism is 1, and projections
+            that every rank holds whole.
     """
 
     name: str
@@ -57,10 +58,11 @@ class InitRule:
 
 _LAYER = r"decoder\.layers\.\d+\."
 _NORM = (
-    rf"({_LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.[qk]_layernorm)|decoder\.final_(layer)?norm)\."
+    rf"({_LAYER}(norm|input_layernorm|pre_mlp_layernorm|self_attention\.(q|k|kv)_layernorm)|"
+    r"decoder\.final_(layer)?norm)\."
 )
 # Transformer Engine's norm + linear
-_FUSED = rf"{_LAYER}(mixer\.in_proj|self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_"
+_FUSED = rf"{_LAYER}(mixer\.in_proj|self_attention\.linear_(qkv|(q|kv)_up_proj)|mlp\.linear_fc1)\.layer_norm_"
 _MIXER = rf"{_LAYER}mixer\."  # Mamba-2
 _LINEAR = rf"{_LAYER}(self_attention\.linear_(qkv|proj)|mlp\.linear_fc[12])\."
 
@@ -70,6 +72,8 @@ RULES = (
     # Rows are sorted by query group (q heads, k, v), so a rank's rows are consecutive in the whole tensor, too.
     InitRule(_LAYER + r"self_attention\.linear_qkv\.weight", "normal", 0, "init_method"),
     InitRule(_LAYER + r"self_attention\.linear_proj\.weight", "normal", 1, "output_layer_init_method"),
+    InitRule(_LAYER + r"self_attention\.linear_(q|q_up|kv_up)_proj\.weight", "normal", 0, "init_method"),
+    InitRule(_LAYER + r"self_attention\.linear_(q|kv)_down_proj\.weight", "normal", 0, "init_method", whole=True),
     InitRule(_LAYER + r"mlp\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),
     InitRule(_LAYER + r"mlp\.linear_fc2\.weight", "normal", 1, "output_layer_init_method"),
     InitRule(_LAYER + r"mlp\.shared_experts\.linear_fc1\.weight", "normal", 0, "init_method", gated=True),

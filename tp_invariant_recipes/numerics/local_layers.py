@@ -80,7 +80,7 @@ class InvariantDotProductAttention(CoreAttention, DotProductAttention):
         """Megatron's forward, for the heads given. It reads their number, and theirs alone, from its attributes."""
         heads, groups = query.shape[2], key.shape[2]
         self.num_attention_heads_per_partition, self.num_query_groups_per_partition = heads, groups
-        self.hidden_size_per_partition = heads * query.shape[3]
+        self.hidden_size_per_partition = heads * value.shape[3]
         return DotProductAttention.forward(self, query, key, value, *mask)
 
     def selected(self, length: int, batch: int) -> str:

@@ -45,8 +45,8 @@ def cancelling_attention(
     cancel, and not its own: there a feature of query and key makes the score so low that its exponential is 0. (The
     first window sees itself.) So P·V and dS·K cancel over keys, and P^T·dO and dS^T·Q over queries.
 
-    query, gradient: [s, b, h, d]; key, value: [s, b, g, d], all of one dtype and device.
-    generator:       of their device.
+    query: [s, b, h, d]; key: [s, b, g, d]; value: [s, b, g, v]; gradient: [s, b, h, v], all of one dtype and device.
+    generator: of their device.
     """
     length, width = query.shape[0], query.shape[-1]
     count = max(1, min(WINDOWS, width // 2, length // 2))

@@ -28,6 +28,10 @@ SUBSTITUTES = {
     "TEGroupedMLP": "te_layers:InvariantTEGroupedMLP",
     "DotProductAttention": "local_layers:InvariantDotProductAttention",
     "TEDotProductAttention": "te_layers:InvariantTEDotProductAttention",
+    "LatentAttention": "latent_attention:InvariantLatentAttention",
+    "LatentDotProductAttention": "latent_attention:InvariantLatentDotProductAttention",
+    "DuplicatedLinear": "latent_attention:InvariantDuplicatedLinear",
+    "TELinear": "te_layers:InvariantTEDuplicatedLinear",
 }
 # The same for norms of queries or keys, which the specification's field tells apart.
 HEAD_NORMS = {"WrappedTorchNorm": "local_layers:InvariantHeadNorm", "TENorm": "te_layers:InvariantTEHeadNorm"}

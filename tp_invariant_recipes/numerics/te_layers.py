@@ -11,6 +11,7 @@ from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
     TEDotProductAttention,
     TELayerNormColumnParallelLinear,
+    TELinear,
     TERowParallelLinear,
     _get_extra_te_kwargs,
 )
@@ -19,8 +20,10 @@ from torch import Tensor
 from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
 from transformer_engine.pytorch.utils import get_cudnn_version
 
+from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.core_attention import CoreAttention, Mask
 from tp_invariant_recipes.numerics.experts import activation_kind, expert_mlp, set_apart
+from tp_invariant_recipes.numerics.latent_attention import DuplicatedForward
 from tp_invariant_recipes.numerics.layers import (
     ColumnForward,
     HeadNormForward,
@@ -64,6 +67,15 @@ class InvariantTERowParallelLinear(RowForward, TERowParallelLinear):
     def forward(self, x: Tensor):
         """[s, b, k/t] → [s/t or s, b, n], and None as bias, since the layer has added it."""
         return self.row(x, self.weight, self.bias if self.use_bias else None), None
+
+
+class InvariantTEDuplicatedLinear(DuplicatedForward, TELinear):
+    """Linear that every rank holds whole: a down-projection of multi-latent attention."""
+
+    def __init__(self, *args: Any, parallel_mode: str | None, bias: bool, **kwargs: Any) -> None:
+        if parallel_mode != "duplicated" or bias:
+            raise ConfigError("of TELinear only the duplicated mode without a bias has an invariant version")
+        super().__init__(*args, parallel_mode=parallel_mode, bias=bias, **kwargs)
 
 
 class InvariantTERMSNorm(NormForward, te.RMSNorm):

@@ -158,6 +158,22 @@ def columns(*widths: Callable[[Any], int | None], segments: Callable[[Any], int]
     return rule
 
 
+def latent(*fields: str, or_else: PlacementRule | None = None) -> PlacementRule:
+    """[s, b, n], or [s/t, b, n] with sequence parallelism: as `hidden`, n the sum of `fields` of the configuration.
+
+    or_else: the rule of a configuration that lacks them: without multi-latent attention.
+    """
+
+    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+        if or_else is not None and not getattr(site.config, "multi_latent_attention", False):
+            return or_else(x, module, micro_batch, site)
+        if x.dim() != 3 or x.shape[2] != sum(getattr(site.config, field) for field in fields):
+            return None
+        return _rows(x, micro_batch, site, split=site.sequence_parallel)
+
+    return rule
+
+
 def sliced(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
     """[s, b, n/t] of a width that is no field of the configuration: the padded vocabulary, Mamba's inner width."""
     if x.dim() != 3 or getattr(module, "gather_output", False):
@@ -262,6 +278,9 @@ def _field(name: str) -> Callable[[Any], int | None]:
 
 
 def _queries(config: Any) -> int:
+    """What attention makes of a token."""
+    if getattr(config, "multi_latent_attention", False):
+        return config.v_head_dim * config.num_attention_heads
     return config.kv_channels * config.num_attention_heads
 
 
@@ -289,6 +308,8 @@ _QKV = (
     ("key", heads("num_query_groups")),
     ("value", heads("num_query_groups")),
 )
+_DUPLICATED = ("DuplicatedLinear", "TELinear")
+_QUERY_NORM = latent("q_lora_rank", or_else=heads("num_attention_heads"))
 _EXPERTS = ("TEGroupedMLP", "GroupedMLP", "SequentialMLP")
 
 # Modules that do nothing, and whether there are any is another matter in every implementation.
@@ -299,7 +320,7 @@ ROWS = (
     ModuleRow(("GPTModel", "HybridModel", "MambaModel"), (("input_ids", tokens),), (tokens,), stages=True),
     ModuleRow(("TransformerBlock", "HybridStack", "MambaStack"), (("hidden_states", hidden),), (hidden,), stages=True),
     ModuleRow(
-        ("TransformerLayer", "SelfAttention", "MLP", "MoELayer", "MambaLayer", "MambaMixer"),
+        ("TransformerLayer", "SelfAttention", "MLASelfAttention", "MLP", "MoELayer", "MambaLayer", "MambaMixer"),
         (("hidden_states", hidden),),
         (hidden,),
     ),
@@ -308,7 +329,15 @@ ROWS = (
     ModuleRow(("Dropout",), (("input", hidden),), (hidden,), names=("embedding_dropout",)),
     ModuleRow(("Dropout",), (("input", scores),), (scores,), names=("attention_dropout",)),
     ModuleRow(("RotaryEmbedding",), (), (constant,)),
-    ModuleRow(_NORM, (("x", heads("num_attention_heads")),), (heads("num_attention_heads"),), names=("q_layernorm",)),
+    ModuleRow(_NORM, (("x", _QUERY_NORM),), (_QUERY_NORM,), names=("q_layernorm",)),
+    ModuleRow(_NORM, (("x", latent("kv_lora_rank")),), (latent("kv_lora_rank"),), names=("kv_layernorm",)),
+    ModuleRow(_DUPLICATED, (("x", hidden),), (latent("q_lora_rank"),), names=("linear_q_down_proj",)),
+    ModuleRow(
+        _DUPLICATED, (("x", hidden),), (latent("kv_lora_rank", "qk_pos_emb_head_dim"),), names=("linear_kv_down_proj",)
+    ),
+    ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (sliced,), names=("linear_q_proj",)),
+    ModuleRow(_COLUMN_PARALLEL, (("x", latent("q_lora_rank")),), (sliced,), names=("linear_q_up_proj",)),
+    ModuleRow(_COLUMN_PARALLEL, (("x", latent("kv_lora_rank")),), (sliced,), names=("linear_kv_up_proj",)),
     ModuleRow(_NORM, (("x", heads("num_query_groups")),), (heads("num_query_groups"),), names=("k_layernorm",)),
     ModuleRow(
         _NORM,

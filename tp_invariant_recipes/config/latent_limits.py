@@ -1,0 +1,63 @@
+"""The limits of invariant multi-latent attention (numerics/latent_attention.py), for models that have it."""
+
+from collections.abc import Callable
+
+from tp_invariant_recipes.config import schema
+from tp_invariant_recipes.config.limit import Limit, is_set
+from tp_invariant_recipes.config.sections import RunConfig
+
+FIELD = "multi_latent_attention"
+
+# Fields that replace the invariant layer's parts by others.
+OFF = ("cache_mla_latents", "mla_down_proj_fusion")
+
+
+def has_it(config: RunConfig) -> bool:
+    """Whether the model has multi-latent attention; only its provider makes models with it."""
+    return bool(config.model.get(FIELD)) or config.model.get("_target_") == schema.LATENT
+
+
+def _row(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
+    return Limit(lambda t: has_it(t) and wrong(t), why)
+
+
+LIMITS = (
+    _row(
+        lambda t: t.model.get("_target_") != schema.LATENT or not t.model.get(FIELD),
+        f"multi-latent attention is covered for {schema.LATENT.rpartition('.')[2]} with model.{FIELD}=true alone",
+    ),
+    _row(
+        lambda t: t.numerics.mode != "tree",
+        "multi-latent attention is covered by numerics=tree only",
+    ),
+    _row(
+        lambda t: t.model["tensor_model_parallel_size"] > 1 and not t.model["sequence_parallel"],
+        "multi-latent attention under tensor parallelism needs sequence parallelism; sp=true",
+    ),
+    _row(
+        lambda t: t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1,
+        "multi-latent attention has no version with context shards; cp=1, and leave numerics.context_shards out",
+    ),
+    _row(
+        lambda t: t.model.get("num_query_groups") not in (None, t.model["num_attention_heads"]),
+        "multi-latent attention has keys and values for every head; leave model.num_query_groups unset",
+    ),
+    _row(
+        lambda t: not t.model.get("qk_layernorm"),
+        "multi-latent attention is covered with its norms of latents; model.qk_layernorm=true",
+    ),
+    _row(
+        lambda t: bool(t.model.get("add_bias_linear") or t.model.get("add_qkv_bias")),
+        "multi-latent attention with biases is not covered; model.add_bias_linear=false, model.add_qkv_bias=false",
+    ),
+    _row(
+        lambda t: bool(t.model.get("apply_rope_fusion")),
+        "the fused rotation of multi-latent attention adds up the shared key's gradient in an order of its own; "
+        "model.apply_rope_fusion=false",
+    ),
+    _row(
+        lambda t: "mla_up_proj" in (t.model.get("recompute_modules") or ()),
+        "recomputing up-projections alone is not covered; leave mla_up_proj out of model.recompute_modules",
+    ),
+    *(_row(is_set(field), f"model.{field} is not covered; leave it unset") for field in OFF),
+)
