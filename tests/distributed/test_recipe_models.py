@@ -101,7 +101,7 @@ _SHORT = (
     "validation.eval_interval=null ddp.grad_reduce_in_fp32=true"
 )
 _NO_FLEX = (
-    "precision=bf16 ep=1 sp=true model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false cuda_graph=off "
+    "precision=bf16 ep=1 model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false cuda_graph=off "
     "comm_overlap.tp_comm_overlap=false model.use_te_rng_tracker=false rng.te_rng_tracker=false "
     "scheduler.lr_decay_iters=null"
 )

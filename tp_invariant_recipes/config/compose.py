@@ -23,6 +23,7 @@ from tp_invariant_recipes.config import (
     recording,
     relations,
     schema,
+    sft,
     source,
 )
 from tp_invariant_recipes.config import (
@@ -104,6 +105,7 @@ def compose(
             hang_timeout,
             environment,
             recipe_layer,
+            sft,
         )
         with _guarded(model, problems):
             problems += [problem for rule in rules for problem in rule.problems(tree)]
@@ -159,6 +161,9 @@ def _of_recipes(model: str, overrides: Sequence[Override]) -> list[str]:
     kinds = [one for one in overrides if one.path == "data.kind" and one.value == "recipe"]
     if kinds:
         return [f"{one.text}: a recipe with data of its own decides it; data=mock or data=text" for one in kinds]
+    classes = [one for one in overrides if one.path == "dataset._target_"]
+    if classes:
+        return [f"{one.text}: a recipe decides what its dataset is; leave it out" for one in classes]
     if not recipe_source.is_recipe(model):
         return [f"{one.text}: {model} is no recipe; recipe=NAME stands in the place of the model" for one in asked]
     filled = [one for one in asked if one.path != "recipe.hf_folder"]
@@ -297,6 +302,7 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
     _take_old_names(tree, overrides)
     if recipe_source.is_recipe(model):
         tree["model"] = recipe_layer.without_defaults(tree["model"])
+        tree["dataset"] = recipe_layer.without_ours(tree["dataset"], [o.path for o in overrides])
         tree["recipe"]["hf_folder"] = _hf_folder(overrides)
     return tree
 

@@ -3,6 +3,7 @@
 from fnmatch import fnmatchcase
 from typing import Any
 
+from tp_invariant_recipes.config import sft
 from tp_invariant_recipes.config.sections import Tree, typed
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
 
@@ -62,6 +63,8 @@ EXCLUDED = {
     "where the data lies; its digest says what it is": (
         "dataset.blend*",
         "dataset.path_to_cache",
+        "dataset.dataset_root",
+        "dataset.dataset_kwargs.index_mapping_dir",
         "dataset.num_workers",
     ),
 }
@@ -70,11 +73,13 @@ EXCLUDED = {
 def identity(tree: Tree, data_digest: str | None) -> dict[str, Any]:
     """Dotted key -> value of everything that two comparable runs have in common.
 
-    data_digest: of the prepared text (`PreparedData.digest`); None for generated data.
+    data_digest: of the prepared text (`PreparedData.digest`) or examples (`Examples.digest`); None for generated data.
     """
     config = typed(tree)
     sections = {section: config.bridge.get(section) for section in SECTIONS}
     flat = {k: v for name, fields in sections.items() for k, v in _flat(name, fields).items() if not _excluded(k)}
+    if sft.is_sft(config.bridge["dataset"]):
+        flat.pop("tokenizer.tokenizer_model", None)  # the digest has its files
     if flat.get("scheduler.lr_decay_iters") is None:
         flat["scheduler.lr_decay_iters"] = config.bridge["train"]["train_iters"]
     flat["data.kind"] = config.data.kind

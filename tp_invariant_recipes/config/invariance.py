@@ -11,6 +11,7 @@ from tp_invariant_recipes.config import (
     model_fields,
     portable_limits,
     schema,
+    sft,
 )
 from tp_invariant_recipes.config.limit import Limit, is_set
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
@@ -79,6 +80,7 @@ LIMITS = (
     ),
     *invariant_experts.LIMITS,
     *portable_limits.LIMITS,
+    *sft.LIMITS,
     Limit(
         lambda t: t.numerics.mode != "tree" and "hybrid_layer_pattern" in t.model,
         "Mamba layers are covered by numerics=tree only",
@@ -127,7 +129,10 @@ LIMITS = (
         "numerics.data_shards=1",
     ),
     Limit(
-        lambda t: t.bridge.get("dataset", {}).get("dataloader_type", "single") != "single",
+        lambda t: (
+            not sft.is_sft(t.bridge.get("dataset", {}))
+            and t.bridge.get("dataset", {}).get("dataloader_type", "single") != "single"
+        ),
         "which sequences a rank computes depends on dp; dataset.dataloader_type=single",
     ),
     Limit(lambda t: bool(t.model.get("mtp_num_layers")), "multi-token prediction is not covered yet"),

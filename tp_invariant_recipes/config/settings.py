@@ -216,6 +216,8 @@ PATHS = (
     "data.tokenizer",
     "recipe.hf_folder",
     "checkpoint.pretrained_checkpoint",
+    "dataset.dataset_root",
+    "tokenizer.tokenizer_model",
     "cluster.container",
     "cluster.python",
 )
