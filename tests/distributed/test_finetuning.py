@@ -1,11 +1,15 @@
 """Fine-tuning on examples: a user's recipe of Bridge's defaults for it, with a loss mask, trained on the CPU."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.data.examples import read_examples
+from tp_invariant_recipes.errors import ConfigError, DataError
+from tp_invariant_recipes.ledger.bits import bits_float
+from tp_invariant_recipes.ledger.open import read
 
 MINE = """
 import torch
@@ -78,17 +82,13 @@ def tuned(mine, shared):
     return shared("verify", *RECIPE, "tp=1,2", "numerics.data_shards=2", "--dir", "tree")
 
 
-def losses(shared, run):
-    return [step.loss for step in shared.ledger(run)]
-
-
 def test_tuning_has_one_result_in_every_layout(tuned):
     assert tuned.status == 0, tuned.stdout + tuned.stderr
     assert "identical: tp=1, 2 computed the same bits over 12 steps" in tuned.stdout
 
 
 def test_tuning_lowers_the_loss(tuned, shared):
-    found = losses(shared, "tree/tp1")
+    found = [bits_float(step.loss) for step in shared.ledger("tree/tp1")]
     assert found[-1] < found[0] / 2
 
 
@@ -105,3 +105,119 @@ def test_with_stock_numerics_it_has_not(mine, shared):
     done = shared("verify", *RECIPE, "tp=1,2", *stock, "--dir", "stock")
     assert done.status == 1, done.stdout + done.stderr
     assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
+
+
+# What is wrong with the settings of a run, before anything is read.
+SETTINGS = {
+    "tuned": "needs dataset.dataset_root=FOLDER, which has training.jsonl",
+    "packed": "dataset.enable_offline_packing=true: packed sequences need attention that ends with each example",
+    "adapted": "it fine-tunes with LoRA: the products of adapters add over tp in an order of their own",
+    "tuned data=text data.path=.": "data=text: this recipe trains on examples",
+    "tuned dataset.dataset_kwargs.pad_to_max_length=false": "pad_to_max_length=true",
+    "tuned train.num_epochs=1": "train.num_epochs=1: tpi counts steps",
+    "tuned dataset.dataloader_type=single": "dataset.dataloader_type=batch",
+    "tuned dataset.drop_last=false": "dataset.drop_last=true",
+    "tuned numerics=portable": "fine-tuning is covered by numerics=tree only",
+    "tuned cp=2 numerics.context_shards=2": "fine-tuning with context parallelism is not covered",
+    "tuned dataset.hf_dataset.dataset_name=squad": "tpi downloads no examples",
+    "tuned dataset._target_=a.B": "a recipe decides what its dataset is",
+}
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+def test_settings_that_are_refused(mine, words):
+    function, *overrides = words.split()
+    with pytest.raises(ConfigError) as caught:
+        compose(f"recipe={mine}/mine.py:{function}", overrides, device="cpu")
+    assert SETTINGS[words] in str(caught.value)
+
+
+def examples(folder: Path, *lines: str) -> Path:
+    folder.mkdir()
+    (folder / "training.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+# Lines after eight examples, and what is said of them.
+LINES = {
+    '{"input": "1 + 1 =", "output": "2"': "training.jsonl, line 9: not JSON",
+    "[1, 2]": "line 9: not an object in braces",
+    '{"input": "1 + 1 ="}': "line 9: no key 'output'; its keys: 'input'",
+    '{"input": 1, "output": "2"}': "line 9: 'input' holds no text",
+    "": "line 9: an empty line",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_broken_line_is_named(mine, tmp_path, line):
+    folder = examples(tmp_path / "broken", *map(example, range(8)), line)
+    with pytest.raises(DataError, match="line 9") as caught:
+        read_examples(folder, ["training.jsonl"], f"{mine}/tokenizer", ("input", "output"), chat=False)
+    assert LINES[line] in str(caught.value)
+
+
+# Overrides of a command whose examples or tokenizer cannot be used, and its message.
+FILES = {
+    "dataset.dataset_root=none": "none: no such folder",
+    "validation.eval_iters=1": "validation.jsonl: no such file",
+    "gbs=256": "has 240 examples, and a step takes 256; lower gbs",
+    "tokenizer.tokenizer_model=examples": "no tokenizer files in this folder",
+    "model.vocab_size=32": "has 34 token ids and the model 32; the tokenizer of the model",
+}
+
+
+@pytest.mark.parametrize("override", FILES)
+def test_files_that_do_not_fit_are_said_before_ranks_start(cli, mine, monkeypatch, override):
+    monkeypatch.chdir(mine)
+    kept = [word for word in RECIPE if word.partition("=")[0] != override.partition("=")[0]]
+    ended = cli("train", *kept, override, "device=cpu", "run.dir=wrong")
+    assert (ended.status, ended.out) == (2, "")
+    assert FILES[override] in ended.err
+    assert "Traceback" not in ended.err
+    assert not (mine / "wrong").exists()
+
+
+def test_conversations_need_a_template(mine, tmp_path):
+    said = {"messages": [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]}
+    folder = examples(tmp_path / "chat", json.dumps(said))
+    with pytest.raises(DataError, match="has no chat template"):
+        read_examples(folder, ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
+    with pytest.raises(DataError, match="no conversation under any of messages"):
+        read_examples(mine / "examples", ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
+
+
+def test_the_identity_has_the_examples_and_not_their_folder(tuned, shared):
+    identity = read(shared.folder / "tree" / "tp1").header.identity
+    assert identity["data.digest"]
+    assert not {"dataset.dataset_root", "tokenizer.tokenizer_model"} & identity.keys()
+
+
+@pytest.mark.release
+def test_a_loss_divided_by_the_tokens_of_the_whole_step(mine, shared):
+    """calculate_per_token_loss: one division by the tokens of all ranks, in place of one a sequence."""
+    words = ("tp=1,2", "dp=1,2", "mbs=1,2", "iters=3", "model.calculate_per_token_loss=true")
+    done = shared("verify", *RECIPE, *words, "--dir", "tokens")
+    assert done.status == 0, done.stdout + done.stderr
+    assert shared.ledger("tokens/tp1-dp1-mbs1")[0].grad_norm != shared.ledger("tree/tp1")[0].grad_norm
+
+
+@pytest.mark.release
+def test_tuning_begins_with_the_weights_of_a_checkpoint(mine, shared):
+    assert shared("train", *RECIPE, "seed=7", "iters=1", "save=1", "run.dir=start").status == 0
+    start = "checkpoint.pretrained_checkpoint=start/checkpoints"
+    done = shared("verify", *RECIPE, "tp=1,2", "iters=2", start, "--dir", "from")
+    assert done.status == 0, done.stdout + done.stderr
+    new = shared("train", *RECIPE, "iters=2", "run.dir=new")
+    assert new.status == 0, new.stderr
+    assert shared.ledger("from/tp1")[0].loss != shared.ledger("new")[0].loss
+
+
+@pytest.mark.release
+def test_tuning_goes_on_through_a_second_epoch(mine, shared):
+    """240 examples are 30 steps of 8. The third epoch begins after 60."""
+    assert shared("train", *RECIPE, "iters=70", "save=0", "run.dir=whole").status == 0
+    assert shared("train", *RECIPE, "iters=70", "save=25", "train.exit_interval=25", "run.dir=parts").status == 0
+    for _ in range(2):
+        done = shared("train", "--resume", "parts")
+        assert done.status == 0, done.stderr
+    assert shared("compare", "whole", "parts").status == 0

@@ -138,7 +138,8 @@ LIMITS = (
     Limit(lambda t: bool(t.model.get("mtp_num_layers")), "multi-token prediction is not covered yet"),
     Limit(
         lambda t: any((t.bridge.get("comm_overlap") or {}).values()),
-        "overlapped collectives add in an order of their own; leave comm_overlap.* unset",
+        "overlapped collectives add in an order of their own; comm_overlap.tp_comm_overlap=false, or leave "
+        "comm_overlap.* unset",
     ),
     Limit(
         lambda t: t.model.get("cuda_graph_impl", "none") != "none",
