@@ -161,9 +161,6 @@ def _of_recipes(model: str, overrides: Sequence[Override]) -> list[str]:
     kinds = [one for one in overrides if one.path == "data.kind" and one.value == "recipe"]
     if kinds:
         return [f"{one.text}: a recipe with data of its own decides it; data=mock or data=text" for one in kinds]
-    classes = [one for one in overrides if one.path == "dataset._target_"]
-    if classes:
-        return [f"{one.text}: a recipe decides what its dataset is; leave it out" for one in classes]
     if not recipe_source.is_recipe(model):
         return [f"{one.text}: {model} is no recipe; recipe=NAME stands in the place of the model" for one in asked]
     filled = [one for one in asked if one.path != "recipe.hf_folder"]
@@ -270,6 +267,8 @@ def _key_problem(key: str, groups: dict[str, tuple[str, ...]]) -> str | None:
     section = key.partition(".")[0]
     if key == "recipe":
         return "recipe=NAME stands in the place of the model: tpi train recipe=NAME …"
+    if key == f"dataset.{schema.PROVIDER}":
+        return "a recipe decides what its dataset is; leave it out"
     if section not in schema.SECTIONS:
         known = (*SHORT_KEYS, *groups) if section == key else (f"{s}.{key.partition('.')[2]}" for s in schema.SECTIONS)
         return f"unknown key '{key}'{nearest(key, known)}"

@@ -78,7 +78,7 @@ def identity(tree: Tree, data_digest: str | None) -> dict[str, Any]:
     config = typed(tree)
     sections = {section: config.bridge.get(section) for section in SECTIONS}
     flat = {k: v for name, fields in sections.items() for k, v in _flat(name, fields).items() if not _excluded(k)}
-    if sft.is_sft(config.bridge["dataset"]):
+    if sft.is_sft(config.bridge.get("dataset") or {}):
         flat.pop("tokenizer.tokenizer_model", None)  # the digest has its files
     if flat.get("scheduler.lr_decay_iters") is None:
         flat["scheduler.lr_decay_iters"] = config.bridge["train"]["train_iters"]

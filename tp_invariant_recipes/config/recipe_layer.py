@@ -113,7 +113,7 @@ def _layer(model: str, hf_folder: str | None, *, text_data: bool) -> dict[str, A
         "name": model.removeprefix(recipe_source.PREFIX),
         "hf_folder": hf_folder,
         "source": recipe_source.digest(model),
-        "kept": kept,
+        "kept": [path for path in kept if path not in OURS],
     }
     return layer
 

@@ -171,6 +171,10 @@ LIMITS = (
         "numerics.context_shards out",
     ),
     Limit(
+        lambda t: bool(t.model.get("calculate_per_token_loss")) and t.numerics.mode != "tree",
+        "a loss divided by the tokens of a step is covered by numerics=tree only; model.calculate_per_token_loss=false",
+    ),
+    Limit(
         lambda t: bool(t.model.get("calculate_per_token_loss"))
         and (t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1),
         "context-parallel ranks would count a sequence's tokens several times; model.calculate_per_token_loss=false",

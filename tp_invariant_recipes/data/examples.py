@@ -1,5 +1,6 @@
 """Examples for fine-tuning: JSONL files, checked whole before ranks start, since Bridge reads lines as it trains."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -38,10 +39,11 @@ def read_examples(
     example must have. chat: whether each must be a conversation instead.
     Raises DataError that lists what is wrong, with file and line.
     """
-    problems: list[str] = []
-    digest, counts, vocab_size = hashlib.sha256(), [], 0
-    for name in files:
-        counts.append(_read(folder, name, columns, chat, digest, problems))
+    read = [_read(folder / name, tuple(columns), chat) for name in files]
+    problems = [problem for one in read for problem in one.problems]
+    digest, vocab_size = hashlib.sha256(), 0
+    for name, one in zip(files, read, strict=True):
+        digest.update(f"{name} {one.sha256}\n".encode())
     try:
         identity = identify(str(Path(tokenizer).expanduser()))
         vocab_size = open_tokenizer(identity).vocab_size
@@ -51,31 +53,45 @@ def read_examples(
     except DataError as error:
         problems.append(f"tokenizer.tokenizer_model: {error}")
     if problems:
-        more = [f"… and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        found = [*problems[:SHOWN], *more]
-        raise DataError(found[0] if len(found) == 1 else listed(found))
-    return Examples(digest.hexdigest(), counts[0], vocab_size)
+        raise DataError(problems[0] if len(problems) == 1 else listed(problems))
+    return Examples(digest.hexdigest(), read[0].count, vocab_size)
 
 
-def _read(
-    folder: Path, name: str, columns: Sequence[str], chat: bool, digest: "hashlib._Hash", found: list[str]
-) -> int:
-    """The number of examples of a file. What is wrong with it is added to `found`."""
-    path = folder / name
+@dataclass(frozen=True)
+class _File:
+    """A file of examples. problems: the first ones, with file and line."""
+
+    sha256: str
+    count: int
+    problems: tuple[str, ...]
+
+
+def _read(path: Path, columns: tuple[str, ...], chat: bool) -> _File:
     try:
-        data = path.read_bytes()
+        found = path.stat()
+        return _checked(path, columns, chat, (found.st_size, found.st_mtime_ns))
     except OSError as error:
-        why = "no such folder" if not folder.is_dir() else "no such file" if not path.exists() else error.strerror
-        found.append(f"dataset.dataset_root: {path if folder.is_dir() else folder}: {why}")
-        return 0
-    digest.update(f"{name} {hashlib.sha256(data).hexdigest()}\n".encode())
-    lines = data.split(b"\n")
-    lines = lines[:-1] if lines[-1] == b"" else lines
-    if not lines:
-        found.append(f"{path}: no examples in it")
-    for number, line in enumerate(lines, 1):
-        found += [f"{path}, line {number}: {problem}" for problem in _wrong(line, columns, chat)]
-    return len(lines)
+        absent = f"{path.parent}: no such folder" if not path.parent.is_dir() else f"{path}: no such file"
+        why = f"{path}: {error.strerror}" if path.exists() else absent
+        return _File("", 0, (f"dataset.dataset_root: {why}",))
+
+
+@functools.lru_cache
+def _checked(path: Path, columns: tuple[str, ...], chat: bool, state: tuple[int, int]) -> _File:
+    """state: size and time of change; the runs of one command have the same examples, which are read once."""
+    digest, number, wrong, problems = hashlib.sha256(), 0, 0, []
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            digest.update(line)
+            for problem in _wrong(line, columns, chat):
+                wrong += 1
+                if wrong <= SHOWN:
+                    problems.append(f"{path}, line {number}: {problem}")
+    if not number:
+        problems.append(f"{path}: no examples in it")
+    if wrong > SHOWN:
+        problems.append(f"{path}: {wrong - SHOWN} more problems")
+    return _File(digest.hexdigest(), number, tuple(problems))
 
 
 def _wrong(line: bytes, columns: Sequence[str], chat: bool) -> Iterator[str]:
