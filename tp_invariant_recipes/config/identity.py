@@ -64,7 +64,6 @@ EXCLUDED = {
         "dataset.blend*",
         "dataset.path_to_cache",
         "dataset.dataset_root",
-        "dataset.dataset_kwargs.index_mapping_dir",
         "dataset.num_workers",
     ),
 }
@@ -79,7 +78,7 @@ def identity(tree: Tree, data_digest: str | None) -> dict[str, Any]:
     sections = {section: config.bridge.get(section) for section in SECTIONS}
     flat = {k: v for name, fields in sections.items() for k, v in _flat(name, fields).items() if not _excluded(k)}
     if sft.is_sft(config.bridge.get("dataset") or {}):
-        flat.pop("tokenizer.tokenizer_model", None)  # the digest has its files
+        flat = {key: value for key, value in flat.items() if key not in sft.PLACES}
     if flat.get("scheduler.lr_decay_iters") is None:
         flat["scheduler.lr_decay_iters"] = config.bridge["train"]["train_iters"]
     flat["data.kind"] = config.data.kind

@@ -24,6 +24,8 @@ COLUMNS = ("input", "output")
 # Keys of dataset_kwargs by which Bridge's older recipes say what an example is.
 OLDER = ("prompt_template", "label_key", "chat")
 INDEX = "index_mapping_dir"
+# Keys that say where files of a run on examples lie; a digest says what is in them.
+PLACES = ("tokenizer.tokenizer_model", f"dataset.dataset_kwargs.{INDEX}")
 
 
 def is_sft(dataset: Mapping[str, Any]) -> bool:
