@@ -42,7 +42,7 @@ def columns(dataset: Mapping[str, Any]) -> tuple[str, ...]:
     if preprocessing is None:
         return () if any(key in (dataset.get("dataset_kwargs") or {}) for key in OLDER) else COLUMNS
     pair = (preprocessing.get("prompt_column"), preprocessing.get("completion_column"))
-    return () if None in pair else pair  # type: ignore[return-value]
+    return () if None in pair else pair
 
 
 def is_chat(dataset: Mapping[str, Any]) -> bool:

@@ -434,7 +434,8 @@ def resolve(
         if "WANDB_API_KEY" not in os.environ:
             variables |= {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
     missing = isinstance(data, int)
-    digest = data.digest if isinstance(data, PreparedData) else examples and examples.digest
+    known = data if isinstance(data, PreparedData) else examples
+    digest = known.digest if known else None
     of_run = identity(tree, digest)
     return Plan(composed, tree, at, run_dir, of_run, variables, here=here, data_missing=missing, attempts=so_far)
 
