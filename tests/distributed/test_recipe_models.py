@@ -78,7 +78,7 @@ WRONG = {
     "needs": "a recipe is called without arguments, and this function needs size",
     "constant": "constant is no function but int",
     "smal": "has no such function; did you mean 'small'?",
-    "peft": "it fine-tunes with LoRA, which tpi does not cover",
+    "peft": "it fine-tunes with LoRA: the products of adapters add over tp in an order of their own",
     "layers": "numerics=tree: the recipe sets model.transformer_layer_spec to an object",
     "dropout": "numerics=tree: dropout draws other numbers in every layout",
     "learned": "numerics=tree: only rotary positions are covered",
@@ -101,7 +101,7 @@ _SHORT = (
     "validation.eval_interval=null ddp.grad_reduce_in_fp32=true"
 )
 _NO_FLEX = (
-    "precision=bf16 ep=1 sp=true model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false cuda_graph=off "
+    "precision=bf16 ep=1 model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false cuda_graph=off "
     "comm_overlap.tp_comm_overlap=false model.use_te_rng_tracker=false rng.te_rng_tracker=false "
     "scheduler.lr_decay_iters=null"
 )

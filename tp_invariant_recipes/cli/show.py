@@ -230,14 +230,19 @@ def models(
         bool,
         typer.Option("--bridge", help="List the recipes of Megatron-Bridge, and what numerics=tree says of each."),
     ] = False,
+    families: Annotated[
+        bool, typer.Option("--families", help="With --bridge: a table of Markdown, a row a family of models.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """List the models: sizes, degrees of tp that fit, memory."""
     from tp_invariant_recipes.config import describe
     from tp_invariant_recipes.config.memory import GIB
 
+    if families and not bridge:
+        raise ConfigError("--families goes with --bridge: tpi models --bridge --families")
     if bridge:
-        _recipes(as_json=as_json)
+        _recipes(families=families, as_json=as_json)
         return
     rows = describe.models()
     if as_json:
@@ -258,8 +263,8 @@ def models(
     )
 
 
-def _recipes(*, as_json: bool) -> None:
-    """The recipes of Bridge. It takes minutes: each is called and composed."""
+def _recipes(*, families: bool, as_json: bool) -> None:
+    """The recipes of Bridge, each called and composed."""
     from tp_invariant_recipes.config import recipe_list
 
     needed.check("tpi models --bridge", needed.TRAINING)
@@ -271,15 +276,19 @@ def _recipes(*, as_json: bool) -> None:
         if time.monotonic() - told > 10:
             told = time.monotonic()
             console.print(f"{done} of {of} recipes")
+    if families:
+        found = recipe_list.families(rows)
+        terminal.print_json(found, indent=2) if as_json else terminal.print_text(recipe_list.markdown(rows))
+        return
     if as_json:
         terminal.print_json(rows, indent=2)
         return
     for row in rows:
-        terminal.print_text(one_line(f"{row['recipe']}: {row['tree']}"))
-        for why in row["why"]:
+        terminal.print_text(one_line(" ".join([f"{row['recipe']}: {row['tree']}", *row["keys"]])))
+        for why in row["why"] if row["tree"] != recipe_list.WITH else ():
             terminal.print_text(one_line(f"    {why.removeprefix('recipe=' + row['recipe'] + ': ')}"))
     states = Counter(row["tree"] for row in rows)
     terminal.print_text(
         ", ".join(f"{count} {state}" for state, count in states.items())
-        + "; refused: as the recipe is, and each line ends with the key to change: tpi train recipe=NAME KEY=VALUE …"
+        + "; covered with: tpi train recipe=NAME with these keys; refused: as the recipe is, and each line says why"
     )

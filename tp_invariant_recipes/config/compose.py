@@ -23,6 +23,7 @@ from tp_invariant_recipes.config import (
     recording,
     relations,
     schema,
+    sft,
     source,
     weights,
 )
@@ -105,6 +106,7 @@ def compose(
             hang_timeout,
             environment,
             recipe_layer,
+            sft,
             weights,
         )
         with _guarded(model, problems):
@@ -268,6 +270,8 @@ def _key_problem(key: str, groups: dict[str, tuple[str, ...]]) -> str | None:
     section = key.partition(".")[0]
     if key == "recipe":
         return "recipe=NAME stands in the place of the model: tpi train recipe=NAME …"
+    if key == f"dataset.{schema.PROVIDER}":
+        return "a recipe decides what its dataset is; leave it out"
     if section not in schema.SECTIONS:
         known = (*SHORT_KEYS, *groups) if section == key else (f"{s}.{key.partition('.')[2]}" for s in schema.SECTIONS)
         return f"unknown key '{key}'{nearest(key, known)}"
@@ -300,6 +304,7 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
     _take_old_names(tree, overrides)
     if recipe_source.is_recipe(model):
         tree["model"] = recipe_layer.without_defaults(tree["model"])
+        tree["dataset"] = recipe_layer.without_ours(tree["dataset"], [o.path for o in overrides])
         tree["recipe"]["hf_folder"] = _hf_folder(overrides)
     return tree
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from tp_invariant_recipes.config import sft
 from tp_invariant_recipes.config.sections import Tree, typed
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
 
@@ -65,6 +66,7 @@ EXCLUDED = {
     "where the data lies; its digest says what it is": (
         "dataset.blend*",
         "dataset.path_to_cache",
+        "dataset.dataset_root",
         "dataset.num_workers",
     ),
 }
@@ -73,11 +75,13 @@ EXCLUDED = {
 def identity(tree: Tree, data_digest: str | None, weights_digest: str | None = None) -> dict[str, Any]:
     """Dotted key -> value of everything that two comparable runs have in common.
 
-    data_digest:    of the prepared text (`PreparedData.digest`); None for generated data.
+    data_digest:    of the prepared text (`PreparedData.digest`) or examples (`Examples.digest`); None for generated data.
     weights_digest: of the checkpoint that the weights come from (`weights.Checkpoint.digest`); None: they are new.
     """
     config = typed(tree)
     flat = of_sections(config.bridge)
+    if sft.is_sft(config.bridge.get("dataset") or {}):
+        flat = {key: value for key, value in flat.items() if key not in sft.PLACES}
     if flat.get("scheduler.lr_decay_iters") is None:
         flat["scheduler.lr_decay_iters"] = config.bridge["train"]["train_iters"]
     flat["data.kind"] = config.data.kind

@@ -12,6 +12,7 @@ from tp_invariant_recipes.config import (
     model_fields,
     portable_limits,
     schema,
+    sft,
 )
 from tp_invariant_recipes.config.limit import Limit, is_set
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
@@ -80,6 +81,7 @@ LIMITS = (
     *invariant_experts.LIMITS,
     *latent_limits.LIMITS,
     *portable_limits.LIMITS,
+    *sft.LIMITS,
     Limit(
         lambda t: t.numerics.mode != "tree" and "hybrid_layer_pattern" in t.model,
         "Mamba layers are covered by numerics=tree only",
@@ -128,7 +130,10 @@ LIMITS = (
         "numerics.data_shards=1",
     ),
     Limit(
-        lambda t: t.bridge.get("dataset", {}).get("dataloader_type", "single") != "single",
+        lambda t: (
+            not sft.is_sft(t.bridge.get("dataset", {}))
+            and t.bridge.get("dataset", {}).get("dataloader_type", "single") != "single"
+        ),
         "which sequences a rank computes depends on dp; dataset.dataloader_type=single",
     ),
     Limit(
@@ -137,7 +142,8 @@ LIMITS = (
     ),
     Limit(
         lambda t: any((t.bridge.get("comm_overlap") or {}).values()),
-        "overlapped collectives add in an order of their own; leave comm_overlap.* unset",
+        "overlapped collectives add in an order of their own; comm_overlap.tp_comm_overlap=false, or leave "
+        "comm_overlap.* unset",
     ),
     Limit(
         lambda t: t.model.get("cuda_graph_impl", "none") != "none",

@@ -39,6 +39,7 @@ MATHEMATICS = (
     "add_qkv_bias",
     "attention_dropout",
     "attention_softmax_in_fp32",
+    "calculate_per_token_loss",
     "gated_linear_unit",
     "hidden_dropout",
     "layernorm_epsilon",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
-from enum import Enum
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -20,12 +20,13 @@ from tp_invariant_recipes.config import (
     invariant_experts,
     latent_limits,
     model_fields,
+    recipe_fields,
     recipe_source,
     schema,
+    sft,
     source,
 )
 from tp_invariant_recipes.config.sections import Tree
-from tp_invariant_recipes.config.values import WrongType, convert, named
 from tp_invariant_recipes.errors import ConfigError, listed
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ OURS = {
     "checkpoint.ckpt_step": "tpi train --resume RUN continues a run",
     "checkpoint.dist_ckpt_optim_fully_reshardable": "a checkpoint can be read in every layout",
     "dataset.path_to_cache": "the index of the data goes to run.dir",
+    **{f"dataset.{name}": "tpi downloads no examples; dataset.dataset_root" for name in sft.DOWNLOADS},
+    "dataset.offline_packing_specs": "packed sequences are not covered",
     "logger.tensorboard_dir": "logging= decides where curves are drawn",
     "logger.wandb_project": "logging= decides where curves are drawn",
     "logger.wandb_exp_name": "logging= decides where curves are drawn",
@@ -61,6 +64,7 @@ OURS = {
 FOLLOWS = {
     "dataset.seq_length": "model.seq_length",
     "dataset.random_seed": "rng.seed",
+    "dataset.seed": "rng.seed",
     "scheduler.start_weight_decay": "optimizer.weight_decay",
     "scheduler.end_weight_decay": "optimizer.weight_decay",
     "ddp.use_distributed_optimizer": "optimizer.use_distributed_optimizer",
@@ -84,10 +88,6 @@ IDLE = {
 }
 # What a checked ConfigContainer has besides sections.
 APART = {"env_vars", "mixed_precision", "peft", "optimizer_config_override_provider", "_checkpoint_load_required"}
-NAMED_PRECISION = "bf16_mixed"
-_HOOKS = ("_pre_wrap_hooks", "_post_wrap_hooks")
-_UNSET: tuple[Any, ...] = (None, [], {}, ())
-_MISSING = object()
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def _layer(model: str, hf_folder: str | None, *, text_data: bool) -> dict[str, A
     layer = _own(model, container, kept)
     _drop_ours(layer)
     _follow(layer)
-    _tokenizer(layer, text_data=text_data)
+    _tokenizer(layer, hf_folder, text_data=text_data)
     layer["data"] = {"kind": _data(layer), "path": None, "tokenizer": None, "json_key": "text", "cache": None}
     if container.env_vars:
         layer["cluster"] = {"environment": {name: str(value) for name, value in container.env_vars.items()}}
@@ -116,7 +116,7 @@ def _layer(model: str, hf_folder: str | None, *, text_data: bool) -> dict[str, A
         "name": model.removeprefix(recipe_source.PREFIX),
         "hf_folder": hf_folder,
         "source": recipe_source.digest(model),
-        "kept": kept,
+        "kept": [path for path in kept if path not in OURS],
     }
     return layer
 
@@ -134,28 +134,38 @@ def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, A
         raise ConfigError(listed(problems), problems)
     layer: dict[str, Any] = {}
     for name, part in _sections(container):
-        fields = _fields(name, part, kept)
-        if name in ("model", *_conf()) or fields or _required(_class(name, part)):
+        cls = _class(name, part)
+        values = _values(name, part)
+        fields, objects = recipe_fields.plain_fields(values, cls, _stated(name, values))
+        kept += [f"{name}.{field}" for field in objects if not (field in SPECS and _ours(part, values[field]))]
+        if name in ("model", *_conf()) or fields or recipe_fields.required(cls):
             layer[name] = fields
-    layer["model"]["_target_"] = f"{type(container.model).__module__}.{type(container.model).__qualname__}"
+    layer["model"][schema.PROVIDER] = f"{type(container.model).__module__}.{type(container.model).__qualname__}"
+    if type(container.dataset) is schema.bridge_class(schema.SFT_DATASET):
+        layer["dataset"][schema.PROVIDER] = schema.SFT_DATASET
     if not _stock_override_provider(container):
         kept.append("optimizer_config_override_provider")
-    layer["mixed_precision"] = _precision(container.mixed_precision)
+    layer["mixed_precision"] = recipe_fields.precision(container.mixed_precision)
     return layer
 
 
 def _foreign(container: ConfigContainer) -> Iterator[str]:
     """What tpi has no place for."""
     if container.peft is not None:
-        yield f"it fine-tunes with {type(container.peft).__name__}, which tpi does not cover; a pretraining recipe"
+        yield (
+            f"it fine-tunes with {type(container.peft).__name__}: the products of adapters add over tp in an order of "
+            f"their own, and tpi has no version of them; a recipe that trains all weights (…_sft_config)"
+        )
     if not dataclasses.is_dataclass(container.model):
         yield f"its model is {type(container.model).__name__}, which is no class of settings"
     for name, path in schema.BRIDGE_SECTIONS.items():
         part = getattr(container, name)
-        wanted = None if path == schema.PROVIDER or part is None else schema.bridge_class(path)
-        if wanted is not None and not issubclass(wanted, type(part)):
-            hint = "; a pretraining recipe has one" if name == "dataset" else ""
-            yield f"its {name} is a {type(part).__name__}, and tpi trains with {wanted.__name__} only{hint}"
+        if path == schema.PROVIDER or part is None:
+            continue
+        wanted = [schema.bridge_class(one) for one in (path, *([schema.SFT_DATASET] if name == "dataset" else []))]
+        if not any(issubclass(one, type(part)) for one in wanted):
+            known = " and ".join(one.__name__ for one in wanted)
+            yield f"its {name} is a {type(part).__name__}, and tpi trains with {known} only"
     for field in dataclasses.fields(container):
         if field.name not in (*schema.BRIDGE_SECTIONS, *APART) and getattr(container, field.name) is not None:
             yield f"{field.name}: tpi has no such section"
@@ -174,31 +184,21 @@ def _conf() -> dict[str, Any]:
 def _class(section: str, part: Any) -> type:
     """The class that a run will have there: Bridge's, where the recipe has Core's that it derives from."""
     path = schema.BRIDGE_SECTIONS[section]
+    if section == "dataset" and type(part) is schema.bridge_class(schema.SFT_DATASET):
+        return type(part)
     return type(part) if path == schema.PROVIDER else schema.bridge_class(path)
 
 
-def _fields(section: str, part: Any, kept: list[str]) -> dict[str, Any]:
-    """What the layer says of a section. What it cannot say is added to `kept`."""
-    cls = _class(section, part)
-    hints = schema.fields(cls)
-    ours = _conf().get(section) or {}
-    found: dict[str, Any] = {}
-    defaults = {field.name: _default(field) for field in dataclasses.fields(cls)}
-    for name, value in _values(part):
-        path = f"{section}.{name}"
-        if path in COPIES or (path in IDLE and value is IDLE[path]):
-            continue
-        default = defaults.get(name, _MISSING)
-        same = _equal(value, default) or (value in _UNSET and default in _UNSET if _plain_type(value) else False)
-        stated = name in ours or (section == "model" and name in RULED and value is not None)
-        if same and not (stated and name in hints):
-            continue
-        plain = _plain(value, hints[name]) if name in hints else _MISSING
-        if plain is not _MISSING:
-            found[name] = plain
-        elif not same and not (name in SPECS and _ours(part, value)):
-            kept.append(path)
-    return found
+def _values(section: str, part: Any) -> dict[str, Any]:
+    """The fields of a section, but those that say nothing."""
+    fields = {name: value for name, value in recipe_fields.values(part) if f"{section}.{name}" not in COPIES}
+    return {n: v for n, v in fields.items() if f"{section}.{n}" not in IDLE or v is not IDLE[f"{section}.{n}"]}
+
+
+def _stated(section: str, values: Mapping[str, Any]) -> set[str]:
+    """The fields that are written down whatever their value: conf/config.yaml has others, or rules read them."""
+    ruled = {name for name in RULED if values.get(name) is not None} if section == "model" else set()
+    return ruled | (_conf().get(section) or {}).keys()
 
 
 def _ours(part: Any, spec: Any) -> bool:
@@ -209,88 +209,6 @@ def _ours(part: Any, spec: Any) -> bool:
 
     plain = not spec.args and spec.keywords.keys() <= {"use_transformer_engine"}
     return spec.func is get_gpt_decoder_block_spec and plain
-
-
-def _values(part: Any) -> Iterator[tuple[str, Any]]:
-    """Every field and attribute of a section; of private ones the hooks that change a model after it is built."""
-    names = {
-        field.name: None for field in dataclasses.fields(part) if field.name[0] != "_" and hasattr(part, field.name)
-    }
-    names |= {name: None for name in vars(part) if name[0] != "_" or (name in _HOOKS and getattr(part, name))}
-    return ((name, getattr(part, name)) for name in names)
-
-
-def _default(field: dataclasses.Field) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return _MISSING if field.default is dataclasses.MISSING else field.default
-
-
-def _required(cls: Any) -> bool:
-    return any(_default(field) is _MISSING for field in dataclasses.fields(cls) if field.init)
-
-
-def _plain_type(value: Any) -> bool:
-    return value is None or isinstance(value, list | dict | tuple)
-
-
-def _equal(value: Any, default: Any) -> bool:
-    if value is default:
-        return True
-    return type(value) is type(default) and bool(value == default)
-
-
-def _plain(value: Any, hint: Any) -> Any:
-    """A value as a tree holds it, which the hint turns into the same again; _MISSING: there is no such text."""
-    if hint is bool and type(value) is int:  # Bridge's own recipes have 100 for a yes
-        return bool(value)
-    text_of_it = _spelt(value)
-    if text_of_it is _MISSING:
-        return _MISSING
-    try:
-        again = convert(text_of_it, hint)
-    except WrongType:
-        return _MISSING
-    return text_of_it if again is value or again == value or _listed(again) == _listed(value) else _MISSING
-
-
-def _spelt(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, str) and "${" in value:  # Hydra would resolve it
-        return _MISSING
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        parts = [_spelt(one) for one in value]
-        return _MISSING if _MISSING in parts else parts
-    if isinstance(value, Mapping):
-        parts_of = {key: _spelt(one) for key, one in value.items()}
-        plain = all(isinstance(key, str) for key in parts_of) and _MISSING not in parts_of.values()
-        return parts_of if plain else _MISSING
-    if type(value).__name__ == "dtype":
-        return str(value).removeprefix("torch.")
-    path = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-    # A recipe's own file has no name by which another process could import it.
-    importable = callable(value) and not path.startswith(recipe_source.FILES) and named(path) is value
-    return path if importable else _MISSING
-
-
-def _listed(value: Any) -> Any:
-    return [_listed(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _precision(value: Any) -> Any:
-    """A name of Bridge's, or the fields."""
-    if value is None or isinstance(value, str):
-        return value
-    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
-
-    if value == get_mixed_precision_config(NAMED_PRECISION):
-        return NAMED_PRECISION
-    hints = schema.fields(schema.bridge_class(schema.MIXED_PRECISION))
-    fields = {name: _plain(getattr(value, name), hint) for name, hint in hints.items()}
-    return {name: plain for name, plain in fields.items() if plain is not _MISSING}
 
 
 def _stock_override_provider(container: ConfigContainer) -> bool:
@@ -313,8 +231,9 @@ def _follow(layer: dict[str, Any]) -> None:
         if name in layer.get(section, {}) and layer[section][name] == layer.get(of, {}).get(leads):
             layer[section][name] = f"${{{leader}}}"
     model = layer["model"]
-    if model.get("sequence_parallel"):
-        model["sequence_parallel"] = _WITH_TP  # with one rank there is none
+    # With one rank there is none, and experts on several ranks need it.
+    if model.get("sequence_parallel") or model.get("num_moe_experts"):
+        model["sequence_parallel"] = _WITH_TP
     _graphs(model)
     _sizes(layer)
     if model.get("expert_tensor_parallel_size") is None:
@@ -339,13 +258,22 @@ def _graphs(model: dict[str, Any]) -> None:
 
 
 def _data(layer: dict[str, Any]) -> str:
-    """mock: Megatron generates it; recipe: the recipe names it."""
+    """mock: Megatron generates it; recipe: the recipe names it, or says what examples are."""
     dataset = layer["dataset"]
+    if sft.is_sft(dataset):
+        return "recipe"
     return "recipe" if any(dataset.get(name) for name in ("blend", "blend_per_split", "data_path")) else "mock"
 
 
-def _tokenizer(layer: dict[str, Any], *, text_data: bool) -> None:
-    """A recipe's tokenizer counts for its own data. What tpi generates or prepares has token ids, no text."""
+def _tokenizer(layer: dict[str, Any], hf_folder: str | None, *, text_data: bool) -> None:
+    """A recipe's tokenizer counts for its own data. What tpi generates or prepares has token ids, no text.
+
+    hf_folder: what stands for the recipe's models, and for their tokenizer if it has one.
+    """
+    if sft.is_sft(layer["dataset"]):
+        if hf_folder is not None and any(Path(hf_folder).glob("tokenizer*")):
+            layer["tokenizer"]["tokenizer_model"] = hf_folder
+        return
     null = layer["tokenizer"].get("tokenizer_type") == "NullTokenizer"
     if text_data or (_data(layer) == "mock" and not null):
         del layer["tokenizer"]
@@ -359,9 +287,22 @@ def without_defaults(model: dict[str, Any]) -> dict[str, Any]:
 
     An override can so take back what a recipe sets.
     """
-    defaults = {field.name: _default(field) for field in dataclasses.fields(schema.bridge_class(model["_target_"]))}
+    fields = dataclasses.fields(schema.bridge_class(model[schema.PROVIDER]))
+    defaults = {field.name: recipe_fields.default(field) for field in fields}
     stated = RULED | (_conf()["model"]).keys()
-    return {n: v for n, v in model.items() if n in stated or n not in defaults or v != _spelt(defaults[n])}
+    return {n: v for n, v in model.items() if n in stated or n not in defaults or v != recipe_fields.spelt(defaults[n])}
+
+
+def without_ours(dataset: dict[str, Any], asked: Collection[str]) -> dict[str, Any]:
+    """A section `dataset` without the fields of conf/config.yaml that are of pretraining, where it is of examples.
+
+    asked: the paths that the command line sets.
+    """
+    if not sft.is_sft(dataset):
+        return dataset
+    own = schema.fields(schema.bridge_class(schema.SFT_DATASET))
+    ours = {n for n in _conf()["dataset"] if n not in own and f"dataset.{n}" not in asked}
+    return {name: value for name, value in dataset.items() if name not in ours}
 
 
 def restore(container: ConfigContainer, recipe: Mapping[str, Any]) -> None:

@@ -1,6 +1,8 @@
 """What `numerics=tree` says of each recipe of the installed Bridge, for `tpi models --bridge`."""
 
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -9,14 +11,26 @@ from tp_invariant_recipes.config import recipe_source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError
 
-COVERED, REFUSED, ABSENT = "covered", "refused", "not here"
+COVERED, WITH, REFUSED, ABSENT = "covered", "covered with", "refused", "not here"
+STATES = (COVERED, WITH, REFUSED, ABSENT)
+
+# What a run on GPUs gives where a recipe leaves it open: the folder of examples, and their tokenizer.
+OPEN = {
+    "dataset.dataset_root=FOLDER": "dataset.dataset_root=examples",
+    "tokenizer.tokenizer_model=FOLDER": "tokenizer.tokenizer_model=tokenizer",
+}
+# Rounds of taking the keys that the messages name: one refusal may hide another one.
+ROUNDS = 3
+_KEY = re.compile(r"(?<![\w.])([a-z_]+(?:\.[a-z_0-9]+)*=[\w.\[\]-]+)")
+_RANKS = re.compile(r"etp \* ep \* pp = (\d+) does not divide the (\d+) ranks")
 
 
 def rows() -> Iterator[tuple[int, int, dict[str, Any]]]:
     """Each recipe as it is judged: how many are done, of how many, and its row. Imports Bridge.
 
-    recipe: its name. tree: COVERED, REFUSED, or ABSENT where the recipe needs files of Hugging Face that are not on
-    this machine. why: the problems, with the keys that solve them.
+    recipe: its name. family: the name of its file in Bridge. tree: one of STATES; ABSENT where the recipe needs files
+    of Hugging Face that are not on this machine. why: the problems, with the keys that solve them. keys: of WITH, the
+    overrides that those messages name.
     """
     names = recipe_source.installed_names()
     # The processes share what is imported by now.
@@ -25,12 +39,94 @@ def rows() -> Iterator[tuple[int, int, dict[str, Any]]]:
             yield done, len(names), row
 
 
-def row_of(name: str) -> dict[str, Any]:
-    """One recipe's row, of a run on GPUs as the recipe has it."""
+def row_of(name: str, hf_folder: str | None = None) -> dict[str, Any]:
+    """One recipe's row, of a run on GPUs as the recipe has it. hf_folder: as `recipe.hf_folder`."""
+    model = f"{recipe_source.PREFIX}{name}"
+    folder = [f"recipe.hf_folder={hf_folder}"] if hf_folder else []
+    why = _problems(model, folder)
+    absent = any(recipe_source.NEEDS in problem for problem in why)
+    keys: list[str] = []
+    left = why
+    for _ in range(0 if absent else ROUNDS):
+        if not left or not (more := _keys(left, keys)):
+            break
+        keys = more
+        left = _problems(model, [*folder, *keys])
+    state = ABSENT if absent else REFUSED if left else WITH if keys else COVERED
+    return {
+        "recipe": name,
+        "family": recipe_source.family(name),
+        "tree": state,
+        "why": left if state == REFUSED else why,
+        "keys": keys if state == WITH else [],
+    }
+
+
+def _problems(model: str, overrides: Sequence[str]) -> list[str]:
     try:
-        compose(f"{recipe_source.PREFIX}{name}", device="gpu", numerics="tree")
+        compose(model, overrides, device="gpu", numerics="tree")
     except ConfigError as error:
-        why = [problem for problem in error.problems if problem != OR_STOCK]
-        absent = any(recipe_source.NEEDS in problem for problem in why)
-        return {"recipe": name, "tree": ABSENT if absent else REFUSED, "why": why}
-    return {"recipe": name, "tree": COVERED, "why": []}
+        return [problem for problem in error.problems if problem != OR_STOCK]
+    return []
+
+
+def _keys(problems: Iterable[str], before: Sequence[str]) -> list[str]:
+    """The overrides that messages name, beside those of `before`; nothing where one names none."""
+    found = {key.partition("=")[0]: key for key in before}
+    for problem in problems:
+        keys = _named(problem)
+        new = [key for key in keys if found.get(key.partition("=")[0]) != key]
+        if not new:
+            return []
+        found |= {key.partition("=")[0]: key for key in new}
+    return list(found.values())
+
+
+def _named(problem: str) -> list[str]:
+    """The overrides at the end of a message; of alternatives the first."""
+    if ranks := _RANKS.search(problem):
+        return [f"dp={max(1, int(ranks[1]) // int(ranks[2]))}", f"gbs={8 * int(ranks[1])}"]
+    for said, given in OPEN.items():
+        if said in problem:
+            return [given]
+    closing = problem.rpartition(";")[2]
+    parts = [_KEY.findall(part.partition(" or ")[0]) for part in closing.split(",")]
+    return [keys[0] for keys in parts if keys and keys[0] != "numerics=stock"]
+
+
+def reason(problem: str) -> str:
+    """A message without the recipe, the values and the keys, so that those of several recipes can be counted."""
+    text = re.sub(r"^(recipe=\S+|numerics=\w+): ", "", problem)
+    if recipe_source.NEEDS in text:
+        return f"{recipe_source.NEEDS} its model"
+    key, colon, said = text.partition(": ")
+    text = said if colon and re.fullmatch(r"[\w.]+(=\S*)?", key) else text
+    text = re.sub(r"(=|\b)\d+\b", r"\g<1>N", text.partition("; ")[0])
+    if key.startswith("model.") and "do not know" in text:
+        return f"{key}: {text}"
+    return text.partition(": ")[0]
+
+
+def families(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of each family in one: how many recipes in each of STATES, and why, with counts, most frequent first."""
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for row in found:
+        grouped.setdefault(row["family"], []).append(row)
+    return [
+        {
+            "family": family,
+            **{state: sum(row["tree"] == state for row in rows) for state in STATES},
+            "why": Counter(why for row in rows if row["tree"] == REFUSED for why in {*map(reason, row["why"])}),
+        }
+        for family, rows in sorted(grouped.items())
+    ]
+
+
+def markdown(found: Iterable[dict[str, Any]], most: int = 3) -> str:
+    """The families as a table of Markdown. most: reasons of a family."""
+    lines = [f"| family | {' | '.join(STATES)} | refused because |", f"| --- |{' --- |' * len(STATES)} --- |"]
+    for one in families(found):
+        counts = " | ".join(str(one[state] or "") for state in STATES)
+        why = "; ".join(f"{text} ({count})" for text, count in one["why"].most_common(most))
+        lines.append(f"| {one['family']} | {counts} | {why.replace('|', '/')} |")
+    return "\n".join(lines)

@@ -114,6 +114,12 @@ def installed_names() -> tuple[str, ...]:
     return tuple(sorted(n for n, f in vars(recipes).items() if n.endswith("_config") and inspect.isfunction(f)))
 
 
+def family(name: str) -> str:
+    """The name of the file of Bridge that defines one of its recipes. Imports Bridge."""
+    bridge.load()
+    return inspect.unwrap(getattr(importlib.import_module(BRIDGE), name)).__module__.rpartition(".")[2]
+
+
 def find(model: str) -> Callable[..., Any]:
     """The function that `recipe=…` names. Imports Bridge, and the module or runs the file. Raises ConfigError."""
     source = parse(model)
@@ -193,6 +199,10 @@ def call(model: str, hf_folder: str | None) -> Any:
     except Exception as error:  # another one's code may raise anything
         if asked:
             raise ConfigError(_to_fetch(model, asked[-1], hf_folder, error)) from error
+        if isinstance(error, OSError) and "huggingface.co" in str(error):  # it asked transformers itself
+            raise ConfigError(
+                f"{model}: {NEEDS} a model that is not in this machine's cache (HF_HOME): {_said(error)}"
+            ) from error
         raise ConfigError(f"{model}: the recipe raises {_said(error)}") from error
     except SystemExit as error:
         raise ConfigError(f"{model}: the recipe ends the program (status {error.code})") from error

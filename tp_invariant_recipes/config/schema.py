@@ -29,6 +29,8 @@ PROVIDERS = (
 
 # Fields that take more than their class says.
 WIDER = {"q_lora_rank": int | None}  # None: queries have no latent
+# The field of `dataset` that names its class, too, where that is not the one of pretraining.
+SFT_DATASET = "megatron.bridge.data.builders.gpt_sft.GPTSFTDatasetConfig"
 
 # The sections of Bridge's ConfigContainer that a run may set, and the class behind each; `model` is the provider
 # that the model's file names in `_target_`.
@@ -69,6 +71,8 @@ def section_class(section: str, tree: dict[str, Any]) -> type:
 def _path(section: str, tree: dict[str, Any]) -> str:
     """The dotted path of the class of Bridge's behind a section."""
     path = MIXED_PRECISION if section == "mixed_precision" else BRIDGE_SECTIONS[section]
+    if section == "dataset":
+        return str(tree[section].get(PROVIDER, path))
     return str(tree[section][path]) if path == PROVIDER else path
 
 

@@ -234,6 +234,8 @@ PATHS = (
     "weights.folder",
     "recipe.hf_folder",
     "checkpoint.pretrained_checkpoint",
+    "dataset.dataset_root",
+    "tokenizer.tokenizer_model",
     "cluster.container",
     "cluster.python",
 )

@@ -14,6 +14,7 @@ from tp_invariant_recipes.config import (
     hydra_tree,
     layout,
     relations,
+    sft,
     source,
     weights,
 )
@@ -25,6 +26,7 @@ from tp_invariant_recipes.config.overrides import DECIDED_BY as _BY
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
 from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.config.settings import DataSettings
+from tp_invariant_recipes.data.examples import Examples, read_examples
 from tp_invariant_recipes.data.prepare import ensure_prepared, foresee
 from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
@@ -451,16 +453,18 @@ def resolve(
         imported = imported or _check_weights(folder, config)
     preflight.check(tree, at, run_dir, here=here)
     data = _prepare(config.data, progress, dry=dry)
+    examples = _examples(tree, config)
     tree["run"]["dir"] = str(run_dir.path)
     tree["checkpoint"]["save"] = str(run_dir.checkpoints)
-    tree["dataset"]["path_to_cache"] = str(run_dir.index_cache)
+    tree["dataset"] = sft.with_index(tree["dataset"], run_dir.index_cache)
     if isinstance(data, int):
         _check_vocabulary(str(config.data.path), data, tree)
     elif data is not None:
         _use(tree, data)
     variables |= experiments.fill_in(tree, config, run_dir)
     missing = isinstance(data, int)
-    digest = data.digest if isinstance(data, PreparedData) else None
+    known = data if isinstance(data, PreparedData) else examples
+    digest = known.digest if known else None
     of_run = identity(tree, digest, imported)
     return Plan(composed, tree, at, run_dir, of_run, variables, here=here, data_missing=missing, attempts=so_far)
 
@@ -472,7 +476,7 @@ def resolve_beside(
     end at once when told to.
     """
     planned = resolve(composed, run_dir, progress)
-    dataset = planned.tree["dataset"] | {"path_to_cache": str(index_cache)}
+    dataset = sft.with_index(planned.tree["dataset"], index_cache)
     train = planned.tree["train"] | {"exit_signal_handler": False}
     return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
 
@@ -496,6 +500,30 @@ def _prepare(
     if dry:
         return foresee(path, cache, tokenizer=tokenizer, json_key=data.json_key)
     return ensure_prepared(path, cache, tokenizer=tokenizer, json_key=data.json_key, progress=progress)
+
+
+def _examples(tree: dict[str, Any], config: RunConfig) -> Examples | None:
+    """What a run fine-tunes on, checked; None: it does not. Paths become absolute. Raises DataError, ConfigError."""
+    dataset, tokenizer = tree["dataset"], tree["tokenizer"]
+    if not sft.is_sft(dataset):
+        return None
+    root = Path(dataset["dataset_root"]).expanduser().absolute()
+    folder = Path(tokenizer["tokenizer_model"]).expanduser().absolute()
+    found = read_examples(root, sft.files(config), str(folder), sft.columns(dataset), chat=sft.is_chat(dataset))
+    sequences, vocabulary = tree["train"]["global_batch_size"], tree["model"]["vocab_size"]
+    problems = []
+    if found.count < sequences:
+        problems.append(f"{root / sft.TRAINING} has {found.count} examples, and a step takes {sequences}; lower gbs")
+    if found.vocab_size > vocabulary:
+        problems.append(
+            f"tokenizer.tokenizer_model={folder} has {found.vocab_size} token ids and the model {vocabulary}; the "
+            f"tokenizer of the model, or model.vocab_size={found.vocab_size}"
+        )
+    if problems:
+        raise ConfigError(listed(problems), problems)
+    tree["dataset"] = {**dataset, "dataset_root": str(root)}
+    tokenizer["tokenizer_model"] = str(folder)
+    return found
 
 
 def _check_vocabulary(where: str, size: int, tree: dict[str, Any]) -> None:
@@ -546,7 +574,7 @@ def _mended(key: str, value: Any, overrides: Sequence[Override]) -> str:
     """What makes a field of the identity again what it was."""
     typed = given(overrides, key) or next((one for one in overrides if key.startswith(f"{one.path}.")), None)
     if key == "data.digest":
-        return "data.path, data.tokenizer and data.json_key must give the same tokens"
+        return "data.path, data.tokenizer and data.json_key (dataset.dataset_root, tokenizer) must give the same tokens"
     if key == WEIGHTS_DIGEST:
         return "weights must name a folder with the same tensors" if value else "leave out weights"
     if typed is not None and typed.value != value_text(value):

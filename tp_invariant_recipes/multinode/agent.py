@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tp_invariant_recipes.config import allocation
+from tp_invariant_recipes.config import allocation, sft
 from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.host.network import address_towards, interface
@@ -343,7 +343,9 @@ def _without_shared_files(planned: Plan) -> Plan:
     """
     if planned.config.cluster.shared_files:
         return planned
-    changes = {"checkpoint": {"save": None}, "dataset": {"path_to_cache": ""}}
+    # Of examples each node writes its own.
+    index = {} if sft.is_sft(planned.tree["dataset"]) else {"path_to_cache": ""}
+    changes = {"checkpoint": {"save": None}, "dataset": index}
     sections = {name: planned.tree[name] | change for name, change in changes.items()}
     return replace(planned, tree=planned.tree | sections)
 

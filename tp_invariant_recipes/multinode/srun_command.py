@@ -33,7 +33,8 @@ def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
     cluster = config.cluster
     if not cluster.container:
         return []
-    mounts = [*cluster.mounts, *(f"{path}:{path}" for path in needed if cluster.shared_files)]
+    paths = [*needed, *_of_recipe(config)]
+    mounts = [*cluster.mounts, *(f"{path}:{path}" for path in paths if cluster.shared_files)]
     if cluster.container_runtime == "apptainer":
         gpus = ["--nv"] if config.device.kind == "gpu" else []
         binds = [f"--bind={mount}" for mount in mounts]
@@ -41,6 +42,13 @@ def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
     lists = {"mounts": mounts, "env": cluster.forward}  # env: the image's own values would win otherwise
     options = [f"--container-{name}={','.join(values)}" for name, values in lists.items() if values]
     return [f"--container-image={cluster.container}", *options]
+
+
+def _of_recipe(config: RunConfig) -> list[Path]:
+    """The folder of a recipe's file, which may import files beside it, and what stands for its Hugging Face models."""
+    file = Path((config.recipe.name or "").rpartition(":")[0])
+    folders = [file.parent] if file.is_absolute() else []
+    return folders + ([Path(config.recipe.hf_folder)] if config.recipe.hf_folder else [])
 
 
 def tpi(config: RunConfig) -> list[str]:

@@ -4,10 +4,10 @@ A step has B sequences, numbered as the data set has them. Data shard d of D has
 those from r · B/dp on: its shards, one after the other. The rank computes them one at a time. So neither dp nor the
 micro-batch size changes which shard a sequence belongs to, or the order in a shard.
 
-Megatron's own sampler deals micro-batches to the ranks in turn.
+Megatron's own samplers deal micro-batches, or examples for fine-tuning, to the ranks in turn.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,37 @@ class ConsecutiveSampler:
                 yield list(range(start, start + self.size))
 
 
+class ConsecutiveBatchSampler:
+    """The numbers of a rank's examples, all of a step at once; for torch's DataLoader.
+
+    whole: Megatron's sampler for fine-tuning on one rank, which shuffles each epoch and yields the B examples of a
+           step.
+    """
+
+    def __init__(self, whole: Iterable[list[int]], rank: int, ranks: int) -> None:
+        self.whole, self.rank, self.ranks = whole, rank, ranks
+
+    def __len__(self) -> int:
+        """Steps until the examples are used up."""
+        return len(self.whole)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The examples of each step. Raises ValueError: a step's do not divide by the ranks."""
+        for step in self.whole:
+            each, rest = divmod(len(step), self.ranks)
+            if rest:
+                raise ValueError(f"{self.ranks} ranks do not divide the {len(step)} examples of a step")
+            yield step[self.rank * each : (self.rank + 1) * each]
+
+
+def _of_rank(original: Callable[..., Any]) -> Callable[..., ConsecutiveBatchSampler]:
+    def sampler(*, data_parallel_rank: int, data_parallel_size: int, **more: Any) -> ConsecutiveBatchSampler:
+        whole = original(data_parallel_rank=0, data_parallel_size=1, **more)
+        return ConsecutiveBatchSampler(whole, data_parallel_rank, data_parallel_size)
+
+    return sampler
+
+
 def consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement for build_pretraining_data_loader of Bridge's loaders: it builds Megatron's sampler by name."""
 
@@ -58,10 +89,12 @@ def consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
         if global_batch_size is None:
             raise ValueError("which sequences a rank computes follows from the global batch size, and none is given")
         sampler = partial(ConsecutiveSampler, batch=global_batch_size)
-        row = Replacement(
-            "megatron.bridge.data.samplers:MegatronPretrainingSampler", lambda _: sampler, "it deals them in turn"
-        )
-        with applied([row]):
+        samplers, why = "megatron.bridge.data.samplers", "it deals them in turn"
+        rows = [
+            Replacement(f"{samplers}:MegatronPretrainingSampler", lambda _: sampler, why),
+            Replacement(f"{samplers}:MegatronPretrainingBatchSampler", _of_rank, why),
+        ]
+        with applied(rows):
             return original(*args, global_batch_size=global_batch_size, **kwargs)
 
     return build_pretraining_data_loader

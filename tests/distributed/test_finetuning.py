@@ -1,0 +1,225 @@
+"""Fine-tuning on examples: a user's recipe of Bridge's defaults for it, with a loss mask, trained on the CPU."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.data.examples import read_examples
+from tp_invariant_recipes.errors import ConfigError, DataError
+from tp_invariant_recipes.ledger.bits import bits_float
+from tp_invariant_recipes.ledger.open import read
+
+MINE = """
+import torch
+from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.recipes.common import _sft_common
+
+
+def tuned():
+    cfg = _sft_common()
+    cfg.model = GPTModelProvider(
+        num_layers=2, hidden_size=128, ffn_hidden_size=256, num_attention_heads=8, num_query_groups=8, kv_channels=16,
+        vocab_size=64, seq_length=32, normalization="RMSNorm", activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
+        position_embedding_type="rope",
+    )
+    cfg.dataset.seq_length, cfg.dataset.num_workers = 32, 0
+    cfg.dataset.enable_offline_packing, cfg.dataset.offline_packing_specs = False, None
+    cfg.train.train_iters, cfg.train.global_batch_size = 12, 8
+    cfg.optimizer.lr, cfg.scheduler.lr_warmup_iters = 3e-3, 0
+    cfg.validation.eval_iters, cfg.validation.eval_interval = 0, None
+    return cfg
+
+
+def packed():
+    from megatron.bridge.data.packing import PackedSequenceSpecs
+
+    cfg = tuned()
+    cfg.dataset.enable_offline_packing = True
+    cfg.dataset.offline_packing_specs = PackedSequenceSpecs(packed_sequence_size=32)
+    return cfg
+
+
+def adapted():
+    from megatron.bridge.peft.lora import LoRA
+
+    cfg = tuned()
+    cfg.peft = LoRA()
+    return cfg
+"""
+RECIPE = ("recipe=mine.py:tuned", "dataset.dataset_root=examples", "tokenizer.tokenizer_model=tokenizer")
+EXAMPLES = 240
+
+
+def example(number: int) -> str:
+    """A sum of small numbers. Its prompt is of 3 to 11 words, so that examples have unequal numbers of tokens."""
+    terms = [number % 7, number // 7 % 7, *([1] * (number % 5))]
+    return json.dumps({"input": " + ".join(map(str, terms)) + " =", "output": str(sum(terms))})
+
+
+@pytest.fixture(scope="module")
+def mine(bridge, shared):
+    """The folder of the runs, with a recipe, a tokenizer of 34 words and examples."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<eos>", "<unk>", "+", "=", *map(str, range(30))]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+    fast.save_pretrained(shared.folder / "tokenizer")
+    (shared.folder / "examples").mkdir()
+    (shared.folder / "examples" / "training.jsonl").write_text("\n".join(map(example, range(EXAMPLES))) + "\n")
+    (shared.folder / "mine.py").write_text(MINE)
+    return shared.folder
+
+
+@pytest.fixture(scope="module")
+def tuned(mine, shared):
+    """Runs of the same model and examples in two layouts."""
+    return shared("verify", *RECIPE, "tp=1,2", "numerics.data_shards=2", "--dir", "tree")
+
+
+def test_tuning_has_one_result_in_every_layout(tuned):
+    assert tuned.status == 0, tuned.stdout + tuned.stderr
+    assert "identical: tp=1, 2 computed the same bits over 12 steps" in tuned.stdout
+
+
+def test_tuning_lowers_the_loss(tuned, shared):
+    found = [bits_float(step.loss) for step in shared.ledger("tree/tp1")]
+    assert found[-1] < found[0] / 2
+
+
+def test_neither_ranks_nor_micro_batches_change_what_a_masked_token_counts(tuned, shared):
+    """Each rank has other examples, of other numbers of tokens."""
+    done = shared("train", *RECIPE, "dp=2", "mbs=2", "numerics.data_shards=2", "run.dir=dp2")
+    assert done.status == 0, done.stderr
+    compared = shared("compare", "tree/tp1", "dp2")
+    assert compared.status == 0, compared.stdout
+
+
+def test_with_stock_numerics_it_has_not(mine, shared):
+    stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1")
+    done = shared("verify", *RECIPE, "tp=1,2", *stock, "--dir", "stock")
+    assert done.status == 1, done.stdout + done.stderr
+    assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
+
+
+# What is wrong with the settings of a run, before anything is read.
+SETTINGS = {
+    "tuned": "needs dataset.dataset_root=FOLDER, which has training.jsonl",
+    "packed": "dataset.enable_offline_packing: packed sequences need attention that ends with each example",
+    "adapted": "it fine-tunes with LoRA: the products of adapters add over tp in an order of their own",
+    "tuned data=text data.path=.": "data=text: this recipe trains on examples",
+    "tuned dataset.dataset_kwargs.pad_to_max_length=false": "pad_to_max_length=true",
+    "tuned train.num_epochs=1": "tpi counts steps; leave it unset, iters=N",
+    "tuned dataset.dataloader_type=single": "dataset.dataloader_type=batch",
+    "tuned dataset.drop_last=false": "dataset.drop_last=true",
+    "tuned numerics=portable": "fine-tuning is covered by numerics=tree only",
+    "tuned model.calculate_per_token_loss=true numerics=gather": "a loss divided by the tokens of a step is covered",
+    "tuned model.calculate_per_token_loss=true cp=2": "context-parallel ranks would count a sequence's tokens",
+    "tuned cp=2 numerics.context_shards=2": "fine-tuning with context parallelism is not covered",
+    "tuned dataset.hf_dataset.dataset_name=squad": "tpi downloads no examples",
+    "tuned dataset._target_=a.B": "a recipe decides what its dataset is",
+}
+
+
+@pytest.mark.parametrize("words", SETTINGS)
+def test_settings_that_are_refused(mine, words):
+    function, *overrides = words.split()
+    with pytest.raises(ConfigError) as caught:
+        compose(f"recipe={mine}/mine.py:{function}", overrides, device="cpu")
+    assert SETTINGS[words] in str(caught.value)
+
+
+def examples(folder: Path, *lines: str) -> Path:
+    folder.mkdir()
+    (folder / "training.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+# Lines after eight examples, and what is said of them.
+LINES = {
+    '{"input": "1 + 1 =", "output": "2"': "training.jsonl, line 9: not JSON",
+    "[1, 2]": "line 9: not an object in braces",
+    '{"input": "1 + 1 ="}': "line 9: no key 'output'; its keys: 'input'",
+    '{"input": 1, "output": "2"}': "line 9: 'input' holds no text",
+    "": "line 9: an empty line",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_broken_line_is_named(mine, tmp_path, line):
+    folder = examples(tmp_path / "broken", *map(example, range(8)), line)
+    with pytest.raises(DataError, match="line 9") as caught:
+        read_examples(folder, ["training.jsonl"], f"{mine}/tokenizer", ("input", "output"), chat=False)
+    assert LINES[line] in str(caught.value)
+
+
+# Overrides of a command whose examples or tokenizer cannot be used, and its message.
+FILES = {
+    "dataset.dataset_root=none": "none: no such folder",
+    "validation.eval_iters=1": "validation.jsonl: no such file",
+    "gbs=256": "has 240 examples, and a step takes 256; lower gbs",
+    "tokenizer.tokenizer_model=examples": "no tokenizer files in this folder",
+    "model.vocab_size=32": "has 34 token ids and the model 32; the tokenizer of the model",
+}
+
+
+@pytest.mark.parametrize("override", FILES)
+def test_files_that_do_not_fit_are_said_before_ranks_start(cli, mine, monkeypatch, override):
+    monkeypatch.chdir(mine)
+    kept = [word for word in RECIPE if word.partition("=")[0] != override.partition("=")[0]]
+    ended = cli("train", *kept, override, "device=cpu", "run.dir=wrong")
+    assert (ended.status, ended.out) == (2, "")
+    assert FILES[override] in ended.err
+    assert "Traceback" not in ended.err
+    assert not (mine / "wrong").exists()
+
+
+def test_conversations_need_a_template(mine, tmp_path):
+    said = {"messages": [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]}
+    folder = examples(tmp_path / "chat", json.dumps(said))
+    with pytest.raises(DataError, match="has no chat template"):
+        read_examples(folder, ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
+    with pytest.raises(DataError, match="no conversation under any of messages"):
+        read_examples(mine / "examples", ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
+
+
+def test_the_identity_has_the_examples_and_not_their_folder(tuned, shared):
+    identity = read(shared.folder / "tree" / "tp1").header.identity
+    assert identity["data.digest"]
+    assert not {"dataset.dataset_root", "tokenizer.tokenizer_model"} & identity.keys()
+
+
+@pytest.mark.release
+def test_a_loss_divided_by_the_tokens_of_the_whole_step(mine, shared):
+    """calculate_per_token_loss: one division by the tokens of all ranks, in place of one a sequence."""
+    words = ("tp=1,2", "dp=1,2", "iters=2", "model.calculate_per_token_loss=true")
+    done = shared("verify", *RECIPE, *words, "--dir", "tokens")
+    assert done.status == 0, done.stdout + done.stderr
+    assert shared.ledger("tokens/tp1-dp1")[0].grad_norm != shared.ledger("tree/tp1")[0].grad_norm
+
+
+@pytest.mark.release
+def test_tuning_begins_with_the_weights_of_a_checkpoint(mine, shared):
+    assert shared("train", *RECIPE, "seed=7", "iters=1", "save=1", "run.dir=start").status == 0
+    start = "checkpoint.pretrained_checkpoint=start/checkpoints"
+    done = shared("verify", *RECIPE, "tp=1,2", "iters=2", start, "--dir", "from")
+    assert done.status == 0, done.stdout + done.stderr
+    new = shared("train", *RECIPE, "iters=2", "run.dir=new")
+    assert new.status == 0, new.stderr
+    assert shared.ledger("from/tp1")[0].loss != shared.ledger("new")[0].loss
+
+
+@pytest.mark.release
+def test_tuning_goes_on_through_a_second_epoch(mine, shared):
+    """240 examples are 30 steps of 8. The third epoch begins after 60."""
+    assert shared("train", *RECIPE, "iters=70", "save=0", "run.dir=whole").status == 0
+    assert shared("train", *RECIPE, "iters=70", "save=25", "train.exit_interval=25", "run.dir=parts").status == 0
+    for _ in range(2):
+        done = shared("train", "--resume", "parts")
+        assert done.status == 0, done.stderr
+    assert shared("compare", "whole", "parts").status == 0

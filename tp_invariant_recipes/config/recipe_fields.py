@@ -1,0 +1,130 @@
+"""What a section of a recipe says, as a tree can hold it: plain values, which the type of a field turns into the same.
+
+A tree holds text, numbers, lists and mappings. An object without a name by which another process could import it, such
+as a lambda, is none of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from tp_invariant_recipes.config import recipe_source, schema
+from tp_invariant_recipes.config.values import WrongType, convert, named
+
+NAMED_PRECISION = "bf16_mixed"
+MISSING = object()
+_HOOKS = ("_pre_wrap_hooks", "_post_wrap_hooks")
+_UNSET: tuple[Any, ...] = (None, [], {}, ())
+
+
+def plain_fields(values: Mapping[str, Any], cls: type, stated: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+    """The fields that differ from the defaults of their class, and those of `stated`: name -> plain value.
+
+    values: as `values` returns them. cls: the class that a run will have there.
+    Returns the names of what no tree can hold, too.
+    """
+    hints = schema.fields(cls)
+    defaults = {field.name: default(field) for field in dataclasses.fields(cls)}
+    found: dict[str, Any] = {}
+    kept: list[str] = []
+    for name, value in values.items():
+        usual = defaults.get(name, MISSING)
+        same = _equal(value, usual) or (value in _UNSET and usual in _UNSET if _plain_type(value) else False)
+        if same and not (name in stated and name in hints):
+            continue
+        text = plain(value, hints[name]) if name in hints else MISSING
+        if text is not MISSING:
+            found[name] = text
+        elif not same:
+            kept.append(name)
+    return found, kept
+
+
+def values(part: Any) -> Iterator[tuple[str, Any]]:
+    """Every field and attribute of a section; of private ones the hooks that change a model after it is built."""
+    names = {
+        field.name: None for field in dataclasses.fields(part) if field.name[0] != "_" and hasattr(part, field.name)
+    }
+    names |= {name: None for name in vars(part) if name[0] != "_" or (name in _HOOKS and getattr(part, name))}
+    return ((name, getattr(part, name)) for name in names)
+
+
+def default(field: dataclasses.Field) -> Any:
+    """The default of a field; MISSING: it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return MISSING if field.default is dataclasses.MISSING else field.default
+
+
+def required(cls: Any) -> bool:
+    """Whether a class has a field without a default."""
+    return any(default(field) is MISSING for field in dataclasses.fields(cls) if field.init)
+
+
+def _plain_type(value: Any) -> bool:
+    return value is None or isinstance(value, list | dict | tuple)
+
+
+def _equal(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    return type(value) is type(default) and bool(value == default)
+
+
+def plain(value: Any, hint: Any) -> Any:
+    """A value as a tree holds it, which the hint turns into the same again; MISSING: there is no such text."""
+    if hint is bool and type(value) is int:  # Bridge's own recipes have 100 for a yes
+        return bool(value)
+    text_of_it = spelt(value)
+    if text_of_it is MISSING:
+        return MISSING
+    try:
+        again = convert(text_of_it, hint)
+    except WrongType:
+        return MISSING
+    return text_of_it if again is value or again == value or _listed(again) == _listed(value) else MISSING
+
+
+def spelt(value: Any) -> Any:
+    """A value as a tree has it; MISSING: a tree cannot have it."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, str) and "${" in value:  # Hydra would resolve it
+        return MISSING
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        parts = [spelt(one) for one in value]
+        return MISSING if MISSING in parts else parts
+    if isinstance(value, Mapping):
+        parts_of = {key: spelt(one) for key, one in value.items()}
+        plain = all(isinstance(key, str) for key in parts_of) and MISSING not in parts_of.values()
+        return parts_of if plain else MISSING
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # of examples: how they become tokens
+        return spelt({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    if type(value).__name__ == "dtype":
+        return str(value).removeprefix("torch.")
+    path = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
+    # A recipe's own file has no name by which another process could import it.
+    importable = callable(value) and not path.startswith(recipe_source.FILES) and named(path) is value
+    return path if importable else MISSING
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def precision(value: Any) -> Any:
+    """A name of Bridge's, or the fields."""
+    if value is None or isinstance(value, str):
+        return value
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    if value == get_mixed_precision_config(NAMED_PRECISION):
+        return NAMED_PRECISION
+    hints = schema.fields(schema.bridge_class(schema.MIXED_PRECISION))
+    fields = {name: plain(getattr(value, name), hint) for name, hint in hints.items()}
+    return {name: plain for name, plain in fields.items() if plain is not MISSING}

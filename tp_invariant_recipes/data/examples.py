@@ -1,0 +1,119 @@
+"""Examples for fine-tuning: JSONL files, checked whole before ranks start, since Bridge reads lines as it trains."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tp_invariant_recipes.data.tokenizer import identify, open_tokenizer
+from tp_invariant_recipes.errors import DataError, listed
+
+# Problems that a message lists; a file that is no JSONL has one a line.
+SHOWN = 5
+# The keys under which Bridge looks for a conversation (megatron/bridge/data/sft_processing.py).
+CONVERSATIONS = ("messages", "conversation", "conversations")
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples that can be trained on.
+
+    digest:     hex SHA-256 of the files' bytes and of the tokenizer's: equal digests, equal tokens.
+    count:      examples of the first file.
+    vocab_size: of the tokenizer.
+    """
+
+    digest: str
+    count: int
+    vocab_size: int
+
+
+def read_examples(
+    folder: Path, files: Sequence[str], tokenizer: str, columns: Sequence[str], *, chat: bool
+) -> Examples:
+    """Read and check the files of a folder.
+
+    files: names; each must be there. tokenizer: a local folder of Hugging Face. columns: keys of texts that each
+    example must have. chat: whether each must be a conversation instead.
+    Raises DataError that lists what is wrong, with file and line.
+    """
+    read = [_read(folder / name, tuple(columns), chat) for name in files]
+    problems = [problem for one in read for problem in one.problems]
+    digest, vocab_size = hashlib.sha256(), 0
+    for name, one in zip(files, read, strict=True):
+        digest.update(f"{name} {one.sha256}\n".encode())
+    try:
+        identity = identify(str(Path(tokenizer).expanduser()))
+        vocab_size = open_tokenizer(identity).vocab_size
+        digest.update(identity.sha256.encode())
+        if chat and not problems:
+            _has_template(identity.folder, problems)
+    except DataError as error:
+        problems.append(f"tokenizer.tokenizer_model: {error}")
+    if problems:
+        raise DataError(problems[0] if len(problems) == 1 else listed(problems))
+    return Examples(digest.hexdigest(), read[0].count, vocab_size)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of examples. problems: the first ones, with file and line."""
+
+    sha256: str
+    count: int
+    problems: tuple[str, ...]
+
+
+def _read(path: Path, columns: tuple[str, ...], chat: bool) -> _File:
+    try:
+        found = path.stat()
+        return _checked(path, columns, chat, (found.st_size, found.st_mtime_ns))
+    except OSError as error:
+        absent = f"{path.parent}: no such folder" if not path.parent.is_dir() else f"{path}: no such file"
+        why = f"{path}: {error.strerror}" if path.exists() else absent
+        return _File("", 0, (f"dataset.dataset_root: {why}",))
+
+
+@functools.lru_cache
+def _checked(path: Path, columns: tuple[str, ...], chat: bool, state: tuple[int, int]) -> _File:
+    """state: size and time of change; the runs of one command have the same examples, which are read once."""
+    digest, number, wrong, problems = hashlib.sha256(), 0, 0, []
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            digest.update(line)
+            for problem in _wrong(line, columns, chat):
+                wrong += 1
+                if wrong <= SHOWN:
+                    problems.append(f"{path}, line {number}: {problem}")
+    if not number:
+        problems.append(f"{path}: no examples in it")
+    if wrong > SHOWN:
+        problems.append(f"{path}: {wrong - SHOWN} more problems")
+    return _File(digest.hexdigest(), number, tuple(problems))
+
+
+def _wrong(line: bytes, columns: Sequence[str], chat: bool) -> Iterator[str]:
+    """What keeps a line from being an example."""
+    try:
+        example = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        yield "an empty line" if not line.strip() else f"not JSON ({error})"
+        return
+    if not isinstance(example, dict):
+        yield "not an object in braces"
+        return
+    keys = ", ".join(map(repr, example)) or "none"
+    if chat and not any(isinstance(example.get(key), list) and example[key] for key in CONVERSATIONS):
+        yield f"no conversation under any of {', '.join(CONVERSATIONS)}; its keys: {keys}"
+    for column in columns:
+        if not isinstance(example.get(column), str):
+            yield f"{column!r} holds no text" if column in example else f"no key {column!r}; its keys: {keys}"
+
+
+def _has_template(folder: Path | None, found: list[str]) -> None:
+    from transformers import AutoTokenizer
+
+    if AutoTokenizer.from_pretrained(str(folder), local_files_only=True).chat_template is None:
+        found.append(f"tokenizer.tokenizer_model: {folder} has no chat template, which turns conversations into text")
