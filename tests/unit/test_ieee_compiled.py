@@ -3,6 +3,7 @@
 PTX spells a rounded operation `add.rn.f32`; ptxas may contract an `add.f32`. `.approx` and `.ftz` are other operations.
 """
 
+import functools
 import re
 
 import pytest
@@ -96,7 +97,8 @@ ROUNDED = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")}
 ROUNDED |= {f"{name}.rn.f32x2" for name in ("add", "sub", "mul")}  # Blackwell: two numbers at once
 
 
-def compiled(kernel, architecture, options):
+@functools.cache
+def compiled(kernel, architecture, **options):
     """The kernel's PTX."""
     types, constants = KERNELS[kernel]
     names = kernel.kernel.arg_names
@@ -111,12 +113,19 @@ def compiled(kernel, architecture, options):
 
 
 def float_operations(kernel, architecture, options):
-    ptx = compiled(kernel, architecture, options)
+    ptx = compiled(kernel, architecture, **options)
     return {name for name in OPERATION.findall(ptx) if "f" in name.replace("fma", "", 1)}
 
 
+LONG = {ieee_attention_triton.BACKWARD_QUERY, ieee_attention_triton.BACKWARD_KEY}  # ptxas takes 10 s for one
+
+
+def rows(kernels):
+    return [pytest.param(one, marks=pytest.mark.release) if one in LONG else one for one in kernels]
+
+
 @pytest.mark.parametrize("architecture", (90, pytest.param(100, marks=pytest.mark.release)))
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.kernel.__name__)
+@pytest.mark.parametrize("kernel", rows(KERNELS), ids=lambda kernel: kernel.kernel.__name__)
 def test_every_operation_rounds_once(kernel, architecture):
     assert kernel.options == UNFUSED
     found = float_operations(kernel, architecture, kernel.options)
@@ -135,16 +144,13 @@ def test_without_the_option_it_would_not(kernel):
 
 @pytest.mark.parametrize(
     "kernel",
-    (
-        ieee_attention_triton.FORWARD,
-        pytest.param(ieee_attention_triton.BACKWARD_QUERY, marks=pytest.mark.release),
-        pytest.param(ieee_attention_triton.BACKWARD_KEY, marks=pytest.mark.release),
-    ),
+    rows(kernel for kernel in KERNELS if kernel in {ieee_attention_triton.FORWARD, *LONG}),
     ids=lambda kernel: kernel.kernel.__name__,
 )
 def test_a_hopper_multiplies_attention_in_the_instructions_that_were_recorded(kernel):
-    """bf16 products in steps of 16, and no other: neither TF32 nor the pipes of fp32."""
-    ptx = compiled(kernel, 90, kernel.options)
+    """bf16 products in steps of 16, and no other: neither TF32 nor the pipes of fp32. No atomics."""
+    ptx = compiled(kernel, 90, **kernel.options)
     found = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync[\w.]*", ptx))
     assert found
     assert all("k16.f32.bf16.bf16" in one or "k16.row.col.f32.bf16.bf16" in one for one in found), found
+    assert not re.search(r"^\s+(?:@!?%p\d+ )?(?:atom|red)\.", ptx, re.M)
