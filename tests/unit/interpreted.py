@@ -18,6 +18,7 @@ from itertools import product
 import torch
 
 from tests.distributed.ranks import same_bits
+from tests.unit import attention_interpreted
 from tests.unit.ieee_operands import KINDS, drawn
 from tests.unit.test_fixed_tile_product import RAGGED, layouts, operands
 from tests.unit.test_grad_norm import kernel_cases
@@ -364,6 +365,18 @@ def portable_functions_have_the_bits_of_their_twin():
     _alike((found,), (ieee_samples.values(x),))
 
 
+def portable_attention_has_the_bits_of_its_twin():
+    """Two tiles of queries and of keys, a part of each beyond the end, two heads a group; with fewer bits, others."""
+    shape = 70, 1, 2, 1, 24
+    assert attention_interpreted.different(25, *shape, "normal") == []
+    assert attention_interpreted.different(20, *shape, "normal")
+
+
+def portable_attention_of_more_shapes_has_the_bits_of_its_twin():
+    for shape, kind in product(((5, 2, 4, 2, 16), (130, 1, 3, 1, 20), (128, 1, 2, 2, 64)), attention_interpreted.KINDS):
+        assert attention_interpreted.different(25, *shape, kind) == [], (shape, kind)
+
+
 KERNELS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
@@ -388,6 +401,8 @@ KERNELS: dict[str, Callable[[], None]] = {
         portable_routers_have_the_bits_of_their_twin,
         portable_experts_have_the_bits_of_their_twin,
         portable_functions_have_the_bits_of_their_twin,
+        portable_attention_has_the_bits_of_its_twin,
+        portable_attention_of_more_shapes_has_the_bits_of_its_twin,
     )
 }
 

@@ -3,6 +3,7 @@
 PTX spells a rounded operation `add.rn.f32`; ptxas may contract an `add.f32`. `.approx` and `.ftz` are other operations.
 """
 
+import functools
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from triton.compiler import ASTSource
 
 from tp_invariant_recipes.kernels import (
     ieee_adam,
+    ieee_attention_triton,
     ieee_cross_entropy,
     ieee_expert,
     ieee_norm,
@@ -22,6 +24,10 @@ from tp_invariant_recipes.kernels import (
 )
 from tp_invariant_recipes.kernels.one_source import UNFUSED
 
+ATTENTION = {"size": "i32", "batch": "i32", "scale": "fp32"}
+ATTENTION_SIZES = {
+    "HEADS": 16, "GROUPS": 8, "WIDTH": 128, "FOLD": 128, "FEATURES": 128, "QUERIES": 64, "LANES": 64,
+}  # fmt: skip
 # kernel -> types of its tensors and numbers, its constants
 KERNELS = {
     ieee_norm.FORWARD: (
@@ -62,6 +68,24 @@ KERNELS = {
         {"dy": "*i16", "x": "*i16", "p": "*i16", "dx": "*i16", "dp": "*i16"},
         {"WIDTH": 768, "LANES": 1024},
     ),
+    ieee_attention_triton.FORWARD: (
+        dict.fromkeys(("query", "key", "value", "out"), "*bf16") | {"top": "*fp32", "total": "*fp32"} | ATTENTION,
+        ATTENTION_SIZES,
+    ),
+    ieee_attention_triton.BACKWARD_QUERY: (
+        dict.fromkeys(("gradient", "query", "key", "value", "out"), "*bf16")
+        | dict.fromkeys(("top", "total", "along"), "*fp32")
+        | {"dq": "*bf16"}
+        | ATTENTION,
+        ATTENTION_SIZES,
+    ),
+    ieee_attention_triton.BACKWARD_KEY: (
+        dict.fromkeys(("gradient", "query", "key", "value"), "*bf16")
+        | dict.fromkeys(("top", "total", "along"), "*fp32")
+        | dict.fromkeys(("dk", "dv"), "*bf16")
+        | ATTENTION,
+        ATTENTION_SIZES,
+    ),
     ieee_samples.SAMPLES: ({"x": "*fp32", "out": "*fp32", "size": "i32"}, {"BLOCK": 128}),
     ieee_adam.STEP: (
         dict.fromkeys("pgmv", "*fp32") | {"size": "i32"} | dict.fromkeys(ieee_adam.AdamNumbers._fields, "fp32"),
@@ -73,7 +97,9 @@ ROUNDED = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")}
 ROUNDED |= {f"{name}.rn.f32x2" for name in ("add", "sub", "mul")}  # Blackwell: two numbers at once
 
 
-def float_operations(kernel, architecture, options):
+@functools.cache
+def compiled(kernel, architecture, **options):
+    """The kernel's PTX."""
     types, constants = KERNELS[kernel]
     names = kernel.kernel.arg_names
     assert names == [*types, *constants]
@@ -83,11 +109,23 @@ def float_operations(kernel, architecture, options):
         {(names.index(name),): value for name, value in constants.items()},
     )
     binary = triton.compile(source, GPUTarget("cuda", architecture, 32), {"num_warps": 4, **options})
-    return {name for name in OPERATION.findall(binary.asm["ptx"]) if "f" in name.replace("fma", "", 1)}
+    return binary.asm["ptx"]
+
+
+def float_operations(kernel, architecture, options):
+    ptx = compiled(kernel, architecture, **options)
+    return {name for name in OPERATION.findall(ptx) if "f" in name.replace("fma", "", 1)}
+
+
+LONG = {ieee_attention_triton.BACKWARD_QUERY, ieee_attention_triton.BACKWARD_KEY}  # ptxas takes 10 s for one
+
+
+def rows(kernels):
+    return [pytest.param(one, marks=pytest.mark.release) if one in LONG else one for one in kernels]
 
 
 @pytest.mark.parametrize("architecture", (90, pytest.param(100, marks=pytest.mark.release)))
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.kernel.__name__)
+@pytest.mark.parametrize("kernel", rows(KERNELS), ids=lambda kernel: kernel.kernel.__name__)
 def test_every_operation_rounds_once(kernel, architecture):
     assert kernel.options == UNFUSED
     found = float_operations(kernel, architecture, kernel.options)
@@ -102,3 +140,17 @@ def test_without_the_option_it_would_not(kernel):
     found = float_operations(kernel, 90, {})
     assert "fma.rn.f32" in found
     assert "mul.f32" in found
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    rows(kernel for kernel in KERNELS if kernel in {ieee_attention_triton.FORWARD, *LONG}),
+    ids=lambda kernel: kernel.kernel.__name__,
+)
+def test_a_hopper_multiplies_attention_in_the_instructions_that_were_recorded(kernel):
+    """bf16 products in steps of 16, and no other: neither TF32 nor the pipes of fp32. No atomics."""
+    ptx = compiled(kernel, 90, **kernel.options)
+    found = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync[\w.]*", ptx))
+    assert found
+    assert all("k16.f32.bf16.bf16" in one or "k16.row.col.f32.bf16.bf16" in one for one in found), found
+    assert not re.search(r"^\s+(?:@!?%p\d+ )?(?:atom|red)\.", ptx, re.M)

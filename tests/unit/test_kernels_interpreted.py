@@ -17,6 +17,7 @@ LONG = {
     "portable_rotary_has_the_bits_of_its_twin",
     "portable_cross_entropy_has_the_bits_of_its_twin",
     "portable_adam_has_the_bits_of_its_twin",
+    "portable_attention_of_more_shapes_has_the_bits_of_its_twin",
 }
 
 

@@ -15,7 +15,8 @@ query i of a head, over its keys j <= i:
 A sum over keys or queries has one accumulator, which walks them in order. Where a key comes after the query, e, p and
 ds are zeros, which change no sum: they may be left out. Nothing depends on the number of heads side by side.
 
-This is the form for a CPU, compiled by numba. It computes transposed products, so that a vector holds queries.
+This is the form for a CPU, compiled by numba. It computes transposed products, so that a vector holds queries. The one
+for GPUs is kernels/ieee_attention_triton.py.
 """
 
 from typing import Any, NamedTuple
@@ -25,13 +26,12 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels.ieee_attention_triton import LANES, backward_triton, forward_triton
 from tp_invariant_recipes.kernels.ieee_math import bf16_bits, exp, fp32_of_bf16
 from tp_invariant_recipes.kernels.ieee_sums import numba_fold, numba_fold_rows
 from tp_invariant_recipes.kernels.one_source import as_array, by_rows, cpu_loop, numba_version
 from tp_invariant_recipes.kernels.tensor_core_cpu import WIDE, add_steps, split_panels, split_rows, workspace
 from tp_invariant_recipes.kernels.tensor_core_sum import STEP
-
-LANES = 64  # of the sum of exponentials
 
 _exp, _bf16, _fp32 = (numba_version(function.__name__) for function in (exp, bf16_bits, fp32_of_bf16))
 
@@ -52,8 +52,13 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     raises TypeError: other dtypes; ValueError: other shapes.
     """
     _check(query, key, value)
-    s, b, _, d = query.shape
+    s, b, h, d = query.shape
     groups = key.shape[2]
+    if query.is_cuda:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        result, sums = torch.empty_like(query), query.new_empty(2, b * groups, h // groups, s, dtype=torch.float32)
+        forward_triton(query, key, value, result, *sums, float(np.float32(scale)))
+        return Attended(result, *sums)
     q, k, v = _by_group(query, groups), _by_group(key, groups)[:, 0], _by_group(value, groups)[:, 0]
     units, heads = q.shape[:2]
     out = torch.zeros(units, heads, d, s, dtype=torch.bfloat16)
@@ -73,6 +78,11 @@ def attention_backward(
     _check(query, key, value)
     s, b, _, d = query.shape
     groups = key.shape[2]
+    if query.is_cuda:
+        tensors = [x.contiguous() for x in (gradient, query, key, value, *attended)]
+        gradients = tuple(torch.empty_like(x) for x in tensors[1:4])
+        backward_triton(*tensors, *gradients, float(np.float32(scale)))
+        return gradients
     q, k, v = _by_group(query, groups), _by_group(key, groups)[:, 0], _by_group(value, groups)[:, 0]
     o, do = _by_group(attended.out, groups), _by_group(gradient, groups)
     units, heads = q.shape[:2]

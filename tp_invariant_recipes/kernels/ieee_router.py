@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numba import njit
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.ieee_math import ZERO, exp
@@ -80,6 +81,24 @@ def share_gradient(p, dp, along_p, s, ds, along_s):
 _exp, _share, _share_gradient = (numba_version(name) for name in ("exp", "share", "share_gradient"))
 
 
+@njit(nogil=True, error_model="numpy")
+def _softmaxes(logits: Any, chosen: Any, every: Any, some: Any, work: Any) -> None:
+    """Of one row: s into `every`, p into `some`, both +0 beyond the experts. Each of the length of a fold."""
+    experts = logits.size
+    highest = widened(logits[0])
+    for i in range(experts):
+        highest = max(highest, widened(logits[i]))
+    for i in range(experts):
+        every[i] = _exp(widened(logits[i]) - highest)
+        some[i] = every[i] if chosen[i] else np.float32(0.0)
+    work[:] = some
+    total = numba_fold(work)
+    work[:] = every
+    whole = numba_fold(work)
+    for i in range(experts):
+        some[i], every[i] = _share(some[i], total), _share(every[i], whole)
+
+
 @cpu_loop
 def _forward_loop(logits: Any, probs: Any, scores: Any, chosen: Any, topk: int) -> None:
     rows, experts = logits.shape
@@ -88,9 +107,6 @@ def _forward_loop(logits: Any, probs: Any, scores: Any, chosen: Any, topk: int) 
         size *= 2
     every, some, work = np.zeros(size, np.float32), np.zeros(size, np.float32), np.zeros(size, np.float32)
     for row in range(rows):
-        highest = widened(logits[row, 0])
-        for i in range(experts):
-            highest = max(highest, widened(logits[row, i]))
         for i in range(experts):
             mine, before = widened(logits[row, i]), 0
             for j in range(experts):
@@ -98,15 +114,9 @@ def _forward_loop(logits: Any, probs: Any, scores: Any, chosen: Any, topk: int) 
                 if other > mine or (other == mine and j < i):
                     before += 1
             chosen[row, i] = before < topk
-            every[i] = _exp(mine - highest)
-            some[i] = every[i] if before < topk else np.float32(0.0)
-        work[:] = some
-        total = numba_fold(work)
-        work[:] = every
-        whole = numba_fold(work)
+        _softmaxes(logits[row], chosen[row], every, some, work)
         for i in range(experts):
-            probs[row, i] = stored(_share(some[i], total), probs)
-            scores[row, i] = stored(_share(every[i], whole), scores)
+            probs[row, i], scores[row, i] = stored(some[i], probs), stored(every[i], scores)
 
 
 @cpu_loop
@@ -117,18 +127,7 @@ def _backward_loop(dprobs: Any, dscores: Any, logits: Any, chosen: Any, out: Any
         size *= 2
     every, some, work = np.zeros(size, np.float32), np.zeros(size, np.float32), np.zeros(size, np.float32)
     for row in range(rows):
-        highest = widened(logits[row, 0])
-        for i in range(experts):
-            highest = max(highest, widened(logits[row, i]))
-        for i in range(experts):
-            every[i] = _exp(widened(logits[row, i]) - highest)
-            some[i] = every[i] if chosen[row, i] else np.float32(0.0)
-        work[:] = some
-        total = numba_fold(work)
-        work[:] = every
-        whole = numba_fold(work)
-        for i in range(experts):
-            some[i], every[i] = _share(some[i], total), _share(every[i], whole)
+        _softmaxes(logits[row], chosen[row], every, some, work)
         for i in range(size):
             work[i] = some[i] * widened(dprobs[row, i]) if i < experts else np.float32(0.0)
         along_p = numba_fold(work)

@@ -41,16 +41,16 @@ class Rows(NamedTuple):
     """Left operand: values, exponents, [m, k]; the highest exponent of each step, [m, k / STEP]. k is padded."""
 
     values: NDArray[np.float32]
-    exponents: NDArray[np.int32]
-    highest: NDArray[np.int32]
+    exponents: NDArray[np.float32]
+    highest: NDArray[np.float32]
 
 
 class Panels(NamedTuple):
     """Right operand in panels of WIDE columns: values, exponents [n / WIDE, k, WIDE]; highest [n / WIDE, k / STEP]."""
 
     values: NDArray[np.float32]
-    exponents: NDArray[np.int32]
-    highest: NDArray[np.int32]
+    exponents: NDArray[np.float32]
+    highest: NDArray[np.float32]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -123,13 +123,13 @@ def _array(x: Tensor) -> NDArray[Any]:
 
 @njit(inline="always")
 def _exponent(bits: Any) -> Any:
-    """Of the bits of a bf16 number, as int32."""
+    """Of the bits of a bf16 number, as fp32: to numba a sum of two int32 is an int64, of half as many to a vector."""
     field = (bits >> 7) & 255
     if field == 255:
-        return np.int32(NOT_FINITE)
+        return np.float32(NOT_FINITE)
     if bits & 0x7FFF == 0:
-        return np.int32(NO_EXPONENT)
-    return np.int32(max(field, 1) - 127)
+        return np.float32(NO_EXPONENT)
+    return np.float32(max(field, 1) - 127)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -139,8 +139,8 @@ def split_rows(bits: Any) -> Any:
     steps = (k + STEP - 1) // STEP
     values = np.zeros((m, steps * STEP), np.float32)
     words = values.view(np.uint32)
-    exponents = np.full((m, steps * STEP), np.int32(NO_EXPONENT), np.int32)
-    highest = np.full((m, steps), np.int32(NO_EXPONENT), np.int32)
+    exponents = np.full((m, steps * STEP), np.float32(NO_EXPONENT), np.float32)
+    highest = np.full((m, steps), np.float32(NO_EXPONENT), np.float32)
     for i in range(m):
         for t in range(k):
             word = np.int32(bits[i, t])
@@ -157,8 +157,8 @@ def split_panels(bits: Any) -> Any:
     steps, panels = (k + STEP - 1) // STEP, (n + WIDE - 1) // WIDE
     values = np.zeros((panels, steps * STEP, WIDE), np.float32)
     words = values.view(np.uint32)
-    exponents = np.full((panels, steps * STEP, WIDE), np.int32(NO_EXPONENT), np.int32)
-    highest = np.full((panels, steps), np.int32(NO_EXPONENT), np.int32)
+    exponents = np.full((panels, steps * STEP, WIDE), np.float32(NO_EXPONENT), np.float32)
+    highest = np.full((panels, steps), np.float32(NO_EXPONENT), np.float32)
     for panel in range(panels):
         first, width = panel * WIDE, min(WIDE, n - panel * WIDE)
         for t in range(k):
@@ -189,7 +189,7 @@ def workspace() -> Any:
         np.empty(WIDE, np.float32), np.empty(WIDE, np.float32), np.empty(WIDE, np.float64), np.empty(WIDE, np.float64)
     )  # fmt: skip
     views = total.view(np.int32), scale.view(np.int32), back.view(np.int64), sums.view(np.int64)
-    top, low, high = np.empty(WIDE, np.int32), np.empty(WIDE, np.int32), np.empty(WIDE, np.int32)
+    top, low, high = np.empty(WIDE, np.float32), np.empty(WIDE, np.int32), np.empty(WIDE, np.int32)
     return (total, scale, back, sums), views, (top, low, high)
 
 
@@ -200,30 +200,37 @@ def add_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept
     out: [WIDE] fp32; a, ea: [k]; ha: [k / STEP]; b, eb: [k, WIDE]; hb: [k / STEP]; kept: KEPT; work: of `workspace`.
     """
     (total, scale, back, sums), (bits, scale_bits, back_bits, sum_bits), (top, low, high) = work
-    field = np.int32(0)
+    field, none, half, least = (
+        np.int32(0), np.float32(NO_EXPONENT), np.float32(NO_EXPONENT // 2), np.float32(LEAST_FAST)
+    )  # fmt: skip
     for j in range(WIDE):
         total[j] = out[j]
     for j in range(WIDE):
         field = max(field, (bits[j] >> 23) & 255)
     fast = field <= MOST_BEFORE + 127
     for k in range(0, a.shape[0], STEP):
-        fast = fast and ha[k // STEP] + hb[k // STEP] <= MOST_FAST
+        most_a, most_b = ha[k // STEP], hb[k // STEP]
+        # Each by itself too: an infinity times a zero is NaN, whose exponents add up to little.
+        fast = fast and most_a < NOT_FINITE and most_b < NOT_FINITE and most_a + most_b <= MOST_FAST
         reached = fast
         if fast:
             for j in range(WIDE):
-                highest = np.int32(NO_EXPONENT) if total[j] == 0 else np.int32(((bits[j] >> 23) & 255) - 127)
+                highest = none if total[j] == 0 else np.float32(np.int32(((bits[j] >> 23) & 255) - 127))
                 for t in range(STEP):
-                    highest = max(highest, ea[k + t] + eb[k + t, j])
+                    one = ea[k + t] + eb[k + t, j]
+                    highest = one if one > highest else highest
                 top[j] = highest
-            lowest = np.int32(0)
             for j in range(WIDE):
                 highest = top[j]
-                # Columns without a term count as reached.
-                lowest = min(lowest, np.int32(0) if highest <= NO_EXPONENT // 2 else highest)
-                highest = max(highest, np.int32(LEAST_FAST))
-                scale_bits[j] = (np.int32(127) + kept - highest) << 23
-                back_bits[j] = np.int64(highest - kept + np.int32(1023)) << 52
-            reached = lowest >= LEAST_FAST
+                low[j] = np.int32(0) if highest >= least or highest <= half else np.int32(1)  # or no term
+                high[j] = np.int32(highest if highest > least else least)
+            below = np.int32(0)
+            for j in range(WIDE):
+                below = np.int32(below | low[j])
+            for j in range(WIDE):
+                scale_bits[j] = np.int32((np.int32(127) + kept - high[j]) << 23)
+                back_bits[j] = np.int64(high[j] - kept + 1023) << 52
+            reached = below == 0
         if not reached:
             for j in range(WIDE):
                 bits[j] = _exact_step(a, b, j, k, bits[j], kept)

@@ -123,7 +123,7 @@ def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
     """
     _check(a, b)
     compute = way(a.device.type).compute
-    total = torch.empty(shards, a.shape[0], b.shape[1])
+    total = torch.empty(shards, a.shape[0], b.shape[1], device=a.device)
     for segment, (x, y) in enumerate(zip(a.split(segments, 1), b.split(segments), strict=True)):
         parts = zip(total, x.chunk(shards, 1), y.chunk(shards), strict=True)
         for part, left, right in parts:

@@ -1,0 +1,50 @@
+"""The portable attention on a GPU: the bits of its form for a CPU. No GPU has run it yet."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.ranks import same_bits
+from tests.unit.attention_interpreted import KINDS, NAMES, operands
+from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels.ieee_attention import attention_backward, attention_forward
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+SHAPES = ((5, 2, 4, 2, 16), (130, 1, 3, 1, 20), (200, 2, 8, 2, 64), (1000, 1, 4, 2, 128), (256, 1, 2, 2, 256))
+
+
+def attention(tensors, scale, device):
+    query, key, value, gradient = (x.to(device) for x in tensors)
+    attended = attention_forward(query, key, value, scale)
+    return [x.cpu() for x in (*attended, *attention_backward(gradient, query, key, value, attended, scale))]
+
+
+def different(shape, kind):
+    tensors, scale = operands(*shape, kind), float(np.float32(shape[-1] ** -0.5))
+    both = zip(NAMES, attention(tensors, scale, "cpu"), attention(tensors, scale, "cuda"), strict=True)
+    return [name for name, here, there in both if not same_bits(here, there)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_bits_are_those_of_a_cpu(shape, kind):
+    assert different(shape, kind) == []
+
+
+def test_it_repeats_its_bits_and_no_head_depends_on_another():
+    tensors = [x.cuda() for x in operands(300, 1, 4, 2, 64, "cancelling")]
+    whole = attention(tensors, 0.125, "cuda")
+    assert all(same_bits(x, y) for x, y in zip(whole, attention(tensors, 0.125, "cuda"), strict=True))
+    half = [x[:, :, : x.shape[2] // 2] for x in tensors]
+    alone = attention(half, 0.125, "cuda")
+    for name, x, y in zip(NAMES, whole, alone, strict=True):
+        x = x[: y.shape[0]] if name in ("top", "total") else x[:, :, : y.shape[2]]
+        assert same_bits(x.contiguous(), y), name
+
+
+def test_one_kept_bit_less_differs(monkeypatch):
+    monkeypatch.setattr(tensor_core_cpu, "KEPT", tensor_core_cpu.KEPT - 1)
+    assert different(SHAPES[2], "wide")

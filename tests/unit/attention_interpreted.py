@@ -1,0 +1,62 @@
+"""The attention for GPUs on CPU tensors against its form for a CPU: for a process that Triton's interpreter runs in.
+
+The interpreter cannot multiply bf16. Here its `tl.dot` is the sum of kernels/tensor_core_sum.py, which goes on from the
+accumulator it is given: what an H200's `tl.dot` was seen to do (tests/data).
+"""
+
+import numpy as np
+import torch
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from tests.distributed.ranks import same_bits
+from tests.unit.ieee_operands import drawn
+from tp_invariant_recipes.kernels import ieee_attention_triton, tensor_core_cpu
+from tp_invariant_recipes.kernels.ieee_attention import attention_backward, attention_forward
+
+KINDS = ("normal", "wide", "cancelling", "special", "tiny", "zeros")
+NAMES = ("out", "top", "total", "dq", "dk", "dv")
+
+
+def as_a_tensor_core(kept):
+    """A replacement for `create_dot`, that keeps so many bits."""
+
+    def create_dot(self, a, b, accumulator, input_precision, max_num_imprecise_acc):
+        assert a.data.dtype == b.data.dtype == np.uint16, "bits of bf16"
+        assert a.data.shape[1] % tensor_core_cpu.STEP == 0, "whole steps"
+        rows, panels = tensor_core_cpu.split_rows(a.data), tensor_core_cpu.split_panels(b.data)
+        m, n = accumulator.data.shape
+        out = np.zeros((m, panels[0].shape[0] * tensor_core_cpu.WIDE), np.float32)
+        out[:, :n] = accumulator.data
+        tensor_core_cpu._add_bf16(out, *rows, *panels, np.int32(kept))
+        return TensorHandle(np.ascontiguousarray(out[:, :n]), accumulator.dtype.scalar)
+
+    return create_dot
+
+
+def operands(s, b, h, g, d, kind):
+    """query, key, value and the gradient of the output, bf16 and finite."""
+    kinds = {"tiny": "normal", "zeros": "normal"}.get(kind, kind)
+    shapes = (s, b, h, d), (s, b, g, d), (s, b, g, d), (s, b, h, d)
+    tensors = [drawn(kinds, *shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes)]
+    tensors = [torch.where(x.isfinite() & (x.abs() < 2**40), x, torch.zeros_like(x)) for x in tensors]
+    if kind == "tiny":  # subnormal products
+        tensors = [x * 2.0**-70 for x in tensors]
+    if kind == "zeros":  # of both signs, whole heads of them too
+        tensors = [torch.where(x.abs() < 0.5, x * 0, x) for x in tensors]
+        tensors[0][..., 0, :] = -0.0
+        tensors[3][..., 0, :] = 0.0
+    return tensors
+
+
+def different(kept, s, b, h, g, d, kind):
+    """The names of the tensors with other bits."""
+    query, key, value, gradient = operands(s, b, h, g, d, kind)
+    scale = float(np.float32(d**-0.5))
+    attended = attention_forward(query, key, value, scale)
+    twins = (*attended, *attention_backward(gradient, query, key, value, attended, scale))
+    assert all(x.isfinite().all() for x in twins)
+    found = tuple(torch.full_like(twin, 7) for twin in twins)
+    InterpreterBuilder.create_dot = as_a_tensor_core(kept)
+    ieee_attention_triton.forward_triton(query, key, value, *found[:3], scale)
+    ieee_attention_triton.backward_triton(gradient, query, key, value, *twins[:3], *found[3:], scale)
+    return [name for name, x, y in zip(NAMES, found, twins, strict=True) if not same_bits(x, y)]
