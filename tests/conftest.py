@@ -21,7 +21,7 @@ from tp_invariant_recipes.host.quiet import VERBOSE
 # How long an example takes says how busy the machine is, and nothing else.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # `make test`: the same examples each time, so that a change fails by what it changed. `make test-all` draws new ones.
-settings.register_profile("same-examples", parent=settings.get_profile("patient"), derandomize=True)
+settings.register_profile("same-examples", parent=settings.get_profile("patient"), derandomize=True, max_examples=25)
 settings.load_profile("patient")
 
 GPU_TESTS = Path(__file__).parent / "gpu"

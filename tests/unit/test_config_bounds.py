@@ -24,8 +24,7 @@ def test_every_count_has_a_bound():
 @pytest.mark.timeout(20)
 def test_a_count_beyond_its_bound_is_refused_by_its_name(key):
     limit = bounds.SHORT[key]
-    for value in (limit + 1, 99999999999999999999999999):
-        assert problems(f"{key}={value}") == [f"{key}={value}: must be at most {limit}"]
+    assert problems(f"{key}={limit + 1}") == [f"{key}={limit + 1}: must be at most {limit}"]
     tree = compose("qwen3_toy", (), device="cpu").tree
     section, _, name = SHORT_KEYS[key].path.partition(".")
     tree[section][name] = limit

@@ -112,24 +112,21 @@ def test_variables_are_typed_as_they_are_meant():
     }
 
 
-@pytest.mark.parametrize(
-    "key, value",
-    (
-        ("slurm.time", "30"),
-        ("slurm.time", "4:00:00"),
-        ("slurm.time", "2-12"),
-        ("slurm.account", "12345"),
-        ("slurm.partition", "a,b"),
-        ("slurm.qos", "true"),
-        ("cluster.gpu_type", "100"),
-        ("cluster.container", "docker://images.example#nvidia/nemo:25.09"),
-    ),
-)
-def test_texts_are_taken_as_typed(key, value):
-    assert key in AS_TYPED
-    section, name = key.split(".")
-    assert compose("qwen3_toy", [f"{key}={value}"]).tree[section][name] == value
-    assert compose("qwen3_toy", [f"{key}=null"]).tree[section][name] is None
+TEXTS = {
+    "slurm.account": "12345",
+    "slurm.partition": "a,b",
+    "slurm.qos": "true",
+    "cluster.gpu_type": "100",
+    "cluster.container": "docker://images.example#nvidia/nemo:25.09",
+}
+
+
+@pytest.mark.parametrize("time", ("30", "4:00:00", "2-12", None))
+def test_texts_are_taken_as_typed(time):
+    typed = {"slurm.time": time} | (dict.fromkeys(TEXTS) if time is None else TEXTS)
+    assert typed.keys() <= set(AS_TYPED)
+    tree = compose("qwen3_toy", [f"{key}={'null' if value is None else value}" for key, value in typed.items()]).tree
+    assert {key: tree[key.split(".")[0]][key.split(".")[1]] for key in typed} == typed
 
 
 SECRETS = ("WANDB_API_KEY", "hf_token", "MY_SECRET", "DB_PASSWORD", "AWS_CREDENTIALS", "NCCL_TOKENS")
@@ -209,8 +206,11 @@ def test_a_file_may_hold_other_sections(site):
 
 
 @pytest.mark.parametrize("text", ("name: own\n", "# @package _global_\ncluster: {name: own}\n"))
-def test_a_file_has_the_name_it_says_else_its_own(site, text):
+def test_a_file_has_the_name_it_says(site, text):
     assert cluster(site(text))["name"] == "own"
+
+
+def test_a_file_has_else_its_own(site):
     assert cluster(site("gpus_per_node: 4\n"))["name"] == "mysite"
     assert cluster(site(""))["name"] == "mysite"
     assert cluster(site(MINE), "cluster.name=other")["name"] == "other"
@@ -393,14 +393,23 @@ PASSED_OVER = (
 
 
 @pytest.mark.parametrize("path, says", PASSED_OVER)
-def test_a_file_that_would_be_passed_over_is_an_error(path, says):
+def test_a_file_that_would_be_passed_over_is_said_so(path, says):
     file = source.user_dir() / path
     file.parent.mkdir(parents=True)
     file.write_text("gpus_per_node: 3\n")
-    first, second = problems("tp=3", "seq=126")
-    assert first == f"{file}: {says}"
-    assert second.startswith("tp=3")
-    file.unlink()
+    assert source.problems() == [f"{file}: {says}"]
+
+
+def test_files_that_would_be_passed_over_are_errors():
+    files = [source.user_dir() / path for path, _ in PASSED_OVER]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("gpus_per_node: 3\n")
+    *found, last = problems("tp=3", "seq=126")
+    assert sorted(found) == sorted(f"{file}: {says}" for file, (_, says) in zip(files, PASSED_OVER, strict=True))
+    assert last.startswith("tp=3")
+    for file in files:
+        file.unlink()
     assert compose("qwen3_toy").model == "qwen3_toy"
 
 

@@ -58,9 +58,9 @@ PUBLISHED = (
 )
 
 
-@pytest.fixture(scope="module")
-def rows():
-    return {row["model"]: row for row in describe.models()}
+@pytest.fixture
+def rows(models_table):
+    return {row["model"]: row for row in models_table}
 
 
 def test_every_model_is_in_the_table(rows):

@@ -8,8 +8,9 @@ from tp_invariant_recipes.numerics import cpu_product
 
 SHARDS = 8
 # Shapes of qwen3_toy's layers, then odd ones: single rows and columns, and what fills no vector.
+LAYERS = ((128, 128, 48), (128, 16, 128), (128, 64, 128), (512, 16, 128), (128, 128, 64), (48, 128, 128))
 SHAPES = (
-    (128, 128, 48), (128, 16, 128), (128, 64, 128), (512, 16, 128), (128, 128, 64), (48, 128, 128),
+    *LAYERS[:2], *(pytest.param(*shape, marks=pytest.mark.release) for shape in LAYERS[2:]),
     (1, 40, 37), (3, 37, 5), (33, 100, 17), (8, 500, 1), (200, 70, 1), (1, 70, 200), (40, 1, 9), (100, 2, 3),
     (2, 500, 31),
 )  # fmt: skip

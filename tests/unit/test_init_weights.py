@@ -37,7 +37,7 @@ def parts(draw):
 
 
 @given(part=parts(), chunk=st.sampled_from((1, 5, 64, 1 << 17)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=settings.default.max_examples // 2, deadline=None)
 def test_a_shard_is_a_slice_of_the_whole(part, chunk):
     shape, ranges = part
     chunk = max(chunk, math.prod(sum(b - a for a, b in segments) for segments in ranges) // 100)  # each takes its time

@@ -204,7 +204,7 @@ def divides(want: dict) -> dict[str, bool]:
     }
 
 
-@settings(max_examples=500)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(asked())
 def test_exactly_what_divides_is_accepted(want):
     expected = divides(want)
@@ -216,7 +216,7 @@ def test_exactly_what_divides_is_accepted(want):
         assert fits or named, key
 
 
-@settings(max_examples=500)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(asked())
 def test_what_a_message_suggests_is_accepted(want):
     for problem in layout.problems(tree(**want)):
