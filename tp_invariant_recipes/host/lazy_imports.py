@@ -28,7 +28,6 @@ from types import ModuleType
 from typing import Any
 
 from tp_invariant_recipes.host.versions import installed
-from tp_invariant_recipes.replacement import Replacement, apply
 
 EAGER = "TPI_EAGER_IMPORTS"  # environment variable: 1 imports everything at the start
 
@@ -44,7 +43,7 @@ class Later:
     below:      the package: the import of another of its modules imports all of it first …
     passes:     … but for modules below these.
     registry:   a module that looks into what the package registers. Once it is imported, the package waits no longer.
-    config_map: whether the package adds kinds of configurations to those of transformers, which are then to be found.
+    while_waits: another package that waits, to which this one adds: once that is imported, this one waits no longer.
     """
 
     versions: Mapping[str, str | None]
@@ -52,7 +51,7 @@ class Later:
     below: str
     passes: Sequence[str] = ()
     registry: str | None = None
-    config_map: bool = False
+    while_waits: str | None = None
 
 
 class _Function:
@@ -86,6 +85,12 @@ class _Class:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._real()(*args, **kwargs)
+
+    def __or__(self, other: Any) -> Any:
+        return self._real() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._real()
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self._real(),)
@@ -123,8 +128,24 @@ _ADJUST = "get_tensor_shapes_adjust_fn_for_distillation"
 _KD = "megatron.bridge.training.post_training.distillation"
 _MODELS = "megatron.bridge.models"
 
+_CHAT = "transformers.utils.chat_template_utils"
+
 LATER = (
-    # Bridge's families of models register themselves for the conversion from and to Hugging Face.
+    # Tokenizers and processors of Hugging Face.
+    Later(
+        {"transformers": "5.12.1"},
+        {
+            "transformers": {
+                name: partial(_Class, "transformers", name)
+                for name in ("AutoConfig", "AutoProcessor", "AutoTokenizer", "PreTrainedConfig", "Qwen3VLProcessor")
+            },
+            "transformers.utils": {},
+            _CHAT: {"_compile_jinja_template": partial(_Function, _CHAT, "_compile_jinja_template", _never)},
+        },
+        below="transformers",
+    ),
+    # Bridge's families of models register themselves for the conversion from and to Hugging Face; four of them also
+    # register their configurations at transformers.
     Later(
         {"megatron-bridge": "0.6.2"},
         {
@@ -134,11 +155,12 @@ LATER = (
                 "T5ModelProvider": _alone(f"{_MODELS}.t5_provider", "T5ModelProvider"),
             },
             f"{_MODELS}.conversion": {},
+            f"{_MODELS}.hf_pretrained": {},
         },
         below="megatron.bridge",
-        passes=("megatron.bridge.training", "megatron.bridge.utils"),
+        passes=("megatron.bridge.training", "megatron.bridge.data", "megatron.bridge.utils"),
         registry=f"{_MODELS}.conversion.model_bridge",
-        config_map=True,
+        while_waits="transformers",
     ),
     # Quantization and distillation. The functions treat models otherwise that ModelOpt has made, and it makes none
     # before it is imported.
@@ -184,20 +206,30 @@ class _StandIn(ModuleType):
         return getattr(self, name)
 
 
+class _Replaced(ModuleType):
+    """A module that puts another object in its own place in sys.modules, as transformers does."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules[self.__name__], name)
+
+
 class _InPlace(Loader):
     """Executes a module in the object that stood for it. done: it is executed already."""
 
     def __init__(self, module: ModuleType, *, done: bool) -> None:
         self._module, self._done = module, done
+        assert module.__spec__ is not None
         self._spec = module.__spec__  # the import system sets another, whose loader this is
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """The same object."""
         return self._module
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._spec.loader, name)
+
     def exec_module(self, module: ModuleType) -> None:
         """Execute it, unless that is done."""
-        assert self._spec is not None
         assert self._spec.loader is not None
         try:
             if not self._done:
@@ -219,7 +251,6 @@ class Waiting(MetaPathFinder):
     _modules: dict[str, ModuleType] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.RLock)
     _ending: bool = False
-    _undo: Callable[[], None] = lambda: None
 
     def place(self) -> None:
         """Put the stand-ins in their places."""
@@ -235,25 +266,8 @@ class Waiting(MetaPathFinder):
     def watch(self) -> None:
         """From now on the import of another module of the package imports all of it first."""
         sys.meta_path.insert(0, self)
-        if self.later.registry in sys.modules:
+        if self.later.registry in sys.modules or not _waits(self.later.while_waits):
             self.end()
-        elif self.later.config_map:
-            why = "a kind of configuration that transformers lacks may be one that the package adds"
-            target = "transformers.models.auto.configuration_auto:_LazyConfigMapping.__getitem__"
-            try:
-                self._undo = apply([Replacement(target, self._or_end, why)])
-            except (AttributeError, ImportError):  # another version of transformers
-                self.end()
-
-    def _or_end(self, original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-        def get(mapping: Any, key: str) -> Any:
-            try:
-                return original(mapping, key)
-            except KeyError:
-                self.end()
-                return original(mapping, key)
-
-        return get
 
     def end(self) -> None:
         """Import the package, once. Raises what its import raises; then it still waits."""
@@ -282,10 +296,12 @@ class Waiting(MetaPathFinder):
             finally:
                 self._ending = False
             sys.meta_path.remove(self)
-            self._undo()
-            for module in self._modules.values():
-                module.__class__ = ModuleType
+            for name, module in self._modules.items():
                 del vars(module)["__waiting__"]
+                module.__class__ = ModuleType if sys.modules.get(name) is module else _Replaced
+        for other in list(sys.meta_path):
+            if isinstance(other, Waiting) and other.later.while_waits in self._modules:
+                other.end()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """While the package waits, import all of it before one more of its modules; meanwhile, the stand-ins' specs."""
@@ -300,8 +316,13 @@ class Waiting(MetaPathFinder):
     def _in_place(self, module: ModuleType, *, done: bool) -> ModuleSpec:
         spec = module.__spec__
         assert spec is not None
-        package = spec.submodule_search_locations is not None
-        return ModuleSpec(spec.name, _InPlace(module, done=done), origin=spec.origin, is_package=package)
+        there = ModuleSpec(spec.name, _InPlace(module, done=done), origin=spec.origin)
+        there.submodule_search_locations = spec.submodule_search_locations
+        return there
+
+
+def _waits(module: str | None) -> bool:
+    return module is None or isinstance(sys.modules.get(module), _StandIn)
 
 
 def _is_below(name: str, parent: str) -> bool:
@@ -331,6 +352,8 @@ def reason_against(later: Later) -> str | None:
         if version not in (None, found):
             return f"{distribution} is {found}; its imports are known for {version}"
     there = [name for name in later.modules if name in sys.modules]
+    if not _waits(later.while_waits):
+        there.append(str(later.while_waits))
     return f"{there[0]} is imported already" if there else None
 
 
