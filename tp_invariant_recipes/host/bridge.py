@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from tp_invariant_recipes.host import gpus, transformer_engine
+from tp_invariant_recipes.host import gpus, lazy_imports, transformer_engine
 from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.replacement import Replacement, applied
 
@@ -21,16 +21,28 @@ imported_with: dict[str, str] = {}  # the environment variables at the first imp
 
 
 def load() -> None:
-    """Import Bridge with its whole model zoo. The first call takes 10 to 20 s, later ones no time."""
+    """Import Bridge. Its families of models and other packages wait until somebody asks (host/lazy_imports.py).
+
+    The first call takes 5 to 10 s, later ones no time.
+    """
     if BRIDGE in sys.modules:
         return
     find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
     imported_with.update(os.environ)
     with quiet(), _nothing_is_garbage(), _asking_the_driver():
-        transformer_engine.prepare_import()
-        import_module(BRIDGE)
+        with lazy_imports.put_off(_later):
+            transformer_engine.prepare_import()
+            import_module(BRIDGE)
+            import_module("megatron.bridge.training.gpt_step")
         # Autograd imports this at the first backward pass; otherwise each forked rank would import it again.
         import_module("torch.fx.experimental.symbolic_shapes")
+
+
+@contextmanager
+def _later() -> Iterator[None]:
+    """Holds while a package is imported that `load` has put off."""
+    with quiet(), _asking_the_driver():
+        yield
 
 
 @contextmanager

@@ -1,0 +1,96 @@
+"""Bridge with packages that wait is Bridge as it imports itself: the same names, registrations and recipes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tp_invariant_recipes.host.lazy_imports import EAGER, LATER, reason_against
+from tp_invariant_recipes.host.versions import installed
+
+# What a process sees of Bridge while packages wait, and after each of them has been asked for something.
+PROGRAM = """
+import json, sys
+import torch
+from tp_invariant_recipes.host import bridge, lazy_imports
+
+def waiting():
+    return sorted(next(iter(w.later.modules)) for w in sys.meta_path if isinstance(w, lazy_imports.Waiting))
+
+bridge.load()
+seen = {"at the start": waiting()}
+
+import modelopt.torch.distill as mtd, modelopt.torch.opt.plugins as plugins
+from megatron.bridge.training.train import get_tensor_shapes_adjust_fn_for_distillation as adjust
+from megatron.bridge.training.utils.config_utils import PreTrainedConfig
+from megatron.core import parallel_state
+model = torch.nn.Linear(1, 1)
+seen["without ModelOpt"] = [
+    isinstance(model, mtd.DistillationModel), isinstance(model, PreTrainedConfig),
+    plugins.save_modelopt_state([model], {}), plugins.save_sharded_modelopt_state([model], "nowhere"),
+    plugins.restore_modelopt_state([model], {}), parallel_state.get_virtual_pipeline_model_parallel_rank(),
+]
+seen["then"] = waiting()
+
+from transformers import AutoConfig
+seen["registered at transformers"] = [type(AutoConfig.for_model(one)).__module__ for one in ("step3p7", "qwen3")]
+from megatron.bridge import AutoBridge
+from megatron.bridge.models.conversion.model_bridge import get_model_bridge
+import megatron.bridge.recipes, wandb
+seen["supported"] = sorted(AutoBridge.list_supported_models())
+seen["registered"] = sorted(str(key) for key in get_model_bridge._exact_types)
+seen["recipes"] = sorted(vars(megatron.bridge.recipes))
+mtd.convert, wandb.init
+seen["in the end"] = waiting()
+names = {name: sys.modules[name] for later in lazy_imports.LATER for name in later.modules}
+seen["names"] = {name: sorted(vars(module)) for name, module in names.items() if name != "transformers"}
+seen["kinds"] = {name: str(type(module)) for name, module in names.items()}
+seen["modules"] = sorted(n for n in sys.modules if n.startswith(("megatron.", "modelopt.", "wandb.")))
+print(json.dumps(seen))
+"""
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What two processes see: the packages wait, and they are imported at the start."""
+
+    def run(eager):
+        environment = {**os.environ, EAGER: eager}
+        program = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run("0"), run("1")
+
+
+@pytest.mark.release
+def test_everything_waits_until_somebody_asks(seen):
+    waits, eager = seen
+    assert waits["at the start"] == waits["then"] == sorted(next(iter(later.modules)) for later in LATER)
+    assert waits["in the end"] == eager["at the start"] == []
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    "what", ("without ModelOpt", "registered at transformers", "supported", "registered", "recipes", "names", "kinds")
+)
+def test_what_waited_is_what_is_imported_at_the_start(seen, what):
+    waits, eager = seen
+    assert waits[what] == eager[what]
+
+
+@pytest.mark.release
+def test_no_module_is_lacking(seen):
+    waits, eager = seen
+    assert set(eager["modules"]) <= set(waits["modules"])
+
+
+@pytest.mark.parametrize("later", LATER, ids=lambda later: next(iter(later.modules)))
+def test_the_rows_are_about_the_installed_versions(later):
+    """Otherwise starts are slow, and nothing says so: read the imports of the new version, then change the row."""
+    for distribution, version in later.versions.items():
+        assert version in (None, installed(distribution))
+    assert "its imports are known for" not in (reason_against(later) or "")

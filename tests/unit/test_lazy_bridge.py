@@ -1,0 +1,182 @@
+"""Packages that wait to be imported, shown with a small package; with Bridge itself: test_lazy_bridge_whole.py."""
+
+import sys
+import threading
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tp_invariant_recipes.host import lazy_imports
+from tp_invariant_recipes.host.lazy_imports import Later, Waiting
+
+FILES = {
+    "zoo/__init__.py": "import zoo.cat\nfrom zoo.plain import Plain\nfrom zoo.dog import Dog\nname = 'zoo'\n",
+    "zoo/plain.py": "class Plain: pass\n",
+    "zoo/registry.py": "found = []\n",
+    "zoo/cat.py": "from zoo.registry import found\nfound.append('cat')\nclass Cat: pass\n",
+    "zoo/dog.py": "import zoo\nfrom zoo.registry import found\nfound.append('dog')\nclass Dog: pass\n",
+    "zoo/tools/__init__.py": "",
+    "zoo/tools/ruler.py": "length = 3\n",
+}
+
+
+@pytest.fixture
+def put(tmp_path, monkeypatch):
+    """Puts a row off, whose packages are in a folder; afterwards nothing of it is left."""
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    finders, before = list(sys.meta_path), set(sys.modules)
+
+    def put(**settings) -> Waiting:
+        answers = {"Plain": lazy_imports._alone("zoo.plain", "Plain")}
+        row = {"versions": {}, "modules": {"zoo": answers}, "below": "zoo", "passes": ("zoo.tools",)}
+        waiting = Waiting(Later(**row | settings), nullcontext)
+        waiting.place()
+        waiting.watch()
+        return waiting
+
+    yield put
+    sys.meta_path[:] = finders
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_stand_in_is_the_module_itself_once_somebody_asks(put):
+    waiting = put()
+    import zoo
+
+    assert waiting.waits
+    assert "zoo.cat" not in sys.modules
+    assert zoo.name == "zoo"
+    assert not waiting.waits
+    assert sys.modules["zoo"] is zoo
+    assert type(zoo) is ModuleType
+    assert zoo.__spec__.loader is zoo.__loader__
+    assert waiting not in sys.meta_path
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = zoo.nothing
+
+
+def test_a_name_of_the_row_is_the_same_object_before_and_after(put):
+    waiting = put(passes=("zoo.plain",))
+    from zoo import Plain
+
+    assert waiting.waits
+    import zoo
+
+    zoo.name  # noqa: B018
+    assert zoo.Plain is Plain
+
+
+def test_another_module_of_the_package_brings_all_of_it_and_is_executed_once(put):
+    waiting = put()
+    from zoo.cat import Cat
+
+    assert not waiting.waits
+    from zoo.registry import found
+
+    assert found == ["cat", "dog"]
+    assert sys.modules["zoo"].cat.Cat is Cat
+    assert sys.modules["zoo.cat"].__spec__.origin.endswith("cat.py")
+
+
+def test_a_module_that_passes_leaves_the_package_waiting(put):
+    waiting = put()
+    assert import_module("zoo.tools.ruler").length == 3
+    assert waiting.waits
+
+
+def test_a_registry_that_is_imported_already_brings_the_package_at_once(put, monkeypatch):
+    monkeypatch.setattr(Waiting, "watch", _importing_before("zoo.registry", Waiting.watch))
+    waiting = put(registry="zoo.registry")
+    assert not waiting.waits
+    assert sys.modules["zoo.registry"].found == ["cat", "dog"]
+
+
+def _importing_before(module, watch):
+    def after(self):
+        import_module(module)
+        watch(self)
+
+    return after
+
+
+def test_an_import_that_fails_says_so_and_can_be_tried_again(put, tmp_path):
+    (tmp_path / "zoo" / "dog.py").write_text("raise RuntimeError('no dog')\n")
+    waiting = put()
+    import zoo
+
+    with pytest.raises(RuntimeError, match="no dog"):
+        _ = zoo.name
+    assert waiting.waits
+    (tmp_path / "zoo" / "dog.py").write_text("class Dog: pass # here now\n")
+    assert zoo.name == "zoo"
+
+
+def test_other_threads_wait_for_the_whole_import(put, tmp_path):
+    (tmp_path / "zoo" / "dog.py").write_text("import time\ntime.sleep(0.2)\nclass Dog: pass\n")
+    put()
+    import zoo
+
+    names = []
+    threads = [threading.Thread(target=lambda: names.append(zoo.name)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert names == ["zoo"] * 4
+
+
+def test_functions_do_nothing_while_nothing_is_to_do(put):
+    calls = {"feed": partial(lazy_imports._Function, "zoo", "feed", lambda hungry: not hungry)}
+    waiting = put(modules={"zoo": calls})
+    with Path(sys.modules["zoo"].__file__).open("a") as file:
+        file.write("def feed(hungry): return f'{hungry} fed'\n")
+    from zoo import feed
+
+    assert feed(0) is None
+    assert waiting.waits
+    assert feed(2) == "2 fed"
+    assert not waiting.waits
+    assert feed(0) == "0 fed"
+
+
+def test_a_class_has_no_instances_before_the_import_and_its_own_after(put):
+    waiting = put(modules={"zoo": {"Dog": partial(lazy_imports._Class, "zoo", "Dog")}})
+    from zoo import Dog
+
+    assert not isinstance(3, Dog)
+    assert waiting.waits
+
+    class Puppy(Dog): ...
+
+    assert not waiting.waits
+    assert isinstance(Puppy(), Dog)
+    assert isinstance(Dog(), sys.modules["zoo"].Dog)
+    assert not isinstance(3, Dog)
+
+
+@pytest.mark.parametrize(
+    "versions, eager, reason",
+    (
+        ({"pytest": pytest.__version__}, "", None),
+        ({"pytest": None}, "", None),
+        ({"pytest": "0.1"}, "", "its imports are known for 0.1"),
+        ({"no-such-thing": None}, "", "not installed"),
+        ({"pytest": None}, "1", "TPI_EAGER_IMPORTS=1"),
+    ),
+)
+def test_only_versions_that_are_known_wait(versions, eager, reason, monkeypatch):
+    monkeypatch.setenv(lazy_imports.EAGER, eager)
+    found = lazy_imports.reason_against(Later(versions, {"zoo": {}}, below="zoo"))
+    assert found is None if reason is None else reason in found
+
+
+def test_what_is_imported_already_does_not_wait():
+    assert "imported already" in lazy_imports.reason_against(Later({}, {"json": {}}, below="json"))
