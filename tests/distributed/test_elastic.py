@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.faults import at_step, reached, wait_for_ever
 from tests.ledgers import agree, steps
 
-RUN = ("train", "qwen3_toy", "dp=2", "iters=6", "save=2", "seq=32", "gbs=2", "model.num_layers=4")
+RUN = ("train", "qwen3_toy", "dp=2", "iters=6", "save=2", "seq=32", "gbs=4", "model.num_layers=4")
 DISTRIBUTED = "optimizer.use_distributed_optimizer=true"
 FIRST = ("tp=2", DISTRIBUTED)  # in which the run begins
 # After step 2, and after step 4.
