@@ -75,7 +75,7 @@ EXCLUDED = {
 def identity(tree: Tree, data_digest: str | None, weights_digest: str | None = None) -> dict[str, Any]:
     """Dotted key -> value of everything that two comparable runs have in common.
 
-    data_digest:    of the prepared text or examples (`PreparedData.digest`, `Examples.digest`); None: generated data.
+    data_digest:    `PreparedData.digest` of text or `Examples.digest` of examples; None for generated data.
     weights_digest: of the checkpoint that the weights come from (`weights.Checkpoint.digest`); None: they are new.
     """
     config = typed(tree)
