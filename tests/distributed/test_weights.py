@@ -225,13 +225,13 @@ def test_a_recipe_of_bridge_starts_from_a_folder(tpi):
 
 # Model, overrides of all its runs, layouts.
 _EXPERTS = "model.num_layers=2 model.hidden_size=128 model.num_attention_heads=8 model.num_query_groups=8 "
-_EXPERTS += "model.kv_channels=16 model.moe_ffn_hidden_size=64 model.ffn_hidden_size=64 model.vocab_size=512"
+_EXPERTS += "model.kv_channels=16 model.moe_ffn_hidden_size=256 model.ffn_hidden_size=256 model.vocab_size=512"
 ROWS = {
     ("llama32_toy", ""): ("tp=1", "tp=2", "dp=2"),
     ("qwen25_toy", ""): ("tp=1", "tp=4"),
     ("qwen3_toy", "model.share_embeddings_and_output_weights=false"): ("tp=1", "pp=2", "tp=2 pp=2"),
     ("qwen3_toy", "precision=fp32"): ("tp=1", "tp=2"),
-    ("qwen3_moe_toy", _EXPERTS): ("tp=1", "tp=2", "ep=2 dp=2", "tp=2 pp=2"),
+    ("qwen3_moe_toy", _EXPERTS): ("tp=1", "ep=2 dp=2 tp=2", "tp=2 pp=2"),
 }
 
 

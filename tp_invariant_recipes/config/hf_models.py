@@ -68,6 +68,7 @@ FIXED = {
 }
 # Megatron-Core's constants of scaled frequencies (RotaryEmbedding._apply_scaling).
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA31_LENGTH = 131072  # tokens; what such models are published for
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def config_of(family: Family, model: Mapping[str, Any], dtype: str) -> dict[str,
         **sizes,
         **fixed,
         "initializer_range": model.get("init_method_std") or 0.02,
-        "max_position_embeddings": max(model["seq_length"], 8192 if factor else 0),
+        "max_position_embeddings": max(model["seq_length"], LLAMA31_LENGTH if factor else 0),
         "rope_parameters": {"rope_theta": theta, **rope},
     }
 
