@@ -36,12 +36,6 @@ ROWS = (
         marks=pytest.mark.release,
     ),
     pytest.param("deepseek_v3_toy", "precision=fp32", ("tp=1", "tp=2"), marks=pytest.mark.release),
-    pytest.param(
-        "deepseek_v3_toy",
-        "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1",
-        ("tp=1", "tp=2"),
-        marks=pytest.mark.release,
-    ),
 )
 
 

@@ -206,7 +206,7 @@ class DuplicatedLinear(torch.nn.Module):
 class DuplicatedForward(OnMesh):
     """Forward of a layer that every rank holds whole."""
 
-    weight: Tensor
+    weight: Any
 
     def mesh_group(self) -> Any:
         """Megatron's own: the layer is not told of any."""
