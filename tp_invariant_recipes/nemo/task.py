@@ -124,7 +124,7 @@ def _recorded(
     if rank == world - 1:
         _write(run_dir, config, run)
     info = RankInfo(rank, int(os.environ.get("LOCAL_RANK", rank)), world, world, "", ())
-    ledger = {"digests": 1, "state_digests": STATE_DIGESTS, "trace": None, "dump": []}
+    ledger: dict[str, Any] = {"digests": 1, "state_digests": STATE_DIGESTS, "trace": None, "dump": []}
     ours = recording(run_dir, info, run, ledger)
     step = OptimizerStep(ours)
     try:

@@ -27,7 +27,7 @@ def set_apart(experts: torch.nn.Module) -> None:
     """Give these weights buffers and an optimizer apart from all else in every layout.
 
     Megatron does so where tp > 1 or ep > 1. At tp=1 ep=1 it would write one optimizer's state into a checkpoint, which
-    no other layout reads (core/optimizer/optimizer.py, ChainedOptimizer.sharded_state_dict). The groups of ranks that
+    no other layout reads (`ChainedOptimizer.sharded_state_dict` of Megatron-Core). The groups of ranks that
     reduce both are the same there.
     """
     for weight in experts.parameters():

@@ -19,6 +19,8 @@ FOREIGN = {
     "--requeue", "--reservation", "--signal", "--mpi", "--container-writable",
     # of apptainer
     "--bind", "--nv",
+    # of mlflow
+    "--backend-store-uri",
     # of scripts/bootstrap, torchrun, run_recipe.py, pre-commit, pytest, uv, pip and tensorboard
     "--collect-only", "--continue", "--gpu", "--hook-type", "--hypothesis-profile", "--logdir", "--no-deps",
     "--nproc_per_node", "--only-downloads", "--plan", "--recipe", "--show-urls", "--wheel-dir",
