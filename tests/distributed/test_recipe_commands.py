@@ -59,7 +59,7 @@ def test_bench(recipe, shared):
     assert done.status == 0, done.stderr
     found = json.loads((shared.folder / "bench" / "bench.json").read_text())
     assert found["model"] == recipe
-    assert [mode["name"] for mode in found["modes"]] == ["stock", "tree"]
+    assert [mode["mode"] for mode in found["modes"]] == ["stock", "tree"]
 
 
 @pytest.mark.release

@@ -25,6 +25,10 @@ REASONS = {
     "numerics do not know this field",
 }
 KEYS = {
+    "recipe=a: its dataset is a B, and tpi trains with C only": [],
+    "a recipe for fine-tuning needs dataset.dataset_root=FOLDER, which has training.jsonl": [
+        "dataset.dataset_root=examples"
+    ],
     "numerics=tree: x; precision=bf16 or precision=fp32": ["precision=bf16"],
     "x; model.hidden_dropout=0, model.attention_dropout=0": ["model.hidden_dropout=0", "model.attention_dropout=0"],
     "model.a: the invariant numerics do not know this field; leave it unset": [],

@@ -108,6 +108,8 @@ def _layer(model: str, hf_folder: str | None, *, text_data: bool) -> dict[str, A
     _drop_ours(layer)
     _follow(layer)
     _tokenizer(layer, hf_folder, text_data=text_data)
+    if text_data:  # of a split without documents Megatron looks for samples for ever
+        layer["dataset"].pop("split", None)
     layer["data"] = {"kind": _data(layer), "path": None, "tokenizer": None, "json_key": "text", "cache": None}
     if container.env_vars:
         layer["cluster"] = {"environment": {name: str(value) for name, value in container.env_vars.items()}}

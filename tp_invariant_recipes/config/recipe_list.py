@@ -14,8 +14,10 @@ from tp_invariant_recipes.errors import OR_STOCK, ConfigError
 COVERED, WITH, REFUSED, ABSENT = "covered", "covered with", "refused", "not here"
 STATES = (COVERED, WITH, REFUSED, ABSENT)
 
-# What a run on GPUs gives where a recipe leaves it open: the folder of examples, and their tokenizer.
+# What a run gives where a recipe leaves it open: the folder of examples, their tokenizer, the size of its vocabulary.
 OPEN = {
+    "model.vocab_size=0: ": "model.vocab_size=131072",
+    "tokenizer.vocab_size=0: ": "tokenizer.vocab_size=131072",
     "dataset.dataset_root=FOLDER": "dataset.dataset_root=examples",
     "tokenizer.tokenizer_model=FOLDER": "tokenizer.tokenizer_model=tokenizer",
 }
@@ -71,15 +73,10 @@ def _problems(model: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _keys(problems: Iterable[str], before: Sequence[str]) -> list[str]:
-    """The overrides that messages name, beside those of `before`; nothing where one names none."""
+    """The overrides that messages name, beside those of `before`; nothing where there is no new one."""
     found = {key.partition("=")[0]: key for key in before}
-    for problem in problems:
-        keys = _named(problem)
-        new = [key for key in keys if found.get(key.partition("=")[0]) != key]
-        if not new:
-            return []
-        found |= {key.partition("=")[0]: key for key in new}
-    return list(found.values())
+    named = {key.partition("=")[0]: key for problem in problems for key in _named(problem)}
+    return [*(found | named).values()] if named.items() - found.items() else []
 
 
 def _named(problem: str) -> list[str]:
@@ -89,7 +86,9 @@ def _named(problem: str) -> list[str]:
     for said, given in OPEN.items():
         if said in problem:
             return [given]
-    closing = problem.rpartition(";")[2]
+    _, semicolon, closing = problem.rpartition(";")
+    if not semicolon:
+        return []
     parts = [_KEY.findall(part.partition(" or ")[0]) for part in closing.split(",")]
     return [keys[0] for keys in parts if keys and keys[0] != "numerics=stock"]
 
