@@ -50,7 +50,11 @@ def operands(s, b, h, g, d, kind):
         half = s // 2
         value[half : 2 * half] = -value[:half].flip(0)
         gradient[half : 2 * half] = -gradient[:half].flip(0)
-        tensors = [0.01 * query.clamp(-4, 4), 0.01 * key.clamp(-4, 4), value, gradient]
+        query, key = 0.01 * query.clamp(-4, 4), 0.01 * key.clamp(-4, 4)
+        if h // g > 2:
+            gradient[:, :, 0] *= 2.0**16
+            query[:, :, 2], gradient[:, :, 2] = query[:, :, 0], -gradient[:, :, 0]
+        tensors = [query, key, value, gradient]
     return tensors
 
 
