@@ -131,7 +131,7 @@ def _beside_large_copies(reverse: bool) -> None:
     original = token_dispatcher.row_sum
 
     def row_sum(rows, at):
-        large = torch.full_like(rows[:1], 2.0**18) if len(rows) else rows.new_full((1, rows.shape[1]), 2.0**18)
+        large = rows.new_full((1, rows.shape[1]), 2.0**18)
         more, less = (torch.full_like(at[:, :1], len(rows) + n) for n in (0, 1))
         at = torch.cat([at[:, :1], more, at[:, 1:2], less, at[:, 2:]], 1)
         return original(torch.cat([rows, large, -large]), (at.flip(1) if reverse else at).contiguous())
@@ -169,9 +169,7 @@ def test_the_sum_of_a_tokens_copies_is_part_of_the_bits(shared):
 def test_the_order_of_a_tokens_copies_is_part_of_the_bits(shared):
     four = "model.moe_router_topk=4"
     one = _train_experts(shared, "copies-in-order", four, before=_copies_in_order)
-    again = _train_experts(shared, "copies-in-order-tp2", four, "tp=2", before=_copies_in_order)
     other = _train_experts(shared, "copies-reversed", four, before=_copies_in_reverse_order)
-    assert again == one
     assert one[0].gradients != other[0].gradients
 
 
