@@ -13,7 +13,7 @@ from tests.unit.ieee_operands import drawn
 from tp_invariant_recipes.kernels import ieee_attention_triton, tensor_core_cpu
 from tp_invariant_recipes.kernels.ieee_attention import attention_backward, attention_forward
 
-KINDS = ("normal", "wide", "cancelling", "special", "tiny", "zeros")
+KINDS = ("normal", "wide", "cancelling", "special", "tiny", "zeros", "opposite")
 NAMES = ("out", "top", "total", "dq", "dk", "dv")
 
 
@@ -35,7 +35,7 @@ def as_a_tensor_core(kept):
 
 def operands(s, b, h, g, d, kind):
     """query, key, value and the gradient of the output, bf16 and finite."""
-    kinds = {"tiny": "normal", "zeros": "normal"}.get(kind, kind)
+    kinds = {"tiny": "normal", "zeros": "normal", "opposite": "wide"}.get(kind, kind)
     shapes = (s, b, h, d), (s, b, g, d), (s, b, g, d), (s, b, h, d)
     tensors = [drawn(kinds, *shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes)]
     tensors = [torch.where(x.isfinite() & (x.abs() < 2**40), x, torch.zeros_like(x)) for x in tensors]
@@ -45,6 +45,16 @@ def operands(s, b, h, g, d, kind):
         tensors = [torch.where(x.abs() < 0.5, x * 0, x) for x in tensors]
         tensors[0][..., 0, :] = -0.0
         tensors[3][..., 0, :] = 0.0
+    if kind == "opposite":  # sums over keys, queries and heads of numbers that cancel: an order shows in bf16
+        query, key, value, gradient = tensors
+        half = s // 2
+        value[half : 2 * half] = -value[:half].flip(0)
+        gradient[half : 2 * half] = -gradient[:half].flip(0)
+        query, key = 0.01 * query.clamp(-4, 4), 0.01 * key.clamp(-4, 4)
+        if h // g > 2:
+            gradient[:, :, 0] *= 2.0**16
+            query[:, :, 2], gradient[:, :, 2] = query[:, :, 0], -gradient[:, :, 0]
+        tensors = [query, key, value, gradient]
     return tensors
 
 

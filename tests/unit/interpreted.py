@@ -368,10 +368,10 @@ def portable_functions_have_the_bits_of_their_twin():
 
 
 def portable_attention_has_the_bits_of_its_twin():
-    """Two tiles of queries and of keys, a part of each beyond the end, two heads a group; with fewer bits, others."""
-    shape = 70, 1, 2, 1, 24
-    assert attention_interpreted.different(25, *shape, "normal") == []
-    assert attention_interpreted.different(20, *shape, "normal")
+    """Two tiles of queries and of keys, a part of each beyond the end, four heads a group; with fewer bits, others."""
+    shape = 70, 1, 4, 1, 24
+    assert attention_interpreted.different(25, *shape, "opposite") == []
+    assert attention_interpreted.different(20, *shape, "opposite")
 
 
 def portable_attention_of_more_shapes_has_the_bits_of_its_twin():

@@ -6,7 +6,8 @@ import torch
 
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels import tensor_core_cpu
-from tp_invariant_recipes.kernels.ieee_attention import LANES, attention_backward, attention_forward
+from tp_invariant_recipes.kernels.ieee_attention import attention_backward, attention_forward
+from tp_invariant_recipes.kernels.ieee_attention_triton import LANES
 from tp_invariant_recipes.kernels.ieee_sums import folded
 from tp_invariant_recipes.kernels.one_source import numpy_version
 from tp_invariant_recipes.kernels.tensor_core_sum import STEP, bf16_product
