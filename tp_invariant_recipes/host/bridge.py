@@ -14,6 +14,8 @@ from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.replacement import Replacement, applied
 
 BRIDGE = "megatron.bridge.training.pretrain"
+# What each rank would otherwise import by itself, after it has been forked.
+LATER_IN_RANKS = ("megatron.bridge.training.gpt_step", "megatron.bridge.data.megatron_mimo.base_provider")
 # Makes torch.cuda.is_available() ask NVML. Otherwise it starts CUDA, and then no rank can be forked.
 ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -32,8 +34,8 @@ def load() -> None:
     with quiet(), _nothing_is_garbage(), _asking_the_driver():
         with lazy_imports.put_off(_later):
             transformer_engine.prepare_import()
-            import_module(BRIDGE)
-            import_module("megatron.bridge.training.gpt_step")
+            for name in (BRIDGE, *LATER_IN_RANKS):
+                import_module(name)
         # Autograd imports this at the first backward pass; otherwise each forked rank would import it again.
         import_module("torch.fx.experimental.symbolic_shapes")
 

@@ -128,6 +128,10 @@ _ADJUST = "get_tensor_shapes_adjust_fn_for_distillation"
 _KD = "megatron.bridge.training.post_training.distillation"
 _MODELS = "megatron.bridge.models"
 
+_CLASSES = (
+    "AutoConfig", "AutoFeatureExtractor", "AutoImageProcessor", "AutoProcessor", "AutoTokenizer", "GenerationConfig",
+    "PreTrainedConfig", "PretrainedConfig", "Qwen3VLProcessor",
+)  # fmt: skip
 _CHAT = "transformers.utils.chat_template_utils"
 
 LATER = (
@@ -135,10 +139,7 @@ LATER = (
     Later(
         {"transformers": "5.12.1"},
         {
-            "transformers": {
-                name: partial(_Class, "transformers", name)
-                for name in ("AutoConfig", "AutoProcessor", "AutoTokenizer", "PreTrainedConfig", "Qwen3VLProcessor")
-            },
+            "transformers": {name: partial(_Class, "transformers", name) for name in _CLASSES},
             "transformers.utils": {},
             _CHAT: {"_compile_jinja_template": partial(_Function, _CHAT, "_compile_jinja_template", _never)},
         },
