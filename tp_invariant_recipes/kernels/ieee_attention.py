@@ -56,9 +56,10 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     groups = key.shape[2]
     if query.is_cuda:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        result, sums = torch.empty_like(query), query.new_empty(2, b * groups, h // groups, s, dtype=torch.float32)
-        forward_triton(query, key, value, result, *sums, float(np.float32(scale)))
-        return Attended(result, *sums)
+        result = torch.empty_like(query)
+        top, total = query.new_empty(2, b * groups, h // groups, s, dtype=torch.float32)
+        forward_triton(query, key, value, result, top, total, float(np.float32(scale)))
+        return Attended(result, top, total)
     q, k, v = _by_group(query, groups), _by_group(key, groups)[:, 0], _by_group(value, groups)[:, 0]
     units, heads = q.shape[:2]
     out = torch.zeros(units, heads, d, s, dtype=torch.bfloat16)
@@ -79,9 +80,9 @@ def attention_backward(
     s, b, _, d = query.shape
     groups = key.shape[2]
     if query.is_cuda:
-        tensors = [x.contiguous() for x in (gradient, query, key, value, *attended)]
-        gradients = tuple(torch.empty_like(x) for x in tensors[1:4])
-        backward_triton(*tensors, *gradients, float(np.float32(scale)))
+        gradient, query, key, value = (x.contiguous() for x in (gradient, query, key, value))
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        backward_triton(gradient, query, key, value, *attended, *gradients, float(np.float32(scale)))
         return gradients
     q, k, v = _by_group(query, groups), _by_group(key, groups)[:, 0], _by_group(value, groups)[:, 0]
     o, do = _by_group(attended.out, groups), _by_group(gradient, groups)
