@@ -35,7 +35,7 @@ BEYOND = (
     ({"model__qk_layernorm": False}, "multi-latent attention is covered with its norms"),
     ({"model__add_qkv_bias": True}, "multi-latent attention with biases"),
     ({"model__apply_rope_fusion": True}, "the fused rotation of multi-latent attention"),
-    ({"model__recompute_modules": ["mla_up_proj"]}, "recomputing up-projections alone"),
+    ({"model__recompute_granularity": "selective"}, "recomputation of multi-latent attention was not shown"),
     ({"model__mtp_num_layers": 1}, "multi-token prediction is not covered"),
     ({"model__moe_shared_expert_overlap": True}, "model.moe_shared_expert_overlap is not covered"),
     ({"model__moe_shared_expert_gate": True}, "model.moe_shared_expert_gate is not covered"),

@@ -185,6 +185,8 @@ def _checked(model: str, sound: Sequence[Override], problems: list[str]) -> dict
             raise ConfigError(listed(problems), problems)
         else:
             _as_by_default(tree, wrong)
+            if wrong.keys() & _misfits(model, tree, sound, problems).keys():  # the default itself does not fit
+                raise ConfigError(listed(problems), problems)
     return tree
 
 

@@ -175,7 +175,7 @@ def _beyond(config: Any) -> list[str]:
         "context_parallel_size": max(config.context_parallel_size, getattr(config, "context_shards", 1)) > 1,
         "apply_rope_fusion": config.apply_rope_fusion,
         "cache_mla_latents": config.cache_mla_latents,
-        "recompute_modules=[mla_up_proj]": "mla_up_proj" in (config.recompute_modules or ()),
+        "recompute_granularity": config.recompute_granularity is not None,
         "invariant_mode": config.invariant_mode != "tree",
     }
     return [f"multi-latent attention has no invariant version with {name}" for name, is_so in found.items() if is_so]
