@@ -58,7 +58,7 @@ def test_other_modes_refuse_it(mode):
 
 
 def test_the_field_alone_does_not_make_another_provider_have_it():
-    of_gpt = {"model___target_": schema.PROVIDERS[0]}
+    of_gpt = {"model___target_": schema.PROVIDERS[0], "model__moe_layer_freq": 1}
     (problem,) = invariance.limits(changed(**of_gpt))
     assert problem.startswith("numerics=tree: multi-latent attention is covered for MLAModelProvider")
 

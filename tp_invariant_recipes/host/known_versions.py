@@ -19,7 +19,7 @@ class KnownSet:
 KNOWN = (
     KnownSet(
         {"megatron-bridge": "0.6.2", "megatron-core": "0.19.2", "transformer-engine": "2.20.2"},
-        "make test on x86-64 CPUs, without Transformer Engine; on up to four H200s kernels, layers and layouts of tests/gpu",
+        "make test on x86-64 CPUs, without Transformer Engine; tests/gpu on up to four H200s",
     ),
 )
 
