@@ -1,5 +1,6 @@
 """Real trainings on the CPU, ranks as processes."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -17,3 +18,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "cities.txt"
     file.write_text(TEXT)
     return file
+
+
+@pytest.fixture(scope="session")
+def families(bridge: None) -> None:
+    """Bridge's families of models, which wait until somebody asks for them: once here, and not in every fork."""
+    import megatron.bridge.recipes  # noqa: F401
+
+    gc.collect()
+    gc.freeze()

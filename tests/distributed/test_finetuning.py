@@ -11,6 +11,8 @@ from tp_invariant_recipes.errors import ConfigError, DataError
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 
+pytestmark = pytest.mark.usefixtures("families")
+
 MINE = """
 import torch
 from megatron.bridge.models.gpt_provider import GPTModelProvider

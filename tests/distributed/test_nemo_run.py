@@ -11,6 +11,8 @@ from tests.distributed.ranks import on_ranks
 from tests.ledgers import steps
 from tp_invariant_recipes.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("families")
+
 ROOT = Path(__file__).parents[2]
 
 # A task as people write it: Bridge's pretrain() of a ConfigContainer. It knows nothing of the plugin.

@@ -7,6 +7,8 @@ import pytest
 from tests.distributed.test_recipe_models import MINE
 from tp_invariant_recipes.ledger.open import read
 
+pytestmark = pytest.mark.usefixtures("families")
+
 STOCK = ("numerics=stock", "numerics.initial_weights=invariant", "ledger.digests=1")
 
 

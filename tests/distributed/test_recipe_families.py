@@ -7,6 +7,8 @@ import pytest
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("families")
+
 _LATENT = {
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],

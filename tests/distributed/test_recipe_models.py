@@ -13,6 +13,8 @@ import torch
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.recipes.common import _pretrain_common
 
+pytestmark = pytest.mark.usefixtures("families")
+
 
 def small():
     cfg = _pretrain_common()

@@ -17,7 +17,7 @@ from tp_invariant_recipes.patches import bridge_helpers, registry
 from tp_invariant_recipes.recipes import named, recipe
 from tp_invariant_recipes.recipes.__main__ import main, publish
 
-pytestmark = pytest.mark.usefixtures("bridge")
+pytestmark = pytest.mark.usefixtures("families")
 
 MODELS = source.groups()["model"]
 RECIPES = named()

@@ -8,6 +8,8 @@ import pytest
 from tests import hf_folders
 from tp_invariant_recipes.config import hf_models, weights
 
+pytestmark = pytest.mark.usefixtures("families")
+
 SHORT = ("seq=64", "gbs=2")
 FROZEN = ("lr=0", "optimizer.min_lr=0", "scheduler.lr_decay_iters=9")  # the step changes no weight
 
