@@ -8,12 +8,12 @@ from tp_invariant_recipes.config import recipe_source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("families")
+
 MINE = """
 import torch
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.recipes.common import _pretrain_common
-
-pytestmark = pytest.mark.usefixtures("families")
 
 
 def small():
