@@ -53,7 +53,11 @@ LATE = (
     "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "megatron.core.tokenizers.text.models",
+    "multiprocessing.popen_fork",
     "multiprocessing.sharedctypes",
+    "omegaconf._impl",
+    "pydantic.type_adapter",
+    "rich._emoji_codes",
     "tp_invariant_recipes.host.cpu",
 )
 

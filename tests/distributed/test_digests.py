@@ -95,6 +95,7 @@ def test_they_are_those_of_the_tensors_in_a_checkpoint(tpi, layout):
     assert dtypes == {("float32", "bfloat16", "float32")}
 
 
+@pytest.mark.release  # in `make test`: test_invariance_data.py, with and without the distributed optimizer
 def test_gradients_do_not_depend_on_where_the_optimizer_keeps_them(tpi):
     """A distributed optimizer owns ranges of the flat gradients; two ranks add in one order either way.
 
@@ -304,6 +305,7 @@ def test_digests_change_nothing_that_is_trained(tpi, mode):
     assert [(s.loss, s.grad_norm) for s in with_.steps] == [(s.loss, s.grad_norm) for s in without.steps]
 
 
+@pytest.mark.release  # in `make test`: test_invariance_experts.py compares their digests
 def test_experts_have_their_numbers_in_every_layout(tpi):
     tiny = (
         "qwen3_moe_toy",

@@ -13,11 +13,11 @@ from tp_invariant_recipes.config.settings import OWN_KEYS
 pytestmark = pytest.mark.usefixtures("bridge")
 
 NAMED = re.compile(rf"(?<![\w./@-])({'|'.join(schema.BRIDGE_SECTIONS)})\.([a-z]\w*)(?![\w/(.])")  # no file, no call
-MODELS = ("qwen3_toy", "nemotron3_nano_toy")  # of each provider one
+MODELS = ("qwen3_toy", "nemotron3_nano_toy", "moonlight_toy")  # of each provider one
 
 
 def named(text: str) -> set[tuple[str, str]]:
-    others = ("py", "md", "json", "yaml", "step")  # endings of files; torch's optimizer.step
+    others = ("py", "md", "json", "jsonl", "yaml", "step")  # endings of files; torch's optimizer.step
     return {(section, field) for section, field in NAMED.findall(text) if field not in others}
 
 
@@ -28,6 +28,7 @@ def known() -> frozenset[tuple[str, str]]:
     for tree in (compose(model, device="gpu").tree for model in MODELS):
         for section in schema.BRIDGE_SECTIONS.keys() & tree.keys():
             found |= {(section, name) for name in schema.fields(schema.section_class(section, tree))}
+    found |= {("dataset", name) for name in schema.fields(schema.bridge_class(schema.SFT_DATASET))}
     return frozenset(found)
 
 

@@ -8,7 +8,8 @@ from tests.ledgers import steps
 RUN = ("train", *small("qwen3_moe_toy"), "iters=6", "save=2")
 
 
-@pytest.mark.parametrize("distributed", ("true", pytest.param("false", marks=pytest.mark.release)))
+@pytest.mark.release  # in `make test`: test_elastic.py, dense
+@pytest.mark.parametrize("distributed", ("true", "false"))
 def test_experts_go_on_with_one_rank_and_with_several_again(tpi, distributed):
     done = tpi(*RUN, "tp=2", "ep=2", f"optimizer.use_distributed_optimizer={distributed}", "run.dir=run")
     assert done.status == 0, done.stderr

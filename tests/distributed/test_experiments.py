@@ -38,6 +38,7 @@ def test_mlflow_keeps_curves_figures_and_the_certificate_in_files(tpi, no_server
     assert (kept / "tags/ledger.certificate_hash").read_text() == check(certificate).hash
 
 
+@pytest.mark.release
 def test_comet_without_a_key_keeps_an_archive(tpi, no_servers):
     done = tpi(*RUN, "logging=comet", "project=ours", "run.dir=run")
     assert done.status == 0, done.stderr

@@ -46,7 +46,7 @@ def test_a_training_whose_output_nobody_reads_goes_on_to_its_end(tpi):
 def _fail_on_rank_0() -> None:
     from tp_invariant_recipes.training import manifest_writer
 
-    def fail(*_args):
+    def fail(*_args, **_kwargs):
         raise RuntimeError("planted")
 
     manifest_writer.write_manifest = fail

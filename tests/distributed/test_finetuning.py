@@ -94,6 +94,7 @@ def test_tuning_lowers_the_loss(tuned, shared):
     assert found[-1] < found[0] / 2
 
 
+@pytest.mark.release
 def test_neither_ranks_nor_micro_batches_change_what_a_masked_token_counts(tuned, shared):
     """Each rank has other examples, of other numbers of tokens."""
     done = shared("train", *RECIPE, "dp=2", "mbs=2", "numerics.data_shards=2", "run.dir=dp2")
@@ -197,7 +198,7 @@ def test_the_identity_has_the_examples_and_not_their_folder(tuned, shared):
 
 
 @pytest.mark.release
-def test_a_loss_divided_by_the_tokens_of_the_whole_step(mine, shared):
+def test_a_loss_divided_by_the_tokens_of_the_whole_step(tuned, shared):
     """calculate_per_token_loss: one division by the tokens of all ranks, in place of one a sequence."""
     words = ("tp=1,2", "dp=1,2", "iters=2", "model.calculate_per_token_loss=true")
     done = shared("verify", *RECIPE, *words, "--dir", "tokens")

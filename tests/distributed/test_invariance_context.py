@@ -87,6 +87,7 @@ def _agree(tpi, fixed, layouts):
         assert other == first, layout
 
 
+@pytest.mark.release
 @pytest.mark.timeout(1200)
 def test_one_ledger_for_experts(tpi):
     _agree(tpi, OF_EXPERTS, EXPERT_LAYOUTS)

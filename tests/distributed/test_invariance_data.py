@@ -165,7 +165,10 @@ INGREDIENTS = {
 }
 
 
-@pytest.mark.parametrize("ingredient", INGREDIENTS)
+@pytest.mark.parametrize(
+    "ingredient",
+    [pytest.param(name, marks=[pytest.mark.release] * name.startswith("norms")) for name in INGREDIENTS],
+)
 def test_each_ingredient_is_needed(tpi, alone, ingredient):
     plant, layout = INGREDIENTS[ingredient]
     assert _train(tpi, "dense", FIXED, layout, "without", before=plant) != alone

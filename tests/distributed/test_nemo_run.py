@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import textwrap
 from pathlib import Path
 
@@ -99,6 +100,7 @@ def _in_the_task(mesh, script, folder):
 
     os.environ |= {"RANK": str(mesh.rank), "WORLD_SIZE": str(mesh.size), **task.variables(str(folder), 8)}
     os.chdir(script.parent)
+    sys.modules.pop("tp_invariant_recipes.invariant", None)  # a test may have imported it, switched off
     return task.main([str(script), f"tp={mesh.size}"])
 
 

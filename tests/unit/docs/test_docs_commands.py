@@ -14,6 +14,10 @@ LINES = [(document.name, line) for document in DOCUMENTS for line in document.co
 SPANS = [(document.name, span) for document in DOCUMENTS for span in document.spans if re.match(r"tpi [a-z-]", span)]
 # Options of other programs that the documents name.
 FOREIGN = {
+    "--device",  # scripts/make-certificates
+    "--imports",  # scripts/measure-starts
+    "--repeat",
+    "--tp",
     # sbatch's and srun's
     "--array", "--comment", "--cpus-per-task", "--exclusive", "--gres", "--mail-type", "--mem", "--nodes", "--parsable",
     "--requeue", "--reservation", "--signal", "--mpi", "--container-writable",
