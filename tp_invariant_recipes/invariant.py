@@ -26,8 +26,6 @@ from tp_invariant_recipes.replacement import Replacement, apply
 
 SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"
 NUMERICS = {"mode": "tree", "grad_norm": "exact", "clip_rounding": "none", "initial_weights": "invariant"}
-# Fields that decide by what a loss is divided, which is the program's own affair.
-OF_THE_LOOP = {"calculate_per_token_loss"}
 POSITIONS = ("rope", "none")
 
 
@@ -213,6 +211,8 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
         "device": {"kind": _device()},
     }
     found = [_plain(line) for line in invariance.limits(tree)]
+    if config.calculate_per_token_loss:
+        found.append("calculate_per_token_loss: who counts the tokens is not known here; leave it unset")
     if _device() == "gpu" and not config.deterministic_mode:
         found.append("kernels that add in no fixed order repeat no bits; deterministic_mode=True")
     return found
@@ -221,7 +221,7 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
 def _given(config: Any) -> dict[str, Any]:
     """The fields of a TransformerConfig without those that no rule knows and that have their default."""
     defaults = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(config)}
-    known = {*model_fields.KNOWN, *invariance.OFF, *invariant_experts.OFF} - OF_THE_LOOP
+    known = (*model_fields.KNOWN, *invariance.OFF, *invariant_experts.OFF)
     return {
         name: value
         for name, value in vars(config).items()

@@ -211,7 +211,7 @@ def _refused_field(mesh):
 
 def test_a_field_of_the_model_that_no_rule_knows_is_refused(bridge):
     ((problem,),) = on_ranks(1, V, switched, "1", _refused_field)
-    assert problem == "calculate_per_token_loss: the invariant numerics do not know this field; leave it unset"
+    assert problem == "calculate_per_token_loss: who counts the tokens is not known here; leave it unset"
 
 
 def _reduced_precision(mesh):
