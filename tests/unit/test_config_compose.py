@@ -1,6 +1,7 @@
 """Composing a run: what ends up in the tree, which layer wins, and every mistake in one message."""
 
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -341,3 +342,11 @@ def test_the_message_does_not_say_a_mistake_twice():
 def test_whatever_is_typed_is_at_worst_a_configuration_error(text):
     with pytest.raises(ConfigError, match="unknown model 'none'"):
         compose("none", [text])
+
+
+def test_a_default_that_does_not_fit_ends_composing(monkeypatch):
+    """It would be put in place of itself for ever."""
+    module = import_module("tp_invariant_recipes.config.compose")
+    monkeypatch.setattr(module, "_misfits", lambda *_: {"logging.project": "logging.project=1: not text"})
+    with pytest.raises(ConfigError, match="logging.project=1: not text"):
+        compose("qwen3_toy")

@@ -175,18 +175,18 @@ def _checked(model: str, sound: Sequence[Override], problems: list[str]) -> dict
     Raises ConfigError where files put into a section of Bridge's what no rule can judge.
     """
     tree = _hydra(model, sound, problems)
+    by_default: set[str] = set()
     while wrong := _misfits(model, tree, sound, problems):
         problems += [problem for problem in wrong.values() if problem not in problems]
         left = [o for o in sound if o.path not in wrong]
         if len(left) < len(sound):
             sound = left
             tree = _hydra(model, sound, problems)
-        elif any(path.partition(".")[0] in OF_BRIDGE for path in wrong):
+        elif by_default & wrong.keys() or any(path.partition(".")[0] in OF_BRIDGE for path in wrong):
             raise ConfigError(listed(problems), problems)
         else:
             _as_by_default(tree, wrong)
-            if wrong.keys() & _misfits(model, tree, sound, problems).keys():  # the default itself does not fit
-                raise ConfigError(listed(problems), problems)
+            by_default |= wrong.keys()
     return tree
 
 

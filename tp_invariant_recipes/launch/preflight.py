@@ -1,6 +1,7 @@
 """What this machine must have for a run, checked before anything is written."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir, *, here: bool =
     here: whether ranks will run on it; the disk of the run directory must do in any case.
     """
     config = typed(tree)
-    of_machine = (*_gpus(config, layout), *registry.problems(tree), *_flash(config), *experiments.problems(config))
-    of_machine = of_machine if here else ()
+    of_machine: Iterable[str] = ()
+    if here:
+        of_machine = (*_gpus(config, layout), *registry.problems(tree), *_flash(config), *experiments.problems(config))
     problems = [*of_machine, *memory.problems(config, here=here), *_weights(config, here), *_disk(config, run_dir)]
     if problems:
         raise ConfigError(listed(problems), problems)

@@ -69,7 +69,7 @@ WAYS = (
         "fixed tiles",
         "cuda",
         _by_fixed_tiles,
-        False,
+        True,
         "all bits of the 40 recorded bf16 cases on an H200; `tpi conformance` repeats it on any GPU",
     ),
     Way(

@@ -180,6 +180,7 @@ def _portable() -> list[Replacement]:
     return [
         row("megatron.core.transformer.mlp:MLP.forward", "portable_layers:mlp_forward"),
         row("megatron.core.transformer.attention:apply_rotary_pos_emb", "portable_layers:apply_rotary_pos_emb"),
+        Replacement("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", lambda _: True, "Transformer Engine's has its own arithmetic"),
         made("torch.optim:AdamW", "portable_training:portable_adam"),
         made("torch.optim:Adam", "portable_training:portable_adam"),
         made("megatron.core.optimizer_param_scheduler:math", "portable_training:portable_math"),
