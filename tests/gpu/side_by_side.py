@@ -58,11 +58,11 @@ class Run:
 
 def gpus_for(words: str) -> int:
     """How many GPUs a run with these overrides needs."""
-    degrees = {"tp": 1, "pp": 1, "dp": 1}
+    degrees = {"tp": 1, "pp": 1, "cp": 1, "dp": 1}
     for name, _, value in (word.partition("=") for word in words.split()):
         if name in degrees:
             degrees[name] = int(value)
-    return degrees["tp"] * degrees["pp"] * degrees["dp"]
+    return math.prod(degrees.values())
 
 
 def train(folder: Path, runs: Iterable[Run]) -> dict[str, str | None]:
