@@ -82,25 +82,26 @@ GROUPS = {
         "qwen3_toy gbs=4 iters=8 numerics.data_shards=4",
         (
             "dp=1",
-            *(f"{layout} cuda_graph={kind}" for layout in ("dp=1", "tp=2", "pp=2") for kind in ("full", "te")),
+            *(f"{layout} cuda_graph={kind}" for layout in ("dp=1", "tp=2") for kind in ("full", "te")),
+            "pp=2 cuda_graph=te",
             f"dp=2 cuda_graph=full {OVERLAP}",
             f"dp=2 cuda_graph=te {OVERLAP}",
         ),
     ),
     "graphs-context": (
         "qwen3_toy gbs=4 iters=8 numerics.context_shards=2",
-        ("cp=1", "cp=1 cuda_graph=te", "cp=2 cuda_graph=full", "cp=2 cuda_graph=te"),
+        ("cp=1", "cp=1 cuda_graph=full", "cp=2 cuda_graph=full"),
     ),
     "graphs-experts": (
         EXPERTS.replace("iters=4", "iters=8"),
-        ("tp=1", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=te model.cuda_graph_modules=[attn,moe_router]"),
+        ("tp=1", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=te"),
     ),
     "graphs-hybrid": (
         "nemotron3_nano_toy iters=8 gbs=2 seq=128",
-        ("tp=1", "tp=1 cuda_graph=te", "tp=2 cuda_graph=te model.cuda_graph_modules=[attn,mamba]"),
+        ("tp=1", "tp=1 cuda_graph=te", "tp=2 ep=2 cuda_graph=te"),
     ),
     "latent": (
-        "moonlight_toy iters=4 gbs=2",
+        "moonlight_toy iters=8 gbs=2",
         ("tp=1", "tp=2", "tp=2 ep=2", "pp=2", "tp=1 cuda_graph=te"),
     ),
     "latent-v3": ("deepseek_v3_toy iters=4 gbs=2", ("tp=1", "tp=2 ep=2", "tp=4 ep=4")),
@@ -111,7 +112,8 @@ GROUPS = {
         ("tp=1", "tp=2", "pp=2", "tp=4 sp=false", "tp=1 cuda_graph=full", "tp=2 cuda_graph=full"),
     ),
     "portable-experts": (
-        f"{EXPERTS} numerics=portable", ("tp=1", "tp=2 ep=2", "tp=4 ep=4"),
+        f"{EXPERTS} numerics=portable",
+        ("tp=1", "tp=2 ep=2", "tp=4 ep=4"),
     ),
     "experts": (EXPERTS, ("tp=1", "tp=2 ep=2", "tp=4 ep=2", "tp=2 pp=2")),
     "experts-dp": (f"{EXPERTS} dp=2", ("tp=1", "ep=2", "tp=2 ep=2", "tp=2 ep=4")),

@@ -270,7 +270,7 @@ def restarting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def zeroing_contexts(original: Callable[..., None]) -> Callable[..., None]:
-    """A replacement for DistributedDataParallel.zero_grad_buffer, which begins a step, also after a capture of graphs."""
+    """A replacement for DistributedDataParallel.zero_grad_buffer, which begins a step, also after graphs' capture."""
 
     def zero_grad_buffer(self: Any) -> None:
         original(self)
