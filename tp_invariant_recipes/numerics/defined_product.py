@@ -22,7 +22,7 @@ class Way:
 
     device:   what torch calls its device.
     compute:  fills or adds to `out`, bf16 or fp32.
-    used:     by runs: "yes"; "after a trial" on the GPU at hand, against the way there that is used anyway; or what uses it
+    used:     by runs: "yes"; "after a trial" on the GPU at hand, against the way there that is always used; or for what.
     evidence: why it is believed to compute the defined sum, and where it is known not to.
     """
 
