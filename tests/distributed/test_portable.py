@@ -30,6 +30,35 @@ def test_one_ledger_for_all_layouts(shared, reference, layout):
     assert _train(shared, layout.replace(" ", "-"), *layout.split()) == reference
 
 
+SHARED_OUT = "optimizer.use_distributed_optimizer=true ddp.overlap_grad_reduce=true ddp.bucket_size=20000"
+OVER_DATA = (
+    f"dp=4 {SHARED_OUT} ddp.overlap_param_gather=true optimizer.overlap_param_gather=true",
+    *(pytest.param(row, marks=pytest.mark.release) for row in ("dp=2", f"tp=2 dp=2 {SHARED_OUT}", "mbs=2")),
+)
+
+
+@pytest.fixture(scope="module")
+def four_shards(shared):
+    return _train(shared, "four", "gbs=4", "numerics.data_shards=4")
+
+
+@pytest.mark.parametrize("layout", OVER_DATA)
+def test_one_ledger_over_data_parallel_ranks(shared, four_shards, layout):
+    name = layout.partition(" ddp")[0].replace(" ", "-")
+    assert _train(shared, name, "gbs=4", "numerics.data_shards=4", *layout.split()) == four_shards
+
+
+@pytest.mark.release
+def test_the_optimizers_state_goes_on_in_another_layout(shared):
+    more = ("gbs=4", "numerics.data_shards=2", "iters=4", "ledger.state_digests=1", SHARED_OUT.split()[0])
+    whole = _train(shared, "uninterrupted", *more)
+    saved = shared("train", *SMALL, *more, "dp=2", "save=2", "train.exit_interval=2", "run.dir=going-on")
+    assert saved.status == 0, saved.stderr
+    resumed = shared("train", "--resume", "going-on", "dp=1", "tp=2", "train.exit_interval=null")
+    assert resumed.status == 0, resumed.stderr
+    assert shared.ledger("going-on") == whole
+
+
 def test_tree_has_another_one(shared, reference):
     done = shared("train", *SMALL, "numerics=tree", "run.dir=tree")
     assert done.status == 0, done.stderr

@@ -74,7 +74,6 @@ LIMITS = (
         lambda t: t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1,
         "cp has no portable version; cp=1, and leave numerics.context_shards out",
     ),
-    _row(lambda t: t.parallel.data_parallel_size > 2, "more than two data-parallel ranks are not shown; dp=1 or 2"),
     _row(
         lambda t: _name(t.model.get("activation_func")) != "silu" or not t.model.get("gated_linear_unit"),
         "of activations only SwiGLU has a portable version; model.activation_func=torch.nn.functional.silu, "
@@ -101,10 +100,6 @@ LIMITS = (
     _row(
         lambda t: _of("optimizer", "optimizer", "adam")(t) != "adam",
         "of optimizers only Adam has a portable version; optimizer.optimizer=adam",
-    ),
-    _row(
-        lambda t: bool(_of("optimizer", "use_distributed_optimizer")(t)),
-        "Adam's state spread over ranks is not shown; optimizer.use_distributed_optimizer=false",
     ),
     _row(
         lambda t: bool(_of("optimizer", "use_precision_aware_optimizer")(t)),

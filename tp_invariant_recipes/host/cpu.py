@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from tp_invariant_recipes.host import bridge, mamba
+from tp_invariant_recipes.host import bridge, mamba, torch_adam
 from tp_invariant_recipes.replacement import Replacement, applied
 
 CPU = torch.device("cpu")
@@ -115,37 +115,6 @@ def _splits_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _state_before_loading(original: Any) -> Callable[[Any], dict[str, Any]]:
-    """Megatron asks a distributed optimizer for its step before it loads a checkpoint. Transformer Engine's Adam has
-    none then; of torch's Megatron demands one.
-    """
-
-    def state_dict(self):
-        if not self.optimizer.state:
-            for parameter in (one for group in self.optimizer.param_groups for one in group["params"]):
-                moments = {key: torch.zeros_like(parameter.data) for key in self.optimizer_state_keys}
-                self.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
-        return original(self)
-
-    return state_dict
-
-
-def _steps_apart(original: Any) -> Callable[[Any, Any], None]:
-    """Megatron loads one tensor as the step of all parameters; torch's Adam would add to it once for each."""
-
-    def load_state_dict(self, state_dict):
-        original(self, state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-    return load_state_dict
-
-
-def _without_step(original: Any) -> Callable[[Any, Any, dict[str, Any]], None]:
-    """Among what belongs to a parameter Megatron also looks for its step, which a checkpoint has once for all."""
-    return lambda self, parameter, tensors: original(self, parameter, {"step": None} | tensors)
-
-
 def _local(name: str) -> Callable[[Any], Any]:
     """The pure-PyTorch version of a function, from Megatron-Core's `megatron.core.utils`."""
 
@@ -226,22 +195,7 @@ MEGATRON = (
         "Gloo's all-to-all takes split sizes as numbers, and here they are on the CPU from the start",
     ),
     Replacement("megatron.core.optimizer:Adam", _instead(torch.optim.AdamW), _NO_TE),
-    Replacement("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", _instead(True), _NO_TE),
-    Replacement(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
-        _state_before_loading,
-        "torch's Adam has no step before its first one",
-    ),
-    Replacement(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
-        _steps_apart,
-        "torch's Adam counts steps for each parameter, in place",
-    ),
-    Replacement(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
-        _without_step,
-        "torch's Adam keeps a step for each parameter, a checkpoint one for all",
-    ),
+    *torch_adam.REPLACEMENTS,
     *(
         Replacement(f"megatron.{module}:{name}", _local(twin), _NO_TE)
         for module, name, twin in (

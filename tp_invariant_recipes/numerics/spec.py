@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host import torch_adam
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement
 
@@ -180,11 +181,7 @@ def _portable() -> list[Replacement]:
     return [
         row("megatron.core.transformer.mlp:MLP.forward", "portable_layers:mlp_forward"),
         row("megatron.core.transformer.attention:apply_rotary_pos_emb", "portable_layers:apply_rotary_pos_emb"),
-        Replacement(
-            "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER",
-            lambda _: True,
-            "Transformer Engine's Adam is a library's",
-        ),
+        *torch_adam.REPLACEMENTS,
         made("torch.optim:AdamW", "portable_training:portable_adam"),
         made("torch.optim:Adam", "portable_training:portable_adam"),
         made("megatron.core.optimizer_param_scheduler:math", "portable_training:portable_math"),
