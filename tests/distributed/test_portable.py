@@ -59,6 +59,36 @@ def test_the_optimizers_state_goes_on_in_another_layout(shared):
     assert shared.ledger("going-on") == whole
 
 
+@pytest.mark.parametrize("model", ("llama32_toy", pytest.param("qwen25_toy", marks=pytest.mark.release)))
+def test_scaled_positions_and_biases_of_queries_have_one_ledger(shared, model):
+    runs = []
+    for layout in ("tp=1", "tp=2"):
+        name = f"{model}-{layout}"
+        done = shared("train", model, *SMALL[1:], layout, f"run.dir={name}")
+        assert done.status == 0, done.stderr
+        runs.append(shared.ledger(name))
+    assert runs[0] == runs[1]
+    assert runs[0][0].gradients
+
+
+def test_scaled_frequencies_are_those_of_megatron(bridge):
+    """To what fp32 rounds away: Megatron computes them in fp32."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from tp_invariant_recipes.kernels import ieee_rotary
+
+    theirs = RotaryEmbedding(
+        128, 1.0, rotary_base=500000, rope_scaling=True, rope_scaling_factor=8.0, use_cpu_initialization=True
+    )
+    ours = ieee_rotary._scaled(ieee_rotary._frequencies(128, 500000), 8.0)
+    assert ours == pytest.approx(theirs.inv_freq.double().numpy(), rel=3e-6)
+    plain = ieee_rotary._frequencies(128, 500000)
+    kept, divided = ours == plain, ours == plain / 8
+    assert kept.any()
+    assert divided.any()
+    assert not (kept | divided).all()
+
+
 def test_tree_has_another_one(shared, reference):
     done = shared("train", *SMALL, "numerics=tree", "run.dir=tree")
     assert done.status == 0, done.stderr

@@ -13,7 +13,7 @@ REFUSED = {
     "precision=fp8_tensorwise": "FP8 and FP4 scales",
     "cp=2": "cp has no portable version; cp=1",
     "model.hidden_dropout=0.1": "dropout draws other numbers in every layout",
-    "model.add_qkv_bias=true": "the gradient of a bias has no portable version yet",
+    "model.add_bias_linear=true": "biases of projections have no portable version",
     "model.rotary_interleaved=true": "of positions only rotary ones in halves",
     "dataset.reset_attention_mask=true": "only a causal mask has a portable version",
     "optimizer.optimizer=sgd": "of optimizers only Adam has a portable version",

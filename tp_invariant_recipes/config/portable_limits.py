@@ -80,15 +80,14 @@ LIMITS = (
         "model.gated_linear_unit=true",
     ),
     _row(
-        lambda t: bool(t.model.get("add_bias_linear") or t.model.get("add_qkv_bias")),
-        "the gradient of a bias has no portable version yet; model.add_bias_linear=false, model.add_qkv_bias=false",
+        is_set("add_bias_linear"),
+        "biases of projections have no portable version; model.add_bias_linear=false (model.add_qkv_bias may be true)",
     ),
     _row(
         lambda t: t.model.get("position_embedding_type", "rope") != "rope" or bool(t.model.get("rotary_interleaved")),
         "of positions only rotary ones in halves have a portable version; model.position_embedding_type=rope, "
         "model.rotary_interleaved=false",
     ),
-    _row(is_set("rope_scaling"), "scaled rotary frequencies have no portable version; numerics=tree"),
     _row(
         lambda t: _name(t.model.get("attention_backend") or "auto") not in ATTENTION_BACKENDS,
         "it has an attention of its own; model.attention_backend=auto",

@@ -3,6 +3,7 @@
 The tables are made once, on the CPU, in fp64, and rounded to fp32:
 
     frequency i  the fp64 number nearest to base^(-2i / dim)         decimal's power, to 50 digits
+    scaled       as Llama 3.1 does, in fp64, every operation rounded once; or not
     angle        position * frequency, rounded once
     cos, sin     of the angle: n pi/2 taken off in three parts (Cody and Waite), then the polynomials of FreeBSD's
                  k_cos.c and k_sin.c; every operation rounded once. In ULP of fp32 the error is below 0.501.
@@ -13,6 +14,7 @@ With x in two halves (not interleaved), in fp32, each operation rounded once, th
     y2 = x2 cos + x1 sin        dx2 = dy2 cos - dy1 sin
 """
 
+import math
 from decimal import Decimal, localcontext
 from functools import cache
 from typing import Any
@@ -39,6 +41,7 @@ from tp_invariant_recipes.kernels.one_source import (
 
 TILE = 4096
 LARGEST_ANGLE = 2.0**20
+ORIGINAL_LENGTH, LOW, HIGH = 8192, 1, 4  # of Llama 3.1: positions, and the turns in them between which scaling fades
 
 _TWO_OVER_PI = float.fromhex("0x1.45f306dc9c883p-1")
 _HALF_PI = tuple(
@@ -55,12 +58,18 @@ _SIN = (
 
 
 @cache
-def tables(length: int, dim: int, base: float, device: str = "cpu") -> tuple[Tensor, Tensor]:
+def tables(
+    length: int, dim: int, base: float, factor: float | None = None, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """cos and sin of the positions 0 to length - 1: [length, dim / 2] each, fp32, on a device. Do not change them.
 
-    dim: how many numbers of a head are rotated, even; base: `rotary_base`.
+    dim:    how many numbers of a head are rotated, even. base: `rotary_base`.
+    factor: `rope_scaling_factor` of Llama 3.1; None: frequencies are not scaled.
     """
-    angles = np.arange(length, dtype=np.float64)[:, None] * _frequencies(dim, base)[None, :]
+    frequencies = _frequencies(dim, base)
+    if factor is not None:
+        frequencies = _scaled(frequencies, factor)
+    angles = np.arange(length, dtype=np.float64)[:, None] * frequencies[None, :]
     sin, cos = sin_cos(angles)
     return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
@@ -69,6 +78,15 @@ def _frequencies(dim: int, base: float) -> NDArray[np.float64]:
     with localcontext() as context:
         context.prec = 50
         return np.array([float(Decimal(base) ** (Decimal(-i) / Decimal(dim))) for i in range(0, dim, 2)])
+
+
+def _scaled(frequencies: NDArray[np.float64], factor: float) -> NDArray[np.float64]:
+    """Those of Llama 3.1, as RotaryEmbedding._apply_scaling of Megatron-Core has them; every operation rounded once."""
+    wavelengths = 2 * math.pi / frequencies
+    share = (ORIGINAL_LENGTH / wavelengths - LOW) / (HIGH - LOW)
+    between = (1 - share) * frequencies / factor + share * frequencies
+    short, long = wavelengths < ORIGINAL_LENGTH / HIGH, wavelengths > ORIGINAL_LENGTH / LOW
+    return np.where(short, frequencies, np.where(long, frequencies / factor, between))
 
 
 def sin_cos(x: NDArray[np.float64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

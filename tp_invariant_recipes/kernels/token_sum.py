@@ -1,7 +1,7 @@
 """Sums over tokens, feature by feature, in an order that is independent of the number of features.
 
-Each of n shards has its tokens in L equal leaves; a leaf is added token by token. CPU and GPU agree to rounding; each
-repeats its own results to the last bit.
+Each of n shards has its tokens in L equal leaves; a leaf is added token by token, from +0. The Triton kernel and the plain
+torch beside it do the same additions in the same order, so a CPU and a GPU agree to the last bit.
 """
 
 import torch
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.launch import Kernel
 
 LEAVES = 64
@@ -26,21 +25,30 @@ def token_sum(values: Tensor, shards: int) -> Tensor:
 
 
 def _token_sum_torch(values: Tensor, shards: int) -> Tensor:
-    wide = torch.empty(values.shape, dtype=torch.float32).copy_(values)  # always a copy, which folding_sum overwrites
-    return folding_sum(wide.view(shards, -1, values.shape[1]), 1).unsqueeze(1)
+    leaves = _leaves(len(values) // shards)
+    total = torch.zeros(shards, leaves, values.shape[1])
+    for token in values.float().view(shards, leaves, -1, values.shape[1]).unbind(2):
+        total += token
+    return total
 
 
 def _token_sum_triton(values: Tensor, shards: int) -> Tensor:
     tokens, features = values.shape
     values = values.contiguous()
-    leaves = 1
-    while leaves < LEAVES and tokens // shards % (2 * leaves) == 0:
-        leaves *= 2
+    leaves = _leaves(tokens // shards)
     out = torch.empty(shards, leaves, features, dtype=torch.float32, device=values.device)
     grid = (triton.cdiv(features, BLOCK), shards * leaves)
     constants = (tokens // shards // leaves, features % 16 == 0, BLOCK)
     KERNEL.launch(grid, (values, out), (features,), constants)
     return out
+
+
+def _leaves(tokens: int) -> int:
+    """Of a shard with so many tokens."""
+    leaves = 1
+    while leaves < LEAVES and tokens % (2 * leaves) == 0:
+        leaves *= 2
+    return leaves
 
 
 @triton.jit(do_not_specialize=["features"])
