@@ -35,6 +35,15 @@ def tuned():
     return cfg
 
 
+def experts():
+    cfg = tuned()
+    cfg.model.num_moe_experts, cfg.model.moe_router_topk, cfg.model.moe_ffn_hidden_size = 8, 2, 128
+    cfg.model.moe_router_load_balancing_type, cfg.model.moe_aux_loss_coeff = "aux_loss", 1e-2
+    cfg.model.moe_token_dispatcher_type, cfg.model.moe_router_dtype = "alltoall", "fp32"
+    cfg.model.expert_tensor_parallel_size = 1
+    return cfg
+
+
 def packed():
     from megatron.bridge.data.packing import PackedSequenceSpecs
 
@@ -195,6 +204,29 @@ def test_the_identity_has_the_examples_and_not_their_folder(tuned, shared):
     identity = read(shared.folder / "tree" / "tp1").header.identity
     assert identity["data.digest"]
     assert not {"dataset.dataset_root", "tokenizer.tokenizer_model"} & identity.keys()
+
+
+@pytest.mark.release
+def test_tuning_in_pipeline_stages(tuned, shared):
+    """The loss mask counts on the last stage alone."""
+    for layout in ("pp=2", "tp=2 pp=2"):
+        name = layout.replace(" ", "-")
+        done = shared("train", *RECIPE, *layout.split(), "numerics.data_shards=2", f"run.dir={name}")
+        assert done.status == 0, done.stderr
+        assert shared.ledger(name) == shared.ledger("tree/tp1"), layout
+
+
+@pytest.mark.release
+def test_tuning_with_experts(mine, shared):
+    recipe = ("recipe=mine.py:experts", *RECIPE[1:], "iters=3")
+    done = shared("verify", *recipe, "tp=1,2", "numerics.data_shards=2", "--dir", "experts")
+    assert done.status == 0, done.stdout + done.stderr
+    done = shared("train", *recipe, "dp=2", "ep=2", "numerics.data_shards=2", "run.dir=experts-ep2")
+    assert done.status == 0, done.stderr
+    assert shared.ledger("experts-ep2") == shared.ledger("experts/tp1")
+    stock = ("numerics=stock", "numerics.initial_weights=invariant")
+    done = shared("verify", *recipe, "tp=1,2", *stock, "--dir", "experts-stock")
+    assert done.status == 1, done.stdout + done.stderr
 
 
 @pytest.mark.release
