@@ -65,9 +65,10 @@ EXAMPLES = 240
 
 
 def example(number: int) -> str:
-    """A sum of small numbers. Its prompt is of 3 to 11 words, so that examples have unequal numbers of tokens."""
+    """A sum of small numbers, said one to three times: examples differ in their tokens, and in those that count."""
     terms = [number % 7, number // 7 % 7, *([1] * (number % 5))]
-    return json.dumps({"input": " + ".join(map(str, terms)) + " =", "output": str(sum(terms))})
+    answer = " ".join([str(sum(terms))] * (1 + number % 3))
+    return json.dumps({"input": " + ".join(map(str, terms)) + " =", "output": answer})
 
 
 @pytest.fixture(scope="module")

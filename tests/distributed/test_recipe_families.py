@@ -65,8 +65,8 @@ _SHORT = (
 )
 _COVERED = (
     "precision=bf16 cuda_graph=off model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false "
-    "model.moe_shared_expert_overlap=false model.high_priority_a2a_comm_stream=false "
-    "model.moe_flex_dispatcher_num_sms=null optimizer.main_grads_dtype=float32 comm_overlap.tp_comm_overlap=false "
+    "model.moe_shared_expert_overlap=false optimizer.main_grads_dtype=float32 "
+    "optimizer.use_precision_aware_optimizer=false comm_overlap.tp_comm_overlap=false "
     "comm_overlap.overlap_grad_reduce=null comm_overlap.overlap_param_gather=null "
     "comm_overlap.align_param_gather=null comm_overlap.delay_wgrad_compute=false "
     "comm_overlap.overlap_moe_expert_parallel_comm=false"

@@ -1,14 +1,20 @@
 """`recipe=…`: a recipe of a user's file and recipes of Bridge, composed and trained on the CPU."""
 
 import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.config import recipe_source
+from tp_invariant_recipes.config import recipe_layer, recipe_source, schema
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("families")
+
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 
 MINE = """
 import torch
@@ -47,6 +53,14 @@ def learned():
 def layers():
     cfg = small()
     cfg.model.transformer_layer_spec = lambda config: None
+    return cfg
+
+
+def habits():
+    cfg = small()
+    cfg.scheduler.max_lr = 1e-6  # no field
+    cfg.validation.eval_interval = 0
+    cfg.model.attention_backend = "fused"  # the field takes an enumeration
     return cfg
 
 
@@ -104,8 +118,8 @@ _SHORT = (
 )
 _NO_FLEX = (
     "precision=bf16 ep=1 model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false cuda_graph=off "
-    "comm_overlap.tp_comm_overlap=false model.use_te_rng_tracker=false rng.te_rng_tracker=false "
-    "scheduler.lr_decay_iters=null"
+    "optimizer.use_precision_aware_optimizer=false comm_overlap.tp_comm_overlap=false model.use_te_rng_tracker=false "
+    "rng.te_rng_tracker=false scheduler.lr_decay_iters=null"
 )
 # A family: the recipe of Bridge, what its config.json has beside sizes, and the overrides that tree asks for.
 FAMILIES = {
@@ -143,6 +157,21 @@ def test_the_table_names_the_recipes_of_bridge(bridge):
     assert recipe_source.names() == recipe_source.installed_names(), "write config/bridge_recipes.json anew"
 
 
+def test_the_page_counts_the_recipes_of_bridge(bridge):
+    """In docs/recipes.md, as `scripts/recipe-table` writes it."""
+    table = PAGE.read_text().partition("<!-- scripts/recipe-table -->")[2].partition("<!-- end -->")[0]
+    cells = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()[2:]]
+    counted = {family: sum(int(number or 0) for number in numbers) for _, family, *numbers, _, _ in cells}
+    assert counted == Counter(map(recipe_source.family, recipe_source.installed_names())), "scripts/recipe-table"
+
+
+@pytest.mark.release
+def test_the_page_says_what_tree_says_of_them(tmp_path):
+    script = PAGE.parents[1] / "scripts" / "recipe-table"
+    done = subprocess.run([sys.executable, script, "--check"], cwd=tmp_path)
+    assert done.returncode == 0, "scripts/recipe-table"
+
+
 def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
     done = shared("verify", "recipe=mine.py:small", "tp=1,2", "numerics=tree", "--dir", "tree")
     assert done.status == 0, done.stdout + done.stderr
@@ -168,6 +197,18 @@ def test_what_is_no_recipe_is_said_before_anything_starts(bridge, mine, function
 def test_an_object_is_kept_for_stock_numerics(bridge, mine):
     tree = compose(f"recipe={mine}:layers", device="gpu", numerics="stock").tree
     assert tree["recipe"]["kept"] == ["model.transformer_layer_spec"]
+
+
+def test_what_bridges_recipes_set_beside_their_fields(bridge, mine):
+    """An attribute that nothing reads, a zero for no validation, an object that an override replaces."""
+    with pytest.raises(ConfigError, match=r"model\.attention_backend to an object, .*; model\.attention_backend=auto"):
+        compose(f"recipe={mine}:habits", device="cpu")
+    tree = compose(f"recipe={mine}:habits", ["model.attention_backend=auto"], device="cpu").tree
+    assert tree["recipe"]["kept"] == []
+    assert tree["validation"]["eval_interval"] is None
+    assert "max_lr" not in tree["scheduler"]
+    fields = schema.fields(schema.bridge_class(schema.BRIDGE_SECTIONS["scheduler"]))
+    assert not {path.partition(".")[2] for path in recipe_layer.UNREAD} & fields.keys()
 
 
 def test_a_command_ends_with_one_message(mine, shared):
