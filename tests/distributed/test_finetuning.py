@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipe_files import MODEL
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.data.examples import read_examples
 from tp_invariant_recipes.errors import ConfigError, DataError
@@ -13,20 +14,15 @@ from tp_invariant_recipes.ledger.open import read
 
 pytestmark = pytest.mark.usefixtures("families")
 
-MINE = """
-import torch
-from megatron.bridge.models.gpt_provider import GPTModelProvider
+MINE = (
+    MODEL
+    + """
 from megatron.bridge.recipes.common import _sft_common
 
 
 def tuned():
     cfg = _sft_common()
-    cfg.model = GPTModelProvider(
-        num_layers=2, hidden_size=128, ffn_hidden_size=256, num_attention_heads=8, num_query_groups=8, kv_channels=16,
-        vocab_size=64, seq_length=32, normalization="RMSNorm", activation_func=torch.nn.functional.silu,
-        gated_linear_unit=True, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-        position_embedding_type="rope",
-    )
+    cfg.model = model(vocab_size=64, seq_length=32)
     cfg.dataset.seq_length, cfg.dataset.num_workers = 32, 0
     cfg.dataset.enable_offline_packing, cfg.dataset.offline_packing_specs = False, None
     cfg.train.train_iters, cfg.train.global_batch_size = 12, 8
@@ -60,14 +56,15 @@ def adapted():
     cfg.peft = LoRA()
     return cfg
 """
+)
 RECIPE = ("recipe=mine.py:tuned", "dataset.dataset_root=examples", "tokenizer.tokenizer_model=tokenizer")
 EXAMPLES = 240
 
 
 def example(number: int) -> str:
-    """A sum of small numbers, said one to three times: examples differ in their tokens, and in those that count."""
+    """A sum of small numbers with up to two signs behind it: examples differ in their tokens, and in those that count."""
     terms = [number % 7, number // 7 % 7, *([1] * (number % 5))]
-    answer = " ".join([str(sum(terms))] * (1 + number % 3))
+    answer = " ".join([str(sum(terms)), *["="] * (number % 3)])
     return json.dumps({"input": " + ".join(map(str, terms)) + " =", "output": answer})
 
 
@@ -101,7 +98,7 @@ def test_tuning_has_one_result_in_every_layout(tuned):
 
 def test_tuning_lowers_the_loss(tuned, shared):
     found = [bits_float(step.loss) for step in shared.ledger("tree/tp1")]
-    assert found[-1] < found[0] / 2
+    assert found[-1] < found[0] * 2 / 3
 
 
 @pytest.mark.release

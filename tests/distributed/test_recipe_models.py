@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipe_files import MODEL
 from tp_invariant_recipes.config import recipe_layer, recipe_source, schema
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
@@ -16,20 +17,15 @@ pytestmark = pytest.mark.usefixtures("families")
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 
-MINE = """
-import torch
-from megatron.bridge.models.gpt_provider import GPTModelProvider
+MINE = (
+    MODEL
+    + """
 from megatron.bridge.recipes.common import _pretrain_common
 
 
 def small():
     cfg = _pretrain_common()
-    cfg.model = GPTModelProvider(
-        num_layers=2, hidden_size=128, ffn_hidden_size=256, num_attention_heads=8, num_query_groups=8, kv_channels=16,
-        vocab_size=512, seq_length=64, normalization="RMSNorm", activation_func=torch.nn.functional.silu,
-        gated_linear_unit=True, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-        position_embedding_type="rope",
-    )
+    cfg.model = model(vocab_size=512, seq_length=64)
     cfg.dataset.seq_length, cfg.dataset.num_workers = 64, 0
     cfg.train.train_iters, cfg.train.global_batch_size, cfg.train.micro_batch_size = 2, 2, 1
     cfg.scheduler.lr_warmup_iters = 0
@@ -86,6 +82,7 @@ def needs(size):
 
 constant = 3
 """
+)
 
 # What is said of each function that is no recipe for tpi.
 WRONG = {
@@ -100,7 +97,7 @@ WRONG = {
     "learned": "numerics=tree: only rotary positions are covered",
 }
 
-_SIZES = {
+SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -112,7 +109,7 @@ _SIZES = {
     "tie_word_embeddings": True,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "tie_word_embeddings": False}
-_SHORT = (
+SHORT = (
     "seq=64 gbs=2 iters=2 scheduler.lr_warmup_iters=0 dataset.num_workers=0 validation.eval_iters=0 "
     "validation.eval_interval=null ddp.grad_reduce_in_fp32=true"
 )
@@ -144,13 +141,13 @@ def hugging_face(shared):
         folder = shared.folder / "hf" / family
         folder.mkdir(parents=True)
         of_class = {"model_type": family, "architectures": [f"{_CLASSES[family]}ForCausalLM"]}
-        (folder / "config.json").write_text(json.dumps(_SIZES | of_class | own))
+        (folder / "config.json").write_text(json.dumps(SIZES | of_class | own))
     return shared.folder / "hf"
 
 
 def of_family(family, folder):
     recipe, _, more = FAMILIES[family]
-    return [f"recipe={recipe}", f"recipe.hf_folder={folder / family}", *_SHORT.split(), *more.split()]
+    return [f"recipe={recipe}", f"recipe.hf_folder={folder / family}", *SHORT.split(), *more.split()]
 
 
 def test_the_table_names_the_recipes_of_bridge(bridge):
