@@ -62,7 +62,7 @@ EXAMPLES = 240
 
 
 def example(number: int) -> str:
-    """A sum of small numbers with up to two signs behind it: examples differ in their tokens, and in those that count."""
+    """A sum of small numbers and up to two signs: examples differ in their tokens, and in those that count."""
     terms = [number % 7, number // 7 % 7, *([1] * (number % 5))]
     answer = " ".join([str(sum(terms)), *["="] * (number % 3)])
     return json.dumps({"input": " + ".join(map(str, terms)) + " =", "output": answer})
