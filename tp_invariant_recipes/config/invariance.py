@@ -5,6 +5,7 @@ from typing import Any
 
 from tp_invariant_recipes.config import (
     allowed_fields,
+    graph_limits,
     invariant_experts,
     latent_limits,
     layout,
@@ -79,6 +80,7 @@ LIMITS = (
         f"of Bridge's models only {', '.join(_FIRST)} and {_LATEST} have invariant layers",
     ),
     *invariant_experts.LIMITS,
+    *graph_limits.LIMITS,
     *latent_limits.LIMITS,
     *portable_limits.LIMITS,
     *sft.LIMITS,
@@ -139,10 +141,6 @@ LIMITS = (
     Limit(
         lambda t: bool(t.model.get("mtp_num_layers")),
         "multi-token prediction is not covered yet; model.mtp_num_layers=null",
-    ),
-    Limit(
-        lambda t: t.model.get("cuda_graph_impl", "none") != "none",
-        "CUDA graphs are not covered yet; cuda_graph=off",
     ),
     Limit(
         lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "yarn", "none"),
