@@ -93,7 +93,7 @@ UNREAD = {"scheduler.max_lr", "scheduler.min_lr"}
 HOW = {
     "comm_overlap.tp_comm_overlap_cfg": "null",
     "model.attention_backend": "auto",
-    "model.cuda_graph_modules": "[]",
+    "model.cuda_graph_modules": "[attn]",
 }
 # What a checked ConfigContainer has besides sections.
 APART = {"env_vars", "mixed_precision", "peft", "optimizer_config_override_provider", "_checkpoint_load_required"}
