@@ -13,6 +13,7 @@ UNTIED = "model.share_embeddings_and_output_weights=false"
 FOUR = "model.num_layers=4"
 INTERLEAVED = "model.virtual_pipeline_model_parallel_size=2"
 FIRST, LAST = (f"model.num_layers_in_{end}_pipeline_stage=1" for end in ("first", "last"))
+ACCOUNTED = "model.account_for_embedding_in_pipeline_split=true model.account_for_loss_in_pipeline_split=true"
 OVERLAPPING = "model.overlap_p2p_comm=true model.batch_p2p_comm=false"
 IN_A_BATCH = "model.overlap_p2p_comm=false model.batch_p2p_comm=true"
 
@@ -33,7 +34,7 @@ LONGER = {
     "iters=2 gbs=8 dp=2": ("tp=1", "pp=2", "tp=2 pp=2"),
     "iters=2 gbs=4": ("tp=1", "tp=1 pp=2", "tp=2 pp=2"),
     f"iters=2 gbs=4 {UNTIED}": ("tp=1", "tp=2 pp=2"),
-    f"iters=2 gbs=8 {FOUR}": ("tp=1", "pp=4", f"pp=2 {LAST}", f"pp=3 {FIRST} {LAST}"),
+    f"iters=2 gbs=8 {FOUR}": ("tp=1", "pp=4", f"pp=2 {LAST}", f"pp=3 {FIRST} {LAST}", f"pp=3 {ACCOUNTED}"),
     f"iters=2 gbs=8 {FOUR} {UNTIED}": ("tp=1", "pp=4", f"pp=2 {INTERLEAVED}", f"tp=2 pp=3 {FIRST} {LAST}"),
     "iters=2 gbs=8 model.num_layers=8": ("tp=1", f"pp=4 {INTERLEAVED}", f"pp=4 tp=2 {INTERLEAVED} {OVERLAPPING}"),
     f"iters=2 {RECOMPUTE}": ("tp=1", "tp=2", "tp=4 sp=false"),

@@ -5,6 +5,7 @@
 
 import pytest
 
+from tests.distributed.one_ledger import agree, train
 from tests.distributed.test_invariance_experts import small
 from tp_invariant_recipes.ledger.open import read
 
@@ -52,9 +53,7 @@ LONGER_EXPERT_LAYOUTS = (
 
 
 def _train(tpi, fixed, layout, run, model=DENSE, **before):
-    done = tpi("train", *model, *fixed.split(), *layout.split(), f"run.dir={run}", **before)
-    assert done.status == 0, done.stderr
-    return tpi.ledger(run)
+    return train(tpi, (*model, fixed, layout), run, **before)
 
 
 @pytest.fixture(scope="module")
@@ -75,28 +74,19 @@ def test_one_ledger_for_all_layouts(tpi, alone, layout):
 @pytest.mark.parametrize("more", ("", UNTIED, "precision=fp32"))
 def test_one_ledger_for_more_layouts(tpi, more):
     fixed = f"iters=3 gbs=8 model.num_layers=2 numerics.data_shards=4 numerics.context_shards=4 {more}"
-    first, *others = [_train(tpi, fixed, layout, f"run-{n}", DENSE[:2]) for n, layout in enumerate(LONGER)]
-    for layout, other in zip(LONGER[1:], others, strict=True):
-        assert other == first, layout
-    assert tpi("compare", "run-0", "run-2").status == 0
-
-
-def _agree(tpi, fixed, layouts):
-    first, *others = [_train(tpi, fixed, layout, f"run-{n}", EXPERTS) for n, layout in enumerate(layouts)]
-    for layout, other in zip(layouts[1:], others, strict=True):
-        assert other == first, layout
+    agree(tpi, (*DENSE[:2], fixed), LONGER)
 
 
 @pytest.mark.release
 @pytest.mark.timeout(1200)
 def test_one_ledger_for_experts(tpi):
-    _agree(tpi, OF_EXPERTS, EXPERT_LAYOUTS)
+    agree(tpi, (*EXPERTS, OF_EXPERTS), EXPERT_LAYOUTS)
 
 
 @pytest.mark.release
 @pytest.mark.timeout(2400)
 def test_one_ledger_for_experts_in_more_layouts(tpi):
-    _agree(tpi, OF_EXPERTS, LONGER_EXPERT_LAYOUTS)
+    agree(tpi, (*EXPERTS, OF_EXPERTS), LONGER_EXPERT_LAYOUTS)
 
 
 @pytest.mark.release

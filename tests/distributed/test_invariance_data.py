@@ -6,6 +6,7 @@ that fits on few ranks occurs in some row of some model. `stock` is the control,
 
 import pytest
 
+from tests.distributed.one_ledger import agree, train
 from tests.distributed.test_invariance_experts import small
 from tp_invariant_recipes.ledger.open import read
 
@@ -59,18 +60,7 @@ MANY = ("iters=2 gbs=16 numerics.data_shards=16", ("mbs=8", "dp=8", f"dp=16 {GAT
 
 
 def _train(tpi, model, fixed, layout, run, **before):
-    done = tpi("train", *MODELS[model], *fixed.split(), *layout.split(), f"run.dir={run}", **before)
-    assert done.status == 0, done.stderr
-    return tpi.ledger(run)
-
-
-def _agree(tpi, model, fixed, layouts):
-    ledgers = [_train(tpi, model, fixed, layout, f"run-{n}") for n, layout in enumerate(layouts)]
-    for layout, other in zip(layouts[1:], ledgers[1:], strict=True):
-        assert other == ledgers[0], layout
-    assert all(step.gradients and step.masters for step in ledgers[0])
-    compared = tpi("compare", "run-0", "run-1")
-    assert compared.status == 0, compared.stdout
+    return train(tpi, (*MODELS[model], fixed, layout), run, **before)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +71,7 @@ def alone(shared):
 
 @pytest.mark.timeout(1200)
 def test_one_ledger_for_all_layouts_of_experts(tpi):
-    _agree(tpi, "experts", FIXED, (ALONE, *GROUPS["experts"]))
+    agree(tpi, (*MODELS["experts"], FIXED), (ALONE, *GROUPS["experts"]))
 
 
 @pytest.mark.timeout(1200)
@@ -94,13 +84,14 @@ def test_one_ledger_for_all_layouts_of_a_dense_model(tpi, alone, layout):
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("model", LONGER)
 def test_one_ledger_for_more_layouts(tpi, model):
-    _agree(tpi, model, "iters=3 gbs=8 numerics.data_shards=4", LONGER[model])
+    agree(tpi, (*MODELS[model], "iters=3 gbs=8 numerics.data_shards=4"), LONGER[model])
 
 
 @pytest.mark.release
 @pytest.mark.timeout(2400)
 def test_one_ledger_for_sixteen_ranks(tpi):
-    _agree(tpi, "dense", *MANY)
+    fixed, layouts = MANY
+    agree(tpi, (*MODELS["dense"], fixed), layouts)
 
 
 @pytest.mark.parametrize("layout", ("dp=4", pytest.param("mbs=4", marks=pytest.mark.release)))

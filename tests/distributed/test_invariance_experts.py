@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.distributed.one_ledger import agree, train
+
 # qwen3_moe_toy and nemotron3_nano_toy, smaller still: every kind of layer, four attention heads and query groups.
 SIZES = {
     "hidden_size": 64,
@@ -45,20 +47,13 @@ def small(model):
 
 
 def _train(tpi, model, fixed, layout, run, **before):
-    done = tpi("train", *small(model), *fixed.split(), *layout.split(), f"run.dir={run}", **before)
-    assert done.status == 0, done.stderr
-    return tpi.ledger(run)
+    return train(tpi, (*small(model), fixed, layout), run, **before)
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model, fixed, layouts", ROWS)
 def test_one_ledger_for_all_layouts(tpi, model, fixed, layouts):
-    first, *others = [
-        _train(tpi, model, f"numerics=tree {fixed}", layout, f"run-{n}") for n, layout in enumerate(layouts)
-    ]
-    for layout, other in zip(layouts[1:], others, strict=True):
-        assert other == first, layout
-    assert tpi("compare", "run-0", "run-1").status == 0
+    agree(tpi, (*small(model), "numerics=tree", fixed), layouts)
 
 
 @pytest.mark.parametrize("model, layout", (("qwen3_moe_toy", "tp=2"), ("nemotron3_nano_toy", "tp=2 ep=2")))

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.distributed.one_ledger import agree, train
+
 SIZES = {
     "num_layers": 2,
     "moe_layer_freq": "[0,1]",
@@ -44,20 +46,13 @@ def small(model):
 
 
 def _train(tpi, model, fixed, layout, run, **before):
-    done = tpi("train", *small(model), *fixed.split(), *layout.split(), f"run.dir={run}", **before)
-    assert done.status == 0, done.stderr
-    return tpi.ledger(run)
+    return train(tpi, (*small(model), fixed, layout), run, **before)
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model, fixed, layouts", ROWS)
 def test_one_ledger_for_all_layouts(tpi, model, fixed, layouts):
-    first, *others = [
-        _train(tpi, model, f"numerics=tree {fixed}", layout, f"run-{n}") for n, layout in enumerate(layouts)
-    ]
-    for layout, other in zip(layouts[1:], others, strict=True):
-        assert other == first, layout
-    assert tpi("compare", "run-0", "run-1").status == 0
+    agree(tpi, (*small(model), "numerics=tree", fixed), layouts)
 
 
 def test_stock_does_not(tpi):

@@ -1,5 +1,7 @@
 """Windows of attention and YaRN's positions under `numerics=tree`: one ledger for all layouts."""
 
+from tests.distributed.one_ledger import train
+
 PLAIN = ("qwen3_toy", "seq=32", "gbs=1", "iters=2", "numerics.initial_weights=invariant")
 BOTH = (
     *PLAIN,
@@ -16,9 +18,7 @@ BOTH = (
 
 def _train(tpi, words, numerics, tp):
     run = f"{numerics}-{len(words)}-{tp}"
-    done = tpi("train", *words, f"numerics={numerics}", f"tp={tp}", f"run.dir={run}")
-    assert done.status == 0, done.stderr
-    return tpi.ledger(run)
+    return train(tpi, (*words, f"numerics={numerics}", f"tp={tp}"), run)
 
 
 def test_one_ledger_for_all_layouts(tpi):

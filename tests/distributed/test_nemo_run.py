@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -118,20 +119,38 @@ def test_a_task_writes_one_ledger_whatever_its_layout(bridge, script, tmp_path):
     assert certificate.certify(tmp_path / "tp2")
 
 
-@pytest.mark.release
-@pytest.mark.timeout(1800)
-def test_the_local_executor_of_nemo_run(bridge, script, tmp_path, monkeypatch):
+# As in docs/nemo-run.md. NeMo-Run reads its environment as it is imported, so it has a process of its own.
+EXPERIMENT = """
+    import sys
+
     import nemo_run as run
 
-    monkeypatch.setenv("NEMORUN_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.chdir(tmp_path)
-    for ranks in (1, 2):
-        name = f"tp{ranks}"
-        task = run.Script(str(script), args=[f"tp={ranks}"], entrypoint="python")
-        with run.Experiment(name, base_dir=str(tmp_path / "home")) as experiment:
-            plugin = _plugin(ledger=str(tmp_path / name))
-            experiment.add(task, executor=_local(ranks), plugins=[plugin], name=name)
-            experiment.run(detach=False, tail_logs=False, sequential=True)
+    from tp_invariant_recipes.nemo.plugin import InvariantPlugin
+
+    script, ranks, ledger = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    task = run.Script(script, args=[f"tp={ranks}"], entrypoint="python")
+    executor = run.LocalExecutor(ntasks_per_node=ranks, launcher="torchrun")
+    with run.Experiment("toy") as experiment:
+        experiment.add(task, executor=executor, plugins=[InvariantPlugin(ledger=ledger)], name=f"tp{ranks}")
+        experiment.run(detach=False, tail_logs=True)
+"""
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1800)
+def test_the_local_executor_of_nemo_run(script, tmp_path):
+    file = tmp_path / "experiment.py"
+    file.write_text(textwrap.dedent(EXPERIMENT))
+    there = {
+        "NEMORUN_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",  # torchrun, and the Python of its ranks
+    }
+    (tmp_path / "home").mkdir()
+    for ranks in ("1", "2"):
+        words = [sys.executable, file, script, ranks, tmp_path / f"tp{ranks}"]
+        done = subprocess.run(words, env=os.environ | there, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (tmp_path / f"tp{ranks}").exists(), done.stdout + done.stderr
     assert [json.loads(line)["step"] for line in steps(tmp_path / "tp1")] == [1, 2]
     assert steps(tmp_path / "tp1") == steps(tmp_path / "tp2")

@@ -4,22 +4,15 @@ import json
 
 import pytest
 
+from tests.distributed.test_recipe_models import SHORT, SIZES
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("families")
 
-_LATENT = {
+_LATENT = SIZES | {
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-    "hidden_act": "silu",
     "tie_word_embeddings": False,
     "moe_intermediate_size": 128,
     "n_routed_experts": 8,
@@ -59,14 +52,11 @@ FAMILIES = {
     ),
     "gpt_oss": ("gpt_oss_20b_pretrain_config", _GPT_OSS),
 }
-_SHORT = (
-    "seq=64 gbs=2 iters=2 scheduler.lr_warmup_iters=0 dataset.num_workers=0 validation.eval_iters=0 "
-    "validation.eval_interval=null ddp.grad_reduce_in_fp32=true tp=2 sp=true pp=1 ep=2"
-)
+LAYOUT = ("tp=2", "sp=true", "pp=1", "ep=2")
 _COVERED = (
     "precision=bf16 cuda_graph=off model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false "
-    "model.moe_shared_expert_overlap=false model.high_priority_a2a_comm_stream=false "
-    "model.moe_flex_dispatcher_num_sms=null optimizer.main_grads_dtype=float32 comm_overlap.tp_comm_overlap=false "
+    "model.moe_shared_expert_overlap=false optimizer.main_grads_dtype=float32 "
+    "optimizer.use_precision_aware_optimizer=false comm_overlap.tp_comm_overlap=false "
     "comm_overlap.overlap_grad_reduce=null comm_overlap.overlap_param_gather=null "
     "comm_overlap.align_param_gather=null comm_overlap.delay_wgrad_compute=false "
     "comm_overlap.overlap_moe_expert_parallel_comm=false"
@@ -96,7 +86,9 @@ def hugging_face(shared):
 
 def composed(family, folder, *more):
     return compose(
-        f"recipe={FAMILIES[family][0]}", [f"recipe.hf_folder={folder / family}", *_SHORT.split(), *more], device="cpu"
+        f"recipe={FAMILIES[family][0]}",
+        [f"recipe.hf_folder={folder / family}", *SHORT.split(), *LAYOUT, *more],
+        device="cpu",
     ).tree
 
 

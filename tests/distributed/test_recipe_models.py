@@ -1,29 +1,31 @@
 """`recipe=…`: a recipe of a user's file and recipes of Bridge, composed and trained on the CPU."""
 
 import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.config import recipe_source
+from tests.recipe_files import MODEL
+from tp_invariant_recipes.config import recipe_layer, recipe_source, schema
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("families")
 
-MINE = """
-import torch
-from megatron.bridge.models.gpt_provider import GPTModelProvider
+PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
+
+MINE = (
+    MODEL
+    + """
 from megatron.bridge.recipes.common import _pretrain_common
 
 
 def small():
     cfg = _pretrain_common()
-    cfg.model = GPTModelProvider(
-        num_layers=2, hidden_size=128, ffn_hidden_size=256, num_attention_heads=8, num_query_groups=8, kv_channels=16,
-        vocab_size=512, seq_length=64, normalization="RMSNorm", activation_func=torch.nn.functional.silu,
-        gated_linear_unit=True, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-        position_embedding_type="rope",
-    )
+    cfg.model = model(vocab_size=512, seq_length=64)
     cfg.dataset.seq_length, cfg.dataset.num_workers = 64, 0
     cfg.train.train_iters, cfg.train.global_batch_size, cfg.train.micro_batch_size = 2, 2, 1
     cfg.scheduler.lr_warmup_iters = 0
@@ -50,6 +52,14 @@ def layers():
     return cfg
 
 
+def habits():
+    cfg = small()
+    cfg.scheduler.max_lr = 1e-6  # no field
+    cfg.validation.eval_interval = 0
+    cfg.model.attention_backend = "fused"  # the field takes an enumeration
+    return cfg
+
+
 def peft():
     from megatron.bridge.peft.lora import LoRA
 
@@ -72,6 +82,7 @@ def needs(size):
 
 constant = 3
 """
+)
 
 # What is said of each function that is no recipe for tpi.
 WRONG = {
@@ -86,7 +97,7 @@ WRONG = {
     "learned": "numerics=tree: only rotary positions are covered",
 }
 
-_SIZES = {
+SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -98,14 +109,14 @@ _SIZES = {
     "tie_word_embeddings": True,
 }
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "tie_word_embeddings": False}
-_SHORT = (
+SHORT = (
     "seq=64 gbs=2 iters=2 scheduler.lr_warmup_iters=0 dataset.num_workers=0 validation.eval_iters=0 "
     "validation.eval_interval=null ddp.grad_reduce_in_fp32=true"
 )
 _NO_FLEX = (
     "precision=bf16 ep=1 model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false cuda_graph=off "
-    "comm_overlap.tp_comm_overlap=false model.use_te_rng_tracker=false rng.te_rng_tracker=false "
-    "scheduler.lr_decay_iters=null"
+    "optimizer.use_precision_aware_optimizer=false comm_overlap.tp_comm_overlap=false model.use_te_rng_tracker=false "
+    "rng.te_rng_tracker=false scheduler.lr_decay_iters=null"
 )
 # A family: the recipe of Bridge, what its config.json has beside sizes, and the overrides that tree asks for.
 FAMILIES = {
@@ -130,17 +141,32 @@ def hugging_face(shared):
         folder = shared.folder / "hf" / family
         folder.mkdir(parents=True)
         of_class = {"model_type": family, "architectures": [f"{_CLASSES[family]}ForCausalLM"]}
-        (folder / "config.json").write_text(json.dumps(_SIZES | of_class | own))
+        (folder / "config.json").write_text(json.dumps(SIZES | of_class | own))
     return shared.folder / "hf"
 
 
 def of_family(family, folder):
     recipe, _, more = FAMILIES[family]
-    return [f"recipe={recipe}", f"recipe.hf_folder={folder / family}", *_SHORT.split(), *more.split()]
+    return [f"recipe={recipe}", f"recipe.hf_folder={folder / family}", *SHORT.split(), *more.split()]
 
 
 def test_the_table_names_the_recipes_of_bridge(bridge):
     assert recipe_source.names() == recipe_source.installed_names(), "write config/bridge_recipes.json anew"
+
+
+def test_the_page_counts_the_recipes_of_bridge(bridge):
+    """In docs/recipes.md, as `scripts/recipe-table` writes it."""
+    table = PAGE.read_text().partition("<!-- scripts/recipe-table -->")[2].partition("<!-- end -->")[0]
+    cells = [[cell.strip() for cell in line.split("|")] for line in table.strip().splitlines()[2:]]
+    counted = {family: sum(int(number or 0) for number in numbers) for _, family, *numbers, _, _ in cells}
+    assert counted == Counter(map(recipe_source.family, recipe_source.installed_names())), "scripts/recipe-table"
+
+
+@pytest.mark.release
+def test_the_page_says_what_tree_says_of_them(tmp_path):
+    script = PAGE.parents[1] / "scripts" / "recipe-table"
+    done = subprocess.run([sys.executable, script, "--check"], cwd=tmp_path)
+    assert done.returncode == 0, "scripts/recipe-table"
 
 
 def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
@@ -168,6 +194,18 @@ def test_what_is_no_recipe_is_said_before_anything_starts(bridge, mine, function
 def test_an_object_is_kept_for_stock_numerics(bridge, mine):
     tree = compose(f"recipe={mine}:layers", device="gpu", numerics="stock").tree
     assert tree["recipe"]["kept"] == ["model.transformer_layer_spec"]
+
+
+def test_what_bridges_recipes_set_beside_their_fields(bridge, mine):
+    """An attribute that nothing reads, a zero for no validation, an object that an override replaces."""
+    with pytest.raises(ConfigError, match=r"model\.attention_backend to an object, .*; model\.attention_backend=auto"):
+        compose(f"recipe={mine}:habits", device="cpu")
+    tree = compose(f"recipe={mine}:habits", ["model.attention_backend=auto"], device="cpu").tree
+    assert tree["recipe"]["kept"] == []
+    assert tree["validation"]["eval_interval"] is None
+    assert "max_lr" not in tree["scheduler"]
+    fields = schema.fields(schema.bridge_class(schema.BRIDGE_SECTIONS["scheduler"]))
+    assert not {path.partition(".")[2] for path in recipe_layer.UNREAD} & fields.keys()
 
 
 def test_a_command_ends_with_one_message(mine, shared):

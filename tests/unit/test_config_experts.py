@@ -53,6 +53,13 @@ def test_what_has_no_invariant_version_is_refused_under_tree_only(fields, says):
     assert invariance.limits(changed(**(fields | {"model__num_moe_experts": None}))) == []
 
 
+def test_what_says_how_experts_are_computed_has_a_value_that_is_covered():
+    for field in invariant_experts.HOW:
+        (problem,) = invariance.limits(changed(**{f"model__{field}": True}))
+        assert problem.endswith(f"; model.{field}=false")
+        assert invariance.limits(changed(**{f"model__{field}": False})) == []
+
+
 def test_shared_experts_on_a_cpu_are_whole_vectors():
     """As every width that is divided among ranks and followed by an activation."""
     (problem,) = invariance.limits(changed(model__moe_shared_expert_intermediate_size=64))

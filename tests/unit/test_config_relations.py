@@ -13,6 +13,8 @@ from tp_invariant_recipes.config.overrides import parse, parse_all
 from tp_invariant_recipes.errors import ConfigError, TpiError
 from tp_invariant_recipes.launch import plan
 
+PRECISION_AWARE = "optimizer.use_precision_aware_optimizer"
+
 # Model, override, what is said. The first rows are those that were reported, then others of their kind.
 REFUSED = (
     ("qwen3_toy", "tokenizer.vocab_size=-1", "tokenizer.vocab_size=-1: must be at least 1"),
@@ -47,6 +49,7 @@ REFUSED = (
     ("qwen3_toy", "slurm.tries=0", "slurm.tries=0: must be at least 1"),
     ("qwen3_moe_toy", "model.moe_router_topk=9", "model.moe_router_topk=9 is more than model.num_moe_experts=8"),
     ("qwen3_moe_toy", "model.num_moe_experts=0", "model.num_moe_experts=0: must be at least 1"),
+    ("qwen3_toy", f"{PRECISION_AWARE}=true", f"{PRECISION_AWARE}=true: it is Transformer Engine's Adam; "),
 )
 
 
@@ -87,6 +90,15 @@ def test_a_head_size_frees_the_heads_from_the_hidden_size():
     compose("qwen3_toy", [*heads, "model.kv_channels=16"], device="cpu", numerics="stock")
     with pytest.raises(ConfigError, match=r"hidden_size=128 is not .*num_attention_heads=6.*kv_channels"):
         compose("qwen3_toy", [*heads, "model.kv_channels=null"], device="cpu", numerics="stock")
+
+
+def test_a_precision_aware_optimizer_is_a_distributed_one():
+    tree = compose("qwen3_toy", device="gpu", numerics="stock").tree
+    tree["optimizer"]["use_precision_aware_optimizer"] = True
+    assert relations.problems(tree) == []
+    tree["optimizer"]["use_distributed_optimizer"] = False
+    (problem,) = relations.problems(tree)
+    assert problem.endswith("or optimizer.use_distributed_optimizer=true")
 
 
 def test_all_are_listed_at_once():

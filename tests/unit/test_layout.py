@@ -21,6 +21,7 @@ DEGREES = {
 TRAIN = {"mbs": "micro_batch_size", "gbs": "global_batch_size", "iters": "train_iters"}
 DENSE = {"num_layers": 8, "num_attention_heads": 16, "num_query_groups": 8, "ffn_hidden_size": 96, "vocab_size": 512}
 MOE = {"num_moe_experts": 8, "moe_ffn_hidden_size": 32}
+ACCOUNTED = dict.fromkeys(layout.ACCOUNTED, True)
 HYBRID = {"hybrid_layer_pattern": "MEM*EMEM", "mamba_num_heads": 8, "mamba_num_groups": 4}
 
 
@@ -60,6 +61,8 @@ GOOD = (
     {"pp": 3, "num_layers_in_first_pipeline_stage": 2},
     {"pp": 3, "num_layers_in_last_pipeline_stage": 2},
     {"pp": 2, "num_layers_in_first_pipeline_stage": 5, "num_layers_in_last_pipeline_stage": 3},
+    {"pp": 5, **ACCOUNTED},
+    {"num_layers": 94, "pp": 16, **ACCOUNTED},  # Bridge's recipe of Qwen3-235B-A22B
     {"pp": 2, "virtual_pipeline_model_parallel_size": 2},
     {"pp": 2, "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "device": "cpu"},
     {"pp": 4, "virtual_pipeline_model_parallel_size": 2, "batch_p2p_comm": True},
@@ -128,6 +131,16 @@ REFUSED = (
         "cp=2: stock context parallelism needs Transformer Engine's attention; device=gpu or numerics=tree",
     ),
     ({"pp": 3}, "pp=3 does not divide model.num_layers=8; pp can be 1, 2, 4, 8"),
+    (
+        {"pp": 4, **ACCOUNTED},
+        "pp=4 does not divide model.num_layers=8 + 2 (model.account_for_embedding_in_pipeline_split, "
+        "model.account_for_loss_in_pipeline_split); pp can be 1, 2, 5, 10",
+    ),
+    (
+        {"pp": 3, "num_layers_in_first_pipeline_stage": 2, "account_for_loss_in_pipeline_split": True},
+        "model.num_layers_in_first_pipeline_stage: Megatron counts no embedding or loss beside it; "
+        "model.account_for_loss_in_pipeline_split=false",
+    ),
     ({"pp": 3, **HYBRID, "num_layers": None}, "pp=3 does not divide the 8 layers of this model"),
     ({"ep": 2}, "ep=2: this model has no experts"),
     ({"ep": 2, "etp": 4}, "ep=2, etp=4: this model has no experts"),

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.unit.docs.markdown import DOCUMENTS
-from tp_invariant_recipes.config import memory
+from tp_invariant_recipes.config import layout, memory
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.memory import (
     ACTIVATIONS,
@@ -146,6 +146,12 @@ def test_a_stage_of_a_pipeline_has_its_layers_and_its_micro_batches():
     assert stage[WEIGHTS] == pytest.approx(whole[WEIGHTS] / 2, rel=0.001)
     once = parts("qwen3_8b", "pp=2 gbs=1 numerics=stock")
     assert stage[ACTIVATIONS] == pytest.approx(2 * once[ACTIVATIONS], rel=0.02)
+
+
+def test_a_stage_has_a_layer_less_for_the_embedding_or_the_loss():
+    accounted = [f"model.{key}=true" for key in layout.ACCOUNTED]
+    config = typed(compose("qwen3_toy", ["model.num_layers=4", "pp=3", "gbs=4", *accounted], device="cpu").tree)
+    assert [memory._layers(config, layout.of(config), stage).total() for stage in range(3)] == [1, 2, 1]
 
 
 def test_recomputing_keeps_a_layers_input_alone():

@@ -29,6 +29,8 @@ KEYS = {
     "a recipe for fine-tuning needs dataset.dataset_root=FOLDER, which has training.jsonl": [
         "dataset.dataset_root=examples"
     ],
+    "cluster.environment.A_B=20: x; leave it out or set cluster.environment.A_B=0": ["cluster.environment.A_B=0"],
+    "the recipe sets a.b to an object; leave it out of the recipe, or numerics=stock": [],
     "numerics=tree: x; precision=bf16 or precision=fp32": ["precision=bf16"],
     "x; model.hidden_dropout=0, model.attention_dropout=0": ["model.hidden_dropout=0", "model.attention_dropout=0"],
     "model.a: the invariant numerics do not know this field; leave it unset": [],
@@ -51,6 +53,11 @@ def test_a_row_a_family():
 @pytest.mark.parametrize("problem", REASONS)
 def test_the_reason_without_recipe_values_and_keys(problem):
     assert recipe_list.reason(problem) == REASONS[problem]
+
+
+def test_more_data_parallel_ranks_than_before():
+    said = "etp * ep * pp = 8 does not divide the 4 ranks (tp * pp * cp * dp); raise dp or tp, or lower ep=8"
+    assert recipe_list._keys([said], ["dp=2"]) == ["dp=4", "gbs=64"]
 
 
 @pytest.mark.parametrize("problem", KEYS)

@@ -308,6 +308,7 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
         tree["model"] = recipe_layer.without_defaults(tree["model"])
         tree["dataset"] = recipe_layer.without_ours(tree["dataset"], [o.path for o in overrides])
         tree["recipe"]["hf_folder"] = _hf_folder(overrides)
+        tree["recipe"]["kept"] = recipe_layer.without_overridden(tree["recipe"]["kept"], [o.path for o in overrides])
     return tree
 
 

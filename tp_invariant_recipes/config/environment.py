@@ -175,7 +175,9 @@ def _rows(device: str, environment: Mapping[str, str]) -> dict[str, str | None]:
 
 
 def _or_set(variable: Variable, prefix: str = "") -> str:
-    return "" if variable.value is None else f" or set {prefix}{variable.name}={variable.value}"
+    """A value that does no harm. What a recipe sets cannot be left out, but can be set."""
+    value = next((one for one in (variable.value, *variable.accepted) if one is not None), None)
+    return "" if value is None else f" or set {prefix}{variable.name}={value}"
 
 
 def _refused(device: str, environment: Mapping[str, str]) -> list[tuple[Variable, str]]:

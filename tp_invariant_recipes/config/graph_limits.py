@@ -42,7 +42,7 @@ LIMITS = (
             and bool({*NOT_INVARIANT} & {*(t.model.get("cuda_graph_modules") or ())})
         ),
         f"{' and '.join(NOT_INVARIANT)} wait for numbers of tokens from the GPU; leave them out of "
-        "model.cuda_graph_modules",
+        "model.cuda_graph_modules, or cuda_graph=off",
     ),
     Limit(
         lambda t: _graphed(t) and (t.cluster.environment | dict(os.environ)).get(CHECK) == "1",

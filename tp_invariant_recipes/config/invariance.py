@@ -143,11 +143,6 @@ LIMITS = (
         "multi-token prediction is not covered yet; model.mtp_num_layers=null",
     ),
     Limit(
-        lambda t: any((t.bridge.get("comm_overlap") or {}).values()),
-        "overlapped collectives add in an order of their own; comm_overlap.tp_comm_overlap=false, or leave "
-        "comm_overlap.* unset",
-    ),
-    Limit(
         lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "yarn", "none"),
         "only rotary positions are covered; model.position_embedding_type=rope or yarn",
     ),
@@ -231,6 +226,7 @@ def limits(tree: Tree) -> list[str]:
         return []
     beyond = [limit.why for limit in LIMITS if limit.wrong(config)]
     beyond += model_fields.unknown(config.model, (*OFF, *invariant_experts.OFF, *latent_limits.OFF))
+    beyond += _overlaps(config)
     for section in allowed_fields.SECTIONS:
         beyond += allowed_fields.refused(section, config.bridge.get(section, {}))
     return [
@@ -250,6 +246,15 @@ def _unread(config: RunConfig) -> list[str]:
     if of_context not in (None, config.model["context_parallel_size"]):
         found.append(f"numerics.context_shards={of_context}: numerics=stock has no context shards; leave it out")
     return found
+
+
+def _overlaps(config: RunConfig) -> list[str]:
+    """What of the section `comm_overlap` is set. Where it is null, Bridge decides by the layout."""
+    asked = {name: value for name, value in (config.bridge.get("comm_overlap") or {}).items() if value}
+    if not asked:
+        return []
+    off = [f"comm_overlap.{name}={'false' if value is True else 'null'}" for name, value in asked.items()]
+    return [f"overlapped collectives add in an order of their own; {', '.join(off)}"]
 
 
 def _cut(config: RunConfig) -> bool:

@@ -34,9 +34,27 @@ OFF = (
     "glu_linear_offset",
 )
 
+# Those of OFF that say how the experts are computed and not what: a model without them is the same.
+HOW = frozenset(
+    (
+        "moe_router_fusion",
+        "moe_router_padding_for_quantization",
+        "moe_router_padding_for_fp8",
+        "moe_shared_expert_overlap",
+        "moe_single_grouped_weight",
+        "use_grouped_gemm_for_shared_expert",
+        "overlap_moe_expert_parallel_comm",
+        "use_te_activation_func",
+    )
+)
+
 
 def _row(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
     return Limit(lambda t: bool(t.model.get("num_moe_experts")) and wrong(t), why)
+
+
+def _without(field: str) -> str:
+    return f"model.{field}=false" if field in HOW else "leave it unset"
 
 
 def _owned(config: RunConfig) -> bool:
@@ -124,5 +142,5 @@ LIMITS = (
         lambda t: bool(t.model.get("add_bias_linear")),
         "experts with biases are not covered; model.add_bias_linear=false",
     ),
-    *(_row(is_set(field), f"model.{field} is not covered; leave it unset") for field in OFF),
+    *(_row(is_set(field), f"model.{field} is not covered; {_without(field)}") for field in OFF),
 )

@@ -22,6 +22,9 @@ SPLIT_BY_TP = (
 # How many layers the first and the last pipeline stage have, if not as many as the others.
 UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 
+# Whether the first stage has a layer less than the others, for the embedding, and the last one, for the loss.
+ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
 LARGEST_LISTED = 4096  # the largest degree that a message proposes
 
 
@@ -108,9 +111,24 @@ def _layers(config: RunConfig, layout: Layout) -> str | None:
     if model.get("pipeline_model_parallel_layout"):
         return None  # a split that the user wrote; Bridge checks it
     ends = {key: model[key] for key in UNEVEN if model.get(key)}
+    counted = [f"model.{key}" for key in ACCOUNTED if model.get(key)]
+    if ends and counted:
+        given, off = (", ".join(words) for words in ((f"model.{key}" for key in ends), (f"{c}=false" for c in counted)))
+        return f"{given}: Megatron counts no embedding or loss beside it; {off}"
     if ends and model.get("num_layers"):
         return _uneven(model["num_layers"], layout.pp, ends)
+    if counted and model.get("num_layers"):
+        return _accounted(model["num_layers"], layout.pp, counted)
     return _divides("pp", lambda at: at.pp, "num_layers")(config, layout)
+
+
+def _accounted(layers: int, stages: int, counted: list[str]) -> str | None:
+    total = layers + len(counted)
+    if total % stages == 0:
+        return None
+    fits = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+    why = f"model.num_layers={layers} + {len(counted)} ({', '.join(counted)})"
+    return f"pp={stages} does not divide {why}; pp can be {fits}"
 
 
 def _uneven(layers: int, stages: int, ends: dict[str, int]) -> str | None:

@@ -154,7 +154,9 @@ def _layers(config: RunConfig, at: Layout, stage: int) -> Counter[str]:
     counts = {0: first, at.pp - 1: final} if at.pp > 1 else {}
     given = {number: count for number, count in counts.items() if count}
     total, others = layers.total(), at.pp - len(given)
-    mine = given.get(stage) or (total - sum(given.values())) / max(1, others)
+    accounted = [bool(model.get(key)) for key in layout.ACCOUNTED]
+    mine = given.get(stage) or (total + sum(accounted) - sum(given.values())) / max(1, others)
+    mine -= sum(on for on, end in zip(accounted, (0, at.pp - 1), strict=True) if stage == end)
     return Counter({kind: math.ceil(count * mine / total) for kind, count in layers.items()})
 
 

@@ -44,6 +44,7 @@ MATHEMATICS = (
     "hidden_dropout",
     "layernorm_epsilon",
     "layernorm_zero_centered_gamma",
+    "mtp_loss_scaling_factor",  # read with mtp_num_layers alone
     "mtp_num_layers",
     "multi_latent_attention",
     "normalization",
@@ -157,8 +158,10 @@ CODE = (
     "gradient_accumulation_fusion",
     "hybrid_stack_spec",
     "masked_softmax_fusion",
-    "moe_flex_dispatcher_backend",  # the flex dispatcher alone reads these two
+    "moe_flex_dispatcher_backend",  # the flex dispatcher alone reads these three
+    "moe_flex_dispatcher_num_sms",
     "moe_hybridep_num_sms",
+    "high_priority_a2a_comm_stream",  # read with overlap_moe_expert_parallel_comm alone
     "moe_grouped_gemm",
     "moe_permute_fusion",
     "moe_token_dispatcher_type",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,15 @@ IDLE = {
     "dataset.skip_getting_attention_mask_from_dataset": True,
     "model.attention_backend": None,
     "model.moe_a2a_overlap": False,
+    "model.moe_flex_dispatcher_backend": None,
+}
+# Attributes that recipes set and that are no field: Bridge's scheduler takes both from `optimizer`.
+UNREAD = {"scheduler.max_lr", "scheduler.min_lr"}
+# Fields that say how a model is computed, and not what: the value that invariant numerics know.
+HOW = {
+    "comm_overlap.tp_comm_overlap_cfg": "null",
+    "model.attention_backend": "auto",
+    "model.cuda_graph_modules": "[attn]",
 }
 # What a checked ConfigContainer has besides sections.
 APART = {"env_vars", "mixed_precision", "peft", "optimizer_config_override_provider", "_checkpoint_load_required"}
@@ -193,7 +202,8 @@ def _class(section: str, part: Any) -> type:
 
 def _values(section: str, part: Any) -> dict[str, Any]:
     """The fields of a section, but those that say nothing."""
-    fields = {name: value for name, value in recipe_fields.values(part) if f"{section}.{name}" not in COPIES}
+    left_out = COPIES | UNREAD
+    fields = {name: value for name, value in recipe_fields.values(part) if f"{section}.{name}" not in left_out}
     return {n: v for n, v in fields.items() if f"{section}.{n}" not in IDLE or v is not IDLE[f"{section}.{n}"]}
 
 
@@ -243,10 +253,12 @@ def _follow(layer: dict[str, Any]) -> None:
 
 
 def _sizes(layer: dict[str, Any]) -> None:
-    """The sizes that Bridge and Megatron-Core would fill in, since rules reckon with them."""
+    """The numbers that Bridge and Megatron-Core would fill in, since rules reckon with them."""
     model, tokenizer = layer["model"], layer["tokenizer"]
     if model.get("vocab_size") is None:
         model["vocab_size"] = tokenizer.get("vocab_size") or 0  # 0 is refused by the name of the key
+    if layer["validation"].get("eval_interval") == 0:  # as Bridge reads it
+        layer["validation"]["eval_interval"] = None
     if model.get("ffn_hidden_size") is None and model["hidden_size"]:
         model["ffn_hidden_size"] = 4 * model["hidden_size"]
 
@@ -324,6 +336,11 @@ def restore(container: ConfigContainer, recipe: Mapping[str, Any]) -> None:
         setattr(holder, name, getattr(of, name))
 
 
+def without_overridden(kept: Sequence[str], asked: Collection[str]) -> list[str]:
+    """`recipe.kept` without the fields that the command line sets: its value counts. asked: its paths."""
+    return [path for path in kept if path not in asked]
+
+
 def problems(tree: Tree) -> list[str]:
     """What keeps a recipe from being trained on the tree's device, or with its numerics, whatever its settings say."""
     recipe, mode = tree.get("recipe"), tree["numerics"]["mode"]
@@ -336,7 +353,7 @@ def problems(tree: Tree) -> list[str]:
         return []
     layers = [f"model.{name}" for name in SPECS if tree["model"].get(name) is not None]
     return [
-        f"numerics={mode}: the recipe sets {path} to an object, and no rule says how that adds; leave it out of the "
-        f"recipe, or numerics=stock"
+        f"numerics={mode}: the recipe sets {path} to an object, and no rule says how that adds; "
+        f"{f'{path}={HOW[path]}' if path in HOW else 'leave it out of the recipe'}, or numerics=stock"
         for path in dict.fromkeys((*recipe["kept"], *layers))
     ]

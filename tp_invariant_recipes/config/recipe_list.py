@@ -23,7 +23,7 @@ OPEN = {
 }
 # Rounds of taking the keys that the messages name: one refusal may hide another one.
 ROUNDS = 3
-_KEY = re.compile(r"(?<![\w.])([a-z_]+(?:\.[a-z_0-9]+)*=[\w.\[\]-]+)")
+_KEY = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)*=[\w.\[\]-]+)")
 _RANKS = re.compile(r"etp \* ep \* pp = (\d+) does not divide the (\d+) ranks")
 
 
@@ -75,21 +75,22 @@ def _problems(model: str, overrides: Sequence[str]) -> list[str]:
 def _keys(problems: Iterable[str], before: Sequence[str]) -> list[str]:
     """The overrides that messages name, beside those of `before`; nothing where there is no new one."""
     found = {key.partition("=")[0]: key for key in before}
-    named = {key.partition("=")[0]: key for problem in problems for key in _named(problem)}
+    ranks = int(found.get("dp", "dp=1").removeprefix("dp="))
+    named = {key.partition("=")[0]: key for problem in problems for key in _named(problem, ranks)}
     return [*(found | named).values()] if named.items() - found.items() else []
 
 
-def _named(problem: str) -> list[str]:
-    """The overrides at the end of a message; of alternatives the first."""
+def _named(problem: str, dp: int = 1) -> list[str]:
+    """The overrides at the end of a message; of alternatives the first. dp: of the run that it is about."""
     if ranks := _RANKS.search(problem):
-        return [f"dp={max(1, int(ranks[1]) // int(ranks[2]))}", f"gbs={8 * int(ranks[1])}"]
+        return [f"dp={dp * max(1, int(ranks[1]) // int(ranks[2]))}", f"gbs={8 * int(ranks[1])}"]
     for said, given in OPEN.items():
         if said in problem:
             return [given]
     _, semicolon, closing = problem.rpartition(";")
     if not semicolon:
         return []
-    parts = [_KEY.findall(part.partition(" or ")[0]) for part in closing.split(",")]
+    parts = [_KEY.findall(part.partition(" or ")[0]) or _KEY.findall(part) for part in closing.split(",")]
     return [keys[0] for keys in parts if keys and keys[0] != "numerics=stock"]
 
 
@@ -126,6 +127,7 @@ def markdown(found: Iterable[dict[str, Any]], most: int = 3) -> str:
     lines = [f"| family | {' | '.join(STATES)} | refused because |", f"| --- |{' --- |' * len(STATES)} --- |"]
     for one in families(found):
         counts = " | ".join(str(one[state] or "") for state in STATES)
-        why = "; ".join(f"{text} ({count})" for text, count in one["why"].most_common(most))
+        frequent = sorted(one["why"].items(), key=lambda said: (-said[1], said[0]))[:most]
+        why = "; ".join(f"{text} ({count})" for text, count in frequent)
         lines.append(f"| {one['family']} | {counts} | {why.replace('|', '/')} |")
     return "\n".join(lines)

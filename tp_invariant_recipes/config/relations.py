@@ -156,6 +156,18 @@ def _param_gather(config: RunConfig) -> str | None:
     return f"{', '.join(asked)}: only a distributed optimizer gathers weights; optimizer.use_distributed_optimizer=true"
 
 
+def _precision_aware(config: RunConfig) -> str | None:
+    optimizer = config.bridge["optimizer"]
+    if not optimizer.get("use_precision_aware_optimizer"):
+        return None
+    key = "optimizer.use_precision_aware_optimizer"
+    if config.device.kind == "cpu":
+        return f"{key}=true: it is Transformer Engine's Adam; {key}=false, or device=gpu"
+    if optimizer.get("use_distributed_optimizer"):
+        return None
+    return f"{key}=true: it is a distributed optimizer; {key}=false, or optimizer.use_distributed_optimizer=true"
+
+
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _sizes,
     _aligned,
@@ -172,4 +184,5 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _validation,
     _tokens,
     _param_gather,
+    _precision_aware,
 )

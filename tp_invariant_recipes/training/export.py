@@ -18,7 +18,8 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import auto_bridge, bridge
 from tp_invariant_recipes.runs.run_dir import RunDir
 
-MASTER = "optimizer.state.fp32_param."  # before the name of a weight in a checkpoint: its master weight
+# Before the name of a weight in a checkpoint, its master weight: of Megatron's optimizers, and of the distributed one.
+MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 SHARD = 5 * 10**9  # bytes of one file, as Hugging Face writes them
 
 
@@ -54,7 +55,7 @@ class Export:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
-        _load(chunks, self.checkpoint, MASTER if self.masters else "")
+        _load(chunks, self.checkpoint, _masters(self.checkpoint) if self.masters else "")
         of_folder = auto_bridge.of_config(self.folder)
         tied = of_folder.hf_pretrained.tie_word_embeddings
         for name, tensor in of_folder.export_hf_weights(chunks, cpu=True, show_progress=False):
@@ -71,6 +72,12 @@ def _metadata(checkpoint: Path) -> dict[str, Any]:
 def _dtype(checkpoint: Path) -> torch.dtype:
     """The type of a checkpoint's weights."""
     return _metadata(checkpoint)["embedding.word_embeddings.weight"].properties.dtype
+
+
+def _masters(checkpoint: Path) -> str:
+    """What stands before the names of a checkpoint's master weights."""
+    there = _metadata(checkpoint)
+    return next((one for one in MASTERS if any(name.startswith(one) for name in there)), MASTERS[0])
 
 
 def _model(model: dict[str, Any], dtype: torch.dtype) -> list[Any]:
