@@ -81,7 +81,7 @@ def _frequencies(dim: int, base: float) -> NDArray[np.float64]:
 
 
 def _scaled(frequencies: NDArray[np.float64], factor: float) -> NDArray[np.float64]:
-    """Those of Llama 3.1, as RotaryEmbedding._apply_scaling of Megatron-Core has them; every operation rounded once."""
+    """Those of Llama 3.1 (Megatron-Core: RotaryEmbedding._apply_scaling); every operation rounded once."""
     wavelengths = 2 * math.pi / frequencies
     share = (ORIGINAL_LENGTH / wavelengths - LOW) / (HIGH - LOW)
     between = (1 - share) * frequencies / factor + share * frequencies
