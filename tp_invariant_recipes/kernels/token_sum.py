@@ -1,7 +1,7 @@
 """Sums over tokens, feature by feature, in an order that is independent of the number of features.
 
-Each of n shards has its tokens in L equal leaves; a leaf is added token by token, from +0. The Triton kernel and the plain
-torch beside it do the same additions in the same order, so a CPU and a GPU agree to the last bit.
+Each of n shards has its tokens in L equal leaves; a leaf is added token by token, from +0. The Triton kernel and the
+plain torch beside it do the same additions in the same order, so a CPU and a GPU agree to the last bit.
 """
 
 import torch
