@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("portable_loops")
+
 SMALL = ("qwen3_toy", "numerics=portable", "seq=64", "gbs=2", "iters=2")
 REFUSED = (
     r"numerics=portable: this CPU \(\w+\) computes other bits than the definition, .*: bf16/\w+: \d+ of \d+ outputs "
