@@ -29,6 +29,13 @@ TAIL = 3000  # characters of a failed run's messages
 SLOTS = 4  # ranks to a GPU: these runs wait for the host
 SHARED = 2  # ranks of one run to a GPU
 LIMIT = 240  # seconds for one run
+# A distributed optimizer's gathering of weights on GPUs by Gloo ends in a segmentation fault (torch 2.11).
+WITH_GLOO = (
+    "dist.distributed_backend=gloo",
+    "optimizer.use_distributed_optimizer=false",
+    "ddp.overlap_param_gather=false",
+    "optimizer.overlap_param_gather=false",
+)
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,11 @@ class Run:
 
 def gpus_for(words: str) -> int:
     """How many GPUs a run with these overrides needs."""
-    degrees = {"tp": 1, "pp": 1, "dp": 1}
+    degrees = {"tp": 1, "pp": 1, "cp": 1, "dp": 1}
     for name, _, value in (word.partition("=") for word in words.split()):
         if name in degrees:
             degrees[name] = int(value)
-    return degrees["tp"] * degrees["pp"] * degrees["dp"]
+    return math.prod(degrees.values())
 
 
 def train(folder: Path, runs: Iterable[Run]) -> dict[str, str | None]:
@@ -100,7 +107,7 @@ def train_all(folder: Path, runs: list[Run], names: list[str], before: Callable[
                     free[name] -= 1
                 if run.resumes is not None:
                     shutil.copytree(folder / run.resumes, folder / run.name)
-                more = ["dist.distributed_backend=gloo"] if len({*mine}) < len(mine) else []
+                more = WITH_GLOO if len({*mine}) < len(mine) else ()
                 process = tpi.start(*run.arguments(), *more, before=_on(mine, before))
                 going[run.name] = process, mine, time.monotonic()
         assert going or len(waiting) < before_this, f"{[run.name for run in waiting]} can never start"

@@ -348,5 +348,5 @@ def test_a_default_that_does_not_fit_ends_composing(monkeypatch):
     """It would be put in place of itself for ever."""
     module = import_module("tp_invariant_recipes.config.compose")
     monkeypatch.setattr(module, "_misfits", lambda *_: {"logging.project": "logging.project=1: not text"})
-    with pytest.raises(ConfigError, match="logging.project=1: not text"):
+    with pytest.raises(ConfigError, match=r"logging\.project=1: not text"):
         compose("qwen3_toy")

@@ -5,11 +5,16 @@ import sys
 
 import pytest
 
+from tp_invariant_recipes.launch import ranks
+from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
 
 
 class Closed:
     """A gate that nobody opens."""
+
+    def __init__(self) -> None:
+        self.all_started = self
 
     def wait(self) -> None:
         raise TimeoutError
@@ -21,6 +26,19 @@ def test_a_rank_does_nothing_before_all_have_started(monkeypatch, tmp_path):
     monkeypatch.delenv("MASTER_PORT", raising=False)
     rank_info = rank.RankInfo(0, 0, 1, 1, "127.0.0.1", (1,))
     with pytest.raises(TimeoutError):
-        rank.main(0, str(tmp_path), [rank_info], lambda *_: sys.exit("started"), Closed(), None)
+        rank.main(0, str(tmp_path), [rank_info], lambda *_: sys.exit("started"), Closed())
     assert "MASTER_PORT" not in os.environ
     assert list(tmp_path.iterdir()) == []
+
+
+def _write_started(run_dir, rank_info):
+    (run_dir.path / f"started{rank_info.rank}").touch()
+
+
+def test_spawned_ranks_find_what_the_launcher_gives_them(monkeypatch, tmp_path):
+    """They unpack it after the launcher's functions have returned, which must keep it until then."""
+    monkeypatch.setattr(ranks, "start_method", lambda device: "spawn")
+    infos = [rank.RankInfo(n, n, 2, 2, "127.0.0.1", (1,)) for n in range(2)]
+    outcome = ranks.run(RunDir(tmp_path), "gpu", infos, lambda: None, ranks.Stop(), rank_fn=_write_started)
+    assert outcome is ranks.Outcome.COMPLETED
+    assert {file.name for file in tmp_path.glob("started*")} == {"started0", "started1"}

@@ -32,11 +32,13 @@ class Module:
     name: str
     problem: Callable[[Model], str | None]
     default: Callable[[Model], bool] = lambda model: True
+    invariant: bool = True
 
 
-def graphed_modules(model: Model) -> list[str]:
-    """The modules that `cuda_graph=te` captures of a model by default."""
-    return [module.name for module in MODULES if module.problem(model) is None and module.default(model)]
+def graphed_modules(model: Model, mode: str) -> list[str]:
+    """The modules that `cuda_graph=te` captures of a model by default. mode: of numerics."""
+    fit = (module for module in MODULES if module.problem(model) is None and module.default(model))
+    return [module.name for module in fit if mode == "stock" or module.invariant]
 
 
 def padded(model: Model) -> bool:
@@ -101,11 +103,12 @@ MODULES = (
     Module("attn", _attention),
     Module("mamba", _mamba),
     Module("mlp", _mlp),
-    Module("moe", _moe),
+    Module("moe", _moe, invariant=False),
     Module("moe_router", _router, default=lambda model: not padded(model)),
-    Module("moe_preprocess", _preprocess, default=lambda model: not padded(model)),
+    Module("moe_preprocess", _preprocess, default=lambda model: not padded(model), invariant=False),
 )
 _BY_NAME = {module.name: module for module in MODULES}
+NOT_INVARIANT = tuple(module.name for module in MODULES if not module.invariant)
 
 
 # --- Rules ---
@@ -237,7 +240,9 @@ def problems(tree: Tree) -> list[str]:
     warmup = model.get("cuda_graph_warmup_steps", 3)
     steps = [] if type(warmup) is int and warmup >= 1 else [_of_warmup(warmup)]
     rules = [f"{asked}: {rule.why}" for rule in RULES if implementation in rule.implementations and rule.wrong(config)]
-    modules = [f"{asked}: {problem}" for problem in _modules(model)] if implementation == TE else []
+    modules = (
+        [f"{asked}: {problem}" for problem in _modules(model, config.numerics.mode)] if implementation == TE else []
+    )
     return [*replaced, *steps, *modules, *rules]
 
 
@@ -246,10 +251,10 @@ def _of_warmup(warmup: Any) -> str:
     return f"model.cuda_graph_warmup_steps={warmup}: must be a number of steps, at least 1"
 
 
-def _modules(model: Model) -> list[str]:
+def _modules(model: Model, mode: str) -> list[str]:
     """The problems of the modules to capture."""
     modules = model.get("cuda_graph_modules")
-    fits = ",".join(graphed_modules(model))
+    fits = ",".join(graphed_modules(model, mode))
     if not isinstance(modules, list) or not modules:
         return [f"model.cuda_graph_modules={modules}: a list of what to capture, as in [{fits}]"]
     unknown = [name for name in modules if name not in _BY_NAME]

@@ -136,9 +136,9 @@ def _calls(path: str, value: Any) -> Iterator[str]:
                 yield f"{path}: ${{{name}:…}} {NOT_READ}"
 
 
-def _graphed_modules(*, _parent_: Any) -> list[str]:
+def _graphed_modules(*, _parent_: Any, _root_: Any) -> list[str]:
     model: Any = OmegaConf.to_container(_parent_, resolve=False)
-    return cuda_graphs.graphed_modules(model)
+    return cuda_graphs.graphed_modules(model, _root_["numerics"]["mode"])
 
 
 def _shards(*, _root_: Any) -> int:

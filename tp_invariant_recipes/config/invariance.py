@@ -5,6 +5,7 @@ from typing import Any
 
 from tp_invariant_recipes.config import (
     allowed_fields,
+    graph_limits,
     invariant_experts,
     latent_limits,
     layout,
@@ -79,6 +80,7 @@ LIMITS = (
         f"of Bridge's models only {', '.join(_FIRST)} and {_LATEST} have invariant layers",
     ),
     *invariant_experts.LIMITS,
+    *graph_limits.LIMITS,
     *latent_limits.LIMITS,
     *portable_limits.LIMITS,
     *sft.LIMITS,
@@ -144,10 +146,6 @@ LIMITS = (
         lambda t: any((t.bridge.get("comm_overlap") or {}).values()),
         "overlapped collectives add in an order of their own; comm_overlap.tp_comm_overlap=false, or leave "
         "comm_overlap.* unset",
-    ),
-    Limit(
-        lambda t: t.model.get("cuda_graph_impl", "none") != "none",
-        "CUDA graphs are not covered yet; cuda_graph=off",
     ),
     Limit(
         lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "yarn", "none"),

@@ -26,6 +26,7 @@ from tp_invariant_recipes.kernels.one_source import UNFUSED
 LANES = 64  # of the sum of exponentials, and the keys of a tile; part of the definition
 QUERIES = 64  # of a tile; changes no bit
 LEAST = 16  # features of a tile at least: a step of a tensor core
+STAGES = 2  # of tiles on their way: with three, heads of 256 features do not fit the shared memory of an H200
 
 
 def forward_triton(
@@ -209,6 +210,6 @@ def _ieee_attention_backward_key(
 
 
 FORWARD, BACKWARD_QUERY, BACKWARD_KEY = (
-    Kernel(kernel, **UNFUSED)
+    Kernel(kernel, num_stages=STAGES, **UNFUSED)
     for kernel in (_ieee_attention_forward, _ieee_attention_backward_query, _ieee_attention_backward_key)
 )

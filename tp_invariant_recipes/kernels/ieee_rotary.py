@@ -55,14 +55,14 @@ _SIN = (
 
 
 @cache
-def tables(length: int, dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the positions 0 to length - 1: [length, dim / 2] each, fp32, on the CPU. Do not change them.
+def tables(length: int, dim: int, base: float, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """cos and sin of the positions 0 to length - 1: [length, dim / 2] each, fp32, on a device. Do not change them.
 
     dim: how many numbers of a head are rotated, even; base: `rotary_base`.
     """
     angles = np.arange(length, dtype=np.float64)[:, None] * _frequencies(dim, base)[None, :]
     sin, cos = sin_cos(angles)
-    return torch.from_numpy(cos), torch.from_numpy(sin)
+    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
 
 
 def _frequencies(dim: int, base: float) -> NDArray[np.float64]:

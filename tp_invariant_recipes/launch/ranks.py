@@ -170,8 +170,8 @@ def _start(
     """The processes of ranks that train one run."""
     from tp_invariant_recipes.training import rank
 
-    def arguments(all_started: Any, heartbeats: Heartbeats) -> tuple[Any, ...]:
-        return str(run_dir.path), rank_infos, rank_fn, all_started, heartbeats, lock.Inherited()
+    def arguments(heartbeats: Heartbeats) -> tuple[Any, ...]:
+        return str(run_dir.path), rank_infos, rank_fn, heartbeats, lock.Inherited()
 
     return _processes(device, len(rank_infos), rank.main, arguments, started)
 
@@ -182,8 +182,8 @@ def _start_crew(device: str, count: int) -> Crew:
 
     ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(count)), strict=True)
 
-    def arguments(all_started: Any, heartbeats: Heartbeats) -> tuple[Any, ...]:
-        return all_started, heartbeats, theirs, lock.Inherited()
+    def arguments(heartbeats: Heartbeats) -> tuple[Any, ...]:
+        return heartbeats, theirs, lock.Inherited()
 
     processes, heartbeats = _processes(device, count, rank.stay, arguments)
     for connection in theirs:
@@ -195,22 +195,21 @@ def _processes(
     device: str,
     count: int,
     function: Callable[..., None],
-    arguments: Callable[[Any, Heartbeats], tuple[Any, ...]],
+    arguments: Callable[[Heartbeats], tuple[Any, ...]],
     started: Callable[[], None] | None = None,
 ) -> tuple[list[Any], Heartbeats]:
-    """One process a rank. arguments: of the function after the index, given the event that all have started."""
+    """One process a rank. arguments: of the function after the index."""
     import torch.multiprocessing
 
     method = start_method(device)
     context = torch.multiprocessing.get_context(method)
-    all_started = context.Event()
     heartbeats = Heartbeats(count, context)
     ranks = torch.multiprocessing.start_processes(
-        function, args=arguments(all_started, heartbeats), nprocs=count, join=False, start_method=method
+        function, args=arguments(heartbeats), nprocs=count, join=False, start_method=method
     )
     if started:
         started()
-    all_started.set()
+    heartbeats.all_started.set()
     return ranks.processes, heartbeats
 
 

@@ -69,6 +69,8 @@ def attention(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, 
     query, key, value = dense(query), dense(key), dense(value)
     case = (shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings())
     together = _together_is_right.get(case)
+    if together is None and torch.cuda.is_current_stream_capturing():  # a trial waits for the GPU
+        return _defined(core, query, key, value, mask, shards)
     if together is None:
         together = _together_is_right[case] = _seen_to_be_right(core, query, key, value, mask, shards)
     if together and shards > 1 and checking():

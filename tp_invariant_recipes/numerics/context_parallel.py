@@ -75,4 +75,9 @@ def _of_each_shard(losses: Tensor, mask: Tensor, n: int) -> Tensor:
 
 def _held(length: int, shards: int, group: Any, like: Tensor) -> Tensor:
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    return context_shards.positions(length, shards, size, rank).to(like.device)
+    return _positions(length, shards, size, rank, like.device)
+
+
+@lru_cache(maxsize=32)  # a CUDA graph cannot hold a copy from the host
+def _positions(length: int, shards: int, ranks: int, rank: int, device: torch.device) -> Tensor:
+    return context_shards.positions(length, shards, ranks, rank).to(device)

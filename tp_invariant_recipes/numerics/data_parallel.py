@@ -263,12 +263,21 @@ def restarting(original: Callable[..., Any]) -> Callable[..., Any]:
         for weight in self.module.parameters():
             if getattr(weight, "lookup_gradient", None) is not None:
                 _add_lookups(self, weight)
-        for data in (data for buffer in _buffers(self) for data in buffer.context_data):
-            data.zero_()
         self.shard_counter.restart()
         return result
 
     return finish_grad_sync
+
+
+def zeroing_contexts(original: Callable[..., None]) -> Callable[..., None]:
+    """A replacement for DistributedDataParallel.zero_grad_buffer, which begins a step, also after graphs' capture."""
+
+    def zero_grad_buffer(self: Any) -> None:
+        original(self)
+        for data in (data for buffer in _buffers(self) for data in buffer.context_data):
+            data.zero_()
+
+    return zero_grad_buffer
 
 
 @torch.no_grad()

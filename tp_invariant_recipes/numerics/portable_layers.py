@@ -101,8 +101,7 @@ def apply_rotary_pos_emb(
     dim], only the shape counts."""
     if cu_seqlens is not None or mscale != 1.0 or freqs.shape[0] != t.shape[0]:
         raise NotImplementedError("only rotary positions of whole sequences have a portable version")
-    cos, sin = ieee_rotary.tables(freqs.shape[0], freqs.shape[-1], config.rotary_base)
-    return _Rotated.apply(t, cos.to(t.device), sin.to(t.device))
+    return _Rotated.apply(t, *ieee_rotary.tables(freqs.shape[0], freqs.shape[-1], config.rotary_base, str(t.device)))
 
 
 class _Rotated(torch.autograd.Function):

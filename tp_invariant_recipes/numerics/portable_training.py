@@ -21,7 +21,9 @@ def masked_next_token_loss(original: Any) -> Any:
         losses = output_tensor.view(-1).float()
         weights = loss_mask.view(-1).float()
         loss = _Sum.apply(losses * weights)
-        _, count, _ = original(torch.ones(1), loss.detach().view(1), *args, **kwargs)  # its checks of the loss
+        _, count, _ = original(
+            torch.ones_like(weights[:1]), loss.detach().view(1), *args, **kwargs
+        )  # its checks of the loss
         count = weights.sum().detach().to(torch.int)  # whole numbers: exact
         # fp64: the sum over micro-batches, which Bridge adds, is exact.
         reported = torch.cat([loss.detach().double().view(1), count.double().view(1)])

@@ -180,7 +180,11 @@ def _portable() -> list[Replacement]:
     return [
         row("megatron.core.transformer.mlp:MLP.forward", "portable_layers:mlp_forward"),
         row("megatron.core.transformer.attention:apply_rotary_pos_emb", "portable_layers:apply_rotary_pos_emb"),
-        Replacement("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", lambda _: True, "Transformer Engine's has its own arithmetic"),
+        Replacement(
+            "megatron.core.optimizer:USING_PYTORCH_OPTIMIZER",
+            lambda _: True,
+            "Transformer Engine's Adam is a library's",
+        ),
         made("torch.optim:AdamW", "portable_training:portable_adam"),
         made("torch.optim:Adam", "portable_training:portable_adam"),
         made("megatron.core.optimizer_param_scheduler:math", "portable_training:portable_math"),
@@ -233,6 +237,7 @@ def _data_parallel(shards: int | None, contexts: int) -> tuple[Replacement, ...]
             "a tied weight's lookups are summed apart from the output layer's gradient, in one order for every pp",
             (),
         ),
+        (f"{ddp}.zero_grad_buffer", "data_parallel:zeroing_contexts", "gradients lie in more buffers", ()),
         (
             f"{ddp}._make_forward_pre_hook",
             "data_parallel:reading_below",

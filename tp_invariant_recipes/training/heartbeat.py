@@ -53,8 +53,14 @@ class Heartbeats:
     FIELDS = 4  # of 8 bytes: those of Sign
 
     def __init__(self, ranks: int, context: Any) -> None:
-        """context: multiprocessing's, by which the ranks are started."""
+        """context: multiprocessing's, by which the ranks are started.
+
+        all_started: set once all ranks are. A rank that reached the launcher's store earlier would set the store's
+                     thread to work, and a rank forked meanwhile would inherit whatever lock that thread holds, for
+                     good. It is kept here because a spawned rank finds it only while the launcher has it.
+        """
         self._memory = context.RawArray("q", ranks * self.FIELDS)
+        self.all_started = context.Event()
 
     def __getitem__(self, index: int) -> Sign:
         """The last sign of the rank at this place."""

@@ -126,8 +126,19 @@ def settle() -> None:
     """Free the memory of a training for the next: models hold themselves in cycles, and Bridge stops the collector."""
     weight_gradient.forget_stand_ins()
     _forget_probabilities()
+    _forget_graphs()
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def _forget_graphs() -> None:
+    """Megatron keeps the graph of a step, its inputs and the steps until its capture for the process."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+
+    for stage in ("training", "validation"):
+        FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
+        FullCudaGraphWrapper.curr_iteration[stage] = 0
+        StaticBufferLoader.static_buffers[stage] = []
 
 
 def _forget_probabilities() -> None:

@@ -61,7 +61,6 @@ def main(
     run: str,
     rank_infos: Sequence[RankInfo],
     rank_fn: Callable[[RunDir, RankInfo], None],
-    all_started: Any,
     heartbeats: heartbeat.Heartbeats,
     locks: Any = None,
 ) -> None:
@@ -69,21 +68,17 @@ def main(
 
     index:       this rank's in `rank_infos`.
     rank_fn:     what the rank does, such as `train`.
-    all_started: a multiprocessing event. A rank that reached the launcher's store earlier would set the store's thread
-                 to work, and a rank forked meanwhile would inherit whatever lock that thread holds, for good.
     heartbeats:  where the launcher reads what this rank does.
     locks:       the launcher's, of directories (runs/lock.py): the rank holds them too, until it ends.
     On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
     """
     _die_with_launcher()
-    all_started.wait()
+    heartbeats.all_started.wait()
     _perform(RunDir(Path(run)), rank_infos[index], rank_fn, heartbeats, index)
     heartbeat.sign(Phase.DONE)
 
 
-def stay(
-    index: int, all_started: Any, heartbeats: heartbeat.Heartbeats, connections: Sequence[Any], locks: Any
-) -> None:
+def stay(index: int, heartbeats: heartbeat.Heartbeats, connections: Sequence[Any], locks: Any) -> None:
     """Run one rank of several runs in turn, as the launcher asks (launch/warm.py), for as long as each finds the
     process as the first one has found it.
 
@@ -92,7 +87,7 @@ def stay(
     A run fails as in `main`, and ends the process.
     """
     _die_with_launcher()
-    all_started.wait()
+    heartbeats.all_started.wait()
     connection, stays = connections[index], True
     before: list[Any] = []
     held = list(locks.descriptors)

@@ -1,0 +1,51 @@
+"""The limits of the invariant numerics with CUDA graphs, beyond those of Megatron-Bridge (config/cuda_graphs.py).
+
+The trials of numerics/product.py and numerics/attention.py wait for the GPU. They happen in the steps before a capture;
+a product that a capture meets first is computed as defined.
+"""
+
+import os
+
+from tp_invariant_recipes.config.cuda_graphs import FULL, NOT_INVARIANT, TE
+from tp_invariant_recipes.config.limit import Limit
+from tp_invariant_recipes.config.sections import RunConfig
+
+# numerics.mode -> what of Megatron-Bridge's graphs its layers were captured with.
+CAPTURED = {"tree": (FULL, TE), "portable": (FULL,)}
+CHECK = "TPI_CHECK_PRODUCTS"
+
+
+def _graphed(t: RunConfig) -> bool:
+    return t.model.get("cuda_graph_impl") in (FULL, TE)
+
+
+LIMITS = (
+    Limit(
+        lambda t: _graphed(t) and t.numerics.mode not in CAPTURED,
+        "its layers have not been captured; cuda_graph=off, or numerics=tree",
+    ),
+    Limit(
+        lambda t: t.model.get("cuda_graph_impl") == TE and TE not in CAPTURED.get(t.numerics.mode, (TE,)),
+        "its layers have been captured with the whole step only; cuda_graph=full, or off",
+    ),
+    Limit(
+        lambda t: t.model.get("cuda_graph_impl") == TE and (t.numerics.context_shards or 1) > 1,
+        "a captured layer gets a mask, which attention with context shards does not take; cuda_graph=full, or off",
+    ),
+    Limit(
+        lambda t: t.model.get("cuda_graph_impl") == FULL and t.model["pipeline_model_parallel_size"] > 1,
+        "stages wait for each other where a captured step cannot; cuda_graph=te, or pp=1",
+    ),
+    Limit(
+        lambda t: (
+            t.model.get("cuda_graph_impl") == TE
+            and bool({*NOT_INVARIANT} & {*(t.model.get("cuda_graph_modules") or ())})
+        ),
+        f"{' and '.join(NOT_INVARIANT)} wait for numbers of tokens from the GPU; leave them out of "
+        "model.cuda_graph_modules",
+    ),
+    Limit(
+        lambda t: _graphed(t) and (t.cluster.environment | dict(os.environ)).get(CHECK) == "1",
+        f"{CHECK}=1 compares products where a captured step cannot wait; cuda_graph=off, or leave it unset",
+    ),
+)
