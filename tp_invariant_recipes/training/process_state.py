@@ -138,7 +138,7 @@ def _forget_graphs() -> None:
     for stage in ("training", "validation"):
         FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
         FullCudaGraphWrapper.curr_iteration[stage] = 0
-        StaticBufferLoader.static_buffers[stage] = []
+        StaticBufferLoader.static_buffers[stage].clear()  # the list stays: another one would differ, and end warm ranks
 
 
 def _forget_probabilities() -> None:
