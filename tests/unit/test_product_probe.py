@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.numerics import cublas_product
 from tp_invariant_recipes.numerics import product as products
 from tp_invariant_recipes.numerics.probe_operands import cancelling
 
@@ -148,15 +149,15 @@ def test_any_other_error_is_one(library, error):
 
 
 def test_settings_of_torch_tell_products_apart():
-    before = products.settings()
+    before = cublas_product.settings()
     matmul = torch.backends.cuda.matmul
     allowed = matmul.allow_bf16_reduced_precision_reduction
     try:
         matmul.allow_bf16_reduced_precision_reduction = not allowed
-        assert products.settings() != before
+        assert cublas_product.settings() != before
     finally:
         matmul.allow_bf16_reduced_precision_reduction = allowed
-    assert products.settings() == before
+    assert cublas_product.settings() == before
 
 
 @pytest.mark.parametrize("add", (False, True))

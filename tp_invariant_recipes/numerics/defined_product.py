@@ -4,13 +4,15 @@ Rows and columns of such a product do not depend on how many lie beside them, so
 shards decide the order of sums across them only: those are IEEE additions in fp32.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics import cublas_product
+from tp_invariant_recipes.numerics.cublas_product import Product
 from tp_invariant_recipes.numerics.shard_operands import Parts
 
 
@@ -19,83 +21,80 @@ class Way:
     """A kernel or library that computes the defined product of bf16 operands.
 
     device:   what torch calls its device.
-    compute:  [m, k] and [k, n] → [m, n] fp32.
-    offered:  whether runs may use it.
+    compute:  fills or adds to `out`, bf16 or fp32.
+    used:     by runs: "yes"; "after a trial" on the GPU at hand, against the way there that is always used; or for what.
     evidence: why it is believed to compute the defined sum, and where it is known not to.
     """
 
     name: str
     device: str
-    compute: Callable[[Tensor, Tensor], Tensor]
-    offered: bool
+    compute: Product
+    used: str
     evidence: str
 
 
-def _by_numba(a: Tensor, b: Tensor) -> Tensor:
+def _by_numba(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     from tp_invariant_recipes.kernels import tensor_core_cpu  # loads numba
 
-    return tensor_core_cpu.product(a, b)
+    total = tensor_core_cpu.product(a, b)
+    out.copy_(total.add_(out) if add else total)
 
 
-def _by_fixed_tiles(a: Tensor, b: Tensor) -> Tensor:
+def _by_fixed_tiles(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 
-    return fixed_tile_product(a, b, torch.empty(a.shape[0], b.shape[1], device=a.device))
+    fixed_tile_product(a, b, out, add=add)
 
 
-def _by_grouped_tiles(a: Tensor, b: Tensor) -> Tensor:
+def _by_grouped_tiles(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product
 
+    total = torch.empty(out.shape, device=a.device)
     rows = Groups((len(a),), torch.tensor([len(a)], device=a.device))
-    out = torch.empty(a.shape[0], b.shape[1], device=a.device)
-    grouped_product(a.contiguous(), [b.contiguous()], out, rows, transposed=False)
-    return out
-
-
-def _by_cublas(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a, b, out_dtype=torch.float32)
+    grouped_product(a.contiguous(), [b.contiguous()], total, rows, transposed=False)
+    out.copy_(total.add_(out) if add else total)
 
 
 # The product itself is stated in kernels/tensor_core_sum.py, and nowhere else.
-WAYS = (
+NUMBA, FIXED_TILES, GROUPED_TILES, CUBLAS = WAYS = (
     Way(
         "numba",
         "cpu",
         _by_numba,
-        True,
+        "yes",
         "all bits of the 40 recorded bf16 cases; the first rows of 39 of them before every run",
     ),
     Way(
         "fixed tiles",
         "cuda",
         _by_fixed_tiles,
-        True,
-        "all bits of the 40 recorded bf16 cases on an H200; `tpi conformance` repeats it on any GPU",
+        "yes",
+        "all bits of the 40 recorded bf16 cases on an H200; the first rows of 39 of them before every run",
     ),
     Way(
         "grouped tiles",
         "cuda",
         _by_grouped_tiles,
-        False,
-        "the same tile and order of k as fixed tiles; nothing has compared it with the recorded cases yet",
+        "by experts",
+        "all bits of the 40 recorded bf16 cases on an H200; the same tile and order of k as fixed tiles",
     ),
     Way(
         "cuBLAS",
         "cuda",
-        _by_cublas,
-        False,
+        cublas_product.launch,
+        "after a trial",
         "42 shapes of Qwen3-8B on an H200, all bits of fixed tiles; other bits where it splits k (64 × 32768 × 64), so "
-        "only where a probe with operands that cancel agrees with fixed tiles",
+        "only where a trial with operands that cancel agrees with fixed tiles",
     ),
 )
 
+# kind of product -> whether cuBLAS had the bits of fixed tiles.
+_cublas_is_right: dict[tuple[Any, ...], bool] = {}
 
-def way(device: str) -> Way:
-    """The offered way of a device. Raises ConfigError: there is none."""
-    for one in WAYS:
-        if one.device == device and one.offered:
-            return one
-    raise ConfigError(f"numerics=portable: products on {device} are not offered yet; device=cpu")
+
+def shown() -> dict[tuple[Any, ...], bool]:
+    """For every kind of product on a GPU so far, whether cuBLAS computed it; for reports and tests."""
+    return dict(_cublas_is_right)
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Parts = 1, add: bool = False) -> Tensor:
@@ -105,13 +104,27 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
     out:           [m, n] bf16 or fp32, with any strides.
     rows, columns: shards of m or n, which change nothing: a row's and a column's result is its own.
     returns:       out.
-    raises TypeError: other dtypes; ConfigError: a device without an offered way.
+    raises TypeError: other dtypes; ConfigError: a device of none of the ways.
     """
-    _check(a, b)
-    total = way(a.device.type).compute(a, b)
-    if add:
-        total = total.add_(out)
-    return out.copy_(total)
+    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
+        raise TypeError(f"numerics=portable multiplies bf16 numbers, not {a.dtype} and {b.dtype}")
+    _way(a, b, out, add).compute(a, b, out, add)
+    return out
+
+
+def _way(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Way:
+    if a.device.type == "cpu":
+        return NUMBA
+    if a.device.type != "cuda":
+        raise ConfigError(f"numerics=portable: nothing computes the defined product on {a.device.type}; device=cpu")
+    kind = cublas_product.kind(a, b, out, add)
+    right = _cublas_is_right.get(kind)
+    if right is None:
+        if cublas_product.capturing(a):
+            return FIXED_TILES
+        right = cublas_product.agree(CUBLAS.compute, FIXED_TILES.compute, a, b, out, add)
+        _cublas_is_right[kind] = right
+    return CUBLAS if right else FIXED_TILES
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
@@ -121,16 +134,8 @@ def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
     segments: the size of each in k.
     returns:  [shards, m, n] fp32: the sum over segments, in order, of the segment's product.
     """
-    _check(a, b)
-    compute = way(a.device.type).compute
     total = torch.empty(shards, a.shape[0], b.shape[1], device=a.device)
     for segment, (x, y) in enumerate(zip(a.split(segments, 1), b.split(segments), strict=True)):
-        parts = zip(total, x.chunk(shards, 1), y.chunk(shards), strict=True)
-        for part, left, right in parts:
-            part.add_(compute(left, right)) if segment else part.copy_(compute(left, right))
+        for part, left, right in zip(total, x.chunk(shards, 1), y.chunk(shards), strict=True):
+            product(left, right, part, add=segment > 0)
     return total
-
-
-def _check(a: Tensor, b: Tensor) -> None:
-    if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
-        raise TypeError(f"numerics=portable multiplies bf16 numbers, not {a.dtype} and {b.dtype}")

@@ -19,15 +19,13 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics import cpu_product
-from tp_invariant_recipes.numerics.probe_operands import cancelling, residue
+from tp_invariant_recipes.numerics.cublas_product import agree, capturing, kind
+from tp_invariant_recipes.numerics.cublas_product import launch as _in_place
 from tp_invariant_recipes.numerics.shard_operands import Parts, like, parts_of, same_bits, without_gaps
 
-TRIALS = 2  # of operands that cancel; one shows every other order of additions that was tried
-# What cuBLAS says of strides or alignment that it does not take. Any other error of a trial is an error of the run.
-LAYOUT_NOT_TAKEN = ("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE")
 CHECK = "TPI_CHECK_PRODUCTS"  # 1: compute every product both ways, on the operands of the run, and compare
 
-# (shapes, strides, dtypes, alignment, shards, add, torch's settings) -> whether the product in one launch has the bits
+# (shards, kind of product) -> whether the product in one launch has the bits
 # of the definition.
 _in_place_is_right: dict[tuple[Any, ...], bool] = {}
 
@@ -43,13 +41,10 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
     if not a.is_cuda:
         result = cpu_product.product(a, b, rows, columns)
         return out.add_(result.to(out.dtype)) if add else out.copy_(result)
-    key = (
-        a.shape, b.shape[1], a.stride(), b.stride(), out.stride(), a.dtype, out.dtype, rows, columns, add,
-        a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16, *settings(),
-    )  # fmt: skip
+    key = (rows, columns, *kind(a, b, out, add))
     right = _in_place_is_right.get(key)
     if right is None:
-        if torch.cuda.is_current_stream_capturing():  # a trial waits for the GPU
+        if capturing(a):
             return _defined(a, b, out, rows, columns, add)
         right = _in_place_is_right[key] = _seen_to_be_right(a, b, out, rows, columns, add)
     if right and checking():
@@ -60,15 +55,6 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
 def shown() -> dict[tuple[Any, ...], bool]:
     """For every kind of product so far, whether it was done in place; for reports and tests."""
     return dict(_in_place_is_right)
-
-
-def settings() -> tuple[Any, ...]:
-    """torch's settings that decide which kernel cuBLAS runs. These getters take 0.6 µs together, the public ones 3."""
-    return (
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        torch._C._get_float32_matmul_precision(),
-        torch._C._get_blas_preferred_backend(),
-    )
 
 
 @cache
@@ -115,27 +101,6 @@ def _multiplied(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(a, b)
 
 
-def _in_place(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
-    if out.dtype == a.dtype:
-        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    return torch.addmm(out, a, b, out.dtype, out=out) if add else torch.mm(a, b, out.dtype, out=out)
-
-
 def _seen_to_be_right(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> bool:
     """Try both forms on operands that cancel and lie in memory as these do, without touching `out`."""
-    generator = torch.Generator(a.device).manual_seed(0)
-    x, y, first, second = (like(tensor, 16) for tensor in (a, b, out, out))
-    for _ in range(TRIALS):
-        cancelling(x, y, generator)
-        residue(first, generator)
-        second.copy_(first)
-        try:
-            _in_place(x, y, first, add)
-        except RuntimeError as error:
-            if not any(words in str(error) for words in LAYOUT_NOT_TAKEN):
-                raise
-            return False
-        _defined(x, y, second, rows, columns, add)
-        if not same_bits(first, second):
-            return False
-    return True
+    return agree(_in_place, lambda x, y, part, add: _defined(x, y, part, rows, columns, add), a, b, out, add)

@@ -111,6 +111,7 @@ _LEFT = (
     # Decisions by comparing bits, for every kind of operands; a cold start makes them anew.
     ("tp_invariant_recipes.numerics.attention", ("_together_is_right",)),
     ("tp_invariant_recipes.numerics.cpu_product", ("_together_is_right",)),
+    ("tp_invariant_recipes.numerics.defined_product", ("_cublas_is_right",)),
     ("tp_invariant_recipes.numerics.product", ("_in_place_is_right",)),
     # Room and streams that are made where there are none.
     ("tp_invariant_recipes.numerics.weight_gradient", ("_stand_ins",)),
@@ -132,8 +133,11 @@ def settle() -> None:
 
 
 def _forget_graphs() -> None:
-    """Megatron keeps the graph of a step, its inputs and the steps until its capture for the process."""
+    """Megatron keeps the graph of a step, its inputs, its pool of memory and the steps until its capture."""
+    from megatron.core import full_cuda_graph
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+
+    full_cuda_graph._shared_graph_pool = None
 
     for stage in ("training", "validation"):
         FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None

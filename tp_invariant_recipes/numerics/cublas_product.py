@@ -1,0 +1,73 @@
+"""cuBLAS's products, and a trial that tells whether one has the bits of a definition on the GPU at hand.
+
+cuBLAS chooses an algorithm by shapes, strides, dtypes, alignment and torch's settings; `kind` holds all of these. The
+trial's operands cancel (numerics/probe_operands.py): on others an output in bf16 hides most differences.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.numerics.probe_operands import cancelling, residue
+from tp_invariant_recipes.numerics.shard_operands import like, same_bits
+
+TRIALS = 2  # of operands that cancel; one shows every other order of additions that was tried
+# What cuBLAS says of strides or alignment that it does not take. Any other error of a trial is an error of the run.
+LAYOUT_NOT_TAKEN = ("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE")
+
+# a, b, out, add: out = a @ b, or out += a @ b, with fp32 accumulation, rounded once to out's dtype.
+Product = Callable[[Tensor, Tensor, Tensor, bool], object]
+
+
+def launch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
+    """out = a @ b, or out += a @ b, in one launch."""
+    if out.dtype == a.dtype:
+        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    return torch.addmm(out, a, b, out.dtype, out=out) if add else torch.mm(a, b, out.dtype, out=out)
+
+
+def kind(a: Tensor, b: Tensor, out: Tensor, add: bool) -> tuple[Any, ...]:
+    """All that decides which kernel cuBLAS runs for a @ b in memory that lies as `out` does."""
+    return (
+        a.shape, b.shape[1], a.stride(), b.stride(), out.stride(), a.dtype, out.dtype, add,
+        a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16, *settings(),
+    )  # fmt: skip
+
+
+def capturing(operand: Tensor) -> bool:
+    """Whether what is launched on this operand goes into a CUDA graph, so that nothing may wait for the GPU."""
+    return operand.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def settings() -> tuple[Any, ...]:
+    """torch's settings that decide which kernel cuBLAS runs. These getters take 0.6 µs together, the public ones 3."""
+    return (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_float32_matmul_precision(),
+        torch._C._get_blas_preferred_backend(),
+    )
+
+
+def agree(first: Product, defined: Product, a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
+    """Whether two products have the same bits on operands that cancel and lie in memory as these do; `out` stays.
+
+    False, too, where cuBLAS does not take the operands' layout.
+    """
+    generator = torch.Generator(a.device).manual_seed(0)
+    x, y, one, other = (like(tensor, 16) for tensor in (a, b, out, out))
+    for _ in range(TRIALS):
+        cancelling(x, y, generator)
+        residue(one, generator)
+        other.copy_(one)
+        try:
+            first(x, y, one, add)
+        except RuntimeError as error:
+            if not any(words in str(error) for words in LAYOUT_NOT_TAKEN):
+                raise
+            return False
+        defined(x, y, other, add)
+        if not same_bits(one, other):
+            return False
+    return True
