@@ -18,6 +18,9 @@ pytestmark = pytest.mark.usefixtures("portable_loops")
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "tests" / "certificates").glob("*.tpicert"))
+H200 = [file for file in FILES if file.stem.endswith("nvidia-h200")]
+# Two steps of a real model. 7 minutes on two busy cores, most of it in one process.
+LARGE = ROOT / "tests" / "certificates" / "large" / "qwen3_0p6b-nvidia-h200.tpicert"
 STEPS = 20
 LARGEST = 512 * 1024  # bytes, so that the repository stays small
 KINDS = ("clipped", "gradients", "masters", "moments")
@@ -77,12 +80,22 @@ def test_this_cpu_computes_the_certificates_bits(shared, file):
     assert f"identical: tp=1, 2 computed the same bits as {file.name} over {STEPS} steps" in done.stdout
 
 
-def test_the_first_steps_of_a_certificate(shared):
-    """In `make test`: two steps of one certificate; the others, and all steps, before a release."""
-    file = FILES[-1]
-    done = verify(shared, file, "tp=2", "train.exit_interval=2", name="first")
+@pytest.mark.parametrize("file", H200, ids=lambda file: file.stem)
+def test_the_first_steps_of_a_gpus_certificate(shared, file):
+    """In `make test`: two steps of what an H200 computed; the others, and all steps, before a release."""
+    done = verify(shared, file, "tp=2", "train.exit_interval=2", name=f"first-{file.stem}")
     assert done.status == 0, done.stdout + done.stderr
     assert f"identical: tp=2 computed the same bits as {file.name} over 2 of {STEPS} steps" in done.stdout
+
+
+@pytest.mark.release
+@pytest.mark.timeout(3600)
+def test_this_cpu_computes_two_steps_of_a_real_model(shared):
+    shutil.copy(LARGE, shared.folder)
+    words = ("qwen3_0p6b", "seq=128", "gbs=1", "iters=2", "device=cpu", "tp=1", "--dir", "large")
+    done = shared("verify", *words, *MAKE.ALWAYS, "--against", LARGE.name, before=all_documents)
+    assert done.status == 0, done.stdout + done.stderr
+    assert f"identical: tp=1 computed the same bits as {LARGE.name} over 2 steps" in done.stdout
 
 
 def test_one_kept_bit_less_differs(shared):
@@ -91,7 +104,7 @@ def test_one_kept_bit_less_differs(shared):
         without_conformance()
         one_kept_bit_less()
 
-    file = FILES[-1]
+    file = H200[-1]
     done = verify(shared, file, "tp=1", "train.exit_interval=2", before=plant, name="less")
     assert done.status == 1, done.stdout + done.stderr
     assert f"different: tp=1 computed other bits than {file.name} at step 1" in done.stdout

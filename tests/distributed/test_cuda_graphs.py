@@ -166,10 +166,8 @@ def test_a_cpu_has_neither_graphs_nor_fp8():
 
 
 @pytest.mark.parametrize("mode", ("tree", "gather"))
-def test_invariant_numerics_have_neither_graphs_nor_fp8(mode):
-    graphs, fp8, way_out = refused("qwen3_toy", f"numerics={mode}", "cuda_graph=te", "precision=fp8_tensorwise")
-    assert graphs.startswith(f"numerics={mode}: ")
-    assert graphs.endswith("cuda_graph=off")
+def test_invariant_numerics_have_no_fp8(mode):
+    fp8, way_out = refused("qwen3_toy", f"numerics={mode}", "precision=fp8_tensorwise")
     assert fp8.startswith(f"numerics={mode}: FP8 and FP4 scales depend on how a tensor is cut; precision=bf16")
     named = refused("qwen3_toy", f"numerics={mode}", "mixed_precision=bf16_with_fp8_current_scaling_mixed")
     assert named == [fp8, way_out]

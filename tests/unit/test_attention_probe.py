@@ -146,6 +146,14 @@ def test_an_honest_backend_is_launched_once(dtype, shards):
     assert core.launches == 1
 
 
+def test_a_capture_computes_as_defined_what_was_not_tried_before(monkeypatch):
+    core, made = Core(), operands(torch.float32)
+    monkeypatch.setattr(attentions, "capturing", lambda operand: True)
+    attention(core, *made[:3], None, SHARDS)
+    assert core.launches == SHARDS
+    assert attentions.shown() == {}
+
+
 @pytest.mark.parametrize("lie", TENSORS)
 def test_operands_that_cancel_show_what_normal_numbers_hide(lie):
     """The control of the operands: the share of numbers in bf16 that a lie changes, in every draw."""

@@ -8,7 +8,6 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 
 REFUSED = {
-    "device=gpu": "no GPU has been shown to compute it yet; device=cpu",
     "model.transformer_impl=transformer_engine": "model.transformer_impl=local",
     "precision=fp32": "precision=bf16",
     "precision=fp8_tensorwise": "FP8 and FP4 scales",
@@ -27,10 +26,8 @@ REFUSED = {
 
 
 def problems(model, *overrides, mode="portable"):
-    device = "gpu" if "device=gpu" in overrides else "cpu"
-    rest = [override for override in overrides if override != "device=gpu"]
     try:
-        compose(model, [f"numerics={mode}", *rest], device=device)
+        compose(model, [f"numerics={mode}", *overrides], device="cpu")
     except ConfigError as error:
         return error.problems
     return []
@@ -40,6 +37,16 @@ def problems(model, *overrides, mode="portable"):
 def test_what_has_no_portable_version_is_refused(override):
     found = problems("qwen3_toy", override)
     assert any(line.startswith("numerics=portable: ") and REFUSED[override] in line for line in found), found
+
+
+@pytest.mark.parametrize("model", ("qwen3_toy", "qwen3_8b", "qwen3_moe_toy"))
+def test_a_gpu_has_the_layers_and_the_optimizer_of_a_cpu(model):
+    """Whatever device=gpu sets otherwise: Transformer Engine's have a library's arithmetic."""
+    trees = [compose(model, ["numerics=portable"], device=device).tree for device in ("cpu", "gpu")]
+    differing = {"distributed_backend", "kind"}
+    for section in ("model", "optimizer", "ddp", "numerics"):
+        first, second = (tree[section] for tree in trees)
+        assert {name for name in {*first, *second} if first.get(name) != second.get(name)} <= differing, section
 
 
 # Fields whose values Megatron-Bridge would have to be asked about.

@@ -19,7 +19,8 @@ LATER_IN_RANKS = ("megatron.bridge.training.gpt_step", "megatron.bridge.data.meg
 # Makes torch.cuda.is_available() ask NVML. Otherwise it starts CUDA, and then no rank can be forked.
 ASK_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
-imported_with: dict[str, str] = {}  # the environment variables at the first import; empty before
+# The environment variables at the first import, and those that its libraries set; empty before.
+imported_with: dict[str, str] = {}
 
 
 def load() -> None:
@@ -30,7 +31,6 @@ def load() -> None:
     if BRIDGE in sys.modules:
         return
     find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
-    imported_with.update(os.environ)
     with quiet(), _nothing_is_garbage(), _asking_the_driver():
         with lazy_imports.put_off(_later):
             transformer_engine.prepare_import()
@@ -38,6 +38,7 @@ def load() -> None:
                 import_module(name)
         # Autograd imports this at the first backward pass; otherwise each forked rank would import it again.
         import_module("torch.fx.experimental.symbolic_shapes")
+    imported_with.update(os.environ)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class Way:
 
     device:   what torch calls its device.
     compute:  fills or adds to `out`, bf16 or fp32.
-    used:     by runs: "yes"; "after a trial" on the GPU at hand, against the way there that is always used; or for what.
+    used:     by runs: "yes"; "after a trial", on the GPU at hand, against the way that is always used; or by what.
     evidence: why it is believed to compute the defined sum, and where it is known not to.
     """
 
@@ -117,14 +117,17 @@ def _way(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Way:
         return NUMBA
     if a.device.type != "cuda":
         raise ConfigError(f"numerics=portable: nothing computes the defined product on {a.device.type}; device=cpu")
+    return CUBLAS if _right(a, b, out, add) else FIXED_TILES
+
+
+def _right(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
+    """Whether cuBLAS may compute it. While a CUDA graph is captured, only what has been tried before may be."""
     kind = cublas_product.kind(a, b, out, add)
-    right = _cublas_is_right.get(kind)
-    if right is None:
+    if kind not in _cublas_is_right:
         if cublas_product.capturing(a):
-            return FIXED_TILES
-        right = cublas_product.agree(CUBLAS.compute, FIXED_TILES.compute, a, b, out, add)
-        _cublas_is_right[kind] = right
-    return CUBLAS if right else FIXED_TILES
+            return False
+        _cublas_is_right[kind] = cublas_product.agree(CUBLAS.compute, FIXED_TILES.compute, a, b, out, add)
+    return _cublas_is_right[kind]
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:

@@ -41,15 +41,20 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
     if not a.is_cuda:
         result = cpu_product.product(a, b, rows, columns)
         return out.add_(result.to(out.dtype)) if add else out.copy_(result)
-    key = (rows, columns, *kind(a, b, out, add))
-    right = _in_place_is_right.get(key)
-    if right is None:
-        if capturing(a):
-            return _defined(a, b, out, rows, columns, add)
-        right = _in_place_is_right[key] = _seen_to_be_right(a, b, out, rows, columns, add)
+    right = _right(a, b, out, rows, columns, add)
     if right and checking():
         return _checked(a, b, out, rows, columns, add)
     return _in_place(a, b, out, add) if right else _defined(a, b, out, rows, columns, add)
+
+
+def _right(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> bool:
+    """Whether the product may be one launch. While a CUDA graph is captured, only what has been tried before may be."""
+    key = (rows, columns, *kind(a, b, out, add))
+    if key not in _in_place_is_right:
+        if capturing(a):
+            return False
+        _in_place_is_right[key] = _seen_to_be_right(a, b, out, rows, columns, add)
+    return _in_place_is_right[key]
 
 
 def shown() -> dict[tuple[Any, ...], bool]:

@@ -34,7 +34,7 @@ ROUNDED = "rounded"  # the third training
 
 # An audit looks at the norms; digests are recorded where they are asked for.
 DEFAULTS = ("ledger.digests=0",)
-# CUDA graphs are replayed under stock numerics alone, and the defects that an audit looks for are theirs.
+# The defects that an audit looks for are those of Megatron's and Transformer Engine's own layers.
 NUMERICS = "numerics=stock"
 
 # Takes the name of a training and its plan, and shows its progress.

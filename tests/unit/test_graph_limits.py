@@ -1,0 +1,87 @@
+"""CUDA graphs with invariant numerics: what is captured, what is refused by name, and what a capture falls back to."""
+
+import pytest
+import torch
+
+from tp_invariant_recipes.config import invariance
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics import cublas_product, defined_product
+from tp_invariant_recipes.numerics import product as products
+
+COVERED = (
+    "qwen3_toy cuda_graph=full",
+    "qwen3_toy cuda_graph=full tp=2 dp=2 gbs=4",
+    "qwen3_toy cuda_graph=full cp=2",
+    "qwen3_toy cuda_graph=te pp=2",
+    "qwen3_moe_toy cuda_graph=te tp=2 ep=2",
+    "nemotron3_nano_toy cuda_graph=te tp=2",
+    "moonlight_toy cuda_graph=te",
+    "qwen3_toy cuda_graph=full numerics=portable",
+)
+REFUSED = {
+    "qwen3_toy cuda_graph=full numerics=gather": "its layers have not been captured; cuda_graph=off",
+    "qwen3_toy cuda_graph=te numerics=gather": "its layers have not been captured; cuda_graph=off",
+    "qwen3_toy cuda_graph=te numerics=portable": "captured with the whole step only; cuda_graph=full, or off",
+    "qwen3_toy cuda_graph=te cp=2": "a captured layer gets a mask",
+    "qwen3_toy cuda_graph=te numerics.context_shards=2": "a captured layer gets a mask",
+    "qwen3_toy cuda_graph=full pp=2": "stages wait for each other where a captured step cannot; cuda_graph=te, or pp=1",
+    "qwen3_toy cuda_graph=full cluster.environment.TPI_CHECK_PRODUCTS=1": "TPI_CHECK_PRODUCTS=1 compares products",
+}
+
+
+def composed(words: str):
+    model, *overrides = words.split()
+    return compose(model, overrides, device="gpu").tree
+
+
+@pytest.mark.parametrize("words", COVERED)
+def test_what_was_captured_is_allowed(words):
+    assert composed(words)["model"]["cuda_graph_impl"] != "none"
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_a_graph_cannot_hold_is_refused_by_name(words):
+    with pytest.raises(ConfigError) as error:
+        composed(words)
+    problem, or_stock = error.value.problems
+    assert or_stock == "or numerics=stock"
+    assert problem.startswith("numerics=")
+    assert REFUSED[words] in problem
+
+
+def test_the_invariant_dispatcher_is_not_captured():
+    words = "qwen3_moe_toy cuda_graph=te numerics="
+    assert composed(f"{words}tree")["model"]["cuda_graph_modules"] == ["attn", "moe_router"]
+    stock = composed(f"{words}stock")
+    assert stock["model"]["cuda_graph_modules"] == ["attn", "moe_router", "moe_preprocess"]
+    (problem,) = (
+        line
+        for line in invariance.limits(stock | composed("qwen3_moe_toy") | {"model": stock["model"]})
+        if "moe_preprocess" in line
+    )
+    assert "leave them out of model.cuda_graph_modules" in problem
+
+
+@pytest.mark.parametrize("module", (products, defined_product))
+def test_a_capture_tries_nothing_and_remembers_nothing(monkeypatch, module):
+    """Before it, a trial decides; while it lasts, what has been decided holds, and all else is computed as defined."""
+    found = "_in_place_is_right" if module is products else "_cublas_is_right"
+    shards = (1, 1) if module is products else ()
+    monkeypatch.setattr(module, found, {})
+    trials = []
+    monkeypatch.setattr(cublas_product, "agree", lambda *_: trials.append(1) or True)
+    monkeypatch.setattr(products, "agree", cublas_product.agree)
+    capturing = True
+    monkeypatch.setattr(cublas_product, "capturing", lambda operand: capturing)
+    monkeypatch.setattr(products, "capturing", lambda operand: capturing)
+    operands = torch.zeros(16, 32), torch.zeros(32, 8), torch.zeros(16, 8)
+    assert not module._right(*operands, *shards, False)
+    assert trials == []
+    assert getattr(module, found) == {}
+    capturing = False
+    assert module._right(*operands, *shards, False)
+    assert len(trials) == 1
+    capturing = True
+    assert module._right(*operands, *shards, False)
+    assert len(trials) == 1
