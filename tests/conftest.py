@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import tp_invariant_recipes
+from tests import composing
 from tests.forks import Tpi
 from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.host import gpus
@@ -38,6 +39,21 @@ def _environment(tmp_path: Path):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _composed_once():
+    with pytest.MonkeyPatch.context() as patch:
+        for (holder, name), (_, once) in composing.STANDINS.items():
+            patch.setattr(holder, name, once)
+        yield
+
+
+@pytest.fixture
+def hydra_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of composing again: Hydra reads the files each time."""
+    for (holder, name), (own, _) in composing.STANDINS.items():
+        monkeypatch.setattr(holder, name, own)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needy = [item for item in items if item.get_closest_marker("gpu") or GPU_TESTS in item.path.parents]
     if needy and not gpus.visible():
@@ -61,6 +77,8 @@ LATE = (
     "tp_invariant_recipes.host.cpu",
 )
 
+# Models that many tests train: their files are read before the worker is forked.
+FREQUENT = ("qwen3_toy", "qwen3_moe_toy")
 
 # Of Megatron's mock data: the index of its own 100,000 documents takes a short run a third of its time, and 40 MB.
 MOCK_DOCUMENTS = 1000
@@ -113,13 +131,14 @@ def bridge() -> None:
     os.environ.update(environment.settings("cpu", {}))
     from hydra.core.plugins import Plugins
 
+    from tp_invariant_recipes.config.compose import compose
     from tp_invariant_recipes.host import bridge
 
     bridge.load()
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     # And what a launcher or its ranks would import, each anew.
-    for package in ("cli", "jobs", "launch", "multinode", "numerics", "runs", "training", "workflows"):
+    for package in ("cli", "jobs", "launch", "multinode", "numerics", "report", "runs", "training", "workflows"):
         folder = Path(tp_invariant_recipes.__file__).parent / package
         for name in sorted(file.stem for file in folder.glob("*.py")):
             if name != "te_layers":
@@ -127,6 +146,8 @@ def bridge() -> None:
     for name in LATE:
         import_module(name)
     Plugins.instance()  # Hydra looks for its plugins once a process
+    for model in FREQUENT:
+        compose(model, ["tp=2", "seq=32"], device="cpu")
 
     MockGPTLowLevelDataset.size = MOCK_DOCUMENTS
 

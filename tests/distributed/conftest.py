@@ -1,10 +1,13 @@
 """Real trainings on the CPU, ranks as processes."""
 
+import fcntl
 import gc
 import os
 from pathlib import Path
 
 import pytest
+
+from tests.forks import Tpi
 
 # One thread a rank, before any test module imports torch: eight ranks on two cores would wait for each other's threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,3 +30,17 @@ def families(bridge: None) -> None:
 
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def portable_loops(bridge: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The loops of numerics=portable as one rank compiles them, which takes it 30 s in a new checkout.
+
+    numba keeps them beside their source. Without this every rank of the first runs would compile all of them, and so
+    would those of another worker.
+    """
+    tpi = Tpi(tmp_path_factory.mktemp("portable"))
+    with (tmp_path_factory.getbasetemp().parent / "portable-loops").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = tpi("train", "qwen3_toy", "numerics=portable", "seq=64", "gbs=1", "iters=1", "model.num_layers=1")
+    assert done.status == 0, done.stderr

@@ -14,6 +14,8 @@ import pytest
 from tests.distributed.test_portable import one_kept_bit_less, without_conformance
 from tp_invariant_recipes.ledger import certificate
 
+pytestmark = pytest.mark.usefixtures("portable_loops")
+
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "tests" / "certificates").glob("*.tpicert"))
 H200 = [file for file in FILES if file.stem.endswith("nvidia-h200")]

@@ -8,6 +8,8 @@ from safetensors.numpy import load_file, save_file
 from tests.distributed.test_portable import one_kept_bit_less, without_conformance
 from tp_invariant_recipes.workflows.check import LINEAR, Names
 
+pytestmark = pytest.mark.usefixtures("portable_loops")
+
 SMALL = ("qwen3_toy", "numerics=portable", "seq=64", "gbs=2", "iters=2")
 MODULES = tuple(f"decoder.layers.1.{ending}" for ending in LINEAR)
 FC2 = MODULES[-1]

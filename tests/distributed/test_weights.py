@@ -1,5 +1,6 @@
 """`weights=FOLDER` and `tpi export`: the same bits in every layout, and back again."""
 
+import gc
 import json
 import shutil
 
@@ -8,7 +9,7 @@ import pytest
 from tests import hf_folders
 from tp_invariant_recipes.config import hf_models, weights
 
-pytestmark = pytest.mark.usefixtures("families")
+pytestmark = pytest.mark.usefixtures("modelopt")
 
 SHORT = ("seq=64", "gbs=2")
 FROZEN = ("lr=0", "optimizer.min_lr=0", "scheduler.lr_decay_iters=9")  # the step changes no weight
@@ -31,6 +32,15 @@ _SIZES = {
     "vocab_size": 256,
     "max_position_embeddings": 8192,
 }
+
+
+@pytest.fixture(scope="module")
+def modelopt(families):
+    """What Bridge's conversion of weights imports: once here, and not in every fork."""
+    import modelopt.torch.peft  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 def made(shared, name, model="qwen3_toy", *overrides, **how):

@@ -67,7 +67,7 @@ def leave_an_attribute_of_a_class(run_dir: RunDir, info: RankInfo) -> None:
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     note(run_dir, info)
-    FullCudaGraphWrapper.result = None
+    FullCudaGraphWrapper.left = True
 
 
 def one_rank_leaves_something(run_dir: RunDir, info: RankInfo) -> None:
@@ -142,6 +142,24 @@ def test_without_restoring_the_next_run_finds_what_the_one_before_left(launched,
         assert first[0][name] != second[0][name]
 
 
+class ImportsToAnswer(dict):
+    """As transformers' table of configurations."""
+
+    def items(self):
+        pytest.fail("asked for its items")
+
+
+def test_the_state_is_read_without_asking_a_table_that_imports_to_answer(monkeypatch):
+    from tp_invariant_recipes.numerics import partial_gradient
+
+    table = ImportsToAnswer(one=1)
+    monkeypatch.setattr(partial_gradient, "TABLE", table, raising=False)
+    state = process_state.ProcessState()
+    assert state.restore() == []
+    table["two"] = 2
+    assert state.restore() == [f"{partial_gradient.__name__}:TABLE"]
+
+
 @pytest.mark.parametrize(
     "leak, named",
     (
@@ -151,7 +169,7 @@ def test_without_restoring_the_next_run_finds_what_the_one_before_left(launched,
         ),
         pytest.param(
             leave_an_attribute_of_a_class,
-            "megatron.core.full_cuda_graph:FullCudaGraphWrapper.result",
+            "megatron.core.full_cuda_graph:FullCudaGraphWrapper.left",
             marks=pytest.mark.release,
         ),
         pytest.param(

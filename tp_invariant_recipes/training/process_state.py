@@ -142,7 +142,7 @@ def _forget_graphs() -> None:
     for stage in ("training", "validation"):
         FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
         FullCudaGraphWrapper.curr_iteration[stage] = 0
-        StaticBufferLoader.static_buffers[stage] = []
+        StaticBufferLoader.static_buffers[stage].clear()  # the list stays: another one would differ, and end warm ranks
 
 
 def _forget_probabilities() -> None:
@@ -218,7 +218,8 @@ def _put_back(name: str, before: "_Copy") -> None:
 def _copy(value: Any) -> _Copy:
     kind = type(value)
     if issubclass(kind, dict):
-        return _Copy(value, tuple(part for pair in list(value.items()) for part in pair))
+        # dict's own items: transformers' table of configurations imports hundreds of modules when asked for its items.
+        return _Copy(value, tuple(part for pair in list(dict.items(value)) for part in pair))
     if issubclass(kind, list | set):
         return _Copy(value, tuple(value))
     if kind.__module__.startswith(PACKAGES) and not issubclass(kind, type) and hasattr(value, "__dict__"):
