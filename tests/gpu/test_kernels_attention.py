@@ -1,4 +1,4 @@
-"""The portable attention on a GPU: the bits of its form for a CPU. No GPU has run it yet."""
+"""The portable attention on a GPU: the bits of its form for a CPU."""
 
 import numpy as np
 import pytest

@@ -28,6 +28,8 @@ NAMES = (
     ("aten::_fused_rms_norm", "normalisation"),
     ("_tree_add", "tree adds"),
     ("_token_sum", "tree adds"),
+    ("_product", "matrix products"),
+    ("_weight_gradient", "matrix products"),
     ("_VocabParallelCrossEntropy", "cross entropy"),
     ("void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctorMaster<float>>", "optimizer"),
     ("void multi_tensor_apply_kernel<TensorListMetadata<1>, L2NormFunctor<float>>", "gradient norm"),

@@ -12,7 +12,6 @@ def _state_before_loading(original: Any) -> Callable[[Any], dict[str, Any]]:
     """Megatron asks a distributed optimizer for its step before it loads a checkpoint. Transformer Engine's Adam has
     none then; of torch's Megatron demands one.
     """
-
     import torch
 
     def state_dict(self):

@@ -11,7 +11,7 @@ A tile of LANES keys is one round of the lanes. Scores are computed again where 
 and all beyond the end, are zeros in e, p and ds, which change no sum. That holds for finite operands: an infinity times
 such a zero would be NaN here, where the form for a CPU leaves it out.
 
-The bits follow from the definition and from Triton's interpreter only: no GPU has run these kernels yet.
+An H200 gave the bits of the form for a CPU (tests/gpu/test_kernels_attention.py), and so does Triton's interpreter.
 """
 
 import triton
