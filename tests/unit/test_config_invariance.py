@@ -155,7 +155,8 @@ def test_what_is_not_covered_is_one_message_that_ends_with_stock(model, override
 def test_several_limits_are_listed_and_the_way_out_is_said_once():
     assert refused("cuda_graph=full", "pp=2", "model.mtp_num_layers=1").splitlines() == [
         "2 problems in this configuration:",
-        "  - numerics=tree: stages wait for each other where a captured step cannot; cuda_graph=te, or pp=1",
+        "  - numerics=tree: stages wait for each other where a captured step cannot; pp=1, or with numerics=tree "
+        "cuda_graph=te",
         "  - numerics=tree: multi-token prediction is not covered yet; model.mtp_num_layers=null",
         "for the invariant numerics: change these, or numerics=stock",
     ]
