@@ -17,6 +17,8 @@ def agree(tpi: Tpi, words: Iterable[str], layouts: Sequence[str]) -> None:
     first, *others = [train(tpi, (*words, layout), f"run-{n}") for n, layout in enumerate(layouts)]
     for layout, other in zip(layouts[1:], others, strict=True):
         assert other == first, layout
-    assert all(step.gradients and step.masters for step in first)
+    assert all(step.gradients for step in first)
+    if "precision=fp32" not in " ".join((*words, *layouts)):  # where weights have no masters
+        assert all(step.masters for step in first)
     compared = tpi("compare", "run-0", "run-1")
     assert compared.status == 0, compared.stdout
