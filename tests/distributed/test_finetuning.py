@@ -97,11 +97,11 @@ def test_tuning_has_one_result_in_every_layout(tuned):
 
 
 def test_tuning_lowers_the_loss(mine, shared):
-    done = shared("train", *RECIPE, "ledger.digests=0", "run.dir=long")
+    done = shared("train", *RECIPE, "iters=24", "ledger.digests=0", "run.dir=long")
     assert done.status == 0, done.stderr
     found = [bits_float(step.loss) for step in shared.ledger("long")]
-    assert len(found) == 12
-    assert found[-1] < found[0] * 2 / 3
+    assert len(found) == 24
+    assert found[-1] < found[0] / 2, found
 
 
 @pytest.mark.release
