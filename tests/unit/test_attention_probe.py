@@ -11,6 +11,7 @@ import torch
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics import attention as attentions
+from tp_invariant_recipes.numerics import cublas_product
 from tp_invariant_recipes.numerics.attention import TENSORS, Operands, attention
 from tp_invariant_recipes.numerics.probe_operands import cancelling_attention
 
@@ -148,7 +149,7 @@ def test_an_honest_backend_is_launched_once(dtype, shards):
 
 def test_a_capture_computes_as_defined_what_was_not_tried_before(monkeypatch):
     core, made = Core(), operands(torch.float32)
-    monkeypatch.setattr(attentions, "capturing", lambda operand: True)
+    monkeypatch.setattr(cublas_product, "capturing", lambda operand: True)
     attention(core, *made[:3], None, SHARDS)
     assert core.launches == SHARDS
     assert attentions.shown() == {}

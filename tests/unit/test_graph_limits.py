@@ -83,7 +83,6 @@ def test_a_capture_tries_nothing_and_remembers_nothing(monkeypatch, module):
     monkeypatch.setattr(products, "agree", cublas_product.agree)
     capturing = True
     monkeypatch.setattr(cublas_product, "capturing", lambda operand: capturing)
-    monkeypatch.setattr(products, "capturing", lambda operand: capturing)
     operands = torch.zeros(16, 32), torch.zeros(32, 8), torch.zeros(16, 8)
     assert not module._right(*operands, *shards, False)
     assert trials == []

@@ -127,7 +127,7 @@ def rows(kernels):
 @pytest.mark.parametrize("architecture", (90, pytest.param(100, marks=pytest.mark.release)))
 @pytest.mark.parametrize("kernel", rows(KERNELS), ids=lambda kernel: kernel.kernel.__name__)
 def test_every_operation_rounds_once(kernel, architecture):
-    assert UNFUSED.items() <= kernel.options.items()
+    assert {name: value for name, value in kernel.options.items() if name != "num_stages"} == UNFUSED
     found = float_operations(kernel, architecture, kernel.options)
     assert found & {"mul.rn.f32", "mul.rn.f32x2"}
     assert found <= ROUNDED

@@ -5,6 +5,7 @@ a product that a capture meets first is computed as defined.
 """
 
 import os
+from collections.abc import Callable
 
 from tp_invariant_recipes.config.cuda_graphs import FULL, NOT_INVARIANT, TE
 from tp_invariant_recipes.config.limit import Limit
@@ -15,42 +16,47 @@ CAPTURED = {"tree": (FULL, TE), "portable": (FULL,)}
 CHECK = "TPI_CHECK_PRODUCTS"
 
 
-def _graphed(t: RunConfig) -> bool:
-    return t.model.get("cuda_graph_impl") in (FULL, TE)
+def _row(kinds: tuple[str, ...], wrong: Callable[[RunConfig], bool], why: str) -> Limit:
+    """kinds: of graphs that the row is about."""
+    return Limit(lambda t: t.model.get("cuda_graph_impl") in kinds and wrong(t), why)
 
 
 LIMITS = (
-    Limit(
-        lambda t: _graphed(t) and t.numerics.mode not in CAPTURED,
+    _row(
+        (FULL, TE),
+        lambda t: t.numerics.mode not in CAPTURED,
         "its layers have not been captured; cuda_graph=off, or numerics=tree",
     ),
-    Limit(
-        lambda t: t.model.get("cuda_graph_impl") == TE and TE not in CAPTURED.get(t.numerics.mode, (TE,)),
+    _row(
+        (TE,),
+        lambda t: TE not in CAPTURED.get(t.numerics.mode, (TE,)),
         "its layers have been captured with the whole step only; cuda_graph=full, or off",
     ),
-    Limit(
-        lambda t: t.model.get("cuda_graph_impl") == TE and (t.numerics.context_shards or 1) > 1,
+    _row(
+        (TE,),
+        lambda t: (t.numerics.context_shards or 1) > 1,
         "a captured layer gets a mask, which attention with context shards does not take; cuda_graph=full, or off",
     ),
-    Limit(
-        lambda t: t.model.get("cuda_graph_impl") == FULL and t.model["pipeline_model_parallel_size"] > 1,
-        "stages wait for each other where a captured step cannot; pp=1, or with numerics=tree cuda_graph=te",
-    ),
-    Limit(
-        lambda t: t.model.get("cuda_graph_impl") == FULL and (t.model.get("num_moe_experts") or 0) > 1,
-        "experts wait for numbers of tokens from the GPU where a captured step cannot; cuda_graph=off, or with "
-        "numerics=tree cuda_graph=te",
-    ),
-    Limit(
-        lambda t: (
-            t.model.get("cuda_graph_impl") == TE
-            and bool({*NOT_INVARIANT} & {*(t.model.get("cuda_graph_modules") or ())})
-        ),
+    _row(
+        (TE,),
+        lambda t: bool({*NOT_INVARIANT} & {*(t.model.get("cuda_graph_modules") or ())}),
         f"{' and '.join(NOT_INVARIANT)} wait for numbers of tokens from the GPU; leave them out of "
         "model.cuda_graph_modules, or cuda_graph=off",
     ),
-    Limit(
-        lambda t: _graphed(t) and (t.cluster.environment | dict(os.environ)).get(CHECK) == "1",
+    _row(
+        (FULL,),
+        lambda t: t.model["pipeline_model_parallel_size"] > 1,
+        "stages wait for each other where a captured step cannot; pp=1, or with numerics=tree cuda_graph=te",
+    ),
+    _row(
+        (FULL,),
+        lambda t: (t.model.get("num_moe_experts") or 0) > 1,
+        "experts wait for numbers of tokens from the GPU where a captured step cannot; cuda_graph=off, or with "
+        "numerics=tree cuda_graph=te",
+    ),
+    _row(
+        (FULL, TE),
+        lambda t: (t.cluster.environment | dict(os.environ)).get(CHECK) == "1",
         f"{CHECK}=1 compares products where a captured step cannot wait; cuda_graph=off, or leave it unset",
     ),
 )

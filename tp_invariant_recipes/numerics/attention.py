@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.numerics.cublas_product import capturing, settings
+from tp_invariant_recipes.numerics.cublas_product import settings, tried
 from tp_invariant_recipes.numerics.probe_operands import cancelling_attention
 from tp_invariant_recipes.numerics.product import CHECK, checking
 from tp_invariant_recipes.numerics.shard_operands import dense, same_bits
@@ -69,11 +69,7 @@ def attention(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, 
     """
     query, key, value = dense(query), dense(key), dense(value)
     case = (shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings())
-    together = _together_is_right.get(case)
-    if together is None and capturing(query):
-        return _defined(core, query, key, value, mask, shards)
-    if together is None:
-        together = _together_is_right[case] = _seen_to_be_right(core, query, key, value, mask, shards)
+    together = tried(_together_is_right, case, query, lambda: _seen_to_be_right(core, query, key, value, mask, shards))
     if together and shards > 1 and checking():
         return _Checked.apply(core, mask, shards, query, key, value)
     return (_together if together else _defined)(core, query, key, value, mask, shards)

@@ -41,6 +41,17 @@ def capturing(operand: Tensor) -> bool:
     return operand.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def tried(
+    found: dict[tuple[Any, ...], bool], kind: tuple[Any, ...], operand: Tensor, trial: Callable[[], bool]
+) -> bool:
+    """What a trial of this kind has found, once a process. While a CUDA graph is captured nothing is tried: False."""
+    if kind not in found:
+        if capturing(operand):
+            return False
+        found[kind] = trial()
+    return found[kind]
+
+
 def settings() -> tuple[Any, ...]:
     """torch's settings that decide which kernel cuBLAS runs. These getters take 0.6 µs together, the public ones 3."""
     return (

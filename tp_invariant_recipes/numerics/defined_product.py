@@ -121,13 +121,10 @@ def _way(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Way:
 
 
 def _right(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
-    """Whether cuBLAS may compute it. While a CUDA graph is captured, only what has been tried before may be."""
+    """Whether cuBLAS may compute it."""
     kind = cublas_product.kind(a, b, out, add)
-    if kind not in _cublas_is_right:
-        if cublas_product.capturing(a):
-            return False
-        _cublas_is_right[kind] = cublas_product.agree(CUBLAS.compute, FIXED_TILES.compute, a, b, out, add)
-    return _cublas_is_right[kind]
+    forms = CUBLAS.compute, FIXED_TILES.compute
+    return cublas_product.tried(_cublas_is_right, kind, a, lambda: cublas_product.agree(*forms, a, b, out, add))
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics import cpu_product
-from tp_invariant_recipes.numerics.cublas_product import agree, capturing, kind
+from tp_invariant_recipes.numerics.cublas_product import agree, kind, tried
 from tp_invariant_recipes.numerics.cublas_product import launch as _in_place
 from tp_invariant_recipes.numerics.shard_operands import Parts, like, parts_of, same_bits, without_gaps
 
 CHECK = "TPI_CHECK_PRODUCTS"  # 1: compute every product both ways, on the operands of the run, and compare
 
-# (shards, kind of product) -> whether the product in one launch has the bits
-# of the definition.
+# (shards, kind of product) -> whether the product in one launch has the bits of the definition.
 _in_place_is_right: dict[tuple[Any, ...], bool] = {}
 
 
@@ -48,13 +47,9 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
 
 
 def _right(a: Tensor, b: Tensor, out: Tensor, rows: Parts, columns: Parts, add: bool) -> bool:
-    """Whether the product may be one launch. While a CUDA graph is captured, only what has been tried before may be."""
+    """Whether the product may be one launch."""
     key = (rows, columns, *kind(a, b, out, add))
-    if key not in _in_place_is_right:
-        if capturing(a):
-            return False
-        _in_place_is_right[key] = _seen_to_be_right(a, b, out, rows, columns, add)
-    return _in_place_is_right[key]
+    return tried(_in_place_is_right, key, a, lambda: _seen_to_be_right(a, b, out, rows, columns, add))
 
 
 def shown() -> dict[tuple[Any, ...], bool]:
