@@ -1,20 +1,24 @@
 """The attention for GPUs on CPU tensors against its form for a CPU: for a process that Triton's interpreter runs in.
 
 The interpreter cannot multiply bf16. Here its `tl.dot` is the sum of kernels/tensor_core_sum.py, which goes on from the
-accumulator it is given: what an H200's `tl.dot` was seen to do (tests/data).
+accumulator it is given: what an H200's `tl.dot` was seen to do (tests/data). The interpreter's FMA rounds twice, and its
+conversion to bf16 cuts: both are replaced by what a GPU's instructions do.
 """
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.distributed.ranks import same_bits
 from tests.unit.ieee_operands import drawn
 from tp_invariant_recipes.kernels import ieee_attention_triton, tensor_core_cpu
-from tp_invariant_recipes.kernels.ieee_attention import attention_backward, attention_forward
+from tp_invariant_recipes.kernels.ieee_attention import _of_powers_of_two, attention_backward, attention_forward
+from tp_invariant_recipes.kernels.one_source import numpy_fma, numpy_version
 
+ROUND = numpy_version("bf16_bits")
 KINDS = ("normal", "wide", "cancelling", "special", "tiny", "zeros", "opposite")
-NAMES = ("out", "top", "total", "dq", "dk", "dv")
+NAMES = ("out", "top", "inverse", "dq", "dk", "dv")
 
 
 def as_a_tensor_core(kept):
@@ -31,6 +35,16 @@ def as_a_tensor_core(kept):
         return TensorHandle(np.ascontiguousarray(out[:, :n]), accumulator.dtype.scalar)
 
     return create_dot
+
+
+def fused(self, a, b, c):
+    return TensorHandle(numpy_fma(a.data, b.data, c.data), c.dtype.scalar)
+
+
+def rounded(self, source, target):
+    assert source.dtype.scalar == tl.float32
+    assert target.scalar == tl.bfloat16
+    return TensorHandle(ROUND(source.data).astype(np.uint16), tl.bfloat16)
 
 
 def operands(s, b, h, g, d, kind):
@@ -67,6 +81,8 @@ def different(kept, s, b, h, g, d, kind):
     assert all(x.isfinite().all() for x in twins)
     found = tuple(torch.full_like(twin, 7) for twin in twins)
     InterpreterBuilder.create_dot = as_a_tensor_core(kept)
-    ieee_attention_triton.forward_triton(query, key, value, *found[:3], scale)
-    ieee_attention_triton.backward_triton(gradient, query, key, value, *twins[:3], *found[3:], scale)
+    InterpreterBuilder.create_fma, InterpreterBuilder.create_fp_trunc = fused, rounded
+    c = _of_powers_of_two(scale)
+    ieee_attention_triton.forward_triton(query, key, value, *found[:3], c)
+    ieee_attention_triton.backward_triton(gradient, query, key, value, *twins[:3], *found[3:], c, scale)
     return [name for name, x, y in zip(NAMES, found, twins, strict=True) if not same_bits(x, y)]

@@ -1,5 +1,7 @@
 """Attention in stated arithmetic: the compiled form against its definition in numpy, and against fp64."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,10 @@ from tp_invariant_recipes.kernels import tensor_core_cpu
 from tp_invariant_recipes.kernels.ieee_attention import attention_backward, attention_forward
 from tp_invariant_recipes.kernels.ieee_attention_triton import LANES
 from tp_invariant_recipes.kernels.ieee_sums import folded
-from tp_invariant_recipes.kernels.one_source import numpy_version
-from tp_invariant_recipes.kernels.tensor_core_sum import STEP, bf16_product
+from tp_invariant_recipes.kernels.one_source import numpy_fma, numpy_version
+from tp_invariant_recipes.kernels.tensor_core_sum import bf16_product
 
-EXP, ROUND = numpy_version("exp"), numpy_version("bf16_bits")
+EXP2, ROUND = numpy_version("exp2"), numpy_version("bf16_bits")
 SHAPES = ((5, 1, 2, 1, 16), (70, 2, 4, 2, 24), (64, 1, 1, 1, 32), (130, 1, 3, 3, 16))  # s, b, heads, groups, d
 
 
@@ -50,26 +52,23 @@ def in_lanes(rows):
 
 def defined(q, k, v, do, scale):
     """Output and gradients of one sample and group by the definition: bits; q, do: lists of heads, [s, d] each."""
-    scale = np.float32(scale)
+    scale, c = np.float32(scale), np.float32(scale * np.log2(np.e))
     after = np.triu(np.ones((len(k), len(k)), bool), 1)
-    outs, dqs, ps, dss = [], [], [], []
+    outs, dqs, dks, dvs = [], [], [], []
     for query, gradient in zip(q, do, strict=True):
-        s = product(query, k.T) * scale
-        s[after] = -np.inf
-        top = s.max(1, keepdims=True)
-        e = np.where(after, np.float32(0), EXP(s - top))
-        total = in_lanes(e)[:, None]
-        out = bf16(product(bf16(e), v) / total)
+        s = product(query, k.T)
+        top = np.where(after, -np.inf, s).max(1, keepdims=True).astype(np.float32) * c
+        e = np.where(after, np.float32(0), EXP2(numpy_fma(s, c, -top)))
+        inverse = np.float32(1) / in_lanes(e)[:, None]
+        out = bf16(product(bf16(e), v) * inverse)
         along = folded(wide(gradient) * wide(out))[:, None]
-        p = e / total
-        ds = np.where(after, 0, bf16(((product(gradient, v.T) - along) * p) * scale)).astype(np.uint16)
+        p = e * inverse
+        ds = np.where(after, 0, bf16((product(gradient, v.T) - along) * p)).astype(np.uint16)
         outs.append(out)
-        dqs.append(bf16(product(ds, k)))
-        ps.append(bf16(p))
-        dss.append(ds)
-    fill = ((0, -len(k) % STEP), (0, 0))
-    together = [np.concatenate([np.pad(x, fill) for x in xs]) for xs in (ps, dss, do, q)]
-    return outs, dqs, bf16(product(together[1].T, together[3])), bf16(product(together[0].T, together[2]))
+        dqs.append(bf16(product(ds, k) * scale))
+        dks.append(product(ds.T, query))
+        dvs.append(product(bf16(p).T, gradient))
+    return outs, dqs, bf16(functools.reduce(np.add, dks) * scale), bf16(functools.reduce(np.add, dvs))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -25,9 +25,14 @@ from tp_invariant_recipes.kernels import (
 from tp_invariant_recipes.kernels.one_source import UNFUSED
 
 ATTENTION = {"size": "i32", "batch": "i32", "scale": "fp32"}
-ATTENTION_SIZES = {
-    "HEADS": 16, "GROUPS": 8, "WIDTH": 128, "FOLD": 128, "FEATURES": 128, "QUERIES": 64, "LANES": 64,
-}  # fmt: skip
+HEADS = {"HEADS": 16, "GROUPS": 8, "WIDTH": 128}
+
+
+def of_attention(table):
+    """The constants of a kernel of attention with 128 features."""
+    return HEADS | {"FOLD": 128, "FEATURES": 128, "QUERIES": table[128].queries, "KEYS": table[128].keys}
+
+
 # kernel -> types of its tensors and numbers, its constants
 KERNELS = {
     ieee_norm.FORWARD: (
@@ -69,22 +74,26 @@ KERNELS = {
         {"WIDTH": 768, "LANES": 1024},
     ),
     ieee_attention_triton.FORWARD: (
-        dict.fromkeys(("query", "key", "value", "out"), "*bf16") | {"top": "*fp32", "total": "*fp32"} | ATTENTION,
-        ATTENTION_SIZES,
+        dict.fromkeys(("query", "key", "value", "out"), "*bf16") | {"top": "*fp32", "inverse": "*fp32"} | ATTENTION,
+        of_attention(ieee_attention_triton.FORWARD_TILES),
     ),
     ieee_attention_triton.BACKWARD_QUERY: (
         dict.fromkeys(("gradient", "query", "key", "value", "out"), "*bf16")
-        | dict.fromkeys(("top", "total", "along"), "*fp32")
+        | dict.fromkeys(("top", "inverse", "along"), "*fp32")
         | {"dq": "*bf16"}
-        | ATTENTION,
-        ATTENTION_SIZES,
+        | ATTENTION
+        | {"scale_of_gradients": "fp32"},
+        of_attention(ieee_attention_triton.QUERY_TILES),
     ),
     ieee_attention_triton.BACKWARD_KEY: (
         dict.fromkeys(("gradient", "query", "key", "value"), "*bf16")
-        | dict.fromkeys(("top", "total", "along"), "*fp32")
-        | dict.fromkeys(("dk", "dv"), "*bf16")
+        | dict.fromkeys(("top", "inverse", "along", "dk", "dv"), "*fp32")
         | ATTENTION,
-        ATTENTION_SIZES,
+        of_attention(ieee_attention_triton.KEY_TILES),
+    ),
+    ieee_attention_triton.SUM_OF_HEADS: (
+        {"dk_of_heads": "*fp32", "dv_of_heads": "*fp32", "dk": "*bf16", "dv": "*bf16"} | ATTENTION,
+        HEADS | {"BLOCK": ieee_attention_triton.BLOCK},
     ),
     ieee_samples.SAMPLES: ({"x": "*fp32", "out": "*fp32", "size": "i32"}, {"BLOCK": 128}),
     ieee_adam.STEP: (
@@ -94,6 +103,12 @@ KERNELS = {
 }
 OPERATION = re.compile(r"^\s+(?:@!?%p\d+ )?((?:add|sub|mul|fma|mad|div|sqrt|rcp|rsqrt|ex2|lg2|tanh)\.[\w.:]+);?", re.M)
 ROUNDED = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")}
+# Kernels in which exp2 and its argument are seven fused operations; exp2 begins with the only max.NaN.
+FUSED = {
+    ieee_attention_triton.FORWARD: ieee_attention_triton.FORWARD_TILES,
+    ieee_attention_triton.BACKWARD_QUERY: ieee_attention_triton.QUERY_TILES,
+    ieee_attention_triton.BACKWARD_KEY: ieee_attention_triton.KEY_TILES,
+}
 ROUNDED |= {f"{name}.rn.f32x2" for name in ("add", "sub", "mul")}  # Blackwell: two numbers at once
 
 
@@ -108,7 +123,9 @@ def compiled(kernel, architecture, **options):
         types | dict.fromkeys(constants, "constexpr"),
         {(names.index(name),): value for name, value in constants.items()},
     )
-    binary = triton.compile(source, GPUTarget("cuda", architecture, 32), {"num_warps": 4, **options})
+    tiles = FUSED[kernel][128]._asdict() if kernel in FUSED else {"warps": 4, "stages": 3}
+    warps = {f"num_{name}": tiles[name] for name in ("warps", "stages")}
+    binary = triton.compile(source, GPUTarget("cuda", architecture, 32), warps | options)
     return binary.asm["ptx"]
 
 
@@ -127,10 +144,18 @@ def rows(kernels):
 @pytest.mark.parametrize("architecture", (90, pytest.param(100, marks=pytest.mark.release)))
 @pytest.mark.parametrize("kernel", rows(KERNELS), ids=lambda kernel: kernel.kernel.__name__)
 def test_every_operation_rounds_once(kernel, architecture):
-    assert {name: value for name, value in kernel.options.items() if name != "num_stages"} == UNFUSED
+    assert kernel.options == UNFUSED
     found = float_operations(kernel, architecture, kernel.options)
     assert found & {"mul.rn.f32", "mul.rn.f32x2"}
-    assert found <= ROUNDED
+    assert found <= (ROUNDED | {"fma.rn.f32", "fma.rn.f32x2"} if kernel in FUSED else ROUNDED)
+
+
+@pytest.mark.parametrize("kernel", rows(FUSED), ids=lambda kernel: kernel.kernel.__name__)
+def test_attention_fuses_what_is_written_as_fused_and_nothing_else(kernel):
+    ptx = compiled(kernel, 90, **kernel.options)
+    exponentials = len(re.findall(r"max\.NaN\.f32", ptx))
+    assert exponentials
+    assert len(re.findall(r"fma\.rn\.f32 ", ptx)) == 7 * exponentials
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,25 @@
 """Causal attention in stated arithmetic, with the same bits on every machine; grouped queries; bf16.
 
-`product` is the sum of kernels/tensor_core_sum.py; everything else is IEEE fp32, one rounding an operation. For the
-query i of a head, over its keys j <= i:
+`product` is the sum of kernels/tensor_core_sum.py; everything else is IEEE fp32, one rounding an operation, and `fma`
+is one operation. c is fp32(scale · log2 of Euler's number). For the query i of a head, over its keys j <= i:
 
-    s_j    = product(q, k_j) scale                      p_j  = e_j / total
-    top    = the largest s_j                            dp_j = product(dout, v_j)
-    e_j    = exp(s_j - top)          (ieee_math.py)     a    = fold of dout_c out_c over the features c (ieee_sums.py)
-    total  = sum of e_j in LANES     (ieee_sums.py)     ds_j = bf16(((dp_j - a) p_j) scale)
-    out_c  = bf16(product(bf16(e), v_c) / total)        dq_c = bf16(product(ds, k_c))
+    s_j     = product(q, k_j)                           p_j  = e_j inverse
+    top     = (the largest s_j) c                       dp_j = product(dout, v_j)
+    e_j     = exp2(numba_fma(s_j, c, -top))  (ieee_math.py)   a    = fold of dout_c out_c over the features c (ieee_sums.py)
+    inverse = 1 / (sum of e_j in LANES)                 ds_j = bf16((dp_j - a) p_j)
+    out_c   = bf16(product(bf16(e), v_c) inverse)       dq_c = bf16(product(ds, k_c) scale)
 
-    dv_j   = bf16(product of bf16(p_j) and dout)        over the heads of the group in order, and in each over the
-    dk_j   = bf16(product of ds_j and q)                queries in order; a head's queries are filled to whole steps
+    dv_j    = bf16(the heads of the group, added in order: product of bf16(p_j) and dout)
+    dk_j    = bf16((the heads of the group, added in order: product of ds_j and q) scale)
 
-A sum over keys or queries has one accumulator, which walks them in order. Where a key comes after the query, e, p and
-ds are zeros, which change no sum: they may be left out. Nothing depends on the number of heads side by side.
+A product over keys or queries has one accumulator, which walks them in order. Where a key comes after the query, e, p
+and ds are zeros, which change no sum: they may be left out. Nothing depends on the number of groups side by side.
 
 This is the form for a CPU, compiled by numba. It computes transposed products, so that a vector holds queries. The one
 for GPUs is kernels/ieee_attention_triton.py.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,21 +28,23 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels import tensor_core_cpu
 from tp_invariant_recipes.kernels.ieee_attention_triton import LANES, backward_triton, forward_triton
-from tp_invariant_recipes.kernels.ieee_math import bf16_bits, exp, fp32_of_bf16
+from tp_invariant_recipes.kernels.ieee_math import bf16_bits, exp2, fp32_of_bf16
 from tp_invariant_recipes.kernels.ieee_sums import numba_fold, numba_fold_rows
-from tp_invariant_recipes.kernels.one_source import as_array, by_rows, cpu_loop, numba_version
+from tp_invariant_recipes.kernels.one_source import as_array, by_rows, cpu_loop, numba_fma, numba_version
 from tp_invariant_recipes.kernels.tensor_core_cpu import WIDE, add_steps, split_panels, split_rows, workspace
 from tp_invariant_recipes.kernels.tensor_core_sum import STEP
 
-_exp, _bf16, _fp32 = (numba_version(function.__name__) for function in (exp, bf16_bits, fp32_of_bf16))
+LOG2_E = math.log2(math.e)
+
+_exp2, _bf16, _fp32 = (numba_version(function.__name__) for function in (exp2, bf16_bits, fp32_of_bf16))
 
 
 class Attended(NamedTuple):
-    """out: [s, b, h, d] bf16; top, total: [b · g, h / g, s] fp32, which the backward pass needs."""
+    """out: [s, b, h, d] bf16; top, inverse: [b · g, h / g, s] fp32, which the backward pass needs."""
 
     out: Tensor
     top: Tensor
-    total: Tensor
+    inverse: Tensor
 
 
 def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Attended:
@@ -57,16 +60,17 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     if query.is_cuda:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         result = torch.empty_like(query)
-        top, total = query.new_empty(2, b * groups, h // groups, s, dtype=torch.float32)
-        forward_triton(query, key, value, result, top, total, float(np.float32(scale)))
-        return Attended(result, top, total)
+        top, inverse = query.new_empty(2, b * groups, h // groups, s, dtype=torch.float32)
+        forward_triton(query, key, value, result, top, inverse, _of_powers_of_two(scale))
+        return Attended(result, top, inverse)
     q, k, v = _by_group(query, groups), _by_group(key, groups)[:, 0], _by_group(value, groups)[:, 0]
     units, heads = q.shape[:2]
     out = torch.zeros(units, heads, d, s, dtype=torch.bfloat16)
-    top, total = torch.zeros(2, units, heads, s)
-    arrays = (_bits(q.transpose(2, 3)), _bits(k), _bits(v.transpose(1, 2)), _bits(out), as_array(top), as_array(total))
-    by_rows(_forward, arrays, np.float32(scale), np.int32(tensor_core_cpu.KEPT), work=2 * units * heads * s * s * d)
-    return Attended(_by_position(out.transpose(2, 3), b), top, total)
+    top, inverse = torch.zeros(2, units, heads, s)
+    arrays = (_bits(q.transpose(2, 3)), _bits(k), _bits(v.transpose(1, 2)), _bits(out), as_array(top), as_array(inverse))
+    numbers = np.float32(_of_powers_of_two(scale)), np.int32(tensor_core_cpu.KEPT)
+    by_rows(_forward, arrays, *numbers, work=2 * units * heads * s * s * d)
+    return Attended(_by_position(out.transpose(2, 3), b), top, inverse)
 
 
 def attention_backward(
@@ -82,7 +86,8 @@ def attention_backward(
     if query.is_cuda:
         gradient, query, key, value = (x.contiguous() for x in (gradient, query, key, value))
         gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        backward_triton(gradient, query, key, value, *attended, *gradients, float(np.float32(scale)))
+        scales = _of_powers_of_two(scale), float(np.float32(scale))
+        backward_triton(gradient, query, key, value, *attended, *gradients, *scales)
         return gradients
     q, k, v = _by_group(query, groups), _by_group(key, groups)[:, 0], _by_group(value, groups)[:, 0]
     o, do = _by_group(attended.out, groups), _by_group(gradient, groups)
@@ -91,14 +96,20 @@ def attention_backward(
     dk, dv = torch.zeros(2, units, d, s, dtype=torch.bfloat16)
     arrays = (
         *map(_bits, (q.transpose(2, 3), k, v, k.transpose(1, 2), do, do.transpose(2, 3), o)),
-        as_array(attended.top), as_array(attended.total), *map(_bits, (dq, dk, dv)),
+        as_array(attended.top), as_array(attended.inverse), *map(_bits, (dq, dk, dv)),
     )  # fmt: skip
-    by_rows(_backward, arrays, np.float32(scale), np.int32(tensor_core_cpu.KEPT), work=5 * units * heads * s * s * d)
+    numbers = np.float32(_of_powers_of_two(scale)), np.float32(scale), np.int32(tensor_core_cpu.KEPT)
+    by_rows(_backward, arrays, *numbers, work=5 * units * heads * s * s * d)
     return (
         _by_position(dq.transpose(2, 3), b),
         _by_position(dk.transpose(1, 2).unsqueeze(1), b),
         _by_position(dv.transpose(1, 2).unsqueeze(1), b),
     )
+
+
+def _of_powers_of_two(scale: float) -> float:
+    """c of the definition."""
+    return float(np.float32(scale * LOG2_E))
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -141,25 +152,26 @@ def _queries(words: Any, first: Any, last: Any) -> Any:
 
 @cpu_loop
 def _scores(
-    k: Any, ek: Any, hk: Any, panel: Any, first: Any, keys: Any, scale: Any, kept: Any, work: Any, out: Any
+    k: Any, ek: Any, hk: Any, panel: Any, first: Any, keys: Any, kept: Any, work: Any, out: Any
 ) -> None:
-    """out[j, i] = scaled product of key j and query first + i; -inf where the key comes after the query."""
+    """out[j, i] = product of key j and query first + i; -inf where the key comes after the query."""
     values, exponents, highest = panel
     for j in range(keys):
         row = out[j]
         row[:] = np.float32(0)
         add_steps(row, k[j], ek[j], hk[j], values, exponents, highest, kept, work)
         for i in range(WIDE):
-            row[i] = row[i] * scale if j <= first + i else np.float32(-np.inf)
+            row[i] = row[i] if j <= first + i else np.float32(-np.inf)
 
 
 @cpu_loop
-def _forward(q: Any, keys: Any, values: Any, out: Any, top: Any, total: Any, scale: Any, kept: Any) -> None:
-    """q: [u, r, d, s]; keys: [u, s, d]; values: [u, d, s]; out: [u, r, d, s]; top, total: [u, r, s]."""
+def _forward(q: Any, keys: Any, values: Any, out: Any, top: Any, inverse: Any, scale: Any, kept: Any) -> None:
+    """q: [u, r, d, s]; keys: [u, s, d]; values: [u, d, s]; out: [u, r, d, s]; top, inverse: [u, r, s]."""
     heads, d, s = q.shape[1:]
     padded = (s + STEP - 1) // STEP * STEP
     scores, words = np.empty((padded, WIDE), np.float32), np.empty((padded, WIDE), np.uint16)
-    lanes, row, most = np.empty((LANES, WIDE), np.float32), np.empty(WIDE, np.float32), np.empty(WIDE, np.float32)
+    lanes, row = np.empty((LANES, WIDE), np.float32), np.empty(WIDE, np.float32)
+    most, part = np.empty(WIDE, np.float32), np.empty(WIDE, np.float32)
     work = workspace()
     for unit in range(q.shape[0]):
         k, ek, hk = split_rows(keys[unit])
@@ -168,35 +180,39 @@ def _forward(q: Any, keys: Any, values: Any, out: Any, top: Any, total: Any, sca
             for first in range(0, s, WIDE):
                 last = min(first + WIDE, s)
                 steps = (last + STEP - 1) // STEP
-                _scores(k, ek, hk, _queries(q[unit, head], first, last), first, last, scale, kept, work, scores)
+                _scores(k, ek, hk, _queries(q[unit, head], first, last), first, last, kept, work, scores)
                 most[:] = np.float32(-np.inf)
                 for j in range(last):
                     for i in range(WIDE):
                         most[i] = scores[j, i] if scores[j, i] > most[i] else most[i]
+                for i in range(WIDE):
+                    most[i] *= scale
                 lanes[:] = np.float32(0)
                 words[: steps * STEP] = 0
                 for j in range(last):
                     lane = lanes[j % LANES]
                     for i in range(WIDE):
-                        e = _exp(scores[j, i] - most[i]) if j <= first + i else np.float32(0)
+                        e = _exp2(numba_fma(scores[j, i], scale, -most[i])) if j <= first + i else np.float32(0)
                         lane[i] += e
                         words[j, i] = np.uint16(_bf16(e))
                 numba_fold_rows(lanes)
+                for i in range(WIDE):
+                    part[i] = np.float32(1) / lanes[0, i]
                 p, ep, hp = _panel(words[: steps * STEP])
                 for c in range(d):
                     row[:] = np.float32(0)
                     here = slice(0, steps * STEP)
                     add_steps(row, v[c, here], ev[c, here], hv[c, :steps], p, ep, hp, kept, work)
                     for i in range(last - first):
-                        out[unit, head, c, first + i] = np.uint16(_bf16(row[i] / lanes[0, i]))
+                        out[unit, head, c, first + i] = np.uint16(_bf16(row[i] * part[i]))
                 for i in range(last - first):
-                    top[unit, head, first + i], total[unit, head, first + i] = most[i], lanes[0, i]
+                    top[unit, head, first + i], inverse[unit, head, first + i] = most[i], part[i]
 
 
 @cpu_loop
 def _backward(
-    q: Any, keys: Any, values: Any, keys_t: Any, do: Any, do_t: Any, o: Any, top: Any, total: Any, dq: Any, dk: Any,
-    dv: Any, scale: Any, kept: Any,
+    q: Any, keys: Any, values: Any, keys_t: Any, do: Any, do_t: Any, o: Any, top: Any, inverse: Any, dq: Any, dk: Any,
+    dv: Any, scale: Any, scale_of_gradients: Any, kept: Any,
 ) -> None:  # fmt: skip
     """q, do_t, dq: [u, r, d, s]; keys, values: [u, s, d]; keys_t, dk, dv: [u, d, s]; do, o: [u, r, s, d]."""
     heads, d, s = q.shape[1:]
@@ -210,13 +226,15 @@ def _backward(
     # Of every panel of keys, all queries: bits of p and of ds.
     all_p, all_ds = np.empty((panels, padded, WIDE), np.uint16), np.empty((panels, padded, WIDE), np.uint16)
     sums_k, sums_v = np.empty((panels, d, WIDE), np.float32), np.empty((panels, d, WIDE), np.float32)
+    total_k, total_v = np.empty_like(sums_k), np.empty_like(sums_v)
     work = workspace()
     for unit in range(q.shape[0]):
         k, ek, hk = split_rows(keys[unit])
         v, ev, hv = split_rows(values[unit])
         kt, ekt, hkt = split_rows(keys_t[unit])
-        sums_k[:], sums_v[:] = np.float32(0), np.float32(0)
+        total_k[:], total_v[:] = np.float32(0), np.float32(0)
         for head in range(heads):
+            sums_k[:], sums_v[:] = np.float32(0), np.float32(0)
             all_p[:], all_ds[:] = np.uint16(0), np.uint16(0)
             for first in range(0, s, WIDE):
                 last = min(first + WIDE, s)
@@ -227,7 +245,7 @@ def _backward(
                         x, y = do[unit, head, first + i, c], o[unit, head, first + i, c]
                         terms[c] = _fp32(np.int32(x)) * _fp32(np.int32(y))
                     along[i] = numba_fold(terms)
-                _scores(k, ek, hk, _queries(q[unit, head], first, last), first, last, scale, kept, work, scores)
+                _scores(k, ek, hk, _queries(q[unit, head], first, last), first, last, kept, work, scores)
                 values_p, exponents_p, highest_p = _queries(do_t[unit, head], first, last)
                 words[: steps * STEP] = 0
                 for j in range(last):
@@ -235,9 +253,9 @@ def _backward(
                     add_steps(row, v[j], ev[j], hv[j], values_p, exponents_p, highest_p, kept, work)
                     for i in range(last - first):
                         if j <= first + i:
-                            e = _exp(scores[j, i] - top[unit, head, first + i])
-                            p = e / total[unit, head, first + i]
-                            ds = np.uint16(_bf16(((row[i] - along[i]) * p) * scale))
+                            e = _exp2(numba_fma(scores[j, i], scale, -top[unit, head, first + i]))
+                            p = e * inverse[unit, head, first + i]
+                            ds = np.uint16(_bf16((row[i] - along[i]) * p))
                             words[j, i] = ds
                             all_p[j // WIDE, first + i, j % WIDE] = np.uint16(_bf16(p))
                             all_ds[j // WIDE, first + i, j % WIDE] = ds
@@ -247,7 +265,7 @@ def _backward(
                     here = slice(0, steps * STEP)
                     add_steps(row, kt[c, here], ekt[c, here], hkt[c, :steps], g, eg, hg, kept, work)
                     for i in range(last - first):
-                        dq[unit, head, c, first + i] = np.uint16(_bf16(row[i]))
+                        dq[unit, head, c, first + i] = np.uint16(_bf16(row[i] * scale_of_gradients))
             x, ex, hx = split_rows(q[unit, head])
             y, ey, hy = split_rows(do_t[unit, head])
             for panel in range(panels):
@@ -258,7 +276,9 @@ def _backward(
                 for c in range(d):
                     add_steps(sums_k[panel, c], x[c, rest], ex[c, rest], hx[c, steps], g, eg, hg, kept, work)
                     add_steps(sums_v[panel, c], y[c, rest], ey[c, rest], hy[c, steps], p, ep, hp, kept, work)
+            total_k += sums_k  # of the first head 0 + x: sums are never -0
+            total_v += sums_v
         for j in range(s):
             for c in range(d):
-                dk[unit, c, j] = np.uint16(_bf16(sums_k[j // WIDE, c, j % WIDE]))
-                dv[unit, c, j] = np.uint16(_bf16(sums_v[j // WIDE, c, j % WIDE]))
+                dk[unit, c, j] = np.uint16(_bf16(total_k[j // WIDE, c, j % WIDE] * scale_of_gradients))
+                dv[unit, c, j] = np.uint16(_bf16(total_v[j // WIDE, c, j % WIDE]))

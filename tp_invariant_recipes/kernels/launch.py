@@ -30,16 +30,18 @@ class Kernel:
         numbers: tuple[float, ...],
         constants: tuple[Any, ...],
         num_warps: int = 4,
+        num_stages: int = 3,
     ) -> None:
-        """kernel[grid](*tensors, *numbers, *constants, num_warps=num_warps) on the current stream."""
+        """kernel[grid](*tensors, *numbers, *constants) on the current stream; the defaults are Triton's."""
         device = tensors[0].get_device()
-        key = (constants, num_warps, device, *[tensor.dtype for tensor in tensors])
+        key = (constants, num_warps, num_stages, device, *[tensor.dtype for tensor in tensors])
         compiled = self._compiled.get(key)
         aligned = 0
         for tensor in tensors:
             aligned |= tensor.data_ptr()
         if compiled is None or aligned % 16 or max(numbers, default=0) >= _FITS:
-            self._as_triton_does(grid, (*tensors, *numbers, *constants), num_warps, None if aligned % 16 else key)
+            options = self.options | {"num_warps": num_warps, "num_stages": num_stages}
+            self._as_triton_does(grid, (*tensors, *numbers, *constants), options, None if aligned % 16 else key)
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
         compiled.run(
@@ -48,11 +50,11 @@ class Kernel:
         )  # fmt: skip
 
     def _as_triton_does(
-        self, grid: tuple[int, int], arguments: tuple[Any, ...], num_warps: int, key: tuple[Any, ...] | None
+        self, grid: tuple[int, int], arguments: tuple[Any, ...], options: dict[str, Any], key: tuple[Any, ...] | None
     ) -> None:
         if not isinstance(self.kernel, triton.JITFunction):  # Triton's interpreter
             self.kernel[grid](*arguments)
             return
-        compiled = self.kernel[grid](*arguments, num_warps=num_warps, **self.options)
+        compiled = self.kernel[grid](*arguments, **options)
         if key is not None and all(n < _FITS for n in arguments if isinstance(n, int)):
             self._compiled[key] = compiled

@@ -9,11 +9,11 @@
 `middle` is then a Triton function, for use in kernels. `numba_version("middle")` is the same source compiled by numba,
 for loops over arrays; `numpy_version("middle")` takes arrays and rounds every operation by itself, which tests take as
 the definition. Neither compiler may contract a product and a sum to an FMA: a kernel is launched with UNFUSED, and
-numba contracts only with fastmath.
+numba contracts only with fastmath. An FMA is written as `fma`.
 
 The source of an elementwise function may have: + - * of fp32, `tl.div_rn`, `tl.sqrt_rn`, `tl.where`, comparisons,
-+ - & | << >> of int32, `bits_of`, `fp32_of`, other elementwise functions, and constants by name. A number written there
-would be fp64 to numba, unless it is an integer.
++ - & | << >> of int32, `bits_of`, `fp32_of`, `fma`, `at_least`, other elementwise functions, and constants by name. A
+number written there would be fp64 to numba, unless it is an integer.
 """
 
 import hashlib
@@ -29,7 +29,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -128,6 +129,43 @@ def fp32_of(bits):
     return bits.to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def fma(a, b, c):
+    """a * b + c of fp32 numbers, rounded once."""
+    return tl.fma(a, b, c)
+
+
+@triton.jit
+def at_least(x, least):
+    """The larger of two fp32 numbers that are not zeros of two signs; a NaN stays one."""
+    return tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
+
+
+@intrinsic
+def numba_fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    """LLVM's fma: an instruction of the processor, or the C library's fmaf, which rounds once too."""
+    fp32 = types.float32
+    return fp32(fp32, fp32, fp32), lambda context, builder, signature, arguments: builder.fma(*arguments)
+
+
+@njit(**_COMPILED)
+def _numba_at_least(x: Any, least: Any) -> Any:
+    return least if x < least else x
+
+
+def numpy_fma(a: Any, b: Any, c: Any) -> Any:
+    """In fp64 the product is exact. The sum is rounded to odd, after which rounding to fp32 is as if it were the first
+    (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008)."""
+    product = np.float64(a) * np.float64(b)
+    total = product + np.float64(c)
+    part = total - product
+    lost = (product - (total - part)) + (np.float64(c) - part)
+    even = (total.view(np.int64) & 1) == 0
+    toward = np.where(lost > 0, np.inf, -np.inf)
+    inexact = np.isfinite(total) & (lost != 0) & even
+    return np.where(inexact, np.nextafter(total, toward), total).astype(np.float32)
+
+
 @njit(**_COMPILED)
 def _numba_bits_of(x: Any) -> Any:
     return np.float32(x).view(np.int32)
@@ -165,11 +203,15 @@ _OWN: dict[str, dict[str, Any]] = {
         "tl": _language(where=_numba_where, div_rn=_numba_div_rn, sqrt_rn=_numba_sqrt_rn),
         "bits_of": _numba_bits_of,
         "fp32_of": _numba_fp32_of,
+        "fma": numba_fma,
+        "at_least": _numba_at_least,
     },
     "numpy": {
         "tl": _language(where=np.where, div_rn=lambda a, b: np.float32(a) / b, sqrt_rn=lambda a: np.sqrt(a)),
         "bits_of": lambda x: np.asarray(x, np.float32).view(np.int32),
         "fp32_of": lambda bits: np.asarray(bits).astype(np.int32).view(np.float32),
+        "fma": numpy_fma,
+        "at_least": lambda x, least: np.where(x < least, least, x),
     },
 }
 _sources: dict[str, Callable] = {}
