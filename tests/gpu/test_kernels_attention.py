@@ -41,7 +41,7 @@ def test_it_repeats_its_bits_and_no_head_depends_on_another():
     half = [x[:, :, : x.shape[2] // 2] for x in tensors]
     alone = attention(half, 0.125, "cuda")
     for name, x, y in zip(NAMES, whole, alone, strict=True):
-        x = x[: y.shape[0]] if name in ("top", "total") else x[:, :, : y.shape[2]]
+        x = x[: y.shape[0]] if name in ("top", "inverse") else x[:, :, : y.shape[2]]
         assert same_bits(x.contiguous(), y), name
 
 

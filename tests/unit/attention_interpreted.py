@@ -1,8 +1,8 @@
 """The attention for GPUs on CPU tensors against its form for a CPU: for a process that Triton's interpreter runs in.
 
 The interpreter cannot multiply bf16. Here its `tl.dot` is the sum of kernels/tensor_core_sum.py, which goes on from the
-accumulator it is given: what an H200's `tl.dot` was seen to do (tests/data). The interpreter's FMA rounds twice, and its
-conversion to bf16 cuts: both are replaced by what a GPU's instructions do.
+accumulator it is given: what an H200's `tl.dot` was seen to do (tests/data). The interpreter's FMA rounds twice and
+its conversion to bf16 cuts: both are replaced by what a GPU's instructions do.
 """
 
 import numpy as np

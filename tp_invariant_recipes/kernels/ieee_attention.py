@@ -5,7 +5,7 @@ is one operation. c is fp32(scale · log2 of Euler's number). For the query i of
 
     s_j     = product(q, k_j)                           p_j  = e_j inverse
     top     = (the largest s_j) c                       dp_j = product(dout, v_j)
-    e_j     = exp2(numba_fma(s_j, c, -top))  (ieee_math.py)   a    = fold of dout_c out_c over the features c (ieee_sums.py)
+    e_j     = exp2(fma(s_j, c, -top))  (ieee_math.py)   a    = fold of dout_c out_c over the features c (ieee_sums.py)
     inverse = 1 / (sum of e_j in LANES)                 ds_j = bf16((dp_j - a) p_j)
     out_c   = bf16(product(bf16(e), v_c) inverse)       dq_c = bf16(product(ds, k_c) scale)
 
@@ -67,7 +67,14 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     units, heads = q.shape[:2]
     out = torch.zeros(units, heads, d, s, dtype=torch.bfloat16)
     top, inverse = torch.zeros(2, units, heads, s)
-    arrays = (_bits(q.transpose(2, 3)), _bits(k), _bits(v.transpose(1, 2)), _bits(out), as_array(top), as_array(inverse))
+    arrays = (
+        _bits(q.transpose(2, 3)),
+        _bits(k),
+        _bits(v.transpose(1, 2)),
+        _bits(out),
+        as_array(top),
+        as_array(inverse),
+    )
     numbers = np.float32(_of_powers_of_two(scale)), np.int32(tensor_core_cpu.KEPT)
     by_rows(_forward, arrays, *numbers, work=2 * units * heads * s * s * d)
     return Attended(_by_position(out.transpose(2, 3), b), top, inverse)
@@ -151,9 +158,7 @@ def _queries(words: Any, first: Any, last: Any) -> Any:
 
 
 @cpu_loop
-def _scores(
-    k: Any, ek: Any, hk: Any, panel: Any, first: Any, keys: Any, kept: Any, work: Any, out: Any
-) -> None:
+def _scores(k: Any, ek: Any, hk: Any, panel: Any, first: Any, keys: Any, kept: Any, work: Any, out: Any) -> None:
     """out[j, i] = product of key j and query first + i; -inf where the key comes after the query."""
     values, exponents, highest = panel
     for j in range(keys):

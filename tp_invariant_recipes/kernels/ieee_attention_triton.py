@@ -17,7 +17,6 @@ An H200 gave the bits of the form for a CPU (tests/gpu/test_kernels_attention.py
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -97,18 +96,35 @@ def _constants(query: Tensor, key: Tensor) -> tuple[int, ...]:
 
 
 @triton.jit
-def _tile(x, row, step, size, WIDTH: tl.constexpr, FEATURES: tl.constexpr):
-    """Rows of a head or group, `step` numbers apart: [rows, FEATURES], zeros beyond the end."""
-    column = tl.arange(0, FEATURES)
-    inside = (row < size)[:, None] & (column < WIDTH)[None, :]
-    return tl.load(x + row.to(tl.int64)[:, None] * step + column[None, :], mask=inside, other=0.0)
+def _tile(x, start, step, size, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
+          RAGGED: tl.constexpr):  # fmt: skip
+    """ROWS rows of a head from `start` on, `step` numbers apart: [ROWS, FEATURES], zeros beyond the end.
+
+    RAGGED: whether rows may lie beyond the end. What lies within a tile has 32 bits and leaves a loop over tiles.
+    """
+    row, column = tl.arange(0, ROWS), tl.arange(0, FEATURES)
+    at = x + step.to(tl.int64) * start + (row[:, None] * step + column[None, :])
+    if RAGGED:
+        return tl.load(at, mask=(start + row < size)[:, None] & (column < WIDTH)[None, :], other=0.0)
+    if WIDTH < FEATURES:
+        return tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
+    return tl.load(at)
 
 
 @triton.jit
-def _store_tile(x, value, row, step, size, WIDTH: tl.constexpr, FEATURES: tl.constexpr):
-    column = tl.arange(0, FEATURES)
-    inside = (row < size)[:, None] & (column < WIDTH)[None, :]
-    tl.store(x + row.to(tl.int64)[:, None] * step + column[None, :], value, mask=inside)
+def _store_tile(x, value, start, step, size, WIDTH: tl.constexpr):
+    """x: where row `start` begins."""
+    row, column = tl.arange(0, value.shape[0]), tl.arange(0, value.shape[1])
+    at = x + (row[:, None] * step + column[None, :])
+    tl.store(at, value, mask=(start + row < size)[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def _head(batch, HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of this program's head: its number; its first number in query and in key; the numbers between their rows."""
+    unit = tl.program_id(1).to(tl.int64)
+    of_key = (unit // HEADS * GROUPS + unit % HEADS // (HEADS // GROUPS)) * WIDTH
+    return unit, unit * WIDTH, of_key, batch * (HEADS * WIDTH), batch * (GROUPS * WIDTH)
 
 
 @triton.jit
@@ -123,24 +139,28 @@ def _products(a, b):
 
 
 @triton.jit
-def _largest(most, q, k_of, start, row, step, size, WIDTH: tl.constexpr, FEATURES: tl.constexpr, KEYS: tl.constexpr,
-             MASKED: tl.constexpr):  # fmt: skip
-    column = start + tl.arange(0, KEYS)
-    scores = _products(q, _tile(k_of, column, step, size, WIDTH, FEATURES))
-    if MASKED:
+def _largest(
+    most, q, key, start, row, step, size,
+    WIDTH: tl.constexpr, FEATURES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    scores = _products(q, _tile(key, start, step, size, KEYS, WIDTH, FEATURES, DIAGONAL))
+    if DIAGONAL:
+        column = start + tl.arange(0, KEYS)
         scores = tl.where(column[None, :] <= row[:, None], scores, float("-inf"))
     return tl.maximum(most, tl.max(scores, 1))
 
 
 @triton.jit
-def _added(lanes, sums, q, k_of, v_of, top, start, row, step, size, scale, WIDTH: tl.constexpr,
-           FEATURES: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    column = start + tl.arange(0, KEYS)
-    scores = _products(q, _tile(k_of, column, step, size, WIDTH, FEATURES))
+def _added(
+    lanes, sums, q, key, value, top, start, row, step, size, scale,
+    WIDTH: tl.constexpr, FEATURES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    scores = _products(q, _tile(key, start, step, size, KEYS, WIDTH, FEATURES, DIAGONAL))
     e = exp2(fma(scores, scale, -top[:, None]))
-    if MASKED:
+    if DIAGONAL:
+        column = start + tl.arange(0, KEYS)
         e = tl.where(column[None, :] <= row[:, None], e, ZERO)
-    v = _tile(v_of, column, step, size, WIDTH, FEATURES)
+    v = _tile(value, start, step, size, KEYS, WIDTH, FEATURES, DIAGONAL)
     return lanes + e, tl.dot(e.to(tl.bfloat16), v, sums)
 
 
@@ -150,48 +170,47 @@ def _ieee_attention_forward(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FOLD: tl.constexpr, FEATURES: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    unit = tl.program_id(1).to(tl.int64)
-    sample, group = unit // HEADS, unit % HEADS // (HEADS // GROUPS)
-    step, step_of_key = batch.to(tl.int64) * HEADS * WIDTH, batch.to(tl.int64) * GROUPS * WIDTH
-    k_of, v_of = key + (sample * GROUPS + group) * WIDTH, value + (sample * GROUPS + group) * WIDTH
+    unit, of_query, of_key, step, step_of_key = _head(batch, HEADS, GROUPS, WIDTH)
+    key, value = key + of_key, value + of_key
     # The last tiles have the most keys: they start first.
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    row, last = begin + tl.arange(0, QUERIES), tl.minimum(begin + QUERIES, size)
-    diagonal = begin // KEYS * KEYS
-    q = _tile(query + unit * WIDTH, row, step, size, WIDTH, FEATURES)
+    row, last, diagonal = begin + tl.arange(0, QUERIES), tl.minimum(begin + QUERIES, size), begin // KEYS * KEYS
+    q = _tile(query + of_query, begin, step, size, QUERIES, WIDTH, FEATURES, True)
     most = tl.full((QUERIES,), float("-inf"), dtype=tl.float32)
     for start in range(0, diagonal, KEYS):
-        most = _largest(most, q, k_of, start, row, step_of_key, size, WIDTH, FEATURES, KEYS, False)
+        most = _largest(most, q, key, start, row, step_of_key, size, WIDTH, FEATURES, KEYS, False)
     for start in range(diagonal, last, KEYS):
-        most = _largest(most, q, k_of, start, row, step_of_key, size, WIDTH, FEATURES, KEYS, True)
+        most = _largest(most, q, key, start, row, step_of_key, size, WIDTH, FEATURES, KEYS, True)
     most = most * scale
     lanes = tl.zeros((QUERIES, KEYS), dtype=tl.float32)
     sums = tl.zeros((QUERIES, FEATURES), dtype=tl.float32)
     for start in range(0, diagonal, KEYS):
         lanes, sums = _added(
-            lanes, sums, q, k_of, v_of, most, start, row, step_of_key, size, scale, WIDTH, FEATURES, KEYS, False
-        )
+            lanes, sums, q, key, value, most, start, row, step_of_key, size, scale, WIDTH, FEATURES, KEYS, False
+        )  # fmt: skip
     for start in range(diagonal, last, KEYS):
         lanes, sums = _added(
-            lanes, sums, q, k_of, v_of, most, start, row, step_of_key, size, scale, WIDTH, FEATURES, KEYS, True
-        )
+            lanes, sums, q, key, value, most, start, row, step_of_key, size, scale, WIDTH, FEATURES, KEYS, True
+        )  # fmt: skip
     part = tl.div_rn(tl.full((QUERIES,), ONE, dtype=tl.float32), fold_columns(lanes, QUERIES, KEYS))
     result = (sums * part[:, None]).to(tl.bfloat16)
-    _store_tile(out + unit * WIDTH, result, row, step, size, WIDTH, FEATURES)
+    _store_tile(out + of_query + step.to(tl.int64) * begin, result, begin, step, size, WIDTH)
     at = unit * size + row
     tl.store(top + at, most, mask=row < size)
     tl.store(inverse + at, part, mask=row < size)
 
 
 @triton.jit
-def _added_to_query(sums, q, do, k_of, v_of, top, inverse, along, start, row, step, size, scale, WIDTH: tl.constexpr,
-                    FEATURES: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    column = start + tl.arange(0, KEYS)
-    k = _tile(k_of, column, step, size, WIDTH, FEATURES)
-    v = _tile(v_of, column, step, size, WIDTH, FEATURES)
+def _added_to_query(
+    sums, q, do, key, value, top, inverse, along, start, row, step, size, scale,
+    WIDTH: tl.constexpr, FEATURES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    k = _tile(key, start, step, size, KEYS, WIDTH, FEATURES, DIAGONAL)
+    v = _tile(value, start, step, size, KEYS, WIDTH, FEATURES, DIAGONAL)
     p = exp2(fma(_products(q, k), scale, -top[:, None])) * inverse[:, None]
     ds = (_products(do, v) - along[:, None]) * p
-    if MASKED:
+    if DIAGONAL:
+        column = start + tl.arange(0, KEYS)
         ds = tl.where(column[None, :] <= row[:, None], ds, ZERO)
     return tl.dot(ds.to(tl.bfloat16), k, sums)
 
@@ -202,50 +221,56 @@ def _ieee_attention_backward_query(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FOLD: tl.constexpr, FEATURES: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    unit = tl.program_id(1).to(tl.int64)
-    sample, group = unit // HEADS, unit % HEADS // (HEADS // GROUPS)
-    step, step_of_key = batch.to(tl.int64) * HEADS * WIDTH, batch.to(tl.int64) * GROUPS * WIDTH
-    k_of, v_of = key + (sample * GROUPS + group) * WIDTH, value + (sample * GROUPS + group) * WIDTH
+    unit, of_query, of_key, step, step_of_key = _head(batch, HEADS, GROUPS, WIDTH)
+    key, value = key + of_key, value + of_key
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
-    row, last = begin + tl.arange(0, QUERIES), tl.minimum(begin + QUERIES, size)
-    diagonal = begin // KEYS * KEYS
+    row, last, diagonal = begin + tl.arange(0, QUERIES), tl.minimum(begin + QUERIES, size), begin // KEYS * KEYS
     at = unit * size + row
-    x = _tile(gradient + unit * WIDTH, row, step, size, WIDTH, FOLD)
-    y = _tile(out + unit * WIDTH, row, step, size, WIDTH, FOLD)
+    x = _tile(gradient + of_query, begin, step, size, QUERIES, WIDTH, FOLD, True)
+    y = _tile(out + of_query, begin, step, size, QUERIES, WIDTH, FOLD, True)
     mine = fold_columns(_fp32(x) * _fp32(y), QUERIES, FOLD)
     tl.store(along + at, mine, mask=row < size)
     most = tl.load(top + at, mask=row < size, other=0.0)
     part = tl.load(inverse + at, mask=row < size, other=0.0)
-    q = _tile(query + unit * WIDTH, row, step, size, WIDTH, FEATURES)
-    do = _tile(gradient + unit * WIDTH, row, step, size, WIDTH, FEATURES)
+    q = _tile(query + of_query, begin, step, size, QUERIES, WIDTH, FEATURES, True)
+    do = _tile(gradient + of_query, begin, step, size, QUERIES, WIDTH, FEATURES, True)
     sums = tl.zeros((QUERIES, FEATURES), dtype=tl.float32)
     for start in range(0, diagonal, KEYS):
         sums = _added_to_query(
-            sums, q, do, k_of, v_of, most, part, mine, start, row, step_of_key, size, scale, WIDTH, FEATURES, KEYS, False
+            sums, q, do, key, value, most, part, mine, start, row, step_of_key, size, scale,
+            WIDTH, FEATURES, KEYS, False,
         )  # fmt: skip
     for start in range(diagonal, last, KEYS):
         sums = _added_to_query(
-            sums, q, do, k_of, v_of, most, part, mine, start, row, step_of_key, size, scale, WIDTH, FEATURES, KEYS, True
+            sums, q, do, key, value, most, part, mine, start, row, step_of_key, size, scale,
+            WIDTH, FEATURES, KEYS, True,
         )  # fmt: skip
     result = (sums * scale_of_gradients).to(tl.bfloat16)
-    _store_tile(dq + unit * WIDTH, result, row, step, size, WIDTH, FEATURES)
+    _store_tile(dq + of_query + step.to(tl.int64) * begin, result, begin, step, size, WIDTH)
 
 
 @triton.jit
-def _added_to_key(sums_k, sums_v, k, v, q_of, do_of, top_of, inverse_of, along_of, start, column, step, size, scale,
-                  WIDTH: tl.constexpr, FEATURES: tl.constexpr, QUERIES: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+def _added_to_key(
+    sums_k, sums_v, k, v, query, gradient, top, inverse, along, start, column, step, size, scale,
+    WIDTH: tl.constexpr, FEATURES: tl.constexpr, QUERIES: tl.constexpr, DIAGONAL: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    q = _tile(query, start, step, size, QUERIES, WIDTH, FEATURES, RAGGED)
+    do = _tile(gradient, start, step, size, QUERIES, WIDTH, FEATURES, RAGGED)
     row = start + tl.arange(0, QUERIES)
-    inside = row < size
-    q = _tile(q_of, row, step, size, WIDTH, FEATURES)
-    do = _tile(do_of, row, step, size, WIDTH, FEATURES)
-    top = tl.load(top_of + row, mask=inside, other=0.0)
-    inverse = tl.load(inverse_of + row, mask=inside, other=0.0)
-    along = tl.load(along_of + row, mask=inside, other=0.0)
-    p = exp2(fma(_products(k, q), scale, -top[None, :])) * inverse[None, :]
-    if MASKED:
+    p = exp2(fma(_products(k, q), scale, -_numbers(top, row, size, RAGGED)[None, :]))
+    p *= _numbers(inverse, row, size, RAGGED)[None, :]
+    if DIAGONAL:
         p = tl.where(column[:, None] <= row[None, :], p, ZERO)
-    ds = (_products(v, do) - along[None, :]) * p
+    ds = (_products(v, do) - _numbers(along, row, size, RAGGED)[None, :]) * p
     return tl.dot(ds.to(tl.bfloat16), q, sums_k), tl.dot(p.to(tl.bfloat16), do, sums_v)
+
+
+@triton.jit
+def _numbers(x, row, size, RAGGED: tl.constexpr):
+    """One number a row, zeros beyond the end."""
+    if RAGGED:
+        return tl.load(x + row, mask=row < size, other=0.0)
+    return tl.load(x + row)
 
 
 @triton.jit(do_not_specialize=["size", "batch", "scale"])
@@ -254,33 +279,36 @@ def _ieee_attention_backward_key(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, FOLD: tl.constexpr, FEATURES: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    unit = tl.program_id(1).to(tl.int64)
-    sample, group = unit // HEADS, unit % HEADS // (HEADS // GROUPS)
-    step, step_of_key = batch.to(tl.int64) * HEADS * WIDTH, batch.to(tl.int64) * GROUPS * WIDTH
-    k_of, v_of = key + (sample * GROUPS + group) * WIDTH, value + (sample * GROUPS + group) * WIDTH
-    q_of, do_of = query + unit * WIDTH, gradient + unit * WIDTH
+    unit, of_query, of_key, step, step_of_key = _head(batch, HEADS, GROUPS, WIDTH)
+    query, gradient = query + of_query, gradient + of_query
+    top, inverse, along = top + unit * size, inverse + unit * size, along + unit * size
     first = tl.program_id(0) * KEYS
     column = first + tl.arange(0, KEYS)
-    k = _tile(k_of, column, step_of_key, size, WIDTH, FEATURES)
-    v = _tile(v_of, column, step_of_key, size, WIDTH, FEATURES)
+    k = _tile(key + of_key, first, step_of_key, size, KEYS, WIDTH, FEATURES, True)
+    v = _tile(value + of_key, first, step_of_key, size, KEYS, WIDTH, FEATURES, True)
     sums_k = tl.zeros((KEYS, FEATURES), dtype=tl.float32)
     sums_v = tl.zeros((KEYS, FEATURES), dtype=tl.float32)
     # Earlier queries do not see these keys. Where a tile starts is a multiple of a tensor core's step.
     begin = first // QUERIES * QUERIES
     seen = tl.minimum((first + KEYS + QUERIES - 1) // QUERIES * QUERIES, size)  # from here on queries see all keys
-    top_of, inverse_of, along_of = top + unit * size, inverse + unit * size, along + unit * size
+    whole = tl.maximum(seen, size // QUERIES * QUERIES)
     for start in range(begin, seen, QUERIES):
         sums_k, sums_v = _added_to_key(
-            sums_k, sums_v, k, v, q_of, do_of, top_of, inverse_of, along_of, start, column, step, size, scale, WIDTH,
-            FEATURES, QUERIES, True,
+            sums_k, sums_v, k, v, query, gradient, top, inverse, along, start, column, step, size, scale,
+            WIDTH, FEATURES, QUERIES, True, True,
         )  # fmt: skip
-    for start in range(seen, size, QUERIES):
+    for start in range(seen, whole, QUERIES):
         sums_k, sums_v = _added_to_key(
-            sums_k, sums_v, k, v, q_of, do_of, top_of, inverse_of, along_of, start, column, step, size, scale, WIDTH,
-            FEATURES, QUERIES, False,
+            sums_k, sums_v, k, v, query, gradient, top, inverse, along, start, column, step, size, scale,
+            WIDTH, FEATURES, QUERIES, False, False,
         )  # fmt: skip
-    _store_tile(dk + unit * size * WIDTH, sums_k, column, WIDTH, size, WIDTH, FEATURES)
-    _store_tile(dv + unit * size * WIDTH, sums_v, column, WIDTH, size, WIDTH, FEATURES)
+    for start in range(whole, size, QUERIES):
+        sums_k, sums_v = _added_to_key(
+            sums_k, sums_v, k, v, query, gradient, top, inverse, along, start, column, step, size, scale,
+            WIDTH, FEATURES, QUERIES, False, True,
+        )  # fmt: skip
+    _store_tile(dk + (unit * size + first) * WIDTH, sums_k, first, WIDTH, size, WIDTH)
+    _store_tile(dv + (unit * size + first) * WIDTH, sums_v, first, WIDTH, size, WIDTH)
 
 
 @triton.jit(do_not_specialize=["size", "batch", "scale"])
