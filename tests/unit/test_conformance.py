@@ -228,7 +228,9 @@ def test_a_run_on_a_gpu_that_adds_in_another_way_is_refused(gpu_0):
 
 def test_a_run_on_a_machine_with_other_functions_is_refused(monkeypatch):
     monkeypatch.setattr(portable, "samples", lambda: np.ones(3, np.float32))
-    assert portable.differences(None) == ["exp, log, sigmoid or rsqrt: other bits than those of kernels/ieee_math.py"]
+    assert portable.differences(None) == [
+        "exp, log, sigmoid, rsqrt or exp2: other bits than those of kernels/ieee_math.py"
+    ]
 
 
 def test_the_check_at_the_start_is_done_once_a_process(gpu_0):

@@ -14,12 +14,19 @@ from tp_invariant_recipes.kernels.one_source import numba_version, numpy_version
 NAN = 0x7FFFFFFF
 EXACT = {
     "exp": mpmath.exp,
+    "exp2": lambda x: mpmath.mpf(2) ** x,
     "log": mpmath.log,
     "sigmoid": lambda x: 1 / (1 + mpmath.exp(-x)),
     "rsqrt": lambda x: 1 / mpmath.sqrt(x),
 }
-BOUND = {"exp": 0.76, "log": 0.83, "sigmoid": 0.76, "rsqrt": 0.86}  # ULP, as ieee_math.py says
-RANGE = {"exp": (-104, 89), "log": None, "sigmoid": (-104, 30), "rsqrt": None}  # None: every positive number
+BOUND = {"exp": 0.76, "exp2": 0.78, "log": 0.83, "sigmoid": 0.76, "rsqrt": 0.86}  # ULP, as ieee_math.py says
+RANGE = {
+    "exp": (-104, 89),
+    "exp2": (-126, 127),
+    "log": None,
+    "sigmoid": (-104, 30),
+    "rsqrt": None,
+}  # None: every positive number
 ALL = ("canonical", "bf16_bits", *EXACT)
 
 
@@ -94,6 +101,7 @@ def test_another_constant_has_a_larger_error(monkeypatch):
 # function -> an argument and its result, ...
 SPECIALS = {
     "exp": ((0.0, 1.0), (-0.0, 1.0), (np.inf, np.inf), (-np.inf, 0.0), (89.0, np.inf), (-104.0, 0.0), (1e-45, 1.0)),
+    "exp2": ((0.0, 1.0), (-0.0, 1.0), (1.0, 2.0), (-126.0, 2.0**-126), (-np.inf, 2.0**-126), (1e-45, 1.0)),
     "log": ((0.0, -np.inf), (-0.0, -np.inf), (np.inf, np.inf), (-np.inf, np.nan), (-1.0, np.nan), (1.0, 0.0)),
     "sigmoid": ((0.0, 0.5), (-0.0, 0.5), (np.inf, 1.0), (-np.inf, 0.0), (88.0, 1.0), (-200.0, 0.0)),
     "rsqrt": ((0.0, np.inf), (-0.0, np.inf), (np.inf, 0.0), (-np.inf, np.nan), (-1.0, np.nan), (4.0, 0.5)),

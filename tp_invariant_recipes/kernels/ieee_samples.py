@@ -1,4 +1,4 @@
-"""exp, log, sigmoid and rsqrt of many numbers, for a check at the start of a run."""
+"""exp, log, sigmoid, rsqrt and exp2 of many numbers, for a check at the start of a run."""
 
 from typing import Any
 
@@ -7,20 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.ieee_math import canonical, exp, log, rsqrt, sigmoid
+from tp_invariant_recipes.kernels.ieee_math import canonical, exp, exp2, log, rsqrt, sigmoid
 from tp_invariant_recipes.kernels.launch import Kernel
 from tp_invariant_recipes.kernels.one_source import UNFUSED, as_array, cpu_loop, numba_version
 
 BLOCK = 512
 
-_exp, _log, _sigmoid, _rsqrt, _canonical = (
-    numba_version(function.__name__) for function in (exp, log, sigmoid, rsqrt, canonical)
+_exp, _log, _sigmoid, _rsqrt, _exp2, _canonical = (
+    numba_version(function.__name__) for function in (exp, log, sigmoid, rsqrt, exp2, canonical)
 )
 
 
 def values(x: Tensor) -> Tensor:
-    """[n] fp32 → [4, n], every NaN canonical; on x's device."""
-    out = torch.empty(4, x.numel(), device=x.device)
+    """[n] fp32 → [5, n], every NaN canonical; on x's device."""
+    out = torch.empty(5, x.numel(), device=x.device)
     if x.is_cuda:
         values_triton(x, out)
     else:
@@ -33,6 +33,7 @@ def _fill(x: Any, out: Any) -> None:
     for i in range(x.size):
         out[0, i], out[1, i] = _canonical(_exp(x[i])), _canonical(_log(x[i]))
         out[2, i], out[3, i] = _canonical(_sigmoid(x[i])), _canonical(_rsqrt(x[i]))
+        out[4, i] = _canonical(_exp2(x[i]))
 
 
 def values_triton(x: Tensor, out: Tensor) -> None:
@@ -49,6 +50,7 @@ def _ieee_samples(x, out, size, BLOCK: tl.constexpr):
     tl.store(out + size + at, canonical(log(number)), mask=inside)
     tl.store(out + 2 * size + at, canonical(sigmoid(number)), mask=inside)
     tl.store(out + 3 * size + at, canonical(rsqrt(number)), mask=inside)
+    tl.store(out + 4 * size + at, canonical(exp2(number)), mask=inside)
 
 
 SAMPLES = Kernel(_ieee_samples, **UNFUSED)
