@@ -11,10 +11,10 @@ from tp_invariant_recipes.kernels import tensor_core_cpu
 from tp_invariant_recipes.kernels.ieee_attention import attention_backward, attention_forward
 from tp_invariant_recipes.kernels.ieee_attention_triton import LANES
 from tp_invariant_recipes.kernels.ieee_sums import folded
-from tp_invariant_recipes.kernels.one_source import numpy_fma, numpy_version
+from tp_invariant_recipes.kernels.one_source import numpy_version
 from tp_invariant_recipes.kernels.tensor_core_sum import bf16_product
 
-EXP2, ROUND = numpy_version("exp2"), numpy_version("bf16_bits")
+EXPONENTIAL, ROUND = numpy_version("exponential"), numpy_version("bf16_bits")
 SHAPES = ((5, 1, 2, 1, 16), (70, 2, 4, 2, 24), (64, 1, 1, 1, 32), (130, 1, 3, 3, 16))  # s, b, heads, groups, d
 
 
@@ -58,7 +58,7 @@ def defined(q, k, v, do, scale):
     for query, gradient in zip(q, do, strict=True):
         s = product(query, k.T)
         top = np.where(after, -np.inf, s).max(1, keepdims=True).astype(np.float32) * c
-        e = np.where(after, np.float32(0), EXP2(numpy_fma(s, c, -top)))
+        e = np.where(after, np.float32(0), EXPONENTIAL(s, c, top))
         inverse = np.float32(1) / in_lanes(e)[:, None]
         out = bf16(product(bf16(e), v) * inverse)
         along = folded(wide(gradient) * wide(out))[:, None]

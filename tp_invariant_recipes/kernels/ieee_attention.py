@@ -27,16 +27,16 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.kernels import tensor_core_cpu
-from tp_invariant_recipes.kernels.ieee_attention_triton import LANES, backward_triton, forward_triton
-from tp_invariant_recipes.kernels.ieee_math import bf16_bits, exp2, fp32_of_bf16
+from tp_invariant_recipes.kernels.ieee_attention_triton import LANES, backward_triton, exponential, forward_triton
+from tp_invariant_recipes.kernels.ieee_math import bf16_bits, fp32_of_bf16
 from tp_invariant_recipes.kernels.ieee_sums import numba_fold, numba_fold_rows
-from tp_invariant_recipes.kernels.one_source import as_array, by_rows, cpu_loop, numba_fma, numba_version
+from tp_invariant_recipes.kernels.one_source import as_array, by_rows, cpu_loop, numba_version
 from tp_invariant_recipes.kernels.tensor_core_cpu import WIDE, add_steps, split_panels, split_rows, workspace
 from tp_invariant_recipes.kernels.tensor_core_sum import STEP
 
 LOG2_E = math.log2(math.e)
 
-_exp2, _bf16, _fp32 = (numba_version(function.__name__) for function in (exp2, bf16_bits, fp32_of_bf16))
+_exponential, _bf16, _fp32 = (numba_version(one.__name__) for one in (exponential, bf16_bits, fp32_of_bf16))
 
 
 class Attended(NamedTuple):
@@ -197,7 +197,7 @@ def _forward(q: Any, keys: Any, values: Any, out: Any, top: Any, inverse: Any, s
                 for j in range(last):
                     lane = lanes[j % LANES]
                     for i in range(WIDE):
-                        e = _exp2(numba_fma(scores[j, i], scale, -most[i])) if j <= first + i else np.float32(0)
+                        e = _exponential(scores[j, i], scale, most[i]) if j <= first + i else np.float32(0)
                         lane[i] += e
                         words[j, i] = np.uint16(_bf16(e))
                 numba_fold_rows(lanes)
@@ -258,7 +258,7 @@ def _backward(
                     add_steps(row, v[j], ev[j], hv[j], values_p, exponents_p, highest_p, kept, work)
                     for i in range(last - first):
                         if j <= first + i:
-                            e = _exp2(numba_fma(scores[j, i], scale, -top[unit, head, first + i]))
+                            e = _exponential(scores[j, i], scale, top[unit, head, first + i])
                             p = e * inverse[unit, head, first + i]
                             ds = np.uint16(_bf16((row[i] - along[i]) * p))
                             words[j, i] = ds

@@ -24,7 +24,7 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.ieee_math import ONE, ZERO, exp2, fp32_of_bf16
 from tp_invariant_recipes.kernels.ieee_sums import fold_columns, power_of_two
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.kernels.one_source import UNFUSED, fma
+from tp_invariant_recipes.kernels.one_source import UNFUSED, elementwise, fma
 
 LANES = 64  # of the sum of exponentials, and the keys of a tile of the forward pass; part of the definition
 LEAST = 16  # features of a tile at least: a step of a tensor core
@@ -96,6 +96,12 @@ def _constants(query: Tensor, key: Tensor) -> tuple[int, ...]:
     return h, key.shape[2], d, fold, max(LEAST, fold)
 
 
+@elementwise
+def exponential(score, scale, top):
+    """e of a score; scale is c of kernels/ieee_attention.py."""
+    return exp2(fma(score, scale, -top))
+
+
 @triton.jit
 def _tile(x, start, step, size, ROWS: tl.constexpr, WIDTH: tl.constexpr, FEATURES: tl.constexpr,
           RAGGED: tl.constexpr):  # fmt: skip
@@ -157,7 +163,7 @@ def _added(
     WIDTH: tl.constexpr, FEATURES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     scores = _products(q, _tile(key, start, step, size, KEYS, WIDTH, FEATURES, DIAGONAL))
-    e = exp2(fma(scores, scale, -top[:, None]))
+    e = exponential(scores, scale, top[:, None])
     if DIAGONAL:
         column = start + tl.arange(0, KEYS)
         e = tl.where(column[None, :] <= row[:, None], e, ZERO)
@@ -208,7 +214,7 @@ def _added_to_query(
 ):  # fmt: skip
     k = _tile(key, start, step, size, KEYS, WIDTH, FEATURES, DIAGONAL)
     v = _tile(value, start, step, size, KEYS, WIDTH, FEATURES, DIAGONAL)
-    p = exp2(fma(_products(q, k), scale, -top[:, None])) * inverse[:, None]
+    p = exponential(_products(q, k), scale, top[:, None]) * inverse[:, None]
     ds = (_products(do, v) - along[:, None]) * p
     if DIAGONAL:
         column = start + tl.arange(0, KEYS)
@@ -258,7 +264,7 @@ def _added_to_key(
     q = _tile(query, start, step, size, QUERIES, WIDTH, FEATURES, RAGGED)
     do = _tile(gradient, start, step, size, QUERIES, WIDTH, FEATURES, RAGGED)
     row = start + tl.arange(0, QUERIES)
-    p = exp2(fma(_products(k, q), scale, -_numbers(top, row, size, RAGGED)[None, :]))
+    p = exponential(_products(k, q), scale, _numbers(top, row, size, RAGGED)[None, :])
     p *= _numbers(inverse, row, size, RAGGED)[None, :]
     if DIAGONAL:
         p = tl.where(column[:, None] <= row[None, :], p, ZERO)

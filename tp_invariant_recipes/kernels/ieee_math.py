@@ -11,8 +11,8 @@ other NaN.
 exp     x = n ln2 + r with |r| <= ln2 / 2. n ln2 is taken off in two parts (Cody and Waite): the first has 9 bits, so
         that its product with n and the difference are exact. e^r is kept as the sum of two fp32 numbers and rounded
         only after that. 2^n is made of bits, in two factors, so that the product with a small n still rounds once.
-exp2    x = n + f with |f| <= 1/2, exactly; 2^f is a polynomial of fused multiply-adds, and 2^n is made of bits. Thirteen
-        instructions: attention consists of little else.
+exp2    x = n + f with |f| <= 1/2, exactly; 2^f is a polynomial of fused multiply-adds, and 2^n is made of bits.
+        Thirteen instructions: attention consists of little else.
 log     x = 2^k m with m from sqrt(1/2) to sqrt(2), and log(m) by s = (m - 1) / (m + 1), as FreeBSD's e_logf.c has it.
 sigmoid e^-|x| stays in two parts. A quotient cut to 12 bits times a divisor cut to 12 bits is exact; so the remainder
         is known exactly, and corrects the quotient.

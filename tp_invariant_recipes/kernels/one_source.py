@@ -142,7 +142,7 @@ def at_least(x, least):
 
 
 @intrinsic
-def numba_fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+def _numba_fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """LLVM's fma: an instruction of the processor, or the C library's fmaf, which rounds once too."""
     fp32 = types.float32
     return fp32(fp32, fp32, fp32), lambda context, builder, signature, arguments: builder.fma(*arguments)
@@ -203,7 +203,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "tl": _language(where=_numba_where, div_rn=_numba_div_rn, sqrt_rn=_numba_sqrt_rn),
         "bits_of": _numba_bits_of,
         "fp32_of": _numba_fp32_of,
-        "fma": numba_fma,
+        "fma": _numba_fma,
         "at_least": _numba_at_least,
     },
     "numpy": {
