@@ -8,7 +8,7 @@ from tp_invariant_recipes.ledger.lines import Header
 
 PORTABLE, TREE = "portable", "tree"
 _PRODUCT = "product"  # field of a header's device
-_UNNAMED = "that of an earlier version of tpi"
+_UNNAMED = "of an earlier version"
 # Fields of a header's device that tell architectures apart.
 FIELDS = ("name", "compute_capability", "machine")
 
@@ -59,8 +59,8 @@ def went_on(before: Header, version: str | None, step: int) -> str | None:
     if not earlier or version is None or earlier[-1] == version:
         return None
     return (
-        f"products: the steps up to {step} have the definition {earlier[-1]}, those to come {version}; they may have "
-        f"other bits than they would have had. The ledger notes it"
+        f"products: up to step {step} their definition is {earlier[-1]}, from step {step + 1} on {version}; the steps "
+        f"to come may have other bits than they would have had. The ledger notes it"
     )
 
 

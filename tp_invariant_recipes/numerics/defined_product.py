@@ -131,19 +131,24 @@ def compute(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
     raises TypeError: other dtypes; ConfigError: a device of none of the ways; RunError: TPI_CHECK_PRODUCTS=1, and
     cuBLAS has other bits.
     """
-    way = _way(a, b, out, add)
+    if a.device.type not in CHOICES:
+        raise ConfigError(f"nothing computes the defined product on {a.device.type}; device=cpu, or gpu")
+    way = CHOICES[a.device.type](a, b, out, add)
     if way is CUBLAS and cublas_product.checking():
         return _checked(a, b, out, add)
     way.compute(a, b, out, add)
     return out
 
 
-def _way(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Way:
-    if a.device.type == "cpu":
-        return NUMBA
-    if a.device.type != "cuda":
-        raise ConfigError(f"nothing computes the defined product on {a.device.type}; device=cpu")
+def _on_cpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Way:
+    return NUMBA
+
+
+def _on_gpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Way:
     return CUBLAS if _right(a, b, out, add) else FIXED_TILES
+
+
+CHOICES = {"cpu": _on_cpu, "cuda": _on_gpu}  # what torch calls a device -> what chooses a way
 
 
 def _right(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
