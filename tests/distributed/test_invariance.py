@@ -82,6 +82,7 @@ def test_one_ledger_for_every_family(tpi, model):
     assert _family(tpi, model) == 0
     first, second = (tpi.ledger(f"tp{tp}") for tp in (1, 2))
     assert first == second
+    assert "product" not in read(tpi.folder / "tp1").header.device  # the definition on a CPU has no name
 
 
 @pytest.mark.release

@@ -1,16 +1,33 @@
-"""What computes the defined product on a GPU: every bit of the recorded cases."""
+"""What computes the defined product on a GPU: every bit of the recorded cases, whatever lies beside a row or column."""
 
 import pytest
 import torch
 
-from tp_invariant_recipes.numerics import conformance
-from tp_invariant_recipes.numerics.defined_product import WAYS
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.numerics import conformance, cublas_product, defined_product
+from tp_invariant_recipes.numerics.defined_product import FIXED_TILES, WAYS
+from tp_invariant_recipes.numerics.probe_operands import cancelling
+from tp_invariant_recipes.numerics.product import product
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-CASES = [case for case in conformance.read().cases if case.a.dtype == torch.bfloat16]
+BF16, FP32 = torch.bfloat16, torch.float32
+CASES = conformance.read().cases
+TILES = [way for way in WAYS if way.device == "cuda" and "tiles" in way.name]
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch):
+    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_tf32
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    yield
+    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_tf32 = before
 
 
 def whole(way, a, b):
@@ -19,19 +36,113 @@ def whole(way, a, b):
     return out
 
 
-TILES = [way for way in WAYS if way.device == "cuda" and "tiles" in way.name]
-
-
 @pytest.mark.parametrize("way", TILES, ids=lambda way: way.name)
 def test_it_gives_what_is_recorded(way):
-    recording = conformance.Recording("", tuple(CASES))
-    assert conformance.differences(recording, lambda a, b: whole(way, a.cuda(), b.cuda())) == []
+    recorded = tuple(case for case in CASES if case.a.dtype == BF16 or way is FIXED_TILES)
+    assert {case.a.dtype for case in recorded} == ({BF16, FP32} if way is FIXED_TILES else {BF16})
+    found = conformance.differences(conformance.Recording("", recorded), lambda a, b: whole(way, a.cuda(), b.cuda()))
+    assert found == []
 
 
-def test_cublas_gives_other_bits_where_it_splits_k():
-    """The control, on an H200: the longest k, on rows and columns of the size that was recorded with tiles."""
-    (cublas,) = [way for way in WAYS if way.name == "cuBLAS"]
-    (tiles,) = [way for way in TILES if way.name == "fixed tiles"]
+# Products whose k cuBLAS splits on an H200.
+SPLIT = ((BF16, 64, 32768, 64), (FP32, 64, 40, 64), (FP32, 64, 1024, 64))
+
+
+def split_operands(dtype, m, k, n):
     generator = torch.Generator("cuda").manual_seed(0)
-    a, b = (torch.randn(*size, generator=generator, device="cuda").bfloat16() for size in ((64, 32768), (32768, 64)))
-    assert not torch.equal(whole(cublas, a, b), whole(tiles, a, b))
+    a, b = (torch.randn(*size, generator=generator, device="cuda").to(dtype) for size in ((m, k), (k, n)))
+    return a, b
+
+
+@pytest.mark.parametrize("dtype, m, k, n", SPLIT, ids=str)
+def test_a_product_whose_k_cublas_splits_is_that_of_fixed_tiles(dtype, m, k, n):
+    a, b = split_operands(dtype, m, k, n)
+    found = product(a, b, torch.empty(m, n, device="cuda"))
+    assert list(defined_product.shown().values()) == [False]
+    assert same_bits(found, whole(FIXED_TILES, a, b))
+    assert not same_bits(found, whole(defined_product.CUBLAS, a, b))  # the control
+
+
+# --- shards together and apart ---
+
+# kind of product -> whether a and b are transposed in memory and whether it is added to an fp32 output, as layers do.
+KINDS = {
+    "forward": (False, True, False),
+    "input gradient": (False, False, False),
+    "weight gradient": (True, False, True),
+}
+SIZES = {BF16: (2048, 32768, 1536), FP32: (2048, 1024, 1536)}  # m, k, n
+CORNER = slice(0, 64)  # of rows and columns
+
+
+def operands(kind, dtype):
+    """Cancelling numbers, so that a bf16 output shows every order: a, b, what there is in the output, add."""
+    (m, k, n), (first, second, add) = SIZES[dtype], KINDS[kind]
+    a = torch.empty(k, m, device="cuda", dtype=dtype).t() if first else torch.empty(m, k, device="cuda", dtype=dtype)
+    b = torch.empty(n, k, device="cuda", dtype=dtype).t() if second else torch.empty(k, n, device="cuda", dtype=dtype)
+    cancelling(a, b, torch.Generator("cuda").manual_seed(1))
+    there = torch.randn(m, n, device="cuda") * 2.0**-16
+    return a, b, there if add else there.to(dtype), add
+
+
+def pieces(a, b, there):
+    """Halves, eighths and 64 rows or columns: the operands, and the part of the output."""
+    m, n = there.shape
+    for width in (m // 2, m // 8, 64):
+        for start in (0, m - width):
+            yield a[start : start + width], b, (slice(start, start + width), slice(None))
+    for width in (n // 2, n // 8, 64):
+        for start in (0, n - width):
+            yield a, b[:, start : start + width], (slice(None), slice(start, start + width))
+    yield a[CORNER], b[:, CORNER], (CORNER, CORNER)
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_and_columns_apart_have_the_bits_that_they_have_together(kind, dtype):
+    """In the place of a slice and as copies; whatever computes each, it is that of fixed tiles."""
+    a, b, there, add = operands(kind, dtype)
+    together = product(a, b, there.clone(), rows=8, add=add)
+    assert same_bits(together, fixed_tile_product(a, b, there.clone(), add=add))
+    for x, y, where in pieces(a, b, there):
+        in_place = there.clone()
+        assert same_bits(product(x, y, in_place[where], add=add), together[where])
+        assert same_bits(product(x.clone(), y.clone(), there[where].clone(), add=add), together[where])
+    decided = defined_product.shown()
+    print(f"\n{kind}, {dtype}: {sum(decided.values())} of {len(decided)} kinds of product by cuBLAS")
+    assert any(decided.values())
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)
+def test_those_of_cublas_alone_do_not(dtype):
+    """The control: cuBLAS splits k of some small ones."""
+    different = []
+    for kind in KINDS:
+        a, b, there, add = operands(kind, dtype)
+        together = cublas_product.launch(a, b, there.clone(), add)
+        for x, y, where in pieces(a, b, there):
+            if not same_bits(cublas_product.launch(x, y, there[where].clone(), add), together[where].contiguous()):
+                different.append(f"{kind} {[*x.shape]} @ {[*y.shape]}")
+    print(f"\n{dtype}:", *different, sep="\n  ")
+    assert different
+
+
+# --- CUDA graphs ---
+
+
+@pytest.mark.parametrize("warm", (True, False), ids=("the kernel is there", "the kernel is compiled in the capture"))
+def test_a_product_that_a_capture_meets_first_is_that_of_fixed_tiles(warm):
+    """cuBLAS would have other bits."""
+    a, b = split_operands(*((BF16, 64, 32768, 64) if warm else (FP32, 63, 1023, 65)))
+    out = torch.zeros(a.shape[0], b.shape[1], device="cuda")
+    if warm:
+        whole(FIXED_TILES, a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product(a, b, out)
+    assert defined_product.shown() == {}
+    assert not out.any()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert same_bits(out, whole(FIXED_TILES, a, b))
+    assert not same_bits(out, whole(defined_product.CUBLAS, a, b))  # the control

@@ -1,11 +1,14 @@
 """Kernels on one GPU: what a rank with all shards computes is what ranks with some of them compute, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels import cross_entropy, rms_norm, row_add, token_sum, tree_add
-from tp_invariant_recipes.numerics import product as products
+from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.numerics import defined_product
 from tp_invariant_recipes.numerics.product import product
 
 pytestmark = [
@@ -148,13 +151,13 @@ SHAPES = (
 @pytest.mark.parametrize("degree", (1, 2, 4))
 def test_product_of_slices_is_that_of_copies(monkeypatch, shape, degree, dtype):
     """Slices of operands and outputs that hold 4/degree shards; adding in place."""
-    monkeypatch.setattr(products, "_in_place_is_right", {})
+    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
     tokens, k, n = shape
     held = 4 // degree
     x, w = _random(tokens, held * k, dtype=dtype), _random(n, held * k, dtype=dtype)
     y = torch.zeros(tokens, held * n, dtype=dtype, device="cuda")
     first, second = slice(0, k), slice((held - 1) * k, held * k)
-    plain = torch.mm(x[:, second].contiguous(), w[:, second].contiguous().t())
+    plain = fixed_tile_product(x[:, second].clone(), w[:, second].clone().t(), torch.empty_like(y[:, -n:]))
     assert same_bits(product(x[:, second], w[:, second].t(), y[:, -n:]), plain)
     node = torch.empty(tokens, n, device="cuda")
     a, b = (torch.empty_like(node) for _ in range(2))
@@ -163,36 +166,38 @@ def test_product_of_slices_is_that_of_copies(monkeypatch, shape, degree, dtype):
     product(x[:, first], w[:, first].t(), node)
     product(x[:, second], w[:, second].t(), node, add=True)
     assert same_bits(node, a + b)
-    in_place = products.shown()
-    print(sum(in_place.values()), "of", len(in_place), "kinds of product in place")
+    decided = defined_product.shown()
+    print(sum(decided.values()), "of", len(decided), "kinds of product by cuBLAS")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_probe_takes_what_is_one_call_either_way(monkeypatch, shape, dtype):
-    """A product of one shard, without gaps and not added to anything: a probe that always refuses fails here."""
-    monkeypatch.setattr(products, "_in_place_is_right", {})
-    tokens, k, n = shape
-    x, w = _random(tokens, k, dtype=dtype), _random(n, k, dtype=dtype)
-    for out in (torch.empty(tokens, n, dtype=dtype, device="cuda"), torch.empty(tokens, n, device="cuda")):
-        product(x, w.t(), out)
-    assert set(products.shown().values()) == {True}
-    assert len(products.shown()) == (1 if dtype == torch.float32 else 2)
+def test_the_trial_takes_cublas(monkeypatch, dtype):
+    """For shards of a model, without gaps and not added to anything: a trial that always refuses fails here."""
+    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
+    for tokens, k, n in SHAPES:
+        x, w = _random(tokens, k, dtype=dtype), _random(n, k, dtype=dtype)
+        for out in (torch.empty(tokens, n, dtype=dtype, device="cuda"), torch.empty(tokens, n, device="cuda")):
+            product(x, w.t(), out)
+    decided = defined_product.shown()
+    print(sum(decided.values()), "of", len(decided), "kinds of product by cuBLAS")
+    assert len(decided) == len(SHAPES) * (1 if dtype == torch.float32 else 2)
+    assert any(decided.values())
+    assert dtype == torch.float32 or all(decided.values())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_probe_refuses_another_order(monkeypatch, dtype):
-    """A probe that always agrees fails here: the faster form adds two halves of k."""
-    monkeypatch.setattr(products, "_in_place_is_right", {})
-    in_one_piece = products._in_place
+def test_the_trial_refuses_another_order(monkeypatch, dtype):
+    """A trial that always agrees fails here: the library adds two halves of k."""
+    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
+    whole = defined_product.CUBLAS.compute
 
     def in_halves(a, b, out, add):
         half = a.shape[1] // 2
-        in_one_piece(a[:, half:].contiguous(), b[half:].contiguous(), out, add)
-        return in_one_piece(a[:, :half].contiguous(), b[:half].contiguous(), out, True)
+        whole(a[:, half:].contiguous(), b[half:].contiguous(), out, add)
+        return whole(a[:, :half].contiguous(), b[:half].contiguous(), out, True)
 
-    monkeypatch.setattr(products, "_in_place", in_halves)
+    monkeypatch.setattr(defined_product, "CUBLAS", replace(defined_product.CUBLAS, compute=in_halves))
     x, w, out = _random(128, 512, dtype=dtype), _random(96, 512, dtype=dtype), torch.empty(128, 96, device="cuda")
     product(x, w.t(), out)
-    assert set(products.shown().values()) == {False}
-    assert same_bits(out, torch.mm(x, w.t()) if dtype == torch.float32 else torch.mm(x, w.t(), out_dtype=torch.float32))
+    assert set(defined_product.shown().values()) == {False}
+    assert same_bits(out, fixed_tile_product(x, w.t(), torch.empty_like(out)))

@@ -8,6 +8,7 @@ import torch
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.host import mamba as twin
 from tp_invariant_recipes.kernels import causal_conv, group_norm
+from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics import mamba_parts
 from tp_invariant_recipes.numerics.init import place
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
@@ -86,8 +87,8 @@ def test_products_of_segments_of_unlike_sizes_are_those_of_their_shards(held):
     y = product(x, weight.t(), x.new_empty(tokens, sum(sizes)), columns=sizes)
     dw = product(y.t(), x, torch.zeros(weight.shape, device="cuda"), rows=sizes, add=True)
     for part, mine, rows in zip(y.split(sizes, 1), dw.split(sizes), weight.split(sizes), strict=True):
-        assert same_bits(part.contiguous(), torch.mm(x, rows.clone().t()))
-        assert same_bits(mine, torch.zeros_like(mine) + torch.mm(part.contiguous().t(), x, out_dtype=torch.float32))
+        assert same_bits(part.contiguous(), fixed_tile_product(x, rows.clone().t(), torch.empty_like(part)))
+        assert same_bits(mine, fixed_tile_product(part.clone().t(), x, torch.zeros_like(mine), add=True))
 
 
 # --- the mixer, without its projections ---

@@ -7,7 +7,6 @@ from tp_invariant_recipes.config import invariance
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics import cublas_product, defined_product
-from tp_invariant_recipes.numerics import product as products
 
 COVERED = (
     "qwen3_toy cuda_graph=full",
@@ -72,24 +71,20 @@ def test_the_invariant_dispatcher_is_not_captured():
     assert "leave them out of model.cuda_graph_modules" in problem
 
 
-@pytest.mark.parametrize("module", (products, defined_product))
-def test_a_capture_tries_nothing_and_remembers_nothing(monkeypatch, module):
+def test_a_capture_tries_nothing_and_remembers_nothing(monkeypatch):
     """Before it, a trial decides; while it lasts, what has been decided holds, and all else is computed as defined."""
-    found = "_in_place_is_right" if module is products else "_cublas_is_right"
-    shards = (1, 1) if module is products else ()
-    monkeypatch.setattr(module, found, {})
+    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
     trials = []
     monkeypatch.setattr(cublas_product, "agree", lambda *_: trials.append(1) or True)
-    monkeypatch.setattr(products, "agree", cublas_product.agree)
     capturing = True
     monkeypatch.setattr(cublas_product, "capturing", lambda operand: capturing)
     operands = torch.zeros(16, 32), torch.zeros(32, 8), torch.zeros(16, 8)
-    assert not module._right(*operands, *shards, False)
+    assert defined_product.CHOICES["cuda"](*operands, False) is defined_product.FIXED_TILES
     assert trials == []
-    assert getattr(module, found) == {}
+    assert defined_product.shown() == {}
     capturing = False
-    assert module._right(*operands, *shards, False)
+    assert defined_product.CHOICES["cuda"](*operands, False) is defined_product.CUBLAS
     assert len(trials) == 1
     capturing = True
-    assert module._right(*operands, *shards, False)
+    assert defined_product.CHOICES["cuda"](*operands, False) is defined_product.CUBLAS
     assert len(trials) == 1

@@ -1,14 +1,17 @@
-"""The trial that decides whether a library's product may stand for the definition: it sees a library that lies.
+"""The trial that decides whether a library's product may stand for the defined one: it sees a library that lies.
 
 It runs on a CPU here, with libraries made for it; tests/gpu/test_product_probe_gpu.py asks cuBLAS.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.numerics import cublas_product
-from tp_invariant_recipes.numerics import product as products
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.numerics import cublas_product, defined_product
 from tp_invariant_recipes.numerics.probe_operands import cancelling
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -17,11 +20,8 @@ DRAWS = 40
 
 
 def in_order(a, b, out, add=False):
-    """What the libraries below claim to be: fp32 over k in order, rounded once."""
-    total = torch.zeros(out.shape)
-    for x, y in zip(a.float().t(), b.float(), strict=True):
-        total += x[:, None] * y[None, :]
-    return out.copy_(total + out.float() if add else total)
+    """What the libraries below claim to be: on a CPU fixed tiles add fp32 products over k in order and round once."""
+    return fixed_tile_product(a, b, out, add=add)
 
 
 def split_in_half(a, b, out, add=False):
@@ -46,17 +46,35 @@ def rounded_in_between(a, b, out, add=False):
     return out.copy_(total + out.float() if add else total)
 
 
+def refuses(a, b, out, add=False):
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(…)`")
+
+
+def lies_about_large_numbers(a, b, out, add=False):
+    """And not about those of the trial."""
+    return (split_in_half if a.abs().max() > 100 else in_order)(a, b, out, add)
+
+
 @pytest.fixture
 def library(monkeypatch):
-    """Have a product made in one launch by the function given, and shard by shard by `in_order`."""
+    """Have products on a CPU chosen as on a GPU, with the function given for cuBLAS. returns: the ways, as they run."""
 
-    def use(in_place):
-        monkeypatch.setattr(products, "_in_place", lambda a, b, out, add: in_place(a, b, out, add))
-        monkeypatch.setattr(
-            products,
-            "_multiplied",
-            lambda a, b, dtype: in_order(a, b, a.new_empty(a.shape[0], b.shape[1], dtype=dtype)),
-        )
+    def use(cublas):
+        ran = []
+
+        def noting(way, compute):
+            def run(*operands):
+                ran.append(way)
+                return compute(*operands)
+
+            return run
+
+        for name, compute in (("CUBLAS", cublas), ("FIXED_TILES", defined_product.FIXED_TILES.compute)):
+            way = getattr(defined_product, name)
+            monkeypatch.setattr(defined_product, name, replace(way, compute=noting(way.name, compute)))
+        monkeypatch.setattr(defined_product, "_cublas_is_right", {})
+        monkeypatch.setitem(defined_product.CHOICES, "cpu", defined_product._on_gpu)
+        return ran
 
     return use
 
@@ -66,8 +84,15 @@ def operands(shape, dtype, out_dtype=None):
     return torch.empty(m, k, dtype=dtype), torch.empty(k, n, dtype=dtype), torch.empty(m, n, dtype=out_dtype or dtype)
 
 
-def accepted(shape, dtype, *, add=False, rows=1, columns=1, out_dtype=None) -> bool:
-    return products._seen_to_be_right(*operands(shape, dtype, out_dtype), rows, columns, add)
+def filled(shape, dtype, out_dtype=None):
+    """Numbers of a run, where there is something to add to."""
+    a, b, out = operands(shape, dtype, out_dtype)
+    cancelling(a, b, torch.Generator().manual_seed(1))
+    return a, b, out.fill_(2.0**-12)
+
+
+def accepted(shape, dtype, *, add=False, out_dtype=None) -> bool:
+    return defined_product._right(*operands(shape, dtype, out_dtype), add)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,6 +127,48 @@ def test_a_lie_about_adding_in_place_is_seen(library, dtype):
     assert not accepted((128, 16, 128), dtype, add=True, out_dtype=torch.float32)
 
 
+# What cuBLAS is -> what computes a product when nothing was tried, and when a trial decided before a capture.
+DECISIONS = (
+    (in_order, "cuBLAS"),
+    (lies_about_large_numbers, "cuBLAS"),
+    (split_in_half, "fixed tiles"),
+    (refuses, "fixed tiles"),
+)
+
+
+@pytest.mark.parametrize("add", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cublas, way", DECISIONS, ids=lambda value: getattr(value, "__name__", value))
+def test_what_computes_a_product(library, monkeypatch, cublas, way, dtype, add):
+    ran = library(cublas)
+    a, b, out = filled((33, 64, 40), dtype, torch.float32)
+    expected = in_order(a, b, out.clone(), add)
+    capturing = True
+    monkeypatch.setattr(cublas_product, "capturing", lambda operand: capturing)
+    assert same_bits(defined_product.compute(a, b, out.clone(), add), expected)
+    assert ran == ["fixed tiles"]  # a capture waits for no trial
+    assert defined_product.shown() == {}
+    capturing = False
+    assert same_bits(defined_product.compute(a, b, out.clone(), add), expected)
+    assert ran[-1] == way
+    assert list(defined_product.shown().values()) == [way == "cuBLAS"]
+    capturing = True
+    assert same_bits(defined_product.compute(a, b, out.clone(), add), expected)
+    assert ran[-1] == way
+
+
+def test_nothing_computes_it_on_another_device():
+    with pytest.raises(ConfigError, match="nothing computes the defined product on meta"):
+        defined_product.compute(*(tensor.to("meta") for tensor in operands((4, 4, 4), torch.float32)), False)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=str)
+def test_other_dtypes_are_refused(library, dtype):
+    library(in_order)
+    with pytest.raises(TypeError, match="both must be bf16, or both fp32"):
+        defined_product.compute(*filled((8, 8, 8), dtype), False)
+
+
 def test_every_draw_shows_what_normal_numbers_hide():
     """The control of the operands: 128 x 16 x 128 in bf16, k cut in half."""
     shown = {"cancelling": 0, "normal": 0}
@@ -115,7 +182,7 @@ def test_every_draw_shows_what_normal_numbers_hide():
                 a.copy_(torch.randn(a.shape, generator=generator))
                 b.copy_(torch.randn(b.shape, generator=generator))
             first, second = in_order(a, b, out.clone()), split_in_half(a, b, out.clone())
-            shown[kind] += not products.same_bits(first, second)
+            shown[kind] += not same_bits(first, second)
     assert shown["cancelling"] == DRAWS
     assert shown["normal"] < DRAWS  # nearly blind
 
@@ -127,18 +194,10 @@ def test_every_exact_result_is_zero():
     assert a.ne(0).sum() == 8 * 32
 
 
-def test_a_layout_that_the_library_does_not_take_is_multiplied_shard_by_shard(library):
-    def refuses(a, b, out, add):
-        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(…)`")
-
-    library(refuses)
-    assert not accepted((8, 8, 8), torch.bfloat16)
-
-
 @pytest.mark.parametrize(
     "error", (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("an illegal memory access"))
 )
-def test_any_other_error_is_one(library, error):
+def test_an_error_that_is_none_of_a_layout_is_one(library, error):
     def fails(a, b, out, add):
         raise error
 
@@ -161,20 +220,16 @@ def test_settings_of_torch_tell_products_apart():
 
 
 @pytest.mark.parametrize("add", (False, True))
-def test_live_operands_are_checked_on_request(library, add):
-    """A library that lies about numbers that the trial does not have."""
-
-    def lies_about_large_numbers(a, b, out, add=False):
-        return (split_in_half if a.abs().max() > 100 else in_order)(a, b, out, add)
-
+def test_live_operands_are_checked_on_request(library, monkeypatch, add):
     library(lies_about_large_numbers)
-    a, b, out = operands((16, 64, 16), torch.bfloat16, torch.float32)
-    assert products._seen_to_be_right(a, b, out, 1, 1, add)
-    generator = torch.Generator().manual_seed(0)
-    cancelling(a, b, generator)
-    out.zero_()
-    assert products._checked(a, b, out, 1, 1, add) is out
+    a, b, out = filled((16, 64, 16), torch.bfloat16, torch.float32)
+    expected = in_order(a, b, out.clone(), add)
+    monkeypatch.setattr(cublas_product, "checking", lambda: True)
+    assert same_bits(defined_product.compute(a, b, out, add), expected)
     with pytest.raises(
-        RunError, match=r"TPI_CHECK_PRODUCTS=1: a product \[16, 64\] @ \[64, 16\] in one launch has other bits"
+        RunError,
+        match=r"TPI_CHECK_PRODUCTS=1: a product \[16, 64\] @ \[64, 16\] by cuBLAS has other bits than by fixed",
     ):
-        products._checked(a * 1000, b, out, 1, 1, add)
+        defined_product.compute(a * 1000, b, out, add)
+    monkeypatch.setattr(cublas_product, "checking", lambda: False)
+    defined_product.compute(a * 1000, b, out, add)  # the control: nobody asks

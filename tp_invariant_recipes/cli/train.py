@@ -225,6 +225,7 @@ def _opening(planned) -> str:
         f"[bold]{planned.composed.model}[/] on {ranks} {planned.device} rank{'s' if ranks > 1 else ''}, "
         f"{planned.steps} steps{resumed}, numerics={planned.tree['numerics']['mode']}\n"
         f"run directory {escape(str(planned.run_dir.path))}; checkpoints {kept}"
+        + (f"\n{escape(planned.remark)}" if planned.remark else "")
     )
 
 

@@ -1,8 +1,14 @@
-"""Which bits two runs on different machines were promised to share: equal ones under numerics=portable, else none."""
+"""Which bits two runs were promised to share, on different machines and with different definitions of a product.
+
+On different machines: equal ones under numerics=portable, else none. On one machine numerics=tree promises equal bits
+for one definition of a product; versions of tpi have others on GPUs (numerics/definition.py).
+"""
 
 from tp_invariant_recipes.ledger.lines import Header
 
-PORTABLE = "portable"
+PORTABLE, TREE = "portable", "tree"
+_PRODUCT = "product"  # field of a header's device
+_UNNAMED = "of an earlier version"
 # Fields of a header's device that tell architectures apart.
 FIELDS = ("name", "compute_capability", "machine")
 
@@ -30,6 +36,56 @@ def promise(a: Header, b: Header, different: bool) -> str | None:
             f"this is a defect of tpi."
         )
     return f"{machines}, with the equal bits that numerics=portable promises."
+
+
+def products(header: Header) -> tuple[tuple[int, str], ...]:
+    """(first step, definition of a product from there on) of a run of numerics=tree on a GPU; empty: any other run."""
+    if header.numerics.get("mode") != TREE or header.device.get("name") in (None, "cpu"):
+        return ()
+    found = [(1, header.device.get(_PRODUCT) or _UNNAMED)]
+    for entry in header.notes.get("resumed", ()):
+        now = str(entry["changed"].get(f"device.{_PRODUCT}", header.device.get(_PRODUCT)) or _UNNAMED)
+        if now != found[-1][1]:
+            found.append((entry["after_step"] + 1, now))
+    return tuple(found)
+
+
+def went_on(before: Header, version: str | None, step: int) -> str | None:
+    """What a tree run on a GPU must be told that goes on after `step` with another definition of a product, if any.
+
+    before: of its ledger. version: of the definition now.
+    """
+    earlier = [name for start, name in products(before) if start <= step]
+    if not earlier or version is None or earlier[-1] == version:
+        return None
+    return (
+        f"products: up to step {step} their definition is {earlier[-1]}, from step {step + 1} on {version}; the steps "
+        f"to come may have other bits than they would have had. The ledger notes it"
+    )
+
+
+def other_products(a: Header, b: Header, step: int | None) -> str | None:
+    """One sentence about two tree runs on GPUs whose products have other definitions; None: they have the same.
+
+    step: of the first difference; None: no compared bit differs. A difference before the definitions part is one.
+    """
+    left, right = products(a), products(b)
+    if not left or not right or left == right:
+        return None
+    parted = min(start for start, _ in {*left} ^ {*right})
+    if step is not None and step < parted:
+        return None
+    found = "these bits are equal all the same" if step is None else "this difference is no defect"
+    since = "" if parted == 1 else f" from step {parted} on"
+    return (
+        f"Products have other definitions{since} ({_words(left)}; {_words(right)}): equal bits are not promised, and "
+        f"{found}."
+    )
+
+
+def _words(found: tuple[tuple[int, str], ...]) -> str:
+    (_, first), *later = found
+    return ", ".join([first, *(f"from step {start} on {name}" for start, name in later)])
 
 
 def _architecture(header: Header) -> str:

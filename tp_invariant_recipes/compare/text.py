@@ -11,7 +11,7 @@ from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, FirstDi
 from tp_invariant_recipes.compare.explanation import LABELS, run_name
 from tp_invariant_recipes.compare.log_compare import PrintedComparison
 from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line, magnitude_report
-from tp_invariant_recipes.compare.promises import promise
+from tp_invariant_recipes.compare.promises import other_products, promise
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.bits import readable
@@ -80,12 +80,18 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
     if comparison.first and apart:
         sentences.append(f"{comparison.first.name}: {apart}.")
     if comparison.verdict is not Verdict.NOT_COMPARABLE:
-        different = comparison.verdict is Verdict.DIFFERENT
-        promised = promise(a.header, b.header, different)
-        sentences += [promised] if promised else []
-        sentences += [*_later_replicas(comparison), *_undigested(comparison), *_untraced(comparison)]
+        sentences += [*promised(comparison), *_later_replicas(comparison)]
+        sentences += [*_undigested(comparison), *_untraced(comparison)]
         sentences += _next_command(comparison, dumped=apart is not None)
     return tuple(sentences)
+
+
+def promised(comparison: Comparison) -> list[str]:
+    """Why these two runs were not promised equal bits, or that they were although their machines differ."""
+    a, b = comparison.a.header, comparison.b.header
+    step = comparison.first.step if comparison.first else None
+    said = promise(a, b, comparison.verdict is Verdict.DIFFERENT) or other_products(a, b, step)
+    return [said] if said else []
 
 
 def _layouts(ledger: Ledger) -> str:

@@ -266,7 +266,7 @@ def _working(
             # numerics/cpu_product.py multiplies in fp32.
             moments.append(largest * FP32 + logits * (FP32 + batch.element))
         if config.numerics.mode == "tree" and config.device.kind == "gpu":
-            # numerics/product.py tries the first gradient of the output matrix: three of it in fp32, and its operand.
+            # numerics/cublas_product.py tries the output matrix's first gradient: three of it in fp32, and its operand.
             trial = 2 * logits * batch.element + 3 * largest * FP32
     standing = 0
     if batch.tree:

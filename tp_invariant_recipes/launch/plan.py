@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.compare import promises
 from tp_invariant_recipes.config import (
     environment,
     going_on,
@@ -34,8 +35,9 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import experiments, preflight
 from tp_invariant_recipes.ledger.lines import Header
-from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.numerics.definition import product_version
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import Checkpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
@@ -56,6 +58,7 @@ class Plan:
     here:        whether ranks will run on this machine; False where their job is only submitted.
     data_missing: whether text has yet to be prepared; such a plan is for `tpi train --dry-run` alone.
     attempts:    at the run so far, when this was planned; None: there was no run.
+    remark:      what to tell of going on with the run; None: nothing.
     """
 
     composed: Composed
@@ -68,6 +71,7 @@ class Plan:
     here: bool = True
     data_missing: bool = False
     attempts: int | None = None
+    remark: str | None = None
 
     @functools.cached_property
     def config(self) -> RunConfig:
@@ -306,7 +310,13 @@ def _going_on(
         raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run_dir.path}")
     if found:
         _same_bits(asked, before, plan, found)
-    return plan if found is None else _from(plan, found)
+    return plan if found is None else replace(_from(plan, found), remark=_products(plan, found.step))
+
+
+def _products(plan: Plan, step: int) -> str | None:
+    """Whether the steps after `step` have another definition of a product than those before, in a sentence."""
+    version = product_version(plan.tree["numerics"]["mode"], plan.device)
+    return promises.went_on(streamed(plan.run_dir.ledger).header, version, step) if version else None
 
 
 def _has_checkpoint(run_dir: RunDir) -> bool:

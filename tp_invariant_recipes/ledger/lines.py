@@ -77,6 +77,7 @@ class _Numerics(TypedDict):
 
 class _Device(TypedDict):
     name: NotRequired[str]
+    product: NotRequired[str]
 
 
 class _Notes(TypedDict):

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.numerics.cublas_product import settings, tried
+from tp_invariant_recipes.numerics.cublas_product import CHECK, checking, settings, tried
 from tp_invariant_recipes.numerics.probe_operands import cancelling_attention
-from tp_invariant_recipes.numerics.product import CHECK, checking
 from tp_invariant_recipes.numerics.shard_operands import dense, same_bits
 
 Form = Callable[..., Tensor]  # `_together` or `_defined`

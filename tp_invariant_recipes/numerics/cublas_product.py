@@ -2,9 +2,12 @@
 
 cuBLAS chooses an algorithm by shapes, strides, dtypes, alignment and torch's settings; `kind` holds all of these. The
 trial's operands cancel (numerics/probe_operands.py): on others an output in bf16 hides most differences.
+TPI_CHECK_PRODUCTS=1 repeats the comparison on the operands of the run, of attention too (numerics/attention.py).
 """
 
+import os
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 from tp_invariant_recipes.numerics.probe_operands import cancelling, residue
 from tp_invariant_recipes.numerics.shard_operands import like, same_bits
 
+CHECK = "TPI_CHECK_PRODUCTS"  # 1: compute what a trial has decided both ways, on the operands of the run, and compare
 TRIALS = 2  # of operands that cancel; one shows every other order of additions that was tried
 # What cuBLAS says of strides or alignment that it does not take. Any other error of a trial is an error of the run.
 LAYOUT_NOT_TAKEN = ("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE")
@@ -50,6 +54,12 @@ def tried(
             return False
         found[kind] = trial()
     return found[kind]
+
+
+@cache
+def checking() -> bool:
+    """Whether every product and every attention of this process is computed both ways."""
+    return os.environ.get(CHECK, "0") == "1"
 
 
 def settings() -> tuple[Any, ...]:

@@ -1,7 +1,11 @@
-"""Products of matrices as kernels/tensor_core_sum.py defines them, by whatever computes that sum on a device.
+"""Products of matrices that walk k in order, by whatever computes that sum on a device.
 
-Rows and columns of such a product do not depend on how many lie beside them, so shards may share a call. The virtual
-shards decide the order of sums across them only: those are IEEE additions in fp32.
+kernels/tensor_core_sum.py defines the sum of bf16 products, as a Hopper tensor core adds them. Rows and columns of such
+a product do not depend on how many lie beside them, so shards may share a call. The virtual shards decide the order of
+sums across them only: those are IEEE additions in fp32.
+
+numerics=portable has these products everywhere. numerics=tree has them on GPUs, and numerics/cpu_product.py on CPUs; it
+does not ask whether a GPU adds as a Hopper does: there fixed tiles are the definition, on the GPU at hand.
 """
 
 from dataclasses import dataclass
@@ -10,24 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.numerics import cublas_product
 from tp_invariant_recipes.numerics.cublas_product import Product
-from tp_invariant_recipes.numerics.shard_operands import Parts
+from tp_invariant_recipes.numerics.shard_operands import Parts, like, same_bits
 
 
 @dataclass(frozen=True)
 class Way:
-    """A kernel or library that computes the defined product of bf16 operands.
+    """A kernel or library that computes the defined product.
 
     device:   what torch calls its device.
+    operands: their dtypes.
     compute:  fills or adds to `out`, bf16 or fp32.
-    used:     by runs: "yes"; "after a trial", on the GPU at hand, against the way that is always used; or by what.
+    used:     the numerics whose runs use it; "after a trial": on the GPU at hand, against fixed tiles.
     evidence: why it is believed to compute the defined sum, and where it is known not to.
     """
 
     name: str
     device: str
+    operands: str
     compute: Product
     used: str
     evidence: str
@@ -55,36 +61,41 @@ def _by_grouped_tiles(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
     out.copy_(total.add_(out) if add else total)
 
 
-# The product itself is stated in kernels/tensor_core_sum.py, and nowhere else.
+# kernels/tensor_core_sum.py states the sum of bf16 products, and that of fp32 products: a chain of fused multiply-adds
+# over k. No other place does.
 NUMBA, FIXED_TILES, GROUPED_TILES, CUBLAS = WAYS = (
     Way(
         "numba",
         "cpu",
+        "bf16",
         _by_numba,
-        "yes",
+        "`portable`",
         "all bits of the 40 recorded bf16 cases; the first rows of 39 of them before every run",
     ),
     Way(
         "fixed tiles",
         "cuda",
+        "bf16, fp32",
         _by_fixed_tiles,
-        "yes",
-        "all bits of the 40 recorded bf16 cases on an H200; the first rows of 39 of them before every run",
+        "`tree`, `portable`",
+        "all bits of the 46 recorded cases on an H200; the first rows of 39 of them before every run of `portable`",
     ),
     Way(
         "grouped tiles",
         "cuda",
+        "bf16, fp32",
         _by_grouped_tiles,
-        "by experts",
+        "experts of `tree` and `portable`",
         "all bits of the 40 recorded bf16 cases on an H200; the same tile and order of k as fixed tiles",
     ),
     Way(
         "cuBLAS",
         "cuda",
+        "bf16, fp32",
         cublas_product.launch,
-        "after a trial",
-        "42 shapes of Qwen3-8B on an H200, all bits of fixed tiles; other bits where it splits k (64 × 32768 × 64), so "
-        "only where a trial with operands that cancel agrees with fixed tiles",
+        "`tree`, `portable`, after a trial",
+        "42 shapes of Qwen3-8B in bf16 on an H200, all bits of fixed tiles; other bits where it splits k (64 × 32768 × "
+        "64), so only where a trial with operands that cancel agrees with fixed tiles",
     ),
 )
 
@@ -98,7 +109,7 @@ def shown() -> dict[tuple[Any, ...], bool]:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Parts = 1, add: bool = False) -> Tensor:
-    """out = a @ b, rounded once to out's dtype; or out += a @ b, an addition in fp32, rounded once.
+    """That of numerics=portable: out = a @ b, rounded once to out's dtype; or out += a @ b, an addition in fp32.
 
     a:             [m, k]; b: [k, n], both bf16, with any strides.
     out:           [m, n] bf16 or fp32, with any strides.
@@ -108,23 +119,58 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
     """
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         raise TypeError(f"numerics=portable multiplies bf16 numbers, not {a.dtype} and {b.dtype}")
-    _way(a, b, out, add).compute(a, b, out, add)
+    return compute(a, b, out, add)
+
+
+def compute(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
+    """out = a @ b or out += a @ b by one of WAYS, all of which give the same bits.
+
+    a, b:    [m, k] and [k, n] of one of the dtypes of the device's ways, with any strides.
+    out:     [m, n] bf16 or fp32, with any strides.
+    returns: out.
+    raises TypeError: other dtypes; ConfigError: a device of none of the ways; RunError: TPI_CHECK_PRODUCTS=1, and
+    cuBLAS has other bits.
+    """
+    if a.device.type not in CHOICES:
+        raise ConfigError(f"nothing computes the defined product on {a.device.type}; device=cpu, or gpu")
+    way = CHOICES[a.device.type](a, b, out, add)
+    if way is CUBLAS and cublas_product.checking():
+        return _checked(a, b, out, add)
+    way.compute(a, b, out, add)
     return out
 
 
-def _way(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Way:
-    if a.device.type == "cpu":
-        return NUMBA
-    if a.device.type != "cuda":
-        raise ConfigError(f"numerics=portable: nothing computes the defined product on {a.device.type}; device=cpu")
+def _on_cpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Way:
+    return NUMBA
+
+
+def _on_gpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Way:
     return CUBLAS if _right(a, b, out, add) else FIXED_TILES
 
 
+CHOICES = {"cpu": _on_cpu, "cuda": _on_gpu}  # what torch calls a device -> what chooses a way
+
+
 def _right(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
-    """Whether cuBLAS may compute it."""
+    """Whether cuBLAS may compute it. While a CUDA graph is captured: only a kind that was tried before."""
     kind = cublas_product.kind(a, b, out, add)
     forms = CUBLAS.compute, FIXED_TILES.compute
     return cublas_product.tried(_cublas_is_right, kind, a, lambda: cublas_product.agree(*forms, a, b, out, add))
+
+
+def _checked(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
+    """cuBLAS's product and that of fixed tiles on these operands. Raises RunError where their bits differ."""
+    expected = like(out, 16)
+    if add:
+        expected.copy_(out)
+    FIXED_TILES.compute(a, b, expected, add)
+    CUBLAS.compute(a, b, out, add)
+    if not same_bits(out, expected):
+        raise RunError(
+            f"{cublas_product.CHECK}=1: a product {[*a.shape]} @ {[*b.shape]} by cuBLAS has other bits than by fixed "
+            f"tiles ({a.dtype} to {out.dtype}, add={add}): the trial of numerics/cublas_product.py did not see it"
+        )
+    return out
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:

@@ -14,7 +14,7 @@ from tp_invariant_recipes.numerics.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.norm import NormShards, kernels_of, rms_norm
-from tp_invariant_recipes.numerics.product import Parts
+from tp_invariant_recipes.numerics.shard_operands import Parts
 
 
 class Strategy(Protocol):

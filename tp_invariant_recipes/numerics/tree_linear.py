@@ -11,7 +11,8 @@ or have the sizes that it lists (Mamba's z, x, B, C and dt).
 The two lowest levels of the tree cost nothing: `product(…, add=True)` itself adds the product of a segment or of the
 right neighbour to the output, and rounds as a separate addition would.
 
-Where a rank holds the tokens of several context shards (numerics/context_shards.py), each is a product of its own.
+Where a rank holds the tokens of several context shards (numerics/context_shards.py), each is a product of its own: sums
+over tokens are trees over these shards, and on a CPU a product's bits depend on the number of its rows.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
 
 @dataclass(frozen=True)
 class Products:
-    """What multiplies. product: as `numerics.product.product`; partials, on a CPU: as `cpu_product.partials`."""
+    """What multiplies. product: as `numerics.product.product`; partials, on CPUs alone: as `cpu_product.partials`."""
 
     product: Callable[..., Tensor]
     partials: Callable[..., Tensor]
@@ -131,7 +132,7 @@ class _RowParallel(torch.autograd.Function):
 def _weight_gradient(
     weight: Tensor, grad: Tensor, tokens: Tensor, mesh: VirtualMesh, product: Callable[..., Tensor], **shards: Parts
 ) -> Tensor:
-    """grad^T @ tokens, of each context shard by itself. shards: rows or columns that are products of their own."""
+    """grad^T @ tokens, of each context shard by itself. shards: the rows or columns of `product`."""
     parts = each_context(mesh, grad, tokens)
     return weight_gradient(weight, *(partial(_added, product, dy.t(), x, shards) for dy, x in parts))
 

@@ -112,7 +112,6 @@ _LEFT = (
     ("tp_invariant_recipes.numerics.attention", ("_together_is_right",)),
     ("tp_invariant_recipes.numerics.cpu_product", ("_together_is_right",)),
     ("tp_invariant_recipes.numerics.defined_product", ("_cublas_is_right",)),
-    ("tp_invariant_recipes.numerics.product", ("_in_place_is_right",)),
     # Room and streams that are made where there are none.
     ("tp_invariant_recipes.numerics.weight_gradient", ("_stand_ins",)),
     ("tp_invariant_recipes.numerics.data_parallel", ("_streams",)),

@@ -17,6 +17,7 @@ from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
 from tp_invariant_recipes.numerics.core_attention import backend_in_force
+from tp_invariant_recipes.numerics.definition import product_version
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.training.digests import Digests, Recorded
 from tp_invariant_recipes.training.trace import Tracing
@@ -50,7 +51,7 @@ class Recorder(Callback):
         header = Header(
             identity=self.identity,
             versions=versions(),
-            device=_device(context),
+            device=_device(context, self.parts["numerics"]["mode"]),
             environment=recorded(os.environ),
             parameters=self.digests.parameters if self.digests else (),
             initial=self.digests.initial if self.digests else None,
@@ -127,11 +128,13 @@ class Recorder(Callback):
             raise OSError(error.errno, cannot_write(self.run_dir.progress, error)) from error
 
 
-def _device(context: CallbackContext) -> dict[str, Any]:
+def _device(context: CallbackContext, mode: str) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     found = {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
     config = context.state.cfg
     if properties.name == "cpu":
         found["machine"] = platform.machine()
     attention = backend_in_force(context.model, config.model.seq_length, config.train.micro_batch_size)
-    return found if attention is None else found | {"attention": attention}
+    product = product_version(mode, "cpu" if properties.name == "cpu" else "gpu")
+    defined = {"attention": attention, "product": product}
+    return found | {name: value for name, value in defined.items() if value is not None}

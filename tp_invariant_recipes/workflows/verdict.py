@@ -9,7 +9,7 @@ from typing import Any
 
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.compare.explanation import run_name
-from tp_invariant_recipes.compare.text import proved, remarks, report, verdict_line
+from tp_invariant_recipes.compare.text import promised, proved, remarks, report, verdict_line
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.open import read
@@ -319,6 +319,8 @@ def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[
     # The verdict and its advice report differences once for all rows.
     identical = [row.comparison for row in compared if row.comparison and row.comparison.first is None]
     sentences += dict.fromkeys(sentence for comparison in identical for sentence in remarks(comparison))
+    different = [row.comparison for row in compared if row.comparison and row.comparison.first]
+    sentences += dict.fromkeys(sentence for comparison in different for sentence in promised(comparison))
     if any(row.comparison.initial for row in compared if row.comparison):
         sentences.append("numerics.initial_weights=invariant starts all of them from the same weights.")
     if any(_stock_over_degrees(row.comparison) for row in compared if row.comparison):

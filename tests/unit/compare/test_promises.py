@@ -1,9 +1,20 @@
-"""What tpi compare says of runs on different architectures."""
+"""What tpi compare says of runs on different architectures, and of runs whose products have other definitions."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tp_invariant_recipes.compare.promises import promise
-from tp_invariant_recipes.ledger.record import Header
+from tests.unit.compare.ledgers import ledger
+from tp_invariant_recipes.cli.train import _opening
+from tp_invariant_recipes.compare.compare import compare
+from tp_invariant_recipes.compare.promises import other_products, promise
+from tp_invariant_recipes.compare.text import remarks
+from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.ledger.record import Header, LedgerWriter, resume
+from tp_invariant_recipes.numerics.definition import ON_GPU, product_version
+from tp_invariant_recipes.workflows import verdict
 
 CPU = {"name": "cpu", "compute_capability": "0.0", "machine": "x86_64", "attention": "portable 1"}
 ARM = CPU | {"machine": "aarch64"}
@@ -38,3 +49,87 @@ def test_neither_do_two_versions_of_the_definition():
 @pytest.mark.parametrize("mode", ("portable", "tree"))
 def test_one_architecture_needs_no_word(mode):
     assert promise(header(mode, CPU), header(mode, CPU | {"attention": "local"}), True) is None
+
+
+# --- products of tree on a GPU ---
+
+OF_LAST_YEAR = header("tree", {"name": "NVIDIA H200", "compute_capability": "9.0", "attention": "fused 1"})
+OF_TODAY = replace(OF_LAST_YEAR, device=OF_LAST_YEAR.device | {"product": ON_GPU})
+# One that began with last year's products and has today's from step 4 on.
+OF_BOTH = replace(OF_LAST_YEAR, notes={"resumed": [{"after_step": 3, "changed": {"device.product": ON_GPU}}]})
+WORDS = f"of an earlier version; {ON_GPU}"
+
+
+def test_only_tree_on_a_gpu_has_a_version_of_products():
+    found = {
+        (mode, kind): product_version(mode, kind) for mode in ("tree", "portable", "stock") for kind in ("cpu", "gpu")
+    }
+    assert {key for key, version in found.items() if version} == {("tree", "gpu")}
+
+
+def test_a_difference_of_two_definitions_is_not_promised_to_be_none():
+    said = other_products(OF_LAST_YEAR, OF_TODAY, 1)
+    assert (
+        said
+        == f"Products have other definitions ({WORDS}): equal bits are not promised, and this difference is no defect."
+    )
+    assert "these bits are equal all the same" in other_products(OF_TODAY, OF_LAST_YEAR, None)
+
+
+@pytest.mark.parametrize("found", (OF_LAST_YEAR, OF_TODAY, OF_BOTH), ids=("last-year", "today", "both"))
+def test_one_definition_needs_no_word(found):
+    """The control: there a difference is one."""
+    assert other_products(found, found, 5) is None
+
+
+@pytest.mark.parametrize("mode, device", (("portable", H200), ("stock", H200), ("tree", CPU)))
+def test_other_runs_need_none(mode, device):
+    assert other_products(header(mode, device), header(mode, device | {"product": ON_GPU}), 1) is None
+
+
+def test_initial_weights_do_not_come_from_products():
+    assert other_products(OF_LAST_YEAR, OF_TODAY, 0) is None
+
+
+@pytest.mark.parametrize("step, excused", ((3, False), (4, True), (None, True)))
+def test_a_run_that_went_on_has_both(step, excused):
+    said = other_products(OF_LAST_YEAR, OF_BOTH, step)
+    assert (said is not None) == excused
+    if said:
+        assert f"from step 4 on (of an earlier version; of an earlier version, from step 4 on {ON_GPU})" in said
+
+
+def test_compare_and_verify_say_so():
+    a, b = (ledger(name, digested=lambda step: False) for name in "ab")
+    a, b = replace(a, header=OF_LAST_YEAR), replace(b, header=OF_TODAY)
+    b = replace(b, steps=(*b.steps[:2], replace(b.steps[2], loss="f32:40c80001"), *b.steps[3:]))
+    for against, says in ((a, True), (replace(a, header=OF_TODAY), False)):
+        found = compare(against, b)
+        row = verdict.CellResult("tp=2", Path("b"), 2, 5, found.verdict.value, None, b, found)
+        for sentences in (remarks(found), verdict._remarks((row,), [row])):
+            assert any(one.startswith("Products have other definitions") for one in sentences) == says
+
+
+def test_a_run_of_an_earlier_version_goes_on_and_is_told(tmp_path):
+    """What the terminal says, and what the ledger keeps."""
+    file = tmp_path / "ledger.jsonl"
+    with LedgerWriter(file).create(OF_LAST_YEAR) as writer:
+        for one in ledger(header=OF_LAST_YEAR, digested=lambda step: False).steps:
+            writer.append(one)
+
+    def planned(device, mode="tree"):
+        tree = {"numerics": {"mode": mode}, "checkpoint": {"save_interval": 1}}
+        return SimpleNamespace(device=device, tree=tree, run_dir=SimpleNamespace(ledger=file, path=tmp_path))
+
+    said = plan._products(planned("gpu"), 3)
+    assert said.startswith(
+        f"products: up to step 3 their definition is of an earlier version, from step 4 on {ON_GPU};"
+    )
+    assert plan._products(planned("cpu"), 3) is None
+    assert plan._products(planned("gpu", "portable"), 3) is None
+    resume(file, OF_TODAY, 3).close()
+    assert plan._products(planned("gpu"), 4) is None
+    assert plan._products(planned("gpu"), 3) == said
+    shown = vars(planned("gpu")) | {"layout": SimpleNamespace(world=1), "steps": 5, "start": 3}
+    opening = _opening(SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy"), remark=said))
+    assert opening.endswith(f"\n{said}")

@@ -8,4 +8,4 @@ from tp_invariant_recipes.numerics.defined_product import WAYS
 
 def test_the_ways_to_compute_a_product_are_those_of_the_code():
     (rows,) = [rows for header, rows in DOCUMENT.tables if header[0] == "way"]
-    assert rows == [[way.name, way.device, way.used, way.evidence] for way in WAYS]
+    assert rows == [[way.name, way.device, way.operands, way.used, way.evidence] for way in WAYS]
