@@ -80,7 +80,7 @@ GROUPS = {
         ("dp=1", "dp=2 ep=2", f"dp=4 {OVERLAP}", "tp=2 dp=2 ep=4"),
     ),
     "graphs": (
-        "qwen3_toy gbs=4 iters=8 numerics.data_shards=4",
+        "qwen3_toy gbs=4 iters=30 numerics.data_shards=4",
         (
             "dp=1",
             *(f"{layout} cuda_graph={kind}" for layout in ("dp=1", "tp=2") for kind in ("full", "te")),
@@ -107,6 +107,11 @@ GROUPS = {
     ),
     "latent-v3": ("deepseek_v3_toy iters=4 gbs=2", ("tp=1", "tp=2 ep=2", "tp=4 ep=4")),
     "llama": ("llama32_toy iters=4 gbs=2", ("tp=1", "tp=2", "tp=4")),
+    "llama-1b": ("llama32_1b seq=512 gbs=2 iters=20", ("tp=1", "tp=2", "tp=4")),
+    "moonlight-cut": (
+        "moonlight_16b_a3b model.num_layers=4 model.moe_layer_freq=[0,1,1,1] seq=512 gbs=2 iters=20",
+        ("tp=1", "tp=2 ep=2", "tp=4 ep=4"),
+    ),
     "qwen25": ("qwen25_toy iters=4 gbs=2", ("tp=1", "tp=2")),
     "portable": (
         "qwen3_toy numerics=portable iters=8 gbs=2 numerics.data_shards=1",
