@@ -110,7 +110,8 @@ def test_rows_and_columns_apart_have_the_bits_that_they_have_together(kind, dtyp
         assert same_bits(product(x.clone(), y.clone(), there[where].clone(), add=add), together[where])
     decided = defined_product.shown()
     print(f"\n{kind}, {dtype}: {sum(decided.values())} of {len(decided)} kinds of product by cuBLAS")
-    assert any(decided.values())
+    # An H200's cuBLAS adds products of fp32 to the output in another way.
+    assert any(decided.values()) == ((kind, dtype) != ("weight gradient", FP32))
 
 
 @pytest.mark.parametrize("dtype", (BF16, FP32), ids=str)

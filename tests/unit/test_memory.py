@@ -91,6 +91,16 @@ def test_a_measured_peak_is_met(model, overrides, peak, ratio, mode):
     assert found.allocated / GIB - states == pytest.approx(measured - states, rel=WITHIN)
 
 
+@pytest.mark.parametrize("sequence", (2048, 8192))
+def test_portable_keeps_no_scores(sequence):
+    """An H200 measured the peak of `tree` (docs/benchmark.md). Attention of unfused kernels keeps them."""
+    words = f"tp=2 seq={sequence}"
+    tree, portable = (estimate("qwen3_8b", f"{words} numerics={mode}").allocated for mode in ("tree", "portable"))
+    assert portable == pytest.approx(tree, rel=0.01)
+    unfused = estimate("qwen3_8b", f"{words} numerics=tree model.attention_backend=unfused").allocated
+    assert unfused > 1.05 * tree
+
+
 @pytest.mark.parametrize("model, overrides, peak", WHOLE_RUNS)
 def test_the_peak_of_a_whole_run_is_met(model, overrides, peak):
     found = estimate(model, overrides)

@@ -42,7 +42,7 @@ class MicroBatch:
     tp, etp:  as in `Layout`.
     topk:     copies of each token for experts; experts: how many there are.
     tree:     whether layers are our own, not stock ones.
-    fused:    whether attention and activation functions are fused kernels: Transformer Engine's layers.
+    fused:    whether attention and activation functions are fused kernels: Transformer Engine's layers, and `portable`.
     """
 
     tokens: int
@@ -81,7 +81,8 @@ def micro_batch(config: RunConfig) -> MicroBatch:
         topk=model.get("moe_router_topk") or 2,
         experts=model.get("num_moe_experts") or 0,
         tree=config.numerics.mode != "stock",
-        fused=te and model.get("attention_backend") not in ("unfused", "local"),
+        fused=config.numerics.mode == "portable"
+        or (te and model.get("attention_backend") not in ("unfused", "local")),
         head_norms=bool(model.get("qk_layernorm")),
         widths=size.widths(model),
     )
