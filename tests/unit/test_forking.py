@@ -92,20 +92,24 @@ def test_a_forked_process_that_hangs_is_killed():
     "device, asked, can, method",
     (
         ("cpu", "0", False, "fork"),
+        ("gpu", None, True, "fork"),
         ("gpu", "1", True, "fork"),
+        ("gpu", None, False, "spawn"),
         ("gpu", "1", False, "spawn"),
         ("gpu", "0", True, "spawn"),
     ),
 )
 def test_the_method_of_the_ranks(monkeypatch, device, asked, can, method):
-    monkeypatch.setenv(ranks.FORK, asked)
+    monkeypatch.delenv(ranks.FORK, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(ranks.FORK, asked)
     monkeypatch.setattr(ranks, "can_fork", lambda imported_with: can)
     assert ranks.start_method(device) == method
 
 
 def test_the_decision_gets_the_variables_of_the_import(monkeypatch):
     asked = []
-    monkeypatch.setenv(ranks.FORK, "1")
+    monkeypatch.delenv(ranks.FORK, raising=False)
     monkeypatch.setattr(ranks, "can_fork", lambda imported_with: bool(asked.append(imported_with)))
     monkeypatch.setattr(bridge, "imported_with", {})
     ranks.start_method("gpu")

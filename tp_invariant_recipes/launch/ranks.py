@@ -1,9 +1,9 @@
 """Starts ranks as processes of this machine, watches them until all have ended, and reports why one failed.
 
 Ranks are started as torchrun starts functions, through torch.multiprocessing. On a CPU they are forked from this
-process, which has imported Megatron-Bridge already: one import of 10 to 20 s for all ranks instead of one each.
-GPU ranks are spawned; with TPI_FORK_GPU_RANKS=1 they are forked where `host/forking.py` proves that a fork of this
-process can use CUDA.
+process, which has imported Megatron-Bridge already: one import of 10 to 20 s for all ranks instead of one each. So are
+GPU ranks where `host/forking.py` proves that a fork of this process can use CUDA; elsewhere, and with
+TPI_FORK_GPU_RANKS=0, they are spawned.
 """
 
 import errno
@@ -254,8 +254,7 @@ def start_method(device: str) -> str:
     """How the ranks of a run are started: "fork" or "spawn"."""
     if device == "cpu":
         return "fork"
-    # Asked for, since no training on a GPU has been seen to begin this way yet.
-    return "fork" if os.environ.get(FORK) == "1" and can_fork(bridge.imported_with or None) else "spawn"
+    return "fork" if os.environ.get(FORK) != "0" and can_fork(bridge.imported_with or None) else "spawn"
 
 
 def hanging(stands: Sequence[Stand], run_dir: RunDir) -> RankFailed:
