@@ -67,8 +67,8 @@ def _check_alone(weight: Any) -> None:
     backward = torch._C._current_graph_task_id()
     if backward >= 0 and getattr(weight, "latest_backward", -1) == backward:
         raise RuntimeError(
-            f"a weight of shape {[*weight.shape]} got two gradients in one backward pass; numerics.data_shards > dp would "
-            "add them in another order: set numerics.data_shards to dp"
+            f"a weight of shape {[*weight.shape]} got two gradients in one backward pass. "
+            "With numerics.data_shards > dp they would be added in another order: set numerics.data_shards to dp"
         )
     weight.latest_backward = backward
 
