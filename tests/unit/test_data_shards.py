@@ -18,7 +18,8 @@ EACH = 3  # micro-batches of a shard
 
 def _micro_batches(shards, each=EACH):
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(shards, each, 40, generator=generator) * 2.0 ** torch.randint(-9, 9, (shards, each, 1))
+    scales = 2.0 ** torch.randint(-9, 9, (shards, each, 1), generator=generator)
+    return torch.randn(shards, each, 40, generator=generator) * scales
 
 
 def _counted(counter, gradient, values, late=False):
