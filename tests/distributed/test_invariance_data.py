@@ -125,6 +125,13 @@ def _one_after_the_other() -> None:
     )
 
 
+def _rows_one_by_one() -> None:
+    """Let the embedding add a sequence's rows one after the other to what the sequence before left."""
+    from tp_invariant_recipes.numerics import embedding
+
+    embedding.is_leaf = lambda weight: False
+
+
 def _dealt_in_turn() -> None:
     """Leave the order of the data to Megatron."""
     _without("build_pretraining_data_loader")
@@ -164,6 +171,21 @@ INGREDIENTS = {
 def test_each_ingredient_is_needed(tpi, alone, ingredient):
     plant, layout = INGREDIENTS[ingredient]
     assert _train(tpi, "dense", FIXED, layout, "without", before=plant) != alone
+
+
+@pytest.mark.parametrize("tied", ("true", pytest.param("false", marks=pytest.mark.release)))
+def test_the_sum_of_a_sequences_rows_is_needed(tpi, tied):
+    """Sequences have tokens twice, in fp32: numbers of bf16 add exactly in any order."""
+    fixed = f"{FIXED} model.vocab_size=24 precision=fp32 model.share_embeddings_and_output_weights={tied}"
+    runs = {"ranks": ("dp=4", None), "pairs": ("dp=1", None), "without": ("dp=1", _rows_one_by_one)}
+    ranks, pairs, without = [
+        _train(tpi, "dense", fixed, layout, run, before=before) for run, (layout, before) in runs.items()
+    ]
+    assert pairs == ranks
+    table = "embedding.word_embeddings.weight"
+    assert without[0].gradients[table] != ranks[0].gradients[table]
+    others = [{name: of for name, of in one[0].gradients.items() if name != table} for one in (without, ranks)]
+    assert others[0] == others[1]
 
 
 @pytest.mark.release

@@ -66,6 +66,10 @@ GROUPS = {
             "tp=2 dp=4",
         ),
     ),
+    "leaves": (  # a data shard of one sequence
+        "qwen3_toy gbs=8 iters=4 numerics.data_shards=8",
+        ("dp=1", f"dp=2 {OVERLAP}", "dp=4", "pp=2"),
+    ),
     "context": (
         "qwen3_toy gbs=4 iters=4 numerics.data_shards=2 numerics.context_shards=2",
         ("cp=1", "cp=2", "tp=2 cp=2", f"dp=2 cp=2 {OVERLAP}", f"dp=2 cp=2 {PLAIN_OPTIMIZER}", "pp=2 cp=2"),

@@ -113,11 +113,12 @@ def test_token_sum_of_a_slice_is_the_slice_of_it(dtype):
         assert same_bits(chunks, torch.cat(parts))
 
 
+@pytest.mark.parametrize("at_once", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "tokens, table, features", ((4096, 512, 1024), (8192, 151936, 1024), (300, 8, 40), (513, 64, 5000))
 )
-def test_added_rows_have_the_bits_of_the_cpu_and_of_slices(tokens, table, features, dtype):
+def test_added_rows_have_the_bits_of_the_cpu_and_of_slices(tokens, table, features, dtype, at_once):
     """Two micro-batches; a third of the tokens are one number. A rank leaves out the numbers of other ranks."""
     whole = torch.zeros(table, features, device="cuda")
     parts = {degree: [torch.zeros_like(part) for part in whole.chunk(degree)] for degree in DEGREES}
@@ -125,12 +126,12 @@ def test_added_rows_have_the_bits_of_the_cpu_and_of_slices(tokens, table, featur
     for _ in range(2):
         rows, at = _random(tokens, features, dtype=dtype), torch.randint(table, (tokens,), device="cuda")
         at[::3] = 5
-        row_add.add_rows(rows, at, whole)
-        row_add.add_rows(rows.cpu(), at.cpu(), twin)
+        row_add.add_rows(rows, at, whole, at_once)
+        row_add.add_rows(rows.cpu(), at.cpu(), twin, at_once)
         for ranks in parts.values():
             for n, part in enumerate(ranks):
                 mine = at - n * len(part)
-                row_add.add_rows(rows, mine.masked_fill((mine < 0) | (mine >= len(part)), -1), part)
+                row_add.add_rows(rows, mine.masked_fill((mine < 0) | (mine >= len(part)), -1), part, at_once)
     assert same_bits(whole.cpu(), twin)
     assert all(same_bits(torch.cat(ranks), whole) for ranks in parts.values())
 

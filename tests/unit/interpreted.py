@@ -188,10 +188,14 @@ def row_sums_have_the_bits_of_their_twin():
 def rows_are_added_as_their_twin_adds_them():
     for features, most in ((40, 3), (1500, 30), (8, 1)):
         rows, at, out = torch.randn(60, features), torch.randint(-2, most, (60,)), torch.randn(most, features)
-        twin = out.clone()
-        row_add._add_rows_triton(rows, at, out)
-        row_add._add_rows_torch(rows, at, twin)
-        assert same_bits(out, twin), (features, most)
+        found = []
+        for at_once in (False, True):
+            added, twin = out.clone(), out.clone()
+            row_add._add_rows_triton(rows, at, added, at_once)
+            row_add._add_rows_torch(rows, at, twin, at_once)
+            assert same_bits(added, twin), (features, most, at_once)
+            found.append(added)
+        assert not same_bits(*found), (features, most)
 
 
 def activations_are_right_row_by_row():

@@ -85,17 +85,20 @@ def test_stock_runs_and_ledgers_of_earlier_versions_are_comparable_with_any():
     assert identity_differences(_header(**{"train.micro_batch_size": 2}), _header()) == ()
 
 
-def test_memory_grows_with_log2_of_the_shards_of_a_rank():
-    one, two, eight, four_ranks = (
-        memory.estimate(typed(tree("gbs=8", *overrides))).parts[GRADIENTS]
+@pytest.mark.parametrize("sequences, less", ((16, 0), (8, 1)))
+def test_memory_grows_with_log2_of_the_shards_of_a_rank(sequences, less):
+    """less: gradients that shards of one sequence save."""
+    one, two, eight, four_ranks, two_ranks = (
+        memory.estimate(typed(tree(f"gbs={sequences}", *overrides))).parts[GRADIENTS]
         for overrides in (
             (),
             ("numerics.data_shards=2",),
             ("numerics.data_shards=8",),
             ("dp=4", "numerics.data_shards=8"),
+            ("dp=2", "numerics.data_shards=8"),
         )
     )
-    assert (two, eight, four_ranks) == (2 * one, 4 * one, 2 * one)
+    assert (two, eight, four_ranks, two_ranks) == (2 * one, (4 - less) * one, (2 - less) * one, (3 - less) * one)
 
 
 def test_memory_of_sources_that_an_owner_of_experts_keeps_apart():

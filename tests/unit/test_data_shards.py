@@ -1,25 +1,36 @@
 """Gradients of a rank's data shards: a tree, with log2 of their number of buffers, whatever adds to them in between."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.numerics import data_parallel, data_shards, embedding, tree_linear
 from tp_invariant_recipes.numerics.data_shards import ShardCounter
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.weight_gradient import CONTEXTS, LEAF
 
 EACH = 3  # micro-batches of a shard
 
 
-def _micro_batches(shards):
+def _micro_batches(shards, each=EACH):
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(shards, EACH, 40, generator=generator) * 2.0 ** torch.randint(-9, 9, (shards, EACH, 1))
+    scales = 2.0 ** torch.randint(-9, 9, (shards, each, 1), generator=generator)
+    return torch.randn(shards, each, 40, generator=generator) * scales
 
 
-def _counted(counter, gradient, values):
+def _counted(counter, gradient, values, late=False):
+    """late: a micro-batch ends before it has added its gradient."""
     gradient.zero_()
     for micro_batch in values.flatten(0, 1):
+        if late:
+            counter.end_micro_batch()
         gradient.add_(micro_batch)
-        counter.end_micro_batch()
+        if not late:
+            counter.end_micro_batch()
     for part in (slice(0, 16), slice(16, 40)):  # as buckets are
         counter.finish(gradient, part)
     counter.restart()
@@ -28,20 +39,24 @@ def _counted(counter, gradient, values):
 
 def _tree(values):
     sums = values[:, 0].clone()
-    for micro_batch in range(1, EACH):
+    for micro_batch in range(1, values.shape[1]):
         sums += values[:, micro_batch]
     return tree_add(sums, torch.empty(40))
 
 
+@pytest.mark.parametrize("each", (1, EACH))
 @pytest.mark.parametrize("shards", (2, 4, 8))
-def test_shards_are_added_as_a_tree(shards):
+def test_shards_are_added_as_a_tree(shards, each):
     gradient = torch.zeros(40)
-    counter = ShardCounter(shards, EACH, lambda: [gradient])
-    values = _micro_batches(shards)
+    counter = ShardCounter(shards, each, lambda: [gradient])
+    values = _micro_batches(shards, each)
     for _ in range(2):  # a second step begins anew
         assert same_bits(_counted(counter, gradient, values), _tree(values))
-    assert not same_bits(values.flatten(0, 1).sum(0), _tree(values))
-    assert [len(levels) for levels in counter._levels.values()] == [shards.bit_length() - 1]
+    if shards * each > 2:
+        assert not same_bits(values.flatten(0, 1).sum(0), _tree(values))
+        assert not same_bits(_counted(counter, gradient, values, late=True), _tree(values))
+    levels = shards.bit_length() - (2 if each == 1 else 1)
+    assert [len(some) for some in counter._levels.values()] == [levels] * (levels > 0)
 
 
 def test_a_rank_that_has_half_of_the_shards_has_half_of_the_tree():
@@ -52,21 +67,27 @@ def test_a_rank_that_has_half_of_the_shards_has_half_of_the_tree():
     assert same_bits(nodes[0] + nodes[1], _tree(values))
 
 
-def test_a_buffer_that_appears_late_has_had_nothing_before():
-    first, late = torch.zeros(40), torch.zeros(40)
-    found = [first]
-    counter = ShardCounter(4, 1, lambda: found)
-    for number in range(4):
-        if number == 2:
+@pytest.mark.parametrize("first", range(8))
+@pytest.mark.parametrize("each", (1, 2))
+def test_a_buffer_that_appears_late_has_had_nothing_before(each, first):
+    """first: the shard that brings it."""
+    always, late = torch.zeros(40), torch.zeros(40)
+    found = [always]
+    counter, values = ShardCounter(8, each, lambda: found), _micro_batches(8, each)
+    expected = values.clone()
+    expected[:first] = 0.0
+    for shard, micro_batches in enumerate(values):
+        if shard == first:
             found.append(late)
-        first.add_(number + 1)
-        if number >= 2:
-            late.add_(number + 1)
-        counter.end_micro_batch()
+        for micro_batch in micro_batches:
+            always.add_(micro_batch)
+            if shard >= first:
+                late.add_(micro_batch)
+            counter.end_micro_batch()
     for gradient in found:
         counter.finish(gradient)
-    assert first.unique().tolist() == [10]
-    assert late.unique().tolist() == [7]
+    assert same_bits(always, _tree(values))
+    assert same_bits(late, _tree(expected))
 
 
 def test_one_shard_keeps_nothing():
@@ -82,10 +103,130 @@ def test_a_step_of_another_number_of_micro_batches_is_an_error():
     gradient = torch.zeros(40)
     counter = ShardCounter(2, 2, lambda: [gradient])
     counter.end_micro_batch()
-    with pytest.raises(RuntimeError, match="a step had 1 complete shards instead of 2"):
+    with pytest.raises(RuntimeError, match="a step had 1 micro-batches, not 2 shards of 2"):
         counter.restart()
     counter = ShardCounter(2, 1, lambda: [gradient])
     counter.end_micro_batch()
     counter.end_micro_batch()
     with pytest.raises(RuntimeError, match="more than 2 shards of 1 micro-batches"):
         counter.end_micro_batch()
+
+
+PASSES = {"copy_": 2, "zero_": 1, "add_": 3, "add": 3}  # operation -> reads and writes of a tensor
+
+
+class _Passes(TorchDispatchMode):
+    """Counts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += PASSES.get(func.overloadpacket.__name__, 0)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("shards, each, passes", ((2, 1, 0), (4, 1, 6), (8, 1, 16), (2, 2, 6), (4, 2, 16), (8, 2, 36)))
+def test_a_step_reads_and_writes_the_gradients_as_often_as_the_documents_say(shards, each, passes):
+    gradient = torch.zeros(40)
+    counter = ShardCounter(shards, each, lambda: [gradient])
+    for _ in range(2):
+        with _Passes() as step:
+            for _ in range(shards * each):
+                counter.end_micro_batch()
+            counter.finish(gradient)
+            counter.restart()
+    assert step.count == passes == (5 * counter.nodes - 4 if counter.nodes > 1 else 0)
+
+
+TOKENS, WIDTH, ROWS = 24, 16, 5  # every number occurs several times in a sequence
+
+
+def _weight(rows, contexts=1, leaf=True, tied=False):
+    weight = torch.randn(rows, WIDTH).bfloat16().requires_grad_()
+    weight.main_grad = torch.zeros(rows, WIDTH)
+    setattr(weight, CONTEXTS, [torch.zeros(rows, WIDTH) for _ in range(contexts - 1)])
+    setattr(weight, LEAF, leaf)
+    weight.zero_out_wgrad = tied
+    return weight
+
+
+def _looked_up(weight, batches, contexts):
+    """What backward passes of lookups add up to, in a rank with two shards."""
+    for ids, dy in batches:
+        embedding.lookup(weight, ids, None, contexts).backward(dy)
+    if weight.zero_out_wgrad:
+        return weight.lookup_gradient
+    return torch.stack([weight.main_grad, *getattr(weight, CONTEXTS)])
+
+
+@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("contexts", (1, 2))
+def test_the_rows_of_a_leaf_are_added_up_before_they_join_another(contexts, tied):
+    torch.manual_seed(0)
+    batches = [
+        (torch.randint(ROWS, (1, TOKENS)), torch.randn(1, TOKENS, WIDTH).bfloat16() * 2.0**scale) for scale in (0, 7)
+    ]
+
+    def of(batches, **options):
+        return _looked_up(_weight(ROWS, contexts, tied=tied, **options), batches, contexts)
+
+    first, second = (of([batch], leaf=False) for batch in batches)
+    assert same_bits(of(batches), first + second)
+    assert not same_bits(of(batches, leaf=False), first + second)
+
+
+def test_a_second_gradient_of_a_weight_in_a_leaf_is_an_error():
+    mesh = VirtualMesh(1, 1, 0)
+    x = torch.randn(4, 1, WIDTH).bfloat16()
+    for leaf in (False, True):
+        weight = _weight(WIDTH, leaf=leaf)
+
+        def used(times, weight=weight):
+            y = x
+            for _ in range(times):
+                y = tree_linear.column_parallel(y, weight, mesh, 1, False)
+            y.sum().backward()
+
+        used(1)
+        used(1)  # another backward pass
+        with pytest.raises(RuntimeError, match="two gradients in one backward pass") if leaf else nullcontext():
+            used(2)
+
+
+def test_a_backward_pass_waits_for_the_sums_beside_the_forward_pass(monkeypatch):
+    """The order of what a GPU would get."""
+    done = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            done.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event):
+            done.append(f"{self.name} waits for {event}")
+
+        def record_event(self):
+            done.append(f"{self.name} records")
+            return "the sums"
+
+    device, main = torch.device("cuda", 0), Stream("main")
+    monkeypatch.setattr(data_shards, "_streams", {device: Stream("beside")})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(done.append(f"on {stream.name}")))
+    with data_shards._beside_the_forward_pass(device):
+        done.append("adds")
+    for _ in range(2):
+        data_parallel.ending_a_micro_batch(lambda: done.append("backward"))()
+    assert done == [
+        "beside waits for main",
+        "on beside",
+        "adds",
+        "beside records",
+        "main waits for the sums",
+        "backward",
+        "backward",
+    ]

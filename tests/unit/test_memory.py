@@ -37,6 +37,8 @@ BENCHMARK = (
     ("qwen3_8b", "dp=2 gbs=8 model.num_layers=16", 54.50, 1.016),
     ("qwen3_8b", "dp=2 gbs=8 numerics.data_shards=8 model.num_layers=8", 35.15, 1.612),
 )
+# What a row's tree run kept when it was measured, and keeps no longer: gradients of 4 bytes a parameter.
+KEPT_NO_LONGER = {"dp=2 gbs=8 numerics.data_shards=8 model.num_layers=8": 1}
 # Peaks that docs/numerics.md names beside its evidence, of whole runs: they include how a run starts.
 NEMOTRON_21 = "model.hybrid_layer_pattern=MEMEM*EMEMEM*EMEMEM*E"
 WHOLE_RUNS = (
@@ -85,6 +87,8 @@ def test_a_measured_peak_is_met(model, overrides, peak, ratio, mode):
     measured = peak if mode == "stock" else peak * ratio
     read = overrides if mode == "tree" else overrides.replace("numerics.data_shards=8", "")  # as tpi bench does
     found = estimate(model, f"{read} numerics={mode}")
+    if mode == "tree":
+        measured -= KEPT_NO_LONGER.get(overrides, 0) * found.parts[WEIGHTS] * 2 / GIB
     assert found.allocated / GIB == pytest.approx(measured, rel=WITHIN)
     # What a step keeps beside weights, gradients and optimizer, which are counted, is estimated; it is met as well.
     states = sum(found.parts[part] for part in (WEIGHTS, GRADIENTS, OPTIMIZER)) / GIB

@@ -29,12 +29,22 @@ def test_a_second_batch_goes_on_where_the_first_ended():
     assert out.item() == 2.0**24
 
 
+def test_a_second_batch_at_once_is_one_addition():
+    out = torch.tensor([[2.0**24]])
+    add_rows(torch.ones(2, 1), torch.tensor([0, 0]), out, at_once=True)
+    assert out.item() == 2.0**24 + 2
+
+
+@pytest.mark.parametrize("at_once", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-def test_many(dtype):
+def test_many(dtype, at_once):
     torch.manual_seed(0)
     rows, at, out = torch.randn(300, 33).to(dtype), torch.randint(-3, 40, (300,)), torch.randn(50, 33)
-    expected = added_one_by_one(rows, at, out)
-    add_rows(rows, at, out)
+    one_by_one = added_one_by_one(rows, at, out)
+    together = out + added_one_by_one(rows, at, torch.zeros_like(out))
+    assert not same_bits(one_by_one, together)
+    expected = together if at_once else one_by_one
+    add_rows(rows, at, out, at_once)
     assert same_bits(out, expected)
-    add_rows(rows[:0], at[:0], out)
+    add_rows(rows[:0], at[:0], out, at_once)
     assert same_bits(out, expected)

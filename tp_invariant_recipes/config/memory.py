@@ -189,15 +189,17 @@ def _states(config: RunConfig, at: Layout, weights: Weights) -> dict[str, int]:
 def _summed(config: RunConfig, at: Layout, dense: int, experts: int) -> int:
     """Numbers of gradients of a rank: what backward passes add to.
 
-    For each context shard that a rank has there are as many, and for each doubling from dp to D as many again.
+    For each context shard that a rank has there are as many, and for each doubling from dp to D as many again, less the
+    first where a data shard is one sequence (numerics/data_shards.py).
     """
     shards = config.numerics.data_shards
     if shards is None:
         return dense + experts
     sources = max(1, at.ep // at.tp)  # data-parallel ranks whose tokens an expert's owner keeps apart
-    levels = (max(1, shards // at.dp)).bit_length()
+    of_rank = max(1, shards // at.dp)
+    nodes = max(1, of_rank // 2) if config.bridge["train"]["global_batch_size"] == shards else of_rank
     contexts = max(1, (config.numerics.context_shards or 1) // at.cp)
-    return levels * contexts * (dense + sources * experts)
+    return nodes.bit_length() * contexts * (dense + sources * experts)
 
 
 def _sharded(config: RunConfig) -> bool:

@@ -4,13 +4,13 @@ A step's gradient is a tree over C context shards (numerics/context_shards.py), 
 shards (numerics/data_shards.py). cp and dp decide only which rank computes which shards: a rank adds up its own, and
 the ranks' sums are added by the same tree (numerics/bucket_reduction.py).
 
-    a micro-batch's backward pass ends    ShardCounter.end_micro_batch
+    a micro-batch's backward pass ends    ShardCounter.end_micro_batch, beside the next forward pass
     a bucket's gradients are complete     _complete: norm weights, then the rank's shards, then what experts have of
                                           other ranks' tokens
     then                                  reduce-scatter (distributed optimizer) or all-reduce, a tree over the ranks
 
-With `overlap_grad_reduce` a bucket is complete while the last backward pass still runs. The reduction then has a stream
-of its own.
+With `overlap_grad_reduce` a bucket is complete while the last backward pass still runs. What follows the norm weights
+then has a stream of its own.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics import bucket_reduction, experts, partial_gradient
+from tp_invariant_recipes.numerics import bucket_reduction, data_shards, experts, partial_gradient
 from tp_invariant_recipes.numerics.data_shards import ShardCounter
-from tp_invariant_recipes.numerics.weight_gradient import CONTEXTS
+from tp_invariant_recipes.numerics.weight_gradient import CONTEXTS, LEAF
 
 _touched: dict[int, Any] = {}  # models that a backward pass has gradients for
 _streams: dict[Any, Any] = {}  # device -> the stream of its reductions
@@ -45,6 +45,8 @@ def prepared(original: Callable[..., None], shards: int | None, contexts: int) -
             if shards > ranks:
                 counter = ShardCounter(shards // ranks, _micro_batches() // (shards // ranks), lambda: _gradients(self))
                 self.shard_counter = counter
+        for weight in self.params_with_grad:
+            setattr(weight, LEAF, counter.pairs)
         for group in self.bucket_groups + self.expert_parallel_bucket_groups:
             group.shard_counter = counter
         degrees = ("tensor_model", "context", "expert_model")
@@ -113,6 +115,7 @@ def ending_a_micro_batch(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def backward_step(*args: Any, **kwargs: Any) -> Any:
         _touched.clear()
+        data_shards.wait()
         try:
             result = original(*args, **kwargs)
             for model in _touched.values():
@@ -169,31 +172,36 @@ def tree_over_ranks(original: Callable[..., None]) -> Callable[..., None]:
             return
         if self.grad_reduce_handle is not None:
             raise RuntimeError("a bucket is being reduced already")
-        _complete(self)
-        config, ranks = self.ddp_config, getattr(self, "context_ranks", (1, 1))
-        if config.check_for_nan_in_grad or config.check_for_large_grads:
-            _check(self)
-        scatter = config.use_distributed_optimizer and not force_all_reduce
-        group = (
-            self.intra_distributed_optimizer_instance_group
-            if config.use_distributed_optimizer
-            else self.data_parallel_group
-        )
-        reduce = bucket_reduction.reduce_scatter if scatter else bucket_reduction.all_reduce
-        if not config.overlap_grad_reduce:
-            for bucket in self.buckets:
-                reduce(_of_contexts(bucket), group, *ranks)
+        partial_gradient.finish_all()
+        if not self.ddp_config.overlap_grad_reduce:
+            _reduce(self, force_all_reduce)
             return
         stream = _stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for bucket in self.buckets:
-                reduce(_of_contexts(bucket), group, *ranks)
+            _reduce(self, force_all_reduce)
             done = torch.cuda.Event()
             done.record()
         self.grad_reduce_handle = _Reduced(done)
 
     return start_grad_sync
+
+
+def _reduce(group: Any, force_all_reduce: bool | None) -> None:
+    """Complete the gradients of a group of buckets and add them over ranks."""
+    _complete(group)
+    config, ranks = group.ddp_config, getattr(group, "context_ranks", (1, 1))
+    if config.check_for_nan_in_grad or config.check_for_large_grads:
+        _check(group)
+    scatter = config.use_distributed_optimizer and not force_all_reduce
+    over = (
+        group.intra_distributed_optimizer_instance_group
+        if config.use_distributed_optimizer
+        else group.data_parallel_group
+    )
+    reduce = bucket_reduction.reduce_scatter if scatter else bucket_reduction.all_reduce
+    for bucket in group.buckets:
+        reduce(_of_contexts(bucket), over, *ranks)
 
 
 def _of_contexts(bucket: Any) -> list[Tensor]:
@@ -238,7 +246,6 @@ def _stream() -> Any:
 @torch.no_grad()
 def _complete(group: Any) -> None:
     """Bring the gradients of a group of buckets to what this rank contributes to the sum over ranks."""
-    partial_gradient.finish_all()
     counter = getattr(group, "shard_counter", None)
     for bucket in group.buckets:
         later = [weight for weight in bucket.params_list if getattr(weight, experts.LATER, ())]

@@ -2,7 +2,8 @@
 
 A row of the weight gradient is the sum of its tokens' gradients, one after the other in fp32: the micro-batches in
 their order, and in each the tokens as [batch, sequence] has them. A rank adds to its own rows only, so tp does not
-matter. torch would add the tokens of a micro-batch in bf16.
+matter. torch would add the tokens of a micro-batch in bf16. Where a micro-batch is a leaf of the tree over data shards
+(numerics/data_shards.py), its tokens are added up before their sum is added to other leaves.
 
 Where the output layer has the same weight (tied embeddings), the gradient is
 
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.row_add import add_rows
-from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
+from tp_invariant_recipes.numerics.weight_gradient import is_leaf, weight_gradient
 
 
 def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int = 1) -> Tensor:
@@ -59,13 +60,13 @@ class _Lookup(torch.autograd.Function):
         looked_up = [(some.reshape(-1, weight.shape[1]).contiguous(), at.reshape(-1)) for some, at in parts]
         if _shares_main_grad(weight):
             for (rows, at), out in zip(looked_up, _lookup_gradient(weight, ctx.contexts), strict=True):
-                add_rows(rows, at, out)
+                add_rows(rows, at, out, at_once=is_leaf(weight))
             return None, None, None, None  # autograd has the output layer's stand-in for this weight
-        return weight_gradient(weight, *(partial(_add, rows, at) for rows, at in looked_up)), None, None, None
+        return weight_gradient(weight, *(partial(_add, weight, *some) for some in looked_up)), None, None, None
 
 
-def _add(rows: Tensor, at: Tensor, out: Tensor, add: bool) -> None:
-    add_rows(rows, at, out if add else out.zero_())
+def _add(weight: Tensor, rows: Tensor, at: Tensor, out: Tensor, add: bool) -> None:
+    add_rows(rows, at, out if add else out.zero_(), at_once=is_leaf(weight))
 
 
 def _shares_main_grad(weight: Any) -> bool:

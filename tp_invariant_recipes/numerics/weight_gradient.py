@@ -2,6 +2,11 @@
 
 A rank that holds the tokens of several context shards (numerics/context_shards.py) has a gradient of each: the first in
 `main_grad`, the others in `context_gradients`, which numerics/data_parallel.py gives a weight.
+
+Where a backward pass is a leaf of the tree over data shards (numerics/data_shards.py), it may add to each number of a
+gradient only once, since (a + b) + c is not a + (b + c). Products, norms, biases and routers compute a whole gradient
+before they add it; the embedding's rows are added up first. A second use of a weight in the pass would be a second
+addition, and is an error.
 """
 
 from collections.abc import Callable
@@ -13,6 +18,8 @@ from torch import Tensor
 from tp_invariant_recipes.numerics.tree import tree_sum
 
 CONTEXTS = "context_gradients"  # attribute of a weight: gradients of the context shards after the first
+
+LEAF = "backward_pass_is_a_leaf"  # attribute of a weight: a backward pass adds to each number of its gradient once
 
 # (shape, dtype, device) -> a stand-in gradient; nobody reads it.
 _stand_ins: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
@@ -50,12 +57,32 @@ def gradients_of(weight: Any) -> list[Tensor]:
     return [weight.main_grad, *getattr(weight, CONTEXTS, ())]
 
 
+def is_leaf(weight: Tensor) -> bool:
+    """Whether a backward pass may add to each number of this weight's gradient only once."""
+    return getattr(weight, LEAF, False)
+
+
+def _check_alone(weight: Any) -> None:
+    """Raise RuntimeError at a second gradient of a weight in one backward pass."""
+    backward = torch._C._current_graph_task_id()
+    if backward >= 0 and getattr(weight, "latest_backward", -1) == backward:
+        raise RuntimeError(
+            f"a weight of shape {[*weight.shape]} got two gradients in one backward pass. "
+            "With numerics.data_shards > dp they would be added in another order: set numerics.data_shards to dp"
+        )
+    weight.latest_backward = backward
+
+
 def added_to_main_grad(weight: Tensor) -> Tensor:
     """Tell Megatron that `weight.main_grad` already contains the gradient.
+
+    Raises RuntimeError at a second gradient of the weight in a backward pass that is a leaf.
 
     returns: a gradient that nobody reads; zeros where Megatron would add it (tied embeddings: `zero_out_wgrad`).
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if is_leaf(weight):
+        _check_alone(weight)
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)
     key = (weight.shape, weight.dtype, weight.device)

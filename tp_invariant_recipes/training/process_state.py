@@ -115,6 +115,7 @@ _LEFT = (
     # Room and streams that are made where there are none.
     ("tp_invariant_recipes.numerics.weight_gradient", ("_stand_ins",)),
     ("tp_invariant_recipes.numerics.data_parallel", ("_streams",)),
+    ("tp_invariant_recipes.numerics.data_shards", ("_streams",)),
     ("megatron.core.tensor_parallel.random", ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")),
 )
 PUT_BACK = frozenset(f"{module}:{name}" for module, names in _LEFT for name in names)
