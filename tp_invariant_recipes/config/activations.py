@@ -81,8 +81,7 @@ def micro_batch(config: RunConfig) -> MicroBatch:
         topk=model.get("moe_router_topk") or 2,
         experts=model.get("num_moe_experts") or 0,
         tree=config.numerics.mode != "stock",
-        fused=config.numerics.mode == "portable"
-        or (te and model.get("attention_backend") not in ("unfused", "local")),
+        fused=config.numerics.mode == "portable" or (te and model.get("attention_backend") not in ("unfused", "local")),
         head_norms=bool(model.get("qk_layernorm")),
         widths=size.widths(model),
     )
