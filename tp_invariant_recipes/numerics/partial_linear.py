@@ -98,8 +98,8 @@ class _GatheredLinear(torch.autograd.Function):
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         reducing = None
         if wants_dw:
-            mine = (grad, rows) if sequence_parallel else (it.chunk(mesh.size)[mesh.rank] for it in (grad, rows))
-            reducing = _start_weight_gradient(*mine, mesh)
+            parts, part = (1, 0) if sequence_parallel else (mesh.size, mesh.rank)
+            reducing = _start_weight_gradient(grad.chunk(parts)[part], rows.chunk(parts)[part], mesh)
         dx = None
         if wants_dx:  # while the sums are on their way
             chunks = mesh.local if sequence_parallel else mesh.shards
