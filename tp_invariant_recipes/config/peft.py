@@ -122,11 +122,12 @@ LIMITS = (
     _row(
         lambda t, _: t.model.get("_target_") != schema.PROVIDERS[0] or t.model.get("num_moe_experts"),
         "LoRA is covered for dense models of attention and feed-forward layers: adapters of experts, Mamba layers and "
-        "multi-latent attention have no invariant version; another model, or train all weights (peft=none)",
+        "multi-latent attention have no invariant version; a dense model, or a recipe that trains all weights",
     ),
     _row(
         lambda t, fields: not targets(fields) or {*targets(fields)} - {*TARGETS},
-        f"of layers only {', '.join(TARGETS)} have invariant adapters, in all layers alike; peft.target_modules=[...]",
+        f"of layers only {', '.join(TARGETS)} have invariant adapters, in all layers alike; name these in "
+        f"peft.target_modules",
     ),
     _row(
         lambda t, fields: fields.get("dropout"),
