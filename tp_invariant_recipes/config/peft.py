@@ -104,7 +104,28 @@ def _methods(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
     return next((f"peft.{n}={v}: adapters begin with {', '.join(METHODS)} only" for n, v in wrong.items()), None)
 
 
-RULES: tuple[Callable[[RunConfig, Mapping[str, Any]], str | None], ...] = (_unknown, _divided, _base, _methods)
+def _drawn(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
+    if config.numerics.mode != "stock" or config.numerics.initial_weights != "invariant":
+        return None
+    if _dense(config) and {*targets(fields)} <= {*TARGETS}:
+        return None
+    return (
+        f"numerics.initial_weights=invariant draws adapters of {', '.join(TARGETS)} in dense models only; "
+        f"numerics.initial_weights=megatron"
+    )
+
+
+def _dense(config: RunConfig) -> bool:
+    return config.model.get("_target_") == schema.PROVIDERS[0] and not config.model.get("num_moe_experts")
+
+
+RULES: tuple[Callable[[RunConfig, Mapping[str, Any]], str | None], ...] = (
+    _unknown,
+    _divided,
+    _base,
+    _methods,
+    _drawn,
+)
 
 
 def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], why: str) -> Limit:
@@ -120,7 +141,7 @@ def _off(name: str) -> Callable[[RunConfig, Mapping[str, Any]], bool]:
 LIMITS = (
     _row(lambda t, _: t.numerics.mode != "tree", "LoRA is covered by numerics=tree only"),
     _row(
-        lambda t, _: t.model.get("_target_") != schema.PROVIDERS[0] or t.model.get("num_moe_experts"),
+        lambda t, _: not _dense(t),
         "LoRA is covered for dense models of attention and feed-forward layers: adapters of experts, Mamba layers and "
         "multi-latent attention have no invariant version; a dense model, or a recipe that trains all weights",
     ),
