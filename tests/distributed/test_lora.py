@@ -206,6 +206,15 @@ def test_a_run_goes_on_with_the_same_bits_in_another_layout(base, tpi):
 
 
 @pytest.mark.release
+def test_a_trace_has_the_tensors_of_adapters(toy, shared):
+    one, two = (train(shared, (*toy, "ledger.trace=1", at), f"traced-{at}") for at in ("tp=1", "tp=4 sp=false"))
+    assert one == two
+    placed = {found.module.partition("layers.0.")[2]: found.shape for found in one[0].trace if found.digest}
+    layers = {"self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}
+    assert placed.keys() >= {f"{layer}{part}" for layer in layers for part in ("", ".to_wrap", ".adapter")}
+
+
+@pytest.mark.release
 def test_a_recipe_of_bridge(base, toy, shared):
     config = {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 128, "intermediate_size": 256,
