@@ -249,7 +249,7 @@ def test_every_section_is_one_of_bridges_and_of_bridges_none_is_forgotten():
     hints = {f.name for f in dataclasses.fields(ConfigContainer)}
     ours = schema.BRIDGE_SECTIONS.keys() | {"mixed_precision"}
     assert ours <= hints
-    assert hints - ours == {"env_vars", "peft", "optimizer_config_override_provider", "_checkpoint_load_required"}
+    assert hints - ours == {"env_vars", "optimizer_config_override_provider", "_checkpoint_load_required"}
     tree = compose("qwen3_toy").tree
     for section in ours:
         assert schema.fields(schema.section_class(section, tree)), section

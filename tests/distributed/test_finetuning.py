@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import example, write
 from tests.recipe_files import MODEL
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.data.examples import read_examples
@@ -48,39 +49,15 @@ def packed():
     cfg.dataset.offline_packing_specs = PackedSequenceSpecs(packed_sequence_size=32)
     return cfg
 
-
-def adapted():
-    from megatron.bridge.peft.lora import LoRA
-
-    cfg = tuned()
-    cfg.peft = LoRA()
-    return cfg
 """
 )
 RECIPE = ("recipe=mine.py:tuned", "dataset.dataset_root=examples", "tokenizer.tokenizer_model=tokenizer")
-EXAMPLES = 240
-
-
-def example(number: int) -> str:
-    """A sum of small numbers and up to two signs: examples differ in their tokens, and in those that count."""
-    terms = [number % 7, number // 7 % 7, *([1] * (number % 5))]
-    answer = " ".join([str(sum(terms)), *["="] * (number % 3)])
-    return json.dumps({"input": " + ".join(map(str, terms)) + " =", "output": answer})
 
 
 @pytest.fixture(scope="module")
 def mine(bridge, shared):
     """The folder of the runs, with a recipe, a tokenizer of 34 words and examples."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = ["<eos>", "<unk>", "+", "=", *map(str, range(30))]
-    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
-    fast.save_pretrained(shared.folder / "tokenizer")
-    (shared.folder / "examples").mkdir()
-    (shared.folder / "examples" / "training.jsonl").write_text("\n".join(map(example, range(EXAMPLES))) + "\n")
+    write(shared.folder)
     (shared.folder / "mine.py").write_text(MINE)
     return shared.folder
 
@@ -124,7 +101,6 @@ def test_with_stock_numerics_it_has_not(mine, shared):
 SETTINGS = {
     "tuned": "needs dataset.dataset_root=FOLDER, which has training.jsonl",
     "packed": "dataset.enable_offline_packing: packed sequences need attention that ends with each example",
-    "adapted": "it fine-tunes with LoRA: the products of adapters add over tp in an order of their own",
     "tuned data=text data.path=.": "data=text: this recipe trains on examples",
     "tuned dataset.dataset_kwargs.pad_to_max_length=false": "pad_to_max_length=true",
     "tuned train.num_epochs=1": "tpi counts steps; leave it unset, iters=N",

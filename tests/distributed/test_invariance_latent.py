@@ -66,13 +66,13 @@ def test_stock_does_not(tpi):
 
 
 def _products_of_a_rank() -> None:
-    from tp_invariant_recipes.numerics import latent_attention
+    from tp_invariant_recipes.numerics import partial_linear
 
     def one(grad, rows, mesh):
-        node = latent_attention._subtree((grad,), (rows,), 0, 1)
-        return latent_attention.start_reduce_scatter(node.view(1, mesh.size, -1), mesh)
+        node = partial_linear._subtree((grad,), (rows,), 0, 1)
+        return partial_linear.start_reduce_scatter(node.view(1, mesh.size, -1), mesh)
 
-    latent_attention._start_weight_gradient = one
+    partial_linear._start_weight_gradient = one
 
 
 def _heads_of_a_rank() -> None:

@@ -61,10 +61,10 @@ def habits():
 
 
 def peft():
-    from megatron.bridge.peft.lora import LoRA
+    from megatron.bridge.peft.dora import DoRA
 
     cfg = small()
-    cfg.peft = LoRA()
+    cfg.peft = DoRA()
     return cfg
 
 
@@ -91,7 +91,7 @@ WRONG = {
     "needs": "a recipe is called without arguments, and this function needs size",
     "constant": "constant is no function but int",
     "smal": "has no such function; did you mean 'small'?",
-    "peft": "it fine-tunes with LoRA: the products of adapters add over tp in an order of their own",
+    "peft": "its peft is a DoRA, and tpi trains with LoRA only",
     "layers": "numerics=tree: the recipe sets model.transformer_layer_spec to an object",
     "dropout": "numerics=tree: dropout draws other numbers in every layout",
     "learned": "numerics=tree: only rotary positions are covered",

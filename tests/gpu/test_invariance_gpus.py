@@ -127,10 +127,16 @@ GROUPS = {
     ),
     "experts": (EXPERTS, ("tp=1", "tp=2 ep=2", "tp=4 ep=2", "tp=2 pp=2")),
     "experts-dp": (f"{EXPERTS} dp=2", ("tp=1", "ep=2", "tp=2 ep=2", "tp=2 ep=4")),
+    "adapters": (
+        f"{TOY} iters=4 peft=lora peft.dim=8 checkpoint.pretrained_checkpoint=dense-tp1/checkpoints",
+        ("tp=1", "tp=2", "tp=2 sp=false", "pp=2", "tp=4"),
+    ),
 }
+# Groups that begin with the weights of a run that saves.
+BEGIN = {"adapters": "dense tp=1"}
 # The control: a group, and a layout that has other bits than tp=1 with stock numerics, from equal weights.
 STOCK = "numerics=stock numerics.initial_weights=invariant"
-CONTROLS = (("dense", "tp=2"), ("dense", "pp=2"), ("dense", "dp=4"), ("experts", "tp=2 ep=2"))
+CONTROLS = (("dense", "tp=2"), ("dense", "pp=2"), ("dense", "dp=4"), ("experts", "tp=2 ep=2"), ("adapters", "tp=2"))
 # A run that saves at its second step, and the layout in which another goes on from there.
 RESUMED = {"dense tp=2": "tp=1", "dense tp=1": "tp=2", "dense pp=2": "tp=2 pp=1", "dense tp=2 pp=2": "tp=1 pp=1"}
 # Runs whose last weights both numerics read.
@@ -139,13 +145,18 @@ READ = ("dense tp=1", "stock dense tp=1")
 
 def all_runs():
     """Every run of this file."""
-    words = {f"{group} {layout}": f"{fixed} {layout}" for group, (fixed, of) in GROUPS.items() for layout in of}
+    words = {
+        f"{group} {layout}": (f"{fixed} {layout}", group) for group, (fixed, of) in GROUPS.items() for layout in of
+    }
     words |= {
-        f"stock {group} {layout}": f"{GROUPS[group][0]} {STOCK} {layout}"
+        f"stock {group} {layout}": (f"{GROUPS[group][0]} {STOCK} {layout}", group)
         for group, other in CONTROLS
         for layout in ("tp=1", other)
     }
-    found = [_run(name, of) for name, of in words.items()]
+    found = []
+    for name, (of, group) in words.items():
+        after = (_folder(BEGIN[group]),) if group in BEGIN else ()
+        found.append(_run(name, of, after=after))
     for saved, layout in RESUMED.items():
         going_on = f"{layout} checkpoint.ckpt_step=2"
         found.append(_run(f"{saved} to {layout}", going_on, after=(_folder(saved),), resumes=_folder(saved)))

@@ -132,6 +132,8 @@ def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
     needs = (
         ["data.path=x"]
         if (group, option) == ("data", "text")
+        else ["checkpoint.pretrained_checkpoint=x"]
+        if (group, option) == ("peft", "lora")
         else ["device=gpu", "numerics=stock"]
         if group in GPU_ONLY
         else []
@@ -142,6 +144,8 @@ def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
         assert (found["fp8_recipe"] if isinstance(found, dict) else found) == PRECISIONS[option]
     elif group == "cuda_graph":
         assert tree["model"]["cuda_graph_impl"] == GRAPHS[option]
+    elif group == "peft":
+        assert ("peft" in tree) == (option == "lora")
     else:
         assert tree[group][{"numerics": "mode", "cluster": "name"}.get(group, "kind")] == option
 

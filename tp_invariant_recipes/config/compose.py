@@ -18,6 +18,7 @@ from tp_invariant_recipes.config import (
     invariance,
     layout,
     low_precision,
+    peft,
     recipe_layer,
     recipe_source,
     recording,
@@ -41,7 +42,7 @@ from tp_invariant_recipes.errors import ConfigError, listed
 OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
 
 # Groups that a recipe decides unless the command line names an option.
-RECIPES_OWN = ("precision", "data", "logging", "cuda_graph")
+RECIPES_OWN = ("precision", "data", "logging", "cuda_graph", "peft")
 
 # To YAML 4:00:00 is 14400 and 010 is 8, so that text made of the value need not be what was written.
 UNQUOTED = "expected text; in a file, write it in quotes"
@@ -107,6 +108,7 @@ def compose(
             environment,
             recipe_layer,
             sft,
+            peft,
             weights,
         )
         with _guarded(model, problems):
@@ -299,6 +301,8 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
     except ConfigError as error:
         found = [*problems, *error.problems]
         raise ConfigError(listed(found), found) from error
+    if tree.get(peft.SECTION, ()) is None:  # peft=none
+        del tree[peft.SECTION]
     found = [f"{name}: a file puts a value where fields belong, as in {name}.FIELD" for name in _not_sections(tree)]
     if found:
         found = [*problems, *found]

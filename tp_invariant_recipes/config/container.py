@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from tp_invariant_recipes.config import allowed_fields, environment, recipe_layer, schema
+from tp_invariant_recipes.config import allowed_fields, environment, peft, recipe_layer, schema
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
 from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
@@ -76,6 +76,8 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
     }
     parts.setdefault("mixed_precision", tree["mixed_precision"])
     _numerics(parts["model"], config)
+    if peft.adapts(tree) and config.weights.folder is not None:  # Bridge asks where the base weights are
+        parts["checkpoint"].pretrained_checkpoint = config.weights.folder
     if config.numerics.mode != "stock":
         # The leaf of every sum over data is a sequence: a micro-batch of several is computed one by one.
         parts["train"].micro_batch_size = 1
@@ -91,7 +93,9 @@ def imported_folder(tree: dict[str, Any]) -> Path | None:
     are new.
     """
     folder = typed(tree).weights.folder
-    return Path(folder) if folder is not None and tree["checkpoint"].get("load") is None else None
+    # A checkpoint of adapters has no other weights.
+    begins = tree["checkpoint"].get("load") is None or peft.adapts(tree)
+    return Path(folder) if folder is not None and begins else None
 
 
 def validate(container: ConfigContainer, world_size: int, *, here: bool = True) -> None:

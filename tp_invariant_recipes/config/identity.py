@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from tp_invariant_recipes.config import sft
+from tp_invariant_recipes.config import peft, sft
 from tp_invariant_recipes.config.sections import Tree, typed
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
 
@@ -12,6 +12,9 @@ WEIGHTS_DIGEST = "weights.digest"
 
 # Sections whose fields are part of the identity.
 SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "rng", "mixed_precision")
+
+# The same of runs that have them.
+OPTIONAL = (peft.SECTION,)
 
 # Fields of those sections that are not, and why.
 EXCLUDED = {
@@ -98,6 +101,7 @@ def identity(tree: Tree, data_digest: str | None, weights_digest: str | None = N
 def of_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
     """The part of the identity that sections of Bridge make."""
     fields = {name: sections.get(name) for name in SECTIONS}
+    fields |= {name: sections[name] for name in OPTIONAL if sections.get(name) is not None}
     return {k: v for name, part in fields.items() for k, v in _flat(name, part).items() if not _excluded(k)}
 
 

@@ -11,6 +11,7 @@ from tp_invariant_recipes.config import (
     layout,
     low_precision,
     model_fields,
+    peft,
     portable_limits,
     schema,
     sft,
@@ -84,6 +85,7 @@ LIMITS = (
     *latent_limits.LIMITS,
     *portable_limits.LIMITS,
     *sft.LIMITS,
+    *peft.LIMITS,
     Limit(
         lambda t: t.numerics.mode != "tree" and "hybrid_layer_pattern" in t.model,
         "Mamba layers are covered by numerics=tree only",

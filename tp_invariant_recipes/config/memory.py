@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.config import activations, allocation, layout, size
+from tp_invariant_recipes.config import activations, allocation, layout, peft, size
 from tp_invariant_recipes.config.activations import FP32, MicroBatch
 from tp_invariant_recipes.config.layout import Layout
 from tp_invariant_recipes.config.sections import RunConfig
@@ -52,6 +52,7 @@ UNFOLLOWED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mixed_precision.fp8", (ACTIVATIONS,)),
     ("optimizer.optimizer_cpu_offload", (OPTIMIZER,)),
     ("optimizer.use_layer_wise_distributed_optimizer", (OPTIMIZER,)),
+    ("peft.dim", (ACTIVATIONS, LOSS, FIRST_STEP)),  # frozen weights need fewer activations and no gradient
     ("ddp.use_megatron_fsdp", (WEIGHTS, GRADIENTS, OPTIMIZER)),
     ("dist.use_torch_fsdp2", (WEIGHTS, GRADIENTS, OPTIMIZER)),
 )
@@ -136,11 +137,18 @@ def _stage(config: RunConfig, at: Layout, stage: int) -> dict[str, int]:
     if last:
         weights += Weights(whole=config.model["hidden_size"])  # the final norm
         weights += Weights() if tied and at.pp == 1 else size.embedding(config.model)
+    trained, fields = weights, peft.section(config)
+    if fields is not None:
+        trained = Weights()
+        for layer, count in held.items():
+            for part in layer:
+                trained += size.adapters(config.model, part, peft.dim(fields), peft.targets(fields)) * count
+        weights += trained
     batch = activations.micro_batch(config)
     kept = sum(count * _kept(config, batch, layer) for layer, count in held.items())
     ends = 2 * batch.slice * batch.element * batch.widths.hidden if last else 0  # the final norm's input and output
     return {
-        **_states(config, at, weights),
+        **_states(config, at, weights, trained),
         ACTIVATIONS: int(kept * _in_flight(config, at, stage)) + ends,
         **_working(config, at, batch, held, weights.largest // at.tp, last=last),
     }
@@ -170,20 +178,26 @@ def _in_flight(config: RunConfig, at: Layout, stage: int) -> float:
     return min((at.pp - stage - 1) * 2 + (chunks - 1) * at.pp + 1, steps * chunks) / chunks
 
 
-def _states(config: RunConfig, at: Layout, weights: Weights) -> dict[str, int]:
-    """Weights, gradients and the optimizer's state of a rank."""
-    dense = weights.split // at.tp + weights.whole
-    experts = weights.experts // (at.ep * at.etp)
+def _states(config: RunConfig, at: Layout, weights: Weights, trained: Weights) -> dict[str, int]:
+    """Weights, gradients and the optimizer's state of a rank. trained: those that have gradients."""
+    dense, experts = _held(weights, at)
+    half = activations.element(config)
+    standing = half * (dense + experts)
+    dense, experts = _held(trained, at)
     shards, expert_shards = (
         (at.dp * at.cp, max(1, at.world // (at.pp * at.etp * at.ep))) if _sharded(config) else (1, 1)
     )
     owned = dense // shards + experts // expert_shards
-    half = activations.element(config)
     return {
-        WEIGHTS: half * (dense + experts),
+        WEIGHTS: standing,
         GRADIENTS: _gradient(config, half) * _summed(config, at, dense, experts),
         OPTIMIZER: _of_optimizer(config.bridge["optimizer"], half) * owned,
     }
+
+
+def _held(weights: Weights, at: Layout) -> tuple[int, int]:
+    """Parameters of a rank: all but experts, and experts."""
+    return weights.split // at.tp + weights.whole, weights.experts // (at.ep * at.etp)
 
 
 def _summed(config: RunConfig, at: Layout, dense: int, experts: int) -> int:

@@ -20,6 +20,7 @@ from tp_invariant_recipes.config import (
     invariant_experts,
     latent_limits,
     model_fields,
+    peft,
     recipe_fields,
     recipe_source,
     schema,
@@ -96,7 +97,7 @@ HOW = {
     "model.cuda_graph_modules": "[attn]",
 }
 # What a checked ConfigContainer has besides sections.
-APART = {"env_vars", "mixed_precision", "peft", "optimizer_config_override_provider", "_checkpoint_load_required"}
+APART = {"env_vars", "mixed_precision", "optimizer_config_override_provider", "_checkpoint_load_required"}
 
 
 @functools.cache
@@ -162,11 +163,6 @@ def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, A
 
 def _foreign(container: ConfigContainer) -> Iterator[str]:
     """What tpi has no place for."""
-    if container.peft is not None:
-        yield (
-            f"it fine-tunes with {type(container.peft).__name__}: the products of adapters add over tp in an order of "
-            f"their own, and tpi has no version of them; a recipe that trains all weights (…_sft_config)"
-        )
     if not dataclasses.is_dataclass(container.model):
         yield f"its model is {type(container.model).__name__}, which is no class of settings"
     for name, path in schema.BRIDGE_SECTIONS.items():
@@ -210,6 +206,7 @@ def _values(section: str, part: Any) -> dict[str, Any]:
 def _stated(section: str, values: Mapping[str, Any]) -> set[str]:
     """The fields that are written down whatever their value: conf/config.yaml has others, or rules read them."""
     ruled = {name for name in RULED if values.get(name) is not None} if section == "model" else set()
+    ruled |= {*peft.STATED} if section == peft.SECTION else set()
     return ruled | (_conf().get(section) or {}).keys()
 
 

@@ -14,12 +14,14 @@ from tp_invariant_recipes.errors import OR_STOCK, ConfigError
 COVERED, WITH, REFUSED, ABSENT = "covered", "covered with", "refused", "not here"
 STATES = (COVERED, WITH, REFUSED, ABSENT)
 
-# What a run gives where a recipe leaves it open: the folder of examples, their tokenizer, the size of its vocabulary.
+# What a run gives where a recipe leaves it open: the folder of examples, their tokenizer, the weights that LoRA adapts,
+# the size of its vocabulary.
 OPEN = {
     "model.vocab_size=0: ": "model.vocab_size=131072",
     "tokenizer.vocab_size=0: ": "tokenizer.vocab_size=131072",
     "dataset.dataset_root=FOLDER": "dataset.dataset_root=examples",
     "tokenizer.tokenizer_model=FOLDER": "tokenizer.tokenizer_model=tokenizer",
+    "checkpoint.pretrained_checkpoint=RUN/checkpoints": "checkpoint.pretrained_checkpoint=RUN/checkpoints",
 }
 # Rounds of taking the keys that the messages name: one refusal may hide another one.
 ROUNDS = 3

@@ -53,6 +53,7 @@ BRIDGE_SECTIONS: dict[str, str] = {
     "nvrx_straggler": "megatron.bridge.training.config.NVRxStragglerDetectionConfig",
     "ft": "megatron.bridge.training.config.FaultToleranceConfig",
     "tensor_inspect": "megatron.bridge.training.config.TensorInspectConfig",
+    "peft": "megatron.bridge.peft.lora.LoRA",
     "inprocess_restart": "megatron.bridge.training.config.InProcessRestartConfig",
     "comm_overlap": "megatron.bridge.training.comm_overlap.CommOverlapConfig",
 }

@@ -1,6 +1,7 @@
 """The size of a model: its layers and their parameters, from its dimensions."""
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,16 @@ def weights(model: Model, part: str) -> Weights:
     convolved = w.inner + w.states
     small = convolved * (TAPS + 1) + 3 * w.mamba_heads + w.inner  # the convolution; A, D and the bias of dt; the norm
     return Weights(split=w.hidden * (rows + w.inner) + small, whole=w.hidden, largest=w.hidden * rows)
+
+
+def adapters(model: Model, part: str, dim: int, targets: Collection[str]) -> Weights:
+    """The parameters of the adapters of one part of a layer. targets: the linear layers that have one."""
+    w = widths(model)
+    shapes = {
+        ATTENTION: {"linear_qkv": w.hidden + w.query + 2 * w.key, "linear_proj": w.query + w.hidden},
+        MLP: {"linear_fc1": w.hidden + w.gates * w.ffn, "linear_fc2": w.ffn + w.hidden},
+    }
+    return Weights(split=dim * sum(size for name, size in shapes.get(part, {}).items() if name in targets))
 
 
 def embedding(model: Model) -> Weights:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from tp_invariant_recipes.config import peft
 from tp_invariant_recipes.config.sections import Tree, typed
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.reading import MIB, parse_json, read_limited
@@ -77,7 +78,8 @@ def problems(tree: Tree) -> list[str]:
     if tree["checkpoint"].get("pretrained_checkpoint") is not None:
         both = f"weights={folder} and checkpoint.pretrained_checkpoint"
         found.append(f"{both} both say where weights come from; leave out one")
-    if config.numerics.mode == "stock" and config.numerics.initial_weights == "invariant":
+    new = peft.adapts(tree)  # adapters, which the folder does not have
+    if config.numerics.mode == "stock" and config.numerics.initial_weights == "invariant" and not new:
         found.append(f"numerics.initial_weights=invariant: weights={folder} has them; leave out one")
     precision = tree.get("mixed_precision")
     if isinstance(precision, dict) and (precision.get("fp8_param") or precision.get("fp8_param_gather")):

@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tp_invariant_recipes.host import bridge, mamba, torch_adam
+from tp_invariant_recipes.host.versions import installed as installed_version
 from tp_invariant_recipes.replacement import Replacement, applied
 
 CPU = torch.device("cpu")
@@ -221,6 +222,11 @@ BRIDGE = (
         "megatron.bridge.training.setup:initialize_megatron",
         lambda original: partial(original, allow_no_cuda=True),
         "Bridge asserts CUDA unless told that none is needed",
+    ),
+    Replacement(
+        "megatron.bridge.peft.utils:HAVE_TE",
+        lambda original: original and installed_version("transformer-engine") is not None,
+        "it is true of placeholders, which are no classes that a layer could be compared with",
     ),
     Replacement(
         "megatron.bridge.training.setup:set_jit_fusion_options",

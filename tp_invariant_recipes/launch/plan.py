@@ -14,6 +14,7 @@ from tp_invariant_recipes.config import (
     hf_models,
     hydra_tree,
     layout,
+    peft,
     relations,
     sft,
     source,
@@ -290,7 +291,7 @@ def _going_on(
     """asked: the words of the command, for messages. start, here: as for `resume_run`. dry: as for `new`."""
     before = run_dir.read_run(RunFile)
     begun = start or _has_checkpoint(run_dir)
-    imported = _imported(before, composed.overrides) if begun else None
+    imported = _imported(before, composed) if begun else None
     plan = resolve(composed, run_dir, progress, here=here, dry=dry, imported=imported)
     if plan.data_missing:
         plan.identity["data.digest"] = before["identity"].get("data.digest")  # not known before it is prepared
@@ -325,9 +326,14 @@ def _has_checkpoint(run_dir: RunDir) -> bool:
     return any(found.step <= recorded for found in checkpoints.finished(run_dir.checkpoints))
 
 
-def _imported(before: dict[str, Any], overrides: Sequence[Override]) -> str | None:
-    """The digest of the weights that a run has started from, if these are still asked for."""
-    now, then = (given(texts, "weights.folder") for texts in (overrides, parse_all(before["overrides"])))
+def _imported(before: dict[str, Any], composed: Composed) -> str | None:
+    """The digest of the weights that a run has started from, if these are still asked for.
+
+    None: they have to be read. Checkpoints of adapters have no others.
+    """
+    if peft.adapts(composed.tree):
+        return None
+    now, then = (given(texts, "weights.folder") for texts in (composed.overrides, parse_all(before["overrides"])))
     same = (now and now.value) == (then and then.value)
     return before["identity"].get(WEIGHTS_DIGEST) if same else None
 
@@ -379,7 +385,7 @@ def rerun(
     shorter = f"train.exit_interval={last_step + 1}"
     changes = [*record, "save=0", "logging=none", shorter, "train.exit_duration_in_mins=null"]
     composed = _compose_as(before, [*_asked(before, NOT_REPEATED), *parse_all(changes)])
-    imported = _imported(before, composed.overrides) if start else None
+    imported = _imported(before, composed) if start else None
     plan = resolve(composed, run_dir, progress, imported=imported)
     _same_identity(before["identity"], plan.identity, f"{run} cannot be repeated: it would be another run now.")
     plan.tree["checkpoint"]["save"] = None
@@ -457,6 +463,7 @@ def resolve(
     variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
     if pretrained := tree["checkpoint"].get("pretrained_checkpoint"):
         tree["checkpoint"]["pretrained_checkpoint"] = str(Path(pretrained).expanduser())
+        peft.check_base(tree)
     if config.weights.folder is not None:
         folder = Path(config.weights.folder).expanduser().absolute()
         tree["weights"]["folder"] = str(folder)

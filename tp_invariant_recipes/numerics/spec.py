@@ -59,7 +59,7 @@ PORTABLE = {
     "SequentialMLP": "portable_experts:PortableSequentialMLP",
 }
 # Classes that read the weights of modules below them, which then never run.
-READ_BELOW = ("SequentialMLP", "TEGroupedMLP", "MambaMixer")
+READ_BELOW = ("SequentialMLP", "TEGroupedMLP", "MambaMixer", "ParallelLinearAdapter")
 # numerics.grad_norm -> the replacement of Megatron's get_grad_norm_fp32.
 NORMS = {"exact": "grad_norm:get_grad_norm_fp32", "fp64": "grad_norm:fp64_grad_norm"}
 _NORM_WHY = "a sum of squares depends on how parameters are sharded"

@@ -44,9 +44,13 @@ class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnP
         self.segments = segments_of(self.config, tp_comm_buffer_name)
 
     def forward(self, x: Tensor):
-        """[s/t or s, b, k] → [s, b, n/t], and None as bias, since the layer has added it."""
+        """[s/t or s, b, k] → [s, b, n/t], and None as bias, since the layer has added it.
+
+        An adapter reads the norm's result too, as Bridge has asked of the layer: then that comes beside the first.
+        """
         normal = rms_norm(x, self.layer_norm_weight, self.eps, self.mesh, sequence_shards(self.config))
-        return self.column(normal, self.weight, self.bias if self.use_bias else None), None
+        y = self.column(normal, self.weight, self.bias if self.use_bias else None)
+        return (y, normal) if self.return_layernorm_output else y, None
 
 
 class InvariantTEColumnParallelLinear(ColumnForward, TEColumnParallelLinear):

@@ -228,6 +228,7 @@ def _outputs(row: ModuleRow | None, output: Any) -> list[tuple[str, Tensor, Plac
     given = output if isinstance(output, tuple | list) else (output,)
     if row is None:
         return [(_numbered("output", n), x, None) for n, x in enumerate(_tensors(given)) if x.is_floating_point()]
+    given = [x[0] if isinstance(x, tuple) and x else x for x in given]  # a norm's result, beside that of the layer
     pairs = enumerate(zip(given, row.outputs, strict=False))
     return [(_numbered("output", n), x, rule) for n, (x, rule) in pairs if torch.is_tensor(x)]
 

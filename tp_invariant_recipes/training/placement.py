@@ -300,8 +300,10 @@ def _gated(width: Callable[[Any], int | None]) -> Callable[[Any], int | None]:
 # Of a dense layer, of the experts that see every token.
 _FFN = (_field("ffn_hidden_size"), _field("moe_shared_expert_intermediate_size"))
 
-_COLUMN_PARALLEL = ("ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear")
-_ROW_PARALLEL = ("RowParallelLinear", "TERowParallelLinear")
+# A layer with an adapter is named as the layer, which lies below it.
+_ADAPTED, _BASE = "LoRALinear", ".to_wrap"
+_COLUMN_PARALLEL = ("ColumnParallelLinear", "TEColumnParallelLinear", "TELayerNormColumnParallelLinear", _ADAPTED)
+_ROW_PARALLEL = ("RowParallelLinear", "TERowParallelLinear", _ADAPTED)
 _NORM = ("RMSNorm", "LayerNorm", "FusedLayerNorm", "InvariantRMSNorm")
 _QKV = (
     ("query", heads("num_attention_heads")),
@@ -311,6 +313,26 @@ _QKV = (
 _DUPLICATED = ("DuplicatedLinear", "TELinear")
 _QUERY_NORM = latent("q_lora_rank", or_else=heads("num_attention_heads"))
 _EXPERTS = ("TEGroupedMLP", "GroupedMLP", "SequentialMLP")
+
+_FC1 = columns(*map(_gated, _FFN), segments=_gates)
+# Adapted layer -> where its input and its output lie, which are those of the adapter.
+_OF_ADAPTER = {
+    "linear_qkv": (hidden, columns(_qkv)),
+    "linear_fc1": (hidden, _FC1),
+    "linear_proj": (columns(_queries), hidden),
+    "linear_fc2": (columns(*_FFN), hidden),
+}
+
+
+def _adapter(end: int) -> PlacementRule:
+    """The rule of an adapter's input (0) or output (1), by the layer that it adapts."""
+
+    def rule(x: Tensor, module: Any, micro_batch: int, site: Site) -> Placed | None:
+        rules = _OF_ADAPTER.get(module.base_linear_name.rpartition(".")[2])
+        return rules and rules[end](x, module, micro_batch, site)
+
+    return rule
+
 
 # Modules that do nothing, and whether there are any is another matter in every implementation.
 NOTHING = ("IdentityOp", "IdentityFuncOp")
@@ -346,14 +368,13 @@ ROWS = (
         names=("input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm"),
     ),
     ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (columns(_qkv),), names=("linear_qkv",)),
-    ModuleRow(
-        _COLUMN_PARALLEL, (("x", hidden),), (columns(*map(_gated, _FFN), segments=_gates),), names=("linear_fc1",)
-    ),
+    ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (_FC1,), names=("linear_fc1",)),
     ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (sliced,), names=("output_layer",)),
     ModuleRow(_COLUMN_PARALLEL, (("x", hidden),), (sections,), names=("in_proj",)),
     ModuleRow(_ROW_PARALLEL, (("x", columns(_queries)),), (hidden,), names=("linear_proj",)),
     ModuleRow(_ROW_PARALLEL, (("x", columns(*_FFN)),), (hidden,), names=("linear_fc2",)),
     ModuleRow(_ROW_PARALLEL, (("x", sliced),), (hidden,), names=("out_proj",)),
+    ModuleRow(("ParallelLinearAdapter",), (("x", _adapter(0)),), (_adapter(1),), below="unplaced"),
     # The invariant one launches what is below as often as it needs to: in trials, or once for each shard.
     ModuleRow(("TEDotProductAttention", "InvariantDotProductAttention"), _QKV, (columns(_queries),), below="skipped"),
     ModuleRow(("DotProductAttention",), _QKV, (columns(_queries),)),
@@ -366,7 +387,7 @@ ROWS = (
 def row_of(module: Any, name: str) -> ModuleRow | None:
     """The row for a module; None: its tensors have no place."""
     classes = class_names(module)
-    last = name.rpartition(".")[2]
+    last = name.removesuffix(_BASE).rpartition(".")[2]
     return next((row for row in ROWS if classes & set(row.classes) and (not row.names or last in row.names)), None)
 
 

@@ -189,7 +189,7 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
     with ExitStack() as stack:
         from tp_invariant_recipes.config import container, hang_timeout
         from tp_invariant_recipes.host import cpu
-        from tp_invariant_recipes.numerics import spec
+        from tp_invariant_recipes.numerics import adapters, spec
         from tp_invariant_recipes.patches import registry
         from tp_invariant_recipes.training.optimizer_step import OptimizerStep
 
@@ -209,7 +209,7 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
             callbacks = [*callbacks, DeterministicOverhead()]
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, tree)), *callbacks, heartbeat.Last()]
         stack.enter_context(registry.applied(tree))
-        stack.enter_context(applied(spec.replacements(tree["numerics"])))
+        stack.enter_context(applied([*spec.replacements(tree["numerics"]), *adapters.replacements(tree)]))
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
 

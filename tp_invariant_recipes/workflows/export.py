@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import environment, hf_models, weights
+from tp_invariant_recipes.config import environment, hf_models, peft, weights
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.host.quiet import quiet
@@ -48,6 +48,11 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     run_dir = RunDir(run)
     run_dir.read_run(RunFile)
     tree = run_dir.read_config()
+    if peft.adapts(tree):
+        raise ConfigError(
+            f"{run} cannot be exported: its checkpoints have LoRA adapters alone, and tpi does not add them to the "
+            f"weights that they adapt"
+        )
     family = hf_models.family_of(tree["model"])
     if isinstance(family, str):
         raise ConfigError(f"{run} cannot be exported: {family}")

@@ -1,0 +1,159 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685): Bridge's adapters with invariant sums, and how their weights begin.
+
+An adapter adds x A^T B^T · alpha/dim to the output of a frozen linear layer; A is [dim, k], B is [n, dim]. One of the
+two products has its sums split over ranks as the base layer has. Of the other one the ranks gather the matrix, which
+is small:
+
+    base             x @ A^T                                     a @ B^T
+    column-parallel  gathered_linear: A [dim/t, k]               column-parallel: B [n/t, dim]
+    row-parallel     row-parallel: A [dim, k/t]                  gathered_linear: B [n/t, dim]
+
+Bridge gathers x where this gathers A, which is smaller. Parameters, their names and checkpoints are Bridge's.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from megatron.bridge.peft.utils import ParallelLinearAdapter
+from torch import Tensor
+
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics import init, tree_linear
+from tp_invariant_recipes.numerics.layers import OnMesh
+from tp_invariant_recipes.numerics.mamba_init import uniform
+from tp_invariant_recipes.numerics.partial_linear import gathered_linear
+from tp_invariant_recipes.replacement import Replacement
+
+_SETUP = "megatron.bridge.training.setup"
+_GATED = "linear_fc1"  # whose rows are gate and up, each split over the ranks
+# A trained parameter by its name in the whole model: the layer that it adapts, and which of the two matrices it is.
+_NAME = re.compile(
+    r"decoder\.layers\.\d+\.(?:self_attention|mlp)\.(linear_\w+)\.adapter\.(linear_in|linear_out)\.weight"
+)
+# The same -> the dimension that tensor parallelism splits.
+_SPLIT = {
+    **{(base, "linear_in"): 0 for base in ("linear_qkv", "linear_fc1")},
+    **{(base, "linear_in"): 1 for base in ("linear_proj", "linear_fc2")},
+    **{(base, "linear_out"): 0 for base in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")},
+}
+
+
+class InvariantLinearAdapter(OnMesh, ParallelLinearAdapter):
+    """The adapter of one linear layer. The modules in it hold the weights and never run."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        """What is added to the base layer's output.
+
+        column-parallel base: [s/t or s, b, k] → [s, b, n/t]. row-parallel base: [s, b, k/t] → [s/t or s, b, n].
+        """
+        first, second = self.linear_in.weight, self.linear_out.weight
+        mesh, sequence_parallel = self.mesh, self.config.sequence_parallel
+        if self.input_is_parallel:
+            low = tree_linear.row_parallel(x, first, mesh, sequence_parallel)
+            y = gathered_linear(low, second, mesh, sequence_parallel)
+        else:
+            low = gathered_linear(x, first, mesh, sequence_parallel)
+            gated = _GATED in self.base_linear_name and self.config.gated_linear_unit
+            y = tree_linear.column_parallel(low, second, mesh, 2 if gated else 1, sequence_parallel)
+        return y * (self.alpha / self.dim)
+
+
+# --- How training begins ---
+
+
+def replacements(tree: dict[str, Any]) -> tuple[Replacement, ...]:
+    """What a run with LoRA replaces of Bridge; empty without. tree: the configuration."""
+    if tree.get("peft") is None:
+        return ()
+    numerics, folder, rows = tree["numerics"], tree["weights"]["folder"], []
+    if numerics["mode"] != "stock":
+        rows.append(
+            Replacement(
+                "megatron.bridge.peft.lora:ParallelLinearAdapter",
+                lambda _: InvariantLinearAdapter,
+                "an adapter's products sum over features that ranks share",
+            )
+        )
+    if numerics["initial_weights"] == "invariant":
+        rows.append(
+            Replacement(
+                f"{_SETUP}:_apply_peft_transformation",
+                lambda original: _initialised(original, tree["rng"]["seed"]),
+                "adapters would begin with other weights for every tp",
+            )
+        )
+    if folder is not None:
+        rows.append(
+            Replacement(
+                f"{_SETUP}:_create_peft_pre_wrap_hook",
+                lambda original: _adapting,
+                "Bridge would load the base weights from a checkpoint of its own; the folder has been imported",
+            )
+        )
+    return tuple(rows)
+
+
+def _initialised(original: Callable[..., list[Any]], seed: int) -> Callable[..., list[Any]]:
+    """A replacement for Bridge's function that puts adapters into a model."""
+
+    @wraps(original)
+    def apply(peft: Any, base_model: list[Any]) -> list[Any]:
+        chunks = original(peft, base_model)
+        methods = {"linear_in": peft.lora_A_init_method, "linear_out": peft.lora_B_init_method}
+        initialise(chunks, seed=seed, methods=methods)
+        return chunks
+
+    return apply
+
+
+def _adapting(cfg: Any, state: Any) -> Callable[[list[Any]], list[Any]]:
+    """A replacement for Bridge's hook that loads base weights and then adapts them: the second half of it."""
+    from megatron.bridge.training import setup
+
+    return lambda model: setup._apply_peft_transformation(cfg.peft, model)
+
+
+@torch.no_grad()
+def initialise(model_chunks: list[Any], *, seed: int, methods: dict[str, str]) -> None:
+    """Set the adapters' weights of this rank: a function of seed, name and place in the whole matrix (init.py).
+
+    methods: "linear_in" and "linear_out" -> Bridge's name of a distribution (`peft.lora_A_init_method`).
+    Raises ConfigError: a trained parameter is none of a known adapter.
+    """
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    for chunk in model_chunks:
+        for name, parameter in init.canonical_parameters(chunk):
+            if not parameter.requires_grad:
+                continue
+            found = _NAME.fullmatch(name)
+            dim = _SPLIT.get((found[1], found[2])) if found else None
+            if found is None or dim is None:
+                raise ConfigError(f"{name}: no rule says how it starts (numerics/adapters.py); peft.target_modules")
+            gated = (found[1], found[2]) == (_GATED, "linear_out") and chunk.config.gated_linear_unit
+            shape, ranges = init.place(parameter.shape, dim, rank, size, 2 if gated else 1)
+            values = _quantile(methods[found[2]], shape)
+            parameter.copy_(
+                init.drawn(shape, ranges, values, seed=seed, name=name, dtype=parameter.dtype, device=parameter.device)
+            )
+
+
+def _quantile(method: str, shape: list[int]) -> Callable[[Tensor], Tensor]:
+    """52 random bits → numbers of Bridge's distribution for a whole matrix of this shape. Raises ConfigError."""
+    rows, columns = shape
+    bound = 1.0 / math.sqrt(columns)  # Kaiming's with a = sqrt(5)
+    known: dict[str, Callable[[Tensor], Tensor]] = {
+        "xavier": lambda bits: init._ppnd16(bits) * math.sqrt(2.0 / (rows + columns)),
+        "normal": lambda bits: init._ppnd16(bits) * 0.2,
+        "kaiming": lambda bits: (uniform(bits) * 2.0 - 1.0) * bound,
+        "zero": lambda bits: torch.zeros(bits.shape, dtype=torch.float64, device=bits.device),
+    }
+    if method not in known:
+        raise ConfigError(f"{method}: adapters begin with {', '.join(known)} only")
+    return known[method]
