@@ -94,3 +94,11 @@ def test_the_rows_are_about_the_installed_versions(later):
     for distribution, version in later.versions.items():
         assert version in (None, installed(distribution))
     assert "its imports are known for" not in (reason_against(later) or "")
+
+
+@pytest.mark.release
+def test_bridge_can_be_imported_after_transformers():
+    """As `weights=FOLDER` does it; where Transformer Engine is missing, its placeholder must be there by then."""
+    program = "import transformers\nfrom tp_invariant_recipes.host import bridge\nbridge.load()\nprint('imported')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "imported\n", done.stderr

@@ -38,6 +38,7 @@ OVERLAP = (
     "ddp.overlap_grad_reduce=true ddp.bucket_size=100000 ddp.overlap_param_gather=true "
     "optimizer.overlap_param_gather=true"
 )
+ADAPTERS = f"{TOY} iters=4 peft=lora peft.dim=8 checkpoint.pretrained_checkpoint=dense-tp1/checkpoints"
 
 # What is held fixed, and the layouts that must agree with the first, with digests of all gradients and weights.
 GROUPS = {
@@ -127,13 +128,14 @@ GROUPS = {
     ),
     "experts": (EXPERTS, ("tp=1", "tp=2 ep=2", "tp=4 ep=2", "tp=2 pp=2")),
     "experts-dp": (f"{EXPERTS} dp=2", ("tp=1", "ep=2", "tp=2 ep=2", "tp=2 ep=4")),
-    "adapters": (
-        f"{TOY} iters=4 peft=lora peft.dim=8 checkpoint.pretrained_checkpoint=dense-tp1/checkpoints",
-        ("tp=1", "tp=2", "tp=2 sp=false", "pp=2", "tp=4"),
+    "adapters": (ADAPTERS, ("tp=1", "tp=2", "tp=2 sp=false", "pp=2", "tp=4")),
+    "adapters-data": (
+        f"{ADAPTERS} numerics.data_shards=2",
+        ("dp=1", f"dp=2 {OVERLAP}", f"dp=2 {PLAIN_OPTIMIZER}", f"tp=2 dp=2 {OVERLAP}"),
     ),
 }
 # Groups that begin with the weights of a run that saves.
-BEGIN = {"adapters": "dense tp=1"}
+BEGIN = {"adapters": "dense tp=1", "adapters-data": "dense tp=1"}
 # The control: a group, and a layout that has other bits than tp=1 with stock numerics, from equal weights.
 STOCK = "numerics=stock numerics.initial_weights=invariant"
 CONTROLS = (("dense", "tp=2"), ("dense", "pp=2"), ("dense", "dp=4"), ("experts", "tp=2 ep=2"), ("adapters", "tp=2"))

@@ -32,6 +32,8 @@ def load() -> None:
         return
     find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
     with quiet(), _nothing_is_garbage(), _asking_the_driver():
+        if "transformers" in sys.modules:  # a tokenizer was opened: then Bridge's models do not wait either
+            transformer_engine.prepare_import()
         with lazy_imports.put_off(_later):
             transformer_engine.prepare_import()
             for name in (BRIDGE, *LATER_IN_RANKS):
