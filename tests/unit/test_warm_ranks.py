@@ -256,7 +256,7 @@ def test_at_the_end_no_rank_is_left(tmp_path, monkeypatch):
 MAY_STAY = (
     ("", "cpu", True),
     ("numerics=stock", "cpu", True),
-    ("", "gpu", True),
+    ("", "gpu", False),
     ("numerics=stock cuda_graph=te", "cpu", False),
     ("numerics=stock precision=fp8_tensorwise", "cpu", False),
     ("logging=wandb", "cpu", False),
