@@ -29,10 +29,11 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
+
+from tp_invariant_recipes.kernels import numba_fma
 
 UNFUSED = {"enable_fp_fusion": False}  # options of a launch
 SMALL = 2**15  # numbers that one thread computes faster than several could start
@@ -141,13 +142,6 @@ def at_least(x, least):
     return tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
 
 
-@intrinsic
-def _numba_fma(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """LLVM's fma: an instruction of the processor, or the C library's fmaf, which rounds once too."""
-    fp32 = types.float32
-    return fp32(fp32, fp32, fp32), lambda context, builder, signature, arguments: builder.fma(*arguments)
-
-
 @njit(**_COMPILED)
 def _numba_at_least(x: Any, least: Any) -> Any:
     return least if x < least else x
@@ -203,7 +197,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "tl": _language(where=_numba_where, div_rn=_numba_div_rn, sqrt_rn=_numba_sqrt_rn),
         "bits_of": _numba_bits_of,
         "fp32_of": _numba_fp32_of,
-        "fma": _numba_fma,
+        "fma": numba_fma.fma,
         "at_least": _numba_at_least,
     },
     "numpy": {

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tp_invariant_recipes.kernels.numba_fma import fma
 from tp_invariant_recipes.kernels.tensor_core_sum import KEPT, LEAST_TOP, NAN, NO_EXPONENT, STEP
 
 HALF = STEP // 2
@@ -179,7 +179,7 @@ def _add_bf16(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept
     for panel in range(b.shape[0]):
         columns = slice(panel * WIDE, (panel + 1) * WIDE)
         for i in range(a.shape[0]):
-            add_steps(out[i, columns], a[i], ea[i], ha[i], b[panel], eb[panel], hb[panel], kept, work)
+            _add_all_steps(out[i, columns], a[i], ea[i], ha[i], b[panel], eb[panel], hb[panel], kept, work)
 
 
 @njit(inline="always")
@@ -193,8 +193,8 @@ def workspace() -> Any:
     return (total, scale, back, sums), views, (top, low, high)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def add_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any, work: Any) -> None:
+@njit(inline="always")
+def _add_all_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any, work: Any) -> None:
     """Add some steps of one row and one panel to WIDE accumulators.
 
     out: [WIDE] fp32; a, ea: [k]; ha: [k / STEP]; b, eb: [k, WIDE]; hb: [k / STEP]; kept: KEPT; work: of `workspace`.
@@ -255,6 +255,12 @@ def add_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept
             total[j] = np.float32(sums[j] * back[j])
     for j in range(WIDE):
         out[j] = total[j]
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def add_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any, work: Any) -> None:
+    """`_add_all_steps` as a call: its code is long, and the loops of attention have it in several places."""
+    _add_all_steps(out, a, ea, ha, b, eb, hb, kept, work)
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -327,16 +333,6 @@ def _fp32_bits(total: Any, unit: Any) -> Any:
     return np.int32(word | -0x80000000) if total < 0 else np.int32(word)
 
 
-@intrinsic
-def _fma(typing_context: Any, x: Any, y: Any, z: Any) -> Any:
-    """fma(x, y, z) of fp32; LLVM's, an instruction where the processor has one and a library's function elsewhere."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fma(*arguments)
-
-    return types.float32(types.float32, types.float32, types.float32), code
-
-
 @njit(nogil=True, cache=True, error_model="numpy")
 def _add_fp32(a: Any, b: Any, out: Any) -> None:
     """a: [m, k], b: [k, n], contiguous fp32; out: [m, n] fp32 zeros, to which fma adds for every k in order."""
@@ -347,7 +343,7 @@ def _add_fp32(a: Any, b: Any, out: Any) -> None:
         for t in range(k):
             x = a[i, t]
             for j in range(n):
-                out[i, j] = _fma(x, b[t, j], out[i, j])  # type: ignore[call-arg]  # numba passes the context
+                out[i, j] = fma(x, b[t, j], out[i, j])  # type: ignore[call-arg]  # numba passes the context
         for j in range(n):
             if (bits[i, j] & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
                 bits[i, j] = np.uint32(NAN)
