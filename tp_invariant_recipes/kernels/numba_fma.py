@@ -8,7 +8,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def fma(typing_context: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z of fp32 numbers, rounded once: an instruction where the processor has one, the C library's elsewhere."""
+    """x * y + z of fp32 numbers, rounded once: by the processor or, where it cannot, the C library."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
