@@ -8,6 +8,7 @@ import pytest
 from tests.unit.docs.markdown import DOCUMENTS
 from tp_invariant_recipes.config import schema
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.config.settings import OWN_KEYS
 
 pytestmark = pytest.mark.usefixtures("bridge")
@@ -25,7 +26,9 @@ def named(text: str) -> set[tuple[str, str]]:
 def known() -> frozenset[tuple[str, str]]:
     """Every `section` and `field` of some model's configuration."""
     found = set()
-    for tree in (compose(model, device="gpu").tree for model in MODELS):
+    trees = [compose(model, device="gpu").tree for model in MODELS]
+    trees.append(compose("qwen3_toy", parse_all(["peft=lora", "weights=folder"]), device="gpu").tree)
+    for tree in trees:
         for section in schema.BRIDGE_SECTIONS.keys() & tree.keys():
             found |= {(section, name) for name in schema.fields(schema.section_class(section, tree))}
     found |= {("dataset", name) for name in schema.fields(schema.bridge_class(schema.SFT_DATASET))}

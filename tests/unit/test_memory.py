@@ -193,9 +193,11 @@ def test_scores_of_unfused_attention_grow_with_the_square_of_the_sequence():
     assert long - 2 * short == 2 * scores
 
 
-def test_only_tree_tries_its_products():
+def test_tree_and_portable_try_their_products():
     assert parts("qwen3_8b", "numerics=stock")[FIRST_STEP] == 0
+    assert parts("qwen3_8b", "numerics=gather")[FIRST_STEP] == 0
     assert parts("qwen3_8b")[FIRST_STEP] > 2 * 151936 * 4096 * 4
+    assert parts("qwen3_8b", "numerics=portable")[FIRST_STEP] == parts("qwen3_8b")[FIRST_STEP]
     assert parts("qwen3_8b")[LOSS] != parts("qwen3_8b", "numerics=stock")[LOSS]
 
 

@@ -41,6 +41,7 @@ OUTSIDE = 1536 * MIB
 RANK_ON_CPU = 150 * MIB
 IMPORTED = 800 * MIB
 
+TRYING = ("tree", "portable")  # modes whose products cuBLAS makes after a trial (numerics/defined_product.py)
 MOMENTS = {"adam": 2, "sgd": 1}  # per parameter, by optimizer.optimizer; 1 for others
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "uint8": 1}
 
@@ -281,7 +282,7 @@ def _working(
         if batch.tree and config.device.kind == "cpu" and batch.element != FP32:
             # numerics/cpu_product.py multiplies in fp32.
             moments.append(largest * FP32 + logits * (FP32 + batch.element))
-        if config.numerics.mode == "tree" and config.device.kind == "gpu":
+        if config.numerics.mode in TRYING and config.device.kind == "gpu":
             # numerics/cublas_product.py tries the output matrix's first gradient: three of it in fp32, and its operand.
             trial = 2 * logits * batch.element + 3 * largest * FP32
     standing = 0
