@@ -1,5 +1,7 @@
 """exp, log, sigmoid and rsqrt in fp32, and sin and cos of tables: their errors, and one result for every compiler."""
 
+import math
+from fractions import Fraction
 from functools import cache
 
 import mpmath
@@ -8,7 +10,7 @@ import pytest
 from numba import njit
 
 from tests.unit.ieee_operands import EVERY_BF16, SPECIAL, any_bits
-from tp_invariant_recipes.kernels import ieee_math, ieee_rotary, one_source
+from tp_invariant_recipes.kernels import ieee_math, ieee_rotary, numba_fma, one_source
 from tp_invariant_recipes.kernels.one_source import numba_version, numpy_version
 
 NAN = 0x7FFFFFFF
@@ -122,6 +124,45 @@ def test_numba_rounds_every_operation(name):
         assert ((found & 0xFFFF) == (expected & 0xFFFF)).all()
     else:
         assert (canonical_bits(found) == canonical_bits(expected)).all()
+
+
+def _nearest(value: Fraction) -> float:
+    """A rational number rounded to fp32, to nearest even; a normal one."""
+    if value == 0:
+        return 0.0
+    exponent = math.frexp(abs(value.numerator) / value.denominator)[1] - 24
+    unit = Fraction(2) ** exponent
+    return float(round(value / unit) * unit)
+
+
+def _terms():
+    """Numbers whose products with a third come close to the middle between two fp32 numbers, and others."""
+    random = np.random.default_rng(4)
+    a, b = random.uniform(1, 2, (2, 20_000)).astype(np.float32)
+    c = np.ldexp(random.uniform(1, 2, a.size), random.integers(-60, 60, a.size)).astype(np.float32)
+    half = (1 + 2.0**-12 + random.integers(0, 9, a.size) * 2.0**-23).astype(np.float32)
+    return np.concatenate([a, half]), np.concatenate([b, half]), np.concatenate([c, (c * 2.0**-30).astype(np.float32)])
+
+
+def test_an_fma_rounds_once():
+    """In numba and in numpy. The sum in fp64, rounded to fp32 after that, would round twice."""
+    a, b, c = _terms()
+    exact = [
+        _nearest(Fraction(x) * Fraction(y) + Fraction(z))
+        for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
+    expected = np.array(exact, np.float32)
+
+    @njit
+    def loop(a, b, c, out):
+        for i in range(a.size):
+            out[i] = numba_fma.fma(a[i], b[i], c[i])
+
+    found = np.empty_like(a)
+    loop(a, b, c, found)
+    assert (bits(found) == bits(expected)).all()
+    assert (bits(one_source.numpy_fma(a, b, c)) == bits(expected)).all()
+    assert (bits((a.astype(np.float64) * b + c).astype(np.float32)) != bits(expected)).any()
 
 
 def test_canonical_changes_nan_only():
