@@ -147,11 +147,8 @@ def _terms():
 def test_an_fma_rounds_once():
     """In numba and in numpy. The sum in fp64, rounded to fp32 after that, would round twice."""
     a, b, c = _terms()
-    exact = [
-        _nearest(Fraction(x) * Fraction(y) + Fraction(z))
-        for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
-    ]
-    expected = np.array(exact, np.float32)
+    terms = zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    expected = np.array([_nearest(Fraction(x) * Fraction(y) + Fraction(z)) for x, y, z in terms], np.float32)
 
     @njit
     def loop(a, b, c, out):
