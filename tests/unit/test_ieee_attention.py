@@ -123,7 +123,7 @@ OTHERS = (
 @pytest.mark.parametrize("name, other, shown", OTHERS)
 def test_another_definition_has_other_bits(monkeypatch, name, other, shown):
     monkeypatch.setitem(globals(), name, other)
-    assert shown >= different((130, 1, 4, 1, 16), 1.0) != set()
+    assert shown >= different((300, 1, 8, 1, 16), 0.3) != set()
 
 
 def test_attention_is_attention():
