@@ -21,7 +21,7 @@ EXACT = {
     "sigmoid": lambda x: 1 / (1 + mpmath.exp(-x)),
     "rsqrt": lambda x: 1 / mpmath.sqrt(x),
 }
-BOUND = {"exp": 0.76, "exp2": 0.78, "log": 0.83, "sigmoid": 0.76, "rsqrt": 0.86}  # ULP, as ieee_math.py says
+BOUND = {"exp": 0.76, "exp2": 0.79, "log": 0.83, "sigmoid": 0.76, "rsqrt": 0.86}  # ULP, as ieee_math.py says
 RANGE = {
     "exp": (-104, 89),
     "exp2": (-126, 127),
@@ -29,6 +29,7 @@ RANGE = {
     "sigmoid": (-104, 30),
     "rsqrt": None,
 }  # None: every positive number
+MOST = {"exp": 88.7, "sigmoid": np.inf}  # where a result is finite, if not up to the range's end
 ALL = ("canonical", "bf16_bits", *EXACT)
 
 
@@ -77,7 +78,7 @@ def errors(found, x, exact):
 
 def with_finite_results(name, x):
     least, most = RANGE[name] or (0, np.inf)
-    return x[np.isfinite(x) & (x > least) & (x < min(most, 88.7) if name == "exp" else x > least)]
+    return x[np.isfinite(x) & (x > least) & (x < MOST.get(name, most))]
 
 
 @pytest.mark.parametrize("name", EXACT)
