@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -43,10 +44,24 @@ def test_a_training_whose_output_nobody_reads_goes_on_to_its_end(tpi):
     assert json.loads((tpi.folder / "run" / "run.json").read_text())["attempts"][0]["outcome"] == "completed"
 
 
+def _disconnect_long_before_the_end() -> None:
+    """The other ranks notice this one's failure before its error has left Bridge."""
+    from megatron.bridge.training import pretrain
+
+    cleanup = pretrain._cleanup_after_pretrain_failure
+
+    def slow(*args):
+        cleanup(*args)
+        time.sleep(1)
+
+    pretrain._cleanup_after_pretrain_failure = slow
+
+
 def _fail_on_rank_0() -> None:
     from tp_invariant_recipes.training import manifest_writer
 
     def fail(*_args, **_kwargs):
+        _disconnect_long_before_the_end()
         raise RuntimeError("planted")
 
     manifest_writer.write_manifest = fail

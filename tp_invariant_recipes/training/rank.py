@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host import bridge
-from tp_invariant_recipes.replacement import applied
+from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
@@ -209,7 +209,7 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
             callbacks = [*callbacks, DeterministicOverhead()]
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, tree)), *callbacks, heartbeat.Last()]
         stack.enter_context(registry.applied(tree))
-        stack.enter_context(applied([*spec.replacements(tree["numerics"]), *adapters.replacements(tree)]))
+        stack.enter_context(applied([*spec.replacements(tree["numerics"]), *adapters.replacements(tree), NOTING]))
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
 
@@ -221,6 +221,23 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
             built.model.register_pre_wrap_hook(imported.load)
             callbacks = [imported, *callbacks]
         bridge_pretrain(built, forward_step, callbacks=callbacks)
+
+
+def _noting_the_time(original: Callable[..., None]) -> Callable[..., None]:
+    def cleanup(*args: Any, **kwargs: Any) -> None:
+        error = sys.exc_info()[1]  # Bridge calls this while it handles the error
+        if error is not None:
+            error.failed_at = time.time()  # type: ignore[attr-defined]
+        original(*args, **kwargs)
+
+    return cleanup
+
+
+NOTING = Replacement(
+    "megatron.bridge.training.pretrain:_cleanup_after_pretrain_failure",
+    _noting_the_time,
+    "it disconnects the other ranks, which may then note their failure before this rank does",
+)
 
 
 def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], tree: dict[str, Any]) -> list:
@@ -323,7 +340,7 @@ def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
     traceback.print_exception(error)
     reason = {
         "rank": rank,
-        "time": time.time(),
+        "time": getattr(error, "failed_at", time.time()),
         "kind": type(error).__name__,
         "message": (str(error) or repr(error)).encode(errors="replace").decode(),  # half a character is no text
         "ours": isinstance(error, TpiError),
