@@ -1,4 +1,8 @@
-"""The beginning of a user's file of recipes: a small model of Bridge's GPTModelProvider, of which recipes are made."""
+"""The beginning of a user's file of recipes: a small model of Bridge's GPTModelProvider, of which recipes are made.
+
+TUNED goes on with what fine-tuning needs: `small` cuts a recipe of Bridge's defaults, for the examples of
+tests/examples.py.
+"""
 
 MODEL = """
 import torch
@@ -14,3 +18,20 @@ def model(vocab_size, seq_length):
     )
 
 """
+
+TUNED = (
+    MODEL
+    + """
+from megatron.bridge.recipes.common import _peft_common, _sft_common
+
+
+def small(cfg):
+    cfg.model = model(vocab_size=64, seq_length=32)
+    cfg.dataset.seq_length, cfg.dataset.num_workers = 32, 0
+    cfg.dataset.enable_offline_packing, cfg.dataset.offline_packing_specs = False, None
+    cfg.train.train_iters, cfg.train.global_batch_size = 12, 8
+    cfg.optimizer.lr, cfg.scheduler.lr_warmup_iters = 3e-3, 0
+    cfg.validation.eval_iters, cfg.validation.eval_interval = 0, None
+    return cfg
+"""
+)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples import example, write
-from tests.recipe_files import MODEL
+from tests.recipe_files import TUNED
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.data.examples import read_examples
 from tp_invariant_recipes.errors import ConfigError, DataError
@@ -16,20 +16,10 @@ from tp_invariant_recipes.ledger.open import read
 pytestmark = pytest.mark.usefixtures("families")
 
 MINE = (
-    MODEL
+    TUNED
     + """
-from megatron.bridge.recipes.common import _sft_common
-
-
 def tuned():
-    cfg = _sft_common()
-    cfg.model = model(vocab_size=64, seq_length=32)
-    cfg.dataset.seq_length, cfg.dataset.num_workers = 32, 0
-    cfg.dataset.enable_offline_packing, cfg.dataset.offline_packing_specs = False, None
-    cfg.train.train_iters, cfg.train.global_batch_size = 12, 8
-    cfg.optimizer.lr, cfg.scheduler.lr_warmup_iters = 3e-3, 0
-    cfg.validation.eval_iters, cfg.validation.eval_interval = 0, None
-    return cfg
+    return small(_sft_common())
 
 
 def experts():

@@ -8,35 +8,24 @@ import pytest
 
 from tests import examples, hf_folders
 from tests.distributed.one_ledger import train
-from tests.recipe_files import MODEL
+from tests.recipe_files import TUNED
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 
 pytestmark = pytest.mark.usefixtures("families")
 
 MINE = (
-    MODEL
+    TUNED
     + """
 from megatron.bridge.peft.lora import LoRA
-from megatron.bridge.recipes.common import _peft_common, _sft_common
-
-
-def _small(cfg):
-    cfg.model = model(vocab_size=64, seq_length=32)
-    cfg.dataset.seq_length, cfg.dataset.num_workers = 32, 0
-    cfg.dataset.enable_offline_packing, cfg.dataset.offline_packing_specs = False, None
-    cfg.train.train_iters, cfg.train.global_batch_size = 12, 8
-    cfg.optimizer.lr, cfg.scheduler.lr_warmup_iters = 3e-3, 0
-    cfg.validation.eval_iters, cfg.validation.eval_interval = 0, None
-    return cfg
 
 
 def whole():
-    return _small(_sft_common())
+    return small(_sft_common())
 
 
 def adapted():
-    cfg = _small(_peft_common())
+    cfg = small(_peft_common())
     cfg.peft = LoRA(dim=8, alpha=16)
     return cfg
 """

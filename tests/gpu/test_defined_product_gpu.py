@@ -13,6 +13,7 @@ from tp_invariant_recipes.numerics.product import product
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("settings_of_a_run"),
 ]
 BF16, FP32 = torch.bfloat16, torch.float32
 CASES = conformance.read().cases
@@ -20,14 +21,8 @@ TILES = [way for way in WAYS if way.device == "cuda" and "tiles" in way.name]
 
 
 @pytest.fixture(autouse=True)
-def _settings(monkeypatch):
+def _nothing_is_decided(monkeypatch):
     monkeypatch.setattr(defined_product, "_cublas_is_right", {})
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_tf32
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_tf32 = False
-    torch.manual_seed(0)
-    yield
-    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_tf32 = before
 
 
 def whole(way, a, b):

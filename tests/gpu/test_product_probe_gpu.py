@@ -16,6 +16,7 @@ from tp_invariant_recipes.numerics.tree_linear import column_parallel, row_paral
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("settings_of_a_run"),
 ]
 
 # name: V, then (kind, features in, features out, segments) of each linear layer, as in conf/model/
@@ -27,16 +28,6 @@ MODELS = {
     "qwen3_0p6b output layer": (8, ((COLUMN, 1024, 151936, 1),)),
     "qwen3_8b output layer": (8, ((COLUMN, 4096, 151936, 1),)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _settings():
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_tf32
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_tf32 = False
-    torch.manual_seed(0)
-    yield
-    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("tokens", (2048, 8192))

@@ -67,14 +67,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -
     units, heads = q.shape[:2]
     out = torch.zeros(units, heads, d, s, dtype=torch.bfloat16)
     top, inverse = torch.zeros(2, units, heads, s)
-    arrays = (
-        _bits(q.transpose(2, 3)),
-        _bits(k),
-        _bits(v.transpose(1, 2)),
-        _bits(out),
-        as_array(top),
-        as_array(inverse),
-    )
+    arrays = (*map(_bits, (q.transpose(2, 3), k, v.transpose(1, 2), out)), as_array(top), as_array(inverse))
     numbers = np.float32(_of_powers_of_two(scale)), np.int32(tensor_core_cpu.KEPT)
     by_rows(_forward, arrays, *numbers, work=2 * units * heads * s * s * d)
     return Attended(_by_position(out.transpose(2, 3), b), top, inverse)
