@@ -33,7 +33,6 @@ SERVICES = ("ft", "inprocess_restart", "nvrx_straggler", "profiling", "straggler
 
 # Whether a run needs ranks of its own, and what it leaves in a process.
 COLD: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
-    (lambda c: c.device.kind == "gpu", "no GPU has been seen to give a second run the bits of a run of its own"),
     (lambda c: c.model.get("cuda_graph_impl") not in (None, "none"), "libraries keep parts of a CUDA graph"),
     (low_precision.enabled, "Transformer Engine keeps the scales of FP8 and FP4 tensors"),
     (lambda c: c.logging.kind in EXPERIMENTS, "wandb, mlflow and comet_ml have one run a process"),

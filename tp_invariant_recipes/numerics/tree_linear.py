@@ -8,8 +8,8 @@ so partial v of a sum over output features is the sum over segments, in order, o
 segment: Megatron interleaves its rows by query group, so a shard is whole groups. Segments are `segments` equal ones,
 or have the sizes that it lists (Mamba's z, x, B, C and dt).
 
-The two lowest levels of the tree cost nothing: `product(…, add=True)` itself adds the product of a segment or of the
-right neighbour to the output, and rounds as a separate addition would.
+On a GPU the lowest levels of the tree cost little (numerics/contraction.py): one launch adds up to four products, or a
+product itself adds that of a segment or of the right neighbour to the output, and rounds as a separate addition would.
 
 Where a rank holds the tokens of several context shards (numerics/context_shards.py), each is a product of its own: sums
 over tokens are trees over these shards, and on a CPU a product's bits depend on the number of its rows.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
-from tp_invariant_recipes.numerics import cpu_product
+from tp_invariant_recipes.numerics import contraction, cpu_product
 from tp_invariant_recipes.numerics.context_shards import each_context
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.product import product
@@ -151,19 +151,7 @@ def _start_contraction(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Parts,
     if not a.is_cuda:
         partials = [products.partials(some, b, mesh.local, segments) for (some,) in each_context(mesh, a)]
         return start_reduce_scatter(torch.cat(partials, 1) if len(partials) > 1 else partials[0], mesh)
-    # A partial of several segments is a sum itself and needs a place of its own.
-    width = 1 if len(segments) > 1 else min(2, mesh.local)
-    nodes = torch.empty((mesh.local // width, a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
-    for shard in range(mesh.local):
-        node, add = nodes[shard // width], shard % width > 0
-        before = 0
-        for segment in segments:
-            size = segment // mesh.local
-            start = before + shard * size
-            for some, out in each_context(mesh, a.narrow(1, start, size), node):
-                products.product(some, b.narrow(0, start, size), out, add=add)
-            before, add = before + segment, True
-    return start_reduce_scatter(nodes, mesh)
+    return start_reduce_scatter(contraction.nodes(a, b, mesh, segments, products.product), mesh)
 
 
 def _shards(segments: Parts, mesh: VirtualMesh) -> Parts:

@@ -110,6 +110,7 @@ _LEFT = (
     ),
     # Decisions by comparing bits, for every kind of operands; a cold start makes them anew.
     ("tp_invariant_recipes.numerics.attention", ("_together_is_right",)),
+    ("tp_invariant_recipes.numerics.contraction", ("_restarting_is_right",)),
     ("tp_invariant_recipes.numerics.cpu_product", ("_together_is_right",)),
     ("tp_invariant_recipes.numerics.defined_product", ("_cublas_is_right",)),
     # Room and streams that are made where there are none.

@@ -1,0 +1,283 @@
+"""The sum over a rank's shards: several products in one launch have the bits of one by one, or are refused.
+
+The kernel itself runs on GPUs only (tests/gpu/test_restarting_product.py). Here products of fixed tiles stand for it.
+"""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.experimental.gluon.language as gl
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tests.distributed.ranks import same_bits
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.kernels import restarting_product as kernel
+from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.kernels.restarting_product import Cut
+from tp_invariant_recipes.numerics import contraction, cublas_product
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+
+PIECE = 16
+# shards of a rank, segments -> the shards of each launch, and the node that it adds to.
+LAUNCHES = {
+    (2, 1): ([range(2)], [0]),
+    (4, 1): ([range(4)], [0]),
+    (8, 1): ([range(4), range(4, 8)], [0, 0]),
+    (16, 1): ([range(4), range(4, 8), range(8, 12), range(12, 16)], [0, 0, 1, 1]),
+    (1, 2): ([range(1)], [0]),
+    (2, 2): ([range(2)], [0]),
+    (4, 2): ([range(2), range(2, 4)], [0, 0]),
+    (8, 2): ([range(2), range(2, 4), range(4, 6), range(6, 8)], [0, 0, 1, 1]),
+}
+
+
+def product(a, b, out, *, add=False):
+    return fixed_tile_product(a, b, out, add=add)
+
+
+def operands(shards, segments):
+    generator = torch.Generator().manual_seed(shards)
+    k = PIECE * shards * segments
+    a, b = torch.randn(24, k, generator=generator), torch.randn(k, 20, generator=generator)
+    return a.bfloat16(), b.bfloat16(), (k // segments,) * segments
+
+
+def whole(nodes):
+    while len(nodes) > 1:
+        nodes = nodes[::2] + nodes[1::2]
+    return nodes[0]
+
+
+@pytest.fixture
+def use(monkeypatch):
+    """Have the function given stand for the kernel, on a CPU. returns: its launches, as they come."""
+
+    def use(compute):
+        launches = []
+
+        def launch(a, b, out, cut, add):
+            launches.append((cut.shards, out.data_ptr(), add))
+            compute(a, b, out, cut, add)
+
+        monkeypatch.setattr(contraction, "_restarting_is_right", {})
+        monkeypatch.setattr(contraction, "_compiles", lambda: True)
+        monkeypatch.setattr(kernel, "suits", lambda a, b, cut: cut.pieces in kernel.PIECES)
+        monkeypatch.setattr(kernel, "restarting_product", launch)
+        return launches
+
+    return use
+
+
+@pytest.mark.parametrize("shards, segments", LAUNCHES)
+def test_several_at_once_have_the_bits_of_one_by_one(use, shards, segments):
+    launches = use(kernel.in_order)
+    a, b, sizes = operands(shards, segments)
+    mesh = VirtualMesh(shards, 1, 0)
+    contraction.nodes(a, b, mesh, sizes, product)  # with its trials
+    launches.clear()
+    nodes = contraction.nodes(a, b, mesh, sizes, product)
+    cuts, places = LAUNCHES[shards, segments]
+    assert [shards for shards, _, _ in launches] == cuts
+    assert [to for _, to, _ in launches] == [nodes[place].data_ptr() for place in places]
+    assert [add for _, _, add in launches] == [place in places[:n] for n, place in enumerate(places)]
+    separate = contraction._one_by_one(a, b, mesh, sizes, product)
+    assert same_bits(whole(nodes), whole(separate))
+    exact = a.double() @ b.double()
+    torch.testing.assert_close(whole(nodes).double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cut_is_walked_in_the_order_of_the_tree():
+    assert Cut(range(2, 4), 4, 1).slices(64) == [slice(32, 48), slice(48, 64)]
+    # gate and up: a shard's term is the sum of one piece from each
+    assert Cut(range(2, 4), 4, 2).slices(64) == [slice(16, 24), slice(48, 56), slice(24, 32), slice(56, 64)]
+
+
+@pytest.mark.parametrize("shards, segments", ((1, 1), (2, 3), (2, 4)))
+def test_what_one_launch_cannot_add_goes_one_by_one(use, shards, segments):
+    launches = use(kernel.in_order)
+    a, b, sizes = operands(shards, segments)
+    if segments == 4:
+        sizes = (*sizes[:2], sizes[2] - PIECE, sizes[3] + PIECE)  # segments of different sizes
+    nodes = contraction.nodes(a, b, VirtualMesh(shards, 1, 0), sizes, product)
+    assert launches == []
+    assert nodes.shape == (shards, 24, 20)
+
+
+def without_borders(a, b, out, cut, add):
+    fixed_tile_product(a, b, out, add=add)
+
+
+def one_after_the_other(a, b, out, cut, add):
+    total = torch.zeros_like(out)
+    for k in cut.slices(a.shape[1]):
+        fixed_tile_product(a[:, k], b[k], total, add=True)
+    out.copy_(out + total if add else total)
+
+
+def at_another_border(a, b, out, cut, add):
+    slices = cut.slices(a.shape[1])
+    first, second = slices[0], slices[1]
+    moved = [slice(first.start, first.stop + 4), slice(second.start + 4, second.stop), *slices[2:]]
+    kernel.in_order(a, b, out, SimpleNamespace(slices=lambda k: moved), add)
+
+
+WRONG = (without_borders, one_after_the_other, at_another_border)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
+def test_a_wrong_kernel_is_refused_and_changes_nothing(use, wrong):
+    a, b, sizes = operands(4, 1)
+    mesh = VirtualMesh(4, 1, 0)
+    launches = use(wrong)
+    nodes = contraction.nodes(a, b, mesh, sizes, product)
+    assert launches
+    assert list(contraction.shown().values()) == [False]
+    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, product))
+    # The control: without the trial, the same kernel gives other bits.
+    contraction._restarting_is_right = dict.fromkeys(contraction.shown(), True)
+    assert not same_bits(whole(contraction.nodes(a, b, mesh, sizes, product)), whole(nodes))
+
+
+def test_a_capture_tries_nothing(use, monkeypatch):
+    launches = use(kernel.in_order)
+    a, b, sizes = operands(2, 1)
+    mesh, capturing = VirtualMesh(2, 1, 0), True
+    monkeypatch.setattr(cublas_product, "capturing", lambda operand: capturing)
+    contraction.nodes(a, b, mesh, sizes, product)
+    assert launches == []
+    assert contraction.shown() == {}
+    capturing = False
+    contraction.nodes(a, b, mesh, sizes, product)
+    capturing = True
+    launches.clear()
+    contraction.nodes(a, b, mesh, sizes, product)
+    assert len(launches) == 1
+
+
+def test_live_operands_are_checked_on_request(use, monkeypatch):
+    def wrong_with_large_numbers(a, b, out, cut, add):
+        (without_borders if a.abs().max() > 100 else kernel.in_order)(a, b, out, cut, add)
+
+    use(wrong_with_large_numbers)
+    a, b, sizes = operands(8, 1)
+    mesh = VirtualMesh(8, 1, 0)
+    monkeypatch.setattr(cublas_product, "checking", lambda: True)
+    contraction.nodes(a, b, mesh, sizes, product)
+    message = r"TPI_CHECK_PRODUCTS=1: the sum of 4 products \[24, 128\] @ \[128, 20\] in one launch has other bits"
+    with pytest.raises(RunError, match=message):
+        contraction.nodes(a * 1000, b, mesh, sizes, product)
+    monkeypatch.setattr(cublas_product, "checking", lambda: False)
+    contraction.nodes(a * 1000, b, mesh, sizes, product)  # the control: nobody asks
+
+
+def test_another_triton_is_not_tried(monkeypatch):
+    """The control: the version that is installed here compiles the kernel, as the last test shows."""
+    contraction._compiles.cache_clear()
+    monkeypatch.setattr(contraction, "installed", lambda name: "3.7.0")
+    assert not contraction._compiles()
+    contraction._compiles.cache_clear()
+    monkeypatch.undo()
+    assert contraction._compiles()
+
+
+def matrix(rows, columns, *, transposed=False, dtype=torch.bfloat16, place=0, cuda=True):
+    """What `suits` asks of a tensor of a GPU."""
+    shape = torch.empty(columns, rows, device="meta").t() if transposed else torch.empty(rows, columns, device="meta")
+    if place % 16 and transposed:
+        raise ValueError
+
+    def like(tensor):
+        return SimpleNamespace(
+            shape=tensor.shape,
+            dtype=dtype,
+            is_cuda=cuda,
+            stride=tensor.stride,
+            data_ptr=lambda: place,
+            get_device=lambda: 0,
+            t=lambda: like(tensor.t()),
+        )
+
+    return like(shape)
+
+
+CUT = Cut(range(2), 2, 1)
+UNSUITABLE = {
+    "a piece that is no multiple of a step": (matrix(64, 96), matrix(96, 64), CUT),
+    "on a CPU": (matrix(64, 128, cuda=False), matrix(128, 64), CUT),
+    "fp32": (matrix(64, 128, dtype=torch.float32), matrix(128, 64, dtype=torch.float32), CUT),
+    "columns in memory": (matrix(64, 128, transposed=True), matrix(128, 64), CUT),
+    "an odd address": (matrix(64, 128, place=2), matrix(128, 64), CUT),
+    "rows of 12 bytes": (matrix(64, 128), matrix(128, 6), CUT),
+    "rows of an output of 8 bytes": (matrix(64, 128), matrix(128, 2, transposed=True), CUT),
+    "one piece": (matrix(64, 128), matrix(128, 64), Cut(range(1), 1, 1)),
+    "three segments": (matrix(64, 384), matrix(384, 64), Cut(range(1), 1, 3)),
+    "four segments": (matrix(64, 256), matrix(256, 64), Cut(range(1), 1, 4)),
+}
+
+
+@pytest.mark.parametrize("why", UNSUITABLE)
+def test_operands_that_the_kernel_does_not_take(monkeypatch, why):
+    monkeypatch.setattr(kernel, "_capability", lambda device: (9, 0))
+    assert not kernel.suits(*UNSUITABLE[why])
+
+
+def test_operands_that_it_takes(monkeypatch):
+    monkeypatch.setattr(kernel, "_capability", lambda device: (9, 0))
+    taken = matrix(64, 128), matrix(128, 64), CUT
+    assert kernel.suits(*taken)
+    assert kernel.suits(matrix(64, 128), matrix(128, 64, transposed=True), CUT)
+    monkeypatch.setattr(kernel, "_capability", lambda device: (10, 0))
+    assert not kernel.suits(*taken)
+
+
+ARITHMETIC = re.compile(r"(wgmma\.mma_async|(?:fma|mul|add|sub)\S*\.f32)")
+NUMBERS = kernel.TILE * kernel.TILE // (32 * kernel.WARPS)  # of a tile that a thread holds
+
+
+@pytest.mark.parametrize("pieces", kernel.PIECES)
+@pytest.mark.parametrize("transposed", (False, True))
+@pytest.mark.parametrize("add", (False, True))
+def test_the_binary_adds_whole_pieces_and_nothing_else(pieces, transposed, add):
+    """Compiled for sm_90 without a GPU: products by tensor cores, and one addition a number between pieces."""
+    binary = compiled(pieces, transposed, add)
+    found = ARITHMETIC.findall(binary.asm["ptx"])
+    products = found.count("wgmma.mma_async")
+    assert products == pieces * kernel.STEP // 16
+    assert len(found) - products == found.count("add.f32") == (pieces - 1 + add) * NUMBERS
+    assert binary.metadata.shared <= 227 * 1024
+
+
+def compiled(pieces, transposed, add):
+    def descriptor(rows, columns, name, dtype):
+        return f"tensordesc<{name}{[rows, columns]},{kernel._layout(rows, columns, dtype)!r}>"
+
+    step = (kernel.TILE, kernel.STEP)
+    types = {
+        "a": descriptor(*step, "bf16", gl.bfloat16),
+        "b": descriptor(*(step if transposed else reversed(step)), "bf16", gl.bfloat16),
+        "out": descriptor(kernel.TILE, kernel.TILE, "fp32", gl.float32),
+        "out_at": "*fp32",
+        **dict.fromkeys(("m", "n", "row_size", "first", "segment"), "i32"),
+    }
+    constants = {
+        "PIECES": pieces,
+        "SEGMENTS": 1,
+        "SIZE": 512,
+        "TRANSPOSED": transposed,
+        "ADD": add,
+        "STAGES": kernel.STAGES,
+        "GROUP": kernel.GROUP,
+        "TILES": kernel.TILES,
+    }
+    names = [*types, *constants]
+    source = GluonASTSource(
+        kernel._kernel,
+        types | dict.fromkeys(constants, "constexpr"),
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in ("out_at", "n", "row_size", "first", "segment")},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernel.WARPS})

@@ -1,0 +1,124 @@
+"""A rank's part of a sum over a sharded dimension, on a GPU: the nodes of the tree that its shards make.
+
+    restarting   kernels/restarting_product.py: up to four products and their sums in one launch, where the kernel takes
+                 the operands and a trial has found the bits of fixed tiles
+    one by one   a product for each shard and segment; the second of two neighbours adds itself to the first
+
+Both have the same bits. The trial's operands cancel (numerics/probe_operands.py), and TPI_CHECK_PRODUCTS=1 compares on
+those of the run, as for cuBLAS (numerics/cublas_product.py).
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.numerics import cublas_product
+from tp_invariant_recipes.numerics.context_shards import each_context
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.shard_operands import same_bits
+
+TRITON = ("3.6.",)  # versions whose Gluon, which Triton calls experimental, is known to compile the kernel
+
+# kind of sum -> whether the restarting product had the bits of fixed tiles.
+_restarting_is_right: dict[tuple[Any, ...], bool] = {}
+
+
+def shown() -> dict[tuple[Any, ...], bool]:
+    """For every kind of sum that the kernel takes, so far, whether it computed it; for reports and tests."""
+    return dict(_restarting_is_right)
+
+
+def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: tuple[int, ...], product: Callable[..., Tensor]) -> Tensor:
+    """a @ b for this rank's part of the summed dimension, as nodes of the tree over all shards.
+
+    a, b:     [tokens, k/t] and [k/t, features]; k/t consists of segments, each of this rank's V/t shards.
+    segments: the size of each.
+    product:  as `numerics.product.product`.
+    returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
+              order, where a shard's term is the sum over segments, in order.
+    raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.
+    """
+    at_once = _at_once(a, b, mesh.local, segments)
+    return at_once if at_once is not None else _one_by_one(a, b, mesh, segments, product)
+
+
+def _one_by_one(
+    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: tuple[int, ...], product: Callable[..., Tensor]
+) -> Tensor:
+    # A term of several segments is a sum itself and needs a place of its own.
+    width = 1 if len(segments) > 1 else min(2, mesh.local)
+    nodes = _empty(mesh.local // width, a, b)
+    for shard in range(mesh.local):
+        node, add = nodes[shard // width], shard % width > 0
+        before = 0
+        for segment in segments:
+            size = segment // mesh.local
+            start = before + shard * size
+            for some, out in each_context(mesh, a.narrow(1, start, size), node):
+                product(some, b.narrow(0, start, size), out, add=add)
+            before, add = before + segment, True
+    return nodes
+
+
+def _at_once(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor | None:
+    """The nodes by the restarting product; None: it does not take the operands, or has not been found right.
+
+    Its rows do not depend on each other, so tokens of several context shards share a launch.
+    """
+    if not _compiles() or len({*segments}) > 1:
+        return None
+    from tp_invariant_recipes.kernels import restarting_product as kernel
+
+    together = max(1, min(shards, kernel.PIECES[-1] // len(segments)))
+    launches = shards // together
+    width = min(2, launches)
+    cuts = [kernel.Cut(range(n * together, n * together + together), shards, len(segments)) for n in range(launches)]
+    if not kernel.suits(a, b, cuts[0]):
+        return None
+    nodes = _empty(launches // width, a, b)
+    if not all(_right(a, b, nodes[0], cut, add=n > 0) for n, cut in enumerate(cuts[:width])):
+        return None
+    for n, cut in enumerate(cuts):
+        _compute(a, b, nodes[n // width], cut, add=n % width > 0)
+    return nodes
+
+
+def _right(a: Tensor, b: Tensor, out: Tensor, cut: Any, *, add: bool) -> bool:
+    """Whether the restarting product may compute it. While a CUDA graph is captured: only a kind tried before."""
+    from tp_invariant_recipes.kernels import restarting_product as kernel
+
+    def of_this_cut(compute: Callable[..., None]) -> cublas_product.Product:
+        return lambda x, y, to, adding: compute(x, y, to, cut, adding)
+
+    kind = (*cublas_product.kind(a, b, out, add), cut)
+    forms = of_this_cut(kernel.restarting_product), of_this_cut(kernel.in_order)
+    return cublas_product.tried(_restarting_is_right, kind, a, lambda: cublas_product.agree(*forms, a, b, out, add))
+
+
+def _compute(a: Tensor, b: Tensor, out: Tensor, cut: Any, *, add: bool) -> None:
+    from tp_invariant_recipes.kernels import restarting_product as kernel
+
+    expected = None
+    if cublas_product.checking():
+        expected = out.clone() if add else torch.empty_like(out)
+        kernel.in_order(a, b, expected, cut, add)
+    kernel.restarting_product(a, b, out, cut, add)
+    if expected is not None and not same_bits(out, expected):
+        raise RunError(
+            f"{cublas_product.CHECK}=1: the sum of {cut.pieces} products {[*a.shape]} @ {[*b.shape]} in one launch has "
+            f"other bits than by fixed tiles (add={add}): the trial of numerics/contraction.py did not see it"
+        )
+
+
+@cache
+def _compiles() -> bool:
+    return (installed("triton") or "").startswith(TRITON)
+
+
+def _empty(count: int, a: Tensor, b: Tensor) -> Tensor:
+    return torch.empty((count, a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
