@@ -256,7 +256,10 @@ def test_at_the_end_no_rank_is_left(tmp_path, monkeypatch):
 MAY_STAY = (
     ("", "cpu", True),
     ("numerics=stock", "cpu", True),
-    ("", "gpu", False),
+    ("", "gpu", True),
+    ("tp=2", "gpu", False),
+    ("dp=2 gbs=2", "gpu", False),
+    ("cuda_graph=full", "gpu", False),
     ("numerics=stock cuda_graph=te", "cpu", False),
     ("numerics=stock precision=fp8_tensorwise", "cpu", False),
     ("logging=wandb", "cpu", False),
@@ -280,6 +283,7 @@ def test_services_have_ranks_of_their_own(section):
         model=config.model,
         logging=config.logging,
         device=config.device,
+        parallel=config.parallel,
         bridge={**config.bridge, section: {"enabled": True}},
     )
     assert not warm.may_stay(changed)

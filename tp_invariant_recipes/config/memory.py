@@ -276,6 +276,9 @@ def _working(
     matrix, hidden = largest * batch.element, batch.tokens * batch.widths.hidden
     moments = [max((_backward(config, batch, layer) for layer in held), default=0) + matrix]
     trial = 0
+    if config.numerics.mode in TRYING and config.device.kind == "gpu":
+        # numerics/contraction.py tries a sum over shards: two outputs, two sums of pairs, and what fills the operands.
+        trial = 6 * hidden * FP32
     if last:
         logits = config.model["vocab_size"] // at.tp * batch.tokens
         moments += LOSSES[config.numerics.mode](batch, logits, largest, at.tp)
@@ -284,7 +287,7 @@ def _working(
             moments.append(largest * FP32 + logits * (FP32 + batch.element))
         if config.numerics.mode in TRYING and config.device.kind == "gpu":
             # numerics/cublas_product.py tries the output matrix's first gradient: three of it in fp32, and its operand.
-            trial = 2 * logits * batch.element + 3 * largest * FP32
+            trial = max(trial, 2 * logits * batch.element + 3 * largest * FP32)
     standing = 0
     if batch.tree:
         standing = matrix  # numerics/weight_gradient.py: autograd sees it in place of the gradient in Megatron's buffer

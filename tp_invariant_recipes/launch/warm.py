@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
-from tp_invariant_recipes.config import low_precision
+from tp_invariant_recipes.config import layout, low_precision
 from tp_invariant_recipes.config.relations import EXPERIMENTS
 from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.runs import lock
@@ -33,6 +33,10 @@ SERVICES = ("ft", "inprocess_restart", "nvrx_straggler", "profiling", "straggler
 
 # Whether a run needs ranks of its own, and what it leaves in a process.
 COLD: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
+    (
+        lambda c: c.device.kind == "gpu" and layout.of(c).world > 1,
+        "no ranks with NCCL have been seen to give a second run the bits of a run of its own",
+    ),
     (lambda c: c.model.get("cuda_graph_impl") not in (None, "none"), "libraries keep parts of a CUDA graph"),
     (low_precision.enabled, "Transformer Engine keeps the scales of FP8 and FP4 tensors"),
     (lambda c: c.logging.kind in EXPERIMENTS, "wandb, mlflow and comet_ml have one run a process"),
@@ -128,13 +132,13 @@ class WarmRanks:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def crew(self, layout: Any, start: Callable[[], Crew]) -> Crew:
+    def crew(self, shared: Any, start: Callable[[], Crew]) -> Crew:
         """Ranks for a run that is about to start: those of an earlier one, or new ones.
 
-        layout: what a run must share, beside the environment variables that a new process would inherit now.
+        shared: what their runs have in common, beside the environment variables that a new process would inherit now.
         start:  starts new ranks.
         """
-        key = (layout, frozenset(os.environ.items()))
+        key = (shared, frozenset(os.environ.items()))
         crew = self._crews.pop(key, None)
         if crew is not None and not crew.ready():
             crew.end()
