@@ -29,6 +29,7 @@ NAMES = (
     ("_tree_add", "tree adds"),
     ("_token_sum", "tree adds"),
     ("_product", "matrix products"),
+    ("_restarting_product", "matrix products"),
     ("_weight_gradient", "matrix products"),
     ("_VocabParallelCrossEntropy", "cross entropy"),
     ("void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctorMaster<float>>", "optimizer"),

@@ -275,7 +275,7 @@ def compiled(pieces, transposed, add):
     }
     names = [*types, *constants]
     source = GluonASTSource(
-        kernel._kernel,
+        kernel._restarting_product,
         types | dict.fromkeys(constants, "constexpr"),
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in ("out_at", "n", "row_size", "first", "segment")},

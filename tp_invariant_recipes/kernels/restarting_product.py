@@ -101,7 +101,7 @@ def restarting_product(a: Tensor, b: Tensor, out: Tensor, cut: Cut, add: bool) -
         else TensorDescriptor.from_tensor(b, [STEP, TILE], _layout(STEP, TILE, gl.bfloat16)),
         TensorDescriptor.from_tensor(out, [TILE, TILE], _layout(TILE, TILE, gl.float32)),
     )
-    _kernel[(triton.cdiv(tiles, TILES),)](
+    _restarting_product[(triton.cdiv(tiles, TILES),)](
         *descriptors, out, m, n, out.stride(0), cut.shards.start * size, a.shape[1] // cut.segments,
         PIECES=cut.pieces, SEGMENTS=cut.segments, SIZE=size, TRANSPOSED=transposed, ADD=add,
         STAGES=STAGES, GROUP=GROUP, TILES=TILES, num_warps=WARPS,
@@ -230,7 +230,7 @@ def _multiply(
 
 
 @gluon.jit
-def _kernel(
+def _restarting_product(
     a, b, out, out_at, m, n, row_size, first, segment,
     PIECES: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr,

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 
 from tp_invariant_recipes.config import source
 from tp_invariant_recipes.foreign_text import one_line
-from tp_invariant_recipes.host import gpus, known_versions
+from tp_invariant_recipes.host import bytecode, gpus, known_versions
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.runs.run_dir import free_bytes
 
@@ -102,6 +102,7 @@ def examine() -> list[Finding]:
         *_known(),
         *_gpus(found),
         _compiler(),
+        _bytecode(),
         Finding(
             "free disk here", f"{free_bytes(Path.cwd()) / 2**30:.1f} GiB", "ok", "runs go to ./runs (run.dir=PATH)"
         ),
@@ -159,6 +160,17 @@ def _arithmetic(gpu_count: int) -> list[Finding]:
 def _compiler() -> Finding:
     path = shutil.which("cc") or shutil.which("gcc")
     return Finding("C compiler", path, "ok" if path else "optional", "Triton builds its launcher with it on a GPU")
+
+
+def _bytecode() -> Finding:
+    lacking = bytecode.compiled_at_every_start()
+    if not lacking:
+        return Finding("bytecode", "kept", "ok", "")
+    advice = (
+        f"every start compiles {', '.join(lacking)} again, about 8 s: unset PYTHONDONTWRITEBYTECODE, and make their "
+        "folders writable or run python -m compileall there once"
+    )
+    return Finding("bytecode", None, "optional", advice)
 
 
 def _patches() -> list[PatchFinding]:
