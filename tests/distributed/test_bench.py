@@ -4,12 +4,17 @@ import json
 import os
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.distributed.faults import lives, ranks_of
+from tp_invariant_recipes.cli.bench import _figures
 from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
 from tp_invariant_recipes.training import profile
+from tp_invariant_recipes.workflows.bench import _mode, _round
 
 SMALL = ("qwen3_toy", "tp=2", "seq=32", "gbs=2", "device=cpu", "model.num_layers=1")
 TURNS = ["stock", "tree", "stock", "tree"]
@@ -138,3 +143,25 @@ def test_a_mode_with_digests_writes_them_and_the_others_do_not(shared):
         assert [getattr(step, kind) is not None for step in plain.steps] == [False, False]
         assert [getattr(step, kind) is not None for step in digested.steps] == [True, True]
     assert [(step.loss, step.grad_norm) for step in plain.steps] == [(s.loss, s.grad_norm) for s in digested.steps]
+
+
+# Megatron's setting -> which of PyTorch's peaks is the step's memory.
+MEASURED = ((None, "allocated", 3), ("none", "allocated", 3), ("full_iteration", "reserved", 5))
+
+
+@pytest.mark.parametrize("graphs, memory, peak", MEASURED)
+def test_memory_that_a_graph_keeps_counts(tmp_path, monkeypatch, graphs, memory, peak):
+    from tp_invariant_recipes.training import stopwatch  # needs Bridge
+
+    monkeypatch.setattr(stopwatch, "PEAKS", {"allocated": lambda: 3 * 2**30, "reserved": lambda: 5 * 2**30})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    model, train = SimpleNamespace(cuda_graph_impl=graphs, seq_length=8), SimpleNamespace(global_batch_size=1)
+    state = SimpleNamespace(cfg=SimpleNamespace(model=model, train=train), train_state=SimpleNamespace(step=0))
+    directory = BenchDir(tmp_path)
+    directory.figures(0).parent.mkdir()
+    watch = stopwatch.Stopwatch(SimpleNamespace(time=0.0), directory.figures(0), 0, Pass("tree", 1, 0, 1))
+    watch.on_train_step_end(SimpleNamespace(state=state))
+    rounds = [_round([directory.read_figures(0)], 0)]
+    mode = _mode("tree", rounds, rounds)
+    assert (mode["memory"], mode["peak_gib"]) == (memory, peak)
+    assert ("GiB: reserved by PyTorch" in (_figures([mode]).caption or "")) == (memory == "reserved")

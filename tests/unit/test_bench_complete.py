@@ -12,7 +12,7 @@ from tp_invariant_recipes.workflows.bench import _check_complete
 PASSES = (Pass("stock", 1, 1, 3), Pass("tree", 1, 1, 2))
 LINE = {
     "mode": "tree", "round": 1, "profile": False, "step": 1, "counts": True, "seconds": 0.5, "tokens": 64,
-    "peak_bytes": 0,
+    "memory": "allocated", "peak_bytes": 0,
 }  # fmt: skip
 
 

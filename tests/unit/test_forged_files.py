@@ -330,7 +330,7 @@ def forwarded(folder: Path, data: bytes) -> None:
 
 
 FIGURES = {"pass": 0, "mode": "tree", "round": 1, "profile": False, "step": 1, "counts": True, "seconds": 0.5}
-FIGURES |= {"tokens": 8, "peak_bytes": 0}
+FIGURES |= {"tokens": 8, "memory": "allocated", "peak_bytes": 0}
 
 # Kinds whose reader here passes over what is forged.
 TOLERANT = ("ledger's header", "verify.json", "progress.jsonl", "matrix.json", "rank-N.error.json", "dump's metadata")

@@ -117,8 +117,10 @@ def _figures(modes: list[dict[str, Any]]) -> Table:
     table = _table(*(title for title, _ in columns))
     for row in zip(*(cells for _, cells in columns), strict=True):
         table.add_row(*map(Text, row))
-    if compared:
-        table.caption = f"×: times {modes[0]['mode']}, the median of the rounds' ratios"
+    notes = [f"×: times {modes[0]['mode']}, the median of the rounds' ratios"] if compared else []
+    if memory and modes[0]["memory"] == "reserved":
+        notes.append("GiB: reserved by PyTorch, since a CUDA graph keeps memory that is not allocated")
+    table.caption = "\n".join(notes) or None
     return table
 
 

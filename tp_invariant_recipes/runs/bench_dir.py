@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from tp_invariant_recipes.reading import Count, Seconds, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -28,6 +28,7 @@ Figures = TypedDict(
         "counts": bool,
         "seconds": Seconds,
         "tokens": Count,
+        "memory": Literal["allocated", "reserved"],
         "peak_bytes": Count,
     },
 )

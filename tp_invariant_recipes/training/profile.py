@@ -44,7 +44,10 @@ CATEGORIES = tuple(
         (r"grad_?norm|l2_?norm|^_(largest|square_limbs)$", "gradient norm"),
         (r"adam|multi_?tensor|optimizer|foreach", "optimizer"),
         (r"(rms|layer)_?norm|norm_?(fwd|bwd|forward|backward)", "normalisation"),
-        (r"gemm|gemv|cutlass|cublas|xmma|nvjet|split_?k|^_(product|restarting_product|weight_gradient)$", "matrix products"),
+        (
+            r"gemm|gemv|cutlass|cublas|xmma|nvjet|split_?k|^_(product|restarting_product|weight_gradient)$",
+            "matrix products",
+        ),
         (r"::_?(mm|addmm|bmm|baddbmm|matmul|linear|dot)$", "matrix products"),
         (r"memset|fillfunctor|::(zero_?|zeros|fill_|new_zeros|zeros_like)$", "memset"),
         (r"memcpy|copy|catarray|transpose|::_?(cat|contiguous|clone|to_copy|to|stack)$", "copies, concatenation"),

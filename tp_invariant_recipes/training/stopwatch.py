@@ -10,6 +10,9 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from tp_invariant_recipes.runs.bench_dir import Pass
 from tp_invariant_recipes.training.profile import STEP, TRACED
 
+# What a CUDA graph keeps for itself is reserved, and is no longer allocated once it has been captured.
+PEAKS = {"allocated": torch.cuda.max_memory_allocated, "reserved": torch.cuda.max_memory_reserved}
+
 
 class Start(Callback):
     """Starts the clock of a step. Comes before the callbacks whose time counts, the `Stopwatch` after them."""
@@ -36,6 +39,7 @@ class Stopwatch(Callback):
         torch.cuda.synchronize()
         seconds = time.perf_counter() - self.start.time
         config, step = context.state.cfg, context.state.train_state.step + 1
+        memory = "allocated" if config.model.cuda_graph_impl in (None, "none") else "reserved"
         line = {
             "pass": self.number,
             "mode": self.one.mode,
@@ -45,7 +49,8 @@ class Stopwatch(Callback):
             "counts": step > self.one.warmup and not self.one.profile,
             "seconds": seconds,
             "tokens": config.train.global_batch_size * config.model.seq_length,
-            "peak_bytes": torch.cuda.max_memory_allocated(),
+            "memory": memory,
+            "peak_bytes": PEAKS[memory](),
         }
         with self.file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line) + "\n")

@@ -207,6 +207,7 @@ def _round(ranks: list[list[dict[str, Any]]], number: int) -> dict[str, Any]:
         "median_ms": spread(milliseconds).median,
         "step_ms": milliseconds,
         "tokens": lines[0][0]["tokens"],
+        "memory": lines[0][0]["memory"],
         "peak_bytes": max(line["peak_bytes"] for rank in lines for line in rank),
     }
 
@@ -218,6 +219,7 @@ def _mode(mode: str, rounds: list[dict[str, Any]], base: list[dict[str, Any]]) -
         "mode": mode,
         "step_ms": asdict(step),
         "tokens_per_second": 1000 * rounds[0]["tokens"] / step.median,
+        "memory": rounds[0]["memory"],
         "peak_gib": peak / 2**30 if peak else None,  # not measured on a CPU
         "time_ratio": None if rounds is base else asdict(_ratio(base, rounds, "median_ms")),
         "memory_ratio": None if rounds is base or not peak else asdict(_ratio(base, rounds, "peak_bytes")),
