@@ -243,6 +243,7 @@ def _restarting_product(
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(free.index(stage), count=1)
+    fence_async_shared()  # so that copies see the barriers
     STEPS: gl.constexpr = SIZE // a.block_type.shape[1]
     m_tiles = gl.cdiv(m, out.block_type.shape[0])
     n_tiles = gl.cdiv(n, out.block_type.shape[1])
