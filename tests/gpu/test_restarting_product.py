@@ -88,7 +88,7 @@ def test_other_borders_have_other_bits(cut):
 @pytest.mark.parametrize("shards, segments", ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2), (8, 1), (8, 2)))
 def test_a_rank_has_the_same_sums(monkeypatch, shards, segments):
     """Of all nodes, whatever computes them; and within the capture of a CUDA graph, after a trial."""
-    mesh, sizes = VirtualMesh(shards, 1, 0), (256 * shards,) * segments
+    mesh, sizes = VirtualMesh(shards, 1, 0, graphs=True), (256 * shards,) * segments
     a = torch.randn(512, sum(sizes), device="cuda").bfloat16()
     b = torch.randn(sum(sizes), 384, device="cuda").bfloat16()
     monkeypatch.setattr(contraction, "_restarting_is_right", {})

@@ -76,7 +76,7 @@ def use(monkeypatch):
 def test_several_at_once_have_the_bits_of_one_by_one(use, shards, segments):
     launches = use(kernel.in_order)
     a, b, sizes = operands(shards, segments)
-    mesh = VirtualMesh(shards, 1, 0)
+    mesh = VirtualMesh(shards, 1, 0, graphs=True)
     contraction.nodes(a, b, mesh, sizes, product)  # with its trials
     launches.clear()
     nodes = contraction.nodes(a, b, mesh, sizes, product)
@@ -102,9 +102,37 @@ def test_what_one_launch_cannot_add_goes_one_by_one(use, shards, segments):
     a, b, sizes = operands(shards, segments)
     if segments == 4:
         sizes = (*sizes[:2], sizes[2] - PIECE, sizes[3] + PIECE)  # segments of different sizes
-    nodes = contraction.nodes(a, b, VirtualMesh(shards, 1, 0), sizes, product)
+    nodes = contraction.nodes(a, b, VirtualMesh(shards, 1, 0, graphs=True), sizes, product)
     assert launches == []
     assert nodes.shape == (shards, 24, 20)
+
+
+# Whether a run has CUDA graphs, how large a sum must be, and whether one launch makes it. The last is the least.
+PAYS = ((False, None, False), (True, None, True), (False, 24 * 64 * 20, True), (False, 24 * 64 * 20 + 1, False))
+
+
+@pytest.mark.parametrize("graphs, worth, at_once", PAYS)
+def test_small_sums_go_one_by_one_unless_a_graph_launches_them(use, monkeypatch, graphs, worth, at_once):
+    launches = use(kernel.in_order)
+    if worth is not None:
+        monkeypatch.setattr(contraction, "WORTH", worth)
+    a, b, sizes = operands(4, 1)
+    contraction.nodes(a, b, VirtualMesh(4, 1, 0, graphs=graphs), sizes, product)
+    assert bool(launches) == at_once
+
+
+# Megatron's setting -> whether a layer's launches become part of a graph. Programs of others may lack it.
+GRAPHS = (({}, False), ({"cuda_graph_impl": "none"}, False), ({"cuda_graph_impl": "transformer_engine"}, True))
+
+
+@pytest.mark.parametrize("setting, graphs", GRAPHS)
+def test_a_layer_knows_whether_graphs_launch_it(setting, graphs):
+    from tp_invariant_recipes.numerics.layers import OnMesh
+
+    layer = OnMesh()
+    layer.config = SimpleNamespace(virtual_shards=4, context_parallel_size=1, **setting)
+    layer.tp_group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    assert layer.mesh.graphs == graphs
 
 
 def without_borders(a, b, out, cut, add):
@@ -131,7 +159,7 @@ WRONG = (without_borders, one_after_the_other, at_another_border)
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
 def test_a_wrong_kernel_is_refused_and_changes_nothing(use, wrong):
     a, b, sizes = operands(4, 1)
-    mesh = VirtualMesh(4, 1, 0)
+    mesh = VirtualMesh(4, 1, 0, graphs=True)
     launches = use(wrong)
     nodes = contraction.nodes(a, b, mesh, sizes, product)
     assert launches
@@ -145,7 +173,7 @@ def test_a_wrong_kernel_is_refused_and_changes_nothing(use, wrong):
 def test_a_capture_tries_nothing(use, monkeypatch):
     launches = use(kernel.in_order)
     a, b, sizes = operands(2, 1)
-    mesh, capturing = VirtualMesh(2, 1, 0), True
+    mesh, capturing = VirtualMesh(2, 1, 0, graphs=True), True
     monkeypatch.setattr(cublas_product, "capturing", lambda operand: capturing)
     contraction.nodes(a, b, mesh, sizes, product)
     assert launches == []
@@ -164,7 +192,7 @@ def test_live_operands_are_checked_on_request(use, monkeypatch):
 
     use(wrong_with_large_numbers)
     a, b, sizes = operands(8, 1)
-    mesh = VirtualMesh(8, 1, 0)
+    mesh = VirtualMesh(8, 1, 0, graphs=True)
     monkeypatch.setattr(cublas_product, "checking", lambda: True)
     contraction.nodes(a, b, mesh, sizes, product)
     message = r"TPI_CHECK_PRODUCTS=1: the sum of 4 products \[24, 128\] @ \[128, 20\] in one launch has other bits"

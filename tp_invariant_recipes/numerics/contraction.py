@@ -1,7 +1,7 @@
 """A rank's part of a sum over a sharded dimension, on a GPU: the nodes of the tree that its shards make.
 
-    restarting   kernels/restarting_product.py: up to four products and their sums in one launch, where the kernel takes
-                 the operands and a trial has found the bits of fixed tiles
+    restarting   kernels/restarting_product.py: up to four products and their sums in one launch, where that pays, the
+                 kernel takes the operands, and a trial has found the bits of fixed tiles
     one by one   a product for each shard and segment; the second of two neighbours adds itself to the first
 
 Both have the same bits. The trial's operands cancel (numerics/probe_operands.py), and TPI_CHECK_PRODUCTS=1 compares on
@@ -24,6 +24,10 @@ from tp_invariant_recipes.numerics.shard_operands import same_bits
 
 TRITON = ("3.6.",)  # versions whose Gluon, which Triton calls experimental, is known to compile the kernel
 
+# Multiplications of a sum that keeps a GPU busy for 0.1 ms, longer than the host needs for a launch through Triton. Of
+# smaller ones a launch costs more than it saves where the host is the limit, unless a CUDA graph makes it.
+WORTH = 2**35
+
 # kind of sum -> whether the restarting product had the bits of fixed tiles.
 _restarting_is_right: dict[tuple[Any, ...], bool] = {}
 
@@ -43,7 +47,8 @@ def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: tuple[int, ...], pr
               order, where a shard's term is the sum over segments, in order.
     raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.
     """
-    at_once = _at_once(a, b, mesh.local, segments)
+    pays = mesh.graphs or a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
+    at_once = _at_once(a, b, mesh.local, segments) if pays else None
     return at_once if at_once is not None else _one_by_one(a, b, mesh, segments, product)
 
 

@@ -69,7 +69,8 @@ class OnMesh:
     @cached_property
     def mesh(self) -> VirtualMesh:
         """Looked up once, when the layer first runs."""
-        return VirtualMesh.of(self.config.virtual_shards, self.mesh_group(), of_a_rank(self.config))
+        graphs = getattr(self.config, "cuda_graph_impl", None) not in (None, "none")
+        return VirtualMesh.of(self.config.virtual_shards, self.mesh_group(), of_a_rank(self.config), graphs=graphs)
 
     def mesh_group(self) -> Any:
         """Its process group: tp_group of Megatron-Core's local layers, _tp_group of its Transformer Engine wrappers."""

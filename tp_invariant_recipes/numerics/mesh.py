@@ -11,6 +11,7 @@ class VirtualMesh:
     shards: V, a power of two. size: t, a divisor of V. rank: this rank's place in 0..t-1.
     group:  the ranks' torch.distributed process group; None when t is 1.
     contexts: C/cp, the context shards whose tokens the ranks hold, one after the other (numerics/context_shards.py).
+    graphs:   whether launches become part of CUDA graphs, so that they cost the host nothing later.
     """
 
     shards: int
@@ -18,6 +19,7 @@ class VirtualMesh:
     rank: int
     group: Any = None
     contexts: int = 1
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         if self.shards < 1 or self.shards & (self.shards - 1):
@@ -28,10 +30,10 @@ class VirtualMesh:
             raise ValueError(f"rank {self.rank} is not one of {self.size}")
 
     @classmethod
-    def of(cls, shards: int, group: Any, contexts: int = 1) -> "VirtualMesh":
+    def of(cls, shards: int, group: Any, contexts: int = 1, *, graphs: bool = False) -> "VirtualMesh":
         """The mesh of a tensor-parallel process group."""
         size = group.size()
-        return cls(shards, size, group.rank(), group if size > 1 else None, contexts)
+        return cls(shards, size, group.rank(), group if size > 1 else None, contexts, graphs)
 
     @property
     def local(self) -> int:
