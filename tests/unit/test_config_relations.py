@@ -47,6 +47,7 @@ REFUSED = (
     ("qwen3_toy", "checkpoint.save=x", "checkpoint.save=x: checkpoints go to run.dir/checkpoints"),
     ("qwen3_toy", "dataset.path_to_cache=x", "dataset.path_to_cache=x: the index of the data goes to run.dir"),
     ("qwen3_toy", "slurm.tries=0", "slurm.tries=0: must be at least 1"),
+    ("qwen3_toy", "dataset.reset_attention_mask=true", "dataset.reset_attention_mask=true: Megatron-Bridge trains wit"),
     ("qwen3_moe_toy", "model.moe_router_topk=9", "model.moe_router_topk=9 is more than model.num_moe_experts=8"),
     ("qwen3_moe_toy", "model.num_moe_experts=0", "model.num_moe_experts=0: must be at least 1"),
     ("qwen3_toy", f"{PRECISION_AWARE}=true", f"{PRECISION_AWARE}=true: it is Transformer Engine's Adam; "),

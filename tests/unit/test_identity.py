@@ -113,6 +113,7 @@ LEFT_OUT = {
     "model.transformer_impl",
     "model.use_fused_weighted_squared_relu",
     "dataset.num_workers",
+    "dataset.create_attention_mask",
     "ddp.average_in_collective",
     "ddp.check_for_nan_in_grad",
     "ddp.data_parallel_sharding_strategy",

@@ -15,7 +15,6 @@ REFUSED = {
     "model.hidden_dropout=0.1": "dropout draws other numbers in every layout",
     "model.add_bias_linear=true": "biases of projections have no portable version",
     "model.rotary_interleaved=true": "of positions only rotary ones in halves",
-    "dataset.reset_attention_mask=true": "only a causal mask has a portable version",
     "optimizer.optimizer=sgd": "of optimizers only Adam has a portable version",
     "optimizer.use_precision_aware_optimizer=true": "Adam's moments are fp32",
     "numerics.grad_norm=fp64": "numerics.grad_norm=exact",

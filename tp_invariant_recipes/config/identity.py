@@ -66,6 +66,7 @@ EXCLUDED = {
     "where a resumed run takes its schedule from": ("scheduler.*_opt_param_scheduler",),
     "where a recipe takes the model's sizes from": ("model.hf_model_id", "model.hf_model_revision"),
     "how long it runs": ("train.train_iters", "train.manual_gc*", "train.exit_*"),
+    "whether the data brings a mask that nobody reads, since attention is causal": ("dataset.create_attention_mask",),
     "where the data lies; its digest says what it is": (
         "dataset.blend*",
         "dataset.path_to_cache",

@@ -93,10 +93,6 @@ LIMITS = (
         "it has an attention of its own; model.attention_backend=auto",
     ),
     _row(
-        lambda t: bool(_of("dataset", "reset_attention_mask")(t)),
-        "only a causal mask has a portable version; dataset.reset_attention_mask=false",
-    ),
-    _row(
         lambda t: _of("optimizer", "optimizer", "adam")(t) != "adam",
         "of optimizers only Adam has a portable version; optimizer.optimizer=adam",
     ),

@@ -145,6 +145,13 @@ def _tokens(config: RunConfig) -> str | None:
     return None
 
 
+def _mask(config: RunConfig) -> str | None:
+    if not _at(config, "dataset.reset_attention_mask"):
+        return None
+    why = "Megatron-Bridge trains without the data's mask, so documents would still see each other"
+    return f"dataset.reset_attention_mask=true: {why}; leave it out"
+
+
 def _param_gather(config: RunConfig) -> str | None:
     asked = [
         f"{section}.overlap_param_gather=true"
@@ -183,6 +190,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _warmup,
     _validation,
     _tokens,
+    _mask,
     _param_gather,
     _precision_aware,
 )
