@@ -1,22 +1,22 @@
 """A rank's beginning."""
 
+import multiprocessing
 import os
 import sys
+import time
 
 import pytest
 
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
+from tp_invariant_recipes.training.heartbeat import Heartbeats
 
 
 class Closed:
     """A gate that nobody opens."""
 
-    def __init__(self) -> None:
-        self.all_started = self
-
-    def wait(self) -> None:
+    def wait_for_all(self) -> None:
         raise TimeoutError
 
 
@@ -29,6 +29,24 @@ def test_a_rank_does_nothing_before_all_have_started(monkeypatch, tmp_path):
         rank.main(0, str(tmp_path), [rank_info], lambda *_: sys.exit("started"), Closed())
     assert "MASTER_PORT" not in os.environ
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(20)
+def test_ranks_that_are_killed_while_they_wait_stop_nobody():
+    """A multiprocessing.Event waits for them for ever: a random kill has found that."""
+    context = multiprocessing.get_context("fork")
+    heartbeats = Heartbeats(3, context)
+    waiting = [context.Process(target=heartbeats.wait_for_all) for _ in range(3)]
+    for process in waiting:
+        process.start()
+    time.sleep(0.2)  # they wait, wherever in it
+    for process in waiting[:2]:
+        process.kill()
+        process.join()
+    assert waiting[2].is_alive()
+    heartbeats.let_all_begin()
+    waiting[2].join()
+    assert waiting[2].exitcode == 0
 
 
 def _write_started(run_dir, rank_info):

@@ -209,7 +209,7 @@ def _processes(
     )
     if started:
         started()
-    heartbeats.all_started.set()
+    heartbeats.let_all_begin()
     return ranks.processes, heartbeats
 
 

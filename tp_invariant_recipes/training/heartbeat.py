@@ -7,6 +7,7 @@ same order, so the rank with the fewest is the one furthest behind.
 import faulthandler
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,6 +15,7 @@ from typing import Any
 
 # The signal at which a rank writes the Python frames of its threads to its log, also while it is stuck in C.
 WRITE_FRAMES = signal.SIGUSR2
+POLL = 0.002  # seconds between looks at whether all ranks are started
 
 
 class Phase(IntEnum):
@@ -53,14 +55,9 @@ class Heartbeats:
     FIELDS = 4  # of 8 bytes: those of Sign
 
     def __init__(self, ranks: int, context: Any) -> None:
-        """context: multiprocessing's, by which the ranks are started.
-
-        all_started: set once all ranks are. A rank that reached the launcher's store earlier would set the store's
-                     thread to work, and a rank forked meanwhile would inherit whatever lock that thread holds, for
-                     good. It is kept here because a spawned rank finds it only while the launcher has it.
-        """
+        """context: multiprocessing's, by which the ranks are started."""
         self._memory = context.RawArray("q", ranks * self.FIELDS)
-        self.all_started = context.Event()
+        self._all_started = context.RawValue("b", 0)
 
     def __getitem__(self, index: int) -> Sign:
         """The last sign of the rank at this place."""
@@ -74,6 +71,20 @@ class Heartbeats:
         if step is not None:
             memory[at + 2] = step
         memory[at] += 1
+
+    def let_all_begin(self) -> None:
+        """All ranks are started: end the waiting of those that are here, and of those that come."""
+        self._all_started.value = 1
+
+    def wait_for_all(self) -> None:
+        """Wait until all ranks are started.
+
+        A rank that reached the launcher's store earlier would set the store's thread to work, and a rank forked
+        meanwhile would inherit whatever lock that thread holds, for good. It looks again and again, since a
+        multiprocessing.Event waits for all who wait for it: one that was killed there would stop the launcher for ever.
+        """
+        while not self._all_started.value:
+            time.sleep(POLL)
 
     def begin(self, index: int) -> None:
         """Have this process be the rank at this place: from here on it answers WRITE_FRAMES and gives signs.

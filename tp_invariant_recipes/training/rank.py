@@ -73,7 +73,7 @@ def main(
     On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
     """
     _die_with_launcher()
-    heartbeats.all_started.wait()
+    heartbeats.wait_for_all()
     _perform(RunDir(Path(run)), rank_infos[index], rank_fn, heartbeats, index)
     heartbeat.sign(Phase.DONE)
 
@@ -87,7 +87,7 @@ def stay(index: int, heartbeats: heartbeat.Heartbeats, connections: Sequence[Any
     A run fails as in `main`, and ends the process.
     """
     _die_with_launcher()
-    heartbeats.all_started.wait()
+    heartbeats.wait_for_all()
     connection, stays = connections[index], True
     before: list[Any] = []
     held = list(locks.descriptors)
