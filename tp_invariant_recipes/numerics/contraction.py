@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.numerics import cublas_product
 from tp_invariant_recipes.numerics.context_shards import each_context
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.shard_operands import same_bits
 
 TRITON = ("3.6.",)  # versions whose Gluon, which Triton calls experimental, is known to compile the kernel
 
@@ -95,29 +93,32 @@ def _at_once(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
 
 def _right(a: Tensor, b: Tensor, out: Tensor, cut: Any, *, add: bool) -> bool:
     """Whether the restarting product may compute it. While a CUDA graph is captured: only a kind tried before."""
-    from tp_invariant_recipes.kernels import restarting_product as kernel
-
-    def of_this_cut(compute: Callable[..., None]) -> cublas_product.Product:
-        return lambda x, y, to, adding: compute(x, y, to, cut, adding)
-
     kind = (*cublas_product.kind(a, b, out, add), cut)
-    forms = of_this_cut(kernel.restarting_product), of_this_cut(kernel.in_order)
-    return cublas_product.tried(_restarting_is_right, kind, a, lambda: cublas_product.agree(*forms, a, b, out, add))
+    return cublas_product.tried(
+        _restarting_is_right, kind, a, lambda: cublas_product.agree(*_forms(cut), a, b, out, add)
+    )
 
 
 def _compute(a: Tensor, b: Tensor, out: Tensor, cut: Any, *, add: bool) -> None:
+    restarting, defined = _forms(cut)
+    if not cublas_product.checking():
+        restarting(a, b, out, add)
+        return
+    what = (
+        f"the sum of {cut.pieces} products {[*a.shape]} @ {[*b.shape]} in one launch has other bits than by fixed "
+        f"tiles (add={add}): the trial of numerics/contraction.py did not see it"
+    )
+    cublas_product.checked(restarting, defined, a, b, out, add, what)
+
+
+def _forms(cut: Any) -> tuple[cublas_product.Product, cublas_product.Product]:
+    """The sum over a cut by one launch, and by fixed tiles."""
     from tp_invariant_recipes.kernels import restarting_product as kernel
 
-    expected = None
-    if cublas_product.checking():
-        expected = out.clone() if add else torch.empty_like(out)
-        kernel.in_order(a, b, expected, cut, add)
-    kernel.restarting_product(a, b, out, cut, add)
-    if expected is not None and not same_bits(out, expected):
-        raise RunError(
-            f"{cublas_product.CHECK}=1: the sum of {cut.pieces} products {[*a.shape]} @ {[*b.shape]} in one launch has "
-            f"other bits than by fixed tiles (add={add}): the trial of numerics/contraction.py did not see it"
-        )
+    return (
+        lambda a, b, out, add: kernel.restarting_product(a, b, out, cut, add),
+        lambda a, b, out, add: kernel.in_order(a, b, out, cut, add),
+    )
 
 
 @cache

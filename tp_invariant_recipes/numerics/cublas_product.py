@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics.probe_operands import cancelling, residue
 from tp_invariant_recipes.numerics.shard_operands import like, same_bits
 
@@ -92,3 +93,18 @@ def agree(first: Product, defined: Product, a: Tensor, b: Tensor, out: Tensor, a
         if not same_bits(one, other):
             return False
     return True
+
+
+def checked(first: Product, defined: Product, a: Tensor, b: Tensor, out: Tensor, add: bool, what: str) -> Tensor:
+    """Both products on these operands; `out` gets that of `first`. Raises RunError where their bits differ.
+
+    what: which product it is, what has computed it, and where the trial is that did not see it; in words.
+    """
+    expected = like(out, 16)
+    if add:
+        expected.copy_(out)
+    defined(a, b, expected, add)
+    first(a, b, out, add)
+    if not same_bits(out, expected):
+        raise RunError(f"{CHECK}=1: {what}")
+    return out

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.errors import ConfigError, RunError
+from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics import cublas_product
 from tp_invariant_recipes.numerics.cublas_product import Product
-from tp_invariant_recipes.numerics.shard_operands import Parts, like, same_bits
+from tp_invariant_recipes.numerics.shard_operands import Parts
 
 
 @dataclass(frozen=True)
@@ -160,17 +160,11 @@ def _right(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
 
 def _checked(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
     """cuBLAS's product and that of fixed tiles on these operands. Raises RunError where their bits differ."""
-    expected = like(out, 16)
-    if add:
-        expected.copy_(out)
-    FIXED_TILES.compute(a, b, expected, add)
-    CUBLAS.compute(a, b, out, add)
-    if not same_bits(out, expected):
-        raise RunError(
-            f"{cublas_product.CHECK}=1: a product {[*a.shape]} @ {[*b.shape]} by cuBLAS has other bits than by fixed "
-            f"tiles ({a.dtype} to {out.dtype}, add={add}): the trial of numerics/cublas_product.py did not see it"
-        )
-    return out
+    what = (
+        f"a product {[*a.shape]} @ {[*b.shape]} by cuBLAS has other bits than by fixed tiles ({a.dtype} to "
+        f"{out.dtype}, add={add}): the trial of numerics/cublas_product.py did not see it"
+    )
+    return cublas_product.checked(CUBLAS.compute, FIXED_TILES.compute, a, b, out, add, what)
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:
