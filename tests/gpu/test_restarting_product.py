@@ -51,7 +51,9 @@ def both(a, b, out, cut, add):
 def test_it_has_the_bits_of_fixed_tiles(shape, cut):
     for transposed, add in product((False, True), repeat=2):
         a, b, out = operands(*shape, cut, transposed)
-        assert kernel.suits(a, b, cut)
+        assert kernel.suits(a, b, cut) == (transposed or shape[1] % 8 == 0)  # rows of b have 16 bytes
+        if not kernel.suits(a, b, cut):
+            continue
         for fill in (lambda *_: None, lambda x, y: cancelling(x, y, torch.Generator("cuda").manual_seed(1))):
             fill(a, b)
             one, other = both(a, b, out, cut, add)

@@ -214,7 +214,7 @@ def activations_are_right_row_by_row():
 
 
 def gradient_norms_have_the_bits_of_plain_torch():
-    grad_norm.CHUNK = 2 * grad_norm.BLOCK
+    grad_norm.CHUNK = 6 * grad_norm.SQUARES_BLOCK  # four blocks at once, and two alone
     for grads in kernel_cases():
         table = grad_norm._table(grad_norm._spans(grads), torch.device("cpu"))
         largest, limbs = torch.zeros((), dtype=torch.int64), torch.zeros(grad_norm.LIMBS, dtype=torch.int64)

@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Mapping
 
 LIMIT = 60.0  # seconds that the forked process gets to use a GPU
-# The launcher sets these after the import. A rank reads them by itself (training/rank.py), as Gloo does.
-SET_LATER = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+# Set after the import: the first two by the launcher, and a rank reads them by itself (training/rank.py), as Gloo does;
+# the others by scikit-learn, which transformers may import late, for an OpenMP that this process has loaded.
+SET_LATER = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 
 
 def can_fork(imported_with: Mapping[str, str] | None, *, probe: Callable[[], bool] | None = None) -> bool:

@@ -24,6 +24,8 @@ from tp_invariant_recipes.kernels.launch import Kernel
 
 LEAVES = 64  # at most, of a shard: enough programs to fill a GPU when a rank has one or two shards
 TILE = 4096  # elements of x that a program holds at a time
+# Tiles of dy and x on their way: the 128 programs of two shards would not hide the latency of memory otherwise.
+AHEAD = tl.constexpr(4)
 
 
 def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -174,7 +176,7 @@ def _rms_norm_backward(
     column = tl.arange(0, COLUMNS)
     w = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, ROWS_OF_LEAF, ROWS):
+    for start in tl.range(0, ROWS_OF_LEAF, ROWS, num_stages=AHEAD):
         i = start + tl.arange(0, ROWS)
         known = i < ROWS_OF_LEAF
         i = leaf * ROWS_OF_LEAF + i

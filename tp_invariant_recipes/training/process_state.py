@@ -130,6 +130,8 @@ def settle() -> None:
     _forget_probabilities()
     _forget_graphs()
     gc.collect()
+    if torch.cuda.is_initialized():  # cuBLAS's workspaces may lie in a graph's pool, which they would keep whole
+        torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
 
 
