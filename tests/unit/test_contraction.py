@@ -262,7 +262,7 @@ def test_operands_that_it_takes(monkeypatch):
 
 
 ARITHMETIC = re.compile(r"(wgmma\.mma_async|(?:fma|mul|add|sub)\S*\.f32)")
-NUMBERS = kernel.TILE * kernel.TILE // (32 * kernel.WARPS)  # of a tile that a thread holds
+NUMBERS = kernel.TILE * kernel.TILE // (32 * kernel.WARPS)  # of both halves of a tile that a thread of each holds
 
 
 # Pieces, whether b lies by columns, whether the sum is added to the output.
@@ -279,7 +279,7 @@ def test_the_binary_adds_whole_pieces_and_nothing_else(pieces, transposed, add):
     binary = compiled(pieces, transposed, add)
     found = ARITHMETIC.findall(binary.asm["ptx"])
     products = found.count("wgmma.mma_async")
-    assert products == pieces * kernel.STEP // 16
+    assert products == 2 * pieces * kernel.STEP // 16  # both halves of the rows
     assert len(found) - products == found.count("add.f32") == (pieces - 1 + add) * NUMBERS
     assert binary.metadata.shared <= 227 * 1024
 
@@ -292,8 +292,9 @@ def compiled(pieces, transposed, add):
     types = {
         "a": descriptor(*step, "bf16", gl.bfloat16),
         "b": descriptor(*(step if transposed else reversed(step)), "bf16", gl.bfloat16),
-        "out": descriptor(kernel.TILE, kernel.TILE, "fp32", gl.float32),
+        "out": descriptor(kernel.ROWS, kernel.TILE, "fp32", gl.float32),
         "out_at": "*fp32",
+        "taken": "*i32",
         **dict.fromkeys(("m", "n", "row_size", "first", "segment"), "i32"),
     }
     constants = {
@@ -304,13 +305,15 @@ def compiled(pieces, transposed, add):
         "ADD": add,
         "STAGES": kernel.STAGES,
         "GROUP": kernel.GROUP,
-        "TILES": kernel.TILES,
     }
     names = [*types, *constants]
     source = GluonASTSource(
         kernel._restarting_product,
         types | dict.fromkeys(constants, "constexpr"),
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in ("out_at", "n", "row_size", "first", "segment")},
+        {
+            (names.index(name),): [["tt.divisibility", 16]]
+            for name in ("out_at", "taken", "n", "row_size", "first", "segment")
+        },
     )
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernel.WARPS})

@@ -9,9 +9,11 @@ reaches memory once. Products of a library, one a piece, write all of `out`, and
 A piece has the bits of fixed tiles (kernels/fixed_tile_product.py): a tensor core adds along k in order. Between pieces
 are IEEE additions in fp32. numerics/contraction.py tries both on the GPU at hand.
 
-This is Gluon, Triton's language for explicit layouts, since `tl.dot` leaves no room for sums in shared memory: one warp
-copies tiles of a and b there (TMA), eight multiply them (WGMMA), and a tile leaves while the next one begins. It is for
-compute capability 9.0, and Triton's interpreter cannot run it; `in_order` is the same function by other kernels.
+This is Gluon, Triton's language for explicit layouts, since `tl.dot` leaves no room for sums in shared memory. One warp
+copies tiles of a and b there (TMA). Two groups of four warps multiply them (WGMMA), each half of the rows of a tile of
+`out`: the one adds up or writes while the other multiplies. There are as many programs as processors. Each takes the
+next tile from a counter, so that one which starts late, behind a collective, takes fewer. The kernel is for compute
+capability 9.0, and Triton's interpreter cannot run it; `in_order` is the same function by other kernels.
 """
 
 from dataclasses import dataclass
@@ -38,11 +40,11 @@ SEGMENTS = (1, 2)  # of three, the sum in order would not be the tree
 PIECES = (2, 4)  # how many one launch can add: at most one term waits in registers and one in shared memory
 TILE = 128  # rows and columns of a tile of `out`
 STEP = 64  # of k, a step of the pipeline
+ROWS = TILE // 2  # of a tile that one group of warps multiplies
 STAGES = 5  # steps in shared memory: with the tile that waits or leaves, 224 of 227 KiB
 GROUP = 8  # rows of tiles computed together, so that b's tiles stay in the cache
-TILES = 4  # of one program, so that loads of a tile run ahead of the stores of the one before
-WARPS = 8
-ROW = 4  # columns of `out`, a multiple of them: rows of 16 bytes
+WARPS = 4  # of a group that multiplies
+COLUMNS = 4  # of `out`, a multiple of them: rows of 16 bytes
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def suits(a: Tensor, b: Tensor, cut: Cut) -> bool:
         and a.is_cuda
         and _capability(a.get_device()) == (9, 0)
         and all(_rows_of_16_bytes(matrix) for matrix in (a, b if b.stride(1) == 1 else b.t()))
-        and b.shape[1] % ROW == 0
+        and b.shape[1] % COLUMNS == 0
     )
 
 
@@ -94,17 +96,18 @@ def restarting_product(a: Tensor, b: Tensor, out: Tensor, cut: Cut, add: bool) -
     """
     (m, n), transposed = out.shape, b.stride(1) != 1
     size, tiles = cut.size(a.shape[1]), triton.cdiv(m, TILE) * triton.cdiv(n, TILE)
+    taken = torch.zeros(1, dtype=torch.int32, device=out.device)
     descriptors = (
         TensorDescriptor.from_tensor(a, [TILE, STEP], _layout(TILE, STEP, gl.bfloat16)),
         TensorDescriptor.from_tensor(b.t(), [TILE, STEP], _layout(TILE, STEP, gl.bfloat16))
         if transposed
         else TensorDescriptor.from_tensor(b, [STEP, TILE], _layout(STEP, TILE, gl.bfloat16)),
-        TensorDescriptor.from_tensor(out, [TILE, TILE], _layout(TILE, TILE, gl.float32)),
+        TensorDescriptor.from_tensor(out, [ROWS, TILE], _layout(ROWS, TILE, gl.float32)),
     )
-    _restarting_product[(triton.cdiv(tiles, TILES),)](
-        *descriptors, out, m, n, out.stride(0), cut.shards.start * size, a.shape[1] // cut.segments,
+    _restarting_product[(min(tiles, _processors(out.get_device())),)](
+        *descriptors, out, taken, m, n, out.stride(0), cut.shards.start * size, a.shape[1] // cut.segments,
         PIECES=cut.pieces, SEGMENTS=cut.segments, SIZE=size, TRANSPOSED=transposed, ADD=add,
-        STAGES=STAGES, GROUP=GROUP, TILES=TILES, num_warps=WARPS,
+        STAGES=STAGES, GROUP=GROUP, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -121,6 +124,11 @@ def in_order(a: Tensor, b: Tensor, out: Tensor, cut: Cut, add: bool) -> None:
 @cache
 def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache
@@ -144,16 +152,20 @@ def _place(tile, m_tiles, n_tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    a, b, a_steps, b_steps, full, free, tiles, m_tiles, n_tiles, first, segment,
+    a, b, a_steps, b_steps, full, free, numbers, told, heard, taken, m_tiles, n_tiles, first, segment,
     PIECES: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Fill the stages, in the order in which `_multiply` empties them."""
+    """Take tiles and tell their numbers; fill the stages, in the order in which `_multiply` empties them."""
     TILE_M: gl.constexpr = a.block_type.shape[0]
     TILE_N: gl.constexpr = b.block_type.shape[0] if TRANSPOSED else b.block_type.shape[1]
     STEP: gl.constexpr = a.block_type.shape[1]
+    tiles = m_tiles * n_tiles
     count = 0
-    for tile in range(gl.program_id(0) * tiles, gl.minimum(gl.program_id(0) * tiles + tiles, m_tiles * n_tiles)):
+    turn = 0
+    tile = gl.program_id(0)
+    while tile < tiles:
+        _tell(tile, turn, numbers, told, heard)
         i, j = _place(tile, m_tiles, n_tiles, GROUP)
         for step in range(PIECES * SIZE // STEP):
             piece = step // (SIZE // STEP)
@@ -168,21 +180,45 @@ def _copy(
             else:
                 tma.async_copy_global_to_shared(b, [k, j * TILE_N], there, b_steps.index(stage))
             count += 1
+        tile = gl.num_programs(0) + gl.atomic_add(taken, 1, sem="relaxed")
+        turn += 1
+    _tell(tiles, turn, numbers, told, heard)  # the end
+
+
+@gluon.jit
+def _tell(tile, turn, numbers, told, heard):
+    """Give the next tile to the two groups that multiply; at most two are given and not yet heard."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(heard.index(turn % 2), turn // 2 & 1 ^ 1)
+    numbers.index(turn % 2).store(gl.full([1], tile, gl.int32, one))
+    mbarrier.arrive(told.index(turn % 2))
+
+
+@gluon.jit
+def _hear(turn, numbers, told, heard):
+    """The next tile; their number or more at the end."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    mbarrier.wait(told.index(turn % 2), turn // 2 & 1)
+    tile = gl.max(numbers.index(turn % 2).load(one), 0)
+    mbarrier.arrive(heard.index(turn % 2))
+    return tile
 
 
 @gluon.jit
 def _piece(
-    total, count, a_steps, b_steps, full, free, STEPS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr
-):
+    total, count, a_steps, b_steps, full, free,
+    HALF: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
+):  # fmt: skip
     """The product of a piece, in place of `total`. A stage is free once the product of the next one has begun."""
     total = warpgroup_mma_init(total)
     for step in range(STEPS):
         stage = count % STAGES
         mbarrier.wait(full.index(stage), count // STAGES & 1)
+        a = a_steps.index(stage).slice(HALF * ROWS, ROWS)
         b = b_steps.index(stage)
         if TRANSPOSED:
             b = b.permute((1, 0))
-        total = warpgroup_mma(a_steps.index(stage), b, total, use_acc=step > 0, is_async=True)
+        total = warpgroup_mma(a, b, total, use_acc=step > 0, is_async=True)
         total = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(total,)))
         mbarrier.arrive(free.index((count + STAGES - 1) % STAGES), pred=step > 0)
         count += 1
@@ -193,71 +229,87 @@ def _piece(
 
 @gluon.jit
 def _multiply(
-    a_steps, b_steps, full, free, out, out_at, waiting, tiles, m, n, row_size, m_tiles, n_tiles,
-    PIECES: gl.constexpr, STEPS: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
+    a_steps, b_steps, full, free, numbers, told, heard, out, out_at, waiting, m, n, row_size, m_tiles, n_tiles,
+    HALF: gl.constexpr, PIECES: gl.constexpr, STEPS: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of `out`.
+    """The upper (HALF = 0) or lower half of tiles of `out`.
 
-    waiting: shared memory, in turn for the sum of the first two of four pieces, and for a tile that leaves.
+    waiting: shared memory, in turn for the sum of the first two of four pieces, and for a half that leaves.
     """
-    TILE_M: gl.constexpr = out.block_type.shape[0]
+    ROWS: gl.constexpr = out.block_type.shape[0]
     TILE_N: gl.constexpr = out.block_type.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, TILE_N, 16]
     )
+    zeros = gl.zeros((ROWS, TILE_N), gl.float32, layout)
     count = 0
-    for tile in range(gl.program_id(0) * tiles, gl.minimum(gl.program_id(0) * tiles + tiles, m_tiles * n_tiles)):
+    turn = 0
+    tile = _hear(turn, numbers, told, heard)
+    while tile < m_tiles * n_tiles:
         i, j = _place(tile, m_tiles, n_tiles, GROUP)
-        zeros = gl.zeros((TILE_M, TILE_N), gl.float32, layout)
-        left, count = _piece(zeros, count, a_steps, b_steps, full, free, STEPS, STAGES, TRANSPOSED)
-        right, count = _piece(zeros, count, a_steps, b_steps, full, free, STEPS, STAGES, TRANSPOSED)
+        left, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
+        right, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
         total = left + right
-        tma.store_wait(0)  # the tile before has left
+        tma.store_wait(0)  # the half before has left
         if PIECES == 4:
             waiting.store(total)
-            left, count = _piece(zeros, count, a_steps, b_steps, full, free, STEPS, STAGES, TRANSPOSED)
-            right, count = _piece(zeros, count, a_steps, b_steps, full, free, STEPS, STAGES, TRANSPOSED)
+            left, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
+            right, count = _piece(zeros, count, a_steps, b_steps, full, free, HALF, ROWS, STEPS, STAGES, TRANSPOSED)
             total = waiting.load(layout) + (left + right)
+        top = i * (2 * ROWS) + HALF * ROWS
         if ADD:
-            row = (i * TILE_M + gl.arange(0, TILE_M, gl.SliceLayout(1, layout))).to(gl.int64)[:, None]
+            row = (top + gl.arange(0, ROWS, gl.SliceLayout(1, layout))).to(gl.int64)[:, None]
             column = (j * TILE_N + gl.arange(0, TILE_N, gl.SliceLayout(0, layout)))[None, :]
             total += gl.load(out_at + row * row_size + column, mask=(row < m) & (column < n), other=0.0)
         waiting.store(total)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [i * TILE_M, j * TILE_N], waiting)
+        tma.async_copy_shared_to_global(out, [top, j * TILE_N], waiting)
+        turn += 1
+        tile = _hear(turn, numbers, told, heard)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _restarting_product(
-    a, b, out, out_at, m, n, row_size, first, segment,
+    a, b, out, out_at, taken, m, n, row_size, first, segment,
     PIECES: gl.constexpr, SEGMENTS: gl.constexpr, SIZE: gl.constexpr, TRANSPOSED: gl.constexpr, ADD: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, TILES: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     a_steps = gl.allocate_shared_memory(a.dtype, [STAGES] + a.block_type.shape, a.layout)  # noqa: RUF005 -- Gluon's lists
     b_steps = gl.allocate_shared_memory(b.dtype, [STAGES] + b.block_type.shape, b.layout)  # noqa: RUF005
-    waiting = gl.allocate_shared_memory(gl.float32, out.block_type.shape, out.layout)
+    upper = gl.allocate_shared_memory(gl.float32, out.block_type.shape, out.layout)
+    lower = gl.allocate_shared_memory(gl.float32, out.block_type.shape, out.layout)
+    numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    heard = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)  # both halves
+    for turn in gl.static_range(2):
+        mbarrier.init(told.index(turn), count=1)
+        mbarrier.init(heard.index(turn), count=2)
     fence_async_shared()  # so that copies see the barriers
     STEPS: gl.constexpr = SIZE // a.block_type.shape[1]
-    m_tiles = gl.cdiv(m, out.block_type.shape[0])
+    m_tiles = gl.cdiv(m, a.block_type.shape[0])
     n_tiles = gl.cdiv(n, out.block_type.shape[1])
     gl.warp_specialize(
         [
             (_multiply, (
-                a_steps, b_steps, full, free, out, out_at, waiting, TILES, m, n, row_size, m_tiles, n_tiles,
-                PIECES, STEPS, TRANSPOSED, ADD, STAGES, GROUP,
+                a_steps, b_steps, full, free, numbers, told, heard, out, out_at, upper, m, n, row_size, m_tiles,
+                n_tiles, 0, PIECES, STEPS, TRANSPOSED, ADD, STAGES, GROUP,
+            )),
+            (_multiply, (
+                a_steps, b_steps, full, free, numbers, told, heard, out, out_at, lower, m, n, row_size, m_tiles,
+                n_tiles, 1, PIECES, STEPS, TRANSPOSED, ADD, STAGES, GROUP,
             )),
             (_copy, (
-                a, b, a_steps, b_steps, full, free, TILES, m_tiles, n_tiles, first, segment,
+                a, b, a_steps, b_steps, full, free, numbers, told, heard, taken, m_tiles, n_tiles, first, segment,
                 PIECES, SEGMENTS, SIZE, TRANSPOSED, STAGES, GROUP,
             )),
         ],
-        [1],  # warp that copies
-        [24],  # its registers, so that those that multiply have 240
+        [4, 1],  # warps of the second group, and the one that copies
+        [216, 24],  # their registers, of 504 for three groups; the first gets 256
     )  # fmt: skip
