@@ -17,6 +17,11 @@ TE, FULL = "transformer_engine", "full_iteration"
 IMPLEMENTATIONS = {TE: "te", FULL: "full"}
 
 
+def asked_for(model: Model) -> bool:
+    """Whether a model's configuration has CUDA graphs of any kind."""
+    return model.get("cuda_graph_impl") not in (None, "none")
+
+
 # --- Modules ---
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tp_invariant_recipes.config import recording
+from tp_invariant_recipes.config import cuda_graphs, recording
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 
 # By default a step may take so many times the longest of the last steps, and always so many seconds: a file system or a
@@ -59,7 +59,7 @@ def takes_long(tree: Tree, step: int, start: int) -> bool:
     done, model, trace = step - 1 - start, tree["model"], tree["ledger"].get("trace")
     if done < SETTLING or (trace and step in recording.steps(trace)):
         return True
-    if model.get("cuda_graph_impl") in (None, "none"):
+    if not cuda_graphs.asked_for(model):
         return False
     return 0 <= done + 1 - (model.get("cuda_graph_warmup_steps") or 0) <= SETTLING
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import schema
+from tp_invariant_recipes.config import cuda_graphs, schema
 from tp_invariant_recipes.config.limit import Limit
 from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
@@ -160,7 +160,7 @@ LIMITS = (
         "LoRA has no version with context shards; cp=1, and leave numerics.context_shards out",
     ),
     _row(
-        lambda t, _: t.model.get("cuda_graph_impl") not in (None, "none"),
+        lambda t, _: cuda_graphs.asked_for(t.model),
         "adapters have not been captured in CUDA graphs; cuda_graph=off",
     ),
     _row(

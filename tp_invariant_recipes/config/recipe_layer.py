@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tp_invariant_recipes.config import (
+    cuda_graphs,
     invariance,
     invariant_experts,
     latent_limits,
@@ -262,7 +263,7 @@ def _sizes(layer: dict[str, Any]) -> None:
 
 def _graphs(model: dict[str, Any]) -> None:
     """The modules of CUDA graphs by the present name of their field."""
-    if model.get("cuda_graph_impl", "none") in (None, "none"):
+    if not cuda_graphs.asked_for(model):
         model.pop("cuda_graph_scope", None)
     elif isinstance(model.get("cuda_graph_scope"), list):
         model["cuda_graph_modules"] = model.pop("cuda_graph_scope")

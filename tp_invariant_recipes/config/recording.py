@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 
+from tp_invariant_recipes.config import cuda_graphs
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 
 _STEPS = re.compile(r"(\d+)(?::(\d+))?")
@@ -53,10 +54,9 @@ def _trace(config: RunConfig) -> str | None:
 
 
 def _graphs(config: RunConfig) -> str | None:
-    implementation = config.model.get("cuda_graph_impl")
-    if config.ledger.trace is None or implementation in (None, "none"):
+    if config.ledger.trace is None or not cuda_graphs.asked_for(config.model):
         return None
-    asked = f"model.cuda_graph_impl={implementation}"
+    asked = f"model.cuda_graph_impl={config.model['cuda_graph_impl']}"
     return f"ledger.trace: a replayed CUDA graph calls no module, and {asked}; cuda_graph=off"
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
-from tp_invariant_recipes.config import layout, low_precision
+from tp_invariant_recipes.config import cuda_graphs, layout, low_precision
 from tp_invariant_recipes.config.relations import EXPERIMENTS
 from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.runs import lock
@@ -37,7 +37,7 @@ COLD: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
         lambda c: c.device.kind == "gpu" and layout.of(c).world > 1,
         "no ranks with NCCL have been seen to give a second run the bits of a run of its own",
     ),
-    (lambda c: c.model.get("cuda_graph_impl") not in (None, "none"), "libraries keep parts of a CUDA graph"),
+    (lambda c: cuda_graphs.asked_for(c.model), "libraries keep parts of a CUDA graph"),
     (low_precision.enabled, "Transformer Engine keeps the scales of FP8 and FP4 tensors"),
     (lambda c: c.logging.kind in EXPERIMENTS, "wandb, mlflow and comet_ml have one run a process"),
     (lambda c: any(c.bridge.get(name) for name in SERVICES), "threads and processes stay"),

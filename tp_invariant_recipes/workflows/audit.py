@@ -14,7 +14,7 @@ from typing import Any
 
 from tp_invariant_recipes.compare import norm_ratios
 from tp_invariant_recipes.compare.norm_ratios import GroupRatio, Judged, Norms
-from tp_invariant_recipes.config import layout, reserved
+from tp_invariant_recipes.config import cuda_graphs, layout, reserved
 from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
@@ -196,7 +196,7 @@ def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
 
 def _replay_problems(tree: dict[str, Any]) -> list[str]:
     """The reasons why the second training would replay nothing."""
-    if tree["model"].get("cuda_graph_impl", "none") in (None, "none"):
+    if not cuda_graphs.asked_for(tree["model"]):
         return [
             "nothing is replayed with cuda_graph=off; cuda_graph=te or cuda_graph=full, or another pair of trainings: "
             "--against KEY=VALUE"
