@@ -282,6 +282,8 @@ def test_the_binary_adds_whole_pieces_and_nothing_else(pieces, transposed, add):
     assert products == 2 * pieces * kernel.STEP // 16  # both halves of the rows
     assert len(found) - products == found.count("add.f32") == (pieces - 1 + add) * NUMBERS
     assert binary.metadata.shared <= 227 * 1024
+    granted = [int(n) for n in re.findall(r"setmaxnreg\.\S+\s+(\d+)", binary.asm["ptx"])]
+    assert max(granted) + kernel.SECOND.value + kernel.COPYING.value <= 3 * 168
 
 
 def compiled(pieces, transposed, add):
