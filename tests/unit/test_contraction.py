@@ -122,18 +122,42 @@ def test_small_sums_go_one_by_one_unless_a_graph_launches_them(use, monkeypatch,
     assert bool(launches) == at_once
 
 
+@pytest.mark.parametrize("shards, segments", LAUNCHES)
+@pytest.mark.parametrize("graphs", (False, True))
+def test_all_nodes_together_are_one(use, shards, segments, graphs):
+    """At once or one by one; without a copy where there is one node."""
+    launches = use(kernel.in_order)
+    a, b, sizes = operands(shards, segments)
+    mesh, out = VirtualMesh(shards, 1, 0, graphs=graphs), torch.full((24, 20), torch.nan)
+    assert contraction.node(a, b, mesh, sizes, product, out) is out
+    found = contraction.nodes(a, b, mesh, sizes, product)
+    assert same_bits(out, whole(found))
+    places = [to for _, to, _ in launches]
+    assert bool(places) == (graphs and shards * segments > 1)
+    assert not places or (out.data_ptr() in places) == (len(found) == 1)
+
+
 # Megatron's setting -> whether a layer's launches become part of a graph. Programs of others may lack it.
 GRAPHS = (({}, False), ({"cuda_graph_impl": "none"}, False), ({"cuda_graph_impl": "transformer_engine"}, True))
 
 
-@pytest.mark.parametrize("setting, graphs", GRAPHS)
-def test_a_layer_knows_whether_graphs_launch_it(setting, graphs):
+def mesh_of_a_layer(**setting):
     from tp_invariant_recipes.numerics.layers import OnMesh
 
     layer = OnMesh()
     layer.config = SimpleNamespace(virtual_shards=4, context_parallel_size=1, **setting)
     layer.tp_group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    assert layer.mesh.graphs == graphs
+    return layer.mesh
+
+
+@pytest.mark.parametrize("setting, graphs", GRAPHS)
+def test_a_layer_knows_whether_graphs_launch_it(setting, graphs):
+    assert mesh_of_a_layer(**setting).graphs == graphs
+
+
+@pytest.mark.parametrize("setting, in_blocks", (({}, False), ({"overlap_exchange": True}, True)))
+def test_a_layer_knows_whether_it_exchanges_in_blocks(setting, in_blocks):
+    assert mesh_of_a_layer(**setting).in_blocks == in_blocks
 
 
 def without_borders(a, b, out, cut, add):

@@ -153,6 +153,7 @@ def _numerics(provider: Any, config: RunConfig) -> None:
     if numerics.mode != "stock":
         provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
         provider.context_shards = numerics.context_shards or provider.context_parallel_size
+        provider.overlap_exchange = numerics.overlap_exchange
     if numerics.initial_weights == "invariant" and config.weights.folder is None:
         from tp_invariant_recipes.numerics import init
 

@@ -25,6 +25,9 @@ _LOGGER_FIELDS = (
 # Kernels of GPUs read rows of 16 bytes, 8 numbers in bf16.
 WIDTH = 8
 
+# Modes of numerics whose ranks exchange nodes (numerics/tree.py).
+EXCHANGING = ("tree", "portable")
+
 # What every run would replace without a word, and what to do instead.
 REPLACED = {
     "checkpoint.save": "checkpoints go to run.dir/checkpoints; set run.dir=PATH",
@@ -175,6 +178,18 @@ def _precision_aware(config: RunConfig) -> str | None:
     return f"{key}=true: it is a distributed optimizer; {key}=false, or optimizer.use_distributed_optimizer=true"
 
 
+def _overlap_exchange(config: RunConfig) -> str | None:
+    if not config.numerics.overlap_exchange:
+        return None
+    key, mode = "numerics.overlap_exchange", config.numerics.mode
+    if mode not in EXCHANGING:
+        others = " or ".join(f"numerics={other}" for other in EXCHANGING)
+        return f"{key}=true: numerics={mode} has no such exchange; {key}=false, or {others}"
+    if config.device.kind == "cpu":
+        return f"{key}=true: on a CPU nothing is exchanged beside a product; {key}=false, or device=gpu"
+    return None
+
+
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _sizes,
     _aligned,
@@ -193,4 +208,5 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _mask,
     _param_gather,
     _precision_aware,
+    _overlap_exchange,
 )

@@ -27,6 +27,8 @@ class NumericsSettings:
     grad_norm:       the invariant modes' gradient norm: exact, or a plain fp64 sum as in the published scheme.
     clip_rounding:   pow2 rounds the clipping coefficient down to a power of two, as in the published scheme.
     initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
+    overlap_exchange: of tree and portable on GPUs: whether a row-parallel layer exchanges its sums in blocks of tokens,
+                     each under the product of the next. Changes no bit.
     """
 
     mode: Literal["stock", "tree", "gather", "portable"] = "tree"
@@ -36,6 +38,7 @@ class NumericsSettings:
     grad_norm: Literal["exact", "fp64"] = "exact"
     clip_rounding: Literal["none", "pow2"] = "none"
     initial_weights: Literal["invariant", "megatron"] = "invariant"
+    overlap_exchange: bool = False
 
 
 @dataclass(frozen=True)

@@ -112,5 +112,7 @@ def _exchanged(pieces: Iterable[Sequence[Tensor]], group: Any) -> Iterator[list[
 def _start(piece: Tensor, group: Any) -> Moving:
     arrived = torch.empty(piece.shape, dtype=piece.dtype, device=piece.device)
     if not piece.is_contiguous() and dist.get_backend(group) == "nccl":  # it takes the rows where they lie
-        return Moving(arrived, dist.all_to_all([*arrived], [*piece], group=group, async_op=True))
-    return Moving(arrived, dist.all_to_all_single(arrived, piece.contiguous(), group=group, async_op=True))
+        work = dist.all_to_all([*arrived], [*piece], group=group, async_op=True)
+    else:
+        work = dist.all_to_all_single(arrived, piece.contiguous(), group=group, async_op=True)
+    return Moving(arrived, (work,))

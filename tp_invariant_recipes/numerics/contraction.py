@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics import cublas_product
 from tp_invariant_recipes.numerics.context_shards import each_context
 from tp_invariant_recipes.numerics.mesh import VirtualMesh
@@ -35,27 +36,48 @@ def shown() -> dict[tuple[Any, ...], bool]:
     return dict(_restarting_is_right)
 
 
-def nodes(a: Tensor, b: Tensor, mesh: VirtualMesh, segments: tuple[int, ...], product: Callable[..., Tensor]) -> Tensor:
+def node(
+    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: tuple[int, ...], product: Callable[..., Tensor], out: Tensor
+) -> Tensor:
+    """The sum of all `nodes`, in tree order, in `out`: [tokens, features] fp32 without gaps."""
+    found = nodes(a, b, mesh, segments, product, out)
+    return out if len(found) == 1 else tree_add(found, out)
+
+
+def nodes(
+    a: Tensor,
+    b: Tensor,
+    mesh: VirtualMesh,
+    segments: tuple[int, ...],
+    product: Callable[..., Tensor],
+    only: Tensor | None = None,
+) -> Tensor:
     """a @ b for this rank's part of the summed dimension, as nodes of the tree over all shards.
 
     a, b:     [tokens, k/t] and [k/t, features]; k/t consists of segments, each of this rank's V/t shards.
     segments: the size of each.
     product:  as `numerics.product.product`.
+    only:     where the node lies if n is 1: [tokens, features] fp32 without gaps.
     returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
               order, where a shard's term is the sum over segments, in order.
     raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.
     """
     pays = mesh.graphs or a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
-    at_once = _at_once(a, b, mesh.local, segments) if pays else None
-    return at_once if at_once is not None else _one_by_one(a, b, mesh, segments, product)
+    at_once = _at_once(a, b, mesh.local, segments, only) if pays else None
+    return at_once if at_once is not None else _one_by_one(a, b, mesh, segments, product, only)
 
 
 def _one_by_one(
-    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: tuple[int, ...], product: Callable[..., Tensor]
+    a: Tensor,
+    b: Tensor,
+    mesh: VirtualMesh,
+    segments: tuple[int, ...],
+    product: Callable[..., Tensor],
+    only: Tensor | None = None,
 ) -> Tensor:
     # A term of several segments is a sum itself and needs a place of its own.
     width = 1 if len(segments) > 1 else min(2, mesh.local)
-    nodes = _empty(mesh.local // width, a, b)
+    nodes = _empty(mesh.local // width, a, b, only)
     for shard in range(mesh.local):
         node, add = nodes[shard // width], shard % width > 0
         before = 0
@@ -68,7 +90,7 @@ def _one_by_one(
     return nodes
 
 
-def _at_once(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor | None:
+def _at_once(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...], only: Tensor | None) -> Tensor | None:
     """The nodes by the restarting product; None: it does not take the operands, or has not been found right.
 
     Its rows do not depend on each other, so tokens of several context shards share a launch.
@@ -83,7 +105,7 @@ def _at_once(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
     cuts = [kernel.Cut(range(n * together, n * together + together), shards, len(segments)) for n in range(launches)]
     if not kernel.suits(a, b, cuts[0]):
         return None
-    nodes = _empty(launches // width, a, b)
+    nodes = _empty(launches // width, a, b, only)
     if not all(_right(a, b, nodes[0], cut, add=n > 0) for n, cut in enumerate(cuts[:width])):
         return None
     for n, cut in enumerate(cuts):
@@ -126,5 +148,7 @@ def _compiles() -> bool:
     return (installed("triton") or "").startswith(TRITON)
 
 
-def _empty(count: int, a: Tensor, b: Tensor) -> Tensor:
+def _empty(count: int, a: Tensor, b: Tensor, only: Tensor | None) -> Tensor:
+    if count == 1 and only is not None:
+        return only.unsqueeze(0)
     return torch.empty((count, a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)

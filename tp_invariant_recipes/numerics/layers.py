@@ -69,8 +69,13 @@ class OnMesh:
     @cached_property
     def mesh(self) -> VirtualMesh:
         """Looked up once, when the layer first runs."""
-        graphs = getattr(self.config, "cuda_graph_impl", None) not in (None, "none")
-        return VirtualMesh.of(self.config.virtual_shards, self.mesh_group(), of_a_rank(self.config), graphs=graphs)
+        return VirtualMesh.of(
+            self.config.virtual_shards,
+            self.mesh_group(),
+            of_a_rank(self.config),
+            graphs=getattr(self.config, "cuda_graph_impl", None) not in (None, "none"),
+            in_blocks=getattr(self.config, "overlap_exchange", False),
+        )
 
     def mesh_group(self) -> Any:
         """Its process group: tp_group of Megatron-Core's local layers, _tp_group of its Transformer Engine wrappers."""

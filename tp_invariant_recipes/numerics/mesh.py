@@ -12,6 +12,7 @@ class VirtualMesh:
     group:  the ranks' torch.distributed process group; None when t is 1.
     contexts: C/cp, the context shards whose tokens the ranks hold, one after the other (numerics/context_shards.py).
     graphs:   whether launches become part of CUDA graphs, so that they cost the host nothing later.
+    in_blocks: whether row-parallel layers exchange their nodes in blocks of tokens; on GPUs alone.
     """
 
     shards: int
@@ -20,6 +21,7 @@ class VirtualMesh:
     group: Any = None
     contexts: int = 1
     graphs: bool = False
+    in_blocks: bool = False
 
     def __post_init__(self) -> None:
         if self.shards < 1 or self.shards & (self.shards - 1):
@@ -30,10 +32,12 @@ class VirtualMesh:
             raise ValueError(f"rank {self.rank} is not one of {self.size}")
 
     @classmethod
-    def of(cls, shards: int, group: Any, contexts: int = 1, *, graphs: bool = False) -> "VirtualMesh":
+    def of(
+        cls, shards: int, group: Any, contexts: int = 1, *, graphs: bool = False, in_blocks: bool = False
+    ) -> "VirtualMesh":
         """The mesh of a tensor-parallel process group."""
         size = group.size()
-        return cls(shards, size, group.rank(), group if size > 1 else None, contexts, graphs)
+        return cls(shards, size, group.rank(), group if size > 1 else None, contexts, graphs, in_blocks)
 
     @property
     def local(self) -> int:

@@ -4,8 +4,8 @@ A rank's shards are a subtree: it adds them, sends one node, and the receiver fi
 move bytes; every addition is in kernels/tree_add.py.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,19 @@ from tp_invariant_recipes.numerics.mesh import VirtualMesh
 class Moving:
     """Bytes in communication. `arrived` waits for them; on a GPU, the stream waits.
 
-    buffer: their destination; work: the collective; None: nothing moves.
+    buffer: their destination; works: the collectives; none: nothing moves.
+    sent:   what the collectives still read, kept until they are done.
     """
 
     buffer: Tensor
-    work: Any = None
+    works: tuple[dist.Work, ...] = ()
+    sent: Tensor | None = None
 
     def arrived(self) -> Tensor:
         """The buffer, complete."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        for work in self.works:
+            work.wait()
+        self.works, self.sent = (), None
         return self.buffer
 
 
@@ -79,6 +81,38 @@ def start_reduce_scatter(partials: Tensor, mesh: VirtualMesh) -> Reducing:
     return Reducing(start_all_to_all(tree_sum(partials), mesh))
 
 
+def start_reduce_scatter_in_blocks(
+    node: Callable[[slice, Tensor], object], tokens: int, features: int, mesh: VirtualMesh, device: torch.device
+) -> Reducing:
+    """`start_reduce_scatter` of nodes that are computed here: a slice of the tokens is sent while the next is computed.
+
+    node:             writes this rank's node of a slice of the tokens to a tensor, [tokens/t, features] fp32.
+    tokens, features: of the whole sum; t divides tokens.
+    returns:          as `start_reduce_scatter`: it adds the same nodes in the same order, so it has the same bits.
+
+    Rank r begins with the slice of rank r + 1 and ends with its own one. Of four ranks, rank 1:
+
+        computes     2    3    0    1
+        sends             2    3    0
+        from rank         0    3    2     receives slice 1
+    """
+    size, rank = mesh.size, mesh.rank
+    if tokens % size:
+        raise ValueError(f"{size} ranks do not divide {tokens} tokens")
+    rows = tokens // size
+    arriving, leaving = (
+        torch.empty(count, rows, features, dtype=torch.float32, device=device) for count in (size, size - 1)
+    )
+    works = []
+    for step, block in enumerate(leaving, 1):
+        to, source = (rank + step) % size, (rank - step) % size
+        node(slice(to * rows, to * rows + rows), block)
+        sent, received = ([rows if peer == other else 0 for other in range(size)] for peer in (to, source))
+        works.append(dist.all_to_all_single(arriving[source], block, received, sent, group=mesh.group, async_op=True))
+    node(slice(rank * rows, rank * rows + rows), arriving[rank])
+    return Reducing(Moving(arriving, tuple(works), leaving))
+
+
 def start_all_to_all(tokens: Tensor, mesh: VirtualMesh) -> Moving:
     """Start sending every rank its slice of each rank's tokens. It only moves bytes.
 
@@ -91,7 +125,7 @@ def start_all_to_all(tokens: Tensor, mesh: VirtualMesh) -> Moving:
     tokens = tokens.contiguous()
     slices = torch.empty_like(tokens)
     work = dist.all_to_all_single(slices, tokens, group=mesh.group, async_op=True)
-    return Moving(slices.view(mesh.size, -1, *tokens.shape[1:]), work)
+    return Moving(slices.view(mesh.size, -1, *tokens.shape[1:]), (work,))
 
 
 def start_all_gather(slices: Tensor, mesh: VirtualMesh) -> Moving:
@@ -102,7 +136,8 @@ def start_all_gather(slices: Tensor, mesh: VirtualMesh) -> Moving:
     if mesh.size == 1:
         return Moving(slices)
     whole = slices.new_empty(mesh.size * slices.shape[0], *slices.shape[1:])
-    return Moving(whole, dist.all_gather_into_tensor(whole, slices.contiguous(), group=mesh.group, async_op=True))
+    work = dist.all_gather_into_tensor(whole, slices.contiguous(), group=mesh.group, async_op=True)
+    return Moving(whole, (work,))
 
 
 def all_gather(slices: Tensor, mesh: VirtualMesh) -> Tensor:

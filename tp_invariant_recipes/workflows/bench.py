@@ -28,7 +28,13 @@ from tp_invariant_recipes.workflows.timings import Spread, ratio, slowest, sprea
 
 MOST_ROUNDS = 10_000
 DIGESTS = "+digests"  # after a mode's name: with digests of all gradients and weights at every step
-SHARDS = ("numerics.virtual_shards", "numerics.data_shards", "numerics.context_shards")  # what stock has none of
+# What stock has none of.
+INVARIANT = (
+    "numerics.virtual_shards",
+    "numerics.data_shards",
+    "numerics.context_shards",
+    "numerics.overlap_exchange",
+)
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,7 @@ def _composed(
         try:
             numerics = mode.removesuffix(DIGESTS)
             recorded = f"ledger.digests={int(mode.endswith(DIGESTS))}"
-            read = [one for one in parse_all(overrides) if numerics != "stock" or one.path not in SHARDS]
+            read = [one for one in parse_all(overrides) if numerics != "stock" or one.path not in INVARIANT]
             composed[mode] = compose(model, [*read, f"numerics={numerics}", recorded], device=device)
         except ConfigError as error:
             problems += (problem for problem in error.problems if problem not in (*problems, OR_STOCK))

@@ -1,0 +1,74 @@
+"""numerics.overlap_exchange: which runs may have it, that it changes no identity, and how it reaches the layers."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tp_invariant_recipes.config import container
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.workflows import bench
+
+KEY = "numerics.overlap_exchange"
+ASKED = f"{KEY}=true"
+ON_CPU = f"{ASKED}: on a CPU nothing is exchanged beside a product; {KEY}=false, or device=gpu"
+# mode, device -> the only problem of a run; None: there is none.
+RUNS = {
+    ("tree", "gpu"): None,
+    ("portable", "gpu"): None,
+    (
+        "stock",
+        "gpu",
+    ): f"{ASKED}: numerics=stock has no such exchange; {KEY}=false, or numerics=tree or numerics=portable",
+    (
+        "gather",
+        "gpu",
+    ): f"{ASKED}: numerics=gather has no such exchange; {KEY}=false, or numerics=tree or numerics=portable",
+    ("tree", "cpu"): ON_CPU,
+    ("portable", "cpu"): ON_CPU,
+}
+
+
+@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("mode, device", RUNS)
+def test_only_tree_and_portable_on_gpus_have_it(mode, device, tp):
+    overrides, problem = [f"numerics={mode}", f"tp={tp}"], RUNS[mode, device]
+    assert not compose("qwen3_toy", [*overrides, f"{KEY}=false"], device=device).config.numerics.overlap_exchange
+    if problem is None:
+        assert compose("qwen3_toy", [*overrides, ASKED], device=device).config.numerics.overlap_exchange
+        return
+    with pytest.raises(ConfigError) as refused:
+        compose("qwen3_toy", [*overrides, ASKED], device=device)
+    assert refused.value.problems == (problem,)
+
+
+def test_a_number_is_refused():
+    with pytest.raises(ConfigError, match=f"{KEY}=2: expected bool"):
+        compose("qwen3_toy", [f"{KEY}=2"], device="gpu")
+
+
+def test_runs_with_and_without_it_are_comparable():
+    """The control: what changes bits changes the identity."""
+    without, asked, other = (
+        identity(compose("qwen3_toy", ["gbs=2", *more], device="gpu").tree, None)
+        for more in ([], [ASKED], ["numerics.data_shards=2"])
+    )
+    assert asked == without != other
+
+
+@pytest.mark.parametrize("overrides, given", (([], False), ([ASKED], True)))
+def test_the_layers_configuration_has_it(overrides, given):
+    provider = SimpleNamespace(context_parallel_size=1)
+    config = compose("qwen3_toy", [*overrides], device="gpu").config
+    provider.register_pre_wrap_hook = lambda hook: None
+    container._numerics(provider, config)
+    assert provider.overlap_exchange is given
+
+
+def test_a_benchmark_leaves_it_out_of_stock(monkeypatch):
+    monkeypatch.setattr(bench.plan, "detect_device", lambda: "gpu")
+    problems = []
+    found = bench._composed("qwen3_toy", ["tp=2", ASKED], ("stock", "tree"), problems)
+    assert [one.config.numerics.overlap_exchange for one in found.values()] == [False, True]
+    assert problems == []
