@@ -15,6 +15,7 @@ from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics import tree, tree_linear
+from tp_invariant_recipes.numerics.mesh import VirtualMesh
 
 SHARDS, SIZES = 8, (2, 4)
 TOKENS, FEATURES, DEPTH = 24, 5, 32
@@ -67,6 +68,31 @@ def test_blocks_have_the_bits_of_one_piece(size, nodes):
 def test_another_block_or_order_has_other_bits(size, wrong):
     """The control. Of two ranks any order has the same bits."""
     assert differing(size, 2, **wrong) == [*range(size)]
+
+
+def test_a_block_is_on_its_way_while_the_next_is_computed(monkeypatch):
+    """Of four ranks, rank 1."""
+    happened = []
+
+    def exchange(arriving, leaving, received, sent, *, group, async_op):
+        assert async_op
+        assert len(arriving) == len(leaving) == sum(received) == sum(sent)
+        happened.append(("to", sent.index(TOKENS // 4), "from", received.index(TOKENS // 4)))
+
+    def node(tokens, out):
+        happened.append(("compute", tokens.start // len(out)))
+
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    tree.start_reduce_scatter_in_blocks(node, TOKENS, FEATURES, VirtualMesh(SHARDS, 4, 1), torch.device("cpu"))
+    assert happened == [
+        ("compute", 2),
+        ("to", 2, "from", 0),
+        ("compute", 3),
+        ("to", 3, "from", 3),
+        ("compute", 0),
+        ("to", 0, "from", 2),
+        ("compute", 1),
+    ]
 
 
 def test_tokens_that_the_ranks_do_not_divide_are_refused():
