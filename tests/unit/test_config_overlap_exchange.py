@@ -13,18 +13,13 @@ from tp_invariant_recipes.workflows import bench
 KEY = "numerics.overlap_exchange"
 ASKED = f"{KEY}=true"
 ON_CPU = f"{ASKED}: on a CPU nothing is exchanged beside a product; {KEY}=false, or device=gpu"
+IN_NO_MODE = f"{ASKED}: numerics={{}} has no such exchange; {KEY}=false, or numerics=tree or numerics=portable"
 # mode, device -> the only problem of a run; None: there is none.
 RUNS = {
     ("tree", "gpu"): None,
     ("portable", "gpu"): None,
-    (
-        "stock",
-        "gpu",
-    ): f"{ASKED}: numerics=stock has no such exchange; {KEY}=false, or numerics=tree or numerics=portable",
-    (
-        "gather",
-        "gpu",
-    ): f"{ASKED}: numerics=gather has no such exchange; {KEY}=false, or numerics=tree or numerics=portable",
+    ("stock", "gpu"): IN_NO_MODE.format("stock"),
+    ("gather", "gpu"): IN_NO_MODE.format("gather"),
     ("tree", "cpu"): ON_CPU,
     ("portable", "cpu"): ON_CPU,
 }

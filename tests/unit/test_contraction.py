@@ -85,7 +85,7 @@ def test_several_at_once_have_the_bits_of_one_by_one(use, shards, segments):
     assert [shards for shards, _, _ in launches] == cuts
     assert [to for _, to, _ in launches] == [nodes[place].data_ptr() for place in places]
     assert [add for _, _, add in launches] == [place in places[:n] for n, place in enumerate(places)]
-    separate = contraction._one_by_one(a, b, mesh, sizes, product)
+    separate = contraction._one_by_one(a, b, mesh, sizes, product, None)
     assert same_bits(whole(nodes), whole(separate))
     exact = a.double() @ b.double()
     torch.testing.assert_close(whole(nodes).double(), exact, rtol=1e-4, atol=1e-4)
@@ -189,7 +189,7 @@ def test_a_wrong_kernel_is_refused_and_changes_nothing(use, wrong):
     nodes = contraction.nodes(a, b, mesh, sizes, product)
     assert launches
     assert list(contraction.shown().values()) == [False]
-    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, product))
+    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, product, None))
     # The control: without the trial, the same kernel gives other bits.
     contraction._restarting_is_right = dict.fromkeys(contraction.shown(), True)
     assert not same_bits(whole(contraction.nodes(a, b, mesh, sizes, product)), whole(nodes))

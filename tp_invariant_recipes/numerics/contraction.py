@@ -27,6 +27,8 @@ TRITON = ("3.6.",)  # versions whose Gluon, which Triton calls experimental, is 
 # smaller ones a launch costs more than it saves where the host is the limit, unless a CUDA graph makes it.
 WORTH = 2**35
 
+Segments = tuple[int, ...]  # the size of each
+
 # kind of sum -> whether the restarting product had the bits of fixed tiles.
 _restarting_is_right: dict[tuple[Any, ...], bool] = {}
 
@@ -37,7 +39,7 @@ def shown() -> dict[tuple[Any, ...], bool]:
 
 
 def node(
-    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: tuple[int, ...], product: Callable[..., Tensor], out: Tensor
+    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor], out: Tensor
 ) -> Tensor:
     """The sum of all `nodes`, in tree order, in `out`: [tokens, features] fp32 without gaps."""
     found = nodes(a, b, mesh, segments, product, out)
@@ -48,7 +50,7 @@ def nodes(
     a: Tensor,
     b: Tensor,
     mesh: VirtualMesh,
-    segments: tuple[int, ...],
+    segments: Segments,
     product: Callable[..., Tensor],
     only: Tensor | None = None,
 ) -> Tensor:
@@ -68,12 +70,7 @@ def nodes(
 
 
 def _one_by_one(
-    a: Tensor,
-    b: Tensor,
-    mesh: VirtualMesh,
-    segments: tuple[int, ...],
-    product: Callable[..., Tensor],
-    only: Tensor | None = None,
+    a: Tensor, b: Tensor, mesh: VirtualMesh, segments: Segments, product: Callable[..., Tensor], only: Tensor | None
 ) -> Tensor:
     # A term of several segments is a sum itself and needs a place of its own.
     width = 1 if len(segments) > 1 else min(2, mesh.local)
@@ -90,7 +87,7 @@ def _one_by_one(
     return nodes
 
 
-def _at_once(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...], only: Tensor | None) -> Tensor | None:
+def _at_once(a: Tensor, b: Tensor, shards: int, segments: Segments, only: Tensor | None) -> Tensor | None:
     """The nodes by the restarting product; None: it does not take the operands, or has not been found right.
 
     Its rows do not depend on each other, so tokens of several context shards share a launch.
