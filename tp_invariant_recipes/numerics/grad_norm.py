@@ -20,6 +20,7 @@ that of the square root to fp32.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels import grad_norm as kernels
+from tp_invariant_recipes.numerics.pending_norm import PendingNorm, pending
 
 INFINITE = 0x7F800000  # the bits of inf; the bits of any NaN, without the sign, are larger
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,16 +52,17 @@ def get_grad_norm_fp32(
 
 
 @torch.no_grad()
-def chained_grad_norm(self: Any) -> float:
+def chained_grad_norm(self: Any) -> PendingNorm | float:
     """Replaces ChainedOptimizer.get_grad_norm: one norm of the gradients of all its optimizers.
 
     With experts there are two optimizers, each with its own group of ranks; the layout decides each one's parameters.
+    returns: in the step of numerics/pending_norm.py a norm that is read when it is used.
     """
     chained = self.chained_optimizers
     parts = [
         _as_megatron_means(one.get_grads_for_grad_norm(), 2, one.get_grad_stats_parallel_group()) for one in chained
     ]
-    return _exact_norm(parts, _known[-1] if len(chained) == 1 and _known else None)
+    return pending(_exact_norm(parts, _known[-1] if len(chained) == 1 and _known else None))
 
 
 _known: list[Tensor] = []
@@ -138,12 +141,14 @@ def exact_grad_norm(grads: Sequence[Tensor], groups: Iterable[Any] = (), known: 
     known:  this rank's largest magnitude, if it is already known.
     returns: nan if there is a NaN anywhere, else inf if there is an infinity or the norm is beyond fp32.
     """
-    return _exact_norm([(grads, list(groups))], known)
+    return _exact_norm([(grads, list(groups))], known)()
 
 
 @outside_modes
-def _exact_norm(parts: Sequence[tuple[Sequence[Tensor], list[Any]]], known: Tensor | None = None) -> float:
-    """The norm of gradients in several parts, each with the groups to sum it over."""
+def _exact_norm(
+    parts: Sequence[tuple[Sequence[Tensor], list[Any]]], known: Tensor | None = None
+) -> Callable[[], float]:
+    """Start the norm of gradients in several parts, each with the groups to sum it over; the result waits for it."""
     for grad in (grad for grads, _ in parts for grad in grads):
         if grad.dtype not in DTYPES:
             raise TypeError(f"a gradient of {grad.dtype}; the exact norm is for fp32, bf16 and fp16")
@@ -166,7 +171,13 @@ def _exact_norm(parts: Sequence[tuple[Sequence[Tensor], list[Any]]], known: Tens
             dist.all_reduce(limbs, op=dist.ReduceOp.SUM, group=group)
         total += limbs
 
-    bits, *places = torch.cat((largest.view(1), total)).tolist()
+    return partial(_read, torch.cat((largest.view(1), total)))
+
+
+@outside_modes
+def _read(found: Tensor) -> float:
+    """The norm. found: the bits of the largest magnitude, and the limbs of the sum."""
+    bits, *places = found.tolist()
     if bits >= INFINITE:
         return math.nan if bits > INFINITE else math.inf
     whole = sum(part << (kernels.LIMB * place) for place, part in enumerate(places))

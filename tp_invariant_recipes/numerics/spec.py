@@ -144,6 +144,11 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
             _chained_norm(numerics["grad_norm"]),
             "the norms of experts and of all else are rounded before they are put together",
         ),
+        Replacement(
+            "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
+            lambda original: _named("pending_norm:reading_late")(original),
+            "the exact norm is a number, and the GPU would wait for it while the host collects the gradients to clip",
+        ),
         *_data_parallel(numerics.get("data_shards"), numerics.get("context_shards") or 1),
         *_context_parallel(numerics.get("context_shards") or 1),
     ]
