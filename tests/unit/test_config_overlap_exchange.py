@@ -55,7 +55,7 @@ def test_runs_with_and_without_it_are_comparable():
 @pytest.mark.parametrize("overrides, given", (([], False), ([ASKED], True)))
 def test_the_layers_configuration_has_it(overrides, given):
     provider = SimpleNamespace(context_parallel_size=1)
-    config = compose("qwen3_toy", [*overrides], device="gpu").config
+    config = compose("qwen3_toy", overrides, device="gpu").config
     provider.register_pre_wrap_hook = lambda hook: None
     container._numerics(provider, config)
     assert provider.overlap_exchange is given

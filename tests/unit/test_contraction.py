@@ -307,7 +307,7 @@ def test_the_binary_adds_whole_pieces_and_nothing_else(pieces, transposed, add):
     assert len(found) - products == found.count("add.f32") == (pieces - 1 + add) * NUMBERS
     assert binary.metadata.shared <= 227 * 1024
     granted = [int(n) for n in re.findall(r"setmaxnreg\.\S+\s+(\d+)", binary.asm["ptx"])]
-    assert max(granted) + kernel.SECOND.value + kernel.COPYING.value <= 3 * 168
+    assert max(granted) + kernel.SECOND_REGISTERS.value + kernel.COPYING_REGISTERS.value <= 3 * 168
 
 
 def compiled(pieces, transposed, add):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 LIMIT = 60.0  # seconds that the forked process gets to use a GPU
 # Set after the import: the first two by the launcher, and a rank reads them by itself (training/rank.py), as Gloo does;
-# the others by scikit-learn, which transformers may import late, for an OpenMP that this process has loaded.
+# the others by scikit-learn, which transformers may import late. A forked rank has what they are for: OpenMP, loaded.
 SET_LATER = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 
 

@@ -24,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 CHUNK = 1 << 16  # elements of one program of a kernel; also of plain torch on a CPU at a time, for its cache
-# Elements that a program reads at a time, and its warps, for each kernel: the fastest of some twenty on an H200.
+# Elements that a program of each kernel reads at a time, and its warps. With these both read 4.3 TB/s on an H200. With
+# the first pair the second kernel reads 3.4 TB/s.
 LARGEST_BLOCK, LARGEST_WARPS = 2048, 8
 SQUARES_BLOCK, SQUARES_WARPS = 512, 4
 PIECE = 1 << 24  # elements at a time in plain torch on a GPU: about six temporaries of 8 bytes each

@@ -46,7 +46,7 @@ GROUP = 8  # rows of tiles computed together, so that b's tiles stay in the cach
 WARPS = 4  # of a group that multiplies
 # A thread's registers in the second group and in the warp that copies. The first group gets 256: together at most 504,
 # the 168 of the launch for three groups; a kernel that asked for more would wait for them for ever.
-SECOND, COPYING = gl.constexpr(216), gl.constexpr(24)
+SECOND_REGISTERS, COPYING_REGISTERS = gl.constexpr(216), gl.constexpr(24)
 COLUMNS = 4  # of `out`, a multiple of them: rows of 16 bytes
 
 
@@ -314,5 +314,5 @@ def _restarting_product(
             )),
         ],
         [4, 1],  # warps of the second group, and the one that copies
-        [SECOND, COPYING],  # their registers
+        [SECOND_REGISTERS, COPYING_REGISTERS],
     )  # fmt: skip
