@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 
 def on_ranks(size: int, shards: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:

@@ -44,7 +44,8 @@ def _wrong_order(faulty):
     def act(module, on):
         import torch.distributed as dist
 
-        from tp_invariant_recipes.numerics import tree, tree_linear
+        from tp_invariant_recipes.numerics import tree_linear
+        from tp_invariant_recipes.numerics.sums import tree
 
         if not faulty(module.config):
             return

@@ -191,7 +191,8 @@ def _stock_weights() -> None:
 def _adding_in_rank_order() -> None:
     import torch.distributed as dist
 
-    from tp_invariant_recipes.numerics import tree, tree_linear
+    from tp_invariant_recipes.numerics import tree_linear
+    from tp_invariant_recipes.numerics.sums import tree
 
     def start(partials, mesh):
         node = tree.tree_sum(partials)

@@ -104,8 +104,8 @@ def _stock_over_cp() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from tp_invariant_recipes.config import layout
-    from tp_invariant_recipes.numerics import context_shards
     from tp_invariant_recipes.numerics.head_exchange import HeadExchange
+    from tp_invariant_recipes.numerics.sums import context_shards
 
     def of_a_rank(whole, dim, group):
         return whole[context_shards.positions(len(whole), group.size(), group.size(), group.rank())]
@@ -156,7 +156,7 @@ def _replaced(target: str):
 def _added_by_the_library() -> None:
     import torch.distributed as dist
 
-    from tp_invariant_recipes.numerics import bucket_reduction
+    from tp_invariant_recipes.numerics.sums import bucket_reduction
 
     def all_reduce(partials, group, cp, copies=1):
         for other in partials[1:]:
@@ -180,7 +180,7 @@ def _one_product_of_all_shards() -> None:
 
 def _norms_of_all_shards() -> None:
     """Let a norm's weight gradient be one tree over all chunks, all of it in the first context shard's place."""
-    from tp_invariant_recipes.numerics import partial_gradient
+    from tp_invariant_recipes.numerics.sums import partial_gradient
 
     original = partial_gradient._total
 

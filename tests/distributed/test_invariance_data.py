@@ -110,14 +110,14 @@ def _in_the_library() -> None:
     """Let the collectives add."""
     import torch.distributed as dist
 
-    from tp_invariant_recipes.numerics import bucket_reduction
+    from tp_invariant_recipes.numerics.sums import bucket_reduction
 
     bucket_reduction.all_reduce = lambda partials, group, cp, copies=1: dist.all_reduce(partials[0], group=group)
 
 
 def _one_after_the_other() -> None:
     """Let a rank add its shards in order, without a tree."""
-    from tp_invariant_recipes.numerics import data_shards
+    from tp_invariant_recipes.numerics.sums import data_shards
 
     original = data_shards.ShardCounter.__init__
     data_shards.ShardCounter.__init__ = lambda self, shards, each, gradients: original(

@@ -26,7 +26,7 @@ def _one(square: int, exponent: int) -> float:
 
 def _leave_another_norm() -> None:
     """A training leaves behind that every gradient norm is one."""
-    from tp_invariant_recipes.numerics import grad_norm
+    from tp_invariant_recipes.numerics.sums import grad_norm
     from tp_invariant_recipes.training.digests import Digests
 
     _note_process()

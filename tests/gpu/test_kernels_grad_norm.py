@@ -10,8 +10,8 @@ from tests.distributed.ranks import same_bits
 from tests.unit.test_grad_norm import kernel_cases, spread
 from tp_invariant_recipes.kernels import grad_norm as kernels
 from tp_invariant_recipes.numerics import init
-from tp_invariant_recipes.numerics.grad_norm import exact_grad_norm
 from tp_invariant_recipes.numerics.init import normal
+from tp_invariant_recipes.numerics.sums.grad_norm import exact_grad_norm
 
 pytestmark = pytest.mark.gpu
 

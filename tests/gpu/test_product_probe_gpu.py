@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tp_invariant_recipes.numerics import cublas_product, defined_product
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.probe_operands import cancelling
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.tree_linear import column_parallel, row_parallel
 
 pytestmark = [

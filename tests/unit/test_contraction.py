@@ -20,7 +20,7 @@ from tp_invariant_recipes.kernels import restarting_product as kernel
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.kernels.restarting_product import Cut
 from tp_invariant_recipes.numerics import contraction, cublas_product
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 PIECE = 16
 # shards of a rank, segments -> the shards of each launch, and the node that it adds to.

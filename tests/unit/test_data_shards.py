@@ -8,10 +8,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics import data_parallel, data_shards, embedding, tree_linear
-from tp_invariant_recipes.numerics.data_shards import ShardCounter
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.weight_gradient import CONTEXTS, LEAF
+from tp_invariant_recipes.numerics import data_parallel, embedding, tree_linear
+from tp_invariant_recipes.numerics.sums import data_shards
+from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.weight_gradient import CONTEXTS, LEAF
 
 EACH = 3  # micro-batches of a shard
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.kernels import grad_norm as kernels
-from tp_invariant_recipes.numerics import grad_norm
-from tp_invariant_recipes.numerics.grad_norm import (
+from tp_invariant_recipes.numerics.sums import grad_norm
+from tp_invariant_recipes.numerics.sums.grad_norm import (
     clip_by_powers_of_two,
     exact_grad_norm,
     fp64_grad_norm,

@@ -57,7 +57,7 @@ def leave_a_function(run_dir: RunDir, info: RankInfo) -> None:
 
 
 def leave_an_item(run_dir: RunDir, info: RankInfo) -> None:
-    from tp_invariant_recipes.numerics import partial_gradient
+    from tp_invariant_recipes.numerics.sums import partial_gradient
 
     note(run_dir, info)
     partial_gradient._waiting[7] = []
@@ -87,7 +87,7 @@ def stopped(run_dir: RunDir, info: RankInfo) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def imported() -> Iterator[None]:
     """In this process, so that the forked ranks need not; nor do they look for garbage among it, which copies it."""
-    from tp_invariant_recipes.numerics import partial_gradient  # noqa: F401 -- has state to compare with
+    from tp_invariant_recipes.numerics.sums import partial_gradient  # noqa: F401 -- has state to compare with
 
     process_state.ProcessState()
     gc.freeze()
@@ -150,7 +150,7 @@ class ImportsToAnswer(dict):
 
 
 def test_the_state_is_read_without_asking_a_table_that_imports_to_answer(monkeypatch):
-    from tp_invariant_recipes.numerics import partial_gradient
+    from tp_invariant_recipes.numerics.sums import partial_gradient
 
     table = ImportsToAnswer(one=1)
     monkeypatch.setattr(partial_gradient, "TABLE", table, raising=False)
@@ -165,7 +165,7 @@ def test_the_state_is_read_without_asking_a_table_that_imports_to_answer(monkeyp
     (
         (leave_a_function, "megatron.core.parallel_state:get_tensor_model_parallel_rank"),
         pytest.param(
-            leave_an_item, "tp_invariant_recipes.numerics.partial_gradient:_waiting", marks=pytest.mark.release
+            leave_an_item, "tp_invariant_recipes.numerics.sums.partial_gradient:_waiting", marks=pytest.mark.release
         ),
         pytest.param(
             leave_an_attribute_of_a_class,

@@ -205,7 +205,7 @@ def _summed(config: RunConfig, at: Layout, dense: int, experts: int) -> int:
     """Numbers of gradients of a rank: what backward passes add to.
 
     For each context shard that a rank has there are as many, and for each doubling from dp to D as many again, less the
-    first where a data shard is one sequence (numerics/data_shards.py).
+    first where a data shard is one sequence (sums/data_shards.py).
     """
     shards = config.numerics.data_shards
     if shards is None:
@@ -289,7 +289,7 @@ def _working(
             trial = max(trial, 2 * logits * batch.element + 3 * largest * FP32)
     standing = 0
     if batch.tree:
-        standing = matrix  # numerics/weight_gradient.py: autograd sees it in place of the gradient in Megatron's buffer
+        standing = matrix  # sums/weight_gradient.py: autograd sees it in place of the gradient in Megatron's buffer
     elif batch.slice < batch.tokens:
         standing = hidden * batch.element  # Megatron's output layer gathers its input into a buffer that stays
     working = max(moments) + standing

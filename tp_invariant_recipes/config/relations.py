@@ -25,7 +25,7 @@ _LOGGER_FIELDS = (
 # Kernels of GPUs read rows of 16 bytes, 8 numbers in bf16.
 WIDTH = 8
 
-# Modes of numerics whose ranks exchange nodes (numerics/tree.py).
+# Modes of numerics whose ranks exchange nodes (sums/tree.py).
 EXCHANGING = ("tree", "portable")
 
 # What every run would replace without a word, and what to do instead.

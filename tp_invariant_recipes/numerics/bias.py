@@ -9,9 +9,9 @@ from torch import Tensor
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.partial_gradient import reduce_weight_gradient
-from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
+from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
 
 def column_bias(y: Tensor, bias: Tensor, contexts: int = 1) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run does otherwise with context shards (numerics/context_shards.py): the tokens that a rank has of a sequence,
+"""What a run does otherwise with context shards (sums/context_shards.py): the tokens that a rank has of a sequence,
 their rotary positions, and their loss.
 
 Megatron divides the loss of a rank's tokens by their number, so that tokens count by the rank that has them. Here the
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics import context_shards
-from tp_invariant_recipes.numerics.tree import tree_sum
+from tp_invariant_recipes.numerics.sums import context_shards
+from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
 
 def batch_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., Any]:

@@ -18,8 +18,8 @@ from torch import Tensor
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics import cublas_product
-from tp_invariant_recipes.numerics.context_shards import each_context
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.context_shards import each_context
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 TRITON = ("3.6.",)  # versions whose Gluon, which Triton calls experimental, is known to compile the kernel
 

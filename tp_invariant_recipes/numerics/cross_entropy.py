@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.cross_entropy import softmax_gradient, sum_of_exponentials
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.tree import tree_all_reduce
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 
 
 class Kernels(NamedTuple):

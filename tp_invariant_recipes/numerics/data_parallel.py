@@ -1,8 +1,8 @@
 """Megatron's DistributedDataParallel with one order of additions for every number of data-parallel ranks.
 
-A step's gradient is a tree over C context shards (numerics/context_shards.py), and each of these a tree over D data
-shards (numerics/data_shards.py). cp and dp decide only which rank computes which shards: a rank adds up its own, and
-the ranks' sums are added by the same tree (numerics/bucket_reduction.py).
+A step's gradient is a tree over C context shards (sums/context_shards.py), and each of these a tree over D data
+shards (sums/data_shards.py). cp and dp decide only which rank computes which shards: a rank adds up its own, and
+the ranks' sums are added by the same tree (sums/bucket_reduction.py).
 
     a micro-batch's backward pass ends    ShardCounter.end_micro_batch, beside the next forward pass
     a bucket's gradients are complete     _complete: norm weights, then the rank's shards, then what experts have of
@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics import bucket_reduction, data_shards, experts, partial_gradient
-from tp_invariant_recipes.numerics.data_shards import ShardCounter
-from tp_invariant_recipes.numerics.weight_gradient import CONTEXTS, LEAF
+from tp_invariant_recipes.numerics import experts
+from tp_invariant_recipes.numerics.sums import bucket_reduction, data_shards, partial_gradient
+from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
+from tp_invariant_recipes.numerics.sums.weight_gradient import CONTEXTS, LEAF
 
 _touched: dict[int, Any] = {}  # models that a backward pass has gradients for
 _streams: dict[Any, Any] = {}  # device -> the stream of its reductions

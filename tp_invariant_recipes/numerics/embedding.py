@@ -3,7 +3,7 @@
 A row of the weight gradient is the sum of its tokens' gradients, one after the other in fp32: the micro-batches in
 their order, and in each the tokens as [batch, sequence] has them. A rank adds to its own rows only, so tp does not
 matter. torch would add the tokens of a micro-batch in bf16. Where a micro-batch is a leaf of the tree over data shards
-(numerics/data_shards.py), its tokens are added up before their sum is added to other leaves.
+(sums/data_shards.py), its tokens are added up before their sum is added to other leaves.
 
 Where the output layer has the same weight (tied embeddings), the gradient is
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.row_add import add_rows
-from tp_invariant_recipes.numerics.weight_gradient import is_leaf, weight_gradient
+from tp_invariant_recipes.numerics.sums.weight_gradient import is_leaf, weight_gradient
 
 
 def lookup(weight: Tensor, ids: Tensor, elsewhere: Tensor | None, contexts: int = 1) -> Tensor:

@@ -17,9 +17,9 @@ from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.kernels.weighted_activation import weighted_activation, weighted_activation_backward
 from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics.sums.tree import tree_sum
+from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
 from tp_invariant_recipes.numerics.token_dispatcher import Batches
-from tp_invariant_recipes.numerics.tree import tree_sum
-from tp_invariant_recipes.numerics.weight_gradient import added_to_main_grad, gradients_of
 
 Weights = Sequence[Tensor]
 

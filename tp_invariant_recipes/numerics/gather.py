@@ -23,10 +23,10 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.shard_operands import Parts
-from tp_invariant_recipes.numerics.tree import Moving, all_gather, start_all_gather, start_all_to_all
-from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.tree import Moving, all_gather, start_all_gather, start_all_to_all
+from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
 
 def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool) -> Tensor:

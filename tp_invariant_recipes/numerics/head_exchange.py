@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
-from tp_invariant_recipes.numerics import context_shards
+from tp_invariant_recipes.numerics.sums import context_shards
 
 
 @dataclass(frozen=True)

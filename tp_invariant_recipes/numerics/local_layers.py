@@ -11,10 +11,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.core_attention import CoreAttention, Mask
 from tp_invariant_recipes.numerics.embedding import lookup
 from tp_invariant_recipes.numerics.layers import ColumnForward, HeadNormForward, NormForward, RowForward, segments_of
+from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 
 
 class InvariantColumnParallelLinear(ColumnForward, ColumnParallelLinear):

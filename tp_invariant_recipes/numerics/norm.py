@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.rms_norm import rms_norm_backward, rms_norm_forward
-from tp_invariant_recipes.numerics.context_shards import each_context
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.partial_gradient import reduce_weight_gradient
+from tp_invariant_recipes.numerics.sums.context_shards import each_context
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
 
 
 class NormShards(Enum):

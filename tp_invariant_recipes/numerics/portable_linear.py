@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from tp_invariant_recipes.numerics import defined_product, tree_linear
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.shard_operands import Parts
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 DEFINED = tree_linear.Products(defined_product.product, defined_product.partials)
 

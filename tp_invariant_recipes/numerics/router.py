@@ -18,10 +18,10 @@ from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.layers import OnMesh
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.partial_gradient import reduce_weight_gradient
 from tp_invariant_recipes.numerics.product import product
-from tp_invariant_recipes.numerics.tree import tree_all_reduce
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
+from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 
 DTYPES = {None: None, "fp32": torch.float32}
 

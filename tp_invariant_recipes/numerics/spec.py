@@ -61,7 +61,7 @@ PORTABLE = {
 # Classes that read the weights of modules below them, which then never run.
 READ_BELOW = ("SequentialMLP", "TEGroupedMLP", "MambaMixer", "ParallelLinearAdapter")
 # numerics.grad_norm -> the replacement of Megatron's get_grad_norm_fp32.
-NORMS = {"exact": "grad_norm:get_grad_norm_fp32", "fp64": "grad_norm:fp64_grad_norm"}
+NORMS = {"exact": "sums.grad_norm:get_grad_norm_fp32", "fp64": "sums.grad_norm:fp64_grad_norm"}
 _NORM_WHY = "a sum of squares depends on how parameters are sharded"
 
 
@@ -146,7 +146,7 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
         ),
         Replacement(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
-            lambda original: _named("pending_norm:reading_late")(original),
+            lambda original: _named("sums.pending_norm:reading_late")(original),
             "the exact norm is a number, and the GPU would wait for it while the host collects the gradients to clip",
         ),
         *_data_parallel(numerics.get("data_shards"), numerics.get("context_shards") or 1),
@@ -164,7 +164,7 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
         rows.append(
             Replacement(
                 "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
-                lambda original: _named("grad_norm:clip_by_powers_of_two")(original),
+                lambda original: _named("sums.grad_norm:clip_by_powers_of_two")(original),
                 "numerics.clip_rounding=pow2: scaling by a power of two is exact",
             )
         )
@@ -251,7 +251,7 @@ def _data_parallel(shards: int | None, contexts: int) -> tuple[Replacement, ...]
         (f"{schedules}:forward_step_calc_loss", "data_parallel:divided_by_all_ranks", "dp changes no rounding", ()),
         (
             "megatron.bridge.training.train:get_forward_backward_func",
-            "step_values:losses_summed",
+            "sums.step_values:losses_summed",
             "the loss is a sum over micro-batches and ranks",
             (shards, contexts),
         ),
@@ -261,8 +261,8 @@ def _data_parallel(shards: int | None, contexts: int) -> tuple[Replacement, ...]
             "which sequences a shard has must not depend on dp",
             (),
         ),
-        (f"{metrics}.record", "step_values:metrics_kept_apart", "router statistics are sums too", ()),
-        (f"{metrics}._sync_metrics", "step_values:metrics_summed", "router statistics are sums too", (shards,)),
+        (f"{metrics}.record", "sums.step_values:metrics_kept_apart", "router statistics are sums too", ()),
+        (f"{metrics}._sync_metrics", "sums.step_values:metrics_summed", "router statistics are sums too", (shards,)),
     )
     return tuple(
         Replacement(target, partial(_made, ours, more), why)
@@ -281,7 +281,7 @@ def _hybrid_norm(original: Any) -> Any:
 
 
 def _chained_norm(grad_norm: str) -> Callable[[Any], Any]:
-    return lambda original: _named("grad_norm:chained_grad_norm") if grad_norm == "exact" else original
+    return lambda original: _named("sums.grad_norm:chained_grad_norm") if grad_norm == "exact" else original
 
 
 def _built_by_name(name: str, substitute: str) -> Replacement:
@@ -292,7 +292,7 @@ def _built_by_name(name: str, substitute: str) -> Replacement:
 def _cross_entropy(shards: int, mode: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
         from tp_invariant_recipes.numerics.cross_entropy import kernels_of, vocab_parallel_cross_entropy
-        from tp_invariant_recipes.numerics.mesh import VirtualMesh
+        from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
         def loss(logits, target, label_smoothing: float = 0.0, tp_group=None):
             if label_smoothing:

@@ -11,7 +11,7 @@ or have the sizes that it lists (Mamba's z, x, B, C and dt).
 On a GPU the lowest levels of the tree cost little (numerics/contraction.py): one launch adds up to four products, or a
 product itself adds that of a segment or of the right neighbour to the output, and rounds as a separate addition would.
 
-Where a rank holds the tokens of several context shards (numerics/context_shards.py), each is a product of its own: sums
+Where a rank holds the tokens of several context shards (sums/context_shards.py), each is a product of its own: sums
 over tokens are trees over these shards, and on a CPU a product's bits depend on the number of its rows.
 
 With `mesh.in_blocks` the forward pass of a row-parallel layer computes its tokens in t blocks, and sends each under the
@@ -27,18 +27,18 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.numerics import contraction, cpu_product
-from tp_invariant_recipes.numerics.context_shards import each_context
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.product import product
 from tp_invariant_recipes.numerics.shard_operands import Parts
-from tp_invariant_recipes.numerics.tree import (
+from tp_invariant_recipes.numerics.sums.context_shards import each_context
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.tree import (
     Reducing,
     all_gather,
     start_all_gather,
     start_reduce_scatter,
     start_reduce_scatter_in_blocks,
 )
-from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
+from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
 
 @dataclass(frozen=True)

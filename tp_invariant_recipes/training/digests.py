@@ -39,7 +39,7 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import COPIED, LANES, WITH_MAGNITUDE, Lanes
 from tp_invariant_recipes.ledger.digests import Parameter, digest_texts, in_order, start_lanes
 from tp_invariant_recipes.ledger.lines import COPIES
-from tp_invariant_recipes.numerics import grad_norm
+from tp_invariant_recipes.numerics.sums import grad_norm
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
 from tp_invariant_recipes.training.optimizer_state import STEP, OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep

@@ -38,7 +38,7 @@ class Site:
     samples:           of a micro-batch.
     sampler:           dataset.dataloader_type, or CONSECUTIVE.
     sequence_parallel: positions are split over the tensor-parallel ranks between their products.
-    context_shards:    C, into which sequences are cut; cp for stock numerics (numerics/context_shards.py).
+    context_shards:    C, into which sequences are cut; cp for stock numerics (sums/context_shards.py).
     """
 
     config: Any

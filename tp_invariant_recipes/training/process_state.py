@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tp_invariant_recipes.numerics import weight_gradient
+from tp_invariant_recipes.numerics.sums import weight_gradient
 
 PACKAGES = ("megatron.core", "megatron.bridge", "megatron.training", "tp_invariant_recipes")
 PLAIN = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
@@ -114,9 +114,9 @@ _LEFT = (
     ("tp_invariant_recipes.numerics.cpu_product", ("_together_is_right",)),
     ("tp_invariant_recipes.numerics.defined_product", ("_cublas_is_right",)),
     # Room and streams that are made where there are none.
-    ("tp_invariant_recipes.numerics.weight_gradient", ("_stand_ins",)),
+    ("tp_invariant_recipes.numerics.sums.weight_gradient", ("_stand_ins",)),
     ("tp_invariant_recipes.numerics.data_parallel", ("_streams",)),
-    ("tp_invariant_recipes.numerics.data_shards", ("_streams",)),
+    ("tp_invariant_recipes.numerics.sums.data_shards", ("_streams",)),
     ("megatron.core.tensor_parallel.random", ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")),
 )
 PUT_BACK = frozenset(f"{module}:{name}" for module, names in _LEFT for name in names)

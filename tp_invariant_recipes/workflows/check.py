@@ -126,8 +126,8 @@ def _computed(found: dict[str, Dumped], names: Names, kind: str, segments: int, 
     import torch
 
     from tp_invariant_recipes.numerics import portable_linear
-    from tp_invariant_recipes.numerics.mesh import VirtualMesh
-    from tp_invariant_recipes.numerics.tree import tree_sum
+    from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+    from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
     x, dy = (_tensor(found[name]) for name in names.operands)
     weight: Any = _tensor(found[names.weight]).requires_grad_()

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics import tree, tree_linear
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics import tree_linear
+from tp_invariant_recipes.numerics.sums import tree
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS, SIZES = 8, (2, 4)
 TOKENS, FEATURES, DEPTH = 24, 5, 32

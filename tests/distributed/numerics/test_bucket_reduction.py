@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics import bucket_reduction
+from tp_invariant_recipes.numerics.sums import bucket_reduction
 
 PIECES = (2**24, 16)  # all at once, and so few numbers that several pieces are on their way
 SIZES = (2, 4, pytest.param(8, marks=pytest.mark.release), pytest.param(16, marks=pytest.mark.release))

@@ -38,7 +38,7 @@ def _gradient(mesh, invariant, dtype, sequence_parallel, tied):
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
     from tp_invariant_recipes.numerics.local_layers import InvariantVocabParallelEmbedding
-    from tp_invariant_recipes.numerics.weight_gradient import added_to_main_grad
+    from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad
 
     kind = InvariantVocabParallelEmbedding if invariant else VocabParallelEmbedding
     config = _config(mesh.size, dtype, sequence_parallel)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 from tests.distributed.ranks import on_ranks
-from tp_invariant_recipes.numerics.grad_norm import clip_by_powers_of_two, exact_grad_norm, get_grad_norm_fp32
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.grad_norm import clip_by_powers_of_two, exact_grad_norm, get_grad_norm_fp32
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SIZES = (1, 2, 4)
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.distributed.ranks import on_ranks
 from tests.unit.test_init_weights import ALL, HIDDEN, QKV, VOCAB, initialised
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 BIASES = (
     ({"add_bias_linear": True, "normalization": "LayerNorm"}, ALL),

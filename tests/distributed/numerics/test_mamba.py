@@ -98,7 +98,7 @@ def _one_segment(mixer):
 
 
 def _one_shard_a_rank(mixer):
-    from tp_invariant_recipes.numerics.mesh import VirtualMesh
+    from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
     group = mixer.pg_collection.tp
     mixer.__dict__["mesh"] = VirtualMesh(group.size(), group.size(), group.rank())

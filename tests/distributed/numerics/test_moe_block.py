@@ -170,7 +170,7 @@ def _each_with_its_own_tokens():
 
 def _plain_router_gradient():
     from tp_invariant_recipes.numerics import router
-    from tp_invariant_recipes.numerics.weight_gradient import weight_gradient
+    from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
     def plain(weight, leaves, mesh, everywhere):
         local = leaves.sum((0, 1)).view(weight.shape)

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import on_ranks, same_bits
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.step_values import metrics_kept_apart, metrics_summed, summed
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.step_values import metrics_kept_apart, metrics_summed, summed
 
 SHARDS, EACH = 4, 3
 

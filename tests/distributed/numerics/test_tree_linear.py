@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.numerics import gather, tree_linear
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS = 8
 DEGREES = (1, 2, 4, 8)

@@ -1,6 +1,6 @@
 """Values of a step that are logged (loss, token counts, router statistics): summed by the tree that sums gradients.
 
-Each micro-batch has a value, or one for each context shard (numerics/context_shards.py). A data shard is the sum of its
+Each micro-batch has a value, or one for each context shard (sums/context_shards.py). A data shard is the sum of its
 micro-batches' values in order; the D shards are a tree, and a data-parallel rank has D/dp consecutive ones. With
 context shards each has such a tree, and their sums are a tree over C.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.tree import tree_all_reduce
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 
 @dataclass

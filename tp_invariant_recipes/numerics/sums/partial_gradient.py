@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.tree import all_gather, tree_sum
-from tp_invariant_recipes.numerics.weight_gradient import added_to_main_grad, gradients_of
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.tree import all_gather, tree_sum
+from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
 
 
 class _Waiting(NamedTuple):

@@ -1,9 +1,9 @@
 """Compute a weight gradient for autograd, or directly into Megatron's fp32 buffer.
 
-A rank that holds the tokens of several context shards (numerics/context_shards.py) has a gradient of each: the first in
+A rank that holds the tokens of several context shards (sums/context_shards.py) has a gradient of each: the first in
 `main_grad`, the others in `context_gradients`, which numerics/data_parallel.py gives a weight.
 
-Where a backward pass is a leaf of the tree over data shards (numerics/data_shards.py), it may add to each number of a
+Where a backward pass is a leaf of the tree over data shards (sums/data_shards.py), it may add to each number of a
 gradient only once, since (a + b) + c is not a + (b + c). Products, norms, biases and routers compute a whole gradient
 before they add it; the embedding's rows are added up first. A second use of a weight in the pass would be a second
 addition, and is an error.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.tree import tree_sum
+from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
 CONTEXTS = "context_gradients"  # attribute of a weight: gradients of the context shards after the first
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels import grad_norm as kernels
-from tp_invariant_recipes.numerics.pending_norm import PendingNorm, pending
+from tp_invariant_recipes.numerics.sums.pending_norm import PendingNorm, pending
 
 INFINITE = 0x7F800000  # the bits of inf; the bits of any NaN, without the sign, are larger
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -56,7 +56,7 @@ def chained_grad_norm(self: Any) -> PendingNorm | float:
     """Replaces ChainedOptimizer.get_grad_norm: one norm of the gradients of all its optimizers.
 
     With experts there are two optimizers, each with its own group of ranks; the layout decides each one's parameters.
-    returns: in the step of numerics/pending_norm.py a norm that is read when it is used.
+    returns: in the step of sums/pending_norm.py a norm that is read when it is used.
     """
     chained = self.chained_optimizers
     parts = [

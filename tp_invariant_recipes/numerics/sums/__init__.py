@@ -1,0 +1,1 @@
+"""Sums whose order is fixed: over virtual, data and context shards, buckets, and the gradient norm."""
