@@ -5,10 +5,11 @@ import torch
 
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.numerics import conformance, cublas_product, defined_product
-from tp_invariant_recipes.numerics.defined_product import FIXED_TILES, WAYS
-from tp_invariant_recipes.numerics.probe_operands import cancelling
-from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics import conformance
+from tp_invariant_recipes.numerics.products import cublas, defined
+from tp_invariant_recipes.numerics.products.defined import FIXED_TILES, WAYS
+from tp_invariant_recipes.numerics.products.probe import cancelling
+from tp_invariant_recipes.numerics.products.product import product
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +23,7 @@ TILES = [way for way in WAYS if way.device == "cuda" and "tiles" in way.name]
 
 @pytest.fixture(autouse=True)
 def _nothing_is_decided(monkeypatch):
-    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "_cublas_is_right", {})
 
 
 def whole(way, a, b):
@@ -53,9 +54,9 @@ def split_operands(dtype, m, k, n):
 def test_a_product_whose_k_cublas_splits_is_that_of_fixed_tiles(dtype, m, k, n):
     a, b = split_operands(dtype, m, k, n)
     found = product(a, b, torch.empty(m, n, device="cuda"))
-    assert list(defined_product.shown().values()) == [False]
+    assert list(defined.shown().values()) == [False]
     assert same_bits(found, whole(FIXED_TILES, a, b))
-    assert not same_bits(found, whole(defined_product.CUBLAS, a, b))  # the control
+    assert not same_bits(found, whole(defined.CUBLAS, a, b))  # the control
 
 
 # --- shards together and apart ---
@@ -103,7 +104,7 @@ def test_rows_and_columns_apart_have_the_bits_that_they_have_together(kind, dtyp
         in_place = there.clone()
         assert same_bits(product(x, y, in_place[where], add=add), together[where])
         assert same_bits(product(x.clone(), y.clone(), there[where].clone(), add=add), together[where])
-    decided = defined_product.shown()
+    decided = defined.shown()
     print(f"\n{kind}, {dtype}: {sum(decided.values())} of {len(decided)} kinds of product by cuBLAS")
     # An H200's cuBLAS adds products of fp32 to the output in another way.
     assert any(decided.values()) == ((kind, dtype) != ("weight gradient", FP32))
@@ -115,9 +116,9 @@ def test_those_of_cublas_alone_do_not(dtype):
     different = []
     for kind in KINDS:
         a, b, there, add = operands(kind, dtype)
-        together = cublas_product.launch(a, b, there.clone(), add)
+        together = cublas.launch(a, b, there.clone(), add)
         for x, y, where in pieces(a, b, there):
-            if not same_bits(cublas_product.launch(x, y, there[where].clone(), add), together[where].contiguous()):
+            if not same_bits(cublas.launch(x, y, there[where].clone(), add), together[where].contiguous()):
                 different.append(f"{kind} {[*x.shape]} @ {[*y.shape]}")
     print(f"\n{dtype}:", *different, sep="\n  ")
     assert different
@@ -136,9 +137,9 @@ def test_a_product_that_a_capture_meets_first_is_that_of_fixed_tiles(warm):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         product(a, b, out)
-    assert defined_product.shown() == {}
+    assert defined.shown() == {}
     assert not out.any()
     graph.replay()
     torch.cuda.synchronize()
     assert same_bits(out, whole(FIXED_TILES, a, b))
-    assert not same_bits(out, whole(defined_product.CUBLAS, a, b))  # the control
+    assert not same_bits(out, whole(defined.CUBLAS, a, b))  # the control

@@ -12,7 +12,7 @@ import torch
 from tests.gpu.side_by_side import Run, gpus_for, train
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.numerics.definition import product_version
+from tp_invariant_recipes.numerics.products.definition import product_version
 
 GPUS = torch.cuda.device_count()
 pytestmark = [

@@ -8,8 +8,8 @@ import torch
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels import cross_entropy, rms_norm, row_add, token_sum, tree_add
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.numerics import defined_product
-from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics.products import defined
+from tp_invariant_recipes.numerics.products.product import product
 
 pytestmark = [
     pytest.mark.gpu,
@@ -152,7 +152,7 @@ SHAPES = (
 @pytest.mark.parametrize("degree", (1, 2, 4))
 def test_product_of_slices_is_that_of_copies(monkeypatch, shape, degree, dtype):
     """Slices of operands and outputs that hold 4/degree shards; adding in place."""
-    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "_cublas_is_right", {})
     tokens, k, n = shape
     held = 4 // degree
     x, w = _random(tokens, held * k, dtype=dtype), _random(n, held * k, dtype=dtype)
@@ -167,19 +167,19 @@ def test_product_of_slices_is_that_of_copies(monkeypatch, shape, degree, dtype):
     product(x[:, first], w[:, first].t(), node)
     product(x[:, second], w[:, second].t(), node, add=True)
     assert same_bits(node, a + b)
-    decided = defined_product.shown()
+    decided = defined.shown()
     print(sum(decided.values()), "of", len(decided), "kinds of product by cuBLAS")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_trial_takes_cublas(monkeypatch, dtype):
     """For shards of a model, without gaps and not added to anything: a trial that always refuses fails here."""
-    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "_cublas_is_right", {})
     for tokens, k, n in SHAPES:
         x, w = _random(tokens, k, dtype=dtype), _random(n, k, dtype=dtype)
         for out in (torch.empty(tokens, n, dtype=dtype, device="cuda"), torch.empty(tokens, n, device="cuda")):
             product(x, w.t(), out)
-    decided = defined_product.shown()
+    decided = defined.shown()
     print(sum(decided.values()), "of", len(decided), "kinds of product by cuBLAS")
     assert len(decided) == len(SHAPES) * (1 if dtype == torch.float32 else 2)
     assert any(decided.values())
@@ -189,16 +189,16 @@ def test_the_trial_takes_cublas(monkeypatch, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_trial_refuses_another_order(monkeypatch, dtype):
     """A trial that always agrees fails here: the library adds two halves of k."""
-    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
-    whole = defined_product.CUBLAS.compute
+    monkeypatch.setattr(defined, "_cublas_is_right", {})
+    whole = defined.CUBLAS.compute
 
     def in_halves(a, b, out, add):
         half = a.shape[1] // 2
         whole(a[:, half:].contiguous(), b[half:].contiguous(), out, add)
         return whole(a[:, :half].contiguous(), b[:half].contiguous(), out, True)
 
-    monkeypatch.setattr(defined_product, "CUBLAS", replace(defined_product.CUBLAS, compute=in_halves))
+    monkeypatch.setattr(defined, "CUBLAS", replace(defined.CUBLAS, compute=in_halves))
     x, w, out = _random(128, 512, dtype=dtype), _random(96, 512, dtype=dtype), torch.empty(128, 96, device="cuda")
     product(x, w.t(), out)
-    assert set(defined_product.shown().values()) == {False}
+    assert set(defined.shown().values()) == {False}
     assert same_bits(out, fixed_tile_product(x, w.t(), torch.empty_like(out)))

@@ -11,7 +11,7 @@ from tp_invariant_recipes.kernels import causal_conv, group_norm
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics import mamba_parts
 from tp_invariant_recipes.numerics.init import place
-from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 pytestmark = [

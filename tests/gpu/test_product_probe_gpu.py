@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tp_invariant_recipes.numerics import cublas_product, defined_product
-from tp_invariant_recipes.numerics.probe_operands import cancelling
+from tp_invariant_recipes.numerics.products import cublas, defined
+from tp_invariant_recipes.numerics.products.probe import cancelling
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.tree_linear import column_parallel, row_parallel
 
@@ -35,8 +35,8 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_every_product_of_a_layer_holds_on_live_operands(monkeypatch, model, degree, tokens):
     """Forward, input and weight gradient with TPI_CHECK_PRODUCTS=1: random, wide and cancelling operands."""
-    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
-    monkeypatch.setattr(cublas_product, "checking", lambda: True)
+    monkeypatch.setattr(defined, "_cublas_is_right", {})
+    monkeypatch.setattr(cublas, "checking", lambda: True)
     shards, layers = MODELS[model]
     mesh = VirtualMesh(shards // degree, 1, 0)  # a rank of tp=degree, with nobody to talk to: only products count
     for layer, k, n, segments in layers:
@@ -49,7 +49,7 @@ def test_every_product_of_a_layer_holds_on_live_operands(monkeypatch, model, deg
             y = layer(x, weight, mesh, *((segments, False) if layer is COLUMN else (False,)))
             for _ in range(2):  # the second adds to the gradient of the first
                 y.backward(torch.randn_like(y), retain_graph=True)
-    decided = defined_product.shown()
+    decided = defined.shown()
     print(
         f"\n{model} tp={degree} {tokens} tokens: {sum(decided.values())} of {len(decided)} kinds of product by cuBLAS"
     )
@@ -84,13 +84,13 @@ def test_a_product_with_k_in_another_order_is_refused(monkeypatch, dtype):
         first, second = (a[:, :half], b[:half]), (a[:, half:], b[half:])
         total = torch.zeros(out.shape, device="cuda")
         for x, y in (first, second):
-            cublas_product.launch(x.contiguous(), y.contiguous(), total, True)
+            cublas.launch(x.contiguous(), y.contiguous(), total, True)
         return out.copy_(total + out.float() if add else total)
 
-    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
-    monkeypatch.setattr(defined_product, "CUBLAS", replace(defined_product.CUBLAS, compute=in_halves))
+    monkeypatch.setattr(defined, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "CUBLAS", replace(defined.CUBLAS, compute=in_halves))
     for shape in ((128, 16, 128), (2048, 1024, 384), (2048, 4096, 768)):
         m, k, n = shape
         a, b, out = torch.empty(m, k), torch.empty(k, n), torch.empty(m, n)
         a, b, out = (t.to("cuda", dtype) for t in (a, b, out))
-        assert not defined_product._right(a, b, out, False), shape
+        assert not defined._right(a, b, out, False), shape

@@ -8,9 +8,9 @@ import torch
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels import restarting_product as kernel
 from tp_invariant_recipes.kernels.restarting_product import Cut
-from tp_invariant_recipes.numerics import contraction
-from tp_invariant_recipes.numerics import product as products
-from tp_invariant_recipes.numerics.probe_operands import cancelling
+from tp_invariant_recipes.numerics.products import contraction
+from tp_invariant_recipes.numerics.products import product as products
+from tp_invariant_recipes.numerics.products.probe import cancelling
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -11,9 +11,9 @@ import torch
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics import attention as attentions
-from tp_invariant_recipes.numerics import cublas_product
 from tp_invariant_recipes.numerics.attention import TENSORS, Operands, attention
-from tp_invariant_recipes.numerics.probe_operands import cancelling_attention
+from tp_invariant_recipes.numerics.products import cublas
+from tp_invariant_recipes.numerics.products.probe import cancelling_attention
 
 DTYPES = (torch.bfloat16, torch.float32)
 SHARDS, HEADS, GROUPS, WIDTH = 4, 8, 4, 16
@@ -149,7 +149,7 @@ def test_an_honest_backend_is_launched_once(dtype, shards):
 
 def test_a_capture_computes_as_defined_what_was_not_tried_before(monkeypatch):
     core, made = Core(), operands(torch.float32)
-    monkeypatch.setattr(cublas_product, "capturing", lambda operand: True)
+    monkeypatch.setattr(cublas, "capturing", lambda operand: True)
     attention(core, *made[:3], None, SHARDS)
     assert core.launches == SHARDS
     assert attentions.shown() == {}

@@ -19,7 +19,7 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels import restarting_product as kernel
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.kernels.restarting_product import Cut
-from tp_invariant_recipes.numerics import contraction, cublas_product
+from tp_invariant_recipes.numerics.products import contraction, cublas
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 PIECE = 16
@@ -199,7 +199,7 @@ def test_a_capture_tries_nothing(use, monkeypatch):
     launches = use(kernel.in_order)
     a, b, sizes = operands(2, 1)
     mesh, capturing = VirtualMesh(2, 1, 0, graphs=True), True
-    monkeypatch.setattr(cublas_product, "capturing", lambda operand: capturing)
+    monkeypatch.setattr(cublas, "capturing", lambda operand: capturing)
     contraction.nodes(a, b, mesh, sizes, product)
     assert launches == []
     assert contraction.shown() == {}
@@ -218,12 +218,12 @@ def test_live_operands_are_checked_on_request(use, monkeypatch):
     use(wrong_with_large_numbers)
     a, b, sizes = operands(8, 1)
     mesh = VirtualMesh(8, 1, 0, graphs=True)
-    monkeypatch.setattr(cublas_product, "checking", lambda: True)
+    monkeypatch.setattr(cublas, "checking", lambda: True)
     contraction.nodes(a, b, mesh, sizes, product)
     message = r"TPI_CHECK_PRODUCTS=1: the sum of 4 products \[24, 128\] @ \[128, 20\] in one launch has other bits"
     with pytest.raises(RunError, match=message):
         contraction.nodes(a * 1000, b, mesh, sizes, product)
-    monkeypatch.setattr(cublas_product, "checking", lambda: False)
+    monkeypatch.setattr(cublas, "checking", lambda: False)
     contraction.nodes(a * 1000, b, mesh, sizes, product)  # the control: nobody asks
 
 

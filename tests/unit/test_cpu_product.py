@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import same_bits
-from tp_invariant_recipes.numerics import cpu_product
+from tp_invariant_recipes.numerics.products import cpu
 
 SHARDS = 8
 # Shapes of qwen3_toy's layers, then odd ones: single rows and columns, and what fills no vector.
@@ -19,12 +19,12 @@ COUNTS = (1, 2, 8)
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(cpu_product, "_together_is_right", {})
+    monkeypatch.setattr(cpu, "_together_is_right", {})
 
 
 def _alone(a, b):
     """By definition: one product, on operands without gaps."""
-    return torch.mm(cpu_product.without_gaps(a.float()), cpu_product.without_gaps(b.float()))
+    return torch.mm(cpu.without_gaps(a.float()), cpu.without_gaps(b.float()))
 
 
 def _random(*shape, dtype=torch.float32, seed=0, transposed=False):
@@ -40,7 +40,7 @@ def test_a_shard_of_columns_has_the_bits_it_has_alone(m, k, n):
     for shards in COUNTS:
         part = b[:, : shards * n]
         expected = torch.cat([_alone(a, y) for y in part.chunk(shards, 1)], 1)
-        assert same_bits(cpu_product.product(a, part, 1, shards), expected), shards
+        assert same_bits(cpu.product(a, part, 1, shards), expected), shards
 
 
 @pytest.mark.parametrize("m, k, n", SHAPES)
@@ -49,7 +49,7 @@ def test_a_shard_of_rows_has_the_bits_it_has_alone(m, k, n):
     for shards in COUNTS:
         part = a[: shards * m]
         expected = torch.cat([_alone(x, b) for x in part.chunk(shards)])
-        assert same_bits(cpu_product.product(part, b, shards, 1), expected), shards
+        assert same_bits(cpu.product(part, b, shards, 1), expected), shards
 
 
 @pytest.mark.parametrize("segments", (1, 2))
@@ -64,23 +64,23 @@ def test_a_shard_of_what_is_summed_has_the_bits_it_has_alone(m, k, n, segments):
             starts = [segment * size + shard * k for segment in range(segments)]
             first, *more = (_alone(a[:, at : at + k], b[at : at + k]) for at in starts)
             expected.append(first + more[0] if more else first)
-        assert same_bits(cpu_product.partials(a, b, shards, (size,) * segments), torch.stack(expected)), shards
+        assert same_bits(cpu.partials(a, b, shards, (size,) * segments), torch.stack(expected)), shards
 
 
 def test_bf16_is_multiplied_in_fp32():
     a, b = _random(128, 128, dtype=torch.bfloat16), _random(128, 384, dtype=torch.bfloat16, transposed=True)
     expected = torch.cat([_alone(a, y) for y in b.chunk(SHARDS, 1)], 1)
-    assert same_bits(cpu_product.product(a, b, 1, SHARDS), expected)
+    assert same_bits(cpu.product(a, b, 1, SHARDS), expected)
     expected = torch.stack([_alone(x, y) for x, y in zip(a.chunk(SHARDS, 1), b.chunk(SHARDS), strict=True)])
-    assert same_bits(cpu_product.partials(a, b, SHARDS, (128,)), expected)
+    assert same_bits(cpu.partials(a, b, SHARDS, (128,)), expected)
 
 
 def test_the_layers_of_a_model_are_multiplied_in_one_call():
     """Else this would be right and as slow as before."""
     a, b = _random(128, 128, dtype=torch.bfloat16), _random(128, 384, dtype=torch.bfloat16, transposed=True)
-    cpu_product.product(a, b, 1, SHARDS)
-    cpu_product.partials(a, b, SHARDS, (128,))
-    assert list(cpu_product.shown().values()) == [True, True]
+    cpu.product(a, b, 1, SHARDS)
+    cpu.partials(a, b, SHARDS, (128,))
+    assert list(cpu.shown().values()) == [True, True]
 
 
 def _in_another_order(a, b):
@@ -107,19 +107,19 @@ def _rounding_in_bf16(a, b):
 @pytest.mark.parametrize("m, k, n", ((16, 3, 16), (16, 16, 16), (128, 128, 384)))
 def test_what_has_other_bits_is_seen(m, k, n, other):
     a, b = _random(m, k), _random(k, n)
-    assert cpu_product.is_right(torch.mm, torch.mm, a, b)
-    assert not cpu_product.is_right(other, torch.mm, a, b)
+    assert cpu.is_right(torch.mm, torch.mm, a, b)
+    assert not cpu.is_right(other, torch.mm, a, b)
 
 
 def test_small_products_are_not_tried():
     a, b = _random(5, 40), _random(40, 8)
-    cpu_product.product(a, b, 1, 8)
-    assert list(cpu_product.shown().values()) == [False]
+    cpu.product(a, b, 1, 8)
+    assert list(cpu.shown().values()) == [False]
 
 
 def test_what_was_seen_holds_for_that_alignment_only():
     memory = torch.randn(1 + 128 * 64)
     b = _random(64, 64)
     for start in (0, 1):
-        cpu_product.product(memory[start : start + 128 * 64].view(128, 64), b, 8, 1)
-    assert len(cpu_product.shown()) == 2
+        cpu.product(memory[start : start + 128 * 64].view(128, 64), b, 8, 1)
+    assert len(cpu.shown()) == 2

@@ -6,7 +6,7 @@ import torch
 from tp_invariant_recipes.config import invariance
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics import cublas_product, defined_product
+from tp_invariant_recipes.numerics.products import cublas, defined
 
 COVERED = (
     "qwen3_toy cuda_graph=full",
@@ -73,18 +73,18 @@ def test_the_invariant_dispatcher_is_not_captured():
 
 def test_a_capture_tries_nothing_and_remembers_nothing(monkeypatch):
     """Before it, a trial decides; while it lasts, what has been decided holds, and all else is computed as defined."""
-    monkeypatch.setattr(defined_product, "_cublas_is_right", {})
+    monkeypatch.setattr(defined, "_cublas_is_right", {})
     trials = []
-    monkeypatch.setattr(cublas_product, "agree", lambda *_: trials.append(1) or True)
+    monkeypatch.setattr(cublas, "agree", lambda *_: trials.append(1) or True)
     capturing = True
-    monkeypatch.setattr(cublas_product, "capturing", lambda operand: capturing)
+    monkeypatch.setattr(cublas, "capturing", lambda operand: capturing)
     operands = torch.zeros(16, 32), torch.zeros(32, 8), torch.zeros(16, 8)
-    assert defined_product.CHOICES["cuda"](*operands, False) is defined_product.FIXED_TILES
+    assert defined.CHOICES["cuda"](*operands, False) is defined.FIXED_TILES
     assert trials == []
-    assert defined_product.shown() == {}
+    assert defined.shown() == {}
     capturing = False
-    assert defined_product.CHOICES["cuda"](*operands, False) is defined_product.CUBLAS
+    assert defined.CHOICES["cuda"](*operands, False) is defined.CUBLAS
     assert len(trials) == 1
     capturing = True
-    assert defined_product.CHOICES["cuda"](*operands, False) is defined_product.CUBLAS
+    assert defined.CHOICES["cuda"](*operands, False) is defined.CUBLAS
     assert len(trials) == 1

@@ -11,8 +11,9 @@ import torch
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.numerics import cublas_product, defined_product
-from tp_invariant_recipes.numerics.probe_operands import cancelling
+from tp_invariant_recipes.numerics.products import cublas as cublas_product
+from tp_invariant_recipes.numerics.products import defined
+from tp_invariant_recipes.numerics.products.probe import cancelling
 
 DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = ((128, 16, 128), (64, 4096, 64), (33, 17, 40), (2, 8, 2048))  # m, k, n
@@ -69,11 +70,11 @@ def library(monkeypatch):
 
             return run
 
-        for name, compute in (("CUBLAS", cublas), ("FIXED_TILES", defined_product.FIXED_TILES.compute)):
-            way = getattr(defined_product, name)
-            monkeypatch.setattr(defined_product, name, replace(way, compute=noting(way.name, compute)))
-        monkeypatch.setattr(defined_product, "_cublas_is_right", {})
-        monkeypatch.setitem(defined_product.CHOICES, "cpu", defined_product._on_gpu)
+        for name, compute in (("CUBLAS", cublas), ("FIXED_TILES", defined.FIXED_TILES.compute)):
+            way = getattr(defined, name)
+            monkeypatch.setattr(defined, name, replace(way, compute=noting(way.name, compute)))
+        monkeypatch.setattr(defined, "_cublas_is_right", {})
+        monkeypatch.setitem(defined.CHOICES, "cpu", defined._on_gpu)
         return ran
 
     return use
@@ -92,7 +93,7 @@ def filled(shape, dtype, out_dtype=None):
 
 
 def accepted(shape, dtype, *, add=False, out_dtype=None) -> bool:
-    return defined_product._right(*operands(shape, dtype, out_dtype), add)
+    return defined._right(*operands(shape, dtype, out_dtype), add)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -145,28 +146,28 @@ def test_what_computes_a_product(library, monkeypatch, cublas, way, dtype, add):
     expected = in_order(a, b, out.clone(), add)
     capturing = True
     monkeypatch.setattr(cublas_product, "capturing", lambda operand: capturing)
-    assert same_bits(defined_product.compute(a, b, out.clone(), add), expected)
+    assert same_bits(defined.compute(a, b, out.clone(), add), expected)
     assert ran == ["fixed tiles"]  # a capture waits for no trial
-    assert defined_product.shown() == {}
+    assert defined.shown() == {}
     capturing = False
-    assert same_bits(defined_product.compute(a, b, out.clone(), add), expected)
+    assert same_bits(defined.compute(a, b, out.clone(), add), expected)
     assert ran[-1] == way
-    assert list(defined_product.shown().values()) == [way == "cuBLAS"]
+    assert list(defined.shown().values()) == [way == "cuBLAS"]
     capturing = True
-    assert same_bits(defined_product.compute(a, b, out.clone(), add), expected)
+    assert same_bits(defined.compute(a, b, out.clone(), add), expected)
     assert ran[-1] == way
 
 
 def test_nothing_computes_it_on_another_device():
     with pytest.raises(ConfigError, match="nothing computes the defined product on meta"):
-        defined_product.compute(*(tensor.to("meta") for tensor in operands((4, 4, 4), torch.float32)), False)
+        defined.compute(*(tensor.to("meta") for tensor in operands((4, 4, 4), torch.float32)), False)
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=str)
 def test_other_dtypes_are_refused(library, dtype):
     library(in_order)
     with pytest.raises(TypeError, match="both must be bf16, or both fp32"):
-        defined_product.compute(*filled((8, 8, 8), dtype), False)
+        defined.compute(*filled((8, 8, 8), dtype), False)
 
 
 def test_every_draw_shows_what_normal_numbers_hide():
@@ -225,11 +226,11 @@ def test_live_operands_are_checked_on_request(library, monkeypatch, add):
     a, b, out = filled((16, 64, 16), torch.bfloat16, torch.float32)
     expected = in_order(a, b, out.clone(), add)
     monkeypatch.setattr(cublas_product, "checking", lambda: True)
-    assert same_bits(defined_product.compute(a, b, out, add), expected)
+    assert same_bits(defined.compute(a, b, out, add), expected)
     with pytest.raises(
         RunError,
         match=r"TPI_CHECK_PRODUCTS=1: a product \[16, 64\] @ \[64, 16\] by cuBLAS has other bits than by fixed",
     ):
-        defined_product.compute(a * 1000, b, out, add)
+        defined.compute(a * 1000, b, out, add)
     monkeypatch.setattr(cublas_product, "checking", lambda: False)
-    defined_product.compute(a * 1000, b, out, add)  # the control: nobody asks
+    defined.compute(a * 1000, b, out, add)  # the control: nobody asks

@@ -41,7 +41,7 @@ OUTSIDE = 1536 * MIB
 RANK_ON_CPU = 150 * MIB
 IMPORTED = 800 * MIB
 
-TRYING = ("tree", "portable")  # modes whose products cuBLAS makes after a trial (numerics/defined_product.py)
+TRYING = ("tree", "portable")  # modes whose products cuBLAS makes after a trial (products/defined.py)
 MOMENTS = {"adam": 2, "sgd": 1}  # per parameter, by optimizer.optimizer; 1 for others
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "uint8": 1}
 
@@ -276,16 +276,16 @@ def _working(
     matrix, hidden = largest * batch.element, batch.tokens * batch.widths.hidden
     moments = [max((_backward(config, batch, layer) for layer in held), default=0) + matrix]
     tries = config.numerics.mode in TRYING and config.device.kind == "gpu"
-    # numerics/contraction.py tries a sum over shards: two outputs, two sums of pairs, and what fills the operands.
+    # products/contraction.py tries a sum over shards: two outputs, two sums of pairs, and what fills the operands.
     trial = 6 * hidden * FP32 if tries else 0
     if last:
         logits = config.model["vocab_size"] // at.tp * batch.tokens
         moments += LOSSES[config.numerics.mode](batch, logits, largest, at.tp)
         if batch.tree and config.device.kind == "cpu" and batch.element != FP32:
-            # numerics/cpu_product.py multiplies in fp32.
+            # products/cpu.py multiplies in fp32.
             moments.append(largest * FP32 + logits * (FP32 + batch.element))
         if tries:
-            # numerics/cublas_product.py tries the output matrix's first gradient: three of it in fp32, and its operand.
+            # products/cublas.py tries the output matrix's first gradient: three of it in fp32, and its operand.
             trial = max(trial, 2 * logits * batch.element + 3 * largest * FP32)
     standing = 0
     if batch.tree:

@@ -38,7 +38,7 @@ from tp_invariant_recipes.launch import experiments, preflight
 from tp_invariant_recipes.ledger.lines import Header
 from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.run_files import RunFile
-from tp_invariant_recipes.numerics.definition import product_version
+from tp_invariant_recipes.numerics.products.definition import product_version
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import Checkpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose

@@ -4,7 +4,7 @@ Attention is *defined* shard by shard: a backend's result for the heads and quer
 operands. That launch has one shape for every t. Heads never mix, but a backend may group or split its sums by the
 number of heads it is given; flash-attn's backward does so with dQ. So one launch for all shards of a rank is taken
 only where it was seen, on this machine and in this process, to give the bits of the definition: of the output and of
-all three gradients. The trial's operands cancel (numerics/probe_operands.py).
+all three gradients. The trial's operands cancel (products/probe.py).
 """
 
 from abc import ABC, abstractmethod
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.numerics.cublas_product import CHECK, checking, settings, tried
-from tp_invariant_recipes.numerics.probe_operands import cancelling_attention
-from tp_invariant_recipes.numerics.shard_operands import dense, same_bits
+from tp_invariant_recipes.numerics.products.cublas import CHECK, checking, settings, tried
+from tp_invariant_recipes.numerics.products.operands import dense, same_bits
+from tp_invariant_recipes.numerics.products.probe import cancelling_attention
 
 Form = Callable[..., Tensor]  # `_together` or `_defined`
 TENSORS = ("output", "dQ", "dK", "dV")

@@ -16,7 +16,7 @@ from torch import Tensor
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.kernels.weighted_activation import weighted_activation, weighted_activation_backward
-from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
 from tp_invariant_recipes.numerics.token_dispatcher import Batches
@@ -36,7 +36,7 @@ def set_apart(experts: torch.nn.Module) -> None:
 
 
 class Arithmetic(NamedTuple):
-    """What computes on a CPU: product as of numerics/product.py; activation and its backward as of
+    """What computes on a CPU: product as of products/product.py; activation and its backward as of
     kernels/weighted_activation.py, on every device."""
 
     product: Callable[..., Tensor]

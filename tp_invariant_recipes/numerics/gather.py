@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.numerics.shard_operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import Moving, all_gather, start_all_gather, start_all_to_all
 from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient

@@ -12,7 +12,7 @@ from torch import Tensor
 from tp_invariant_recipes.numerics import gather, portable_linear, tree_linear
 from tp_invariant_recipes.numerics.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.norm import NormShards, kernels_of, rms_norm
-from tp_invariant_recipes.numerics.shard_operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 

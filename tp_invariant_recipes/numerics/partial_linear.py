@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
-from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import Reducing, all_gather, start_reduce_scatter
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad

@@ -13,8 +13,8 @@ from torch import Tensor
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.ieee_expert import weighted_swiglu, weighted_swiglu_backward
 from tp_invariant_recipes.kernels.ieee_router import route_tokens, route_tokens_backward
-from tp_invariant_recipes.numerics.defined_product import product
 from tp_invariant_recipes.numerics.experts import Arithmetic, activation_kind, expert_mlp, set_apart
+from tp_invariant_recipes.numerics.products.defined import product
 from tp_invariant_recipes.numerics.router import InvariantTopKRouter
 from tp_invariant_recipes.numerics.token_dispatcher import Batches
 

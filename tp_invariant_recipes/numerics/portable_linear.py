@@ -2,11 +2,12 @@
 
 from torch import Tensor
 
-from tp_invariant_recipes.numerics import defined_product, tree_linear
-from tp_invariant_recipes.numerics.shard_operands import Parts
+from tp_invariant_recipes.numerics import tree_linear
+from tp_invariant_recipes.numerics.products import defined
+from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
-DEFINED = tree_linear.Products(defined_product.product, defined_product.partials)
+DEFINED = tree_linear.Products(defined.product, defined.partials)
 
 
 def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool) -> Tensor:

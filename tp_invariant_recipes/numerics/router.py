@@ -18,7 +18,7 @@ from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.layers import OnMesh
-from tp_invariant_recipes.numerics.product import product
+from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
@@ -27,7 +27,7 @@ DTYPES = {None: None, "fp32": torch.float32}
 
 
 class InvariantTopKRouter(OnMesh, TopKRouter):
-    """Chooses the experts of each token. products: what multiplies, as numerics/product.py does."""
+    """Chooses the experts of each token. products: what multiplies, as products/product.py does."""
 
     products = staticmethod(product)
 

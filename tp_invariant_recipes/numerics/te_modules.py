@@ -26,7 +26,7 @@ from tp_invariant_recipes.numerics import tree_linear
 from tp_invariant_recipes.numerics.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers import ColumnForward, RowForward
 from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
-from tp_invariant_recipes.numerics.shard_operands import Parts
+from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.replacement import Replacement
 

@@ -8,7 +8,7 @@ so partial v of a sum over output features is the sum over segments, in order, o
 segment: Megatron interleaves its rows by query group, so a shard is whole groups. Segments are `segments` equal ones,
 or have the sizes that it lists (Mamba's z, x, B, C and dt).
 
-On a GPU the lowest levels of the tree cost little (numerics/contraction.py): one launch adds up to four products, or a
+On a GPU the lowest levels of the tree cost little (products/contraction.py): one launch adds up to four products, or a
 product itself adds that of a segment or of the right neighbour to the output, and rounds as a separate addition would.
 
 Where a rank holds the tokens of several context shards (sums/context_shards.py), each is a product of its own: sums
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
-from tp_invariant_recipes.numerics import contraction, cpu_product
-from tp_invariant_recipes.numerics.product import product
-from tp_invariant_recipes.numerics.shard_operands import Parts
+from tp_invariant_recipes.numerics.products import contraction, cpu
+from tp_invariant_recipes.numerics.products.operands import Parts
+from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.context_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import (
@@ -49,7 +49,7 @@ class Products:
     partials: Callable[..., Tensor]
 
 
-LIBRARY = Products(product, cpu_product.partials)
+LIBRARY = Products(product, cpu.partials)
 
 
 def column_parallel(

@@ -110,9 +110,9 @@ _LEFT = (
     ),
     # Decisions by comparing bits, for every kind of operands; a cold start makes them anew.
     ("tp_invariant_recipes.numerics.attention", ("_together_is_right",)),
-    ("tp_invariant_recipes.numerics.contraction", ("_restarting_is_right",)),
-    ("tp_invariant_recipes.numerics.cpu_product", ("_together_is_right",)),
-    ("tp_invariant_recipes.numerics.defined_product", ("_cublas_is_right",)),
+    ("tp_invariant_recipes.numerics.products.contraction", ("_restarting_is_right",)),
+    ("tp_invariant_recipes.numerics.products.cpu", ("_together_is_right",)),
+    ("tp_invariant_recipes.numerics.products.defined", ("_cublas_is_right",)),
     # Room and streams that are made where there are none.
     ("tp_invariant_recipes.numerics.sums.weight_gradient", ("_stand_ins",)),
     ("tp_invariant_recipes.numerics.data_parallel", ("_streams",)),

@@ -13,7 +13,7 @@ from tp_invariant_recipes.compare.promises import other_products, promise
 from tp_invariant_recipes.compare.text import remarks
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, resume
-from tp_invariant_recipes.numerics.definition import ON_GPU, product_version
+from tp_invariant_recipes.numerics.products.definition import ON_GPU, product_version
 from tp_invariant_recipes.workflows import verdict
 
 CPU = {"name": "cpu", "compute_capability": "0.0", "machine": "x86_64", "attention": "portable 1"}

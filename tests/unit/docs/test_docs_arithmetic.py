@@ -1,7 +1,7 @@
 """The tables of docs/arithmetic.md are those of the code."""
 
 from tests.unit.docs.markdown import DOCUMENTS
-from tp_invariant_recipes.numerics.defined_product import WAYS
+from tp_invariant_recipes.numerics.products.defined import WAYS
 
 (DOCUMENT,) = [document for document in DOCUMENTS if document.name == "docs/arithmetic.md"]
 

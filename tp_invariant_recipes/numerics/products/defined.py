@@ -4,7 +4,7 @@ kernels/tensor_core_sum.py defines the sum of bf16 products, as a Hopper tensor 
 a product do not depend on how many lie beside them, so shards may share a call. The virtual shards decide the order of
 sums across them only: those are IEEE additions in fp32.
 
-numerics=portable has these products everywhere. numerics=tree has them on GPUs, and numerics/cpu_product.py on CPUs; it
+numerics=portable has these products everywhere. numerics=tree has them on GPUs, and products/cpu.py on CPUs; it
 does not ask whether a GPU adds as a Hopper does: there fixed tiles are the definition, on the GPU at hand.
 """
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics import cublas_product
-from tp_invariant_recipes.numerics.cublas_product import Product
-from tp_invariant_recipes.numerics.shard_operands import Parts
+from tp_invariant_recipes.numerics.products import cublas
+from tp_invariant_recipes.numerics.products.cublas import Product
+from tp_invariant_recipes.numerics.products.operands import Parts
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ NUMBA, FIXED_TILES, GROUPED_TILES, CUBLAS = WAYS = (
         "cuBLAS",
         "cuda",
         "bf16, fp32",
-        cublas_product.launch,
+        cublas.launch,
         "`tree`, `portable`, after a trial",
         "42 shapes of Qwen3-8B in bf16 on an H200, all bits of fixed tiles; other bits where it splits k (64 × 32768 × "
         "64), so only where a trial with operands that cancel agrees with fixed tiles",
@@ -134,7 +134,7 @@ def compute(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
     if a.device.type not in CHOICES:
         raise ConfigError(f"nothing computes the defined product on {a.device.type}; device=cpu, or gpu")
     way = CHOICES[a.device.type](a, b, out, add)
-    if way is CUBLAS and cublas_product.checking():
+    if way is CUBLAS and cublas.checking():
         return _checked(a, b, out, add)
     way.compute(a, b, out, add)
     return out
@@ -153,18 +153,18 @@ CHOICES = {"cpu": _on_cpu, "cuda": _on_gpu}  # what torch calls a device -> what
 
 def _right(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
     """Whether cuBLAS may compute it. While a CUDA graph is captured: only a kind that was tried before."""
-    kind = cublas_product.kind(a, b, out, add)
+    kind = cublas.kind(a, b, out, add)
     forms = CUBLAS.compute, FIXED_TILES.compute
-    return cublas_product.tried(_cublas_is_right, kind, a, lambda: cublas_product.agree(*forms, a, b, out, add))
+    return cublas.tried(_cublas_is_right, kind, a, lambda: cublas.agree(*forms, a, b, out, add))
 
 
 def _checked(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
     """cuBLAS's product and that of fixed tiles on these operands. Raises RunError where their bits differ."""
     what = (
         f"a product {[*a.shape]} @ {[*b.shape]} by cuBLAS has other bits than by fixed tiles ({a.dtype} to "
-        f"{out.dtype}, add={add}): the trial of numerics/cublas_product.py did not see it"
+        f"{out.dtype}, add={add}): the trial of products/cublas.py did not see it"
     )
-    return cublas_product.checked(CUBLAS.compute, FIXED_TILES.compute, a, b, out, add, what)
+    return cublas.checked(CUBLAS.compute, FIXED_TILES.compute, a, b, out, add, what)
 
 
 def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Tensor:

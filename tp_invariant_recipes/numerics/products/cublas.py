@@ -1,7 +1,7 @@
 """cuBLAS's products, and a trial that tells whether one has the bits of a definition on the GPU at hand.
 
 cuBLAS chooses an algorithm by shapes, strides, dtypes, alignment and torch's settings; `kind` holds all of these. The
-trial's operands cancel (numerics/probe_operands.py): on others an output in bf16 hides most differences.
+trial's operands cancel (products/probe.py): on others an output in bf16 hides most differences.
 TPI_CHECK_PRODUCTS=1 repeats the comparison on the operands of the run, of attention too (numerics/attention.py).
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.numerics.probe_operands import cancelling, residue
-from tp_invariant_recipes.numerics.shard_operands import like, same_bits
+from tp_invariant_recipes.numerics.products.operands import like, same_bits
+from tp_invariant_recipes.numerics.products.probe import cancelling, residue
 
 CHECK = "TPI_CHECK_PRODUCTS"  # 1: compute what a trial has decided both ways, on the operands of the run, and compare
 TRIALS = 2  # of operands that cancel; one shows every other order of additions that was tried

@@ -4,8 +4,8 @@
                  kernel takes the operands, and a trial has found the bits of fixed tiles
     one by one   a product for each shard and segment; the second of two neighbours adds itself to the first
 
-Both have the same bits. The trial's operands cancel (numerics/probe_operands.py), and TPI_CHECK_PRODUCTS=1 compares on
-those of the run, as for cuBLAS (numerics/cublas_product.py).
+Both have the same bits. The trial's operands cancel (products/probe.py), and TPI_CHECK_PRODUCTS=1 compares on
+those of the run, as for cuBLAS (products/cublas.py).
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics import cublas_product
+from tp_invariant_recipes.numerics.products import cublas
 from tp_invariant_recipes.numerics.sums.context_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -112,25 +112,23 @@ def _at_once(a: Tensor, b: Tensor, shards: int, segments: Segments, only: Tensor
 
 def _right(a: Tensor, b: Tensor, out: Tensor, cut: Any, *, add: bool) -> bool:
     """Whether the restarting product may compute it. While a CUDA graph is captured: only a kind tried before."""
-    kind = (*cublas_product.kind(a, b, out, add), cut)
-    return cublas_product.tried(
-        _restarting_is_right, kind, a, lambda: cublas_product.agree(*_forms(cut), a, b, out, add)
-    )
+    kind = (*cublas.kind(a, b, out, add), cut)
+    return cublas.tried(_restarting_is_right, kind, a, lambda: cublas.agree(*_forms(cut), a, b, out, add))
 
 
 def _compute(a: Tensor, b: Tensor, out: Tensor, cut: Any, *, add: bool) -> None:
     restarting, defined = _forms(cut)
-    if not cublas_product.checking():
+    if not cublas.checking():
         restarting(a, b, out, add)
         return
     what = (
         f"the sum of {cut.pieces} products {[*a.shape]} @ {[*b.shape]} in one launch has other bits than by fixed "
-        f"tiles (add={add}): the trial of numerics/contraction.py did not see it"
+        f"tiles (add={add}): the trial of products/contraction.py did not see it"
     )
-    cublas_product.checked(restarting, defined, a, b, out, add, what)
+    cublas.checked(restarting, defined, a, b, out, add, what)
 
 
-def _forms(cut: Any) -> tuple[cublas_product.Product, cublas_product.Product]:
+def _forms(cut: Any) -> tuple[cublas.Product, cublas.Product]:
     """The sum over a cut by one launch, and by fixed tiles."""
     from tp_invariant_recipes.kernels import restarting_product as kernel
 

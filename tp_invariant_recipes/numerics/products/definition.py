@@ -1,6 +1,6 @@
 """The version of a product of numerics=tree, as a ledger's header names it (`product` in `device`).
 
-Imports nothing, so that a plan can read it. Whoever changes what numerics/product.py computes so that a bit changes on
+Imports nothing, so that a plan can read it. Whoever changes what products/product.py computes so that a bit changes on
 a GPU raises the number; runs of two versions are not promised to be equal. numerics/portable.py has that of `portable`.
 """
 

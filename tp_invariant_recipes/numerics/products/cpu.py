@@ -1,6 +1,6 @@
 """Matrix products of virtual shards on a CPU: all shards in one call, where that keeps the bits of each.
 
-By definition (numerics/product.py) every shard is a product of its own, on operands without gaps. MKL gives a shard the
+By definition (products/product.py) every shard is a product of its own, on operands without gaps. MKL gives a shard the
 same bits inside a larger product, or in a batch of any number, for most shapes, and other bits for some: a single row
 or column, a few odd numbers. So one call for all shards is taken only for shapes, strides and alignment for which it
 was seen, on this machine and in this process, to give the bits of the definition. The bits never depend on the outcome.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.shard_operands import Parts, like, parts_of, same_bits, without_gaps
+from tp_invariant_recipes.numerics.products.operands import Parts, like, parts_of, same_bits, without_gaps
 
 LEAST = 256  # numbers of a result; trials of a smaller one would say little about how it is summed
 TRIALS = 4
@@ -27,7 +27,7 @@ Form = Callable[[Tensor, Tensor], Tensor]
 
 
 def product(a: Tensor, b: Tensor, rows: Parts, columns: Parts) -> Tensor:
-    """a @ b in fp32; arguments as of numerics/product.py.
+    """a @ b in fp32; arguments as of products/product.py.
 
     returns: [m, n] fp32, fp64 for operands of fp64.
     """

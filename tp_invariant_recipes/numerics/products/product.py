@@ -1,14 +1,14 @@
 """Matrix products of numerics=tree.
 
-On a GPU a product walks k in order (numerics/defined_product.py): a row's and a column's bits do not depend on how many
+On a GPU a product walks k in order (products/defined.py): a row's and a column's bits do not depend on how many
 lie beside it, so all shards of a rank share a launch. On a CPU no library walks k in order. There every shard is a
-product of its own by definition, on shapes that no t changes (numerics/cpu_product.py).
+product of its own by definition, on shapes that no t changes (products/cpu.py).
 """
 
 from torch import Tensor
 
-from tp_invariant_recipes.numerics import cpu_product, defined_product
-from tp_invariant_recipes.numerics.shard_operands import Parts
+from tp_invariant_recipes.numerics.products import cpu, defined
+from tp_invariant_recipes.numerics.products.operands import Parts
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Parts = 1, add: bool = False) -> Tensor:
@@ -22,6 +22,6 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
     raises TypeError: on a GPU, operands of other dtypes.
     """
     if a.is_cuda:
-        return defined_product.compute(a, b, out, add)
-    result = cpu_product.product(a, b, rows, columns)
+        return defined.compute(a, b, out, add)
+    result = cpu.product(a, b, rows, columns)
     return out.add_(result.to(out.dtype)) if add else out.copy_(result)
