@@ -44,13 +44,13 @@ def _wrong_order(faulty):
     def act(module, on):
         import torch.distributed as dist
 
-        from tp_invariant_recipes.numerics import tree_linear
+        from tp_invariant_recipes.numerics.layers import linear
         from tp_invariant_recipes.numerics.sums import tree
 
         if not faulty(module.config):
             return
         if not on:
-            tree_linear._start_contraction = module.original
+            linear._start_contraction = module.original
             return
 
         def in_rank_order(partials, mesh):
@@ -58,18 +58,18 @@ def _wrong_order(faulty):
             dist.all_reduce(node, group=mesh.group)
             return tree.Reducing(tree.Moving(node.chunk(mesh.size)[mesh.rank].unsqueeze(0)))
 
-        original = module.original = tree_linear._start_contraction
+        original = module.original = linear._start_contraction
 
         def start(a, b, *others):
-            sound = tree_linear.start_reduce_scatter
+            sound = linear.start_reduce_scatter
             if b.data_ptr() == module.weight.data_ptr():
-                tree_linear.start_reduce_scatter = in_rank_order
+                linear.start_reduce_scatter = in_rank_order
             try:
                 return original(a, b, *others)
             finally:
-                tree_linear.start_reduce_scatter = sound
+                linear.start_reduce_scatter = sound
 
-        tree_linear._start_contraction = start
+        linear._start_contraction = start
 
     return act
 

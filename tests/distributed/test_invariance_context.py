@@ -104,7 +104,7 @@ def _stock_over_cp() -> None:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from tp_invariant_recipes.config import layout
-    from tp_invariant_recipes.numerics.head_exchange import HeadExchange
+    from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
     from tp_invariant_recipes.numerics.sums import context_shards
 
     def of_a_rank(whole, dim, group):
@@ -169,13 +169,13 @@ def _added_by_the_library() -> None:
 
 def _one_product_of_all_shards() -> None:
     """Let a weight gradient be one product of all tokens that a rank has."""
-    from tp_invariant_recipes.numerics import tree_linear
+    from tp_invariant_recipes.numerics.layers import linear
 
     def one_product(weight, grad, tokens, mesh, product, **shards):
         first = lambda out, add: product(grad.t(), tokens, out, add=add, **shards)  # noqa: E731
-        return tree_linear.weight_gradient(weight, first, *[lambda out, add: None] * (mesh.contexts - 1))
+        return linear.weight_gradient(weight, first, *[lambda out, add: None] * (mesh.contexts - 1))
 
-    tree_linear._weight_gradient = one_product
+    linear._weight_gradient = one_product
 
 
 def _norms_of_all_shards() -> None:
@@ -210,14 +210,14 @@ def _positions_as_they_lie() -> None:
 
 def _attention_out_of_order() -> None:
     """Let attention have the tokens as the ranks hold them."""
-    from tp_invariant_recipes.numerics import head_exchange
+    from tp_invariant_recipes.numerics.layers import head_exchange
 
     head_exchange._places = head_exchange._positions = lambda length, shards, device: slice(None)
 
 
 def _heads_not_exchanged() -> None:
     """Let each rank attend to its own tokens alone."""
-    from tp_invariant_recipes.numerics import head_exchange
+    from tp_invariant_recipes.numerics.layers import head_exchange
 
     head_exchange._moved = lambda parts, exchange: parts.clone()
 
@@ -248,7 +248,7 @@ def test_each_ingredient_is_needed(tpi, alone, ingredient):
 
 def _tokens_of_an_expert_together() -> None:
     """Let an owner have one product of an expert's tokens of all context shards."""
-    from tp_invariant_recipes.numerics import token_dispatcher
+    from tp_invariant_recipes.numerics.layers import token_dispatcher
 
     token_dispatcher.of_a_rank = lambda config: 1
 

@@ -127,7 +127,7 @@ def _one_after_the_other() -> None:
 
 def _rows_one_by_one() -> None:
     """Let the embedding add a sequence's rows one after the other to what the sequence before left."""
-    from tp_invariant_recipes.numerics import embedding
+    from tp_invariant_recipes.numerics.layers import embedding
 
     embedding.is_leaf = lambda weight: False
 

@@ -66,7 +66,7 @@ def test_stock_does_not(tpi):
 
 
 def _products_of_a_rank() -> None:
-    from tp_invariant_recipes.numerics import partial_linear
+    from tp_invariant_recipes.numerics.layers import partial_linear
 
     def one(grad, rows, mesh):
         node = partial_linear._subtree((grad,), (rows,), 0, 1)

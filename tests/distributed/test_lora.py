@@ -96,7 +96,7 @@ def _without(target: str) -> None:
 
 def _one_product_a_rank() -> None:
     """Of the weight gradient of gathered matrices, in place of one a chunk of tokens."""
-    from tp_invariant_recipes.numerics import partial_linear
+    from tp_invariant_recipes.numerics.layers import partial_linear
 
     def one(grad, rows, mesh):
         node = partial_linear._subtree((grad,), (rows,), 0, 1)

@@ -180,7 +180,7 @@ def _copies_rounded_one_by_one() -> None:
     """A token's copies added in bf16, as Megatron's own dispatcher adds them."""
     import torch
 
-    from tp_invariant_recipes.numerics import token_dispatcher
+    from tp_invariant_recipes.numerics.layers import token_dispatcher
 
     def row_sum(rows, at):
         total = rows.new_zeros(len(at), rows.shape[1])
@@ -196,7 +196,7 @@ def _beside_large_copies(reverse: bool) -> None:
     whatever the order, so the order of plain copies shows in few trainings."""
     import torch
 
-    from tp_invariant_recipes.numerics import token_dispatcher
+    from tp_invariant_recipes.numerics.layers import token_dispatcher
 
     original = token_dispatcher.row_sum
 
@@ -272,7 +272,7 @@ ELSEWHERE = {
     ("allreduce_", "megatron/core/transformer/moe/moe_logging.py"): "a router's statistics, which are logged only",
     ("normal_", "megatron/core/transformer/moe/router.py"): "weights that numerics/init.py replaces",
     ("sum", "megatron/core/transformer/moe/moe_logging.py"): "a router's statistics, which are logged only",
-    ("sum", "tp_invariant_recipes/numerics/router.py"): "the balancing loss's value, which is logged only",
+    ("sum", "tp_invariant_recipes/numerics/megatron/router.py"): "the balancing loss's value, which is logged only",
     ("sum", "megatron/bridge/training/losses.py"): "of loss masks, which are whole numbers",
     ("sum", "tp_invariant_recipes/numerics/portable_training.py"): "of loss masks, which are whole numbers",
 }

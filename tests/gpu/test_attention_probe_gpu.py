@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.numerics import attention as attentions
 from tp_invariant_recipes.numerics import spec
-from tp_invariant_recipes.numerics.attention import TENSORS, Operands, attention, outcome, same
-from tp_invariant_recipes.numerics.core_attention import backend_in_force
+from tp_invariant_recipes.numerics.layers import attention as attentions
+from tp_invariant_recipes.numerics.layers.attention import TENSORS, Operands, attention, outcome, same
+from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
 from tp_invariant_recipes.numerics.products.probe import cancelling_attention
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.replacement import applied

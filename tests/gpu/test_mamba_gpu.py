@@ -9,8 +9,8 @@ from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.host import mamba as twin
 from tp_invariant_recipes.kernels import causal_conv, group_norm
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.numerics import mamba_parts
 from tp_invariant_recipes.numerics.init import place
+from tp_invariant_recipes.numerics.layers import mamba
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -217,7 +217,7 @@ def test_the_scan_is_that_of_the_cpu(kinds, dtype):
     for device, wide in (("cuda", dtype), ("cpu", torch.float32)):
         leaves = {n: t.to(device, t.dtype if device == "cuda" else wide, copy=True).requires_grad_()
                   for n, t in inputs.items()}  # fmt: skip
-        y = mamba_parts.chunk_scan(**leaves, chunk_size=CHUNK)
+        y = mamba.chunk_scan(**leaves, chunk_size=CHUNK)
         y.backward(dy.to(y))
         found.append([y.detach(), *(leaf.grad for leaf in leaves.values())])
     for on_gpu, on_cpu in zip(*found, strict=True):
@@ -229,11 +229,11 @@ def test_one_configuration_a_kernel(kinds):
 
     from triton.runtime.autotuner import Autotuner
 
-    mamba_parts.repeatable()
+    mamba.repeatable()
     assert import_module("mamba_ssm.utils.determinism").use_deterministic_mode()
     kernels = [
         kernel
-        for module in mamba_parts.TUNED
+        for module in mamba.TUNED
         for kernel in vars(import_module(f"mamba_ssm.ops.triton.{module}")).values()
         if isinstance(kernel, Autotuner)
     ]

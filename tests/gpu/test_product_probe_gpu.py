@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tp_invariant_recipes.numerics.layers.linear import column_parallel, row_parallel
 from tp_invariant_recipes.numerics.products import cublas, defined
 from tp_invariant_recipes.numerics.products.probe import cancelling
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.tree_linear import column_parallel, row_parallel
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.numerics import attention as attentions
-from tp_invariant_recipes.numerics.attention import TENSORS, Operands, attention
+from tp_invariant_recipes.numerics.layers import attention as attentions
+from tp_invariant_recipes.numerics.layers.attention import TENSORS, Operands, attention
 from tp_invariant_recipes.numerics.products import cublas
 from tp_invariant_recipes.numerics.products.probe import cancelling_attention
 

@@ -14,7 +14,7 @@ from tp_invariant_recipes.config.memory import GRADIENTS
 from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, Header, identity_differences
-from tp_invariant_recipes.numerics.head_exchange import HeadExchange
+from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
 from tp_invariant_recipes.numerics.sums import context_shards
 from tp_invariant_recipes.training.placement import Site
 

@@ -142,7 +142,7 @@ GRAPHS = (({}, False), ({"cuda_graph_impl": "none"}, False), ({"cuda_graph_impl"
 
 
 def mesh_of_a_layer(**setting):
-    from tp_invariant_recipes.numerics.layers import OnMesh
+    from tp_invariant_recipes.numerics.megatron.base import OnMesh
 
     layer = OnMesh()
     layer.config = SimpleNamespace(virtual_shards=4, context_parallel_size=1, **setting)

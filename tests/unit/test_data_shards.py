@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics import data_parallel, embedding, tree_linear
+from tp_invariant_recipes.numerics import data_parallel
+from tp_invariant_recipes.numerics.layers import embedding, linear
 from tp_invariant_recipes.numerics.sums import data_shards
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -187,7 +188,7 @@ def test_a_second_gradient_of_a_weight_in_a_leaf_is_an_error():
         def used(times, weight=weight):
             y = x
             for _ in range(times):
-                y = tree_linear.column_parallel(y, weight, mesh, 1, False)
+                y = linear.column_parallel(y, weight, mesh, 1, False)
             y.sum().backward()
 
         used(1)

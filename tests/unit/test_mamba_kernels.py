@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels import causal_conv, group_norm
-from tp_invariant_recipes.numerics.mamba_parts import by_shard, side_by_side
-from tp_invariant_recipes.numerics.mamba_parts import causal_conv as conv
-from tp_invariant_recipes.numerics.mamba_parts import group_norm as norm
+from tp_invariant_recipes.numerics.layers.mamba import by_shard, side_by_side
+from tp_invariant_recipes.numerics.layers.mamba import causal_conv as conv
+from tp_invariant_recipes.numerics.layers.mamba import group_norm as norm
 
 SHARDS, STEP, ROWS, CHANNELS = 4, 2, 96, 37
 

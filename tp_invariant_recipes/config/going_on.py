@@ -94,7 +94,7 @@ def unreadable_state(
 
 
 def experts_apart(mode: str, model: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
-    """Whether a run's experts have an optimizer of their own: with invariant numerics always (numerics/experts.py)."""
+    """Whether a run's experts have an optimizer of their own: with invariant numerics always (layers/experts.py)."""
     return bool(model.get("num_moe_experts")) and (mode != "stock" or experts_apart_by_megatron(layout))
 
 

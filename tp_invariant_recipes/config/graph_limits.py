@@ -1,6 +1,6 @@
 """The limits of the invariant numerics with CUDA graphs, beyond those of Megatron-Bridge (config/cuda_graphs.py).
 
-The trials of products/cublas.py and numerics/attention.py wait for the GPU. They happen in the steps before a
+The trials of products/cublas.py and layers/attention.py wait for the GPU. They happen in the steps before a
 capture; a product that a capture meets first is one of fixed tiles, attention is launched shard by shard.
 """
 

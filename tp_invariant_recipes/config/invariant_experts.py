@@ -6,7 +6,7 @@ from tp_invariant_recipes.config import schema
 from tp_invariant_recipes.config.limit import Limit, is_set
 from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.host.vectors import VECTORS
-from tp_invariant_recipes.numerics import expert_placement
+from tp_invariant_recipes.numerics.layers import expert_placement
 
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 
@@ -83,7 +83,7 @@ def _mixed(config: RunConfig) -> bool:
 
 
 def _of_experts(config: RunConfig) -> str | None:
-    """The activation's name in numerics/experts.py; `activation_func` is a name or, in a plain program, a function."""
+    """The activation's name in layers/experts.py; `activation_func` is a name or, in a plain program, a function."""
     function = config.model.get("activation_func")
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     kinds = {("silu", True): "swiglu", ("squared_relu", False): "squared_relu"}

@@ -22,10 +22,11 @@ from megatron.bridge.peft.utils import ParallelLinearAdapter
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics import init, tree_linear
-from tp_invariant_recipes.numerics.layers import OnMesh
+from tp_invariant_recipes.numerics import init
+from tp_invariant_recipes.numerics.layers import linear
+from tp_invariant_recipes.numerics.layers.partial_linear import gathered_linear
 from tp_invariant_recipes.numerics.mamba_init import uniform
-from tp_invariant_recipes.numerics.partial_linear import gathered_linear
+from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.replacement import Replacement
 
 _SETUP = "megatron.bridge.training.setup"
@@ -53,12 +54,12 @@ class InvariantLinearAdapter(OnMesh, ParallelLinearAdapter):
         first, second = self.linear_in.weight, self.linear_out.weight
         mesh, sequence_parallel = self.mesh, self.config.sequence_parallel
         if self.input_is_parallel:
-            low = tree_linear.row_parallel(x, first, mesh, sequence_parallel)
+            low = linear.row_parallel(x, first, mesh, sequence_parallel)
             y = gathered_linear(low, second, mesh, sequence_parallel)
         else:
             low = gathered_linear(x, first, mesh, sequence_parallel)
             gated = _GATED in self.base_linear_name and self.config.gated_linear_unit
-            y = tree_linear.column_parallel(low, second, mesh, 2 if gated else 1, sequence_parallel)
+            y = linear.column_parallel(low, second, mesh, 2 if gated else 1, sequence_parallel)
         return y * (self.alpha / self.dim)
 
 

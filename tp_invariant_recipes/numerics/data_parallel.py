@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics import experts
+from tp_invariant_recipes.numerics.layers import experts
 from tp_invariant_recipes.numerics.sums import bucket_reduction, data_shards, partial_gradient
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.numerics.sums.weight_gradient import CONTEXTS, LEAF

@@ -11,9 +11,15 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.core_attention import CoreAttention, Mask
-from tp_invariant_recipes.numerics.embedding import lookup
-from tp_invariant_recipes.numerics.layers import ColumnForward, HeadNormForward, NormForward, RowForward, segments_of
+from tp_invariant_recipes.numerics.layers.embedding import lookup
+from tp_invariant_recipes.numerics.megatron.base import (
+    ColumnForward,
+    HeadNormForward,
+    NormForward,
+    RowForward,
+    segments_of,
+)
+from tp_invariant_recipes.numerics.megatron.core_attention import CoreAttention, Mask
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 
 

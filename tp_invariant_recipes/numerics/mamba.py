@@ -16,7 +16,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.mamba_parts import by_shard, causal_conv, chunk_scan, group_norm, side_by_side
+from tp_invariant_recipes.numerics.layers.mamba import by_shard, causal_conv, chunk_scan, group_norm, side_by_side
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 

@@ -7,8 +7,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.experts import activation_kind, expert_mlp, set_apart
-from tp_invariant_recipes.numerics.token_dispatcher import Batches, InvariantTokenDispatcher
+from tp_invariant_recipes.numerics.layers.experts import activation_kind, expert_mlp, set_apart
+from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches, InvariantTokenDispatcher
 
 
 class InvariantMoELayer(MoELayer):

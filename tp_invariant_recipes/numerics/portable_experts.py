@@ -1,7 +1,7 @@
 """Router and experts of numerics=portable: where those of tree have a library's arithmetic. bf16, on a CPU.
 
 Routes, the exchange between ranks and the order in which a token's copies are added are those of tree
-(numerics/token_dispatcher.py): they move bytes, and add in fp32 in the order of the experts' numbers.
+(layers/token_dispatcher.py): they move bytes, and add in fp32 in the order of the experts' numbers.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from torch import Tensor
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.ieee_expert import weighted_swiglu, weighted_swiglu_backward
 from tp_invariant_recipes.kernels.ieee_router import route_tokens, route_tokens_backward
-from tp_invariant_recipes.numerics.experts import Arithmetic, activation_kind, expert_mlp, set_apart
+from tp_invariant_recipes.numerics.layers.experts import Arithmetic, activation_kind, expert_mlp, set_apart
+from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
 from tp_invariant_recipes.numerics.products.defined import product
-from tp_invariant_recipes.numerics.router import InvariantTopKRouter
-from tp_invariant_recipes.numerics.token_dispatcher import Batches
 
 
 def _activation(x: Tensor, probs: Tensor, kind: str) -> Tensor:

@@ -1,20 +1,20 @@
-"""Column- and row-parallel products of numerics=portable: the sums of numerics/tree_linear.py over defined products."""
+"""Column- and row-parallel products of numerics=portable: the sums of layers/linear.py over defined products."""
 
 from torch import Tensor
 
-from tp_invariant_recipes.numerics import tree_linear
+from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.products import defined
 from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
-DEFINED = tree_linear.Products(defined.product, defined.partials)
+DEFINED = linear.Products(defined.product, defined.partials)
 
 
 def column_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool) -> Tensor:
     """As `tree_linear.column_parallel`, bf16."""
-    return tree_linear.column_parallel(x, weight, mesh, segments, sequence_parallel, DEFINED)
+    return linear.column_parallel(x, weight, mesh, segments, sequence_parallel, DEFINED)
 
 
 def row_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
     """As `tree_linear.row_parallel`, bf16."""
-    return tree_linear.row_parallel(x, weight, mesh, sequence_parallel, DEFINED)
+    return linear.row_parallel(x, weight, mesh, sequence_parallel, DEFINED)

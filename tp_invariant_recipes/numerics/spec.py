@@ -24,7 +24,7 @@ SUBSTITUTES = {
     "TENorm": "te_layers:InvariantTERMSNorm",
     "_TENormWithResidual": "te_layers:InvariantTERMSNorm",
     "MoELayer": "moe_layer:InvariantMoELayer",
-    "TopKRouter": "router:InvariantTopKRouter",
+    "TopKRouter": "megatron.router:InvariantTopKRouter",
     "SequentialMLP": "moe_layer:InvariantSequentialMLP",
     "TEGroupedMLP": "te_layers:InvariantTEGroupedMLP",
     "DotProductAttention": "local_layers:InvariantDotProductAttention",
@@ -291,7 +291,7 @@ def _built_by_name(name: str, substitute: str) -> Replacement:
 
 def _cross_entropy(shards: int, mode: str) -> Callable[[Any], Any]:
     def make(original: Any) -> Any:
-        from tp_invariant_recipes.numerics.cross_entropy import kernels_of, vocab_parallel_cross_entropy
+        from tp_invariant_recipes.numerics.layers.cross_entropy import kernels_of, vocab_parallel_cross_entropy
         from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
         def loss(logits, target, label_smoothing: float = 0.0, tp_group=None):

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics import tree_linear
-from tp_invariant_recipes.numerics.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers import ColumnForward, RowForward
-from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
+from tp_invariant_recipes.numerics.layers import linear
+from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
+from tp_invariant_recipes.numerics.layers.norm import NormShards, rms_norm
+from tp_invariant_recipes.numerics.megatron.base import ColumnForward, RowForward
 from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.replacement import Replacement
@@ -216,10 +216,10 @@ def _forward(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             bias = _bias(self)
             if self.parallel_mode == "row":
-                y = tree_linear.row_parallel(x, weight, mesh, self.sequence_parallel)
+                y = linear.row_parallel(x, weight, mesh, self.sequence_parallel)
                 y = y if bias is None else row_bias(y, bias, mesh, self.sequence_parallel)
             else:
-                y = tree_linear.column_parallel(x, weight, mesh, segments, self.sequence_parallel)
+                y = linear.column_parallel(x, weight, mesh, segments, self.sequence_parallel)
                 y = y if bias is None else column_bias(y, bias)
             if y.requires_grad:
                 y.register_hook(Tensor.contiguous)  # that of a sum is one number, seen as many

@@ -109,7 +109,7 @@ _LEFT = (
         ),
     ),
     # Decisions by comparing bits, for every kind of operands; a cold start makes them anew.
-    ("tp_invariant_recipes.numerics.attention", ("_together_is_right",)),
+    ("tp_invariant_recipes.numerics.layers.attention", ("_together_is_right",)),
     ("tp_invariant_recipes.numerics.products.contraction", ("_restarting_is_right",)),
     ("tp_invariant_recipes.numerics.products.cpu", ("_together_is_right",)),
     ("tp_invariant_recipes.numerics.products.defined", ("_cublas_is_right",)),

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what backward(gradient) imports, here once and not in every rank
 
 from tests.distributed.ranks import on_ranks, same_bits
-from tp_invariant_recipes.numerics.bias import column_bias, row_bias
+from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 
 SHARDS, DEGREES = 8, (1, 2, 4, 8)
 S, B, N = 48, 3, 40

@@ -107,7 +107,7 @@ def test_one_percent_too_much_is_seen(results, name):
 
 
 def _plain_norm_gradients() -> None:
-    from tp_invariant_recipes.numerics import norm
+    from tp_invariant_recipes.numerics.layers import norm
     from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
     def plain(weight, leaves, mesh, everywhere, by_heads):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics import tree_linear
+from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.sums import tree
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -121,7 +121,7 @@ def layer(mesh):
     """Case, whether in blocks -> the output and the input's gradient of this rank, and the exchanges of its forward."""
     x, weight = numbers(DEPTH, TOKENS // 2, 2).movedim(0, 2), numbers(FEATURES, DEPTH)
     x, weight = (one.chunk(mesh.size, -1)[mesh.rank].contiguous() for one in (x, weight))
-    products = tree_linear.Products(fixed_tiles, partials)
+    products = linear.Products(fixed_tiles, partials)
     exchange, exchanges, found = dist.all_to_all_single, [], {}
 
     def counted(arriving, leaving, *args, **kwargs):
@@ -133,7 +133,7 @@ def layer(mesh):
         exchanges.clear()
         given = x.clone().requires_grad_()
         of_case = replace(mesh, contexts=contexts, in_blocks=in_blocks)
-        y = tree_linear.row_parallel(given, weight, of_case, scattered, products)
+        y = linear.row_parallel(given, weight, of_case, scattered, products)
         forward = [*exchanges]
         (y * y.detach()).sum().backward()
         found[(contexts, scattered), in_blocks] = y.detach(), given.grad, forward

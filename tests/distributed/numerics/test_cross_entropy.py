@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.kernels import cross_entropy as kernel
-from tp_invariant_recipes.numerics.cross_entropy import vocab_parallel_cross_entropy
+from tp_invariant_recipes.numerics.layers.cross_entropy import vocab_parallel_cross_entropy
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SIZES = (1, 2, 4, 8)

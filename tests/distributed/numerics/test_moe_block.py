@@ -161,15 +161,15 @@ class TestLayer:
 
 
 def _each_with_its_own_tokens():
-    from tp_invariant_recipes.numerics import token_dispatcher
-    from tp_invariant_recipes.numerics.expert_placement import Owners
+    from tp_invariant_recipes.numerics.layers import token_dispatcher
+    from tp_invariant_recipes.numerics.layers.expert_placement import Owners
 
     alone = classmethod(lambda cls, experts, tp, ep, contexts: cls(experts, 1, 1))
     token_dispatcher.Owners = type("Alone", (Owners,), {"of": alone})
 
 
 def _plain_router_gradient():
-    from tp_invariant_recipes.numerics import router
+    from tp_invariant_recipes.numerics.megatron import router
     from tp_invariant_recipes.numerics.sums.weight_gradient import weight_gradient
 
     def plain(weight, leaves, mesh, everywhere):

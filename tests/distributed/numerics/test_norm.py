@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.kernels.folding_sum import folding_sum
-from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
+from tp_invariant_recipes.numerics.layers.norm import NormShards, rms_norm
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 EPS = 1e-6

@@ -6,8 +6,8 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what backward(gradient) imports, here once and not in every rank
 
 from tests.distributed.ranks import on_ranks, same_bits
-from tp_invariant_recipes.numerics.bias import row_bias
-from tp_invariant_recipes.numerics.norm import NormShards, rms_norm
+from tp_invariant_recipes.numerics.layers.bias import row_bias
+from tp_invariant_recipes.numerics.layers.norm import NormShards, rms_norm
 from tp_invariant_recipes.numerics.sums import partial_gradient
 
 SHARDS, DEGREES = 8, (1, 2, 4)

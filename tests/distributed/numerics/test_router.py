@@ -14,7 +14,7 @@ def _counts(mesh, invariant):
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from tp_invariant_recipes.numerics.router import InvariantTopKRouter
+    from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
 
     with megatron(mesh, expert_model_parallel_size=1, expert_tensor_parallel_size=1):
         config = TransformerConfig(

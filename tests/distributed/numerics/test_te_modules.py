@@ -189,7 +189,7 @@ def test_a_module_without_parallel_mode_is_left_as_it_is(modules, monkeypatch):
 
 def test_megatron_cores_wrappers_are_checked_as_parts_of_their_model(modules):
     """They come with options that the rules of a GPTModel cover."""
-    from tp_invariant_recipes.numerics.layers import ColumnForward
+    from tp_invariant_recipes.numerics.megatron.base import ColumnForward
 
     class Wrapper(ColumnForward, modules.Linear):
         config = SimpleNamespace()

@@ -8,7 +8,7 @@ from tests.distributed.ranks import same_bits
 
 @pytest.fixture
 def token_dispatcher(bridge):
-    from tp_invariant_recipes.numerics import token_dispatcher
+    from tp_invariant_recipes.numerics.layers import token_dispatcher
 
     return token_dispatcher
 
@@ -28,7 +28,7 @@ def _map(drop: bool):
 
 
 def _owners(**changes):
-    from tp_invariant_recipes.numerics.expert_placement import Owners
+    from tp_invariant_recipes.numerics.layers.expert_placement import Owners
 
     return Owners(**({"experts": EXPERTS, "size": 1, "ep": 1} | changes))
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.ranks import on_ranks, same_bits
-from tp_invariant_recipes.numerics import gather, tree_linear
+from tp_invariant_recipes.numerics.layers import gather, linear
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS = 8
@@ -79,7 +79,7 @@ def _everything(mesh, strategy):
     )
 
 
-@pytest.fixture(scope="module", params=(tree_linear, gather), ids=("tree", "gather"))
+@pytest.fixture(scope="module", params=(linear, gather), ids=("tree", "gather"))
 def results(request):
     """Degree -> what each of its ranks computed."""
     return {t: on_ranks(t, SHARDS, _everything, request.param) for t in DEGREES}
@@ -144,7 +144,7 @@ def test_stock_row_parallel_does_not(results, dtype):
 def test_logits_may_be_changed_in_place():
     """As Megatron's own cross entropy does in fp32."""
     x, weight = torch.randn(8, 2, 16, requires_grad=True), torch.randn(24, 16, requires_grad=True)
-    y = tree_linear.column_parallel(x, weight, VirtualMesh(4, 1, 0), 1, False)
+    y = linear.column_parallel(x, weight, VirtualMesh(4, 1, 0), 1, False)
     y.mul_(2.0)
     y.sum().backward()
     torch.testing.assert_close(x.grad, 2 * weight.detach().sum(0).expand_as(x))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.distributed.ranks import joined, on_ranks, same_bits
-from tp_invariant_recipes.numerics.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.tree_linear import column_parallel, row_parallel
+from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
+from tp_invariant_recipes.numerics.layers.linear import column_parallel, row_parallel
 
 SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 1e-42, 3e38)
 

@@ -2,7 +2,7 @@
 
 cuBLAS chooses an algorithm by shapes, strides, dtypes, alignment and torch's settings; `kind` holds all of these. The
 trial's operands cancel (products/probe.py): on others an output in bf16 hides most differences.
-TPI_CHECK_PRODUCTS=1 repeats the comparison on the operands of the run, of attention too (numerics/attention.py).
+TPI_CHECK_PRODUCTS=1 repeats the comparison on the operands of the run, of attention too (layers/attention.py).
 """
 
 import os

@@ -169,5 +169,5 @@ def _compare(core: Core, inputs: Any, shards: int, first: Any, second: Any, name
         raise RunError(
             f"{CHECK}=1: {', '.join(different)} of attention {[*inputs[0].shape]} with {inputs[1].shape[2]} groups in "
             f"one launch has other bits than in {shards} shards ({core.backend()}, {inputs[0].dtype}): the probe of "
-            f"numerics/attention.py did not see it"
+            f"layers/attention.py did not see it"
         )

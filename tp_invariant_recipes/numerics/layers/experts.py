@@ -1,5 +1,5 @@
 """The experts: products of each expert's tokens with its weights. An expert's owner computes the same products, of the
-same shapes, in every layout (numerics/token_dispatcher.py), so any deterministic product gives the same bits. On a GPU
+same shapes, in every layout (layers/token_dispatcher.py), so any deterministic product gives the same bits. On a GPU
 they are defined products like all others, by kernels/grouped_product.py.
 
 An owner has the tokens of several context shards, and with ep > tp of several data-parallel ranks: its sources. Each
@@ -16,10 +16,10 @@ from torch import Tensor
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.kernels.weighted_activation import weighted_activation, weighted_activation_backward
+from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
-from tp_invariant_recipes.numerics.token_dispatcher import Batches
 
 Weights = Sequence[Tensor]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.grouped_product import Groups
 from tp_invariant_recipes.kernels.row_sum import row_sum
-from tp_invariant_recipes.numerics.expert_placement import Owners
+from tp_invariant_recipes.numerics.layers.expert_placement import Owners
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 
 

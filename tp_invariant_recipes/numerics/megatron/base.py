@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tp_invariant_recipes.numerics import gather, portable_linear, tree_linear
-from tp_invariant_recipes.numerics.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.norm import NormShards, kernels_of, rms_norm
+from tp_invariant_recipes.numerics import portable_linear
+from tp_invariant_recipes.numerics.layers import gather, linear
+from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
+from tp_invariant_recipes.numerics.layers.norm import NormShards, kernels_of, rms_norm
 from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -48,7 +49,7 @@ class Strategy(Protocol):
 
 
 # By config.invariant_mode.
-STRATEGIES: dict[str, Strategy] = {"tree": tree_linear, "gather": gather, "portable": portable_linear}
+STRATEGIES: dict[str, Strategy] = {"tree": linear, "gather": gather, "portable": portable_linear}
 
 
 def segments_of(config: Any, tp_comm_buffer_name: str | None) -> int:

@@ -1,4 +1,4 @@
-"""Common base of Megatron-Core's two core attentions with the definition of numerics/attention.py."""
+"""Common base of Megatron-Core's two core attentions with the definition of layers/attention.py."""
 
 import copy
 import os
@@ -12,9 +12,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.attention import Core, attention
-from tp_invariant_recipes.numerics.head_exchange import HeadExchange
-from tp_invariant_recipes.numerics.layers import OnMesh
+from tp_invariant_recipes.numerics.layers.attention import Core, attention
+from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
+from tp_invariant_recipes.numerics.megatron.base import OnMesh
 
 # What selects a backend, or an algorithm of one, beside its operands and the module's own settings.
 FIELDS = ("attention_backend", "attention_softmax_in_fp32", "masked_softmax_fusion", "deterministic_mode")

@@ -1,0 +1,1 @@
+"""Invariant layers in the places of those of Megatron-Core and Transformer Engine: all that touches their names."""
