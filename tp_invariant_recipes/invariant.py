@@ -46,7 +46,7 @@ def install(shards: int) -> None:
     import torch
     from megatron.core.transformer import TransformerConfig
 
-    from tp_invariant_recipes.numerics import spec, te_modules
+    from tp_invariant_recipes.numerics.megatron import spec, te_modules
 
     variables = _variables()  # before anything is changed
     # What the layers read. A recipe sets both on its own configuration; a plain one has these.
@@ -127,7 +127,7 @@ def _checked_and_initialised(original: Callable[..., None], shards: int) -> Call
         _refuse(problems)
         original(self, *args, **kwargs)
         if config.perform_initialization:
-            from tp_invariant_recipes.numerics.init import initialise
+            from tp_invariant_recipes.numerics.megatron.init import initialise
 
             initialise([self], seed=_common_seed())
 
@@ -152,7 +152,7 @@ def _only(target: str, refusal: str) -> Callable[[Callable[..., None]], Callable
 def _invariant_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def submodules(*args, **kwargs) -> Any:
-        from tp_invariant_recipes.numerics import spec
+        from tp_invariant_recipes.numerics.megatron import spec
 
         return spec.invariant(original(*args, **kwargs))
 

@@ -174,7 +174,7 @@ def _without(*targets: str):
     """Leave one ingredient of the invariant engine out."""
 
     def plant() -> None:
-        from tp_invariant_recipes.numerics import spec
+        from tp_invariant_recipes.numerics.megatron import spec
 
         original = spec.replacements
         spec.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(targets))
@@ -183,7 +183,7 @@ def _without(*targets: str):
 
 
 def _stock_weights() -> None:
-    from tp_invariant_recipes.numerics import init
+    from tp_invariant_recipes.numerics.megatron import init
 
     init.initialise = lambda chunks, *, seed: chunks
 

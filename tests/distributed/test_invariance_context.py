@@ -145,7 +145,7 @@ def _replaced(target: str):
     """Leave one replacement out."""
 
     def plant() -> None:
-        from tp_invariant_recipes.numerics import spec
+        from tp_invariant_recipes.numerics.megatron import spec
 
         original = spec.replacements
         spec.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(target))
@@ -195,7 +195,7 @@ def _norms_of_all_shards() -> None:
 
 def _positions_as_they_lie() -> None:
     """Let a rank's tokens have the rotary positions that follow each other."""
-    from tp_invariant_recipes.numerics import context_parallel
+    from tp_invariant_recipes.numerics.megatron import context_parallel
 
     held = context_parallel._held
 

@@ -142,7 +142,7 @@ def _losses_by_the_library() -> None:
 
 
 def _without(target: str) -> None:
-    from tp_invariant_recipes.numerics import spec
+    from tp_invariant_recipes.numerics.megatron import spec
 
     original = spec.replacements
     spec.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(target))
@@ -150,7 +150,7 @@ def _without(target: str) -> None:
 
 def _norms_too_late() -> None:
     """Reduce a bucket without what its norms wait for, which is added at the end of the backward pass."""
-    from tp_invariant_recipes.numerics import data_parallel
+    from tp_invariant_recipes.numerics.megatron import data_parallel
 
     data_parallel.partial_gradient.finish_all = lambda: None
 

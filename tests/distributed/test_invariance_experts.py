@@ -67,7 +67,7 @@ def test_stock_does_not(tpi, model, layout):
 
 
 def _norms_put_together() -> None:
-    from tp_invariant_recipes.numerics import spec
+    from tp_invariant_recipes.numerics.megatron import spec
 
     original = spec.replacements
     spec.replacements = lambda numerics: tuple(r for r in original(numerics) if "ChainedOptimizer" not in r.target)

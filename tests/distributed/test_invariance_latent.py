@@ -78,7 +78,7 @@ def _products_of_a_rank() -> None:
 def _heads_of_a_rank() -> None:
     import torch
 
-    from tp_invariant_recipes.numerics import latent_attention
+    from tp_invariant_recipes.numerics.megatron import latent_attention
 
     def backward(ctx, *gradients):
         total = gradients[0].sum(2, keepdim=True)

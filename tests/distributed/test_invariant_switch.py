@@ -58,7 +58,7 @@ def program(mesh, bf16, fields):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
-    from tp_invariant_recipes.numerics.init import initialise
+    from tp_invariant_recipes.numerics.megatron.init import initialise
 
     dtype = torch.bfloat16 if bf16 else torch.float32
     settings = config(mesh, bf16=bf16, params_dtype=dtype, **fields)

@@ -88,7 +88,7 @@ def _bridges_weights() -> None:
 
 
 def _without(target: str) -> None:
-    from tp_invariant_recipes.numerics import adapters
+    from tp_invariant_recipes.numerics.megatron import adapters
 
     rows = adapters.replacements
     adapters.replacements = lambda tree: tuple(row for row in rows(tree) if not row.target.endswith(target))

@@ -95,7 +95,7 @@ def composed(family, folder, *more):
 @pytest.mark.parametrize("family, more", (("moonlight", ()), ("deepseek", ("model.mtp_num_layers=null",))))
 def test_a_recipe_with_latent_attention_composes_for_tree(bridge, hugging_face, family, more):
     tree = composed(family, hugging_face, *_COVERED.split(), *more)
-    assert tree["recipe"]["kept"] == []  # its layers are those of numerics/latent_spec.py
+    assert tree["recipe"]["kept"] == []  # its layers are those of megatron/latent_spec.py
     assert tree["model"]["multi_latent_attention"] is True
     assert tree["model"]["moe_layer_freq"] == [0, 1]
     assert tree["model"].get("q_lora_rank") == FAMILIES[family][1]["q_lora_rank"]

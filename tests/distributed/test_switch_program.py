@@ -34,7 +34,7 @@ def _invariant_weights():
     """The control starts from the weights that the switch gives, so that sums alone can differ."""
     from megatron.core.models.gpt import GPTModel
 
-    from tp_invariant_recipes.numerics.init import initialise
+    from tp_invariant_recipes.numerics.megatron.init import initialise
 
     original = GPTModel.__init__
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.numerics import spec
 from tp_invariant_recipes.numerics.layers import attention as attentions
 from tp_invariant_recipes.numerics.layers.attention import TENSORS, Operands, attention, outcome, same
+from tp_invariant_recipes.numerics.megatron import spec
 from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
 from tp_invariant_recipes.numerics.products.probe import cancelling_attention
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -54,7 +54,7 @@ def core(monkeypatch):
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-        from tp_invariant_recipes.numerics.te_layers import InvariantTEDotProductAttention
+        from tp_invariant_recipes.numerics.megatron.te import InvariantTEDotProductAttention
 
         for name, variable in SWITCHES.items():
             monkeypatch.setenv(variable, str(int(name == backend)))

@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.distributed.ranks import same_bits
 from tests.unit.test_grad_norm import kernel_cases, spread
 from tp_invariant_recipes.kernels import grad_norm as kernels
-from tp_invariant_recipes.numerics import init
-from tp_invariant_recipes.numerics.init import normal
+from tp_invariant_recipes.numerics.megatron import init
+from tp_invariant_recipes.numerics.megatron.init import normal
 from tp_invariant_recipes.numerics.sums.grad_norm import exact_grad_norm
 
 pytestmark = pytest.mark.gpu

@@ -9,8 +9,8 @@ from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.host import mamba as twin
 from tp_invariant_recipes.kernels import causal_conv, group_norm
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.numerics.init import place
 from tp_invariant_recipes.numerics.layers import mamba
+from tp_invariant_recipes.numerics.megatron.init import place
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -176,7 +176,7 @@ def kinds():
     pytest.importorskip("mamba_ssm.ops.triton.ssd_combined")
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    from tp_invariant_recipes.numerics.mamba import InvariantMambaMixer
+    from tp_invariant_recipes.numerics.megatron.mamba import InvariantMambaMixer
 
     return InvariantMambaMixer, MambaMixer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tp_invariant_recipes.numerics.data_order import ConsecutiveSampler
+from tp_invariant_recipes.numerics.megatron.data_order import ConsecutiveSampler
 
 BATCH, STEPS = 8, 2
 

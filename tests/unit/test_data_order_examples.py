@@ -2,7 +2,7 @@
 
 import pytest
 
-from tp_invariant_recipes.numerics.data_order import ConsecutiveBatchSampler
+from tp_invariant_recipes.numerics.megatron.data_order import ConsecutiveBatchSampler
 
 STEPS = [[5, 3, 1, 0], [2, 7, 6, 4]]
 

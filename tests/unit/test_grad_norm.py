@@ -265,7 +265,7 @@ NUMERICS = {"mode": "tree", "virtual_shards": 8, "grad_norm": "exact", "clip_rou
 
 
 def test_every_module_that_imported_megatrons_function_gets_ours():
-    from tp_invariant_recipes.numerics.spec import replacements
+    from tp_invariant_recipes.numerics.megatron.spec import replacements
     from tp_invariant_recipes.replacement import applied
 
     targets = [r for r in replacements(NUMERICS) if r.target.endswith(":get_grad_norm_fp32")]

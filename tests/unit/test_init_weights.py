@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics import init
-from tp_invariant_recipes.numerics.init import initialise, normal
+from tp_invariant_recipes.numerics.megatron import init
+from tp_invariant_recipes.numerics.megatron.init import initialise, normal
 
 SIZES = (1, 2, 4)
 HIDDEN, HEADS, GROUPS, HEAD, FFN, VOCAB, LAYERS = 16, 8, 4, 4, 24, 32, 4

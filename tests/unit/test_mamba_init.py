@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import same_bits
-from tp_invariant_recipes.numerics import init, mamba_init
+from tp_invariant_recipes.numerics.megatron import init, mamba_init
 
 LAST = (1 << 52) - 1
 

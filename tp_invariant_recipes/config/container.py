@@ -25,19 +25,19 @@ SPEC_FIELDS = {
     "HybridModelProvider": "hybrid_stack_spec",
     "MLAModelProvider": "transformer_layer_spec",
 }
-_LATENT = "tp_invariant_recipes.numerics.latent_spec"
+_LATENT = "tp_invariant_recipes.numerics.megatron.latent_spec"
 # What stands there under stock numerics, where it is not the provider's own: Bridge's default has no latent attention.
 STOCK_SPECS = {"MLAModelProvider": f"{_LATENT}.latent_block_spec"}
 # What stands there when `model.transformer_impl=local`: Megatron-Core's own layers.
 LOCAL_SPECS = {
     "GPTModelProvider": "megatron.bridge.models.gpt_provider.local_layer_spec",
-    "HybridModelProvider": "tp_invariant_recipes.numerics.hybrid_spec.local_hybrid_spec",
+    "HybridModelProvider": "tp_invariant_recipes.numerics.megatron.hybrid_spec.local_hybrid_spec",
     **STOCK_SPECS,
 }
 # What stands there under any numerics but stock.
 INVARIANT_SPECS = {
-    "GPTModelProvider": "tp_invariant_recipes.numerics.spec.invariant_layer_spec",
-    "HybridModelProvider": "tp_invariant_recipes.numerics.hybrid_spec.invariant_hybrid_spec",
+    "GPTModelProvider": "tp_invariant_recipes.numerics.megatron.spec.invariant_layer_spec",
+    "HybridModelProvider": "tp_invariant_recipes.numerics.megatron.hybrid_spec.invariant_hybrid_spec",
     "MLAModelProvider": f"{_LATENT}.invariant_latent_block_spec",
 }
 
@@ -155,7 +155,7 @@ def _numerics(provider: Any, config: RunConfig) -> None:
         provider.context_shards = numerics.context_shards or provider.context_parallel_size
         provider.overlap_exchange = numerics.overlap_exchange
     if numerics.initial_weights == "invariant" and config.weights.folder is None:
-        from tp_invariant_recipes.numerics import init
+        from tp_invariant_recipes.numerics.megatron import init
 
         provider.register_pre_wrap_hook(partial(init.initialise, seed=config.bridge["rng"]["seed"]))
 

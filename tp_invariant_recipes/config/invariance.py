@@ -20,7 +20,7 @@ from tp_invariant_recipes.config.limit import Limit, is_set
 from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 from tp_invariant_recipes.errors import OR_STOCK
 from tp_invariant_recipes.host.vectors import VECTORS
-from tp_invariant_recipes.numerics import hybrid_spec
+from tp_invariant_recipes.numerics.megatron import hybrid_spec
 
 # Numbers of the model that are split into V shards.
 SHARDED = (

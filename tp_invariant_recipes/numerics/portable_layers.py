@@ -9,7 +9,7 @@ from torch import Tensor
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels import ieee_rotary, ieee_swiglu
 from tp_invariant_recipes.kernels.ieee_attention import Attended, attention_backward, attention_forward
-from tp_invariant_recipes.numerics.local_layers import InvariantDotProductAttention
+from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
 from tp_invariant_recipes.numerics.portable import DEFINITION
 
 

@@ -21,7 +21,7 @@ from tp_invariant_recipes.kernels.digest import Piece
 from tp_invariant_recipes.training.shards import GlobalSlice
 
 # Bridge's data loaders -> the number in the step of sample i of a data-parallel rank's, given samples a micro-batch.
-CONSECUTIVE = "consecutive"  # of the invariant numerics (numerics/data_order.py)
+CONSECUTIVE = "consecutive"  # of the invariant numerics (megatron/data_order.py)
 SAMPLERS: dict[str, Callable[["Site", int], int]] = {
     CONSECUTIVE: lambda site, i: site.dp_rank * (site.batch // site.dp) + i,
     "single": lambda site, i: (i // site.samples * site.dp + site.dp_rank) * site.samples + i % site.samples,

@@ -115,7 +115,7 @@ _LEFT = (
     ("tp_invariant_recipes.numerics.products.defined", ("_cublas_is_right",)),
     # Room and streams that are made where there are none.
     ("tp_invariant_recipes.numerics.sums.weight_gradient", ("_stand_ins",)),
-    ("tp_invariant_recipes.numerics.data_parallel", ("_streams",)),
+    ("tp_invariant_recipes.numerics.megatron.data_parallel", ("_streams",)),
     ("tp_invariant_recipes.numerics.sums.data_shards", ("_streams",)),
     ("megatron.core.tensor_parallel.random", ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED")),
 )

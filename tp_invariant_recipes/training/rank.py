@@ -189,7 +189,7 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
     with ExitStack() as stack:
         from tp_invariant_recipes.config import container, hang_timeout
         from tp_invariant_recipes.host import cpu
-        from tp_invariant_recipes.numerics import adapters, spec
+        from tp_invariant_recipes.numerics.megatron import adapters, spec
         from tp_invariant_recipes.patches import registry
         from tp_invariant_recipes.training.optimizer_step import OptimizerStep
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.ranks import joined, megatron, on_ranks, same_bits
-from tp_invariant_recipes.numerics.init import place
+from tp_invariant_recipes.numerics.megatron.init import place
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 # The dimension that is split over the ranks, and the sizes of its local segments; None for what is whole on a rank.

@@ -15,7 +15,7 @@ from tests.distributed.numerics.module_runs import (
     whole,
 )
 from tests.distributed.ranks import megatron, on_ranks, same_bits
-from tp_invariant_recipes.numerics import spec
+from tp_invariant_recipes.numerics.megatron import spec
 
 SHARDS = 4
 SEQUENCE, BATCH, HIDDEN, HEADS = 64, 2, 128, 4
@@ -118,13 +118,13 @@ def _plain_norm_gradients() -> None:
 
 
 def _one_segment() -> None:
-    from tp_invariant_recipes.numerics import local_layers
+    from tp_invariant_recipes.numerics.megatron import local as local_layers
 
     local_layers.segments_of = lambda config, tp_comm_buffer_name: 1
 
 
 def _head_norms_like_others() -> None:
-    from tp_invariant_recipes.numerics import spec
+    from tp_invariant_recipes.numerics.megatron import spec
 
     spec.HEAD_NORMS = spec.SUBSTITUTES
 
@@ -154,7 +154,7 @@ def test_each_ingredient_is_needed(bridge, ingredient):
 
 def _embedded(mesh):
     """[b, s, h] for rows that hold -0.0, of a vocabulary divided among the ranks."""
-    from tp_invariant_recipes.numerics.local_layers import InvariantVocabParallelEmbedding
+    from tp_invariant_recipes.numerics.megatron.local import InvariantVocabParallelEmbedding
 
     with megatron(mesh):
         config = _config(mesh.size, torch.float32, sequence_parallel=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import megatron, on_ranks, same_bits
-from tp_invariant_recipes.numerics import spec
+from tp_invariant_recipes.numerics.megatron import spec
 
 SHARDS, SEQUENCE, BATCH = 4, 64, 2
 HEADS, GROUPS, WIDTH = 8, 4, 16

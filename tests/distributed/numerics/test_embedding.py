@@ -5,7 +5,7 @@ import torch
 
 from tests.distributed.numerics.module_runs import DTYPES, joined
 from tests.distributed.ranks import megatron, on_ranks, same_bits
-from tp_invariant_recipes.numerics import spec
+from tp_invariant_recipes.numerics.megatron import spec
 from tp_invariant_recipes.replacement import applied
 
 NUMERICS = {"mode": "tree", "virtual_shards": 4, "grad_norm": "exact", "clip_rounding": "none"}
@@ -37,7 +37,7 @@ def _gradient(mesh, invariant, dtype, sequence_parallel, tied):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 
-    from tp_invariant_recipes.numerics.local_layers import InvariantVocabParallelEmbedding
+    from tp_invariant_recipes.numerics.megatron.local import InvariantVocabParallelEmbedding
     from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad
 
     kind = InvariantVocabParallelEmbedding if invariant else VocabParallelEmbedding

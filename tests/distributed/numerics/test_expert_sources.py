@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.distributed.ranks import on_ranks, same_bits
-from tp_invariant_recipes.numerics import spec
 from tp_invariant_recipes.numerics.layers.experts import LATER
+from tp_invariant_recipes.numerics.megatron import spec
 from tp_invariant_recipes.replacement import applied
 
 NUMERICS = {"mode": "tree", "virtual_shards": 1, "grad_norm": "exact", "clip_rounding": "none"}

@@ -40,7 +40,7 @@ def _layer(config, invariant):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
 
-    from tp_invariant_recipes.numerics import hybrid_spec, spec
+    from tp_invariant_recipes.numerics.megatron import hybrid_spec, spec
 
     part = hybrid_spec.local_hybrid_spec(config).submodules.mamba_layer
     part.submodules.mixer.params = {"chunk_size": CHUNK}
@@ -112,7 +112,7 @@ INGREDIENTS = {
 
 
 def _without(mesh, ingredient):
-    from tp_invariant_recipes.numerics import mamba
+    from tp_invariant_recipes.numerics.megatron import mamba
 
     def built(self, *args, original=mamba.InvariantMambaMixer.__init__, **kwargs):
         original(self, *args, **kwargs)

@@ -17,7 +17,7 @@ from tests.distributed.numerics.module_runs import (
     whole,
 )
 from tests.distributed.ranks import megatron, on_ranks, same_bits
-from tp_invariant_recipes.numerics import spec
+from tp_invariant_recipes.numerics.megatron import spec
 
 SHARDS = 4
 SEQUENCE, BATCH, HIDDEN, EXPERTS = 32, 2, 64, 8
@@ -180,7 +180,7 @@ def _plain_router_gradient():
 
 
 def _capacity_of_a_rank():
-    from tp_invariant_recipes.numerics import spec
+    from tp_invariant_recipes.numerics.megatron import spec
 
     spec.SUBSTITUTES.pop("TopKRouter")
     spec.AS_THEY_ARE = (*spec.AS_THEY_ARE, "TopKRouter")

@@ -12,7 +12,7 @@ Where the output layer has the same weight (tied embeddings), the gradient is
 each summed over all data shards before they are added.
 
     pp=1   one rank has both: main_grad holds the output layer's, `weight.lookup_gradient` the lookups', until both are
-           summed over data-parallel ranks (numerics/data_parallel.py)
+           summed over data-parallel ranks (megatron/data_parallel.py)
     pp>1   the first stage has the lookups', the last stage the output layer's; Megatron adds the two, after it has
            summed each over data-parallel ranks
 

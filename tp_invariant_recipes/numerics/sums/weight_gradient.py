@@ -1,7 +1,7 @@
 """Compute a weight gradient for autograd, or directly into Megatron's fp32 buffer.
 
 A rank that holds the tokens of several context shards (sums/context_shards.py) has a gradient of each: the first in
-`main_grad`, the others in `context_gradients`, which numerics/data_parallel.py gives a weight.
+`main_grad`, the others in `context_gradients`, which megatron/data_parallel.py gives a weight.
 
 Where a backward pass is a leaf of the tree over data shards (sums/data_shards.py), it may add to each number of a
 gradient only once, since (a + b) + c is not a + (b + c). Products, norms, biases and routers compute a whole gradient

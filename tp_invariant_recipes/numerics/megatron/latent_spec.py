@@ -3,14 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
-from tp_invariant_recipes.numerics import spec
+from tp_invariant_recipes.numerics.megatron import spec
 
 
 def latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Megatron's block of dense layers and layers of experts (`model.moe_layer_freq`). For
     `model.transformer_layer_spec`.
 
-    Its attention is that of numerics/latent_attention.py, of Transformer Engine's layers or of Megatron-Core's local
+    Its attention is that of megatron/latent_attention.py, of Transformer Engine's layers or of Megatron-Core's local
     ones.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -32,7 +32,7 @@ def invariant_latent_block_spec(config: Any, vp_stage: int | None = None) -> Any
 def _with_own_attention(layer: Any, *, local: bool) -> Any:
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    from tp_invariant_recipes.numerics import latent_attention as own
+    from tp_invariant_recipes.numerics.megatron import latent_attention as own
 
     attention = layer.submodules.self_attention
     if attention.module is not MLASelfAttention:  # fused down-projections; the invariant modes refuse them by name

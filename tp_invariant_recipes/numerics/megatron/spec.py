@@ -14,28 +14,28 @@ from tp_invariant_recipes.replacement import Replacement
 
 # Class in a stock specification -> its invariant replacement, as MODULE:CLASS of this package.
 SUBSTITUTES = {
-    "ColumnParallelLinear": "local_layers:InvariantColumnParallelLinear",
-    "RowParallelLinear": "local_layers:InvariantRowParallelLinear",
-    "WrappedTorchNorm": "local_layers:InvariantRMSNorm",
-    "MambaMixer": "mamba:InvariantMambaMixer",
-    "TEColumnParallelLinear": "te_layers:InvariantTEColumnParallelLinear",
-    "TELayerNormColumnParallelLinear": "te_layers:InvariantTELayerNormColumnParallelLinear",
-    "TERowParallelLinear": "te_layers:InvariantTERowParallelLinear",
-    "TENorm": "te_layers:InvariantTERMSNorm",
-    "_TENormWithResidual": "te_layers:InvariantTERMSNorm",
-    "MoELayer": "moe_layer:InvariantMoELayer",
+    "ColumnParallelLinear": "megatron.local:InvariantColumnParallelLinear",
+    "RowParallelLinear": "megatron.local:InvariantRowParallelLinear",
+    "WrappedTorchNorm": "megatron.local:InvariantRMSNorm",
+    "MambaMixer": "megatron.mamba:InvariantMambaMixer",
+    "TEColumnParallelLinear": "megatron.te:InvariantTEColumnParallelLinear",
+    "TELayerNormColumnParallelLinear": "megatron.te:InvariantTELayerNormColumnParallelLinear",
+    "TERowParallelLinear": "megatron.te:InvariantTERowParallelLinear",
+    "TENorm": "megatron.te:InvariantTERMSNorm",
+    "_TENormWithResidual": "megatron.te:InvariantTERMSNorm",
+    "MoELayer": "megatron.moe_layer:InvariantMoELayer",
     "TopKRouter": "megatron.router:InvariantTopKRouter",
-    "SequentialMLP": "moe_layer:InvariantSequentialMLP",
-    "TEGroupedMLP": "te_layers:InvariantTEGroupedMLP",
-    "DotProductAttention": "local_layers:InvariantDotProductAttention",
-    "TEDotProductAttention": "te_layers:InvariantTEDotProductAttention",
-    "LatentAttention": "latent_attention:InvariantLatentAttention",
-    "LatentDotProductAttention": "latent_attention:InvariantLatentDotProductAttention",
-    "DuplicatedLinear": "latent_attention:InvariantDuplicatedLinear",
-    "TELinear": "te_layers:InvariantTEDuplicatedLinear",
+    "SequentialMLP": "megatron.moe_layer:InvariantSequentialMLP",
+    "TEGroupedMLP": "megatron.te:InvariantTEGroupedMLP",
+    "DotProductAttention": "megatron.local:InvariantDotProductAttention",
+    "TEDotProductAttention": "megatron.te:InvariantTEDotProductAttention",
+    "LatentAttention": "megatron.latent_attention:InvariantLatentAttention",
+    "LatentDotProductAttention": "megatron.latent_attention:InvariantLatentDotProductAttention",
+    "DuplicatedLinear": "megatron.latent_attention:InvariantDuplicatedLinear",
+    "TELinear": "megatron.te:InvariantTEDuplicatedLinear",
 }
 # The same for norms of queries or keys, which the specification's field tells apart.
-HEAD_NORMS = {"WrappedTorchNorm": "local_layers:InvariantHeadNorm", "TENorm": "te_layers:InvariantTEHeadNorm"}
+HEAD_NORMS = {"WrappedTorchNorm": "megatron.local:InvariantHeadNorm", "TENorm": "megatron.te:InvariantTEHeadNorm"}
 HEAD_NORM_FIELDS = ("q_layernorm", "k_layernorm")
 # Classes that sum nothing across ranks themselves.
 AS_THEY_ARE = (
@@ -156,7 +156,7 @@ def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
         rows.append(
             Replacement(
                 "transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend",
-                lambda original: _named("te_layers:without_flash")(original),
+                lambda original: _named("megatron.te:without_flash")(original),
                 "model.attention_backend=auto allows flash-attn, whose backward groups sums by the number of heads",
             )
         )
@@ -203,17 +203,17 @@ def _context_parallel(shards: int) -> tuple[Replacement, ...]:
     rows = (
         (
             "megatron.bridge.training.gpt_step:get_batch_on_this_cp_rank",
-            "context_parallel:batch_of_a_rank",
+            "megatron.context_parallel:batch_of_a_rank",
             "tokens lie context shard by context shard, on one rank too",
         ),
         (
             "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
-            "context_parallel:rotary_of_a_rank",
+            "megatron.context_parallel:rotary_of_a_rank",
             "so do their positions",
         ),
         (
             "megatron.bridge.training.gpt_step:masked_next_token_loss",
-            "context_parallel:loss_of_a_rank",
+            "megatron.context_parallel:loss_of_a_rank",
             "a rank's tokens would count by their number on that rank",
         ),
     )
@@ -229,26 +229,46 @@ def _data_parallel(shards: int | None, contexts: int) -> tuple[Replacement, ...]
     bucket = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
     metrics = "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker"
     rows = (
-        (f"{ddp}.__init__", "data_parallel:prepared", "a rank may have several shards", (shards, contexts)),
-        (f"{ddp}._make_backward_post_hook", "data_parallel:noting_its_model", "a shard ends with a backward pass", ()),
-        (f"{schedules}:backward_step", "data_parallel:ending_a_micro_batch", "a shard ends with a backward pass", ()),
-        (f"{bucket}.start_grad_sync", "data_parallel:tree_over_ranks", "collectives add in an order of their own", ()),
+        (f"{ddp}.__init__", "megatron.data_parallel:prepared", "a rank may have several shards", (shards, contexts)),
+        (
+            f"{ddp}._make_backward_post_hook",
+            "megatron.data_parallel:noting_its_model",
+            "a shard ends with a backward pass",
+            (),
+        ),
+        (
+            f"{schedules}:backward_step",
+            "megatron.data_parallel:ending_a_micro_batch",
+            "a shard ends with a backward pass",
+            (),
+        ),
+        (
+            f"{bucket}.start_grad_sync",
+            "megatron.data_parallel:tree_over_ranks",
+            "collectives add in an order of their own",
+            (),
+        ),
         (
             f"{ddp}.finish_grad_sync",
-            "data_parallel:restarting",
+            "megatron.data_parallel:restarting",
             "a tied weight's lookups are summed apart from the output layer's gradient, in one order for every pp",
             (),
         ),
-        (f"{ddp}.zero_grad_buffer", "data_parallel:zeroing_contexts", "gradients lie in more buffers", ()),
+        (f"{ddp}.zero_grad_buffer", "megatron.data_parallel:zeroing_contexts", "gradients lie in more buffers", ()),
         (
             f"{ddp}._make_forward_pre_hook",
-            "data_parallel:reading_below",
+            "megatron.data_parallel:reading_below",
             "layers read weights of modules that never run, which may still be on their way",
             (READ_BELOW,),
         ),
     )
     of_runs = (
-        (f"{schedules}:forward_step_calc_loss", "data_parallel:divided_by_all_ranks", "dp changes no rounding", ()),
+        (
+            f"{schedules}:forward_step_calc_loss",
+            "megatron.data_parallel:divided_by_all_ranks",
+            "dp changes no rounding",
+            (),
+        ),
         (
             "megatron.bridge.training.train:get_forward_backward_func",
             "sums.step_values:losses_summed",
@@ -257,7 +277,7 @@ def _data_parallel(shards: int | None, contexts: int) -> tuple[Replacement, ...]
         ),
         (
             "megatron.bridge.data.loaders:build_pretraining_data_loader",
-            "data_order:consecutive",
+            "megatron.data_order:consecutive",
             "which sequences a shard has must not depend on dp",
             (),
         ),

@@ -21,7 +21,6 @@ from transformer_engine.pytorch.attention.dot_product_attention import dot_produ
 from transformer_engine.pytorch.utils import get_cudnn_version
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.latent_attention import DuplicatedForward
 from tp_invariant_recipes.numerics.layers.experts import activation_kind, expert_mlp, set_apart
 from tp_invariant_recipes.numerics.layers.norm import rms_norm
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
@@ -34,6 +33,7 @@ from tp_invariant_recipes.numerics.megatron.base import (
     sequence_shards,
 )
 from tp_invariant_recipes.numerics.megatron.core_attention import CoreAttention, Mask
+from tp_invariant_recipes.numerics.megatron.latent_attention import DuplicatedForward
 
 
 class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnParallelLinear):

@@ -1,6 +1,6 @@
 """Initial values of a Mamba-2 mixer's own parameters: Megatron's distributions, from 52 random bits per element.
 
-The arithmetic is fp64 + - * / only; numerics/init.py says why.
+The arithmetic is fp64 + - * / only; megatron/init.py says why.
 """
 
 import math
@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.init import _horner, _log
+from tp_invariant_recipes.numerics.megatron.init import _horner, _log
 
 STEPS = (0.001, 0.1)  # range of dt, whose logarithm is uniform
 DECAYS = (1.0, 16.0)  # range of -A, which is uniform

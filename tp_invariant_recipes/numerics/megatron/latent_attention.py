@@ -30,8 +30,8 @@ from torch import Tensor
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.numerics.layers.partial_linear import partial_linear
-from tp_invariant_recipes.numerics.local_layers import InvariantDotProductAttention
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
+from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics import spec
+from tp_invariant_recipes.numerics.megatron import spec
 
 # A layer's sign in model.hybrid_layer_pattern -> its field in Megatron's specification.
 LAYERS = {"M": "mamba_layer", "*": "attention_layer", "-": "mlp_layer", "E": "moe_layer"}

@@ -137,7 +137,7 @@ def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Megatron divides a loss by this rank's micro-batches, and the gradients by the ranks. One division by the product
     has the same rounding for every dp, also where a gradient is subnormal. The ranks of a context-parallel group share
-    sequences, and their tokens were counted together (numerics/context_parallel.py).
+    sequences, and their tokens were counted together (megatron/context_parallel.py).
     """
 
     def forward_step_calc_loss(

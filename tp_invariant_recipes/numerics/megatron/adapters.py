@@ -22,11 +22,11 @@ from megatron.bridge.peft.utils import ParallelLinearAdapter
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics import init
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.partial_linear import gathered_linear
-from tp_invariant_recipes.numerics.mamba_init import uniform
+from tp_invariant_recipes.numerics.megatron import init
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
+from tp_invariant_recipes.numerics.megatron.mamba_init import uniform
 from tp_invariant_recipes.replacement import Replacement
 
 _SETUP = "megatron.bridge.training.setup"
@@ -136,7 +136,7 @@ def initialise(model_chunks: list[Any], *, seed: int, methods: dict[str, str]) -
             found = _NAME.fullmatch(name)
             dim = _SPLIT.get((found[1], found[2])) if found else None
             if found is None or dim is None:
-                raise ConfigError(f"{name}: no rule says how it starts (numerics/adapters.py); peft.target_modules")
+                raise ConfigError(f"{name}: no rule says how it starts (megatron/adapters.py); peft.target_modules")
             gated = (found[1], found[2]) == (_GATED, "linear_out") and chunk.config.gated_linear_unit
             shape, ranges = init.place(parameter.shape, dim, rank, size, 2 if gated else 1)
             values = _quantile(methods[found[2]], shape)

@@ -130,7 +130,7 @@ def initialise(
         for name, parameter in canonical_parameters(chunk):
             rule = next((rule for rule in RULES if re.fullmatch(rule.name, name)), None)
             if rule is None:
-                problems.append(f"{name}: no rule says how it starts (numerics/init.py); use numerics=stock")
+                problems.append(f"{name}: no rule says how it starts (megatron/init.py); use numerics=stock")
             elif parameter.is_meta:
                 problems.append(f"{name}: has no memory yet; set model.init_model_with_meta_device=false")
             elif _is_drawn(rule) and size > 1 and not (rule.whole or _is_split(parameter, rule.dim)):
@@ -165,7 +165,7 @@ def _quantile(rule: InitRule, std: float) -> Callable[[Tensor], Tensor]:
     if rule.value == "normal":
         return lambda bits: _ppnd16(bits) * std
     module, _, name = rule.value.partition(":")
-    return getattr(import_module(f"tp_invariant_recipes.numerics.{module}"), name)
+    return getattr(import_module(f"tp_invariant_recipes.numerics.megatron.{module}"), name)
 
 
 def canonical_parameters(chunk: Any) -> Iterator[tuple[str, Tensor]]:
