@@ -77,7 +77,7 @@ def test_scaled_frequencies_are_those_of_megatron(bridge):
     """To what fp32 rounds away: Megatron computes them in fp32."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    from tp_invariant_recipes.kernels import ieee_rotary
+    from tp_invariant_recipes.portable import ieee_rotary
 
     theirs = RotaryEmbedding(
         128, 1.0, rotary_base=500000, rope_scaling=True, rope_scaling_factor=8.0, use_cpu_initialization=True
@@ -98,9 +98,9 @@ def test_tree_has_another_one(shared, reference):
 
 
 def without_conformance() -> None:
-    from tp_invariant_recipes.numerics import portable
+    from tp_invariant_recipes.portable import definition
 
-    portable.require_conformance = lambda gpu: None
+    definition.require_conformance = lambda gpu: None
 
 
 def one_kept_bit_less() -> None:
@@ -274,7 +274,7 @@ ELSEWHERE = {
     ("sum", "megatron/core/transformer/moe/moe_logging.py"): "a router's statistics, which are logged only",
     ("sum", "tp_invariant_recipes/numerics/megatron/router.py"): "the balancing loss's value, which is logged only",
     ("sum", "megatron/bridge/training/losses.py"): "of loss masks, which are whole numbers",
-    ("sum", "tp_invariant_recipes/numerics/portable_training.py"): "of loss masks, which are whole numbers",
+    ("sum", "tp_invariant_recipes/portable/training.py"): "of loss masks, which are whole numbers",
 }
 
 

@@ -5,11 +5,11 @@ import torch
 
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
-from tp_invariant_recipes.numerics import conformance
 from tp_invariant_recipes.numerics.products import cublas, defined
 from tp_invariant_recipes.numerics.products.defined import FIXED_TILES, WAYS
 from tp_invariant_recipes.numerics.products.probe import cancelling
 from tp_invariant_recipes.numerics.products.product import product
+from tp_invariant_recipes.portable import conformance
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,7 +7,7 @@ import torch
 from tests.distributed.ranks import same_bits
 from tests.unit.attention_interpreted import KINDS, NAMES, operands
 from tp_invariant_recipes.kernels import tensor_core_cpu
-from tp_invariant_recipes.kernels.ieee_attention import attention_backward, attention_forward
+from tp_invariant_recipes.portable.ieee_attention import attention_backward, attention_forward
 
 pytestmark = [
     pytest.mark.gpu,

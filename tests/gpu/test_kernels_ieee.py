@@ -5,7 +5,7 @@ import torch
 
 from tests.distributed.ranks import same_bits
 from tests.unit.ieee_operands import KINDS, any_bits, drawn
-from tp_invariant_recipes.kernels import (
+from tp_invariant_recipes.portable import (
     ieee_adam,
     ieee_cross_entropy,
     ieee_expert,

@@ -12,9 +12,10 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from tests.distributed.ranks import same_bits
 from tests.unit.ieee_operands import drawn
-from tp_invariant_recipes.kernels import ieee_attention_triton, tensor_core_cpu
-from tp_invariant_recipes.kernels.ieee_attention import _of_powers_of_two, attention_backward, attention_forward
-from tp_invariant_recipes.kernels.one_source import numpy_fma, numpy_version
+from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.portable import ieee_attention_triton
+from tp_invariant_recipes.portable.ieee_attention import _of_powers_of_two, attention_backward, attention_forward
+from tp_invariant_recipes.portable.one_source import numpy_fma, numpy_version
 
 ROUND = numpy_version("bf16_bits")
 KINDS = ("normal", "wide", "cancelling", "special", "tiny", "zeros", "opposite")

@@ -31,6 +31,15 @@ from tp_invariant_recipes.kernels import (
     grad_norm,
     group_norm,
     grouped_product,
+    rms_norm,
+    row_add,
+    row_sum,
+    token_sum,
+    tree_add,
+    weighted_activation,
+)
+from tp_invariant_recipes.portable import (
+    definition,
     ieee_adam,
     ieee_cross_entropy,
     ieee_expert,
@@ -39,14 +48,7 @@ from tp_invariant_recipes.kernels import (
     ieee_router,
     ieee_samples,
     ieee_swiglu,
-    rms_norm,
-    row_add,
-    row_sum,
-    token_sum,
-    tree_add,
-    weighted_activation,
 )
-from tp_invariant_recipes.numerics import portable
 
 DTYPES = (torch.bfloat16, torch.float32)
 FEW = ("wide", "special")  # kinds of operands: the interpreter is slow
@@ -369,7 +371,7 @@ def portable_experts_have_the_bits_of_their_twin():
 
 
 def portable_functions_have_the_bits_of_their_twin():
-    x = torch.from_numpy(portable.samples().copy())
+    x = torch.from_numpy(definition.samples().copy())
     found = torch.empty(5, x.numel())
     interpreter.InterpreterBuilder.create_fma = attention_interpreted.fused
     ieee_samples.values_triton(x, found)

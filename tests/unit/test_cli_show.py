@@ -13,9 +13,9 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
 from tp_invariant_recipes.launch import plan
-from tp_invariant_recipes.numerics import conformance
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
+from tp_invariant_recipes.portable import conformance
 from tp_invariant_recipes.replacement import Replacement
 from tp_invariant_recipes.workflows import doctor
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.gpus import Gpu
 from tp_invariant_recipes.kernels.tensor_core_sum import bf16_product
-from tp_invariant_recipes.numerics import conformance, portable
+from tp_invariant_recipes.portable import conformance, definition
 from tp_invariant_recipes.workflows import doctor
 
 by_definition = conformance.by_definition
@@ -206,20 +206,20 @@ def gpu_0(monkeypatch):
     properties = SimpleNamespace(name="NVIDIA B300", major=10, minor=3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, index: tensor)
-    portable.require_conformance.cache_clear()
+    definition.require_conformance.cache_clear()
     yield lambda product: monkeypatch.setattr(conformance, "on_gpu", lambda index: product)
-    portable.require_conformance.cache_clear()
+    definition.require_conformance.cache_clear()
 
 
 def test_a_run_on_a_gpu_that_conforms_starts(gpu_0):
     gpu_0(conformance.by_definition)
-    portable.require_conformance(0)
+    definition.require_conformance(0)
 
 
 def test_a_run_on_a_gpu_that_adds_in_another_way_is_refused(gpu_0):
     gpu_0(other(kept=24))
     with pytest.raises(RunError) as refused:
-        portable.require_conformance(0)
+        definition.require_conformance(0)
     message = str(refused.value)
     assert message.startswith("numerics=portable: GPU 0 (NVIDIA B300, sm_103) computes other bits than the definition")
     assert re.search(r": bf16/512_wide: \d+ of 512 outputs differ, .* recorded 0x\w{8}, computed 0x\w{8}; ", message)
@@ -227,16 +227,16 @@ def test_a_run_on_a_gpu_that_adds_in_another_way_is_refused(gpu_0):
 
 
 def test_a_run_on_a_machine_with_other_functions_is_refused(monkeypatch):
-    monkeypatch.setattr(portable, "samples", lambda: np.ones(3, np.float32))
-    assert portable.differences(None) == [
-        "exp, log, sigmoid, rsqrt or exp2: other bits than those of kernels/ieee_math.py"
+    monkeypatch.setattr(definition, "samples", lambda: np.ones(3, np.float32))
+    assert definition.differences(None) == [
+        "exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee_math.py"
     ]
 
 
 def test_the_check_at_the_start_is_done_once_a_process(gpu_0):
     calls = []
     gpu_0(lambda a, b: calls.append(0) or conformance.by_definition(a, b))
-    portable.require_conformance(0)
+    definition.require_conformance(0)
     once = len(calls)
-    portable.require_conformance(0)
+    definition.require_conformance(0)
     assert len(calls) == once > 30

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tp_invariant_recipes.kernels import (
+from tp_invariant_recipes.portable import (
     ieee_adam,
     ieee_attention_triton,
     ieee_cross_entropy,
@@ -22,7 +22,7 @@ from tp_invariant_recipes.kernels import (
     ieee_samples,
     ieee_swiglu,
 )
-from tp_invariant_recipes.kernels.one_source import UNFUSED
+from tp_invariant_recipes.portable.one_source import UNFUSED
 
 ATTENTION = {"size": "i32", "batch": "i32", "scale": "fp32"}
 HEADS = {"HEADS": 16, "GROUPS": 8, "WIDTH": 128}

@@ -10,9 +10,9 @@ import torch
 from tests.distributed.ranks import same_bits
 from tests.unit.ieee_operands import KINDS, drawn
 from tests.unit.test_ieee_kernels import in_lanes, one_after_the_other, rounded, wide
-from tp_invariant_recipes.kernels import ieee_expert, ieee_router
-from tp_invariant_recipes.kernels.ieee_sums import folded
-from tp_invariant_recipes.kernels.one_source import numpy_version
+from tp_invariant_recipes.portable import ieee_expert, ieee_router
+from tp_invariant_recipes.portable.ieee_sums import folded
+from tp_invariant_recipes.portable.one_source import numpy_version
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, about special numbers
 DTYPES = (torch.bfloat16, torch.float32)

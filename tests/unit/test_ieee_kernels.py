@@ -9,17 +9,10 @@ import torch
 
 from tests.distributed.ranks import same_bits
 from tests.unit.ieee_operands import KINDS, drawn
-from tp_invariant_recipes.kernels import (
-    ieee_adam,
-    ieee_cross_entropy,
-    ieee_norm,
-    ieee_rotary,
-    ieee_swiglu,
-    one_source,
-)
-from tp_invariant_recipes.kernels.ieee_sums import folded, power_of_two
-from tp_invariant_recipes.kernels.one_source import SMALL, numpy_version
 from tp_invariant_recipes.kernels.tensor_core_sum import _fma as fma
+from tp_invariant_recipes.portable import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu, one_source
+from tp_invariant_recipes.portable.ieee_sums import folded, power_of_two
+from tp_invariant_recipes.portable.one_source import SMALL, numpy_version
 
 DTYPES = (torch.bfloat16, torch.float32)
 ONE = np.float32(1)

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels import tensor_core_cpu
 from tp_invariant_recipes.kernels.tensor_core_sum import INFINITY, NAN, bf16_product, fp32_product
-from tp_invariant_recipes.numerics import conformance
+from tp_invariant_recipes.portable import conformance
 
 DATA = Path(__file__).parents[1] / "data"
 NUMBERS = np.load(DATA / "tensor_core_h200.npz")

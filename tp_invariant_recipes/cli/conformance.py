@@ -11,7 +11,7 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import gpus, needed, terminal
 
 if TYPE_CHECKING:
-    from tp_invariant_recipes.numerics.conformance import Product, Recording
+    from tp_invariant_recipes.portable.conformance import Product, Recording
 
 
 def conformance(
@@ -38,7 +38,7 @@ def conformance(
     if record is not None and check is not None:
         raise RunError("--record writes a file and --check reads one: give one of them")
     needed.check("tpi conformance", ("torch",))
-    from tp_invariant_recipes.numerics import conformance as cases  # torch: seconds
+    from tp_invariant_recipes.portable import conformance as cases  # torch: seconds
 
     if check is not None:
         recording = cases.read(check)
@@ -64,7 +64,7 @@ def conformance(
 def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool) -> None:
     """Print what each check found; end with the status of a comparison."""
     from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
-    from tp_invariant_recipes.numerics.conformance import differences
+    from tp_invariant_recipes.portable.conformance import differences
 
     report: list[dict[str, Any]] = []
     for name, recording, product in checks:

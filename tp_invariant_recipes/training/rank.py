@@ -197,10 +197,10 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         stack.callback(optimizer_step.restore)
         callbacks = [*callbacks, optimizer_step]
         if tree["numerics"]["mode"] == "portable":
-            from tp_invariant_recipes.numerics import portable
+            from tp_invariant_recipes.portable import definition
 
             on_cpu = tree["device"]["kind"] == "cpu"
-            portable.require_conformance(None if on_cpu else int(os.environ["LOCAL_RANK"]))
+            definition.require_conformance(None if on_cpu else int(os.environ["LOCAL_RANK"]))
         if tree["device"]["kind"] == "cpu":
             stack.enter_context(cpu.installed())
         else:

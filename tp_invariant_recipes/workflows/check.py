@@ -125,9 +125,9 @@ def _computed(found: dict[str, Dumped], names: Names, kind: str, segments: int, 
     """Output and gradients, as the run of one rank computes them: sequence by sequence, data shard by data shard."""
     import torch
 
-    from tp_invariant_recipes.numerics import portable_linear
     from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
     from tp_invariant_recipes.numerics.sums.tree import tree_sum
+    from tp_invariant_recipes.portable import linear
 
     x, dy = (_tensor(found[name]) for name in names.operands)
     weight: Any = _tensor(found[names.weight]).requires_grad_()
@@ -139,9 +139,9 @@ def _computed(found: dict[str, Dumped], names: Names, kind: str, segments: int, 
         weight.main_grad = gradients[shard]
         mine = x[:, number : number + 1].contiguous().requires_grad_()
         if kind == "row":
-            out = portable_linear.row_parallel(mine, weight, mesh, False)
+            out = linear.row_parallel(mine, weight, mesh, False)
         else:
-            out = portable_linear.column_parallel(mine, weight, mesh, segments, False)
+            out = linear.column_parallel(mine, weight, mesh, segments, False)
         out.backward(dy[:, number : number + 1].contiguous())
         outputs.append(out.detach())
         slopes.append(mine.grad)

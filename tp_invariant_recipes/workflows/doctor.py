@@ -144,7 +144,7 @@ def _gpus(found: list[gpus.Gpu]) -> list[Finding]:
 def _arithmetic(gpu_count: int) -> list[Finding]:
     """Whether each GPU adds products as an H200 does; nothing where torch or Triton is missing, which has its row."""
     try:
-        from tp_invariant_recipes.numerics import conformance
+        from tp_invariant_recipes.portable import conformance
 
         built_in = conformance.read()
         wrong = [gpu for gpu in range(gpu_count) if conformance.differences(built_in, conformance.on_gpu(gpu))]

@@ -32,7 +32,7 @@ def kernels_of(mode: str) -> Kernels:
     """What numerics=MODE computes with."""
     if mode != "portable":
         return LIBRARY
-    from tp_invariant_recipes.kernels import ieee_cross_entropy as ieee  # loads numba
+    from tp_invariant_recipes.portable import ieee_cross_entropy as ieee  # loads numba
 
     return Kernels(ieee.sum_of_exponentials, ieee.softmax_gradient, ieee.logarithm)
 

@@ -41,7 +41,7 @@ def kernels_of(mode: str) -> Kernels:
     """What numerics=MODE computes with."""
     if mode != "portable":
         return LIBRARY
-    from tp_invariant_recipes.kernels import ieee_norm  # loads numba
+    from tp_invariant_recipes.portable import ieee_norm  # loads numba
 
     return Kernels(ieee_norm.rms_norm_forward, ieee_norm.rms_norm_backward)
 

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from tp_invariant_recipes.numerics import portable_linear
 from tp_invariant_recipes.numerics.layers import gather, linear
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.norm import NormShards, kernels_of, rms_norm
 from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.portable import linear as portable_linear
 
 
 class Strategy(Protocol):

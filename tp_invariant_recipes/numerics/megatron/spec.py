@@ -54,9 +54,9 @@ AS_THEY_ARE = (
 )
 # The same where numerics=portable has a layer of its own.
 PORTABLE = {
-    "DotProductAttention": "portable_layers:PortableDotProductAttention",
-    "TopKRouter": "portable_experts:PortableTopKRouter",
-    "SequentialMLP": "portable_experts:PortableSequentialMLP",
+    "DotProductAttention": "portable.layers:PortableDotProductAttention",
+    "TopKRouter": "portable.experts:PortableTopKRouter",
+    "SequentialMLP": "portable.experts:PortableSequentialMLP",
 }
 # Classes that read the weights of modules below them, which then never run.
 READ_BELOW = ("SequentialMLP", "TEGroupedMLP", "MambaMixer", "ParallelLinearAdapter")
@@ -107,7 +107,8 @@ def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyT
 def _named(path: str) -> Any:
     """The class at a path. The lookup is late, since these modules import torch and Megatron-Core."""
     module, _, name = path.partition(":")
-    return getattr(import_module(f"tp_invariant_recipes.numerics.{module}"), name)
+    package = "tp_invariant_recipes" if module.startswith("portable.") else "tp_invariant_recipes.numerics"
+    return getattr(import_module(f"{package}.{module}"), name)
 
 
 def replacements(numerics: dict[str, Any]) -> tuple[Replacement, ...]:
@@ -184,15 +185,15 @@ def _portable() -> list[Replacement]:
         return Replacement(target, lambda original: _named(path)(original), why)
 
     return [
-        row("megatron.core.transformer.mlp:MLP.forward", "portable_layers:mlp_forward"),
-        row("megatron.core.transformer.attention:apply_rotary_pos_emb", "portable_layers:apply_rotary_pos_emb"),
+        row("megatron.core.transformer.mlp:MLP.forward", "portable.layers:mlp_forward"),
+        row("megatron.core.transformer.attention:apply_rotary_pos_emb", "portable.layers:apply_rotary_pos_emb"),
         *torch_adam.REPLACEMENTS,
-        made("torch.optim:AdamW", "portable_training:portable_adam"),
-        made("torch.optim:Adam", "portable_training:portable_adam"),
-        made("megatron.core.optimizer_param_scheduler:math", "portable_training:portable_math"),
+        made("torch.optim:AdamW", "portable.training:portable_adam"),
+        made("torch.optim:Adam", "portable.training:portable_adam"),
+        made("megatron.core.optimizer_param_scheduler:math", "portable.training:portable_math"),
         made(
             "megatron.bridge.training.gpt_step:masked_next_token_loss",
-            "portable_training:masked_next_token_loss",
+            "portable.training:masked_next_token_loss",
             "torch adds the tokens' losses in an order that depends on the processor's vectors",
         ),
     ]

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.ieee_math import canonical, exp, exp2, log, rsqrt, sigmoid
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.kernels.one_source import UNFUSED, as_array, cpu_loop, numba_version
+from tp_invariant_recipes.portable.ieee_math import canonical, exp, exp2, log, rsqrt, sigmoid
+from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, cpu_loop, numba_version
 
 BLOCK = 512
 

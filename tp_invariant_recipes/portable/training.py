@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.ieee_adam import adam_numbers, adam_step
 from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.portable.ieee_adam import adam_numbers, adam_step
 
 REFUSED = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -51,7 +51,7 @@ class _Sum(torch.autograd.Function):
 
 
 def portable_adam(original: type) -> type:
-    """torch's Adam or AdamW with the step of kernels/ieee_adam.py; its state has the same names and shapes."""
+    """torch's Adam or AdamW with the step of portable/ieee_adam.py; its state has the same names and shapes."""
 
     class PortableAdam(original):
         @torch.no_grad()

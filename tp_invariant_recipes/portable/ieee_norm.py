@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.ieee_math import ONE, rsqrt
-from tp_invariant_recipes.kernels.ieee_storage import load_fp32, store_rounded, stored, widened
-from tp_invariant_recipes.kernels.ieee_sums import fold_columns, fold_rows, numba_fold, numba_fold_rows, power_of_two
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.kernels.one_source import (
+from tp_invariant_recipes.portable.ieee_math import ONE, rsqrt
+from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
+from tp_invariant_recipes.portable.ieee_sums import fold_columns, fold_rows, numba_fold, numba_fold_rows, power_of_two
+from tp_invariant_recipes.portable.one_source import (
     UNFUSED,
     as_array,
     as_stored,

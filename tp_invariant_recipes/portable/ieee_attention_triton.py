@@ -1,4 +1,4 @@
-"""The attention of kernels/ieee_attention.py for GPUs, without atomics: the bits of its form for a CPU.
+"""The attention of portable/ieee_attention.py for GPUs, without atomics: the bits of its form for a CPU.
 
 `tl.dot` on a tensor core is the sum of kernels/tensor_core_sum.py, if the accumulator is its third argument and the
 calls follow k in order. Four kernels, with tiles of QUERIES × KEYS scores:
@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.ieee_math import ONE, ZERO, exp2, fp32_of_bf16
-from tp_invariant_recipes.kernels.ieee_sums import fold_columns, power_of_two
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.kernels.one_source import UNFUSED, elementwise, fma
+from tp_invariant_recipes.portable.ieee_math import ONE, ZERO, exp2, fp32_of_bf16
+from tp_invariant_recipes.portable.ieee_sums import fold_columns, power_of_two
+from tp_invariant_recipes.portable.one_source import UNFUSED, elementwise, fma
 
 LANES = 64  # of the sum of exponentials, and the keys of a tile of the forward pass; part of the definition
 LEAST = 16  # features of a tile at least: a step of a tensor core
@@ -98,7 +98,7 @@ def _constants(query: Tensor, key: Tensor) -> tuple[int, ...]:
 
 @elementwise
 def exponential(score, scale, top):
-    """e of a score; scale is c of kernels/ieee_attention.py."""
+    """e of a score; scale is c of portable/ieee_attention.py."""
     return exp2(fma(score, scale, -top))
 
 

@@ -11,12 +11,12 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
-from tp_invariant_recipes.kernels.ieee_expert import weighted_swiglu, weighted_swiglu_backward
-from tp_invariant_recipes.kernels.ieee_router import route_tokens, route_tokens_backward
 from tp_invariant_recipes.numerics.layers.experts import Arithmetic, activation_kind, expert_mlp, set_apart
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
 from tp_invariant_recipes.numerics.products.defined import product
+from tp_invariant_recipes.portable.ieee_expert import weighted_swiglu, weighted_swiglu_backward
+from tp_invariant_recipes.portable.ieee_router import route_tokens, route_tokens_backward
 
 
 def _activation(x: Tensor, probs: Tensor, kind: str) -> Tensor:
@@ -38,7 +38,7 @@ STATED = Arithmetic(product, _activation, _activation_backward)
 
 
 class PortableTopKRouter(InvariantTopKRouter):
-    """Chooses the experts of each token as kernels/ieee_router.py defines it."""
+    """Chooses the experts of each token as portable/ieee_router.py defines it."""
 
     products = staticmethod(product)
 

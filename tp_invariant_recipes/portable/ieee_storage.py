@@ -11,8 +11,8 @@ import triton.language as tl
 from numba import types
 from numba.extending import overload
 
-from tp_invariant_recipes.kernels.ieee_math import bf16_bits, canonical, fp32_of_bf16
-from tp_invariant_recipes.kernels.one_source import numba_version
+from tp_invariant_recipes.portable.ieee_math import bf16_bits, canonical, fp32_of_bf16
+from tp_invariant_recipes.portable.one_source import numba_version
 
 _from_bf16, _to_bf16, _canonical = (numba_version(name) for name in ("fp32_of_bf16", "bf16_bits", "canonical"))
 

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tp_invariant_recipes.kernels.ieee_math import canonical
 from tp_invariant_recipes.kernels.launch import Kernel
-from tp_invariant_recipes.kernels.one_source import UNFUSED, as_array, by_rows, cpu_loop, elementwise, numba_version
+from tp_invariant_recipes.portable.ieee_math import canonical
+from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, by_rows, cpu_loop, elementwise, numba_version
 
 BLOCK = 1024
 
