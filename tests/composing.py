@@ -17,9 +17,10 @@ from hydra._internal import defaults_list
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.object_type import ObjectType
 
-from tp_invariant_recipes.config import hydra_tree, source
+from tp_invariant_recipes.config import hydra_tree
+from tp_invariant_recipes.settings import conf_files
 
-CONF = source.conf_dir()
+CONF = conf_files.conf_dir()
 
 _compose = hydra_tree.composed
 _read_file = ConfigRepository.load_config
@@ -29,7 +30,7 @@ _files: dict[tuple[str, str, str], bytes] = {}
 
 
 def _tree(arguments: Sequence[str], cluster: Path | None, model: str | None = None) -> dict[str, Any]:
-    if cluster or model or source.user_dir().is_dir() or source.conf_dir() != CONF:
+    if cluster or model or conf_files.user_dir().is_dir() or conf_files.conf_dir() != CONF:
         return _compose(arguments, cluster, model)
     key = tuple(arguments)
     if key not in _trees:

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, settings
 import tp_invariant_recipes
 from tests import composing
 from tests.forks import Tpi
-from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.quiet import VERBOSE
+from tp_invariant_recipes.settings import environment
 
 # How long an example takes says how busy the machine is, and nothing else.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

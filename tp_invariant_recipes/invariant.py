@@ -17,12 +17,13 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from tp_invariant_recipes.config import allowed_fields, environment, invariance, invariant_experts, model_fields
+from tp_invariant_recipes.config import allowed_fields, invariance, invariant_experts, model_fields
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement, apply
+from tp_invariant_recipes.settings import environment
 
 SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"
 NUMERICS = {"mode": "tree", "grad_norm": "exact", "clip_rounding": "none", "initial_weights": "invariant"}

@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from tp_invariant_recipes.config import invariance, invariant_experts, latent_limits, model_fields, schema
+from tp_invariant_recipes.config import invariance, invariant_experts, latent_limits, model_fields
 from tp_invariant_recipes.config.allowed_fields import SECTIONS, refused
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.settings import schema
 
 pytestmark = pytest.mark.usefixtures("bridge")
 

@@ -9,17 +9,18 @@ import pytest
 
 from tests.models import sparing
 from tp_invariant_recipes.cli import show, train
-from tp_invariant_recipes.config import container, describe, environment, hydra_tree, layout, schema, source
+from tp_invariant_recipes.config import container, describe, hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.container import LOCAL_SPECS
 from tp_invariant_recipes.config.overrides import parse
-from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.settings import conf_files, environment, layout, schema
+from tp_invariant_recipes.settings.run_config import typed
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
-MODELS = source.groups()["model"]
+MODELS = conf_files.groups()["model"]
 
 
 def _provider(model: str) -> str:

@@ -6,9 +6,9 @@ import functools
 import pytest
 
 from tests.models import sparing
-from tp_invariant_recipes.config import cuda_graphs, low_precision, source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import conf_files, cuda_graphs, low_precision
 
 pytestmark = pytest.mark.usefixtures("bridge")  # which types the fields of `model`
 
@@ -65,7 +65,7 @@ def test_the_tree_holds_what_is_captured_and_it_can_be_chosen():
     assert (chosen["cuda_graph_impl"], chosen["cuda_graph_modules"]) == ("transformer_engine", ["mamba"])
 
 
-@pytest.mark.parametrize("model", sparing(source.groups()["model"]))
+@pytest.mark.parametrize("model", sparing(conf_files.groups()["model"]))
 def test_every_model_can_be_captured(model):
     assert composed(model, "cuda_graph=te")["model"]["cuda_graph_impl"] == "transformer_engine"
 

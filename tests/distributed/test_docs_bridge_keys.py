@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 
 from tests.unit.docs.markdown import DOCUMENTS
-from tp_invariant_recipes.config import schema
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
-from tp_invariant_recipes.config.settings import OWN_KEYS
+from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.settings.sections import OWN_KEYS
 
 pytestmark = pytest.mark.usefixtures("bridge")
 

@@ -129,7 +129,7 @@ def test_stock_does_not(tpi, fixed, layouts):
 
 
 def _without_the_rule() -> None:
-    from tp_invariant_recipes.config import layout
+    from tp_invariant_recipes.settings import layout
 
     layout.RULES = tuple(rule for rule in layout.RULES if rule is not layout._interleaved)
 

@@ -103,9 +103,9 @@ def _stock_over_cp() -> None:
     from megatron.core.parallel_state import get_context_parallel_group
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    from tp_invariant_recipes.config import layout
     from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
     from tp_invariant_recipes.numerics.sums import context_shards
+    from tp_invariant_recipes.settings import layout
 
     def of_a_rank(whole, dim, group):
         return whole[context_shards.positions(len(whole), group.size(), group.size(), group.rank())]

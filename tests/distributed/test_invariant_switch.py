@@ -9,9 +9,9 @@ import torch
 
 from tests.distributed.numerics.module_runs import put_together, split_of
 from tests.distributed.ranks import megatron, on_ranks, same_bits
-from tp_invariant_recipes.config.environment import settings
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.invariant import _variables, switched_on
+from tp_invariant_recipes.settings.environment import settings
 
 V, SEQUENCE, BATCH, VOCABULARY = 4, 16, 2, 64
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.recipe_files import MODEL
-from tp_invariant_recipes.config import recipe_layer, recipe_source, schema
+from tp_invariant_recipes.config import recipe_layer, recipe_source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import schema
 
 pytestmark = pytest.mark.usefixtures("families")
 

@@ -9,17 +9,17 @@ import pytest
 from tests.distributed.ranks import on_ranks
 from tests.models import sparing
 from tp_invariant_recipes import recipes
-from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import cpu
 from tp_invariant_recipes.patches import bridge_helpers, registry
 from tp_invariant_recipes.recipes import named, recipe
 from tp_invariant_recipes.recipes.__main__ import main, publish
+from tp_invariant_recipes.settings import conf_files
 
 pytestmark = pytest.mark.usefixtures("families")
 
-MODELS = source.groups()["model"]
+MODELS = conf_files.groups()["model"]
 RECIPES = named()
 
 

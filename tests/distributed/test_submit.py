@@ -12,10 +12,10 @@ import pytest
 
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.jobs import fitness
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.run_config import RunConfig, typed
 
 pytestmark = pytest.mark.usefixtures("bridge", "no_gpus")
 

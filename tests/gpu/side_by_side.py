@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tests.forks import Process, Tpi, end_with_parent
-from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.host import bridge, gpus
 from tp_invariant_recipes.host.forking import can_fork
 from tp_invariant_recipes.launch import local, ranks
+from tp_invariant_recipes.settings import environment
 
 TAIL = 3000  # characters of a failed run's messages
 SLOTS = 4  # ranks to a GPU: these runs wait for the host

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import te_cases
-from tp_invariant_recipes.config.environment import settings
+from tp_invariant_recipes.settings.environment import settings
 
 pytestmark = pytest.mark.gpu
 DEGREES = (1, 2, 4)

@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tp_invariant_recipes.config import describe, field_table
+from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.host import bridge as host_bridge
+from tp_invariant_recipes.settings import field_table
 
 BRIDGE = "megatron.bridge"
 

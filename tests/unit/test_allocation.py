@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.config import allocation, layout
+from tp_invariant_recipes.config import allocation
 from tp_invariant_recipes.config.allocation import STEPPED, SUBMITTED, WRITTEN, Allocation, misfits, parse_time
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.sections import RunConfig, typed
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings.run_config import RunConfig, typed
 
 GOOD = {"cluster.gpus_per_node": 8, "slurm.time": "4:00:00"}
 

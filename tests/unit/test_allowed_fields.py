@@ -7,9 +7,10 @@ import torch
 
 from tests.models import sparing
 from tests.trees import with_fields
-from tp_invariant_recipes.config import invariance, source
+from tp_invariant_recipes.config import invariance
 from tp_invariant_recipes.config.allowed_fields import ANY, BOOL, NUMBER, SECTIONS, THRESHOLD, refused
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.settings import conf_files
 
 ROWS = [(section, field) for section, table in SECTIONS.items() for field in table]
 TREE = compose("qwen3_toy", device="cpu").tree
@@ -86,7 +87,7 @@ def test_all_that_is_not_allowed_is_one_list(mode):
     assert invariance.problems(with_fields(TREE, numerics__mode="stock", **fields)) == []
 
 
-@pytest.mark.parametrize("model", sparing(source.groups()["model"]))
+@pytest.mark.parametrize("model", sparing(conf_files.groups()["model"]))
 @pytest.mark.parametrize("device", ("cpu", "gpu"))
 def test_every_run_of_conf_is_allowed(model, device):
     tree = compose(model, device=device).tree

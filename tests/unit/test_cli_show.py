@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tp_invariant_recipes.cli.doctor import MARKS
-from tp_invariant_recipes.config import describe, source
+from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
@@ -17,6 +17,7 @@ from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 from tp_invariant_recipes.portable import conformance
 from tp_invariant_recipes.replacement import Replacement
+from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.workflows import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +74,7 @@ def composed_models(models_table, monkeypatch):
 def test_models(cli, composed_models):
     ended = cli("models")
     assert ended.status == 0
-    for model in source.groups()["model"]:
+    for model in conf_files.groups()["model"]:
         assert f" {model} " in ended.out
     assert "8.19 B" in ended.out
     assert "157 80 41 21" in ended.out
@@ -84,7 +85,7 @@ def test_models_as_json(cli, composed_models):
     ended = cli("models", "--json")
     assert (ended.status, ended.err) == (0, "")
     rows = json.loads(ended.out)
-    assert [row["model"] for row in rows] == list(source.groups()["model"])
+    assert [row["model"] for row in rows] == list(conf_files.groups()["model"])
     types = dict(model=str, summary=str, parameters=int, layers=int, hidden_size=int, tp=list, cpu=bool)
     types["memory"] = list
     for row in rows:
@@ -219,7 +220,7 @@ def test_doctor_and_the_docs_name_the_same_needs_and_models(cli, machine, models
     advice = {row["what"]: row["advice"] for row in json.loads(cli("doctor", "--json").out)}
     text = " ".join((ROOT / "docs/install.md").read_text().replace("`", "").split())
     trained = [row["model"] for row in models_table if row["cpu"]]
-    toys = [model for model in source.groups()["model"] if model.endswith("_toy")]
+    toys = [model for model in conf_files.groups()["model"] if model.endswith("_toy")]
     assert set(toys) <= set(trained)
     for words in toys:
         assert words in advice["GPUs"]

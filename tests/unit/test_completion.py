@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.cli import completion as shells
-from tp_invariant_recipes.config import completion, field_table, schema, source
-from tp_invariant_recipes.config.keys import SHORT_KEYS
+from tp_invariant_recipes.config import completion
+from tp_invariant_recipes.settings import conf_files, field_table, schema
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
 
 TPI = f'#!/bin/sh\nexec {sys.executable} -m tp_invariant_recipes "$@"\n'
 
@@ -23,14 +24,14 @@ def words(incomplete: str, *, several: bool = False) -> list[str]:
 
 
 def test_models_with_what_they_are():
-    assert [name for name, _ in completion.models("")] == ["recipe=", *source.groups()["model"]]
+    assert [name for name, _ in completion.models("")] == ["recipe=", *conf_files.groups()["model"]]
     assert completion.models("qwen3_8") == [("qwen3_8b", "Qwen3-8B: 36 layers, untied embeddings.")]
     assert completion.models("gpt") == []
 
 
 def test_keys_are_short_ones_groups_and_sections():
     offered = completion.overrides("")
-    groups = [f"{group}=" for group in source.groups() if group != "model"]
+    groups = [f"{group}=" for group in conf_files.groups() if group != "model"]
     sections = [f"{section}." for section in sorted(schema.SECTIONS)]
     assert [word for word, _ in offered] == [*(f"{key}=" for key in SHORT_KEYS), *groups, *sections]
     assert dict(offered)["tp="] == "tensor-parallel degree"

@@ -4,8 +4,8 @@ import pytest
 
 from tp_invariant_recipes.config import bounds
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
 
 COUNTS = [key.name for key in SHORT_KEYS.values() if key.type is int and key.name != "seed"]
 

@@ -10,12 +10,12 @@ from hydra.errors import HydraException
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.environment import VARIABLES, is_secret, recorded, settings
-from tp_invariant_recipes.config.settings import AS_TYPED
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings.environment import VARIABLES, is_secret, recorded, settings
+from tp_invariant_recipes.settings.sections import AS_TYPED
 
 
 def cluster(*overrides: str, device: str = "gpu") -> dict:
@@ -39,7 +39,7 @@ SHIPPED = {
 
 
 def test_every_cluster_that_comes_with_tpi_is_in_the_table():
-    assert sorted([*SHIPPED, "local"]) == list(source.groups()["cluster"])
+    assert sorted([*SHIPPED, "local"]) == list(conf_files.groups()["cluster"])
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -160,7 +160,7 @@ def test_what_only_sounds_like_a_secret_is_none():
 @pytest.fixture
 def own() -> Path:
     """The user's own tree, with a folder for clusters; the home of configuration has a space and more in its name."""
-    folder = source.user_dir() / "cluster"
+    folder = conf_files.user_dir() / "cluster"
     folder.mkdir(parents=True)
     return folder
 
@@ -229,7 +229,7 @@ def test_composing_leaves_nothing_behind(site, hydra_itself):
     mine = cluster(site(MINE))
     assert cluster("cluster=h100") == before
     assert cluster(site(MINE)) == mine
-    with initialize_config_dir(str(source.conf_dir()), version_base="1.3"), pytest.raises(HydraException):
+    with initialize_config_dir(str(conf_files.conf_dir()), version_base="1.3"), pytest.raises(HydraException):
         hydra.compose("config", overrides=["cluster=mysite"])
 
 
@@ -352,9 +352,9 @@ def test_the_users_own_options_are_offered_beside_ours(own, cli):
     (own / "mysite.yaml").write_text(MINE)
     (own / "_base.yaml").write_text("")
     (own / ".#mysite.yaml").write_text("[")
-    assert source.groups()["cluster"] == ("b300", "h100", "h200", "local", "mysite")
-    assert source.summary("cluster", "mysite") == "Ours."
-    assert source.summary("cluster", "h100") == "Nodes of eight H100 GPUs (Hopper)."
+    assert conf_files.groups()["cluster"] == ("b300", "h100", "h200", "local", "mysite")
+    assert conf_files.summary("cluster", "mysite") == "Ours."
+    assert conf_files.summary("cluster", "h100") == "Nodes of eight H100 GPUs (Hopper)."
     assert "gpu_type: hopper" in cli("show", "qwen3_8b", "cluster=mysite", "device=gpu").out
 
 
@@ -365,20 +365,20 @@ def test_other_groups_are_taken_from_it_as_well(own):
     )
     tree = compose("mine", device="cpu").tree
     assert (tree["model"]["num_layers"], tree["model"]["hidden_size"]) == (3, 128)
-    assert "mine" in source.groups()["model"]
+    assert "mine" in conf_files.groups()["model"]
     (own.parent / "model" / "mine.yaml").write_text("# @package _global_\ndefaults: [qwen3_toy]\nmodle: {}\n")
     with pytest.raises(ConfigError, match="modle: no such section; did you mean 'model'"):
         compose("mine", device="cpu")
 
 
 def test_without_a_tree_there_are_ours(monkeypatch, tmp_path):
-    assert source.problems() == []
-    with_none = source.groups()
-    source.user_dir().mkdir(parents=True)
-    assert source.groups() == with_none
+    assert conf_files.problems() == []
+    with_none = conf_files.groups()
+    conf_files.user_dir().mkdir(parents=True)
+    assert conf_files.groups() == with_none
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert source.user_dir() == tmp_path / ".config" / "tpi"
+    assert conf_files.user_dir() == tmp_path / ".config" / "tpi"
 
 
 # What would be passed over in silence: where it lies, what is said.
@@ -395,14 +395,14 @@ PASSED_OVER = (
 
 @pytest.mark.parametrize("path, says", PASSED_OVER)
 def test_a_file_that_would_be_passed_over_is_said_so(path, says):
-    file = source.user_dir() / path
+    file = conf_files.user_dir() / path
     file.parent.mkdir(parents=True)
     file.write_text("gpus_per_node: 3\n")
-    assert source.problems() == [f"{file}: {says}"]
+    assert conf_files.problems() == [f"{file}: {says}"]
 
 
 def test_files_that_would_be_passed_over_are_errors():
-    files = [source.user_dir() / path for path, _ in PASSED_OVER]
+    files = [conf_files.user_dir() / path for path, _ in PASSED_OVER]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("gpus_per_node: 3\n")

@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models import sparing
-from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.overrides import texts
-from tp_invariant_recipes.config.settings import OWN_SECTIONS, PATHS
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.sections import OWN_SECTIONS, PATHS
 
-MODELS = source.groups()["model"]
+MODELS = conf_files.groups()["model"]
 MISSING = object()
 
 
@@ -124,7 +124,7 @@ def test_compositions_do_not_touch_each_other(hydra_itself):
 GPU_ONLY = ("cuda_graph", "precision")  # some of their options
 PRECISIONS = {"bf16": "bf16_mixed", "fp32": None, "fp8_tensorwise": "tensorwise"}
 GRAPHS = {"off": "none", "te": "transformer_engine", "full": "full_iteration"}
-GROUPS = [(group, option) for group, options in source.groups().items() for option in options if group != "model"]
+GROUPS = [(group, option) for group, options in conf_files.groups().items() for option in options if group != "model"]
 
 
 @pytest.mark.parametrize("group, option", GROUPS, ids="=".join)
@@ -184,8 +184,8 @@ def test_the_device_wins_over_the_model_and_the_command_line_over_it():
 def own_conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of conf/ that a test may change."""
     folder = tmp_path / "conf"
-    shutil.copytree(source.conf_dir(), folder)
-    monkeypatch.setattr(source, "conf_dir", lambda: folder)
+    shutil.copytree(conf_files.conf_dir(), folder)
+    monkeypatch.setattr(conf_files, "conf_dir", lambda: folder)
     return folder
 
 
@@ -196,7 +196,7 @@ def test_a_model_is_a_file_and_numerics_precision_and_device_win_over_it(own_con
         "model:\n  num_layers: 3\n  deterministic_mode: false\n  transformer_impl: mine\n"
         "mixed_precision: mine\n"
     )
-    assert "mine" in source.groups()["model"]
+    assert "mine" in conf_files.groups()["model"]
     tree = compose("mine", device="cpu").tree
     assert tree["model"]["num_layers"] == 3
     assert tree["model"]["hidden_size"] == 128

@@ -11,11 +11,11 @@ from tp_invariant_recipes.config import invariance, memory
 from tp_invariant_recipes.config.compose import compose as composed
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.memory import GRADIENTS
-from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, Header, identity_differences
 from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
 from tp_invariant_recipes.numerics.sums import context_shards
+from tp_invariant_recipes.settings.run_config import typed
 from tp_invariant_recipes.training.placement import Site
 
 

@@ -10,10 +10,10 @@ from tp_invariant_recipes.config import invariance, memory
 from tp_invariant_recipes.config.compose import compose as composed
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.memory import ACTIVATIONS, GRADIENTS
-from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import memory as room
 from tp_invariant_recipes.ledger.lines import DATA_SHARDS, Header, identity_differences
+from tp_invariant_recipes.settings.run_config import typed
 
 
 def tree(*overrides, model="qwen3_toy"):

@@ -6,12 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models import sparing
-from tp_invariant_recipes.config import describe, source
+from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.size import parameters
+from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings.nearest import nearest
 
-MODELS = source.groups()["model"]
+MODELS = conf_files.groups()["model"]
 
 # Model, parameters as published (the toys': counted by hand), the tensor-parallel degrees that divide it, on a CPU too.
 PUBLISHED = (

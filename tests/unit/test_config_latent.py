@@ -3,9 +3,10 @@
 import pytest
 
 from tests.trees import with_fields
-from tp_invariant_recipes.config import invariance, latent_limits, schema
+from tp_invariant_recipes.config import invariance, latent_limits
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.size import ATTENTION, weights
+from tp_invariant_recipes.settings import schema
 
 TREE = compose("deepseek_v3_toy", ["numerics=tree"], device="cpu").tree
 

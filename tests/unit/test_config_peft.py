@@ -5,9 +5,9 @@ import pytest
 from tests.trees import with_fields
 from tp_invariant_recipes.config import identity, invariance, memory, peft
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.config.size import ATTENTION, EXPERTS, MLP, adapters
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings.run_config import typed
 
 BASE = ("peft=lora", "checkpoint.pretrained_checkpoint=base")
 TREE = compose("qwen3_toy", [*BASE, "numerics=tree"], device="cpu").tree

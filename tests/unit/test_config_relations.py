@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.config import bounds, layout, relations
+from tp_invariant_recipes.config import bounds, relations
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse, parse_all
 from tp_invariant_recipes.errors import ConfigError, TpiError
 from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.settings import layout
 
 PRECISION_AWARE = "optimizer.use_precision_aware_optimizer"
 

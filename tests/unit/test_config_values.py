@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.config.values import WrongType, convert, describe, named
+from tp_invariant_recipes.settings.values import WrongType, convert, describe, named
 
 
 class Colour(Enum):

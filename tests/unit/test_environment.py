@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tp_invariant_recipes import invariant
-from tp_invariant_recipes.config import environment
-from tp_invariant_recipes.config.environment import VARIABLES, recorded, settings
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import environment
+from tp_invariant_recipes.settings.environment import VARIABLES, recorded, settings
 
 DEFAULTS = {
     "gpu": {

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 
 from tp_invariant_recipes.config import compose as composing
-from tp_invariant_recipes.config import field_table, schema, source
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import conf_files, field_table, schema
 
 SETTINGS = {"steps": int, "rate": float | None, "kind": Literal["a", "b"] | None, "on": bool, "name": str, "other": Any}
 
@@ -83,7 +83,7 @@ def test_a_damaged_file_is_none(package, text):
 
 
 def test_every_provider_of_a_model_is_in_it():
-    files = [*(source.conf_dir() / "model").glob("*.yaml")]
+    files = [*(conf_files.conf_dir() / "model").glob("*.yaml")]
     targets = {line.split()[-1] for f in files for line in f.read_text().splitlines() if "_target_:" in line}
     assert targets == set(schema.PROVIDERS)
     assert {*schema.BRIDGE_SECTIONS.values(), schema.MIXED_PRECISION} - {schema.PROVIDER} <= field_table.read().keys()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.config import layout
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.settings import layout
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu-matrix"
 

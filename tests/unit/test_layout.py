@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.config import layout
-from tp_invariant_recipes.config.sections import typed
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings.run_config import typed
 
 DEGREES = {
     "tp": "tensor_model_parallel_size",

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.unit.docs.markdown import DOCUMENTS
-from tp_invariant_recipes.config import layout, memory
+from tp_invariant_recipes.config import memory
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.memory import (
     ACTIVATIONS,
@@ -21,7 +21,8 @@ from tp_invariant_recipes.config.memory import (
     WEIGHTS,
     Estimate,
 )
-from tp_invariant_recipes.config.sections import typed
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings.run_config import typed
 
 WITHIN = 0.15  # which docs/memory.md promises
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from tp_invariant_recipes.config import layout
 from tp_invariant_recipes.config import memory as estimates
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.memory import GIB
@@ -14,6 +13,7 @@ from tp_invariant_recipes.host import memory as host
 from tp_invariant_recipes.host.gpus import Gpu
 from tp_invariant_recipes.launch import memory, preflight
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings import layout
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from tp_invariant_recipes.config import layout
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.sections import typed
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
 from tp_invariant_recipes.launch import preflight
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings.run_config import typed
 
 ROOM = 2**50  # bytes: tests/unit/test_memory_room.py asks what does not fit
 H200 = Gpu("NVIDIA H200", (9, 0), ROOM)

@@ -3,8 +3,8 @@
 import pytest
 
 from tp_invariant_recipes.config import reserved
-from tp_invariant_recipes.config.keys import SHORT_KEYS
 from tp_invariant_recipes.config.overrides import DECIDED_BY, parse
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
 
 SHORT = {key.path: name for name, key in SHORT_KEYS.items()}
 GROUPS = {f"{group}.{field}": group for group, field in DECIDED_BY.items()}

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.models import OTHER_SIZES
-from tp_invariant_recipes.config import source
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.jobs import script, submit
+from tp_invariant_recipes.settings import conf_files
 
 EXPECTED = Path(__file__).parents[1] / "slurm" / "expected"
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
@@ -108,7 +108,7 @@ MODELS = {
 
 
 def test_every_model_has_a_layout():
-    assert set(MODELS) == set(source.groups()["model"]) - OTHER_SIZES - {"moonlight_16b_a3b", "deepseek_v3"}
+    assert set(MODELS) == set(conf_files.groups()["model"]) - OTHER_SIZES - {"moonlight_16b_a3b", "deepseek_v3"}
 
 
 @pytest.mark.parametrize("model", MODELS)

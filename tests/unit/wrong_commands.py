@@ -9,9 +9,10 @@ import json
 import random
 from collections.abc import Callable, Iterator
 
-from tp_invariant_recipes.config import bounds, field_table, source
-from tp_invariant_recipes.config.keys import SHORT_KEYS
-from tp_invariant_recipes.config.schema import BRIDGE_SECTIONS, PROVIDERS
+from tp_invariant_recipes.config import bounds
+from tp_invariant_recipes.settings import conf_files, field_table
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS, PROVIDERS
 
 Words = list[str]
 
@@ -83,7 +84,7 @@ def options(rng: random.Random) -> Iterator[Words]:
 
 
 def keys(rng: random.Random) -> Iterator[Words]:
-    known = [*SHORT_KEYS, *source.group_names(), *PLAIN, *SECTIONS]
+    known = [*SHORT_KEYS, *conf_files.group_names(), *PLAIN, *SECTIONS]
     taken = {*known, *(f"+{key}" for key in known), "run", "numerics", "data", "device", "ledger", "cluster", "slurm"}
     while True:
         key = _typo(rng, rng.choice([*SHORT_KEYS, *SECTIONS, *rng.sample([*PLAIN], 20)]), taken.__contains__)
@@ -99,14 +100,14 @@ def fields(rng: random.Random) -> Iterator[Words]:
 
 
 def models(rng: random.Random) -> Iterator[Words]:
-    known = source.groups()["model"]
+    known = conf_files.groups()["model"]
     while True:
         command = rng.choice(("train", "show", "submit", "verify", "bench"))
         yield [command, _typo(rng, rng.choice(known), known.__contains__), "tp=2"]
 
 
 def choices(rng: random.Random) -> Iterator[Words]:
-    groups = {name: known for name, known in source.groups().items() if name != "model"}
+    groups = {name: known for name, known in conf_files.groups().items() if name != "model"}
     while True:
         group = rng.choice([*groups])
         option = _typo(rng, rng.choice(groups[group]), groups[group].__contains__)

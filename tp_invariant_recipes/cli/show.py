@@ -143,7 +143,7 @@ def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[dict[str, 
     """What a recipe sets, and the run that is made of it."""
     from tp_invariant_recipes.config import recipe_layer
     from tp_invariant_recipes.config.overrides import parse_all
-    from tp_invariant_recipes.config.settings import OWN_KEYS
+    from tp_invariant_recipes.settings.sections import OWN_KEYS
 
     model, *more = shlex.split(recipe)
     tree = _composed(str(of_model(model)), [*parse_all(more), *overrides])
@@ -156,7 +156,7 @@ def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[dict[str, 
 def _diff(pair: list[str], overrides: "list[Override]", key: str | None, *, as_json: bool) -> int:
     """Print the keys that differ. Returns the exit status. Raises ConfigError."""
     from tp_invariant_recipes.config import lookup
-    from tp_invariant_recipes.config.keys import SHORT_KEYS
+    from tp_invariant_recipes.settings.keys import SHORT_KEYS
 
     if len(pair) == 1 and pair[0].startswith("recipe="):
         trees = _recipe_and_run(pair[0], overrides)
@@ -208,8 +208,8 @@ def _print(tree: dict[str, Any], *, as_json: bool) -> None:
     import yaml
 
     from tp_invariant_recipes.config import describe, memory
-    from tp_invariant_recipes.config.sections import typed
     from tp_invariant_recipes.launch.memory import as_dict, table
+    from tp_invariant_recipes.settings.run_config import typed
 
     with _of_this_version():
         need = memory.estimate(typed(tree))

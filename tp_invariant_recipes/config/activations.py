@@ -7,9 +7,10 @@ tokens of a sequence, [s/t] those of a rank with sequence parallelism.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_invariant_recipes.config import layout, size
-from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.config import size
 from tp_invariant_recipes.config.size import Widths
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 FP32 = 4
 

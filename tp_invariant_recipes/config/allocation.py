@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tp_invariant_recipes.config import layout
-from tp_invariant_recipes.config.environment import NAME
-from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings.environment import NAME
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)

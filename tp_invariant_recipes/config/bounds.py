@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.config.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
 
 Tree = dict[str, Any]
 

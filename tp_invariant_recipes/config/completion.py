@@ -1,17 +1,18 @@
 """What may follow on a command line: keys, sections, fields of sections, and the values of keys that have a list.
 
 A shell asks at every press of TAB, so nothing here imports Hydra, torch or Megatron. Fields of Bridge come from the
-table of config/field_table.py; without the table a section of Bridge offers nothing.
+table of settings/field_table.py; without the table a section of Bridge offers nothing.
 """
 
 import types
 import typing
 from typing import Any, Literal
 
-from tp_invariant_recipes.config import field_table, recipe_source, schema, source
-from tp_invariant_recipes.config.keys import SHORT_KEYS
-from tp_invariant_recipes.config.settings import OWN_KEYS, OWN_SECTIONS, PATHS
-from tp_invariant_recipes.config.values import describe
+from tp_invariant_recipes.config import recipe_source
+from tp_invariant_recipes.settings import conf_files, field_table, schema
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS, PATHS
+from tp_invariant_recipes.settings.values import describe
 
 Offers = list[tuple[str, str]]  # a word, and a few words about it
 
@@ -28,7 +29,9 @@ def models(incomplete: str) -> Offers:
         recipes = [f"recipe={one}" for one in recipe_source.names() if one.startswith(name)]
         return [(word, "a recipe of Megatron-Bridge") for word in recipes] if key == "recipe" else []
     recipe = [("recipe=", "a recipe of Megatron-Bridge, or of a file")] if "recipe=".startswith(incomplete) else []
-    return recipe + [(m, source.summary("model", m)) for m in source.groups()["model"] if m.startswith(incomplete)]
+    return recipe + [
+        (m, conf_files.summary("model", m)) for m in conf_files.groups()["model"] if m.startswith(incomplete)
+    ]
 
 
 def overrides(incomplete: str, *, several: bool = False) -> Offers:
@@ -62,7 +65,7 @@ def _keys(text: str) -> Offers:
     section, dot, _ = text.partition(".")
     if dot:
         return [_field(section, name, hint) for name, hint in _fields(section).items()]
-    groups = [(f"{group}=", ", ".join(options)) for group, options in source.groups().items() if group != "model"]
+    groups = [(f"{group}=", ", ".join(options)) for group, options in conf_files.groups().items() if group != "model"]
     sections = [(f"{name}.", "fields of this section") for name in sorted(schema.SECTIONS)]
     return [*((f"{key.name}=", key.help) for key in SHORT_KEYS.values()), *groups, *sections]
 
@@ -85,8 +88,8 @@ def _fields(section: str) -> dict[str, Any]:
 
 
 def _values(key: str) -> Offers:
-    if key in source.group_names() and key != "model":
-        return [(option, source.summary(key, option)) for option in source.groups()[key]]
+    if key in conf_files.group_names() and key != "model":
+        return [(option, conf_files.summary(key, option)) for option in conf_files.groups()[key]]
     if key in DEGREES:
         return [(degree, SHORT_KEYS[key].help) for degree in FEW]
     if key in NAMES:

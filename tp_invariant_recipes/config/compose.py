@@ -10,34 +10,36 @@ from typing import Any
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.config import (
     bounds,
-    cuda_graphs,
-    environment,
-    field_table,
     hang_timeout,
     hydra_tree,
     invariance,
-    layout,
-    low_precision,
     peft,
     recipe_layer,
     recipe_source,
     recording,
     relations,
-    schema,
     sft,
-    source,
     weights,
 )
 from tp_invariant_recipes.config import (
     overrides as read,
 )
-from tp_invariant_recipes.config.keys import SHORT_KEYS
-from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all
-from tp_invariant_recipes.config.sections import RunConfig, typed
-from tp_invariant_recipes.config.settings import OWN_SECTIONS, PATHS
-from tp_invariant_recipes.config.values import WrongType, convert
 from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.settings import (
+    conf_files,
+    cuda_graphs,
+    environment,
+    field_table,
+    layout,
+    low_precision,
+    schema,
+)
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.settings.sections import OWN_SECTIONS, PATHS
+from tp_invariant_recipes.settings.values import WrongType, convert
 
 OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
 
@@ -77,8 +79,8 @@ def compose(
     device, numerics: the options of these groups where the overrides name none, such as "cpu" and "stock".
     Raises ConfigError listing every problem that can be found without building the model.
     """
-    groups = source.groups()
-    problems = source.problems()
+    groups = conf_files.groups()
+    problems = conf_files.problems()
     asked = parse_all(overrides)
     known = model in groups["model"]
     if recipe_source.is_recipe(model):

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from tp_invariant_recipes.config import allowed_fields, environment, peft, recipe_layer, schema
+from tp_invariant_recipes.config import allowed_fields, peft, recipe_layer
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
-from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
+from tp_invariant_recipes.settings import environment, schema
+from tp_invariant_recipes.settings.run_config import RunConfig, typed
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer

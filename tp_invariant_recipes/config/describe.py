@@ -6,13 +6,14 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from tp_invariant_recipes.config import layout, memory, source
+from tp_invariant_recipes.config import memory
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.container import LOCAL_SPECS
-from tp_invariant_recipes.config.schema import BRIDGE_SECTIONS
-from tp_invariant_recipes.config.sections import typed
-from tp_invariant_recipes.config.settings import OWN_KEYS
 from tp_invariant_recipes.config.size import parameters
+from tp_invariant_recipes.settings import conf_files, layout
+from tp_invariant_recipes.settings.run_config import typed
+from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS
+from tp_invariant_recipes.settings.sections import OWN_KEYS
 
 TP_DEGREES = (1, 2, 4, 8)
 
@@ -38,7 +39,7 @@ def models() -> list[dict[str, Any]]:
     """
     # Composing takes 0.2 s a model, and the processes share what is imported by now.
     with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
-        return list(pool.map(_model, source.groups()["model"]))
+        return list(pool.map(_model, conf_files.groups()["model"]))
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def _model(name: str) -> dict[str, Any]:
     degrees = [tp for tp in TP_DEGREES if not layout.problems(_split(tree, tp))]
     return {
         "model": name,
-        "summary": source.summary("model", name),
+        "summary": conf_files.summary("model", name),
         "parameters": parameters(model),
         "layers": model.get("num_layers") or len(model["hybrid_layer_pattern"]),
         "hidden_size": model["hidden_size"],

@@ -7,10 +7,11 @@ that has the bits of the one asked for.
 import re
 from typing import Any
 
-from tp_invariant_recipes.config import allocation, going_on, invariance, layout
+from tp_invariant_recipes.config import allocation, going_on, invariance
 from tp_invariant_recipes.config.overrides import Override, parse
-from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 from tp_invariant_recipes.ledger.layouts import words
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 
 _SPAN = re.compile(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", re.ASCII)
 

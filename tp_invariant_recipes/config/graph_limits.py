@@ -1,4 +1,4 @@
-"""The limits of the invariant numerics with CUDA graphs, beyond those of Megatron-Bridge (config/cuda_graphs.py).
+"""The limits of the invariant numerics with CUDA graphs, beyond those of Megatron-Bridge (settings/cuda_graphs.py).
 
 The trials of products/cublas.py and layers/attention.py wait for the GPU. They happen in the steps before a
 capture; a product that a capture meets first is one of fixed tiles, attention is launched shard by shard.
@@ -7,9 +7,9 @@ capture; a product that a capture meets first is one of fixed tiles, attention i
 import os
 from collections.abc import Callable
 
-from tp_invariant_recipes.config.cuda_graphs import FULL, NOT_INVARIANT, TE
 from tp_invariant_recipes.config.limit import Limit
-from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.settings.cuda_graphs import FULL, NOT_INVARIANT, TE
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 # numerics.mode -> what of Megatron-Bridge's graphs its layers were captured with.
 CAPTURED = {"tree": (FULL, TE), "portable": (FULL,)}

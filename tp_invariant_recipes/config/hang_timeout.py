@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from tp_invariant_recipes.config import cuda_graphs, recording
-from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+from tp_invariant_recipes.config import recording
+from tp_invariant_recipes.settings import cuda_graphs
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 
 # By default a step may take so many times the longest of the last steps, and always so many seconds: a file system or a
 # network may be away for a minute.

@@ -20,9 +20,10 @@ from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
-from tp_invariant_recipes.config import cuda_graphs, invariance, source
+from tp_invariant_recipes.config import invariance
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.settings import conf_files, cuda_graphs
 
 # The option that stands for a cluster's file, wherever it lies, and for the layer of a recipe. No file of a tree has
 # this name.
@@ -52,7 +53,11 @@ def composed(arguments: Sequence[str], cluster: Path | None, model: str | None =
     Plugins.instance().register(_OtherTrees)
     GlobalHydra.instance().clear()
     try:
-        with _trees(cluster, model), initialize_config_dir(str(source.conf_dir()), version_base="1.3"), _resolvers():
+        with (
+            _trees(cluster, model),
+            initialize_config_dir(str(conf_files.conf_dir()), version_base="1.3"),
+            _resolvers(),
+        ):
             composed = compose("config", overrides=[*arguments])
             if calls := [*_calls("", OmegaConf.to_container(composed, resolve=False))]:
                 raise ConfigError(listed(calls), calls)
@@ -62,7 +67,7 @@ def composed(arguments: Sequence[str], cluster: Path | None, model: str | None =
         found = [*_unreadable(), _first_line(error).replace(f"cluster/{GIVEN}", str(cluster))]
         raise ConfigError("\n".join(found), found) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        found = _unreadable() or [_of_yaml(error, source.conf_dir())]
+        found = _unreadable() or [_of_yaml(error, conf_files.conf_dir())]
         raise ConfigError("\n".join(found), found) from error
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror or error}") from error
@@ -110,7 +115,7 @@ def _written(group: str, field: str, file: Path) -> Any:
 
 
 def _option(group: str, option: str) -> Path:
-    return source.users_file(group, option) or source.conf_dir() / group / f"{option}.yaml"
+    return conf_files.users_file(group, option) or conf_files.conf_dir() / group / f"{option}.yaml"
 
 
 @contextmanager
@@ -171,7 +176,7 @@ _CALL = re.compile(r"(?<!\\)\$\{\s*([A-Za-z_][\w.]*)\s*:")
 def _trees(cluster: Path | None, model: str | None) -> Iterator[None]:
     """Let Hydra see the user's tree, the file as an option of the group `cluster`, and the text as one of `model`."""
     with ExitStack() as stack:
-        folders = [source.user_dir()] if source.user_dir().is_dir() else []
+        folders = [conf_files.user_dir()] if conf_files.user_dir().is_dir() else []
         if cluster or model:
             folders.append(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpi-"))))
         if cluster:
@@ -186,7 +191,7 @@ def _trees(cluster: Path | None, model: str | None) -> Iterator[None]:
 
 def _unreadable() -> list[str]:
     """What is wrong with the user's files: the words of Hydra and YAML mostly do not name one."""
-    return list(_wrong(sorted(source.user_dir().glob("*/*.yaml"))))
+    return list(_wrong(sorted(conf_files.user_dir().glob("*/*.yaml"))))
 
 
 def _wrong(files: Iterable[Path]) -> Iterator[str]:

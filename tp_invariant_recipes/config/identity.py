@@ -5,8 +5,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from tp_invariant_recipes.config import peft, sft
-from tp_invariant_recipes.config.sections import Tree, typed
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
+from tp_invariant_recipes.settings.run_config import Tree, typed
 
 WEIGHTS_DIGEST = "weights.digest"
 

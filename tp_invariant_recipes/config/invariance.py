@@ -8,19 +8,17 @@ from tp_invariant_recipes.config import (
     graph_limits,
     invariant_experts,
     latent_limits,
-    layout,
-    low_precision,
     model_fields,
     peft,
     portable_limits,
-    schema,
     sft,
 )
 from tp_invariant_recipes.config.limit import Limit, is_set
-from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 from tp_invariant_recipes.errors import OR_STOCK
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics.megatron import hybrid_spec
+from tp_invariant_recipes.settings import layout, low_precision, schema
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 
 # Numbers of the model that are split into V shards.
 SHARDED = (

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from tp_invariant_recipes.config import schema
 from tp_invariant_recipes.config.limit import Limit, is_set
-from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics.layers import expert_placement
+from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 BALANCING = ("aux_loss", "seq_aux_loss", "none")
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from tp_invariant_recipes.config import schema
 from tp_invariant_recipes.config.limit import Limit, is_set
-from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 FIELD = "multi_latent_attention"
 

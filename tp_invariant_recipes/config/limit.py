@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)

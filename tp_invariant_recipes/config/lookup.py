@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.config.keys import SHORT_KEYS
-from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.nearest import nearest
 
 Tree = Mapping[str, Any]
 NOT_SET = "not set"

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.config import activations, allocation, layout, peft, size
+from tp_invariant_recipes.config import activations, allocation, peft, size
 from tp_invariant_recipes.config.activations import FP32, MicroBatch
-from tp_invariant_recipes.config.layout import Layout
-from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.config.size import Weights
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings.layout import Layout
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 MIB, GIB = 2**20, 2**30
 

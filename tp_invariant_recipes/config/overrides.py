@@ -13,9 +13,9 @@ from hydra.core.override_parser.types import Override as HydrasOverride
 from hydra.errors import HydraException
 
 from tp_invariant_recipes import renamed
-from tp_invariant_recipes.config import source
-from tp_invariant_recipes.config.keys import SHORT_KEYS
-from tp_invariant_recipes.config.settings import AS_TYPED
+from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.sections import AS_TYPED
 
 # Groups whose options are told apart by one field. `launcher=slurm` and `launcher.kind=slurm` decide the same.
 DECIDED_BY = {
@@ -68,7 +68,7 @@ class Override:
     @property
     def file(self) -> Path | None:
         """The file of the cluster that it chooses, where that is not one of ours."""
-        return self.given_file or (source.users_file("cluster", self.value) if self.path == "cluster" else None)
+        return self.given_file or (conf_files.users_file("cluster", self.value) if self.path == "cluster" else None)
 
     def with_value(self, value: str) -> Override:
         """The same key with another value."""
@@ -98,7 +98,7 @@ def parse(text: str | Override) -> Override:
             text_of_it = not parsed.is_sweep_override() and isinstance(parsed.value(), str)
             value = str(parsed.value()) if key == "cluster" and text_of_it else parsed.get_value_string()
     path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
-    return Override(text, key, path, value, key in source.group_names(), parsed, wrong, old if old != key else None)
+    return Override(text, key, path, value, key in conf_files.group_names(), parsed, wrong, old if old != key else None)
 
 
 def parse_all(texts: Iterable[str | Override]) -> list[Override]:

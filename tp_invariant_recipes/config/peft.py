@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import cuda_graphs, schema
 from tp_invariant_recipes.config.limit import Limit
-from tp_invariant_recipes.config.nearest import nearest
-from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import cuda_graphs, schema
+from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 
 SECTION = "peft"
 # The layers that the invariant numerics adapt; those whose rows tensor parallelism splits come first.

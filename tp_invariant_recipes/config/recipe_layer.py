@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from tp_invariant_recipes.config import (
-    cuda_graphs,
     invariance,
     invariant_experts,
     latent_limits,
@@ -24,12 +23,11 @@ from tp_invariant_recipes.config import (
     peft,
     recipe_fields,
     recipe_source,
-    schema,
     sft,
-    source,
 )
-from tp_invariant_recipes.config.sections import Tree
 from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.settings import conf_files, cuda_graphs, schema
+from tp_invariant_recipes.settings.run_config import Tree
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
@@ -186,7 +184,7 @@ def _sections(container: ConfigContainer) -> Iterator[tuple[str, Any]]:
 @functools.cache
 def _conf() -> dict[str, Any]:
     """The sections of `conf/config.yaml` as written."""
-    return yaml.safe_load((source.conf_dir() / "config.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((conf_files.conf_dir() / "config.yaml").read_text(encoding="utf-8"))
 
 
 def _class(section: str, part: Any) -> type:

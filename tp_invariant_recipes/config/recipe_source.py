@@ -24,11 +24,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge, needed
 from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.replacement import Replacement, applied
+from tp_invariant_recipes.settings.nearest import nearest
 
 PREFIX = "recipe="
 BRIDGE = "megatron.bridge.recipes"

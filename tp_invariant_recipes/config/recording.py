@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable
 
-from tp_invariant_recipes.config import cuda_graphs
-from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+from tp_invariant_recipes.settings import cuda_graphs
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 
 _STEPS = re.compile(r"(\d+)(?::(\d+))?")
 _TENSOR = re.compile(r"(forward|backward)/.+/(input|output)(\.\d+)?|(gradients|masters|weights)/.+")

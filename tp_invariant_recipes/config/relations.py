@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 
 # Services that keep the curves of many runs.
 EXPERIMENTS = ("wandb", "mlflow", "comet")

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config.limit import Limit
-from tp_invariant_recipes.config.schema import PROVIDER, SFT_DATASET
-from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.schema import PROVIDER, SFT_DATASET
 
 # Fields that name or make data of Hugging Face. tpi trains on the user's own files, and takes these from no recipe.
 DOWNLOADS = (

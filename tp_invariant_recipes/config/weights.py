@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tp_invariant_recipes.config import peft
-from tp_invariant_recipes.config.sections import Tree, typed
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.reading import MIB, parse_json, read_limited
+from tp_invariant_recipes.settings.run_config import Tree, typed
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 LARGEST_CONFIG, LARGEST_HEADER = MIB, 64 * MIB  # bytes; a header has about 100 for each tensor

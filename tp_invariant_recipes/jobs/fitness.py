@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from tp_invariant_recipes.config import allocation
-from tp_invariant_recipes.config.nearest import nearest
-from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.errors import ConfigError, RunError, listed
 from tp_invariant_recipes.jobs import slurm_client
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import memory
+from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 def check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
-from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.run_files import LARGEST, Attempted
 from tp_invariant_recipes.reading import checked, parse_json, read_limited
 from tp_invariant_recipes.runs.matrix_dir import Name
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
+from tp_invariant_recipes.settings.nearest import nearest
 
 SCHEMA = 1  # the schema version of submission.json
 

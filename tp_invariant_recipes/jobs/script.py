@@ -11,10 +11,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from tp_invariant_recipes.config.allocation import Allocation, ranks_per_node
 from tp_invariant_recipes.config.overrides import Override, cluster_files, texts
-from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.multinode import srun_command
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]*&|()-]+")  # needs no quotes on an #SBATCH line

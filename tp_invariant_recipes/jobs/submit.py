@@ -5,12 +5,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tp_invariant_recipes.config import allocation, elastic, layout, reserved
+from tp_invariant_recipes.config import allocation, elastic, reserved
 from tp_invariant_recipes.config.allocation import Allocation
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.memory import estimate
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
-from tp_invariant_recipes.config.sections import RunConfig, typed
 from tp_invariant_recipes.errors import ConfigError, RunError, listed
 from tp_invariant_recipes.jobs import fitness, registry, script, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
@@ -20,6 +19,8 @@ from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings.run_config import RunConfig, typed
 from tp_invariant_recipes.workflows import matrix, verify
 from tp_invariant_recipes.workflows import sweep as sweeping
 

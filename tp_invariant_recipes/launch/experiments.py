@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.host import needed
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)

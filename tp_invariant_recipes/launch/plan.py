@@ -8,26 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.compare import promises
-from tp_invariant_recipes.config import (
-    environment,
-    going_on,
-    hf_models,
-    hydra_tree,
-    layout,
-    peft,
-    relations,
-    sft,
-    source,
-    weights,
-)
+from tp_invariant_recipes.config import going_on, hf_models, hydra_tree, peft, relations, sft, weights
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.describe import value_text
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST, identity
 from tp_invariant_recipes.config.null_tokenizer import eod_id
 from tp_invariant_recipes.config.overrides import DECIDED_BY as _BY
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
-from tp_invariant_recipes.config.sections import RunConfig, typed
-from tp_invariant_recipes.config.settings import DataSettings
 from tp_invariant_recipes.data.examples import Examples, read_examples
 from tp_invariant_recipes.data.prepare import ensure_prepared, foresee
 from tp_invariant_recipes.data.prepared import PreparedData
@@ -42,6 +29,9 @@ from tp_invariant_recipes.numerics.products.definition import product_version
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import Checkpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
+from tp_invariant_recipes.settings import conf_files, environment, layout
+from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.settings.sections import DataSettings
 
 # Overrides of one attempt at a run and not of the run: which step it resumed from, and what started its ranks.
 OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind", *relations.REPLACED)
@@ -512,7 +502,7 @@ def _prepare(
     """The run's data; None: it is generated. With `dry` the size of its vocabulary where it has yet to be prepared."""
     if data.kind != "text" or data.path is None or data.tokenizer is None:
         return None
-    cache = Path(data.cache or source.cache_dir() / "data").expanduser()
+    cache = Path(data.cache or conf_files.cache_dir() / "data").expanduser()
     path, tokenizer = Path(data.path).expanduser(), str(Path(data.tokenizer).expanduser())
     if dry:
         return foresee(path, cache, tokenizer=tokenizer, json_key=data.json_key)

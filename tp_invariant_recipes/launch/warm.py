@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
-from tp_invariant_recipes.config import cuda_graphs, layout, low_precision
 from tp_invariant_recipes.config.relations import EXPERIMENTS
-from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings import cuda_graphs, layout, low_precision
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.training.heartbeat import Heartbeats, Phase
 
 if TYPE_CHECKING:

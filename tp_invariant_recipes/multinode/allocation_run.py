@@ -9,16 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from tp_invariant_recipes.config import allocation, elastic, environment, layout
+from tp_invariant_recipes.config import allocation, elastic
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
-from tp_invariant_recipes.config.sections import RunConfig
 from tp_invariant_recipes.errors import ConfigError, RunError, listed
 from tp_invariant_recipes.launch.plan import Plan, Request, for_nodes
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
+from tp_invariant_recipes.settings import environment, layout
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 # srun would bind the one task of a node, and with it all its ranks, to one core.
 UNBOUND = {"SLURM_CPU_BIND": "none"}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tp_invariant_recipes.config import allocation, elastic
-from tp_invariant_recipes.config.sections import RunConfig
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 WAIT = 60  # seconds that srun gives the other nodes when one has ended
 

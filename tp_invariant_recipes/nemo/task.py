@@ -183,8 +183,8 @@ def _plain(config: Any) -> dict[str, Any]:
 
 def _write(run_dir: Any, config: Any, run: dict[str, Any]) -> None:
     """The files beside the ledger that make a certificate of it."""
-    from tp_invariant_recipes.config.environment import recorded
     from tp_invariant_recipes.host.versions import versions
+    from tp_invariant_recipes.settings.environment import recorded
 
     run_dir.write(run_dir.config, _plain(config))
     run_dir.write(run_dir.environment, recorded(os.environ))

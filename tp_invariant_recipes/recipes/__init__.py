@@ -98,9 +98,9 @@ def _plain(value: Any) -> bool:
 
 def named() -> dict[str, Callable[..., ConfigContainer]]:
     """Every recipe by its name, as Bridge's runner looks them up: a file of conf/model/ is one."""
-    from tp_invariant_recipes.config import source
+    from tp_invariant_recipes.settings import conf_files
 
-    return {f"{PREFIX}{model}{SUFFIX}": _function(model) for model in source.groups()["model"]}
+    return {f"{PREFIX}{model}{SUFFIX}": _function(model) for model in conf_files.groups()["model"]}
 
 
 def __getattr__(name: str) -> Callable[..., ConfigContainer]:
@@ -116,11 +116,11 @@ def __dir__() -> list[str]:
 
 @functools.cache
 def _function(model: str) -> Callable[..., ConfigContainer]:
-    from tp_invariant_recipes.config import source
+    from tp_invariant_recipes.settings import conf_files
 
     def function(*overrides: str, **keys: Any) -> ConfigContainer:
         return recipe(model, *overrides, **keys)
 
     function.__name__ = function.__qualname__ = f"{PREFIX}{model}{SUFFIX}"
-    function.__doc__ = source.summary("model", model)
+    function.__doc__ = conf_files.summary("model", model)
     return function

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 from megatron.bridge.training.callbacks import CallbackContext
 
-from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.training.digests import dtype_name
 from tp_invariant_recipes.training.gathering import gathered
 from tp_invariant_recipes.training.optimizer_state import OptimizerState

@@ -11,7 +11,6 @@ import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tp_invariant_recipes.compare import loaded_state
-from tp_invariant_recipes.config.environment import recorded
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.open import read
@@ -19,6 +18,7 @@ from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord,
 from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
 from tp_invariant_recipes.numerics.products.definition import product_version
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
+from tp_invariant_recipes.settings.environment import recorded
 from tp_invariant_recipes.training.digests import Digests, Recorded
 from tp_invariant_recipes.training.trace import Tracing
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 from megatron.core import parallel_state
 
-from tp_invariant_recipes.config.nearest import nearest
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.digests import Traced, tensor_digest
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.training.dump_writer import DumpWriter
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
 from tp_invariant_recipes.training.module_hooks import BACKWARD, FORWARD, ModuleHooks, Seen

@@ -14,7 +14,7 @@ from typing import Any
 
 from tp_invariant_recipes.compare import norm_ratios
 from tp_invariant_recipes.compare.norm_ratios import GroupRatio, Judged, Norms
-from tp_invariant_recipes.config import cuda_graphs, layout, reserved
+from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
@@ -26,6 +26,7 @@ from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
+from tp_invariant_recipes.settings import cuda_graphs, layout
 from tp_invariant_recipes.training import audit as rank
 
 STEPS = 8  # the default number of steps of each training

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import environment, layout, reserved
+from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, parse_all, texts
@@ -21,6 +21,7 @@ from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
+from tp_invariant_recipes.settings import environment, layout
 from tp_invariant_recipes.training import bench as rank
 from tp_invariant_recipes.training import profile
 from tp_invariant_recipes.training.profile import Trace

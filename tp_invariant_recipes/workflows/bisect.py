@@ -17,7 +17,6 @@ from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.magnitude import magnitude_line, magnitude_report
 from tp_invariant_recipes.compare.text import comparison_json, exit_status, verdict_line
-from tp_invariant_recipes.config import environment
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, train
@@ -29,6 +28,7 @@ from tp_invariant_recipes.ledger.reader import Ledger, contents
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
+from tp_invariant_recipes.settings import environment
 from tp_invariant_recipes.workflows.first_divergence import distances, module_of, operation, worth_dumping
 
 SCHEMA = 1

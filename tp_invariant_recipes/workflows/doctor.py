@@ -9,11 +9,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from tp_invariant_recipes.config import source
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import bytecode, gpus, known_versions
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.runs.run_dir import free_bytes
+from tp_invariant_recipes.settings import conf_files
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def proven() -> dict[str, str]:
 
 def cpu_models() -> list[str]:
     """The models small enough to train on a CPU; the others could, in days."""
-    return [model for model in source.groups()["model"] if model.endswith("_toy")]
+    return [model for model in conf_files.groups()["model"] if model.endswith("_toy")]
 
 
 def examine() -> list[Finding]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import environment, hf_models, peft, weights
+from tp_invariant_recipes.config import hf_models, peft, weights
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.host.quiet import quiet
@@ -17,6 +17,7 @@ from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.checkpoints import Checkpoint
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
+from tp_invariant_recipes.settings import environment
 
 # What a folder has beside config.json and weights, copied from the one that a run has started from.
 BESIDE = (

@@ -10,9 +10,9 @@ from hydra.core.override_parser.types import Override as HydrasOverride
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
-from tp_invariant_recipes.config import source
 from tp_invariant_recipes.config.overrides import Override
 from tp_invariant_recipes.runs.matrix_dir import Axis
+from tp_invariant_recipes.settings import conf_files
 
 MOST = 100  # cells; more are most likely a typing error, and each costs a training
 
@@ -67,7 +67,7 @@ def _values(parsed: HydrasOverride) -> tuple[str, ...]:
     """The values of an override. ValueError: it is not a list of values, is empty, or repeats a value."""
     if parsed.value_type is ValueType.GLOB_CHOICE_SWEEP:
         value: Any = parsed.value()
-        values = value.filter(list(source.groups().get(parsed.key_or_group, ())))
+        values = value.filter(list(conf_files.groups().get(parsed.key_or_group, ())))
     else:
         try:
             values = list(islice(parsed.sweep_string_iterator(), MOST + 1))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import layout, reserved
+from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, LedgerError, RunError, TpiError, listed
@@ -24,6 +24,7 @@ from tp_invariant_recipes.runs.checkpoints import ASIDE, move_aside
 from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
+from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.workflows import matrix
 from tp_invariant_recipes.workflows.matrix import Choice
 from tp_invariant_recipes.workflows.verdict import PASSED, STOPPED, MatrixVerdict, judge, verdict_on

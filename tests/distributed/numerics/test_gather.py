@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.distributed.ranks import on_ranks, same_bits
-from tp_invariant_recipes.config.settings import NumericsSettings
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.layers import gather
 from tp_invariant_recipes.numerics.megatron.base import STRATEGIES, ColumnForward, RowForward
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.settings.sections import NumericsSettings
 
 TOKENS, K, N, SEGMENTS, DEGREE = 16, 40, 24, 2, 4
 DTYPES = (torch.float32, torch.bfloat16)

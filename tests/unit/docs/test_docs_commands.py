@@ -7,8 +7,8 @@ import pytest
 from tests.unit.docs.commands import names, options, parsed
 from tests.unit.docs.markdown import DOCUMENTS
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.keys import SHORT_KEYS
-from tp_invariant_recipes.config.schema import BRIDGE_SECTIONS
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS
 
 LINES = [(document.name, line) for document in DOCUMENTS for line in document.commands]
 SPANS = [(document.name, span) for document in DOCUMENTS for span in document.spans if re.match(r"tpi [a-z-]", span)]

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from tests.unit.docs.markdown import DOCUMENTS
-from tp_invariant_recipes.config import source
-from tp_invariant_recipes.config.keys import SHORT_KEYS
-from tp_invariant_recipes.config.settings import OWN_KEYS, OWN_SECTIONS
+from tp_invariant_recipes.settings import conf_files
+from tp_invariant_recipes.settings.keys import SHORT_KEYS
+from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS
 
 # A section and a field, at the beginning of a word.
 NAMED = re.compile(rf"(?<![\w./@-])({'|'.join(OWN_SECTIONS)})\.([a-z_]+(?:[.-][\w.-]+)?)")
@@ -19,7 +19,7 @@ RENAMED = re.compile(r"`([\w.]+)` is now\s+`([\w.]+)`")  # which the documents s
 # A field that its group chooses, so that the documents say `device=cpu`.
 CHOSEN = {"device.kind", "launcher.kind", "logging.kind", "data.kind", "numerics.mode", "cluster.name"}
 KEYS = [f"{section}.{field.name}" for section, cls in OWN_SECTIONS.items() for field in dataclasses.fields(cls)]
-GROUPS = {group: options for group, options in source.groups().items() if group != "model"}
+GROUPS = {group: options for group, options in conf_files.groups().items() if group != "model"}
 
 
 def code(document) -> str:

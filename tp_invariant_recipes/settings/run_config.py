@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.config.settings import (
+from tp_invariant_recipes.settings.sections import (
     OWN_SECTIONS,
     ClusterSettings,
     DataSettings,

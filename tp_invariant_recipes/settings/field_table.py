@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from tp_invariant_recipes import reading
-from tp_invariant_recipes.config.source import cache_dir
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.host import needed
+from tp_invariant_recipes.settings.conf_files import cache_dir
 
 Fields = Mapping[str, Any]  # field -> type hint
 Hints = Mapping[str, Fields]  # dotted path of a class -> its fields

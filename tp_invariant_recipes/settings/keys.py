@@ -6,7 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ShortKey:
-    """`name=VALUE` on the command line stands for `path=VALUE`. type: a hint, as config/values.py converts to it."""
+    """`name=VALUE` on the command line stands for `path=VALUE`. type: a hint, as settings/values.py converts to it."""
 
     name: str
     path: str

@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import field_table
-from tp_invariant_recipes.config.nearest import nearest
-from tp_invariant_recipes.config.settings import OWN_KEYS, OWN_SECTIONS
-from tp_invariant_recipes.config.values import WrongType, convert, named
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.settings import field_table
+from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS
+from tp_invariant_recipes.settings.values import WrongType, convert, named
 
 PROVIDER = "_target_"  # the field of `model` that names its class; of conf/model/ these:
 LATENT = "megatron.bridge.models.mla_provider.MLAModelProvider"  # of models with multi-latent attention

@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tp_invariant_recipes.config.sections import Tree, typed
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings.run_config import Tree, typed
 
 
 @dataclass(frozen=True)

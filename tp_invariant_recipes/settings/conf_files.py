@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from tp_invariant_recipes.config.nearest import nearest
+from tp_invariant_recipes.settings.nearest import nearest
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 

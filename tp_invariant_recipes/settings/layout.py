@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 
 # Numbers of the model that tensor parallelism splits.
 SPLIT_BY_TP = (

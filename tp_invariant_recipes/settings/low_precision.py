@@ -1,6 +1,6 @@
 """Requirements of products in FP8 or FP4 on the configuration."""
 
-from tp_invariant_recipes.config.sections import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 
 MULTIPLE = 16  # cuBLAS needs FP8 matrices with sides that are multiples of it; Transformer Engine refuses others
 WORDS = ("fp8", "fp4")  # parts of the names of Bridge's recipes for them, also of mxfp8 and nvfp4

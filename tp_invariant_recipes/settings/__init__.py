@@ -1,0 +1,1 @@
+"""What a run can be told: typed sections, their keys and values, and what follows from them alone."""
