@@ -17,7 +17,7 @@ from functools import wraps
 from inspect import signature
 from typing import Any
 
-from tp_invariant_recipes.config import allowed_fields, invariance, invariant_experts, model_fields
+from tp_invariant_recipes.coverage import allowed_fields, experts, invariance, model_fields
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.vectors import VECTORS
@@ -222,7 +222,7 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
 def _given(config: Any) -> dict[str, Any]:
     """The fields of a TransformerConfig without those that no rule knows and that have their default."""
     defaults = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(config)}
-    known = (*model_fields.KNOWN, *invariance.OFF, *invariant_experts.OFF)
+    known = (*model_fields.KNOWN, *invariance.OFF, *experts.OFF)
     return {
         name: value
         for name, value in vars(config).items()

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from tp_invariant_recipes.config import invariance, invariant_experts, latent_limits, model_fields
-from tp_invariant_recipes.config.allowed_fields import SECTIONS, refused
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.coverage import experts, invariance, latent, model_fields
+from tp_invariant_recipes.coverage.allowed_fields import SECTIONS, refused
 from tp_invariant_recipes.settings import schema
 
 pytestmark = pytest.mark.usefixtures("bridge")
@@ -35,5 +35,5 @@ def test_a_field_that_nobody_sets_is_allowed(section):
 def test_the_fields_of_a_model_that_are_known_are_fields_of_the_installed_providers():
     trees = [{"model": {"_target_": name}} for name in schema.PROVIDERS]
     installed = {name for tree in trees for name in schema.fields(schema.section_class("model", tree))}
-    listed = {*model_fields.KNOWN, *invariance.OFF, *invariant_experts.OFF, *latent_limits.OFF}
+    listed = {*model_fields.KNOWN, *invariance.OFF, *experts.OFF, *latent.OFF}
     assert listed - installed == set()

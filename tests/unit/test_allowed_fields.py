@@ -7,9 +7,9 @@ import torch
 
 from tests.models import sparing
 from tests.trees import with_fields
-from tp_invariant_recipes.config import invariance
-from tp_invariant_recipes.config.allowed_fields import ANY, BOOL, NUMBER, SECTIONS, THRESHOLD, refused
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.coverage import invariance
+from tp_invariant_recipes.coverage.allowed_fields import ANY, BOOL, NUMBER, SECTIONS, THRESHOLD, refused
 from tp_invariant_recipes.settings import conf_files
 
 ROWS = [(section, field) for section, table in SECTIONS.items() for field in table]

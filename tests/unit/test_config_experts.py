@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trees import with_fields
-from tp_invariant_recipes.config import invariance, invariant_experts
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.coverage import experts, invariance
 
 TREE = compose("qwen3_moe_toy", ["numerics=tree"], device="cpu").tree
 
@@ -41,7 +41,7 @@ BEYOND = (
     ({"model__moe_router_dtype": "fp64"}, "only model.moe_router_dtype=fp32 or null"),
     ({"model__moe_token_dispatcher_type": "flex"}, "the flex dispatcher"),
     ({"model__add_bias_linear": True}, "experts with biases"),
-    *(({f"model__{field}": 1}, f"model.{field} is not covered") for field in invariant_experts.OFF),
+    *(({f"model__{field}": 1}, f"model.{field} is not covered") for field in experts.OFF),
 )
 
 
@@ -54,7 +54,7 @@ def test_what_has_no_invariant_version_is_refused_under_tree_only(fields, says):
 
 
 def test_what_says_how_experts_are_computed_has_a_value_that_is_covered():
-    for field in invariant_experts.HOW:
+    for field in experts.HOW:
         (problem,) = invariance.limits(changed(**{f"model__{field}": True}))
         assert problem.endswith(f"; model.{field}=false")
         assert invariance.limits(changed(**{f"model__{field}": False})) == []

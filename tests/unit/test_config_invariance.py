@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trees import with_fields
-from tp_invariant_recipes.config import invariance
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError
 
 TREE = compose("qwen3_toy", ["numerics=tree"], device="cpu").tree

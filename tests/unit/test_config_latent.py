@@ -3,9 +3,9 @@
 import pytest
 
 from tests.trees import with_fields
-from tp_invariant_recipes.config import invariance, latent_limits
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.size import ATTENTION, weights
+from tp_invariant_recipes.coverage import invariance, latent
 from tp_invariant_recipes.settings import schema
 
 TREE = compose("deepseek_v3_toy", ["numerics=tree"], device="cpu").tree
@@ -40,7 +40,7 @@ BEYOND = (
     ({"model__mtp_num_layers": 1}, "multi-token prediction is not covered"),
     ({"model__moe_shared_expert_overlap": True}, "model.moe_shared_expert_overlap is not covered"),
     ({"model__moe_shared_expert_gate": True}, "model.moe_shared_expert_gate is not covered"),
-    *(({f"model__{field}": True}, f"model.{field} is not covered") for field in latent_limits.OFF),
+    *(({f"model__{field}": True}, f"model.{field} is not covered") for field in latent.OFF),
 )
 
 

@@ -3,9 +3,10 @@
 import pytest
 
 from tests.trees import with_fields
-from tp_invariant_recipes.config import identity, invariance, memory, peft
+from tp_invariant_recipes.config import identity, memory
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.size import ATTENTION, EXPERTS, MLP, adapters
+from tp_invariant_recipes.coverage import invariance, peft
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings.run_config import typed
 

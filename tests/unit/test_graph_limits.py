@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tp_invariant_recipes.config import invariance
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.products import cublas, defined
 

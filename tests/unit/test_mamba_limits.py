@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from tp_invariant_recipes.config import invariance
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.coverage import invariance
 
 TREE = compose("qwen3_toy", ["numerics=tree", "numerics.virtual_shards=2"], device="cpu").tree
 

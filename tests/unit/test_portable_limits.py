@@ -3,8 +3,8 @@
 import pytest
 
 from tests.trees import with_fields
-from tp_invariant_recipes.config import invariance
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError
 
 REFUSED = {

@@ -12,19 +12,17 @@ from tp_invariant_recipes.config import (
     bounds,
     hang_timeout,
     hydra_tree,
-    invariance,
-    peft,
     recipe_layer,
     recipe_source,
     recording,
     relations,
-    sft,
     weights,
 )
 from tp_invariant_recipes.config import (
     overrides as read,
 )
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all
+from tp_invariant_recipes.coverage import invariance, peft, sft
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.settings import (
     conf_files,

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from tp_invariant_recipes.config import allowed_fields, peft, recipe_layer
+from tp_invariant_recipes.config import recipe_layer
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
+from tp_invariant_recipes.coverage import allowed_fields, peft
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied

@@ -7,8 +7,9 @@ that has the bits of the one asked for.
 import re
 from typing import Any
 
-from tp_invariant_recipes.config import allocation, going_on, invariance
+from tp_invariant_recipes.config import allocation, going_on
 from tp_invariant_recipes.config.overrides import Override, parse
+from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.ledger.layouts import words
 from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed

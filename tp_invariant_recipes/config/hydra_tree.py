@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
-from tp_invariant_recipes.config import invariance
 from tp_invariant_recipes.config.overrides import Override, given
+from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.settings import conf_files, cuda_graphs
 

@@ -15,16 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tp_invariant_recipes.config import (
-    invariance,
-    invariant_experts,
-    latent_limits,
-    model_fields,
-    peft,
-    recipe_fields,
-    recipe_source,
-    sft,
-)
+from tp_invariant_recipes.config import recipe_fields, recipe_source
+from tp_invariant_recipes.coverage import experts, invariance, latent, model_fields, peft, sft
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, schema
 from tp_invariant_recipes.settings.run_config import Tree
@@ -77,9 +69,7 @@ COPIES = {"dataset.sequence_length"}
 # Fields of a provider that say which layers a model has.
 SPECS = ("transformer_layer_spec", "hybrid_stack_spec")
 # Fields that the rules of this package read: each is stated, whatever its value.
-RULED = (model_fields.KNOWN | {*invariance.OFF, *invariance.SHARDED, *invariant_experts.OFF, *latent_limits.OFF}) - {
-    *SPECS
-}
+RULED = (model_fields.KNOWN | {*invariance.OFF, *invariance.SHARDED, *experts.OFF, *latent.OFF}) - {*SPECS}
 # Fields whose value says nothing, and attributes that nothing reads.
 IDLE = {
     "dataset.skip_getting_attention_mask_from_dataset": True,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from tp_invariant_recipes.config import peft
+from tp_invariant_recipes.coverage import peft
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.reading import MIB, parse_json, read_limited
 from tp_invariant_recipes.settings.run_config import Tree, typed

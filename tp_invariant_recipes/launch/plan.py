@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.compare import promises
-from tp_invariant_recipes.config import going_on, hf_models, hydra_tree, peft, relations, sft, weights
+from tp_invariant_recipes.config import going_on, hf_models, hydra_tree, relations, weights
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.describe import value_text
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST, identity
 from tp_invariant_recipes.config.null_tokenizer import eod_id
 from tp_invariant_recipes.config.overrides import DECIDED_BY as _BY
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
+from tp_invariant_recipes.coverage import peft, sft
 from tp_invariant_recipes.data.examples import Examples, read_examples
 from tp_invariant_recipes.data.prepare import ensure_prepared, foresee
 from tp_invariant_recipes.data.prepared import PreparedData

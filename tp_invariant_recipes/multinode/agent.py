@@ -22,8 +22,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tp_invariant_recipes.config import allocation, sft
+from tp_invariant_recipes.config import allocation
 from tp_invariant_recipes.config.hang_timeout import limits
+from tp_invariant_recipes.coverage import sft
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.host.versions import versions

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import hf_models, peft, weights
+from tp_invariant_recipes.config import hf_models, weights
+from tp_invariant_recipes.coverage import peft
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.host.quiet import quiet

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tp_invariant_recipes.config.limit import Limit, is_set
+from tp_invariant_recipes.coverage.limit import Limit, is_set
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 SCHEDULES = ("constant", "linear", "cosine")

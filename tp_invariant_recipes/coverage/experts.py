@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tp_invariant_recipes.config.limit import Limit, is_set
+from tp_invariant_recipes.coverage.limit import Limit, is_set
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics.layers import expert_placement
 from tp_invariant_recipes.settings import schema

@@ -7,7 +7,7 @@ capture; a product that a capture meets first is one of fixed tiles, attention i
 import os
 from collections.abc import Callable
 
-from tp_invariant_recipes.config.limit import Limit
+from tp_invariant_recipes.coverage.limit import Limit
 from tp_invariant_recipes.settings.cuda_graphs import FULL, NOT_INVARIANT, TE
 from tp_invariant_recipes.settings.run_config import RunConfig
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config.limit import Limit
+from tp_invariant_recipes.coverage.limit import Limit
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import cuda_graphs, schema
 from tp_invariant_recipes.settings.nearest import nearest

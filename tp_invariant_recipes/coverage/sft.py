@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config.limit import Limit
+from tp_invariant_recipes.coverage.limit import Limit
 from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 from tp_invariant_recipes.settings.schema import PROVIDER, SFT_DATASET
 

@@ -3,17 +3,8 @@
 import math
 from typing import Any
 
-from tp_invariant_recipes.config import (
-    allowed_fields,
-    graph_limits,
-    invariant_experts,
-    latent_limits,
-    model_fields,
-    peft,
-    portable_limits,
-    sft,
-)
-from tp_invariant_recipes.config.limit import Limit, is_set
+from tp_invariant_recipes.coverage import allowed_fields, experts, graphs, latent, model_fields, peft, portable, sft
+from tp_invariant_recipes.coverage.limit import Limit, is_set
 from tp_invariant_recipes.errors import OR_STOCK
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics.megatron import hybrid_spec
@@ -78,10 +69,10 @@ LIMITS = (
         lambda t: t.model.get("_target_") not in (None, *schema.PROVIDERS),
         f"of Bridge's models only {', '.join(_FIRST)} and {_LATEST} have invariant layers",
     ),
-    *invariant_experts.LIMITS,
-    *graph_limits.LIMITS,
-    *latent_limits.LIMITS,
-    *portable_limits.LIMITS,
+    *experts.LIMITS,
+    *graphs.LIMITS,
+    *latent.LIMITS,
+    *portable.LIMITS,
     *sft.LIMITS,
     *peft.LIMITS,
     Limit(
@@ -225,7 +216,7 @@ def limits(tree: Tree) -> list[str]:
     if mode == "stock":
         return []
     beyond = [limit.why for limit in LIMITS if limit.wrong(config)]
-    beyond += model_fields.unknown(config.model, (*OFF, *invariant_experts.OFF, *latent_limits.OFF))
+    beyond += model_fields.unknown(config.model, (*OFF, *experts.OFF, *latent.OFF))
     beyond += _overlaps(config)
     for section in allowed_fields.SECTIONS:
         beyond += allowed_fields.refused(section, config.bridge.get(section, {}))
