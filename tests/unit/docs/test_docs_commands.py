@@ -111,5 +111,5 @@ def _ours(word: str) -> bool:
 @pytest.mark.parametrize("model, overrides", composable())
 def test_the_overrides_make_a_run(model, overrides):
     words = overrides.split()
-    model = model if model.startswith(("qwen3", "nemotron3")) else "qwen3_toy"  # RUN, of --resume
+    model = model if model.startswith(("qwen3", "nemotron3", "moonlight")) else "qwen3_toy"  # RUN, of --resume
     assert compose(model, words, device="gpu").model == model
