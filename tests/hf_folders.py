@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tp_invariant_recipes.config import hf_models
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.sources import hf_models
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]  # name -> type in a safetensors header, shape, bytes
 

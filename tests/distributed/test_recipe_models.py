@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.recipe_files import MODEL
-from tp_invariant_recipes.config import recipe_layer, recipe_source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.sources import recipe_layer, recipe_source
 
 pytestmark = pytest.mark.usefixtures("families")
 
@@ -152,7 +152,7 @@ def of_family(family, folder):
 
 
 def test_the_table_names_the_recipes_of_bridge(bridge):
-    assert recipe_source.names() == recipe_source.installed_names(), "write config/bridge_recipes.json anew"
+    assert recipe_source.names() == recipe_source.installed_names(), "write sources/bridge_recipes.json anew"
 
 
 def test_the_page_counts_the_recipes_of_bridge(bridge):

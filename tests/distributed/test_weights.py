@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests import hf_folders
-from tp_invariant_recipes.config import hf_models, weights
+from tp_invariant_recipes.sources import hf_models, weights
 
 pytestmark = pytest.mark.usefixtures("modelopt")
 

@@ -6,9 +6,11 @@ from tests.trees import with_fields
 from tp_invariant_recipes.config import identity, memory
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.size import ATTENTION, EXPERTS, MLP, adapters
-from tp_invariant_recipes.coverage import invariance, peft
+from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import typed
+from tp_invariant_recipes.sources import lora
 
 BASE = ("peft=lora", "checkpoint.pretrained_checkpoint=base")
 TREE = compose("qwen3_toy", [*BASE, "numerics=tree"], device="cpu").tree
@@ -80,21 +82,21 @@ def test_settings_that_are_wrong_for_all_numerics(words, numerics):
 
 
 def test_a_layer_that_does_not_exist():
-    (problem,) = peft.problems(changed(peft__target_modules=["linear_qvk"]))
+    (problem,) = lora.problems(changed(peft__target_modules=["linear_qvk"]))
     assert problem.startswith("peft.target_modules: no layer is named linear_qvk; did you mean 'linear_qkv'")
 
 
 def test_a_dim_that_only_row_parallel_layers_use_need_not_be_divided():
     split = {"peft__dim": 6, "model__tensor_model_parallel_size": 4}
-    assert len(peft.problems(changed(**split))) == 1
-    assert peft.problems(changed(**split, peft__target_modules=["linear_proj"])) == []
+    assert len(lora.problems(changed(**split))) == 1
+    assert lora.problems(changed(**split, peft__target_modules=["linear_proj"])) == []
 
 
 def test_stock_weights_of_other_adapters_are_megatrons():
     says = "numerics.initial_weights=invariant draws adapters of linear_qkv"
     drawn = with_fields(EXPERTS_TREE, numerics__initial_weights="invariant")
-    assert peft.problems(EXPERTS_TREE) == []
-    assert [problem[: len(says)] for problem in peft.problems(drawn)] == [says]
+    assert lora.problems(EXPERTS_TREE) == []
+    assert [problem[: len(says)] for problem in lora.problems(drawn)] == [says]
 
 
 def test_without_the_section_all_weights_are_trained():

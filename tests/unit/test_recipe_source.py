@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.config import completion, recipe_source
+from tp_invariant_recipes.config import completion
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.runs.run_dir import choose
+from tp_invariant_recipes.sources import recipe_source
 
 
 @pytest.fixture

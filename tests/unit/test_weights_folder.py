@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from tests import hf_folders
-from tp_invariant_recipes.config import hf_models, weights
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.recipes import recipe
+from tp_invariant_recipes.sources import hf_models, weights
 
 TOY = hf_folders.of("qwen3_toy")
 

@@ -12,7 +12,7 @@ def of_model(model: str | None) -> str | None:
     """A model as typed; `recipe=FILE.py:FUNCTION` with the whole path of the file."""
     if model is None or not model.startswith("recipe="):
         return model
-    from tp_invariant_recipes.config import recipe_source
+    from tp_invariant_recipes.sources import recipe_source
 
     return recipe_source.absolute(model)
 

@@ -141,9 +141,9 @@ def _of_this_version() -> Iterator[None]:
 
 def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[dict[str, Any]]:
     """What a recipe sets, and the run that is made of it."""
-    from tp_invariant_recipes.config import recipe_layer
     from tp_invariant_recipes.config.overrides import parse_all
     from tp_invariant_recipes.settings.sections import OWN_KEYS
+    from tp_invariant_recipes.sources import recipe_layer
 
     model, *more = shlex.split(recipe)
     tree = _composed(str(of_model(model)), [*parse_all(more), *overrides])
@@ -184,8 +184,8 @@ def _diff(pair: list[str], overrides: "list[Override]", key: str | None, *, as_j
 
 
 def _value(value: Any) -> str:
-    from tp_invariant_recipes.config.describe import value_text
     from tp_invariant_recipes.config.lookup import NOT_SET
+    from tp_invariant_recipes.settings.values import value_text
 
     return NOT_SET if value is NOT_SET else value_text(value)
 

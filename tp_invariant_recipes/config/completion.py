@@ -8,11 +8,11 @@ import types
 import typing
 from typing import Any, Literal
 
-from tp_invariant_recipes.config import recipe_source
 from tp_invariant_recipes.settings import conf_files, field_table, schema
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS, PATHS
 from tp_invariant_recipes.settings.values import describe
+from tp_invariant_recipes.sources import recipe_source
 
 Offers = list[tuple[str, str]]  # a word, and a few words about it
 

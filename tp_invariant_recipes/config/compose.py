@@ -8,21 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes import renamed
-from tp_invariant_recipes.config import (
-    bounds,
-    hang_timeout,
-    hydra_tree,
-    recipe_layer,
-    recipe_source,
-    recording,
-    relations,
-    weights,
-)
+from tp_invariant_recipes.config import bounds, hang_timeout, hydra_tree, recording, relations
 from tp_invariant_recipes.config import (
     overrides as read,
 )
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all
-from tp_invariant_recipes.coverage import invariance, peft, sft
+from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.settings import (
     conf_files,
@@ -31,6 +22,7 @@ from tp_invariant_recipes.settings import (
     field_table,
     layout,
     low_precision,
+    peft,
     schema,
 )
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
@@ -38,6 +30,7 @@ from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig, typed
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS, PATHS
 from tp_invariant_recipes.settings.values import WrongType, convert
+from tp_invariant_recipes.sources import finetuning, lora, recipe_layer, recipe_source, weights
 
 OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
 
@@ -70,7 +63,7 @@ class Composed:
 def compose(
     model: str, overrides: Sequence[str | Override] = (), *, device: str | None = None, numerics: str | None = None
 ) -> Composed:
-    """Compose a run of `model`: one of ours, or `recipe=…` (config/recipe_source.py), which imports Bridge.
+    """Compose a run of `model`: one of ours, or `recipe=…` (sources/recipe_source.py), which imports Bridge.
 
     overrides: `key=value` with short keys, Hydra groups, or the dotted path of any field of Bridge's; `cluster=FILE` of
                YAML is a cluster that lies anywhere.
@@ -107,8 +100,8 @@ def compose(
             hang_timeout,
             environment,
             recipe_layer,
-            sft,
-            peft,
+            finetuning,
+            lora,
             weights,
         )
         with _guarded(model, problems):

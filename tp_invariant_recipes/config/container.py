@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from tp_invariant_recipes.config import recipe_layer
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
-from tp_invariant_recipes.coverage import allowed_fields, peft
+from tp_invariant_recipes.coverage import allowed_fields
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
-from tp_invariant_recipes.settings import environment, schema
+from tp_invariant_recipes.settings import environment, peft, schema
 from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.sources import recipe_layer
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer

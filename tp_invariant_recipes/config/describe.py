@@ -1,7 +1,5 @@
 """Describe configurations and models for people and machines."""
 
-import json
-import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -14,11 +12,9 @@ from tp_invariant_recipes.settings import conf_files, layout
 from tp_invariant_recipes.settings.run_config import typed
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS
 from tp_invariant_recipes.settings.sections import OWN_KEYS
+from tp_invariant_recipes.settings.values import value_text
 
 TP_DEGREES = (1, 2, 4, 8)
-
-# A string that Hydra's grammar reads as itself.
-_WORD = re.compile(r"(?!(true|false|null|nan|inf)$)[a-z_][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
 def bridge_overrides(tree: dict[str, Any]) -> list[str]:
@@ -66,8 +62,3 @@ def _split(tree: dict[str, Any], tp: int) -> dict[str, Any]:
 def _activation(path: str) -> str:
     """The last part of an activation function's path, its name on Bridge's command line."""
     return path.rpartition(".")[2]
-
-
-def value_text(value: Any) -> str:
-    """A value in Hydra's grammar, with quotes where needed: "1,0,0" without quotes would be a sweep."""
-    return value if isinstance(value, str) and _WORD.fullmatch(value) else json.dumps(value, ensure_ascii=False)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from tp_invariant_recipes.coverage import peft, sft
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
+from tp_invariant_recipes.settings import peft, sft
 from tp_invariant_recipes.settings.run_config import Tree, typed
 
 WEIGHTS_DIGEST = "weights.digest"

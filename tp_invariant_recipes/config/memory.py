@@ -13,8 +13,7 @@ from typing import Any
 from tp_invariant_recipes.config import activations, allocation, size
 from tp_invariant_recipes.config.activations import FP32, MicroBatch
 from tp_invariant_recipes.config.size import Weights
-from tp_invariant_recipes.coverage import peft
-from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings import layout, peft
 from tp_invariant_recipes.settings.layout import Layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 

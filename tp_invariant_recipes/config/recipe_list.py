@@ -7,9 +7,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from tp_invariant_recipes.config import recipe_source
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError
+from tp_invariant_recipes.sources import recipe_source
 
 COVERED, WITH, REFUSED, ABSENT = "covered", "covered with", "refused", "not here"
 STATES = (COVERED, WITH, REFUSED, ABSENT)

@@ -3,12 +3,21 @@
 import math
 from typing import Any
 
-from tp_invariant_recipes.coverage import allowed_fields, experts, graphs, latent, model_fields, peft, portable, sft
+from tp_invariant_recipes.coverage import (
+    allowed_fields,
+    experts,
+    finetuning,
+    graphs,
+    latent,
+    lora,
+    model_fields,
+    portable,
+)
 from tp_invariant_recipes.coverage.limit import Limit, is_set
 from tp_invariant_recipes.errors import OR_STOCK
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics.megatron import hybrid_spec
-from tp_invariant_recipes.settings import layout, low_precision, schema
+from tp_invariant_recipes.settings import layout, low_precision, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 
 # Numbers of the model that are split into V shards.
@@ -73,8 +82,8 @@ LIMITS = (
     *graphs.LIMITS,
     *latent.LIMITS,
     *portable.LIMITS,
-    *sft.LIMITS,
-    *peft.LIMITS,
+    *finetuning.LIMITS,
+    *lora.LIMITS,
     Limit(
         lambda t: t.numerics.mode != "tree" and "hybrid_layer_pattern" in t.model,
         "Mamba layers are covered by numerics=tree only",

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.compare import promises
-from tp_invariant_recipes.config import going_on, hf_models, hydra_tree, relations, weights
+from tp_invariant_recipes.config import going_on, hydra_tree, relations
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.describe import value_text
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST, identity
 from tp_invariant_recipes.config.null_tokenizer import eod_id
 from tp_invariant_recipes.config.overrides import DECIDED_BY as _BY
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
-from tp_invariant_recipes.coverage import peft, sft
 from tp_invariant_recipes.data.examples import Examples, read_examples
 from tp_invariant_recipes.data.prepare import ensure_prepared, foresee
 from tp_invariant_recipes.data.prepared import PreparedData
@@ -30,9 +28,11 @@ from tp_invariant_recipes.numerics.products.definition import product_version
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import Checkpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
-from tp_invariant_recipes.settings import conf_files, environment, layout
+from tp_invariant_recipes.settings import conf_files, environment, layout, peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig, typed
 from tp_invariant_recipes.settings.sections import DataSettings
+from tp_invariant_recipes.settings.values import value_text
+from tp_invariant_recipes.sources import hf_models, lora, weights
 
 # Overrides of one attempt at a run and not of the run: which step it resumed from, and what started its ranks.
 OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind", *relations.REPLACED)
@@ -454,7 +454,7 @@ def resolve(
     variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
     if pretrained := tree["checkpoint"].get("pretrained_checkpoint"):
         tree["checkpoint"]["pretrained_checkpoint"] = str(Path(pretrained).expanduser())
-        peft.check_base(tree)
+        lora.check_base(tree)
     if config.weights.folder is not None:
         folder = Path(config.weights.folder).expanduser().absolute()
         tree["weights"]["folder"] = str(folder)

@@ -72,8 +72,8 @@ def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> Con
 
 def _of_keywords(texts: Sequence[Override], keys: Mapping[str, Any], problems: list[str]) -> list[Override]:
     """The overrides that keywords stand for. What is wrong with others is added to `problems`."""
-    from tp_invariant_recipes.config.describe import value_text
     from tp_invariant_recipes.config.overrides import given, parse
+    from tp_invariant_recipes.settings.values import value_text
 
     found = []
     for key, value in keys.items():

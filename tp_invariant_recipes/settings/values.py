@@ -1,6 +1,7 @@
 """Check and convert one value against the type hint of the field it is for."""
 
 import functools
+import json
 import re
 import types
 import typing
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
+
+_WORD = re.compile(r"(?!(true|false|null|nan|inf)$)[a-z_][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
 class WrongType(ValueError):
@@ -120,3 +123,11 @@ def _new_adapter(hint: Any) -> "TypeAdapter":
         if error.code != "type-adapter-config-unused":
             raise
         return TypeAdapter(hint)
+
+
+# A string that Hydra's grammar reads as itself.
+
+
+def value_text(value: Any) -> str:
+    """A value in Hydra's grammar, with quotes where needed: "1,0,0" without quotes would be a sweep."""
+    return value if isinstance(value, str) and _WORD.fullmatch(value) else json.dumps(value, ensure_ascii=False)

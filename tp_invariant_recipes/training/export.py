@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.config import hf_models
-from tp_invariant_recipes.config.weights import CONFIG, INDEX
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import auto_bridge, bridge
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.sources import hf_models
+from tp_invariant_recipes.sources.weights import CONFIG, INDEX
 
 # Before the name of a weight in a checkpoint, its master weight: of Megatron's optimizers, and of the distributed one.
 MASTERS = ("optimizer.state.fp32_param.", "optimizer.state.param.")

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import hf_models, weights
-from tp_invariant_recipes.coverage import peft
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError
 from tp_invariant_recipes.files import whole_folder
 from tp_invariant_recipes.host.quiet import quiet
@@ -18,7 +16,8 @@ from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.checkpoints import Checkpoint
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
-from tp_invariant_recipes.settings import environment
+from tp_invariant_recipes.settings import environment, peft
+from tp_invariant_recipes.sources import hf_models, weights
 
 # What a folder has beside config.json and weights, copied from the one that a run has started from.
 BESIDE = (

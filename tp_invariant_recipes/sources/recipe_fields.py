@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from tp_invariant_recipes.config import recipe_source
 from tp_invariant_recipes.settings import schema
 from tp_invariant_recipes.settings.values import WrongType, convert, named
+from tp_invariant_recipes.sources import recipe_source
 
 NAMED_PRECISION = "bf16_mixed"
 MISSING = object()

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from tp_invariant_recipes.config import recipe_fields, recipe_source
-from tp_invariant_recipes.coverage import experts, invariance, latent, model_fields, peft, sft
+from tp_invariant_recipes.coverage import experts, invariance, latent, model_fields
 from tp_invariant_recipes.errors import ConfigError, listed
-from tp_invariant_recipes.settings import conf_files, cuda_graphs, schema
+from tp_invariant_recipes.settings import conf_files, cuda_graphs, peft, schema, sft
 from tp_invariant_recipes.settings.run_config import Tree
+from tp_invariant_recipes.sources import recipe_fields, recipe_source
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config.describe import value_text
-from tp_invariant_recipes.config.weights import Checkpoint, some
+from tp_invariant_recipes.settings.values import value_text
+from tp_invariant_recipes.sources.weights import Checkpoint, some
 
 # In config.json -> the field of the model, and the default of Bridge's GPTModelProvider.
 FIELDS: dict[str, tuple[str, Any]] = {

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from tp_invariant_recipes.coverage import peft
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.reading import MIB, parse_json, read_limited
+from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import Tree, typed
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"

@@ -1,0 +1,53 @@
+"""What the invariant numerics cover of fine-tuning on examples."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tp_invariant_recipes.coverage.limit import Limit
+from tp_invariant_recipes.settings import sft
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+
+def _tuned(wrong: Callable[[RunConfig], Any]) -> Callable[[RunConfig], bool]:
+    """What is wrong with a run on examples alone."""
+    return lambda t: sft.is_sft(t.bridge.get("dataset", {})) and bool(wrong(t))
+
+
+def _options(config: RunConfig) -> Mapping[str, Any]:
+    return sft.field(config, "dataset_kwargs") or {}
+
+
+LIMITS = (
+    Limit(_tuned(lambda t: t.numerics.mode != "tree"), "fine-tuning is covered by numerics=tree only"),
+    Limit(
+        _tuned(lambda t: not _options(t).get("pad_to_max_length")),
+        "how far an example is padded depends on the others of its rank; dataset.dataset_kwargs.pad_to_max_length=true",
+    ),
+    Limit(
+        _tuned(lambda t: _options(t).get("get_attention_mask_from_fusion") is False),
+        "a mask of the data's own has no invariant version; dataset.dataset_kwargs.get_attention_mask_from_fusion=true",
+    ),
+    Limit(
+        _tuned(lambda t: sft.field(t, "drop_last") is False),
+        "a step of fewer examples has other data shards; dataset.drop_last=true",
+    ),
+    Limit(
+        _tuned(lambda t: t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1),
+        "fine-tuning with context parallelism is not covered: a shard may have no token that counts; cp=1, and leave "
+        "numerics.context_shards out",
+    ),
+    Limit(
+        lambda t: bool(t.model.get("calculate_per_token_loss")) and t.numerics.mode != "tree",
+        "a loss divided by the tokens of a step is covered by numerics=tree only; model.calculate_per_token_loss=false",
+    ),
+    Limit(
+        lambda t: bool(t.model.get("calculate_per_token_loss"))
+        and (t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1),
+        "context-parallel ranks would count a sequence's tokens several times; model.calculate_per_token_loss=false",
+    ),
+    Limit(
+        lambda t: bool(t.model.get("calculate_per_token_loss") and t.model.get("num_moe_experts")),
+        "how an auxiliary loss of experts counts beside a loss a token is not covered; "
+        "model.calculate_per_token_loss=false",
+    ),
+)  # fmt: skip

@@ -1,0 +1,57 @@
+"""What the invariant numerics cover of LoRA."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tp_invariant_recipes.coverage.limit import Limit
+from tp_invariant_recipes.settings import cuda_graphs, peft, schema
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+# Fields that add other layers or sums.
+OFF = ("exclude_modules", "canonical_mapping", "a2a_experimental", "sequence_parallel_input_regather", "lora_dtype")
+
+
+def dense(config: RunConfig) -> bool:
+    """Whether a model consists of attention and feed-forward layers alone."""
+    return config.model.get("_target_") == schema.PROVIDERS[0] and not config.model.get("num_moe_experts")
+
+
+def _row(wrong: Callable[[RunConfig, Mapping[str, Any]], Any], why: str) -> Limit:
+    """wrong: of a run with adapters, and of its section."""
+    return Limit(lambda t: (fields := peft.section(t)) is not None and bool(wrong(t, fields)), why)
+
+
+def _off(name: str) -> Callable[[RunConfig, Mapping[str, Any]], bool]:
+    return lambda t, fields: bool(fields.get(name))
+
+
+LIMITS = (
+    _row(lambda t, _: t.numerics.mode != "tree", "LoRA is covered by numerics=tree only"),
+    _row(
+        lambda t, _: not dense(t),
+        "LoRA is covered for dense models of attention and feed-forward layers: adapters of experts, Mamba layers and "
+        "multi-latent attention have no invariant version; a dense model, or a recipe that trains all weights",
+    ),
+    _row(
+        lambda t, fields: not peft.targets(fields) or {*peft.targets(fields)} - {*peft.TARGETS},
+        f"of layers only {', '.join(peft.TARGETS)} have invariant adapters, in all layers alike; name these in "
+        f"peft.target_modules",
+    ),
+    _row(
+        lambda t, fields: fields.get("dropout"),
+        "dropout of adapters draws other numbers in every layout; peft.dropout=0",
+    ),
+    *(_row(_off(name), f"peft.{name} is not covered; leave it unset") for name in OFF),
+    _row(
+        lambda t, _: t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1,
+        "LoRA has no version with context shards; cp=1, and leave numerics.context_shards out",
+    ),
+    _row(
+        lambda t, _: cuda_graphs.asked_for(t.model),
+        "adapters have not been captured in CUDA graphs; cuda_graph=off",
+    ),
+    _row(
+        lambda t, _: t.model.get("pipeline_model_parallel_layout"),
+        "a stage without layers has no adapter to send a gradient to; model.pipeline_model_parallel_layout=null",
+    ),
+)  # fmt: skip

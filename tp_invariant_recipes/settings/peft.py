@@ -1,0 +1,42 @@
+"""The section `peft`, Bridge's class LoRA: a run adapts weights if it has the section (docs/finetuning.md)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree
+
+SECTION = "peft"
+# The layers that the invariant numerics adapt; those whose rows tensor parallelism splits come first.
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1")
+TARGETS = (*COLUMN_PARALLEL, "linear_proj", "linear_fc2")
+# Others of Megatron's.
+OTHERS = (
+    "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "in_proj",
+    "out_proj", "router",
+)  # fmt: skip
+# How Bridge lets a matrix begin (megatron/bridge/peft/utils.py).
+METHODS = ("xavier", "normal", "kaiming", "zero")
+METHOD_FIELDS = ("lora_A_init_method", "lora_B_init_method")
+# Fields that a recipe states whatever their value, since rules read them and a section must not be empty.
+STATED = ("target_modules", "dim", "alpha", "dropout")
+
+
+def section(config: RunConfig) -> Mapping[str, Any] | None:
+    """The section of a run with adapters; None: it trains all weights."""
+    found: Mapping[str, Any] | None = config.bridge.get(SECTION)
+    return found
+
+
+def adapts(tree: Tree) -> bool:
+    """Whether a run trains adapters alone."""
+    return tree.get(SECTION) is not None
+
+
+def targets(fields: Mapping[str, Any]) -> list[str]:
+    """Names or patterns of the layers to adapt."""
+    return list(fields.get("target_modules") or ()) if "target_modules" in fields else list(TARGETS)
+
+
+def dim(fields: Mapping[str, Any]) -> int:
+    """Bridge's default where nothing is said."""
+    return fields.get("dim", 32)

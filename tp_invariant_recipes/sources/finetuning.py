@@ -1,0 +1,84 @@
+"""The rules of fine-tuning on examples, whatever the numerics (docs/finetuning.md)."""
+
+from collections.abc import Callable
+
+from tp_invariant_recipes.settings import sft
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+
+
+def problems(tree: Tree) -> list[str]:
+    """What is wrong with the settings of a run on examples, whatever its numerics."""
+    config = typed(tree)
+    if not sft.is_sft(config.bridge["dataset"]):
+        return []
+    return [problem for rule in RULES if (problem := rule(config))]
+
+
+def _kind(config: RunConfig) -> str | None:
+    if config.data.kind == "recipe":
+        return None
+    return f"data={config.data.kind}: this recipe trains on examples; leave it out, dataset.dataset_root=FOLDER"
+
+
+def _source(config: RunConfig) -> str | None:
+    if asked := [name for name in sft.DOWNLOADS if sft.field(config, name) not in (None, False)]:
+        named = ", ".join(f"dataset.{name}" for name in asked)
+        return f"{named}: tpi downloads no examples; leave it out, dataset.dataset_root=FOLDER has {sft.TRAINING}"
+    if sft.field(config, "dataset_root") is None:
+        return (
+            f"a recipe for fine-tuning needs dataset.dataset_root=FOLDER, which has {sft.TRAINING}: an example a line"
+        )
+    return None
+
+
+def _packing(config: RunConfig) -> str | None:
+    asked = [name for name in ("enable_offline_packing", "offline_packing_specs") if sft.field(config, name)]
+    if not asked:
+        return None
+    return (
+        f"dataset.{asked[0]}: packed sequences need attention that ends with each example, which tpi does not cover; "
+        f"dataset.enable_offline_packing=false"
+    )
+
+
+def _loader(config: RunConfig) -> str | None:
+    kind = sft.field(config, "dataloader_type")
+    if kind == "batch":
+        return None
+    return f"dataset.dataloader_type={kind}: it does not go through the examples again; dataset.dataloader_type=batch"
+
+
+def _epochs(config: RunConfig) -> str | None:
+    epochs = config.bridge["train"].get("num_epochs")
+    return f"train.num_epochs={epochs}: tpi counts steps; leave it unset, iters=N" if epochs is not None else None
+
+
+def _tokenizer(config: RunConfig) -> str | None:
+    tokenizer = config.bridge["tokenizer"]
+    kind, model = tokenizer.get("tokenizer_type"), tokenizer.get("tokenizer_model")
+    if kind != "HuggingFaceTokenizer":
+        return f"tokenizer.tokenizer_type={kind}: examples are text; tokenizer.tokenizer_type=HuggingFaceTokenizer"
+    return None if model else "a recipe for fine-tuning needs tokenizer.tokenizer_model=FOLDER, of Hugging Face"
+
+
+def _index(config: RunConfig) -> str | None:
+    where = (sft.field(config, "dataset_kwargs") or {}).get(sft.INDEX)
+    return f"dataset.dataset_kwargs.{sft.INDEX}={where}: the index goes to run.dir; set run.dir=PATH" if where else None
+
+
+def _validation(config: RunConfig) -> str | None:
+    if not config.bridge["validation"].get("eval_iters") or sft.field(config, "do_validation") is not False:
+        return None
+    return "validation.eval_iters without examples to validate; dataset.do_validation=true, or validation.eval_iters=0"
+
+
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (
+    _kind,
+    _source,
+    _packing,
+    _loader,
+    _epochs,
+    _tokenizer,
+    _index,
+    _validation,
+)

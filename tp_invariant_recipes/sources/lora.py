@@ -1,0 +1,88 @@
+"""The rules of LoRA, whatever the numerics (docs/finetuning.md)."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.coverage import lora
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import peft
+from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+
+# What a folder of checkpoints of Bridge has, then one checkpoint in it.
+_OF_A_CHECKPOINT = (
+    "latest_train_state.pt",
+    "latest_checkpointed_iteration.txt",
+    "run_config.yaml",
+    "metadata.json",
+    ".metadata",
+)
+
+
+def problems(tree: Tree) -> list[str]:
+    """What is wrong with the settings of adapters, whatever the numerics."""
+    config = typed(tree)
+    fields = peft.section(config)
+    if fields is None:
+        return []
+    return [problem for rule in RULES if (problem := rule(config, fields))]
+
+
+def check_base(tree: Tree) -> None:
+    """Raises ConfigError: there is no checkpoint where the weights to adapt are to come from."""
+    folder = Path(tree["checkpoint"]["pretrained_checkpoint"])
+    if peft.adapts(tree) and not any((folder / name).exists() for name in _OF_A_CHECKPOINT):
+        raise ConfigError(f"checkpoint.pretrained_checkpoint={folder}: no checkpoint of Megatron-Bridge is there")
+
+
+def _unknown(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
+    wrong = [
+        name
+        for name in peft.targets(fields)
+        if not {"*", "."} & set(name) and name not in (*peft.TARGETS, *peft.OTHERS)
+    ]
+    if not wrong:
+        return None
+    return f"peft.target_modules: no layer is named {wrong[0]}{nearest(wrong[0], (*peft.TARGETS, *peft.OTHERS))}"
+
+
+def _divided(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
+    tp, rank = config.model["tensor_model_parallel_size"], peft.dim(fields)
+    if rank % tp == 0 or not any(name.endswith(peft.COLUMN_PARALLEL) for name in peft.targets(fields)):
+        return None
+    return f"tp={tp} does not divide peft.dim={rank}, whose rows the ranks share; peft.dim={-(-rank // tp) * tp}"
+
+
+def _base(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
+    if config.weights.folder or config.bridge["checkpoint"].get("pretrained_checkpoint"):
+        return None
+    return (
+        "LoRA adapts weights that are there: weights=FOLDER of Hugging Face, or "
+        "checkpoint.pretrained_checkpoint=RUN/checkpoints"
+    )
+
+
+def _methods(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
+    wrong = {name: fields[name] for name in peft.METHOD_FIELDS if fields.get(name, peft.METHODS[0]) not in peft.METHODS}
+    return next((f"peft.{n}={v}: adapters begin with {', '.join(peft.METHODS)} only" for n, v in wrong.items()), None)
+
+
+def _drawn(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
+    if config.numerics.mode != "stock" or config.numerics.initial_weights != "invariant":
+        return None
+    if lora.dense(config) and {*peft.targets(fields)} <= {*peft.TARGETS}:
+        return None
+    return (
+        f"numerics.initial_weights=invariant draws adapters of {', '.join(peft.TARGETS)} in dense models only; "
+        f"numerics.initial_weights=megatron"
+    )
+
+
+RULES: tuple[Callable[[RunConfig, Mapping[str, Any]], str | None], ...] = (
+    _unknown,
+    _divided,
+    _base,
+    _methods,
+    _drawn,
+)
