@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tp_invariant_recipes.config import allocation
-from tp_invariant_recipes.config.allocation import STEPPED, SUBMITTED, WRITTEN, Allocation, misfits, parse_time
+from tp_invariant_recipes.config import job_rules
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.config.job_rules import STEPPED, SUBMITTED, WRITTEN, misfits, parse_time
+from tp_invariant_recipes.settings import allocation, layout
+from tp_invariant_recipes.settings.allocation import Allocation
 from tp_invariant_recipes.settings.run_config import RunConfig, typed
 
 GOOD = {"cluster.gpus_per_node": 8, "slurm.time": "4:00:00"}
@@ -36,7 +37,7 @@ def job(tp: int = 1, dp: int = 1, *, device: str = "gpu", **fields) -> RunConfig
 
 
 def problems(*arguments, environ=None, **fields) -> list[str]:
-    return allocation.problems(job(*arguments, **fields), environ or {})
+    return job_rules.problems(job(*arguments, **fields), environ or {})
 
 
 # tp, dp, fields, what is taken.
@@ -238,12 +239,12 @@ def test_what_this_host_lacks_is_left_to_the_nodes_and_named():
     there = {"cluster__container": "/lustre9/a.sqsh", "cluster__python": "p", "cluster__mounts": ["/usr/no:/a"]}
     (refused,) = problems(**there)
     assert refused.startswith("cluster.mounts: /usr/no:/a: ")
-    assert allocation.problems(job(**there), {}, dry=True) == []
-    assert allocation.unseen(job(**there)) == [
+    assert job_rules.problems(job(**there), {}, dry=True) == []
+    assert job_rules.unseen(job(**there)) == [
         "cluster.container=/lustre9/a.sqsh: /lustre9/a.sqsh is not on this host; the nodes must have it",
         "cluster.mounts: /usr/no:/a: /usr/no is not on this host; the nodes must have it",
     ]
-    assert allocation.unseen(job(**there, cluster__shared_files=False)) == []
+    assert job_rules.unseen(job(**there, cluster__shared_files=False)) == []
 
 
 @pytest.mark.parametrize("name", STEPPED)
@@ -332,6 +333,6 @@ def test_what_comes_of_the_command_line_is_what_the_rules_read():
         ["cluster=h100", "tp=8", "dp=2", "gbs=2", "slurm.time=90", "slurm.options=['--reservation=x']", "save=5"],
         device="gpu",
     ).config
-    assert allocation.problems(tree, {}) == []
+    assert job_rules.problems(tree, {}) == []
     assert allocation.of(tree) == Allocation(2, 8, 8)
     assert layout.of(tree).world == 16

@@ -7,16 +7,16 @@ from tests.trees import with_fields
 from tests.unit.compare.ledgers import ledger
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import verdict_line
-from tp_invariant_recipes.config import memory
 from tp_invariant_recipes.config.compose import compose as composed
 from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.config.memory import GRADIENTS
 from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, Header, identity_differences
 from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
 from tp_invariant_recipes.numerics.sums import context_shards
 from tp_invariant_recipes.settings.run_config import typed
+from tp_invariant_recipes.sizing import memory
+from tp_invariant_recipes.sizing.memory import GRADIENTS
 from tp_invariant_recipes.training.placement import Site
 
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.models import sparing
 from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.size import parameters
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.sizing.size import parameters
 
 MODELS = conf_files.groups()["model"]
 

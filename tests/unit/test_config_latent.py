@@ -4,9 +4,9 @@ import pytest
 
 from tests.trees import with_fields
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.size import ATTENTION, weights
 from tp_invariant_recipes.coverage import invariance, latent
 from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.sizing.size import ATTENTION, weights
 
 TREE = compose("deepseek_v3_toy", ["numerics=tree"], device="cpu").tree
 

@@ -3,13 +3,15 @@
 import pytest
 
 from tests.trees import with_fields
-from tp_invariant_recipes.config import identity, memory
+from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.size import ATTENTION, EXPERTS, MLP, adapters
 from tp_invariant_recipes.coverage import invariance
+from tp_invariant_recipes.coverage import lora as lora_coverage
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import typed
+from tp_invariant_recipes.sizing import memory
+from tp_invariant_recipes.sizing.size import ATTENTION, EXPERTS, MLP, adapters
 from tp_invariant_recipes.sources import lora
 
 BASE = ("peft=lora", "checkpoint.pretrained_checkpoint=base")
@@ -39,7 +41,7 @@ BEYOND = (
     ({"peft__dropout": 0.1}, "dropout of adapters draws other numbers in every layout; peft.dropout=0"),
     ({"model__cuda_graph_impl": "full_iteration"}, "adapters have not been captured in CUDA graphs; cuda_graph=off"),
     ({"model__pipeline_model_parallel_layout": "Et*2L"}, "a stage without layers has no adapter"),
-    *(({f"peft__{name}": ["x"]}, f"peft.{name} is not covered; leave it unset") for name in peft.OFF),
+    *(({f"peft__{name}": ["x"]}, f"peft.{name} is not covered; leave it unset") for name in lora_coverage.OFF),
 )
 
 

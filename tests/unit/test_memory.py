@@ -9,9 +9,11 @@ import pytest
 import yaml
 
 from tests.unit.docs.markdown import DOCUMENTS, Document
-from tp_invariant_recipes.config import memory
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.memory import (
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings.run_config import typed
+from tp_invariant_recipes.sizing import memory
+from tp_invariant_recipes.sizing.memory import (
     ACTIVATIONS,
     FIRST_STEP,
     GIB,
@@ -21,8 +23,6 @@ from tp_invariant_recipes.config.memory import (
     WEIGHTS,
     Estimate,
 )
-from tp_invariant_recipes.settings import layout
-from tp_invariant_recipes.settings.run_config import typed
 
 WITHIN = 0.15  # which docs/memory.md promises
 

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tp_invariant_recipes.config import memory as estimates
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.config.memory import GIB
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host import memory as host
@@ -14,6 +12,8 @@ from tp_invariant_recipes.host.gpus import Gpu
 from tp_invariant_recipes.launch import memory, preflight
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.sizing import memory as estimates
+from tp_invariant_recipes.sizing.memory import GIB
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tp_invariant_recipes.config import recipe_list
+from tp_invariant_recipes.workflows import recipe_list
 
 ROWS = [
     {"recipe": "a", "family": "one", "tree": "covered", "why": [], "keys": []},

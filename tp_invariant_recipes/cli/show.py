@@ -207,9 +207,10 @@ def _print_key(tree: dict[str, Any], key: str, *, as_json: bool) -> None:
 def _print(tree: dict[str, Any], *, as_json: bool) -> None:
     import yaml
 
-    from tp_invariant_recipes.config import describe, memory
+    from tp_invariant_recipes.config import describe
     from tp_invariant_recipes.launch.memory import as_dict, table
     from tp_invariant_recipes.settings.run_config import typed
+    from tp_invariant_recipes.sizing import memory
 
     with _of_this_version():
         need = memory.estimate(typed(tree))
@@ -237,7 +238,7 @@ def models(
 ) -> None:
     """List the models: sizes, degrees of tp that fit, memory."""
     from tp_invariant_recipes.config import describe
-    from tp_invariant_recipes.config.memory import GIB
+    from tp_invariant_recipes.sizing.memory import GIB
 
     if families and not bridge:
         raise ConfigError("--families goes with --bridge: tpi models --bridge --families")
@@ -265,7 +266,7 @@ def models(
 
 def _recipes(*, families: bool, as_json: bool) -> None:
     """The recipes of Bridge, each called and composed."""
-    from tp_invariant_recipes.config import recipe_list
+    from tp_invariant_recipes.workflows import recipe_list
 
     needed.check("tpi models --bridge", needed.TRAINING)
     console = terminal.console_of_its_own()

@@ -230,8 +230,8 @@ def _opening(planned) -> str:
 
 
 def _foreseen(planned: "Plan") -> str:
-    from tp_invariant_recipes.config import memory
     from tp_invariant_recipes.launch.memory import table
+    from tp_invariant_recipes.sizing import memory
 
     prepared = ["its text would be prepared first"] if planned.data_missing else []
     return "\n".join(

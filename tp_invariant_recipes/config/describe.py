@@ -4,15 +4,15 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from tp_invariant_recipes.config import memory
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.container import LOCAL_SPECS
-from tp_invariant_recipes.config.size import parameters
 from tp_invariant_recipes.settings import conf_files, layout
 from tp_invariant_recipes.settings.run_config import typed
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS
 from tp_invariant_recipes.settings.sections import OWN_KEYS
 from tp_invariant_recipes.settings.values import value_text
+from tp_invariant_recipes.sizing import memory
+from tp_invariant_recipes.sizing.size import parameters
 
 TP_DEGREES = (1, 2, 4, 8)
 

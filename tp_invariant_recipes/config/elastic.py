@@ -7,11 +7,11 @@ that has the bits of the one asked for.
 import re
 from typing import Any
 
-from tp_invariant_recipes.config import allocation, going_on
+from tp_invariant_recipes.config import going_on, job_rules
 from tp_invariant_recipes.config.overrides import Override, parse
 from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.ledger.layouts import words
-from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings import allocation, layout
 from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 
 _SPAN = re.compile(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", re.ASCII)
@@ -82,7 +82,7 @@ def _fits(tree: Tree, dp: int, nodes: int) -> bool:
 
 def _room(tree: Tree, nodes: int) -> bool:
     config = typed(tree)
-    return allocation.of(config).nodes <= nodes and not allocation.misfits(config)
+    return allocation.of(config).nodes <= nodes and not job_rules.misfits(config)
 
 
 def _wrong(tree: Tree, dp: int) -> list[str]:

@@ -4,11 +4,12 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 
-from tp_invariant_recipes.config import allocation
+from tp_invariant_recipes.config import job_rules
 from tp_invariant_recipes.errors import ConfigError, RunError, listed
 from tp_invariant_recipes.jobs import slurm_client
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.launch import memory
+from tp_invariant_recipes.settings import allocation
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -21,7 +22,7 @@ def check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> No
     wrong = dict.fromkeys(
         problem
         for config in configs
-        for problem in (*allocation.problems(config, os.environ, dry=dry), *memory.problems(config, here=False))
+        for problem in (*job_rules.problems(config, os.environ, dry=dry), *memory.problems(config, here=False))
     )
     problems = [*problems, *wrong]
     if not dry:
@@ -58,7 +59,7 @@ def _too_long(config: RunConfig, chosen: Sequence[Partition], names: str) -> str
     limits = [partition.seconds for partition in chosen]
     longest = None if None in limits else max(seconds for seconds in limits if seconds is not None)
     try:
-        asked = allocation.parse_time(config.slurm.time or "")
+        asked = job_rules.parse_time(config.slurm.time or "")
     except ValueError:  # it has been said already
         return None
     if longest is None or asked <= longest:

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config.allocation import Allocation
 from tp_invariant_recipes.jobs import registry
 from tp_invariant_recipes.runs.matrix_dir import LeftOut
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.allocation import Allocation
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from tp_invariant_recipes.config.allocation import Allocation, ranks_per_node
 from tp_invariant_recipes.config.overrides import Override, cluster_files, texts
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.multinode import srun_command
+from tp_invariant_recipes.settings.allocation import Allocation, ranks_per_node
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -64,7 +64,7 @@ class CellStep:
 def training(config: RunConfig, taken: Allocation, *, name: str, about: str, log: str) -> Job:
     """The job of a run of this configuration. taken: the part of the cluster that it needs."""
     cluster, slurm = config.cluster, config.slurm
-    assert slurm.time is not None  # config/allocation.py refuses a job without
+    assert slurm.time is not None  # config/job_rules.py refuses a job without
     kind = f"gpu:{cluster.gpu_type}" if cluster.gpu_type else "gpu"
     return Job(
         name=name,

@@ -5,10 +5,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from tp_invariant_recipes.config import allocation, elastic, reserved
-from tp_invariant_recipes.config.allocation import Allocation
+from tp_invariant_recipes.config import elastic, job_rules, reserved
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.memory import estimate
 from tp_invariant_recipes.config.overrides import Override, cluster_files, given, parse, parse_all
 from tp_invariant_recipes.errors import ConfigError, RunError, listed
 from tp_invariant_recipes.jobs import fitness, registry, script, states
@@ -19,8 +17,10 @@ from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
-from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings import allocation, layout
+from tp_invariant_recipes.settings.allocation import Allocation
 from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.sizing.memory import estimate
 from tp_invariant_recipes.workflows import matrix, verify
 from tp_invariant_recipes.workflows import sweep as sweeping
 
@@ -110,7 +110,7 @@ def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedS
         validate=_nothing,
         write=_nothing,
         after=_ids(after),
-        unseen=tuple(allocation.unseen(config)),
+        unseen=tuple(job_rules.unseen(config)),
     )
 
 
@@ -229,7 +229,7 @@ def _array(
         validate=partial(verify.check, found),
         write=partial(_write_cells, found),
         after=_ids(after),
-        unseen=tuple(dict.fromkeys(line for one in configs.values() for line in allocation.unseen(one))),
+        unseen=tuple(dict.fromkeys(line for one in configs.values() for line in job_rules.unseen(one))),
         left_out=found.matrix.left_out,
     )
 
@@ -268,7 +268,7 @@ def _largest(all_taken: Iterable[Allocation]) -> Allocation:
 
 def _judging(job: Job, *, name: str, about: str, log: str) -> Job:
     """A judge's job: one processor of one node, for a limited time, in the cells' partition."""
-    shorter = allocation.parse_time(job.time) < allocation.parse_time(JUDGE_TIME)
+    shorter = job_rules.parse_time(job.time) < job_rules.parse_time(JUDGE_TIME)
     limit = job.time if shorter else JUDGE_TIME
     return replace(
         job, name=name, about=about, nodes=1, gres=None, cpus=None, whole=False, time=limit, save_before=None, log=log

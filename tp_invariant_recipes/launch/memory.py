@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from tp_invariant_recipes.config import activations, memory
-from tp_invariant_recipes.config.memory import ACTIVATIONS, GIB, LOSS, MIB, Estimate
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host import memory as host
 from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing import activations, memory
+from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GIB, LOSS, MIB, Estimate
 
 # A run is refused only if it needs more even where all that the estimate does not count exactly is this part too high.
 # docs/memory.md says how near the measured peaks it is.

@@ -5,17 +5,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import allocation
-from tp_invariant_recipes.config.size import parameters
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.launch import experiments, memory
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
-from tp_invariant_recipes.settings import environment
+from tp_invariant_recipes.settings import allocation, environment
 from tp_invariant_recipes.settings.layout import Layout
 from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.sizing.size import parameters
 
 # What a run writes besides checkpoints and sample indices: configuration, logs, ledger.
 SMALL_FILES = 8 * 2**20

@@ -8,7 +8,6 @@ from typing import Any
 
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import Composed
-from tp_invariant_recipes.config.memory import estimate
 from tp_invariant_recipes.errors import RunError, TpiError
 from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.launch import local, memory, plan
@@ -20,6 +19,7 @@ from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import attempts, checkpoints, places
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.sizing.memory import estimate
 
 
 @contextmanager

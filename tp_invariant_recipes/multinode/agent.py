@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tp_invariant_recipes.config import allocation
 from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.host.network import address_towards, interface
@@ -37,7 +36,7 @@ from tp_invariant_recipes.multinode.rendezvous import POLL, NodeInfo, Rendezvous
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.lock import LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import sft
+from tp_invariant_recipes.settings import allocation, sft
 
 NEXT = 600.0  # seconds that the first node may take to start its ranks once all nodes have arrived
 LAST_WORDS = 10.0  # seconds for the other nodes to report their end after a failure, and to leave after "over"

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from tp_invariant_recipes.config import allocation, elastic
+from tp_invariant_recipes.config import elastic, job_rules
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
 from tp_invariant_recipes.errors import ConfigError, RunError, listed
@@ -18,7 +18,7 @@ from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
-from tp_invariant_recipes.settings import environment, layout
+from tp_invariant_recipes.settings import allocation, environment, layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 # srun would bind the one task of a node, and with it all its ranks, to one core.
@@ -109,7 +109,7 @@ def _for_nodes(request: Request, composed: Composed, nodes: int) -> tuple[Reques
 
 def _fitting(composed: Composed) -> RunConfig:
     """What is composed. Raises ConfigError when the cluster's nodes cannot carry it."""
-    problems = allocation.misfits(composed.config)
+    problems = job_rules.misfits(composed.config)
     if problems:
         raise ConfigError(listed(problems), problems)
     return composed.config

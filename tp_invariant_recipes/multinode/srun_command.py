@@ -4,7 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tp_invariant_recipes.config import allocation, elastic
+from tp_invariant_recipes.config import elastic
+from tp_invariant_recipes.settings import allocation
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 WAIT = 60  # seconds that srun gives the other nodes when one has ended

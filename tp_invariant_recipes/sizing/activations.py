@@ -7,10 +7,10 @@ tokens of a sequence, [s/t] those of a rank with sequence parallelism.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_invariant_recipes.config import size
-from tp_invariant_recipes.config.size import Widths
 from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing import size
+from tp_invariant_recipes.sizing.size import Widths
 
 FP32 = 4
 

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.config import activations, allocation, size
-from tp_invariant_recipes.config.activations import FP32, MicroBatch
-from tp_invariant_recipes.config.size import Weights
-from tp_invariant_recipes.settings import layout, peft
+from tp_invariant_recipes.settings import allocation, layout, peft
 from tp_invariant_recipes.settings.layout import Layout
 from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sizing import activations, size
+from tp_invariant_recipes.sizing.activations import FP32, MicroBatch
+from tp_invariant_recipes.sizing.size import Weights
 
 MIB, GIB = 2**20, 2**30
 

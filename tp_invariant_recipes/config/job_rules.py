@@ -1,43 +1,12 @@
-"""How many nodes a run takes, and what a job must say to get them: one row a rule."""
+"""What a job must say to get its nodes, and what its nodes must have: one row a rule."""
 
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.settings import allocation, layout
 from tp_invariant_recipes.settings.environment import NAME
 from tp_invariant_recipes.settings.run_config import RunConfig
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """The part of a cluster that a run takes.
-
-    ranks: on every node. gpus: on every node; 0 on a CPU.
-    """
-
-    nodes: int
-    ranks: int
-    gpus: int
-
-    def __str__(self) -> str:
-        """2 nodes with 8 gpu ranks each; 1 node with 1 cpu rank."""
-        ranks = f"{self.ranks} {'gpu' if self.gpus else 'cpu'} rank{'s' if self.ranks > 1 else ''}"
-        return f"{self.nodes} nodes with {ranks} each" if self.nodes > 1 else f"1 node with {ranks}"
-
-
-def of(config: RunConfig) -> Allocation:
-    """The allocation a run needs. Whole nodes but for a run that fits one."""
-    world, most = layout.of(config).world, ranks_per_node(config)
-    ranks = min(world, most or world)
-    return Allocation(-(-world // ranks), ranks, ranks if config.device.kind == "gpu" else 0)
-
-
-def ranks_per_node(config: RunConfig) -> int | None:
-    """The most ranks a node takes; None where the cluster does not say."""
-    cluster = config.cluster
-    return cluster.ranks_per_node or cluster.gpus_per_node
 
 
 def problems(config: RunConfig, environ: Mapping[str, str], *, dry: bool = False) -> list[str]:
@@ -120,7 +89,7 @@ def _more_ranks_than_gpus(config: RunConfig) -> Iterator[str]:
 
 
 def _part_of_a_node(config: RunConfig) -> Iterator[str]:
-    at, most = layout.of(config), ranks_per_node(config)
+    at, most = layout.of(config), allocation.ranks_per_node(config)
     if most is None or most < 1 or _fills(at.world, most):
         return
     shard = at.world // at.dp
@@ -177,7 +146,7 @@ FITTING: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
 
 
 def _unknown_nodes(config: RunConfig, environ: Mapping[str, str]) -> Iterator[str]:
-    if ranks_per_node(config) is None:
+    if allocation.ranks_per_node(config) is None:
         yield (
             f"cluster={config.cluster.name} does not say how many ranks a node takes: cluster=h100 (or h200, "
             f"b300), --cluster-file FILE, or cluster.ranks_per_node=N"
