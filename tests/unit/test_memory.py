@@ -41,7 +41,7 @@ BENCHMARK = (
     ("qwen3_8b", "dp=2 gbs=8 model.num_layers=16", 54.50, 1.016),
     ("qwen3_8b", "dp=2 gbs=8 numerics.data_shards=8 model.num_layers=8", 35.15, 1.316),
 )
-# Peaks that docs/numerics.md names beside its evidence, of whole runs: they include how a run starts.
+# Peaks of whole runs that docs/evidence.md names: they include how a run starts.
 NEMOTRON_21 = "model.hybrid_layer_pattern=MEMEM*EMEMEM*EMEMEM*E"
 WHOLE_RUNS = (
     ("qwen3_30b_a3b", "tp=2 ep=2 model.num_layers=20", 119),
@@ -80,7 +80,7 @@ def test_the_table_is_that_of_the_document():
     listed = [(float(peak), float(ratio)) for peak, ratio in figures if re.fullmatch(r"\d+\.\d+", peak)]
     assert listed == [(peak, ratio) for _, _, peak, ratio in BENCHMARK]
     for *_, peak in WHOLE_RUNS:
-        assert f"({peak} GiB)" in document("docs/numerics.md").text
+        assert f"({peak} GiB)" in document("docs/evidence.md").text
 
 
 @pytest.mark.parametrize("mode", ("stock", "tree"))

@@ -20,7 +20,7 @@ Within a step the sum is exact, so it has no order. A zero product changes nothi
 
 Evidence: tests/data holds operands and outputs that an H200 gave, of `mma.sync` and `wgmma` (Triton, one and four
 warps, tiles of k of 16, 32 and 64) and of cuBLAS; tests/unit/test_tensor_core_sum.py compares every bit.
-docs/numerics.md says what is known of other GPUs. MMA-Sim (arXiv 2511.10909) models the same sum independently.
+docs/arithmetic.md says what is known of other GPUs. MMA-Sim (arXiv 2511.10909) models the same sum independently.
 
 This module states the definition in numpy, an element at a time. kernels/tensor_core_cpu.py computes it fast.
 """
