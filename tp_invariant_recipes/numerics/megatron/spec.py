@@ -307,7 +307,7 @@ def _chained_norm(grad_norm: str) -> Callable[[Any], Any]:
 
 def _built_by_name(name: str, substitute: str) -> Replacement:
     why = "GPTModel builds its embedding and output layer by name"
-    return Replacement(f"megatron.core.tensor_parallel:{name}", lambda _: _named(f"local_layers:{substitute}"), why)
+    return Replacement(f"megatron.core.tensor_parallel:{name}", lambda _: _named(f"megatron.local:{substitute}"), why)
 
 
 def _cross_entropy(shards: int, mode: str) -> Callable[[Any], Any]:
