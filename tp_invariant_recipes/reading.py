@@ -27,7 +27,7 @@ _PROBLEMS = 3  # named in one message
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate: half a character, if the other half is missing
 
 
-class Limits:
+class Bounds:
     """The same as `pydantic.Field(…)` with these limits, which imports pydantic only when a value is checked."""
 
     def __init__(self, **limits: Any) -> None:
@@ -40,10 +40,10 @@ class Limits:
 
 
 # Integers that fit in 64 bits: arithmetic on larger ones, and their text, has no bound.
-Integer = Annotated[int, Limits(ge=-(2**63), lt=2**63)]
-Count = Annotated[int, Limits(ge=0, lt=2**63)]
-Seconds = Annotated[float, Limits(ge=0, lt=2**40)]  # also of a time since 1970
-Hash = Annotated[str, Limits(pattern=r"^[0-9a-f]{64}$")]  # sha256
+Integer = Annotated[int, Bounds(ge=-(2**63), lt=2**63)]
+Count = Annotated[int, Bounds(ge=0, lt=2**63)]
+Seconds = Annotated[float, Bounds(ge=0, lt=2**40)]  # also of a time since 1970
+Hash = Annotated[str, Bounds(pattern=r"^[0-9a-f]{64}$")]  # sha256
 Layout = dict[str, Integer | bool]
 
 

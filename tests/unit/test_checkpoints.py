@@ -13,7 +13,7 @@ from tp_invariant_recipes.errors import CheckpointError
 from tp_invariant_recipes.runs.checkpoints import (
     ASIDE,
     MANIFEST,
-    Checkpoint,
+    RunCheckpoint,
     finished,
     iteration_dir,
     select,
@@ -48,7 +48,7 @@ def problems(folder: Path) -> list[str]:
 
 def test_a_manifest_says_what_was_written(tmp_path):
     path = save(tmp_path, 7)
-    manifest = Checkpoint(path, 7).read_manifest()
+    manifest = RunCheckpoint(path, 7).read_manifest()
     assert {key: manifest[key] for key in ("schema", "step", "identity_hash", "layout")} == {
         "schema": 1,
         "step": 7,
@@ -57,7 +57,7 @@ def test_a_manifest_says_what_was_written(tmp_path):
     }
     assert {name: entry["bytes"] for name, entry in manifest["files"].items()} == {n: len(c) for n, c in FILES.items()}
     assert sorted(p.name for p in path.iterdir() if p.is_file()) == sorted([MANIFEST, "__0_0.distcp", "__1_0.distcp"])
-    assert select(tmp_path) == Checkpoint(path, 7)
+    assert select(tmp_path) == RunCheckpoint(path, 7)
 
 
 def test_a_manifest_written_again_is_the_same(tmp_path):
@@ -78,8 +78,8 @@ def test_the_newest_finished_one_is_chosen_or_the_one_asked_for(tmp_path):
     (tmp_path / "iter_0000300").write_text("a file")
     (tmp_path / "iter_400").mkdir()
     assert [c.step for c in finished(tmp_path)] == [3, 20, 100]
-    assert select(tmp_path) == Checkpoint(paths[100], 100)
-    assert select(tmp_path, 20) == Checkpoint(paths[20], 20)
+    assert select(tmp_path) == RunCheckpoint(paths[100], 100)
+    assert select(tmp_path, 20) == RunCheckpoint(paths[20], 20)
 
 
 def test_where_nothing_was_saved_there_is_none(tmp_path):

@@ -215,7 +215,7 @@ def progress_jsonl(folder: Path, data: bytes) -> None:
 
 def manifest(folder: Path, data: bytes) -> None:
     (folder / checkpoints.MANIFEST).write_bytes(data)
-    checkpoints.Checkpoint(folder, 1).verify()
+    checkpoints.RunCheckpoint(folder, 1).verify()
 
 
 REASON = {"rank": 0, "time": 1.5, "kind": "ValueError", "message": "planted", "ours": False, "errno": None}

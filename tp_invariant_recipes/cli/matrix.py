@@ -9,7 +9,8 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tp_invariant_recipes.workflows.verify import Verification, Watch
+    from tp_invariant_recipes.launch.local import Watch
+    from tp_invariant_recipes.workflows.verify import Verification
 
 
 def trained[T](

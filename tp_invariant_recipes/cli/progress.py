@@ -13,7 +13,7 @@ from tp_invariant_recipes.foreign_text import one_line
 PATIENCE = 2.0  # seconds without a word
 ON_A_TERMINAL, ELSEWHERE = 0.5, 10.0  # seconds between two words
 
-Watch = Callable[[int, int], None]  # done, of how many
+ProgressFn = Callable[[int, int], None]  # done, of how many
 
 
 class Signs:
@@ -24,13 +24,13 @@ class Signs:
         self._said, self._pause = time.monotonic(), PATIENCE
         self.shown = False
 
-    def reading(self, file: Path) -> Watch:
+    def reading(self, file: Path) -> ProgressFn:
         """The function to tell how many bytes of a file are read, and how many it has."""
         return lambda done, total: self._say(
             lambda: f"reading {one_line(str(file))}: {done / total:.0%} of {total / 2**20:,.0f} MiB"
         )
 
-    def counting(self, what: str) -> Watch:
+    def counting(self, what: str) -> ProgressFn:
         """The function to tell how many of something are done, as in "comparing: step 2 of 50". what: words before."""
         return lambda done, total: self._say(lambda: f"{what} {done:,} of {total:,}")
 

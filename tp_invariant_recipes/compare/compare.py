@@ -13,8 +13,8 @@ from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
 from tp_invariant_recipes.ledger.lines import (
     FLOATS,
-    Difference,
     Header,
+    HeaderDifference,
     identity_differences,
     informative_differences,
 )
@@ -74,8 +74,8 @@ class Comparison:
     parameters: tuple[ParameterDifference, ...]  # by first step, then in the order of execution
     coverage: dict[str, Coverage]  # of RECORDS: the keys of DIGESTED, and "trace"
     trace: TraceCoverage
-    refused: tuple[Difference, ...]  # differing fields of the identity, which make the runs incomparable
-    informed: tuple[Difference, ...]  # the other header fields that differ
+    refused: tuple[HeaderDifference, ...]  # differing fields of the identity, which make the runs incomparable
+    informed: tuple[HeaderDifference, ...]  # the other header fields that differ
     listed: dict[str, tuple[int, ...]]  # of RECORDS: the first few steps at which both runs have it
     digested: tuple[bool, bool]  # whether a, and b, has a digest at any step, compared or not
     later: tuple[int | None, int | None]  # after the end of the other run: the first step with disagreeing replicas
@@ -132,7 +132,7 @@ def compare_all(
     return tuple(itertools.starmap(partial(_comparison, a), zip(others, refused, tallies, strict=True)))
 
 
-def _comparison(a: Ledger, b: Ledger, refused: tuple[Difference, ...], tally: Tally) -> Comparison:
+def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tally: Tally) -> Comparison:
     comparable = tally.compared > 0
     model = _model_differences(a.header, b.header) if comparable else ()
     initial = _initial_differences(a.header, b.header) if comparable else ()
@@ -163,9 +163,9 @@ def _order(a: Ledger, b: Ledger) -> list[str]:
     return in_order({p.name for ledger in (a, b) for p in ledger.header.parameters})
 
 
-def _schema_difference(a: Header, b: Header) -> tuple[Difference, ...]:
+def _schema_difference(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
     """That one run was recorded by an older version, whose lines say less."""
-    return () if a.schema == b.schema else (Difference("schema", str(a.schema), str(b.schema)),)
+    return () if a.schema == b.schema else (HeaderDifference("schema", str(a.schema), str(b.schema)),)
 
 
 def _verdict(comparable: bool, different: bool) -> Verdict:

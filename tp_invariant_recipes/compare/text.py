@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tp_invariant_recipes.compare import log_compare
+from tp_invariant_recipes.compare.comparability import across_machines, other_products
 from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, FirstDifference, Verdict
 from tp_invariant_recipes.compare.explanation import LABELS, run_name
 from tp_invariant_recipes.compare.log_compare import PrintedComparison
 from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line, magnitude_report
-from tp_invariant_recipes.compare.promises import other_products, promise
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.layouts import changes
-from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, SCHEMA, SHARDS, Difference
+from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, SCHEMA, SHARDS, HeaderDifference
 from tp_invariant_recipes.ledger.reader import Ledger
 
 REPORT_SCHEMA = 2
@@ -51,7 +51,7 @@ def verdict_line(comparison: Comparison) -> str:
     return f"{comparison.verdict.value}{_LINES[comparison.verdict](comparison)}"
 
 
-def proved(comparison: Comparison) -> str:
+def compared_values(comparison: Comparison) -> str:
     """The compared values, such as "loss, gradient norm, learning rate and gradients and weights of 27 parameters"."""
     items = ["loss", "gradient norm", "learning rate"]
     kinds: dict[str, list[str]] = {}
@@ -80,17 +80,17 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
     if comparison.first and apart:
         sentences.append(f"{comparison.first.name}: {apart}.")
     if comparison.verdict is not Verdict.NOT_COMPARABLE:
-        sentences += [*promised(comparison), *_later_replicas(comparison)]
+        sentences += [*machine_remark(comparison), *_later_replicas(comparison)]
         sentences += [*_undigested(comparison), *_untraced(comparison)]
         sentences += _next_command(comparison, dumped=apart is not None)
     return tuple(sentences)
 
 
-def promised(comparison: Comparison) -> list[str]:
+def machine_remark(comparison: Comparison) -> list[str]:
     """Why these two runs were not promised equal bits, or that they were although their machines differ."""
     a, b = comparison.a.header, comparison.b.header
     step = comparison.first.step if comparison.first else None
-    said = promise(a, b, comparison.verdict is Verdict.DIFFERENT) or other_products(a, b, step)
+    said = across_machines(a, b, comparison.verdict is Verdict.DIFFERENT) or other_products(a, b, step)
     return [said] if said else []
 
 
@@ -126,7 +126,7 @@ def _not_compared(comparison: Comparison) -> list[str]:
 
 
 def _partly_compared(comparison: Comparison) -> list[str]:
-    """The kinds of digest that only some common steps have; of those of the state, what `proved` says is the rule."""
+    """The kinds of digest that only some common steps have; for the state, `compared_values` names the rule."""
     covered: dict[Coverage, list[str]] = {}
     for kind in DIGESTED:
         coverage = comparison.coverage[kind]
@@ -304,7 +304,7 @@ def _value(first: FirstDifference, value: Any) -> Any:
     return value
 
 
-def _difference(difference: Difference) -> dict:
+def _difference(difference: HeaderDifference) -> dict:
     """A difference as JSON. A side without the field has no key, since null is a value."""
     sides = {"a": difference.a, "b": difference.b}
     return {"field": difference.field} | {side: json.loads(text) for side, text in sides.items() if text is not None}
@@ -318,7 +318,7 @@ def _identical(comparison: Comparison) -> str:
     compared, total = comparison.steps_compared, comparison.steps_total
     steps = _steps(compared) if compared == total else f"{compared} of {_steps(total)}"
     skipped = f"; {comparison.steps_skipped} of them skipped by both" if comparison.steps_skipped else ""
-    return f": {steps}, {proved(comparison)} equal bit for bit{skipped}{_ending(comparison)}"
+    return f": {steps}, {compared_values(comparison)} equal bit for bit{skipped}{_ending(comparison)}"
 
 
 def _different(comparison: Comparison) -> str:

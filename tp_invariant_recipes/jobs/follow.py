@@ -95,7 +95,7 @@ def wait(
 
 
 @dataclass(frozen=True)
-class Source:
+class LogSource:
     """A file to show, which need not exist yet. label: its heading among several files."""
 
     label: str
@@ -106,16 +106,16 @@ class Source:
 class Tails:
     """Copies text appended to files to an output. A replaced or shortened file starts from its beginning."""
 
-    sources: Sequence[Source]
+    sources: Sequence[LogSource]
     out: BinaryIO
     _positions: dict[Path, tuple[int, int]] = field(default_factory=dict)  # inode and position
-    _shown: Source | None = None
+    _shown: LogSource | None = None
 
     def __call__(self, *, last: bool = False) -> bool:
         """Write new whole lines; with `last` also incomplete ones. Returns whether there was anything to write."""
         return any([self._show(source, last) for source in self.sources])
 
-    def _show(self, source: Source, last: bool) -> bool:
+    def _show(self, source: LogSource, last: bool) -> bool:
         inode, position = self._positions.get(source.file, (0, 0))
         try:
             with source.file.open("rb") as stream:
@@ -144,21 +144,21 @@ def _shown(data: bytes) -> bytes:
     return visible(text).encode()
 
 
-def sources(submission: Submission, rank: int | None = None) -> list[Source]:
+def sources(submission: Submission, rank: int | None = None) -> list[LogSource]:
     """The files to show of a submission: its jobs' output or, with `rank`, that rank's log.
 
     RunError: several runs have this rank.
     """
     if rank is None:
-        return [Source(part.name, part.log) for part in submission.parts]
+        return [LogSource(part.name, part.log) for part in submission.parts]
     trained = [part for part in submission.parts if part.role != JUDGE]
     if len(trained) > 1:
         cells = ", ".join(part.run.path.name for part in trained)
         raise RunError(f"--rank {rank} of which run? say --cell NAME: {cells}")
-    return [Source(part.name, part.run.rank_log(rank)) for part in trained]
+    return [LogSource(part.name, part.run.rank_log(rank)) for part in trained]
 
 
-def show(submission: Submission, shown: Sequence[Source], out: BinaryIO) -> None:
+def show(submission: Submission, shown: Sequence[LogSource], out: BinaryIO) -> None:
     """Write the current contents. Raises RunError, with the state of the jobs, when no file exists."""
     if any(source.file.exists() for source in shown):
         Tails(shown, out)(last=True)
@@ -177,7 +177,7 @@ def show(submission: Submission, shown: Sequence[Source], out: BinaryIO) -> None
 
 def follow(
     submission: Submission,
-    sources: Sequence[Source],
+    sources: Sequence[LogSource],
     out: BinaryIO,
     report: Callable[[str], None],
     reader_gone: Callable[[], bool],

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
 from tp_invariant_recipes.launch.warm import WarmRanks, may_stay
 from tp_invariant_recipes.runs import lock
+
+# Takes the name of a training and its plan, and shows its progress.
+Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
 
 
 def run(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.compare import promises
+from tp_invariant_recipes.compare import comparability
 from tp_invariant_recipes.config import going_on, hydra_tree, relations
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST, identity
@@ -26,7 +26,7 @@ from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.numerics.products.definition import product_version
 from tp_invariant_recipes.runs import attempts, checkpoints
-from tp_invariant_recipes.runs.checkpoints import Checkpoint, iteration_dir
+from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import conf_files, environment, layout, peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig, typed
@@ -290,7 +290,7 @@ def _going_on(
         raise ConfigError(f"{asked} is a run of {before['model']}, not of {composed.model}")
     _same_identity(before["identity"], plan.identity, f"{asked} would go on with another run.", composed.overrides)
     if start is not None:
-        return _from(plan, Checkpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
+        return _from(plan, RunCheckpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
     step = plan.tree["checkpoint"]["ckpt_step"]
     found = checkpoints.select(run_dir.checkpoints, step, within=_recorded(run_dir))
     if found and found.step > plan.tree["train"]["train_iters"]:
@@ -308,7 +308,7 @@ def _going_on(
 def _products(plan: Plan, step: int) -> str | None:
     """Whether the steps after `step` have another definition of a product than those before, in a sentence."""
     version = product_version(plan.tree["numerics"]["mode"], plan.device)
-    return promises.went_on(streamed(plan.run_dir.ledger).header, version, step) if version else None
+    return comparability.changed_products(streamed(plan.run_dir.ledger).header, version, step) if version else None
 
 
 def _has_checkpoint(run_dir: RunDir) -> bool:
@@ -329,7 +329,7 @@ def _imported(before: dict[str, Any], composed: Composed) -> str | None:
     return before["identity"].get(WEIGHTS_DIGEST) if same else None
 
 
-def _same_bits(asked: str, before: dict[str, Any], plan: Plan, found: Checkpoint) -> None:
+def _same_bits(asked: str, before: dict[str, Any], plan: Plan, found: RunCheckpoint) -> None:
     """Raises ConfigError: in this layout the steps to come would have other bits, or the checkpoint cannot be read."""
     degrees, manifest = plan.layout.as_dict(), found.read_manifest()
     saved = manifest.get("optimizer_state") or going_on.optimizer_state(plan.run_dir.read_config())
@@ -358,7 +358,7 @@ def _recorded(run_dir: RunDir) -> int:
 def rerun(
     run: Path,
     run_dir: RunDir,
-    start: Checkpoint | None,
+    start: RunCheckpoint | None,
     *,
     last_step: int,
     record: Sequence[str] = (),
@@ -383,7 +383,7 @@ def rerun(
     return plan if start is None else _from(plan, start)
 
 
-def _from(plan: Plan, found: Checkpoint) -> Plan:
+def _from(plan: Plan, found: RunCheckpoint) -> Plan:
     """The plan, begun at a checkpoint of a run of the same identity."""
     # The identity is the same, so the checkpoint's schedule is this run's: Megatron would refuse a longer run over the
     # number of steps alone.

@@ -17,22 +17,22 @@ from typing import Annotated, Any, TypedDict
 import numpy as np
 
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.reading import Limits, checked, parse_json
+from tp_invariant_recipes.reading import Bounds, checked, parse_json
 
 RANKS = "ranks"  # the metadata with the number of files of a step
 
 
 _KEY = re.compile(r"[0-9]{1,9}")  # of a tensor in a file
-_Ranks = Annotated[int, Limits(gt=0, le=2**20)]
-_Size = Annotated[int, Limits(ge=0, lt=2**40)]  # larger ones are no tensor's
+_Ranks = Annotated[int, Bounds(gt=0, le=2**20)]
+_Size = Annotated[int, Bounds(ge=0, lt=2**40)]  # larger ones are no tensor's
 
 
 class _Part(TypedDict):
     name: str
     dtype: str
-    shape: Annotated[list[_Size], Limits(max_length=8)]
+    shape: Annotated[list[_Size], Bounds(max_length=8)]
     row: _Size
-    step: Annotated[int, Limits(gt=0, lt=2**40)]
+    step: Annotated[int, Bounds(gt=0, lt=2**40)]
     column: _Size
 
 

@@ -18,7 +18,7 @@ from tp_invariant_recipes.ledger.digests import (
     check_digests,
     summaries,
 )
-from tp_invariant_recipes.reading import Count, Hash, Integer, Layout, Limits, checked, parse_json
+from tp_invariant_recipes.reading import Bounds, Count, Hash, Integer, Layout, checked, parse_json
 
 SCHEMA = 3
 READ = (2, 3)  # schemas that this version reads; 2 has no clipped gradients, master weights and moments
@@ -48,13 +48,13 @@ _NAME = re.compile(
     r"[!-~]{1,1024}"
 )  # of a parameter, a module or a tensor: no space, and nothing that a terminal obeys
 
-Name = Annotated[str, Limits(pattern=rf"^{_NAME.pattern}$")]
+Name = Annotated[str, Bounds(pattern=rf"^{_NAME.pattern}$")]
 Scalar = str | Integer | float | bool | None
 
 
 class _ParameterLine(TypedDict):
     name: Name
-    shape: Annotated[list[Count], Limits(max_length=32)]
+    shape: Annotated[list[Count], Bounds(max_length=32)]
     gradient: Name | None
     weight: Name
     master: NotRequired[Name | None]
@@ -200,7 +200,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class Difference:
+class HeaderDifference:
     """A differing header field: its dotted name, and both values as JSON text (None: not set)."""
 
     field: str
@@ -208,7 +208,7 @@ class Difference:
     b: str | None
 
 
-def identity_differences(a: Header, b: Header) -> tuple[Difference, ...]:
+def identity_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
     """The fields that make two runs incomparable.
 
     Equal identity hashes have none. Otherwise there are some, but for fields that were part of the identity once, and
@@ -220,16 +220,16 @@ def identity_differences(a: Header, b: Header) -> tuple[Difference, ...]:
     )
 
 
-def informative_differences(a: Header, b: Header) -> tuple[Difference, ...]:
+def informative_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
     """The fields that may differ between comparable runs, named "layout.tp" and so on, in header order."""
     parts = (_differences(getattr(a, name), getattr(b, name), prefix=f"{name}.") for name in INFORMATIVE)
     return tuple(difference for part in parts for difference in part)
 
 
-def _differences(a: dict, b: dict, prefix: str) -> tuple[Difference, ...]:
+def _differences(a: dict, b: dict, prefix: str) -> tuple[HeaderDifference, ...]:
     # Compare text, as the hash does: in Python 1, 1.0 and True are equal.
     pairs = ((key, *(canonical(part[key]) if key in part else None for part in (a, b))) for key in sorted(a | b))
-    return tuple(Difference(prefix + key, left, right) for key, left, right in pairs if left != right)
+    return tuple(HeaderDifference(prefix + key, left, right) for key, left, right in pairs if left != right)
 
 
 def canonical(value: object) -> str:

@@ -5,7 +5,7 @@ A file may have other fields beside these, and a field of another version of tpi
 
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from tp_invariant_recipes.reading import MIB, Count, Hash, Integer, Layout, Limits, Seconds
+from tp_invariant_recipes.reading import MIB, Bounds, Count, Hash, Integer, Layout, Seconds
 
 LARGEST = 16 * MIB  # bytes of a JSON file of a run directory
 LARGEST_CONFIG = MIB  # YAML is read slowly
@@ -64,7 +64,7 @@ class CertifiedRun(TypedDict):
 class Train(TypedDict):
     """The section `train` of a configuration."""
 
-    train_iters: Annotated[int, Limits(ge=0, lt=2**63)]
+    train_iters: Annotated[int, Bounds(ge=0, lt=2**63)]
 
 
 class Config(TypedDict):

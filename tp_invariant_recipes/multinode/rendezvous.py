@@ -15,7 +15,7 @@ from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.launch.hang import Standing
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Environment, Versions
-from tp_invariant_recipes.reading import MIB, Count, Limits, Seconds, checked, parse_json
+from tp_invariant_recipes.reading import MIB, Bounds, Count, Seconds, checked, parse_json
 
 LARGEST = 16 * MIB  # bytes of a value
 
@@ -51,7 +51,7 @@ class Arrived(TypedDict):
 class Next(TypedDict):
     """Where ranks meet."""
 
-    port: Annotated[int, Limits(gt=0, lt=2**16)] | None
+    port: Annotated[int, Bounds(gt=0, lt=2**16)] | None
 
 
 class StandFacts(TypedDict):
@@ -63,7 +63,7 @@ class StandFacts(TypedDict):
     late: str
     seconds: Seconds
     standing: Standing
-    at: Annotated[list[str], Limits(min_length=1)]
+    at: Annotated[list[str], Bounds(min_length=1)]
     node: str
 
 

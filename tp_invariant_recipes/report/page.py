@@ -29,7 +29,7 @@ _NOT_SET = "not set"
 
 
 @dataclass(frozen=True)
-class Table:
+class PageTable:
     """Rows of text; the first column holds their names."""
 
     caption: str
@@ -45,7 +45,7 @@ class Section:
     title: str
     sentences: tuple[str, ...] = ()
     drawings: tuple[Drawing, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[PageTable, ...] = ()
 
 
 def headline(report: Report) -> str:
@@ -209,13 +209,13 @@ def _parameters(report: Report) -> Iterable[Section]:
         yield Section("parameters", "Parameters that differ", tables=tables)
 
 
-def _table(run: Run, first: Run, comparison: Comparison) -> Table:
+def _table(run: Run, first: Run, comparison: Comparison) -> PageTable:
     rows = [
         (row.name, *map(_number, (row.gradient, row.moments, row.weight, row.steps)))
         for row in parameter_rows(comparison)
     ]
     more = f"; the first {_ROWS} of {len(rows):,}" if len(rows) > _ROWS else ""
-    return Table(
+    return PageTable(
         f"{run.label} against {first.label}, in the order of their first difference{more}",
         ("parameter", "gradient differs from step", "moments differ from step", "weight differs from step", "at steps"),
         tuple(rows[:_ROWS]),
@@ -237,7 +237,7 @@ def _dumps(report: Report, measured: list[tuple[Measured, ...] | str]) -> Iterab
         yield Section("dumps", "Dumped tensors", tuple(sentences), tables=tuple(tables))
 
 
-def _distances(run: Run, first: Run, measured: tuple[Measured, ...]) -> Table:
+def _distances(run: Run, first: Run, measured: tuple[Measured, ...]) -> PageTable:
     rows = [
         (
             one.name,
@@ -250,7 +250,7 @@ def _distances(run: Run, first: Run, measured: tuple[Measured, ...]) -> Table:
         for one in measured
     ]
     more = f"; the first {_ROWS} of {len(rows):,}" if len(rows) > _ROWS else ""
-    return Table(
+    return PageTable(
         f"{run.label} against {first.label}, tensors that both dumped{more}",
         ("tensor", "step", "elements that differ", "largest distance, ULP", "largest difference", "with a NaN"),
         tuple(rows[:_ROWS]),

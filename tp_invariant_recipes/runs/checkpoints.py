@@ -36,7 +36,7 @@ class _Manifest(TypedDict):
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class RunCheckpoint:
     """A checkpoint with a manifest. step: completed steps when it was saved."""
 
     path: Path
@@ -74,12 +74,12 @@ def iteration_dir(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"iter_{step:07d}"
 
 
-def finished(checkpoints: Path) -> list[Checkpoint]:
+def finished(checkpoints: Path) -> list[RunCheckpoint]:
     """The checkpoints that were written to the end, oldest first."""
-    return [Checkpoint(p, step) for p, step in _iterations(checkpoints) if (p / MANIFEST).is_file()]
+    return [RunCheckpoint(p, step) for p, step in _iterations(checkpoints) if (p / MANIFEST).is_file()]
 
 
-def select(checkpoints: Path, step: int | None = None, *, within: int | None = None) -> Checkpoint | None:
+def select(checkpoints: Path, step: int | None = None, *, within: int | None = None) -> RunCheckpoint | None:
     """The newest finished checkpoint, or that of `step`, verified. None when there is none at all.
 
     within: of no later step than this one.

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 from tp_invariant_recipes.errors import RunError, TpiError
-from tp_invariant_recipes.reading import Count, Limits, checked, parse_json
+from tp_invariant_recipes.reading import Bounds, Count, checked, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 
 HEARTBEAT = 5.0  # seconds between two signs of life
@@ -63,11 +63,11 @@ class Holder(TypedDict):
     host: str
     boot: str
     pids: Count
-    pid: Annotated[int, Limits(ge=1, lt=2**31)]
+    pid: Annotated[int, Bounds(ge=1, lt=2**31)]
     started: Count
     inode: Count
-    since: Annotated[float, Limits(ge=0, lt=1e11)]
-    heartbeat: Annotated[float, Limits(ge=0, lt=1e11)]
+    since: Annotated[float, Bounds(ge=0, lt=1e11)]
+    heartbeat: Annotated[float, Bounds(ge=0, lt=1e11)]
     nodes: Count
     job: str | None
     restart: Count

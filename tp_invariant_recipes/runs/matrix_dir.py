@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.run_files import LARGEST
-from tp_invariant_recipes.reading import Hash, Layout, Limits, checked, parse_json, read_limited
+from tp_invariant_recipes.reading import Bounds, Hash, Layout, checked, parse_json, read_limited
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 SCHEMA = 1
 
-Name = Annotated[str, Limits(pattern=r"^[A-Za-z0-9._+-]{1,255}$")]  # of a directory beside matrix.json
-Positive = Annotated[int, Limits(ge=1, lt=2**31)]
+Name = Annotated[str, Bounds(pattern=r"^[A-Za-z0-9._+-]{1,255}$")]  # of a directory beside matrix.json
+Positive = Annotated[int, Bounds(ge=1, lt=2**31)]
 
 
 class _AxisFile(TypedDict):
@@ -43,7 +43,7 @@ class _MatrixFile(TypedDict):
     model: str
     overrides: list[str]
     axes: list[_AxisFile]
-    cells: Annotated[list[_CellFile], Limits(min_length=1, max_length=10_000)]
+    cells: Annotated[list[_CellFile], Bounds(min_length=1, max_length=10_000)]
     against: str | None
     left_out: NotRequired[list[_LeftOutFile]]
     kind: NotRequired[Literal["verify", "sweep"]]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.training.shards import Stored
+from tp_invariant_recipes.training.shards import StoredRange
 
 STEP = "step"  # the state that counts a parameter's updates: one number for all its elements
 
@@ -63,9 +63,9 @@ class Slot:
         """How often it was updated; None: the optimizer does not count."""
         return self.wrapped.state.get(self.updated, {}).get(STEP, self.group.get(STEP))
 
-    def stored(self, values: Tensor) -> Stored:
+    def stored(self, values: Tensor) -> StoredRange:
         """Values of this slot's elements, in their place."""
-        return Stored(values.detach().view(-1), self.start)
+        return StoredRange(values.detach().view(-1), self.start)
 
 
 class OptimizerState:
@@ -75,18 +75,18 @@ class OptimizerState:
         self.slots = [slot for part in _parts(optimizer) for slot in _slots(part)]
         self._counts: Tensor | None = None
 
-    def masters(self) -> dict[Tensor, Stored]:
+    def masters(self) -> dict[Tensor, StoredRange]:
         """Parameter → its master weights here, without those that have none."""
         return {slot.owner: slot.stored(slot.updated) for slot in self.slots if slot.master}
 
-    def gradients(self, otherwise: dict[Tensor, Stored]) -> dict[Tensor, Stored]:
+    def gradients(self, otherwise: dict[Tensor, StoredRange]) -> dict[Tensor, StoredRange]:
         """Parameter → the gradient that the step has read. otherwise: of those that it has not."""
         read = {slot.owner: slot.stored(slot.gradient) for slot in self.slots if slot.gradient is not None}
         return otherwise | read
 
-    def moments(self) -> dict[str, dict[Tensor, Stored]]:
+    def moments(self) -> dict[str, dict[Tensor, StoredRange]]:
         """Name of the state → parameter → values."""
-        found: dict[str, dict[Tensor, Stored]] = {}
+        found: dict[str, dict[Tensor, StoredRange]] = {}
         for slot in self.slots:
             for name, value in slot.state.items():
                 found.setdefault(name, {})[slot.owner] = slot.stored(value)

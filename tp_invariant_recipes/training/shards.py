@@ -53,14 +53,14 @@ class Held:
         return Piece(self.values, self.place.row, self.place.column, self.place.step, self.copy)
 
 
-class Stored(NamedTuple):
+class StoredRange(NamedTuple):
     """Values for the elements `start` … of a flat parameter. values: flat, adjacent in memory."""
 
     values: Tensor
     start: int
 
 
-_NONE = Stored(torch.empty(0), 0)
+_NONE = StoredRange(torch.empty(0), 0)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Shards:
         """What this rank's optimizer will see of the gradients: with a distributed optimizer, its own part of them."""
         return self.held(self.stored_gradients(optimizer))
 
-    def stored_gradients(self, optimizer: Any) -> dict[Tensor, Stored]:
+    def stored_gradients(self, optimizer: Any) -> dict[Tensor, StoredRange]:
         """Parameter → the same."""
         owned = _owned(optimizer)
         found = {}
@@ -110,10 +110,10 @@ class Shards:
             gradient = getattr(owner, "main_grad", None)
             if gradient is not None:
                 start, end = (0, gradient.numel()) if owned is None else owned.get(owner, (0, 0))
-                found[owner] = Stored(gradient.detach().view(-1)[start:end], start)
+                found[owner] = StoredRange(gradient.detach().view(-1)[start:end], start)
         return found
 
-    def held(self, stored: Mapping[Tensor, Stored], *, copies: bool = False) -> list[Held]:
+    def held(self, stored: Mapping[Tensor, StoredRange], *, copies: bool = False) -> list[Held]:
         """The parts of these values. copies: beside the weights that follow from them."""
         held = []
         for part in self.parts:
@@ -124,7 +124,7 @@ class Shards:
                 held.append(Held(block.name, block.shape, block.place, table, copy))
         return held
 
-    def partly(self, stored: Mapping[Tensor, Stored]) -> set[str]:
+    def partly(self, stored: Mapping[Tensor, StoredRange]) -> set[str]:
         """Names of the parts that these values do not hold whole, if only because they hold nothing of them."""
         return {
             part.name

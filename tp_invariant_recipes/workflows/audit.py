@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, listed
 from tp_invariant_recipes.launch import local, plan
+from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.warm import WarmRanks
 from tp_invariant_recipes.runs import attempts
@@ -37,9 +38,6 @@ ROUNDED = "rounded"  # the third training
 DEFAULTS = ("ledger.digests=0",)
 # The defects that an audit looks for are those of Megatron's and Transformer Engine's own layers.
 NUMERICS = "numerics=stock"
-
-# Takes the name of a training and its plan, and shows its progress.
-Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)

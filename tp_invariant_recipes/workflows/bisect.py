@@ -6,8 +6,8 @@ every module. A third pair of trainings dumps the first differing tensor and its
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,6 +20,7 @@ from tp_invariant_recipes.compare.text import comparison_json, exit_status, verd
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, train
+from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.warm import WarmRanks
 from tp_invariant_recipes.ledger.lines import StepRecord
@@ -35,8 +36,6 @@ SCHEMA = 1
 SIDES = ("a", "b")
 # The variables of a run's recorded environment that belong to the machine; they keep this machine's values.
 OF_THE_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "*_DIR")
-
-Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def _of(record: StepRecord) -> tuple[Mapping[str, str] | None, ...]:
     return record.masters, record.weights
 
 
-def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.Checkpoint | None:
+def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.RunCheckpoint | None:
     """The last complete checkpoint up to step `last`. None: there is none, or the ledger cannot continue from it.
 
     Raises CheckpointError: it is damaged.

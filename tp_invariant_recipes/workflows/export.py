@@ -14,7 +14,7 @@ from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.launch import local, ranks
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs import checkpoints
-from tp_invariant_recipes.runs.checkpoints import Checkpoint
+from tp_invariant_recipes.runs.checkpoints import RunCheckpoint
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings import environment, peft
 from tp_invariant_recipes.sources import hf_models, weights
@@ -78,7 +78,7 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     return Exported(folder, found.step, family.architecture, dtype, len(written.tensors), digest, copied)
 
 
-def _checkpoint(run_dir: RunDir, step: int | None) -> Checkpoint:
+def _checkpoint(run_dir: RunDir, step: int | None) -> RunCheckpoint:
     found = checkpoints.select(run_dir.checkpoints, step)
     if found is None:
         raise CheckpointError(f"{run_dir.path} has no finished checkpoint; save=STEPS lets a run write some")
@@ -116,7 +116,7 @@ def _same_model(folder: Path, model: dict[str, Any]) -> bool:
         return False
 
 
-def _convert(found: Checkpoint, folder: Path, model: dict[str, Any], *, masters: bool) -> None:
+def _convert(found: RunCheckpoint, folder: Path, model: dict[str, Any], *, masters: bool) -> None:
     """Have a process of its own write the tensors: it becomes a rank of one, as for a training."""
     from tp_invariant_recipes.host import bridge
     from tp_invariant_recipes.training.rank import RankInfo

@@ -9,6 +9,7 @@ from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.overrides import Override, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, TpiError, listed
 from tp_invariant_recipes.foreign_text import visible
+from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.matrix_dir import Matrix, MatrixDir
@@ -17,7 +18,6 @@ from tp_invariant_recipes.workflows import matrix
 from tp_invariant_recipes.workflows.verdict import REFERENCE, CellResult, examine
 from tp_invariant_recipes.workflows.verify import (
     Verification,
-    Watch,
     cell_of,
     compose_cells,
     environments,

@@ -9,7 +9,7 @@ from typing import Any
 
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.compare.explanation import run_name
-from tp_invariant_recipes.compare.text import promised, proved, remarks, report, verdict_line
+from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, report, verdict_line
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.open import read
@@ -275,7 +275,7 @@ def _extent(compared: list[CellResult]) -> str:
     extent = _steps(steps) if steps == total else f"{steps} of {_steps(total)}"
     limits = "" if least.steps_digested else "; gradients and weights themselves were not compared"
     skipped = f"; {shortest.steps_skipped} of them skipped" if shortest.steps_skipped else ""
-    return f"{extent} ({proved(least)}{limits}){skipped}"
+    return f"{extent} ({compared_values(least)}{limits}){skipped}"
 
 
 def _different(row: CellResult, reference: CellResult) -> str:
@@ -320,7 +320,7 @@ def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[
     identical = [row.comparison for row in compared if row.comparison and row.comparison.first is None]
     sentences += dict.fromkeys(sentence for comparison in identical for sentence in remarks(comparison))
     different = [row.comparison for row in compared if row.comparison and row.comparison.first]
-    sentences += dict.fromkeys(sentence for comparison in different for sentence in promised(comparison))
+    sentences += dict.fromkeys(sentence for comparison in different for sentence in machine_remark(comparison))
     if any(row.comparison.initial for row in compared if row.comparison):
         sentences.append("numerics.initial_weights=invariant starts all of them from the same weights.")
     if any(_stock_over_degrees(row.comparison) for row in compared if row.comparison):

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from tp_invariant_recipes.config.overrides import Override, given, parse, parse_
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, LedgerError, RunError, TpiError, listed
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
+from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.launch.warm import WarmRanks
@@ -30,8 +31,6 @@ from tp_invariant_recipes.workflows.matrix import Choice
 from tp_invariant_recipes.workflows.verdict import PASSED, STOPPED, MatrixVerdict, judge, verdict_on
 
 __all__ = ["MatrixVerdict", "Verification", "again", "check", "execute", "judge", "new"]
-
-Watch = Callable[[str, Plan], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)

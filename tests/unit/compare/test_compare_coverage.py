@@ -16,7 +16,7 @@ from tests.unit.compare.ledgers import (
     with_other,
 )
 from tp_invariant_recipes.compare.compare import Coverage, Verdict, compare
-from tp_invariant_recipes.compare.text import parameter_line, parameter_rows, proved, remarks, verdict_line
+from tp_invariant_recipes.compare.text import compared_values, parameter_line, parameter_rows, remarks, verdict_line
 
 
 @pytest.mark.parametrize("who", ("a", "b", "both"))
@@ -39,7 +39,7 @@ def test_digests_every_n_steps():
     assert "gradients and weights of 14 parameters (at 2 of 5 steps) equal bit for bit" in verdict_line(result)
     assert remarks(result) == ("Digests of gradients and weights are compared at 2 of 5 steps; a alone has them at 3.",)
     never_both = compare(ledger("a", digested=lambda s: s % 2 == 0), ledger(digested=lambda s: s % 2 == 1))
-    assert proved(never_both) == "loss, gradient norm and learning rate"
+    assert compared_values(never_both) == "loss, gradient norm and learning rate"
     assert remarks(never_both) == (
         "Digests of gradients and weights are compared at 0 of 5 steps; a alone has them at 2; b alone has them at 3.",
     )
@@ -54,7 +54,7 @@ def test_a_difference_at_a_step_that_one_run_did_not_record_is_not_seen():
 
 def test_frozen_parameters_have_no_gradient():
     frozen = replace(HEADER, parameters=tuple(replace(p, gradient=None) if "norm" in p.name else p for p in PARAMETERS))
-    assert proved(compare(ledger("a", frozen), ledger("b", frozen))).endswith(
+    assert compared_values(compare(ledger("a", frozen), ledger("b", frozen))).endswith(
         "gradients of 9 parameters and weights of 14 parameters"
     )
 

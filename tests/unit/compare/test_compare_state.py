@@ -8,7 +8,7 @@ import pytest
 from tests.unit.compare.ledgers import FC1, NAMES, PARAMETERS, STEPS, record, value
 from tests.unit.compare.ledgers import HEADER as OLD
 from tp_invariant_recipes.compare.compare import Verdict, compare
-from tp_invariant_recipes.compare.text import comparison_json, parameter_rows, proved, remarks, verdict_line
+from tp_invariant_recipes.compare.text import compared_values, comparison_json, parameter_rows, remarks, verdict_line
 from tp_invariant_recipes.ledger.lines import SCHEMA
 from tp_invariant_recipes.ledger.reader import Ledger, parse
 from tp_invariant_recipes.ledger.record import encode_header, encode_step, resume
@@ -119,7 +119,7 @@ def test_master_weights_against_a_ledger_without_are_not_compared_and_not_differ
         "Not compared: clipped gradients, optimizer moments and master weights, of which b (recorded by an earlier "
         "version) has no digests; weights, of which a has no digests.",
     )
-    assert proved(found) == "loss, gradient norm, learning rate and gradients of 14 parameters"
+    assert compared_values(found) == "loss, gradient norm, learning rate and gradients of 14 parameters"
     assert compare(A, ledger(old=True, gradients=(FC1,))).verdict is Verdict.DIFFERENT
 
 

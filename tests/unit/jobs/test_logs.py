@@ -5,7 +5,7 @@ import io
 from tests.unit.jobs.fake_slurm import now, row
 from tp_invariant_recipes.host import terminal
 from tp_invariant_recipes.jobs import follow
-from tp_invariant_recipes.jobs.follow import Source, Tails
+from tp_invariant_recipes.jobs.follow import LogSource, Tails
 
 
 def test_logs_are_what_the_job_printed(cli, slurm, submitted):
@@ -107,7 +107,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cli, slurm, submitted, monkey
 
 def test_a_file_that_was_replaced_or_cut_is_begun_anew(tmp_path):
     file, out = tmp_path / "log", io.BytesIO()
-    tails = Tails([Source("a", file)], out)
+    tails = Tails([LogSource("a", file)], out)
     assert not tails()
     for text, written in (("one\ntw", b"one\n"), ("one\ntwo\n", b"two\n"), ("new\n", b"new\n")):
         file.write_text(text)

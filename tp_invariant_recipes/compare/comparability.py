@@ -13,7 +13,7 @@ _UNNAMED = "of an earlier version"
 FIELDS = ("name", "compute_capability", "machine")
 
 
-def promise(a: Header, b: Header, different: bool) -> str | None:
+def across_machines(a: Header, b: Header, different: bool) -> str | None:
     """One sentence about two runs on different architectures; None: they ran on the same one, as far as is recorded.
 
     different: whether a compared bit differs.
@@ -50,7 +50,7 @@ def products(header: Header) -> tuple[tuple[int, str], ...]:
     return tuple(found)
 
 
-def went_on(before: Header, version: str | None, step: int) -> str | None:
+def changed_products(before: Header, version: str | None, step: int) -> str | None:
     """What a tree run on a GPU must be told that goes on after `step` with another definition of a product, if any.
 
     before: of its ledger. version: of the definition now.

@@ -8,8 +8,8 @@ import pytest
 
 from tests.unit.compare.ledgers import ledger
 from tp_invariant_recipes.cli.train import _opening
+from tp_invariant_recipes.compare.comparability import across_machines, other_products
 from tp_invariant_recipes.compare.compare import compare
-from tp_invariant_recipes.compare.promises import other_products, promise
 from tp_invariant_recipes.compare.text import remarks
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, resume
@@ -27,28 +27,28 @@ def header(mode, device):
 
 @pytest.mark.parametrize("other", (ARM, H200), ids=("arm", "gpu"))
 def test_portable_promises_equal_bits(other):
-    said = promise(header("portable", CPU), header("portable", other), True)
+    said = across_machines(header("portable", CPU), header("portable", other), True)
     assert "numerics=portable promises equal bits there" in said
     assert "defect" in said
-    assert "with the equal bits" in promise(header("portable", CPU), header("portable", other), False)
+    assert "with the equal bits" in across_machines(header("portable", CPU), header("portable", other), False)
 
 
 @pytest.mark.parametrize("modes", (("tree", "tree"), ("portable", "tree"), ("stock", "stock")))
 def test_other_modes_do_not(modes):
-    said = promise(header(modes[0], CPU), header(modes[1], H200), True)
+    said = across_machines(header(modes[0], CPU), header(modes[1], H200), True)
     assert "cpu x86_64; NVIDIA H200 9.0" in said
     assert "equal bits are not promised there, and this difference is no defect" in said
     assert said.endswith("numerics=portable promises them.")
 
 
 def test_neither_do_two_versions_of_the_definition():
-    said = promise(header("portable", CPU), header("portable", ARM | {"attention": "portable 2"}), True)
+    said = across_machines(header("portable", CPU), header("portable", ARM | {"attention": "portable 2"}), True)
     assert said.endswith("(portable 1; portable 2): not promised.")
 
 
 @pytest.mark.parametrize("mode", ("portable", "tree"))
 def test_one_architecture_needs_no_word(mode):
-    assert promise(header(mode, CPU), header(mode, CPU | {"attention": "local"}), True) is None
+    assert across_machines(header(mode, CPU), header(mode, CPU | {"attention": "local"}), True) is None
 
 
 # --- products of tree on a GPU ---
