@@ -118,14 +118,6 @@ def test_it_says_what_it_is_of(run):
     assert words == "qwen3_toy tp=2, numerics=tree, NVIDIA H200, 3 of 3 steps, gradients of 3 steps, weights of 3 steps"
 
 
-def test_the_certificate_of_an_earlier_versions_ledger_counts_no_digests(tmp_path):
-    """Its summary was written without them, and must still be that of its members."""
-    found = open_certificate(
-        Path("a.tpicert"), certify(run_directory(tmp_path / "old", header=replace(HEADER, schema=2)))
-    )
-    assert "digests" not in found.summary
-
-
 def test_words_are_safe_to_print():
     summary = {"model": "a\x1b[2Jb\n", "layout": {}, "numerics": {}, "device": {"name": "\x9bc"}, "steps": 1, "of": 1}
     words = certificate.summary_words(summary)

@@ -102,7 +102,6 @@ def test_stock_weights_of_other_adapters_are_megatrons():
 
 
 def test_without_the_section_all_weights_are_trained():
-    """And runs of earlier versions keep their identity."""
     tree = compose("qwen3_toy", ["peft=none"], device="cpu").tree
     assert tree == compose("qwen3_toy", device="cpu").tree
     assert "peft" not in tree

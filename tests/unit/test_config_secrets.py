@@ -112,8 +112,8 @@ def test_no_command_shows_or_writes_it(cli, tmp_path, command):
     assert not [f for f in tmp_path.rglob("*") if f.is_file()]
 
 
-def test_a_run_that_an_earlier_version_began_with_one_is_not_resumed(tmp_path):
-    run = tmp_path / "old"
+def test_a_forged_run_with_one_is_not_resumed(tmp_path):
+    run = tmp_path / "forged"
     run.mkdir()
     before = {"model": "qwen3_toy", "device": "cpu", "numerics": {"mode": "tree"}, "identity": {}, "attempts": []}
     overrides = ["cluster.environment.TOKEN=${oc.env:TPI_TEST_SECRET}"]
@@ -121,7 +121,7 @@ def test_a_run_that_an_earlier_version_began_with_one_is_not_resumed(tmp_path):
         json.dumps(before | {"overrides": overrides, "layout": {}, "identity_hash": "0" * 64})
     )
     with pytest.raises(TpiError, match=r"cluster\.environment\.TOKEN: .*not resolved") as refused:
-        plan.Request(None, (), resume=Path("old")).composed()
+        plan.Request(None, (), resume=Path("forged")).composed()
     assert SECRET not in str(refused.value)
 
 

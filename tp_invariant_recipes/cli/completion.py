@@ -73,7 +73,6 @@ complete --command tpi --no-files --keep-order --arguments '(__tpi_complete)'
 
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 # Where each script is written, below the home directory, and what must stand in which file for the shell to load it.
-# The same places as typer's, whose scripts stood there before.
 PLACES: dict[str, tuple[str, tuple[str, str] | None]] = {
     "bash": (".bash_completions/tpi.sh", (".bashrc", "source '{file}'")),
     "zsh": (".zfunc/_tpi", (".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit")),
@@ -87,7 +86,7 @@ def asked() -> bool:
 
 
 def answer(root: Any) -> str:
-    """What a shell is told; nothing where another version's script asks. root: the command of all commands."""
+    """What a shell is told; nothing to an unknown shell. root: the command of all commands."""
     if os.environ[SHELL] not in SCRIPTS:
         return ""
     words, incomplete = split(os.environ.get(LINE, ""))

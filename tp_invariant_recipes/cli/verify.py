@@ -10,7 +10,6 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes import renamed
 from tp_invariant_recipes.cli import matrix
 from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model
 from tp_invariant_recipes.errors import ConfigError
@@ -64,7 +63,6 @@ def verify(
         Path | None,
         typer.Option(metavar="DIR", help="Train nothing; compare the runs in this directory of an earlier verify."),
     ] = None,
-    judge: Annotated[Path | None, typer.Option(hidden=True)] = None,
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
     ] = False,
@@ -82,11 +80,6 @@ def verify(
     tpi verify qwen3_8b tp=4 --against from-another-gpu.tpicert
     tpi verify qwen3_8b tp=1,2,4,8 --exitfirst ; tpi verify --last-failed
     """
-    if judge is not None:
-        if recheck is not None:
-            raise ConfigError("--judge and --recheck are the old and the new name of one option; keep --recheck")
-        renamed.hint("--judge", "--recheck")
-        recheck = judge
     if last_failed:
         if model is not None or overrides or recheck is not None:
             raise ConfigError(

@@ -8,7 +8,6 @@ from tp_invariant_recipes.ledger.lines import Header
 
 PORTABLE, TREE = "portable", "tree"
 _PRODUCT = "product"  # field of a header's device
-_UNNAMED = "of an earlier version"
 # Fields of a header's device that tell architectures apart.
 FIELDS = ("name", "compute_capability", "machine")
 
@@ -40,11 +39,12 @@ def across_machines(a: Header, b: Header, different: bool) -> str | None:
 
 def products(header: Header) -> tuple[tuple[int, str], ...]:
     """(first step, definition of a product from there on) of a run of numerics=tree on a GPU; empty: any other run."""
-    if header.numerics.get("mode") != TREE or header.device.get("name") in (None, "cpu"):
+    first = header.device.get(_PRODUCT)
+    if header.numerics.get("mode") != TREE or first is None:
         return ()
-    found = [(1, header.device.get(_PRODUCT) or _UNNAMED)]
+    found = [(1, first)]
     for entry in header.notes.get("resumed", ()):
-        now = str(entry["changed"].get(f"device.{_PRODUCT}", header.device.get(_PRODUCT)) or _UNNAMED)
+        now = str(entry["changed"].get(f"device.{_PRODUCT}", first))
         if now != found[-1][1]:
             found.append((entry["after_step"] + 1, now))
     return tuple(found)

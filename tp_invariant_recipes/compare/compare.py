@@ -150,7 +150,7 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
         coverage=tally.coverage,
         trace=tally.trace,
         refused=refused,
-        informed=(*_schema_difference(a.header, b.header), *informative_differences(a.header, b.header)),
+        informed=informative_differences(a.header, b.header),
         listed={name: tuple(steps) for name, steps in tally.listed.items()},
         digested=(tally.digested[0], tally.digested[1]),
         later=(tally.later[0], tally.later[1]),
@@ -161,11 +161,6 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
 def _order(a: Ledger, b: Ledger) -> list[str]:
     """The parameters of both in forward order."""
     return in_order({p.name for ledger in (a, b) for p in ledger.header.parameters})
-
-
-def _schema_difference(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
-    """That one run was recorded by an older version, whose lines say less."""
-    return () if a.schema == b.schema else (HeaderDifference("schema", str(a.schema), str(b.schema)),)
 
 
 def _verdict(comparable: bool, different: bool) -> Verdict:

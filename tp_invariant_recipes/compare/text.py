@@ -16,7 +16,7 @@ from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.layouts import changes
-from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, SCHEMA, SHARDS, HeaderDifference
+from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, SHARDS, HeaderDifference
 from tp_invariant_recipes.ledger.reader import Ledger
 
 REPORT_SCHEMA = 2
@@ -117,9 +117,8 @@ def _not_compared(comparison: Comparison) -> list[str]:
             continue
         if coverage.only_a or coverage.only_b:
             lacks = comparison.b if coverage.only_a else comparison.a
-            older = " (recorded by an earlier version)" if lacks.header.schema < SCHEMA else ""
-            reasons.setdefault(f"{run_name(lacks)}{older} has no digests", []).append(LABELS[kind])
-        elif kind in _OF_STATE and comparison.a.header.schema == comparison.b.header.schema == SCHEMA:
+            reasons.setdefault(f"{run_name(lacks)} has no digests", []).append(LABELS[kind])
+        elif kind in _OF_STATE:
             reasons.setdefault("neither run has digests at a common step", []).append(LABELS[kind])
     parts = [f"{_series(labels)}, of which {reason}" for reason, labels in reasons.items()]
     return [f"Not compared: {'; '.join(parts)}."] if parts else []

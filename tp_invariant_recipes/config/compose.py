@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes import renamed
 from tp_invariant_recipes.config import bounds, hang_timeout, hydra_tree, recording, relations
 from tp_invariant_recipes.config import (
     overrides as read,
@@ -202,7 +201,6 @@ def _out_of_range(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[s
 
 def _sound(overrides: Sequence[Override], groups: dict[str, tuple[str, ...]], problems: list[str]) -> list[Override]:
     """The overrides that can be composed, values converted. What is wrong with the others is added to `problems`."""
-    problems += read.problems(overrides)
     sound = []
     for override in overrides:
         if problem := _problem(override, groups):
@@ -300,32 +298,12 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
     if found:
         found = [*problems, *found]
         raise ConfigError(listed(found), found)
-    _take_old_names(tree, overrides)
     if recipe_source.is_recipe(model):
         tree["model"] = recipe_layer.without_defaults(tree["model"])
         tree["dataset"] = recipe_layer.without_ours(tree["dataset"], [o.path for o in overrides])
         tree["recipe"]["hf_folder"] = _hf_folder(overrides)
         tree["recipe"]["kept"] = recipe_layer.without_overridden(tree["recipe"]["kept"], [o.path for o in overrides])
     return tree
-
-
-def _take_old_names(tree: dict[str, Any], overrides: Sequence[Override]) -> None:
-    """Move what a file puts under the old name of a key to the present one, unless the command line sets that.
-
-    Raises ConfigError where the cluster's file has both.
-    """
-    for old, new in renamed.RENAMED.items():
-        section, _, name = old.partition(".")
-        if name not in tree[section]:
-            continue
-        value = tree[section].pop(name)
-        for file in read.cluster_files(overrides):
-            written = hydra_tree.read(file).get(section)
-            if isinstance(written, dict) and {name, new.partition(".")[2]} <= written.keys():
-                raise ConfigError(f"{file}: {old} and {new} are the old and the new name of one key; keep {new}")
-        renamed.hint(old, new)
-        if not any(o.path == new for o in overrides):
-            tree[section][new.partition(".")[2]] = value
 
 
 def _not_sections(tree: dict[str, Any]) -> list[str]:

@@ -79,8 +79,7 @@ def unreadable_state(
     if apart == (False, True):
         return (
             f"it holds the optimizer state of experts together with that of all else, as Megatron does at "
-            f"{_of_experts(before)}, and earlier versions of tpi did there in all numerics; this version does so at "
-            f"tp=1 ep=1 with numerics=stock alone"
+            f"{_of_experts(before)} with numerics=stock alone: go on with numerics=stock {_of_experts(before)}"
         )
     changed = [name for name in _OF_BUCKETS if saved == BUCKETS and before.get(name) != now.get(name)]
     if not changed:
@@ -95,12 +94,8 @@ def unreadable_state(
 
 def experts_apart(mode: str, model: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
     """Whether a run's experts have an optimizer of their own: with invariant numerics always (layers/experts.py)."""
-    return bool(model.get("num_moe_experts")) and (mode != "stock" or experts_apart_by_megatron(layout))
-
-
-def experts_apart_by_megatron(layout: Mapping[str, Any]) -> bool:
-    """Whether Megatron gives the experts process groups, and with these an optimizer, of their own."""
-    return layout.get("ep", 1) > 1 or layout.get("tp", 1) != layout.get("etp", 1)
+    by_megatron = layout.get("ep", 1) > 1 or layout.get("tp", 1) != layout.get("etp", 1)  # process groups of their own
+    return bool(model.get("num_moe_experts")) and (mode != "stock" or by_megatron)
 
 
 def _of_experts(layout: Mapping[str, Any]) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydrasOverride
 from hydra.errors import HydraException
 
-from tp_invariant_recipes import renamed
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.sections import AS_TYPED
@@ -32,13 +31,12 @@ DECIDED_BY = {
 class Override:
     """One `key=value`.
 
-    text:   as typed, but for the present name of a key that was renamed.
+    text:   as typed.
     key:    without Hydra's plus signs.
     path:   what it sets: the dotted path of a field, short keys resolved, or the name of a group.
     value:  its text, which Hydra's grammar reads again.
     group:  whether it chooses an option of a Hydra group.
     parsed: as Hydra's grammar has it; None: the text is no KEY=VALUE, and `wrong` says why.
-    old:    the earlier name of the key, where that was typed.
     """
 
     text: str
@@ -48,7 +46,6 @@ class Override:
     group: bool
     parsed: HydrasOverride | None
     wrong: str | None = None
-    old: str | None = None
 
     @property
     def field(self) -> str:
@@ -72,19 +69,15 @@ class Override:
 
     def with_value(self, value: str) -> Override:
         """The same key with another value."""
-        return replace(parse(f"{self.text.partition('=')[0]}={value}"), old=self.old)
+        return parse(f"{self.text.partition('=')[0]}={value}")
 
 
 def parse(text: str | Override) -> Override:
     """Read one override; what is read already is returned as it is."""
     if isinstance(text, Override):
         return text
-    old = text.partition("=")[0].lstrip("+")
-    text = renamed.override(text)
     key, _, value = text.partition("=")
     key = key.lstrip("+")
-    if old != key:
-        renamed.hint(old, key)
     parsed, wrong = None, None
     try:
         parsed = _parser().parse_override(_as_typed(text))
@@ -98,7 +91,7 @@ def parse(text: str | Override) -> Override:
             text_of_it = not parsed.is_sweep_override() and isinstance(parsed.value(), str)
             value = str(parsed.value()) if key == "cluster" and text_of_it else parsed.get_value_string()
     path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
-    return Override(text, key, path, value, key in conf_files.group_names(), parsed, wrong, old if old != key else None)
+    return Override(text, key, path, value, key in conf_files.group_names(), parsed, wrong)
 
 
 def parse_all(texts: Iterable[str | Override]) -> list[Override]:
@@ -114,14 +107,6 @@ def texts(overrides: Iterable[Override]) -> tuple[str, ...]:
 def given(overrides: Iterable[Override], path: str) -> Override | None:
     """The override that sets this field, or chooses the group that decides it; of several the last, which counts."""
     return next((one for one in reversed([*overrides]) if path in (one.path, one.field)), None)
-
-
-def problems(overrides: Iterable[Override]) -> list[str]:
-    """Keys that are given by both their old and their present name."""
-    every = [*overrides]
-    present = {one.path for one in every if one.old is None}
-    old = {one.old: one.path for one in every if one.old is not None and one.path in present}
-    return [f"{name} and {path} are the old and the new name of one key; keep {path}" for name, path in old.items()]
 
 
 def cluster_files(overrides: Iterable[Override]) -> list[Path]:

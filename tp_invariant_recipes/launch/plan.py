@@ -332,14 +332,13 @@ def _imported(before: dict[str, Any], composed: Composed) -> str | None:
 def _same_bits(asked: str, before: dict[str, Any], plan: Plan, found: RunCheckpoint) -> None:
     """Raises ConfigError: in this layout the steps to come would have other bits, or the checkpoint cannot be read."""
     degrees, manifest = plan.layout.as_dict(), found.read_manifest()
-    saved = manifest.get("optimizer_state") or going_on.optimizer_state(plan.run_dir.read_config())
-    model, there = plan.tree["model"], manifest.get("layout", {})
-    were_apart = manifest.get("experts_apart")
-    if were_apart is None:  # of a version that left this to Megatron
-        were_apart = bool(model.get("num_moe_experts")) and going_on.experts_apart_by_megatron(there)
-    are_apart = going_on.experts_apart(plan.tree["numerics"]["mode"], model, degrees)
+    are_apart = going_on.experts_apart(plan.tree["numerics"]["mode"], plan.tree["model"], degrees)
     state = going_on.unreadable_state(
-        saved, there, going_on.optimizer_state(plan.tree), degrees, apart=(were_apart, are_apart)
+        manifest["optimizer_state"],
+        manifest["layout"],
+        going_on.optimizer_state(plan.tree),
+        degrees,
+        apart=(manifest["experts_apart"], are_apart),
     )
     problems = [
         going_on.other_gradients(before, {"numerics": plan.tree["numerics"], "layout": degrees}),

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.ledger.lines import DIGESTED, canonical, load
@@ -34,8 +33,6 @@ LARGEST = 4 * 2**30 - 1  # bytes of a certificate and of a ledger in one: the li
 # A small archive may claim, and hold, a thousand times its size. Digests hardly compress, and repeated lines do so by
 # less than this factor; a small ledger may have any.
 _FACTOR, _SMALL = 32, 64 * MIB
-
-_WITHOUT_DIGESTS = 2  # the schema of ledgers whose certificates' summaries do not count digests
 
 _DATE = (1980, 1, 1, 0, 0, 0)  # the earliest date of a zip archive; the time of certification is irrelevant to the run
 _SEAL = "tpi-certificate sha256:"
@@ -92,19 +89,12 @@ def open_certificate(file: Path, data: bytes) -> Certificate:
         members = _unpack(data)
         manifest = _checked(members)
         ledger = parse(file, members[FILE_NAME])
-        summary = _present_names(manifest["summary"])
+        summary = manifest["summary"]
         if canonical(summary) != canonical(_summary(file, members, ledger)):
             raise ValueError("its summary is not that of its members")
     except (ValueError, zipfile.BadZipFile) as error:
         raise LedgerError(f"{file} is not a whole certificate: {error}") from error
     return Certificate(file, hashlib.sha256(members[MANIFEST]).hexdigest(), summary, ledger)
-
-
-def _present_names(summary: dict[str, Any]) -> dict[str, Any]:
-    """A summary that an earlier version may have written, with the fields' present names."""
-    if not isinstance(summary, dict) or not isinstance(summary.get("numerics"), dict):
-        return summary  # which is not that of its members
-    return summary | {"numerics": renamed.section("numerics", summary["numerics"])}
 
 
 # Member -> how it is read, and its type.
@@ -148,7 +138,8 @@ def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[st
         "of": planned,
         "loss": last.loss if last else None,
         "parameters": len(header.parameters),
-    } | ({"digests": _digested(ledger)} if header.schema > _WITHOUT_DIGESTS else {})
+        "digests": _digested(ledger),
+    }
 
 
 def _digested(ledger: Ledger) -> dict[str, int]:

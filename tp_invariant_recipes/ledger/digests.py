@@ -26,8 +26,7 @@ class Parameter:
     shape:    of the whole tensor.
     gradient: dtype of the gradient that the optimizer gets, such as "float32"; None: no gradient.
     weight:   dtype of the tensor itself.
-    master:   dtype of the optimizer's master weight; None: the optimizer updates the tensor itself, or the ledger is of
-              an earlier version, which did not look at master weights.
+    master:   dtype of the optimizer's master weight; None: the optimizer updates the tensor itself.
     """
 
     name: str

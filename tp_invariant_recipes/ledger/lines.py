@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from tp_invariant_recipes import renamed
 from tp_invariant_recipes.ledger.bits import bits_float, readable
 from tp_invariant_recipes.ledger.digests import (
     Parameter,
@@ -21,7 +20,6 @@ from tp_invariant_recipes.ledger.digests import (
 from tp_invariant_recipes.reading import Bounds, Count, Hash, Integer, Layout, checked, parse_json
 
 SCHEMA = 3
-READ = (2, 3)  # schemas that this version reads; 2 has no clipped gradients, master weights and moments
 KIND = "tpi-ledger"  # distinguishes a ledger from other files of JSON lines
 
 IDENTITY = "identity"
@@ -62,8 +60,6 @@ class _ParameterLine(TypedDict):
 
 # Of the identity: D and C of the invariant numerics. Stock runs have none, and are comparable with runs of any.
 SHARDS = DATA_SHARDS, CONTEXT_SHARDS = "numerics.data_shards", "numerics.context_shards"
-# Fields that ledgers of earlier versions have in their identity.
-RETIRED = ("train.micro_batch_size",)
 
 
 class _Resumed(TypedDict):
@@ -104,8 +100,8 @@ class Header:
     """The description of a run. Runs are comparable when `identity` is equal; the other parts are informative.
 
     Every part is JSON and is kept as JSON gives it back (tuples become lists, keys are sorted), so a header equals
-    itself read from disk. Fields that an earlier version has recorded have their present names. ValueError or
-    TypeError: a part is not JSON, `identity` is empty or not flat, or the schema is unknown.
+    itself read from disk. ValueError or TypeError: a part is not JSON, `identity` is empty or not flat, or the schema
+    is another.
     """
 
     schema: int = SCHEMA
@@ -120,14 +116,13 @@ class Header:
     initial: Mapping[str, str] | None = None  # digests of the weights before the first step; None: not recorded
 
     def __post_init__(self) -> None:
-        if type(self.schema) is not int or self.schema not in READ:
-            known = " and ".join(map(str, READ))
-            raise ValueError(f"schema {self.schema!r} is not known to this version, which reads schemas {known}")
+        if type(self.schema) is not int or self.schema != SCHEMA:
+            raise ValueError(f"schema {self.schema!r} is not known to this version, which reads schema {SCHEMA}")
         for name in (IDENTITY, *INFORMATIVE):
             part = json.loads(canonical(getattr(self, name)))
             if not isinstance(part, dict):
                 raise ValueError(f"{name} is not an object of keys and values")
-            object.__setattr__(self, name, renamed.section(name, part))
+            object.__setattr__(self, name, part)
         if not self.identity:
             raise ValueError("identity is empty: any two runs would pass for comparable")
         nested = [key for key, value in self.identity.items() if isinstance(value, dict)]
@@ -211,13 +206,10 @@ class HeaderDifference:
 def identity_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
     """The fields that make two runs incomparable.
 
-    Equal identity hashes have none. Otherwise there are some, but for fields that were part of the identity once, and
-    shards of which one run has none.
+    Equal identity hashes have none. Otherwise there are some, but for shards of which one run has none.
     """
     found = _differences(a.identity, b.identity, prefix="")
-    return tuple(
-        one for one in found if one.field not in RETIRED and not (one.field in SHARDS and None in (one.a, one.b))
-    )
+    return tuple(one for one in found if not (one.field in SHARDS and None in (one.a, one.b)))
 
 
 def informative_differences(a: Header, b: Header) -> tuple[HeaderDifference, ...]:
@@ -255,7 +247,7 @@ def decode_header(line: bytes) -> Header:
         raw = {}
     if raw.get("kind") != KIND:
         raise ValueError("not a ledger")
-    if type(raw.get("schema")) is int and raw["schema"] in READ:  # Header refuses another schema
+    if raw.get("schema") == SCHEMA:  # Header refuses another one
         checked(_HeaderLine, raw)
         raw["parameters"] = tuple(map(_parameter, _required(raw, "parameters", list)))
         if _required(raw, "initial") is not None:
@@ -324,7 +316,7 @@ def _encode_kind(kind: str, digests: Mapping[str, str], record: StepRecord, head
     if kind == "moments":
         states = {name.partition("/")[0]: None for name in digests}
         return {state: _encode_some(_of_state(digests, state), header.digested(kind)) for state in states}
-    return _encode_digests(digests, _recorded(kind, len(digests), header))
+    return _encode_digests(digests, header.digested(kind))
 
 
 def _decode_kind(kind: str, raw: dict, record: dict[str, Any], header: Header) -> dict[str, str]:
@@ -339,13 +331,7 @@ def _decode_kind(kind: str, raw: dict, record: dict[str, Any], header: Header) -
         names = header.digested(kind)
         states = {_state(state): _decode_some(kind, _required(digests, state, dict), names) for state in digests}
         return {f"{state}/{name}": text for state, texts in states.items() for name, text in texts.items()}
-    texts = _required(digests, "parameters", list)
-    return _decode_digests(kind, digests, _recorded(kind, len(texts), header))
-
-
-def _recorded(kind: str, count: int, header: Header) -> list[str]:
-    """The parameters that a step has digests of. Steps of an earlier version have those of all weights."""
-    return header.names if kind == "weights" and count == len(header.names) else header.digested(kind)
+    return _decode_digests(kind, digests, header.digested(kind))
 
 
 def _of_state(digests: Mapping[str, str], state: str) -> dict[str, str]:

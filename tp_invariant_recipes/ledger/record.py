@@ -106,7 +106,7 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
     if differences:
         fields = "; ".join(f"{d.field} is {d.a or 'not set'} there and {d.b or 'not set'} now" for d in differences)
         raise LedgerError(f"{file} belongs to another run: {fields}. Change these back or choose another run directory")
-    if step and not _same_parameters(ledger.header, header):
+    if step and ledger.header.parameters != header.parameters:
         raise LedgerError(
             f"{file} has digests of {len(ledger.header.parameters)} parameters, and this run would record "
             f"{len(header.parameters)}, or others: go on with the ledger.digests and the layers that it began with"
@@ -142,20 +142,7 @@ def _continued(old: Header, new: Header, step: int) -> Header:
     # Compare with the latest note, since a return to the initial values is a change, too.
     if changed != (resumed[-1]["changed"] if resumed else {}):
         resumed.append({"after_step": step, "changed": changed})
-    # Lines of an earlier version stay as they are; those to come have master weights and moments.
-    return replace(
-        old,
-        schema=new.schema,
-        parameters=new.parameters,
-        notes=notes | ({_RESUMED: resumed} if resumed else {}),
-    )
-
-
-def _same_parameters(old: Header, new: Header) -> bool:
-    """Whether both have digests of the same tensors; an earlier version did not say which have master weights."""
-    if old.schema == new.schema:
-        return old.parameters == new.parameters
-    return old.parameters == tuple(replace(parameter, master=None) for parameter in new.parameters)
+    return replace(old, notes=notes | ({_RESUMED: resumed} if resumed else {}))
 
 
 def put_aside(file: Path, data: bytes) -> None:

@@ -55,5 +55,4 @@ def applied(tree: dict[str, Any] | None = None) -> Iterator[list[str]]:
 
 
 def _off(tree: dict[str, Any] | None) -> list[str]:
-    # A run directory of an earlier version has no such section.
     return list((tree or {}).get("patches", {}).get("off") or ())

@@ -8,7 +8,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import xxhash
 
@@ -29,9 +29,9 @@ class _File(TypedDict):
 
 class _Manifest(TypedDict):
     identity_hash: str
-    layout: NotRequired[Layout]
-    optimizer_state: NotRequired[str]  # absent: an earlier version's
-    experts_apart: NotRequired[bool]  # the same
+    layout: Layout
+    optimizer_state: str
+    experts_apart: bool
     files: dict[str, _File]
 
 

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
-from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.run_files import LARGEST
 from tp_invariant_recipes.reading import Bounds, Hash, Layout, checked, parse_json, read_limited
@@ -45,8 +44,8 @@ class _MatrixFile(TypedDict):
     axes: list[_AxisFile]
     cells: Annotated[list[_CellFile], Bounds(min_length=1, max_length=10_000)]
     against: str | None
-    left_out: NotRequired[list[_LeftOutFile]]
-    kind: NotRequired[Literal["verify", "sweep"]]
+    left_out: list[_LeftOutFile]
+    kind: Literal["verify", "sweep"]
 
 
 class Result(TypedDict):
@@ -158,15 +157,15 @@ class MatrixDir(RunDir):
             raw = checked(_MatrixFile, parse_json(read_limited(self.matrix, LARGEST)))
             if raw["schema"] != SCHEMA:
                 raise ValueError(f"this version reads schema {SCHEMA}")
-            if (made := raw.get("kind", "verify")) != kind:
-                raise ValueError(f"tpi {made} has made it")
+            if raw["kind"] != kind:
+                raise ValueError(f"tpi {raw['kind']} has made it")
             axes = tuple(Axis(axis["key"], tuple(axis["values"])) for axis in raw["axes"])
             cells = tuple(_cell(cell) for cell in raw["cells"])
             self._distinct(cells)
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is not a directory of tpi {kind}: {self.matrix.name}: {error}") from error
-        left_out = tuple(LeftOut(one["label"], one["why"]) for one in raw.get("left_out", ()))
-        return Matrix(raw["model"], _overrides(raw["overrides"]), axes, cells, raw["against"], left_out, kind)
+        left_out = tuple(LeftOut(one["label"], one["why"]) for one in raw["left_out"])
+        return Matrix(raw["model"], tuple(raw["overrides"]), axes, cells, raw["against"], left_out, kind)
 
     def read_result(self) -> Result:
         """The verdict, or how a sweep ended. Raises RunError when there is none."""
@@ -203,9 +202,4 @@ def latest(folder: Path) -> Path:
 
 def _cell(raw: _CellFile) -> Cell:
     known = {name.name: raw[name.name] for name in fields(Cell)}  # type: ignore[literal-required]
-    numerics = renamed.section("numerics", raw["numerics"])
-    return Cell(**known | {"overrides": _overrides(raw["overrides"]), "numerics": numerics})
-
-
-def _overrides(raw: Sequence[str]) -> tuple[str, ...]:
-    return tuple(renamed.override(text) for text in raw)
+    return Cell(**known | {"overrides": tuple(raw["overrides"])})

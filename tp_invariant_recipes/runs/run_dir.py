@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes import renamed
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import UNFINISHED, write_atomically
 from tp_invariant_recipes.ledger import run_files
@@ -132,17 +131,8 @@ class RunDir:
         return self._read(self.config, parse_yaml, kind, run_files.LARGEST_CONFIG)
 
     def read_run(self, kind: Any = dict[str, Any]) -> dict[str, Any]:
-        """What `run.json` holds, with the fields of a type and keys by their present names.
-
-        Raises RunError when this is not a run directory.
-        """
-        run = self._read(self.run, parse_json, kind)
-        overrides, numerics = run.get("overrides"), run.get("numerics")
-        if isinstance(overrides, list):
-            run["overrides"] = [renamed.override(text) if isinstance(text, str) else text for text in overrides]
-        if isinstance(numerics, dict):
-            run["numerics"] = renamed.section("numerics", numerics)
-        return run
+        """What `run.json` holds, with the fields of a type. Raises RunError when this is not a run directory."""
+        return self._read(self.run, parse_json, kind)
 
     def read_environment(self) -> dict[str, str]:
         """The variables that numerics depend on. Raises RunError when this is not a run directory."""

@@ -25,7 +25,7 @@ NAMES = (
 FC1 = "decoder.layers.1.mlp.linear_fc1"
 FC2 = "decoder.layers.0.mlp.linear_fc2"
 PARAMETERS = tuple(Parameter(name, (8, 16), "float32", "bfloat16") for name in NAMES)
-HEADER = Header(schema=2, identity={"rng.seed": 1234}, parameters=PARAMETERS)  # no master weights, no moments
+HEADER = Header(identity={"rng.seed": 1234}, parameters=PARAMETERS)  # no master weights; their steps have no moments
 
 # Modules in the order in which a forward pass enters them; a container's children come before its output.
 LAYER = (
@@ -95,6 +95,7 @@ def with_trace(step: int, *names: str, digest: str | None = "0" * 32) -> dict[st
 
 
 NONE = lambda step: False  # noqa: E731
+NO_STATE = "Not compared: clipped gradients and optimizer moments, of which neither run has digests at a common step."
 BARE = replace(HEADER, parameters=())
 
 

@@ -53,11 +53,12 @@ def test_one_architecture_needs_no_word(mode):
 
 # --- products of tree on a GPU ---
 
-OF_LAST_YEAR = header("tree", {"name": "NVIDIA H200", "compute_capability": "9.0", "attention": "fused 1"})
+H200_ATTENTION = {"name": "NVIDIA H200", "compute_capability": "9.0", "attention": "fused 1"}
+OF_LAST_YEAR = header("tree", H200_ATTENTION | {"product": "fixed tiles 0"})
 OF_TODAY = replace(OF_LAST_YEAR, device=OF_LAST_YEAR.device | {"product": ON_GPU})
 # One that began with last year's products and has today's from step 4 on.
 OF_BOTH = replace(OF_LAST_YEAR, notes={"resumed": [{"after_step": 3, "changed": {"device.product": ON_GPU}}]})
-WORDS = f"of an earlier version; {ON_GPU}"
+WORDS = f"fixed tiles 0; {ON_GPU}"
 
 
 def test_only_tree_on_a_gpu_has_a_version_of_products():
@@ -96,7 +97,7 @@ def test_a_run_that_went_on_has_both(step, excused):
     said = other_products(OF_LAST_YEAR, OF_BOTH, step)
     assert (said is not None) == excused
     if said:
-        assert f"from step 4 on (of an earlier version; of an earlier version, from step 4 on {ON_GPU})" in said
+        assert f"from step 4 on (fixed tiles 0; fixed tiles 0, from step 4 on {ON_GPU})" in said
 
 
 def test_compare_and_verify_say_so():
@@ -110,7 +111,7 @@ def test_compare_and_verify_say_so():
             assert any(one.startswith("Products have other definitions") for one in sentences) == says
 
 
-def test_a_run_of_an_earlier_version_goes_on_and_is_told(tmp_path):
+def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
     """What the terminal says, and what the ledger keeps."""
     file = tmp_path / "ledger.jsonl"
     with LedgerWriter(file).create(OF_LAST_YEAR) as writer:
@@ -122,9 +123,7 @@ def test_a_run_of_an_earlier_version_goes_on_and_is_told(tmp_path):
         return SimpleNamespace(device=device, tree=tree, run_dir=SimpleNamespace(ledger=file, path=tmp_path))
 
     said = plan._products(planned("gpu"), 3)
-    assert said.startswith(
-        f"products: up to step 3 their definition is of an earlier version, from step 4 on {ON_GPU};"
-    )
+    assert said.startswith(f"products: up to step 3 their definition is fixed tiles 0, from step 4 on {ON_GPU};")
     assert plan._products(planned("cpu"), 3) is None
     assert plan._products(planned("gpu", "portable"), 3) is None
     resume(file, OF_TODAY, 3).close()

@@ -15,6 +15,7 @@ from tests.unit.compare.ledgers import (
     FC2,
     HEADER,
     NAMES,
+    NO_STATE,
     PARAMETERS,
     A,
     grown,
@@ -131,11 +132,12 @@ def said(*arguments: str) -> list[str]:
 
 def test_dumps_show_how_far_apart_the_values_are(traced_runs):
     dump("a", 1.0, 2.0, 3.0, 4.0)
-    assert said() == ["To see how far apart the values are: tpi bisect a b"]
+    assert said() == [NO_STATE, "To see how far apart the values are: tpi bisect a b"]
     dump("b", 1.0, 2.0, float(np.nextafter(np.float32(3.0), np.float32(4.0))), float("nan"))
     assert said() == [
         f"forward/{FC2}/output: 2 of 4 elements differ, by at most 1 ULP and 2.38e-07, 1 of them with a NaN, the first "
-        "at [1, 0]."
+        "at [1, 0].",
+        NO_STATE,
     ]
     [comparison] = json.loads(tpi("a", "b", "--json").stdout)["comparisons"]
     distance = comparison["first_difference"]["distance"]
@@ -145,7 +147,7 @@ def test_dumps_show_how_far_apart_the_values_are(traced_runs):
 def test_dumps_of_another_tensor_do_not_count(traced_runs):
     for run in ("a", "b"):
         dump(run, 1.0, 2.0, 3.0, 4.0, name=f"forward/{FC1}/output")
-    assert said() == ["To see how far apart the values are: tpi bisect a b"]
+    assert said() == [NO_STATE, "To see how far apart the values are: tpi bisect a b"]
 
 
 def test_damaged_dumps_hide_no_difference(traced_runs):

@@ -8,6 +8,7 @@ from tests.unit.compare.ledgers import (
     BARE,
     HEADER,
     NAMES,
+    NO_STATE,
     NONE,
     PARAMETERS,
     A,
@@ -37,10 +38,14 @@ def test_digests_every_n_steps():
     result = compare(A, ledger(digested=lambda step: step % 2 == 0))
     assert result.coverage["gradients"] == result.coverage["weights"] == Coverage(both=2, only_a=3, only_b=0)
     assert "gradients and weights of 14 parameters (at 2 of 5 steps) equal bit for bit" in verdict_line(result)
-    assert remarks(result) == ("Digests of gradients and weights are compared at 2 of 5 steps; a alone has them at 3.",)
+    assert remarks(result) == (
+        NO_STATE,
+        "Digests of gradients and weights are compared at 2 of 5 steps; a alone has them at 3.",
+    )
     never_both = compare(ledger("a", digested=lambda s: s % 2 == 0), ledger(digested=lambda s: s % 2 == 1))
     assert compared_values(never_both) == "loss, gradient norm and learning rate"
     assert remarks(never_both) == (
+        NO_STATE,
         "Digests of gradients and weights are compared at 0 of 5 steps; a alone has them at 2; b alone has them at 3.",
     )
 

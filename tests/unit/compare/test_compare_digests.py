@@ -11,6 +11,7 @@ from tests.unit.compare.ledgers import (
     FC2,
     HEADER,
     NAMES,
+    NO_STATE,
     PARAMETERS,
     STEPS,
     A,
@@ -32,7 +33,7 @@ def test_equal_digests_are_identical_and_said():
         "identical: 5 steps, loss, gradient norm, learning rate and gradients and weights of 14 parameters equal bit "
         "for bit"
     )
-    assert remarks(result) == ()
+    assert remarks(result) == (NO_STATE,)
     assert parameter_line(result) is None
 
 
@@ -66,14 +67,20 @@ def test_a_gradient_says_what_matched_before_it():
     plain = compare(A, ledger(**with_other(3, gradients=f"{FC1}.weight")))
     assert plain.first.inputs_matched is None
     assert plain.first.explanation == f"gradient of {FC1}.weight differs, loss matched"
-    assert remarks(plain) == ("To find the module and the operation: tpi bisect a b",)
+    assert remarks(plain) == (
+        NO_STATE,
+        "To find the module and the operation: tpi bisect a b",
+    )
     traced = dict(traced=(2, 3))
     result = compare(ledger("a", **traced), ledger(**traced, **with_other(3, gradients=f"{FC1}.weight")))
     assert result.first.inputs_matched is True
     assert result.first.explanation == (
         f"gradient of {FC1}.weight differs, the inputs of {FC1} and the gradient that arrives at it matched"
     )
-    assert remarks(result) == ("To see how far apart the values are: tpi bisect a b",)
+    assert remarks(result) == (
+        NO_STATE,
+        "To see how far apart the values are: tpi bisect a b",
+    )
 
 
 def test_a_gradient_of_a_module_that_was_not_traced_does_not_claim_its_inputs():
@@ -253,4 +260,4 @@ def test_replicas_of_what_neither_run_lists_are_not_overlooked():
 def test_replicas_beyond_the_common_steps_are_said():
     result = compare(ledger("a", steps=3), ledger(at=5, diverged=(("weights", NAMES[0], ((0,), (1,))),)))
     assert result.verdict is Verdict.IDENTICAL
-    assert remarks(result) == ("b: replicas disagree at step 5, which is not compared.",)
+    assert remarks(result) == ("b: replicas disagree at step 5, which is not compared.", NO_STATE)

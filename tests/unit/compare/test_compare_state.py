@@ -1,4 +1,4 @@
-"""Comparing master weights, moments and clipped gradients, also with ledgers of earlier versions that have none."""
+"""Comparing master weights, moments and clipped gradients, also with ledgers that have none."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,20 +6,19 @@ from pathlib import Path
 import pytest
 
 from tests.unit.compare.ledgers import FC1, NAMES, PARAMETERS, STEPS, record, value
-from tests.unit.compare.ledgers import HEADER as OLD
+from tests.unit.compare.ledgers import HEADER as BARE
 from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.compare.text import compared_values, comparison_json, parameter_rows, remarks, verdict_line
-from tp_invariant_recipes.ledger.lines import SCHEMA
 from tp_invariant_recipes.ledger.reader import Ledger, parse
-from tp_invariant_recipes.ledger.record import encode_header, encode_step, resume
+from tp_invariant_recipes.ledger.record import encode_header, encode_step
 
-HEADER = replace(OLD, schema=SCHEMA, parameters=tuple(replace(p, master="float32") for p in PARAMETERS))
+HEADER = replace(BARE, parameters=tuple(replace(p, master="float32") for p in PARAMETERS))
 STATES = ("exp_avg", "exp_avg_sq", "step")
 FC1 = f"{FC1}.weight"
 
 
-def line(step, *, state, old=False, **changes):
-    if old:
+def line(step, *, state, bare=False, **changes):
+    if bare:
         return replace(record(step), **changes)
     values = dict(
         masters={name: value(step, "master", name) for name in NAMES},
@@ -31,16 +30,16 @@ def line(step, *, state, old=False, **changes):
     return replace(record(step), **values | changes)
 
 
-def ledger(name="b", *, old=False, state=(2, 5), at=2, **changes):
+def ledger(name="b", *, bare=False, state=(2, 5), at=2, **changes):
     """Of step `at` these changes: kind → names of digests that are others."""
     records = []
     for step in range(1, STEPS + 1):
-        one = line(step, state=step in state, old=old)
+        one = line(step, state=step in state, bare=bare)
         if step == at:
             others = {k: getattr(one, k) | dict.fromkeys(v, "f" * 32) for k, v in changes.items() if k != "diverged"}
             one = replace(one, **others, diverged=changes.get("diverged", ()))
         records.append(one)
-    return Ledger(OLD if old else HEADER, tuple(records), Path(name) / "ledger.jsonl", torn=False)
+    return Ledger(BARE if bare else HEADER, tuple(records), Path(name) / "ledger.jsonl", torn=False)
 
 
 A = ledger("a")
@@ -113,30 +112,14 @@ def test_weights_that_do_not_follow_are_a_difference_even_in_both_runs():
 
 
 def test_master_weights_against_a_ledger_without_are_not_compared_and_not_different():
-    found = compare(A, ledger(old=True))
+    found = compare(A, ledger(bare=True))
     assert found.verdict is Verdict.IDENTICAL
     assert remarks(found) == (
-        "Not compared: clipped gradients, optimizer moments and master weights, of which b (recorded by an earlier "
-        "version) has no digests; weights, of which a has no digests.",
+        "Not compared: clipped gradients, optimizer moments and master weights, of which b has no digests; "
+        "weights, of which a has no digests.",
     )
     assert compared_values(found) == "loss, gradient norm, learning rate and gradients of 14 parameters"
-    assert compare(A, ledger(old=True, gradients=(FC1,))).verdict is Verdict.DIFFERENT
-
-
-def test_ledgers_of_an_earlier_version_still_compare():
-    assert remarks(compare(ledger("a", old=True), ledger(old=True))) == ()
-    assert compare(ledger("a", old=True), ledger(old=True, weights=(FC1,))).first.kind == "weights"
-
-
-def test_an_earlier_versions_run_goes_on_with_master_weights(tmp_path):
-    file = tmp_path / "ledger.jsonl"
-    old, new = ledger(old=True), ledger()
-    file.write_bytes(b"".join([encode_header(old.header), *(encode_step(one, old.header) for one in old.steps[:2])]))
-    with resume(file, HEADER, 2) as writer:
-        writer.append(new.steps[2])
-    read = parse(file, file.read_bytes())
-    assert read.header.parameters == HEADER.parameters
-    assert read.steps == (*old.steps[:2], new.steps[2])
+    assert compare(A, ledger(bare=True, gradients=(FC1,))).verdict is Verdict.DIFFERENT
 
 
 def test_clipped_gradients_that_nothing_clipped_take_no_room():

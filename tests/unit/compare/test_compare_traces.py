@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.compare.ledgers import FC1, FC2, HEADER, NAMES, ledger, trace, value, with_trace
+from tests.unit.compare.ledgers import FC1, FC2, HEADER, NAMES, NO_STATE, ledger, trace, value, with_trace
 from tp_invariant_recipes.compare.compare import TraceCoverage, Verdict, compare
 from tp_invariant_recipes.compare.text import comparison_json, remarks, verdict_line
 
@@ -183,5 +183,8 @@ def test_a_module_that_is_called_twice_has_two_entries():
 def test_a_trace_of_one_run_alone():
     result = compare(ledger("a", traced=(2, 3)), ledger())
     assert result.verdict is Verdict.IDENTICAL
-    assert remarks(result) == ("Traces are compared at 0 of 5 steps; a alone has them at 2.",)
+    assert remarks(result) == (
+        NO_STATE,
+        "Traces are compared at 0 of 5 steps; a alone has them at 2.",
+    )
     assert "trace" not in verdict_line(result)

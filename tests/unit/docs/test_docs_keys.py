@@ -15,7 +15,6 @@ from tp_invariant_recipes.settings.sections import OWN_KEYS, OWN_SECTIONS
 NAMED = re.compile(rf"(?<![\w./@-])({'|'.join(OWN_SECTIONS)})\.([a-z_]+(?:[.-][\w.-]+)?)")
 FILES = re.compile(r"\.(?:md|py|ya?ml|jsonl?|png|html|gz|log|conf|sbatch)$|^(?:conf|py|md|jsonl?|ya?ml|html)$")
 ALTERNATIVES = re.compile(r"(\w+)=(\w+(?:\|\w+)+)")  # data=mock|text
-RENAMED = re.compile(r"`([\w.]+)` is now\s+`([\w.]+)`")  # which the documents say for a release
 # A field that its group chooses, so that the documents say `device=cpu`.
 CHOSEN = {"device.kind", "launcher.kind", "logging.kind", "data.kind", "numerics.mode", "cluster.name"}
 KEYS = [f"{section}.{field.name}" for section, cls in OWN_SECTIONS.items() for field in dataclasses.fields(cls)]
@@ -38,8 +37,7 @@ def named(text: str) -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_a_key_of_ours_exists(document):
     messages = [row[0] for header, rows in document.tables if header[0] == "message" for row in rows]  # of mistakes
-    renamed = {old for old, new in RENAMED.findall(document.prose) if new in KEYS}
-    assert named(code(document)) - named("\n".join(messages)) - renamed - {*KEYS, *OWN_KEYS} == set()
+    assert named(code(document)) - named("\n".join(messages)) - {*KEYS, *OWN_KEYS} == set()
 
 
 def test_a_key_that_does_not_exist_is_seen():
