@@ -3,14 +3,11 @@
 import pytest
 import torch
 
-from tests.trees import with_fields
 from tests.unit.compare.ledgers import ledger
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.config.compose import compose as composed
 from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.coverage import invariance
-from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, Header, identity_differences
 from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
 from tp_invariant_recipes.numerics.sums import context_shards
@@ -37,45 +34,6 @@ def test_the_default_is_cp(overrides, shards):
     found = tree(*overrides)
     assert found["numerics"].get("context_shards") == shards
     assert identity(found, None).get(CONTEXT_SHARDS) == shards
-
-
-REFUSED = {
-    "numerics.context_shards=3": "numerics.context_shards=3: must be a power of two",
-    "numerics.context_shards=0": "numerics.context_shards=0: must be a power of two",
-    "cp=3 seq=96": "numerics.context_shards=3: must be a power of two",
-    "cp=4 numerics.context_shards=2": "cp=4 does not divide numerics.context_shards=2",
-    "tp=4 cp=4": "tp=4 * cp=4 does not divide numerics.virtual_shards=8, whose heads the ranks share; the largest that "
-    "fits is cp=2",
-    "seq=64 numerics.context_shards=16": "do not divide seq=64; the largest that fits is numerics.context_shards=8",
-    "numerics.context_shards=null": "numerics.context_shards must be a number",
-    "cp=2 numerics=gather": "context parallelism is covered by numerics=tree only; cp=1",
-    "numerics.context_shards=2 numerics=portable": "cp has no portable version; cp=1, and leave",
-    "numerics.context_shards=2 numerics=stock": "numerics=stock has no context shards; leave it out",
-}
-
-
-@pytest.mark.parametrize("overrides", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(overrides):
-    with pytest.raises(ConfigError) as refused:
-        tree(*overrides.split())
-    assert REFUSED[overrides] in str(refused.value)
-
-
-@pytest.mark.parametrize("kind", ("p2p", "all_gather", "a2a+p2p", ["a2a", "p2p"]))
-def test_other_kinds_of_communication_are_refused_by_name(kind):
-    (problem,) = invariance.limits(with_fields(tree("cp=2"), model__cp_comm_type=kind))
-    assert problem.endswith("model.cp_comm_type=a2a")
-    assert invariance.limits(with_fields(tree("cp=2"), model__cp_comm_type="a2a")) == []
-
-
-def test_mamba_layers_are_refused_by_name():
-    with pytest.raises(ConfigError, match="Mamba layers go through a sequence in order"):
-        tree("cp=2", model="nemotron3_nano_toy", device="gpu")
-
-
-@pytest.mark.parametrize("overrides", (("tp=4", "cp=2"), ("seq=64", "numerics.context_shards=8")))
-def test_what_a_refusal_proposes_fits(overrides):
-    assert invariance.limits(tree(*overrides)) == []
 
 
 def test_a_rank_keeps_a_gradient_of_each_shard():

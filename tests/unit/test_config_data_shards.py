@@ -2,14 +2,11 @@
 
 import pytest
 
-from tests.trees import with_fields
 from tests.unit.compare.ledgers import ledger
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.config.compose import compose as composed
 from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.coverage import invariance
-from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import memory as room
 from tp_invariant_recipes.ledger.lines import DATA_SHARDS, Header, identity_differences
 from tp_invariant_recipes.settings.run_config import typed
@@ -35,35 +32,6 @@ def test_the_default_is_dp(overrides, shards):
     found = tree(*overrides)
     assert found["numerics"].get("data_shards") == shards
     assert identity(found, None).get(DATA_SHARDS) == shards
-
-
-REFUSED = {
-    "dp=3 gbs=6": "dp=3: the tree over data-parallel ranks needs a power of two; the largest that fits gbs=6 is dp=2",
-    "gbs=8 numerics.data_shards=3": "numerics.data_shards=3: must be a power of two",
-    "gbs=8 numerics.data_shards=0": "numerics.data_shards=0: must be a power of two",
-    "gbs=8 dp=4 numerics.data_shards=2": "dp=4 does not divide numerics.data_shards=2",
-    "gbs=24 numerics.data_shards=16": "does not divide gbs=24; the largest that fits is numerics.data_shards=8",
-    "gbs=8 numerics=stock numerics.data_shards=4": "numerics=stock has no data shards; leave it out",
-}
-
-
-@pytest.mark.parametrize("overrides", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(overrides):
-    with pytest.raises(ConfigError) as refused:
-        tree(*overrides.split())
-    assert REFUSED[overrides] in str(refused.value)
-
-
-def test_a_step_has_one_size():
-    for shards, problems in ((1, 0), (2, 1)):
-        changed = with_fields(tree("gbs=4", f"numerics.data_shards={shards}"), train__rampup_batch_size=[1, 1, 4])
-        found = invariance.limits(changed)
-        assert len(found) == problems
-        assert all("train.rampup_batch_size changes it; leave it unset" in one for one in found)
-
-
-def test_what_a_refusal_proposes_fits():
-    assert invariance.limits(tree("gbs=24", "numerics.data_shards=8")) == []
 
 
 def test_micro_batches_are_no_part_of_the_identity():
@@ -123,12 +91,6 @@ def test_a_comparison_names_the_key():
     two, four = (ledger(header=_header(**{DATA_SHARDS: shards})) for shards in (2, 4))
     line = verdict_line(compare(two, four))
     assert line.endswith(f"{DATA_SHARDS} is 2 and 4; train both with {DATA_SHARDS}=4")
-
-
-def test_only_a_distributed_optimizer_gathers_weights():
-    with pytest.raises(ConfigError, match="only a distributed optimizer gathers weights"):
-        tree("ddp.overlap_param_gather=true")
-    assert tree("ddp.overlap_param_gather=true", "optimizer.use_distributed_optimizer=true")
 
 
 @pytest.mark.parametrize(

@@ -23,36 +23,6 @@ def test_the_recipes_are_covered(model, layout):
     assert compose(model, ["numerics=tree", *layout], device="gpu").tree["numerics"]["mode"] == "tree"
 
 
-# What is changed, and what the line about it says after "numerics=tree: ".
-BEYOND = (
-    ({"model__expert_tensor_parallel_size": 2}, "experts split over ranks"),
-    ({"model__tensor_model_parallel_size": 2}, "experts under tensor parallelism need sequence parallelism"),
-    ({"model__expert_model_parallel_size": 3}, "each expert needs one rank that computes it"),
-    ({"model__num_moe_experts": 12, "model__expert_model_parallel_size": 8}, "each expert needs one rank"),
-    ({"model__moe_ffn_hidden_size": 48}, "on a CPU model.moe_ffn_hidden_size must be a multiple of 32"),
-    (
-        {"model__num_moe_experts": 1, "model__seq_length": 64},
-        "on a CPU seq / numerics.virtual_shards / numerics.context_shards * model.num_moe_experts",
-    ),
-    ({"model__activation_func": "torch.nn.functional.gelu"}, "of the experts' activations"),
-    ({"model__gated_linear_unit": False}, "of the experts' activations"),
-    ({"model__moe_router_load_balancing_type": "sinkhorn"}, "other sums stand in the router"),
-    ({"model__moe_router_load_balancing_type": ["aux_loss"]}, "other sums stand in the router"),
-    ({"model__moe_router_dtype": "fp64"}, "only model.moe_router_dtype=fp32 or null"),
-    ({"model__moe_token_dispatcher_type": "flex"}, "the flex dispatcher"),
-    ({"model__add_bias_linear": True}, "experts with biases"),
-    *(({f"model__{field}": 1}, f"model.{field} is not covered") for field in experts.OFF),
-)
-
-
-@pytest.mark.parametrize("fields, says", BEYOND, ids=[str(fields) for fields, _ in BEYOND])
-def test_what_has_no_invariant_version_is_refused_under_tree_only(fields, says):
-    (problem,) = invariance.limits(changed(**fields))
-    assert problem.startswith(f"numerics=tree: {says}")
-    assert invariance.limits(changed(**fields, numerics__mode="stock")) == []
-    assert invariance.limits(changed(**(fields | {"model__num_moe_experts": None}))) == []
-
-
 def test_what_says_how_experts_are_computed_has_a_value_that_is_covered():
     for field in experts.HOW:
         (problem,) = invariance.limits(changed(**{f"model__{field}": True}))
@@ -65,12 +35,6 @@ def test_shared_experts_on_a_cpu_are_whole_vectors():
     (problem,) = invariance.limits(changed(model__moe_shared_expert_intermediate_size=64))
     assert problem == "model.moe_shared_expert_intermediate_size=64: on a CPU it must be a multiple of 128"
     assert invariance.limits(changed(model__moe_shared_expert_intermediate_size=128)) == []
-
-
-def test_gather_has_no_experts():
-    assert "numerics=gather: experts are covered by numerics=tree and portable only" in invariance.limits(
-        changed(numerics__mode="gather")
-    )
 
 
 @given(

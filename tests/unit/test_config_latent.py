@@ -4,7 +4,7 @@ import pytest
 
 from tests.trees import with_fields
 from tp_invariant_recipes.config.compose import compose
-from tp_invariant_recipes.coverage import invariance, latent
+from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.settings import schema
 from tp_invariant_recipes.sizing.size import ATTENTION, weights
 
@@ -25,37 +25,6 @@ def test_the_models_are_covered(model, layout):
 def test_the_fused_rotation_is_for_other_attention():
     assert compose("deepseek_v3_toy", device="gpu").tree["model"]["apply_rope_fusion"] is False
     assert compose("qwen3_toy", device="gpu").tree["model"]["apply_rope_fusion"] is True
-
-
-# What is changed, and what the line about it says after "numerics=tree: ".
-BEYOND = (
-    ({"model__multi_latent_attention": False}, "multi-latent attention is covered for MLAModelProvider with"),
-    ({"model__tensor_model_parallel_size": 2, "model__num_moe_experts": None}, "multi-latent attention under tensor"),
-    ({"numerics__context_shards": 2}, "multi-latent attention has no version with context shards"),
-    ({"model__num_query_groups": 16}, "multi-latent attention has keys and values for every head"),
-    ({"model__qk_layernorm": False}, "multi-latent attention is covered with its norms"),
-    ({"model__add_qkv_bias": True}, "multi-latent attention with biases"),
-    ({"model__apply_rope_fusion": True}, "the fused rotation of multi-latent attention"),
-    ({"model__recompute_granularity": "selective"}, "recomputation of multi-latent attention was not shown"),
-    ({"model__mtp_num_layers": 1}, "multi-token prediction is not covered"),
-    ({"model__moe_shared_expert_overlap": True}, "model.moe_shared_expert_overlap is not covered"),
-    ({"model__moe_shared_expert_gate": True}, "model.moe_shared_expert_gate is not covered"),
-    *(({f"model__{field}": True}, f"model.{field} is not covered") for field in latent.OFF),
-)
-
-
-@pytest.mark.parametrize("fields, says", BEYOND, ids=[str(fields) for fields, _ in BEYOND])
-def test_what_has_no_invariant_version_is_refused_under_tree_only(fields, says):
-    (problem,) = invariance.limits(changed(**fields))
-    assert problem.startswith(f"numerics=tree: {says}")
-    assert invariance.limits(changed(**fields, numerics__mode="stock")) == []
-
-
-@pytest.mark.parametrize("mode", ("gather", "portable"))
-def test_other_modes_refuse_it(mode):
-    assert f"numerics={mode}: multi-latent attention is covered by numerics=tree only" in invariance.limits(
-        changed(numerics__mode=mode)
-    )
 
 
 def test_the_field_alone_does_not_make_another_provider_have_it():

@@ -7,40 +7,10 @@ import pytest
 from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.workflows import bench
 
 KEY = "numerics.overlap_exchange"
 ASKED = f"{KEY}=true"
-ON_CPU = f"{ASKED}: on a CPU nothing is exchanged beside a product; {KEY}=false, or device=gpu"
-IN_NO_MODE = f"{ASKED}: numerics={{}} has no such exchange; {KEY}=false, or numerics=tree or numerics=portable"
-# mode, device -> the only problem of a run; None: there is none.
-RUNS = {
-    ("tree", "gpu"): None,
-    ("portable", "gpu"): None,
-    ("stock", "gpu"): IN_NO_MODE.format("stock"),
-    ("gather", "gpu"): IN_NO_MODE.format("gather"),
-    ("tree", "cpu"): ON_CPU,
-    ("portable", "cpu"): ON_CPU,
-}
-
-
-@pytest.mark.parametrize("tp", (1, 2))
-@pytest.mark.parametrize("mode, device", RUNS)
-def test_only_tree_and_portable_on_gpus_have_it(mode, device, tp):
-    overrides, problem = [f"numerics={mode}", f"tp={tp}"], RUNS[mode, device]
-    assert not compose("qwen3_toy", [*overrides, f"{KEY}=false"], device=device).config.numerics.overlap_exchange
-    if problem is None:
-        assert compose("qwen3_toy", [*overrides, ASKED], device=device).config.numerics.overlap_exchange
-        return
-    with pytest.raises(ConfigError) as refused:
-        compose("qwen3_toy", [*overrides, ASKED], device=device)
-    assert refused.value.problems == (problem,)
-
-
-def test_a_number_is_refused():
-    with pytest.raises(ConfigError, match=f"{KEY}=2: expected bool"):
-        compose("qwen3_toy", [f"{KEY}=2"], device="gpu")
 
 
 def test_runs_with_and_without_it_are_comparable():

@@ -1,0 +1,556 @@
+"""What composing refuses: one table of families, each with the words that a message must have.
+
+A family is a run, the settings that are refused in it, and neighbours of these that compose without a problem.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from tp_invariant_recipes.config import hydra_tree
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import parse
+from tp_invariant_recipes.coverage import experts, invariance, latent
+from tp_invariant_recipes.coverage import lora as lora_coverage
+from tp_invariant_recipes.coverage.invariance import OR_STOCK
+from tp_invariant_recipes.errors import ConfigError
+
+ANYWHERE = "…"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One run and what it must not be asked.
+
+    run:      the model and overrides, as typed.
+    refused:  settings, separated by spaces -> how the only problem begins, after `begins`; or, after ANYWHERE, what it
+              contains.
+    taken:    overrides that this run may have.
+    taken_fields: single fields of its tree that may be replaced.
+    typed:    whether refused settings are overrides that Hydra composes. If not, they replace single fields of the
+              tree of `run`, which takes a tenth of the time, and no other field follows them.
+    beside:   refused settings -> how the problems begin that they have under any numerics, beside the one of the row.
+    takes:    other options of numerics, with which the same settings have no problem but those of `beside`.
+    """
+
+    run: str
+    refused: dict[str, str]
+    begins: str = ""
+    taken: Sequence[str] = ()
+    taken_fields: Sequence[str] = ()
+    typed: bool = False
+    beside: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
+    takes: Sequence[str] = ()
+
+
+def problems(run: str, changes: str = "") -> list[str]:
+    """What is wrong with a run when single fields of its tree are changed, OR_STOCK left out. On a CPU by default."""
+    model, *overrides = run.split()
+    own = hydra_tree.composed
+
+    def changed(*arguments: Any) -> dict[str, Any]:
+        tree = own(*arguments)
+        for one in map(parse, changes.split()):
+            section, _, name = one.path.partition(".")
+            value = one.parsed.value()
+            if name:
+                tree.setdefault(section, {})[name] = value
+            else:
+                tree[section] = value
+        return tree
+
+    with mock.patch.object(hydra_tree, "composed", changed if changes else own):
+        try:
+            compose(model, overrides, device="cpu")
+        except ConfigError as error:
+            return [problem for problem in error.problems if problem != OR_STOCK]
+    return []
+
+
+def fits(problem: str, says: str, begins: str = "") -> bool:
+    """Whether a problem has the words of a row."""
+    if says.startswith(ANYWHERE):
+        return problem.startswith(begins) and says.removeprefix(ANYWHERE) in problem
+    return problem.startswith(begins + says)
+
+
+def each(names: Sequence[str], value: str, says: str, **others: str) -> dict[str, str]:
+    """A row for each of several fields, `says` with the field's path in it. others: values of fields of other types."""
+    return {f"{path}={others.get(path.rpartition('.')[2], value)}": says.format(path) for path in names}
+
+
+def own(says: str, settings: str) -> dict[str, str]:
+    """A row for each of several settings that a message begins with, followed by `says`."""
+    return {one: f"{one}: {says}" for one in settings.split()}
+
+
+def of(section: str, names: Sequence[str]) -> list[str]:
+    return [f"{section}.{name}" for name in names]
+
+
+TREE = "numerics=tree: "
+PORTABLE = "numerics=portable: "
+PRECISION_AWARE = "optimizer.use_precision_aware_optimizer"
+OTHER_MODES = ("gather", "portable")
+
+NUMBERS = Family(
+    "qwen3_toy numerics=stock",
+    {
+        **own(
+            "must be at least 1",
+            "tokenizer.vocab_size=-1 seq=0 model.num_layers=0 model.num_query_groups=0 logger.log_interval=0 "
+            "train.exit_interval=0 dist.distributed_timeout_minutes=0 slurm.tries=0",
+        ),
+        **own(
+            "must be at least 0",
+            "optimizer.clip_grad=-1 save=-1 optimizer.weight_decay=-0.1 scheduler.lr_warmup_iters=-1 "
+            "validation.eval_iters=-1",
+        ),
+        **own("must be at least 0 and below 1", "model.attention_dropout=2 optimizer.adam_beta2=1.0"),
+        **own("must be a finite number", "optimizer.clip_grad=nan lr=inf"),
+        "lr=1e400": "lr=inf: must be a finite number",
+        **own("must be above 0", "optimizer.adam_eps=0"),
+        **own("must be a multiple of 8; the next that is: 8", "model.hidden_size=7"),
+        **own("must be from 1 to 4278190080", "seed=0"),
+        "rng.seed=-5": "seed=-5: must be from 1 to 4278190080",
+    },
+    taken=(
+        "optimizer.clip_grad=0",
+        "model.hidden_size=136",
+        "seed=1",
+        "lr=0.001",
+        "model.attention_dropout=0.99",
+        "save=0",
+        "optimizer.adam_beta2=0.0",
+        "optimizer.grad_norm_skip_threshold=inf",
+        "checkpoint.most_recent_k=-1",
+        "tokenizer.null_tokenizer_pad_id=-1",
+    ),
+)
+
+RELATIONS = Family(
+    "qwen3_toy numerics=stock",
+    {
+        "model.num_attention_heads=3": "model.num_attention_heads=3 is not a multiple of model.num_query_gr",
+        "checkpoint.load=nope": "checkpoint.load=nope: tpi train --resume RUN continues a run",
+        "scheduler.lr_warmup_iters=50": "scheduler.lr_warmup_iters=50 is not below iters=50",
+        "mbs=8": "gbs=4 is not a multiple of mbs * dp = 8 * 1",
+        "validation.eval_interval=5": "validation.eval_interval without validation.eval_iters",
+        "tokenizer.vocab_size=513": "tokenizer.vocab_size=513 is more than model.vocab_size=512",
+        "checkpoint.save=x": "checkpoint.save=x: checkpoints go to run.dir/checkpoints",
+        "dataset.path_to_cache=x": "dataset.path_to_cache=x: the index of the data goes to run.dir",
+        "dataset.reset_attention_mask=true": "dataset.reset_attention_mask=true: Megatron-Bridge trains wit",
+        f"{PRECISION_AWARE}=true": f"{PRECISION_AWARE}=true: it is Transformer Engine's Adam; ",
+        "model.num_attention_heads=6 model.num_query_groups=6 model.kv_channels=null": "model.hidden_size=128 is not "
+        "a multiple of model.num_attention_heads=6",
+        "logger.tensorboard_dir=x logging.kind=tensorboard": "logger.tensorboard_dir=x",
+        "logger.wandb_exp_name=x logging.kind=wandb": "logger.wandb_exp_name=x",
+    },
+    taken=(
+        "model.num_attention_heads=16",
+        "model.num_query_groups=4",
+        "scheduler.lr_warmup_iters=49",
+        "validation.eval_iters=1",
+        "tokenizer.vocab_size=512",
+        "model.num_attention_heads=6 model.num_query_groups=6 model.kv_channels=16",
+        "logger.tensorboard_dir=x",
+    ),
+)
+
+BLEND = Family("qwen3_toy numerics=stock data=text data.path=a.txt", {"dataset.blend=[[a],null]": "dataset.blend="})
+
+NUMBERS_OF_EXPERTS = Family(
+    "qwen3_moe_toy numerics=stock",
+    {
+        "model.moe_router_topk=9": "model.moe_router_topk=9 is more than model.num_moe_experts=8",
+        "model.num_moe_experts=0": "model.num_moe_experts=0: must be at least 1",
+    },
+    taken=("model.moe_router_topk=8",),
+)
+
+INVARIANCE = Family(
+    "qwen3_toy numerics=tree",
+    {
+        "model.use_mamba_mem_eff_path=false": "Megatron's other path through a Mamba layer",
+        "model.normalization=LayerNorm": "only model.normalization=RMSNorm",
+        "numerics.initial_weights=megatron": "Megatron draws other weights",
+        "numerics.grad_norm=fp64": "an fp64 sum still depends on its order",
+        "model.layernorm_zero_centered_gamma=true": "zero-centred norm weights",
+        "model.add_bias_linear=true model.bias_activation_fusion=true model.gated_linear_unit=false": "a bias fused "
+        "into an ungated activation",
+        "ddp.delay_wgrad_compute=true": "ddp.delay_wgrad_compute=true: norm weight gradients are complete only",
+        "ddp.grad_reduce_in_fp32=false": "ddp.grad_reduce_in_fp32=false: gradients are accumulated in fp32",
+        "optimizer.optimizer=muon": "optimizer.optimizer=muon: only adam and sgd",
+        "dist.use_sharp=true": "dist.use_sharp=true: sums inside a switch",
+        "model.gtp_weight_remat_size=2": "weights spread over more ranks",
+        "model.position_embedding_type=learned_absolute": "only rotary positions",
+        **each(
+            of("model", invariance.OFF),
+            "true",
+            "{} is not covered",
+            experimental_attention_variant="dsa",
+            symmetric_ar_type="two_shot",
+        ),
+        "model.attention_backend=flash": "of attention only auto, fused, unfused and local are covered",
+        "model.softmax_type=learnable": "only the plain softmax",
+        "model.fp8=hybrid": "FP8 and FP4 scales",
+        "mixed_precision=fp16_mixed": "…only bf16_mixed is covered",
+        "mixed_precision=bf16_with_fp8_hybrid": "…FP8 and FP4 scales",
+        "model.tp_comm_overlap=true": "overlapped collectives",
+        "model.delay_wgrad_compute=true": "delayed weight gradients",
+        "model.cross_entropy_loss_fusion=true": "the fused cross entropy",
+        "model.disable_bf16_reduced_precision_matmul=false": "cuBLAS may add parts of a product in bf16",
+        "model.hidden_dropout=0.1": "dropout",
+        "model.attention_dropout=0.1": "dropout",
+        "model.cp_comm_type=p2p": "of context parallelism only the exchange of heads keeps attention whole",
+        "dataset.dataloader_type=cyclic": "which sequences a rank computes depends on dp",
+        "model.mtp_num_layers=1": "multi-token prediction",
+    },
+    begins=TREE,
+    taken=("tp=8", "tp=4 sp=false", "tp=2 pp=2 dp=2 gbs=4", "model.num_layers=3"),
+    beside={
+        "model.gtp_weight_remat_size=2": "digests: weights spread over more ranks",
+        "model.fp8=hybrid": "FP8 and FP4 products need Transformer Engine on a GPU",
+        "mixed_precision=bf16_with_fp8_hybrid": "FP8 and FP4 products need Transformer Engine on a GPU",
+    },
+    takes=("stock",),
+)
+
+EXPERTS = Family(
+    "qwen3_moe_toy numerics=tree",
+    {
+        "model.expert_tensor_parallel_size=2": "experts split over ranks",
+        "model.tensor_model_parallel_size=2": "experts under tensor parallelism need sequence parallelism",
+        "model.expert_model_parallel_size=3": "each expert needs one rank that computes it",
+        "model.num_moe_experts=12 model.expert_model_parallel_size=8": "each expert needs one rank",
+        "model.moe_ffn_hidden_size=48": "on a CPU model.moe_ffn_hidden_size must be a multiple of 32",
+        "model.num_moe_experts=1 model.seq_length=64": "on a CPU seq / numerics.virtual_shards / "
+        "numerics.context_shards * model.num_moe_experts",
+        "model.activation_func=torch.nn.functional.gelu": "of the experts' activations",
+        "model.gated_linear_unit=false": "of the experts' activations",
+        "model.moe_router_load_balancing_type=sinkhorn": "other sums stand in the router",
+        "model.moe_router_load_balancing_type=[aux_loss]": "other sums stand in the router",
+        "model.moe_router_dtype=fp64": "only model.moe_router_dtype=fp32 or null",
+        "model.moe_token_dispatcher_type=flex": "the flex dispatcher",
+        "model.add_bias_linear=true": "experts with biases",
+        **each(of("model", experts.OFF), "1", "{} is not covered", moe_input_jitter_eps="0.5"),
+    },
+    begins=TREE,
+    beside={
+        "model.expert_tensor_parallel_size=2": "etp * ep * pp = 2 does not divide the 1 ranks",
+        "model.expert_model_parallel_size=3": "ep=3 does not divide model.num_moe_experts=8",
+        "model.num_moe_experts=12 model.expert_model_parallel_size=8": "ep=8 does not divide model.num_moe_experts=12",
+        "model.num_moe_experts=1 model.seq_length=64": "model.moe_router_topk=2 is more than model.num_moe_experts=1",
+    },
+    takes=("stock",),
+)
+
+LATENT = Family(
+    "deepseek_v3_toy numerics=tree",
+    {
+        "model.multi_latent_attention=false": "multi-latent attention is covered for MLAModelProvider with",
+        "model.tensor_model_parallel_size=2 model.num_moe_experts=null": "multi-latent attention under tensor",
+        "model.num_query_groups=16": "multi-latent attention has keys and values for every head",
+        "model.qk_layernorm=false": "multi-latent attention is covered with its norms",
+        "model.add_qkv_bias=true": "multi-latent attention with biases",
+        "model.apply_rope_fusion=true": "the fused rotation of multi-latent attention",
+        "model.recompute_granularity=selective": "recomputation of multi-latent attention was not shown",
+        "model.mtp_num_layers=1": "multi-token prediction is not covered",
+        "model.moe_shared_expert_overlap=true": "model.moe_shared_expert_overlap is not covered",
+        "model.moe_shared_expert_gate=true": "model.moe_shared_expert_gate is not covered",
+        **each(of("model", latent.OFF), "true", "{} is not covered"),
+    },
+    begins=TREE,
+    beside={
+        "model.num_query_groups=16": "model.num_attention_heads=8 is not a multiple of model.num_query_groups=16",
+    },
+    takes=("stock",),
+)
+
+LATENT_SHARDS = Family(
+    "deepseek_v3_toy",
+    {"numerics.context_shards=2": "multi-latent attention has no version with context shards"},
+    begins=TREE,
+    taken=("numerics.context_shards=1",),
+    typed=True,
+)
+
+LORA = Family(
+    "qwen3_toy numerics=tree peft=lora checkpoint.pretrained_checkpoint=base",
+    {
+        "model.num_moe_experts=8": "LoRA is covered for dense models",
+        "model._target_=megatron.bridge.models.hybrid.hybrid_provider.HybridModelProvider": "LoRA is covered for",
+        "peft.target_modules=[in_proj]": "of layers only linear_qkv, linear_fc1, linear_proj, linear_fc2",
+        "peft.target_modules=['*.layers.0.*.linear_qkv']": "of layers only linear_qkv",
+        "peft.target_modules=[]": "of layers only linear_qkv",
+        "peft.dropout=0.1": "dropout of adapters draws other numbers in every layout; peft.dropout=0",
+        "model.cuda_graph_impl=full_iteration": "adapters have not been captured in CUDA graphs; cuda_graph=off",
+        "model.pipeline_model_parallel_layout=Et*2L": "a stage without layers has no adapter",
+        **each(
+            of("peft", lora_coverage.OFF),
+            "[x]",
+            "{} is not covered; leave it unset",
+            a2a_experimental="true",
+            sequence_parallel_input_regather="true",
+        ),
+    },
+    begins=TREE,
+    beside={"model.cuda_graph_impl=full_iteration": "cuda_graph=full: CUDA graphs need a GPU"},
+    takes=("stock",),
+)
+
+LORA_SETTINGS = Family(
+    "qwen3_toy peft=lora checkpoint.pretrained_checkpoint=base",
+    {
+        "peft.dim=6 tp=4": "tp=4 does not divide peft.dim=6, whose rows the ranks share; peft.dim=8",
+        "peft.dim=0": "peft.dim=0: must be at least 1",
+        "peft.dropout=2": "peft.dropout=2: must be from 0 to 1",
+        "peft.dimension=8": "peft.dimension: no such field of LoRA",
+        "peft.lora_A_init_method=uniform": "…adapters begin with xavier, normal, kaiming, zero only",
+        "peft=dora": "…unknown peft 'dora'",
+        "checkpoint.pretrained_checkpoint=null": "…LoRA adapts weights that are there: weights=FOLDER "
+        "of Hugging Face, or",
+    },
+    taken=("peft.dim=8 tp=4", "peft.dim=16 tp=2"),
+    typed=True,
+)
+
+LORA_TARGETS = Family(
+    "qwen3_toy tp=4 numerics=stock peft=lora checkpoint.pretrained_checkpoint=base",
+    {
+        "peft.target_modules=[linear_qvk]": "peft.target_modules: no layer is named linear_qvk; "
+        "did you mean 'linear_qkv'",
+        "peft.dim=6": "tp=4 does not divide peft.dim=6",
+    },
+    taken=("peft.dropout=0.0",),
+    taken_fields=("peft.target_modules=[linear_qkv]", "peft.dim=6 peft.target_modules=[linear_proj]"),
+)
+
+LORA_IN_OTHER_MODES = Family(
+    "qwen3_toy peft=lora checkpoint.pretrained_checkpoint=base numerics=tree",
+    {
+        "numerics=gather": "…numerics=gather: LoRA is covered by numerics=tree only",
+        "numerics=portable": "…numerics=portable: LoRA is covered by numerics=tree only",
+        "numerics.context_shards=2": "…LoRA has no version with context shards; cp=1",
+    },
+    taken=("numerics=stock",),
+    typed=True,
+)
+
+GRAPHS = Family(
+    "qwen3_toy device=gpu",
+    {
+        "cuda_graph=full numerics=gather": "…its layers have not been captured; cuda_graph=off",
+        "cuda_graph=te numerics=gather": "…its layers have not been captured; cuda_graph=off",
+        "cuda_graph=te numerics=portable": "…captured with the whole step only; cuda_graph=full, or off",
+        "cuda_graph=te cp=2": "…a captured layer gets a mask",
+        "cuda_graph=te numerics.context_shards=2": "…a captured layer gets a mask",
+        "cuda_graph=full pp=2": "…stages wait for each other where a captured step cannot; pp=1",
+        "cuda_graph=full cluster.environment.TPI_CHECK_PRODUCTS=1": "…TPI_CHECK_PRODUCTS=1 compares products",
+    },
+    begins="numerics=",
+    taken=("cuda_graph=full cp=2", "cuda_graph=te pp=2", "cuda_graph=full numerics=portable"),
+    typed=True,
+)
+
+SHARDS_OF_TWO = "; the largest that fits is numerics.virtual_shards=1"
+MAMBA = Family(
+    "nemotron3_nano_toy numerics=tree numerics.virtual_shards=2",
+    {
+        **{
+            f"model.hybrid_layer_pattern='{pattern}'": "…numerics=tree: of hybrid layers only M, *, - and E have "
+            "invariant versions"
+            for pattern in ("MG", "MD", "M*/M*")
+        },
+        **{
+            f"model.{field}=9": f"numerics.virtual_shards=2 does not divide model.{field}=9{SHARDS_OF_TWO}"
+            for field in ("mamba_num_groups", "mamba_num_heads")
+        },
+    },
+    beside={f"model.{field}=9": "model.mamba_num_heads=" for field in ("mamba_num_groups", "mamba_num_heads")},
+    takes=("stock",),
+    taken_fields=("model.hybrid_layer_pattern='M*-EM'", "model.mamba_num_groups=8"),
+)
+
+DATA_SHARDS = Family(
+    "qwen3_toy gbs=8",
+    {
+        "dp=3 gbs=6": "dp=3: the tree over data-parallel ranks needs a power of two; the largest that "
+        "fits gbs=6 is dp=2",
+        "numerics.data_shards=3": "numerics.data_shards=3: must be a power of two",
+        "numerics.data_shards=0": "numerics.data_shards=0: must be a power of two",
+        "dp=4 numerics.data_shards=2": "dp=4 does not divide numerics.data_shards=2",
+        "gbs=24 numerics.data_shards=16": "…does not divide gbs=24; the largest that fits is numerics.data_shards=8",
+        "numerics=stock numerics.data_shards=4": "…numerics=stock has no data shards; leave it out",
+        "ddp.overlap_param_gather=true": "…only a distributed optimizer gathers weights",
+    },
+    taken=(
+        "dp=2",
+        "dp=4 numerics.data_shards=4",
+        "gbs=24 numerics.data_shards=8",
+        "ddp.overlap_param_gather=true optimizer.use_distributed_optimizer=true",
+    ),
+    typed=True,
+)
+
+CONTEXT_SHARDS = Family(
+    "qwen3_toy",
+    {
+        "numerics.context_shards=3": "numerics.context_shards=3: must be a power of two",
+        "numerics.context_shards=0": "numerics.context_shards=0: must be a power of two",
+        "cp=3 seq=96": "numerics.context_shards=3: must be a power of two",
+        "cp=4 numerics.context_shards=2": "cp=4 does not divide numerics.context_shards=2",
+        "tp=4 cp=4": "tp=4 * cp=4 does not divide numerics.virtual_shards=8, whose heads the ranks share; the "
+        "largest that fits is cp=2",
+        "seq=64 numerics.context_shards=16": "…do not divide seq=64; the largest that fits is "
+        "numerics.context_shards=8",
+        "numerics.context_shards=null": "numerics.context_shards must be a number",
+        "cp=2 numerics=gather": "…context parallelism is covered by numerics=tree only; cp=1",
+        "numerics.context_shards=2 numerics=portable": "…cp has no portable version; cp=1, and leave",
+        "numerics.context_shards=2 numerics=stock": "…numerics=stock has no context shards; leave it out",
+    },
+    taken=(
+        "tp=4 cp=2",
+        "seq=64 numerics.context_shards=8",
+        "cp=2 numerics.context_shards=4",
+    ),
+    typed=True,
+)
+
+RAMP = "train.rampup_batch_size=[1,1,4]"
+STEPS = Family(
+    "qwen3_toy gbs=4 numerics.data_shards=2",
+    {RAMP: "…train.rampup_batch_size changes it; leave it unset"},
+    taken_fields=(f"numerics.data_shards=1 {RAMP}",),
+)
+EXCHANGES = Family(
+    "qwen3_toy cp=2",
+    {
+        f"model.cp_comm_type={kind}": "…; model.cp_comm_type=a2a"
+        for kind in ("p2p", "all_gather", "'a2a+p2p'", "[a2a,p2p]")
+    },
+    taken_fields=("model.cp_comm_type=a2a",),
+)
+
+OVERLAP_EXCHANGE = "numerics.overlap_exchange=true"
+ON_GPUS = Family(
+    "qwen3_toy device=gpu",
+    {
+        **{
+            f"numerics={mode} tp={tp} {OVERLAP_EXCHANGE}": f"{OVERLAP_EXCHANGE}: numerics={mode} has no such exchange; "
+            "numerics.overlap_exchange=false, or numerics=tree or numerics=portable"
+            for mode in ("stock", "gather")
+            for tp in (1, 2)
+        },
+        "numerics.overlap_exchange=2": "numerics.overlap_exchange=2: expected bool",
+    },
+    taken=[f"numerics={mode} tp={tp} {OVERLAP_EXCHANGE}" for mode in ("tree", "portable") for tp in (1, 2)],
+    typed=True,
+)
+ON_CPUS = Family(
+    "qwen3_toy",
+    {
+        f"numerics={mode} tp={tp} {OVERLAP_EXCHANGE}": f"{OVERLAP_EXCHANGE}: on a CPU nothing is exchanged beside a "
+        "product; numerics.overlap_exchange=false, or device=gpu"
+        for mode in ("tree", "portable")
+        for tp in (1, 2)
+    },
+    taken=[f"numerics={mode} tp={tp} numerics.overlap_exchange=false" for mode in ("tree", "gather") for tp in (1, 2)],
+    typed=True,
+)
+
+PORTABLE_RUN = Family(
+    "qwen3_toy numerics=portable",
+    {
+        "model.transformer_impl=transformer_engine": "…model.transformer_impl=local",
+        "precision=fp32": "…precision=bf16",
+        "precision=fp8_tensorwise": "…stated for bf16 only; precision=bf16",
+        "cp=2": "…cp has no portable version; cp=1",
+        "model.hidden_dropout=0.1": "…dropout draws other numbers in every layout",
+        "model.add_bias_linear=true": "…biases of projections have no portable version",
+        "model.rotary_interleaved=true": "…of positions only rotary ones in halves",
+        "optimizer.optimizer=sgd": "…of optimizers only Adam has a portable version",
+        "optimizer.use_precision_aware_optimizer=true": "…Adam's moments are fp32",
+        "numerics.grad_norm=fp64": "…numerics.grad_norm=exact",
+        "scheduler.lr_decay_style=inverse-square-root": "…scheduler.lr_decay_style one of constant, linear, cosine",
+    },
+    begins=PORTABLE,
+    beside={
+        "precision=fp8_tensorwise": (
+            "FP8 and FP4 products need Transformer Engine on",
+            f"{PORTABLE}FP8 and FP4 scales",
+        ),
+        f"{PRECISION_AWARE}=true": f"{PRECISION_AWARE}=true: it is Transformer Engine's Adam",
+    },
+    taken=("tp=1", "tp=4 sp=false", "tp=2 pp=2 dp=2 gbs=4"),
+    typed=True,
+)
+
+PORTABLE_FIELDS = Family(
+    "qwen3_toy numerics=portable",
+    {
+        "model.activation_func=torch.nn.functional.gelu": "of activations only SwiGLU has a portable version",
+        "model.gated_linear_unit=false": "of activations only SwiGLU has a portable version",
+        "model.attention_backend=unfused": "it has an attention of its own; model.attention_backend=auto",
+    },
+    begins=PORTABLE,
+)
+OF_TREE = ("optimizer.optimizer=sgd", "precision=fp32", "optimizer.use_distributed_optimizer=true")
+OF_TREES_EXPERTS = ("model.moe_router_dtype=fp32", "model.moe_expert_capacity_factor=1.0")
+
+PORTABLE_EXPERTS = Family(
+    "qwen3_moe_toy numerics=portable",
+    {
+        "model.moe_router_score_function=sigmoid": "of routers only softmax has a portable version",
+        "model.moe_router_load_balancing_type=seq_aux_loss": "…of balancing losses only aux_loss has a portable "
+        "version",
+        **{
+            f"model.{field}": f"…experts with model.{field.partition('=')[0]} have no portable version"
+            for field in (
+                "moe_shared_expert_intermediate_size=64",
+                "moe_expert_capacity_factor=1.0",
+                "moe_router_enable_expert_bias=true",
+                "moe_router_group_topk=2",
+                "moe_router_num_groups=2",
+                "moe_router_pre_softmax=true",
+                "moe_router_topk_scaling_factor=2.5",
+                "moe_router_dtype=fp32",
+            )
+        },
+    },
+    begins=PORTABLE,
+    beside={"model.moe_shared_expert_intermediate_size=64": "model.moe_shared_expert_intermediate_size=64: on a CPU"},
+    taken=("tp=1", "tp=2", "tp=2 ep=2", "pp=2"),
+)
+
+RECORDING = Family(
+    "qwen3_toy numerics=stock",
+    {
+        "ledger.digests=-1": "ledger.digests=-1: must be 0 (never) or a number of steps",
+        "ledger.state_digests=-1": "ledger.state_digests=-1: must be at least 0",
+        "optimizer.optimizer_cpu_offload=true": "…optimizer.optimizer_cpu_offload=false",
+        "ledger.trace=99:101": "…the run ends at step 50; raise iters or trace less",
+        "ledger.dump=[weights/x]": "…at which steps? set ledger.trace=FIRST:LAST",
+        "ledger.dump=[weights/x,loss,forward/x] ledger.trace='1:1'": "…ledger.dump: loss, forward/x:",
+        "ddp.use_megatron_fsdp=true": "…ddp.use_megatron_fsdp=false; or record none: ledger.digests=0",
+        "model.gtp_weight_remat_size=2": "…model.gtp_weight_remat_size=1",
+        **{
+            f"ledger.trace='{text}'": "…FIRST:LAST"
+            for text in ("", "3:", ":3", "0:3", "3:2", "a:b", "1:2:3", "-1:2", "1.0:2")
+        },
+    },
+    taken=(
+        "ledger.digests=0 ddp.use_megatron_fsdp=true",
+        "ledger.trace='49:50'",
+        *(
+            f"ledger.dump=[{name}] ledger.trace='1:1'"
+            for name in (
+                "forward/decoder.layers.0.mlp/output",
+                "backward/model/input.1",
+                "gradients/a.b",
+                "weights/a.b",
+            )
+        ),
+    ),
+)
