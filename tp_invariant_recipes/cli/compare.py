@@ -1,6 +1,5 @@
 """`tpi compare`: did these runs compute the same bits?"""
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ from tp_invariant_recipes.host import terminal
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.compare.compare import Comparison
-    from tp_invariant_recipes.compare.log_compare import PrintedComparison
+    from tp_invariant_recipes.compare.log_compare import LogComparison
 
 _COLOURS = {0: "green", 1: "red", 2: "yellow"}  # by exit status
 _ROWS = 12  # of parameters, without --all
@@ -40,8 +39,8 @@ def compare(
 
     Runs with the same model, data set and seed are comparable, whatever their layout. tpi compares everything that both
     ledgers hold of every common step: loss, gradient norm, learning rate, digests of gradients, master weights and
-    optimizer moments, traces. It names the first difference in the order of execution. Of a text log it compares the
-    printed digits only, and equal digits do not prove equal bits. Exit status: 0 identical, 1 different, 2 not
+    optimizer moments, traces. It names the first difference in the order of execution. Of two text logs it compares
+    the printed numbers, and equal digits do not prove equal bits. Exit status: 0 identical, 1 different, 2 not
     comparable or unreadable.
 
     \b
@@ -66,46 +65,58 @@ def compare(
     raise typer.Exit(exit_status(comparisons))
 
 
-def _compare_all(runs: list[Path]) -> "tuple[Comparison | PrintedComparison, ...]":
+def _compare_all(runs: list[Path]) -> "tuple[Comparison, ...] | tuple[LogComparison, ...]":
     from tp_invariant_recipes.compare.compare import compare_all
-    from tp_invariant_recipes.compare.log_compare import compare_printed
-    from tp_invariant_recipes.compare.log_parser import read_log
+    from tp_invariant_recipes.compare.log_compare import compare_logs, read_log
     from tp_invariant_recipes.ledger.open import streamed
-    from tp_invariant_recipes.ledger.reader import Ledger
 
     if len(runs) < 2:
         raise LedgerError("a comparison needs two runs: tpi compare RUN_A RUN_B")
     with progress.signs_of_life(terminal.console(stderr=True)) as signs:
-        first, *others = [read_log(run) or streamed(run, progress=signs.reading(run)) for run in runs]
-        printed = partial(compare_printed, progress=signs.counting("comparing: step"))
-        if not isinstance(first, Ledger):
-            return tuple(printed(first, other) for other in others)
-        ledgers = [other for other in others if isinstance(other, Ledger)]
-        bits = iter(compare_all(first, ledgers, progress=signs.counting("comparing: step")))
-        return tuple(next(bits) if isinstance(other, Ledger) else printed(first, other) for other in others)
+        read = {run: read_log(run) for run in runs}
+        logs = [log for run in runs if (log := read[run])]
+        if len(logs) == len(runs):
+            return tuple(compare_logs(logs[0], other) for other in logs[1:])
+        first, *others = [streamed(run, progress=signs.reading(run)) for run in runs if not read[run]]
+        if logs:
+            raise LedgerError(
+                f"{logs[0].path} is a text log, and {first.path} a ledger: compare logs with logs; a run of tpi has "
+                "its log in logs/bridge.log"
+            )
+        return compare_all(first, others, progress=signs.counting("comparing: step"))
 
 
-def _print(comparisons: "tuple[Comparison | PrintedComparison, ...]", every: bool) -> None:
-    from tp_invariant_recipes.compare import log_compare
+def _print(comparisons: "tuple[Comparison, ...] | tuple[LogComparison, ...]", every: bool) -> None:
     from tp_invariant_recipes.compare.compare import Comparison
-    from tp_invariant_recipes.compare.text import header_rows, remarks, verdict_line
+    from tp_invariant_recipes.compare.text import header_rows
 
     console = terminal.console()
     said = set()
     for one in comparisons:
-        line = Text(one_line(verdict_line(one) if isinstance(one, Comparison) else log_compare.line(one)))
-        line.stylize(f"bold {_COLOURS[one.exit_status]}", 0, len(one.verdict.value))
-        prefix = f"{one_line(log_compare.called(one.b))}: " if len(comparisons) > 1 else ""
+        name, verdict, words, sentences = _words(one)
+        line = Text(one_line(words))
+        line.stylize(f"bold {_COLOURS[one.exit_status]}", 0, len(verdict))
+        prefix = f"{one_line(name)}: " if len(comparisons) > 1 else ""
         console.print(Text(prefix) + line, soft_wrap=True)
         if isinstance(one, Comparison):
             _print_parameters(console, one, every)
             rows = header_rows(one)
             if rows:
                 console.print(_table(one, rows))
-        for sentence in remarks(one) if isinstance(one, Comparison) else log_compare.remarks(one):
+        for sentence in sentences:
             if sentence not in said:
                 console.print(Text(one_line(sentence), style="dim"), soft_wrap=True)
             said.add(sentence)
+
+
+def _words(one: "Comparison | LogComparison") -> tuple[str, str, str, tuple[str, ...]]:
+    """The name of the second run, the verdict, the line that starts with it, and the remarks below."""
+    from tp_invariant_recipes.compare import log_compare
+    from tp_invariant_recipes.compare.text import remarks, run_name, verdict_line
+
+    if isinstance(one, log_compare.LogComparison):
+        return str(one.b.path), one.verdict, log_compare.line(one), log_compare.remarks(one)
+    return run_name(one.b), one.verdict.value, verdict_line(one), remarks(one)
 
 
 def _print_parameters(console: Console, comparison: "Comparison", every: bool) -> None:

@@ -1,31 +1,39 @@
-"""Compare the numbers in two logs, or in a log and a ledger, digit by digit. Equal digits do not prove equal bits."""
+"""Compare the numbers that two logs of Megatron-LM or Megatron-Bridge print. Equal digits do not prove equal bits.
 
-from collections import Counter
-from collections.abc import Sequence
+    [2026-01-31 09:16:19] iteration        1/     100 | consumed samples:            8 | elapsed time per iteration
+    (ms): 176.4 | learning rate: 3.000000E-05 | global batch size:     8 | lm loss: 1.254514E+01 | loss scale: 1.0 |
+    grad norm: 32.962 | number of skipped iterations:   0 | number of nan iterations:   0 |
+
+(one line in the log). A loss that is not a number is missing in its line.
+"""
+
+import os
+import re
 from dataclasses import asdict, dataclass
-from decimal import Decimal, InvalidOperation
-from enum import Enum
+from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.compare.explanation import run_name
-from tp_invariant_recipes.compare.log_parser import LOSS, NORM, RATE, Log, digits, is_count, printed_ledger
-from tp_invariant_recipes.ledger.reader import Ledger, Progress
+from tp_invariant_recipes.ledger.lines import KIND
+from tp_invariant_recipes.ledger.open import beginning
+from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, contents
 
-LedgerOrLog = Ledger | Log
-# Fields in the order of execution. Other fields, such as other losses, come between loss and norm.
-_BEFORE = ("consumed samples", "skipped samples", "global batch size", LOSS)
-_AFTER = (NORM, "number of skipped iterations", "number of nan iterations", "loss scale", RATE)
+SAME, DIFFERENT, NOT_COMPARABLE = "the same as printed", "different as printed", "not comparable"
+EXIT_STATUS = {SAME: 0, DIFFERENT: 1, NOT_COMPARABLE: 2}
 
-
-class LogVerdict(Enum):
-    """The verdict on printed numbers; it claims nothing about bits."""
-
-    SAME = "the same as printed"
-    DIFFERENT = "different as printed"
-    NOT_COMPARABLE = "not comparable"
+_ITERATION = re.compile(r"\biteration +(\d+)/ *\d+ +\|(.*)\|$")  # after any prefix with a rank, a host or a time
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_FIELD = re.compile(r"\s*(\S.*?)\s*:\s*(\S+)\s*")
+# Measurements of the machine, not results.
+_MEASURED = re.compile(r"elapsed|throughput|flop|per second|per gpu|/s\b|energy|power|memory|\btime\b", re.IGNORECASE)
+_UNCHECKED = "A log says little of model, data and seed: whether these are runs of one experiment is not checked."
 
 
-EXIT_STATUS = {LogVerdict.SAME: 0, LogVerdict.DIFFERENT: 1, LogVerdict.NOT_COMPARABLE: 2}
+@dataclass(frozen=True)
+class Log:
+    """The iterations that a log prints: number → field → text. Of a repeated iteration the last line counts."""
+
+    path: Path
+    iterations: dict[int, dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -39,20 +47,22 @@ class PrintedDifference:
 
 
 @dataclass(frozen=True)
-class PrintedComparison:
-    """The result of comparing the printed numbers of `b` with those of `a`; at least one of them is a log."""
+class LogComparison:
+    """The result of comparing the printed numbers of `b` with those of `a`. fields: that both print."""
 
-    verdict: LogVerdict
-    a: LedgerOrLog
-    b: LedgerOrLog
+    a: Log
+    b: Log
     steps_compared: int
     steps_differing: int
+    fields: tuple[str, ...]
     first: PrintedDifference | None
-    digits: dict[str, int | None]  # compared field -> digits that both print at every step; None: a count, exact
-    only_a: tuple[str, ...]  # fields that only one run prints
-    only_b: tuple[str, ...]
-    mean: bool  # the log's loss is a mean over several steps, which a ledger does not have
-    rounded: dict[str, int]  # field -> steps at which a ledger and a log differ by the one unit that rounding may cause
+
+    @property
+    def verdict(self) -> str:
+        """One of EXIT_STATUS; it claims nothing about bits."""
+        if not self.fields:
+            return NOT_COMPARABLE
+        return DIFFERENT if self.first else SAME
 
     @property
     def exit_status(self) -> int:
@@ -60,182 +70,80 @@ class PrintedComparison:
         return EXIT_STATUS[self.verdict]
 
 
-def compare_printed(a: LedgerOrLog, b: LedgerOrLog, *, progress: Progress | None = None) -> PrintedComparison:
-    """Compare all common fields, except measurements of the machine, at all common iterations.
+def read_log(path: Path) -> Log | None:
+    """The log in a file. None: the path is a directory or a ledger, or no line shows a whole iteration.
 
-    Two logs were printed by one kind of program, so their digits are compared as they are. The digits of a ledger are
-    computed here, and programs round a number to fp32 before they print it or do not; both are correct, and they differ
-    by at most one unit in the last digit.
-
-    progress: told (steps read, steps of the ledger) now and then.
+    LedgerError: the file cannot be read.
     """
-    left, right = _as_logs(a, b, progress)
-    names = _in_order([name for name in left.fields if name in right.fields])
-    common = [number for number in left.iterations if number in right.iterations]
-    differing: dict[int, PrintedDifference] = {}
-    seen: dict[str, int | None] = {}
-    rounded: Counter[str] = Counter()
-    units = 1 if isinstance(a, Ledger) or isinstance(b, Ledger) else 0
-    for number in common:
-        for name in names:
-            one, other = (log.iterations[number].get(name, "") for log in (left, right))
-            if one is None or other is None:
-                continue
-            seen[name] = _fewest(seen.get(name), one, other)
-            if alike(one, other):
-                continue
-            if alike(one, other, units):
-                rounded[name] += 1
-            else:
-                differing.setdefault(number, PrintedDifference(number, name, one, other))
-    numbers = [name for name, count in seen.items() if count is not None]
-    return PrintedComparison(
-        verdict=LogVerdict.NOT_COMPARABLE if not numbers else LogVerdict.DIFFERENT if differing else LogVerdict.SAME,
-        a=a,
-        b=b,
-        steps_compared=len(common),
-        steps_differing=len(differing),
-        first=next(iter(differing.values()), None) if numbers else None,
-        digits=seen,
-        only_a=tuple(name for name in left.fields if name not in right.fields),
-        only_b=tuple(name for name in right.fields if name not in left.fields),
-        mean=LOSS in names and LOSS not in seen and max(left.interval, right.interval) > 1,
-        rounded=dict(rounded),
-    )
+    if os.path.isdir(path):
+        return None
+    start = (beginning(path) or b"").partition(b"\n")[0]
+    if start.startswith(CERTIFICATE_START) or (start.startswith(b"{") and KIND.encode() in start):
+        return None
+    log = parse_log(path, contents(path).decode(errors="replace"))
+    return log if log.iterations else None
 
 
-def alike(a: str, b: str, units: int = 0) -> bool:
-    """Whether two texts show the same number, rounded to the digits of the shorter one.
-
-    units: the number of units by which their last digits may differ. Of two powers of ten the smaller unit counts.
-    """
-    if a == b:
-        return True
-    try:
-        numbers = Decimal(a), Decimal(b)
-    except InvalidOperation:
-        return False
-    if is_count(a) or is_count(b) or not all(number.is_finite() for number in numbers):
-        return False
-    kept = min(digits(a), digits(b)) - 1
-    one, other = (Decimal(f"{number:.{kept}E}") for number in numbers)
-    if one == other:
-        return True
-    exponents = [int(number.as_tuple().exponent) for number in (one, other)]
-    return bool(units) and abs(one - other) <= units * Decimal(1).scaleb(min(exponents))
+def parse_log(path: Path, text: str) -> Log:
+    """The iterations of a log's text; `path` names it. Lines that are cut or mixed up are left out."""
+    lines = (_ITERATION.search(_COLOUR.sub("", line).rstrip()) for line in text.splitlines())
+    return Log(path, {int(line[1]): _fields(line[2]) for line in lines if line})
 
 
-def line(comparison: PrintedComparison) -> str:
+def compare_logs(a: Log, b: Log) -> LogComparison:
+    """Compare the texts of all common fields, except measurements of the machine, at all common iterations."""
+    common = sorted(a.iterations.keys() & b.iterations.keys())
+    printed = [{name for step in common for name in log.iterations[step]} for log in (a, b)]
+    fields = tuple(name for name in _in_order(a) if name in printed[0] & printed[1])
+    found = []
+    for step in common:
+        pairs = ((name, *(log.iterations[step].get(name, "") for log in (a, b))) for name in fields)
+        found += [next((PrintedDifference(step, *pair) for pair in pairs if pair[1] != pair[2]), None)]
+    differing = [one for one in found if one]
+    return LogComparison(a, b, len(common), len(differing), fields, differing[0] if differing else None)
+
+
+def line(comparison: LogComparison) -> str:
     """The whole result in one line."""
-    return f"{comparison.verdict.value}{_LINES[comparison.verdict](comparison)}"
+    a, b, first = comparison.a, comparison.b, comparison.first
+    count, total = comparison.steps_compared, max(len(a.iterations), len(b.iterations))
+    steps = (f"{count}" if count == total else f"{count} of {total}") + (" step" if total == 1 else " steps")
+    if not comparison.fields:
+        return f"{NOT_COMPARABLE}: no iteration that both print in {a.path} and {b.path}"
+    if first is None:
+        return f"{SAME}: {steps}, {', '.join(comparison.fields)}; equal digits do not prove equal bits"
+    values = f"{first.a or 'not printed'} vs {first.b or 'not printed'}"
+    return f"{DIFFERENT} at step {first.step}: {first.name} {values}; {comparison.steps_differing} of {steps} differ"
 
 
-def remarks(comparison: PrintedComparison) -> tuple[str, ...]:
+def remarks(comparison: LogComparison) -> tuple[str, ...]:
     """Facts that a reader needs to judge the verdict; one sentence each."""
-    sentences = []
-    for run in (comparison.a, comparison.b):
-        if isinstance(run, Log):
-            sentences += [
-                f"{run.path}: starts again at iteration {again} after iteration {last}; the later lines count."
-                for last, again in run.restarts
-            ]
-            if run.broken:
-                sentences.append(f"{run.path}: lines of an iteration that are cut or mixed up, left out: {run.broken}.")
-        elif run.torn:
-            sentences.append(f"{run_name(run)}: the last line is torn; the run was killed, or is writing it now.")
-    if comparison.a.path.resolve() == comparison.b.path.resolve():
-        sentences.append("Both are the same file, so this proves nothing.")
-    if comparison.verdict is LogVerdict.NOT_COMPARABLE:
-        return tuple(sentences)
-    if comparison.mean:
-        sentences.append(f"The {LOSS} of the log is a mean over several steps: not compared.")
-    for run, only in ((comparison.a, comparison.only_a), (comparison.b, comparison.only_b)):
-        if only:
-            sentences.append(f"Only {called(run)} has {', '.join(only)}: not compared.")
-    sentences += [
-        f"The last printed digit of {name} differs by one unit at {steps} step{'s' * (steps > 1)}, as rounding may "
-        "cause: not counted as a difference."
-        for name, steps in comparison.rounded.items()
-    ]
-    sentences.append(
-        "A log says little of model, data and seed: whether these are runs of one experiment is not checked."
-    )
-    return tuple(sentences)
+    same_file = comparison.a.path.resolve() == comparison.b.path.resolve()
+    same = ["Both are the same file, so this proves nothing."] if same_file else []
+    return (*same, _UNCHECKED) if comparison.fields else tuple(same)
 
 
-def comparison_json(comparison: PrintedComparison) -> dict[str, Any]:
+def comparison_json(comparison: LogComparison) -> dict[str, Any]:
     """Everything, as JSON. Documented in docs/ledger.md."""
     return {
         "kind": "printed",
-        "a": _run(comparison.a),
-        "b": _run(comparison.b),
-        "verdict": comparison.verdict.value,
+        "a": {"path": str(comparison.a.path), "steps": len(comparison.a.iterations)},
+        "b": {"path": str(comparison.b.path), "steps": len(comparison.b.iterations)},
+        "verdict": comparison.verdict,
         "text": line(comparison),
         "remarks": list(remarks(comparison)),
         "steps_compared": comparison.steps_compared,
         "steps_differing": comparison.steps_differing,
+        "fields": list(comparison.fields),
         "first_difference": asdict(comparison.first) if comparison.first else None,
-        "digits": comparison.digits,
-        "rounded": comparison.rounded,
-        "only_a": list(comparison.only_a),
-        "only_b": list(comparison.only_b),
     }
 
 
-def called(run: LedgerOrLog) -> str:
-    """The name of a run for people: its directory, or the file."""
-    return run_name(run) if isinstance(run, Ledger) else str(run.path)
+def _fields(rest: str) -> dict[str, str]:
+    found = (_FIELD.fullmatch(part) for part in rest.split("|"))
+    return {match[1]: match[2] for match in found if match and not _MEASURED.search(match[1])}
 
 
-def _as_logs(a: LedgerOrLog, b: LedgerOrLog, progress: Progress | None) -> tuple[Log, Log]:
-    if isinstance(a, Log):
-        return a, b if isinstance(b, Log) else printed_ledger(b, a, progress)
-    if isinstance(b, Log):
-        return printed_ledger(a, b, progress), b
-    raise TypeError("two ledgers are compared by their bits: ledger.compare.compare")
-
-
-def _in_order(names: Sequence[str]) -> list[str]:
-    middle = [name for name in names if name not in (*_BEFORE, *_AFTER)]
-    return [name for name in (*_BEFORE, *middle, *_AFTER) if name in names]
-
-
-def _fewest(before: int | None, *texts: str) -> int | None:
-    """The digits of the shortest text; None: all are counts."""
-    found = [digits(text) for text in texts if text and not is_count(text)]
-    return min([*found, *([] if before is None else [before])], default=None)
-
-
-def _run(run: LedgerOrLog) -> dict[str, Any]:
-    steps = len(run.steps) if isinstance(run, Ledger) else len(run.iterations)
-    return {"path": str(run.path), "log": isinstance(run, Log), "steps": steps}
-
-
-def _steps(comparison: PrintedComparison) -> str:
-    total = max(_run(run)["steps"] for run in (comparison.a, comparison.b))
-    count = comparison.steps_compared
-    return (f"{count} of {total}" if count != total else f"{count}") + (" step" if total == 1 else " steps")
-
-
-def _same(comparison: PrintedComparison) -> str:
-    fields = [
-        name if count is None else f"{name} to {count} digit{'s' * (count > 1)}"
-        for name, count in comparison.digits.items()
-    ]
-    return f": {_steps(comparison)}, {', '.join(fields)}; equal digits do not prove equal bits"
-
-
-def _different(comparison: PrintedComparison) -> str:
-    first = comparison.first
-    assert first is not None  # the verdict "different" comes from a first difference
-    values = " vs ".join(text or "not printed" for text in (first.a, first.b))
-    return f" at step {first.step}: {first.name} {values}; {comparison.steps_differing} of {_steps(comparison)} differ"
-
-
-def _not_comparable(comparison: PrintedComparison) -> str:
-    runs = " and ".join(called(run) for run in (comparison.a, comparison.b))
-    what = "number" if comparison.steps_compared else "iteration"
-    return f": no {what} that both print in {runs}"
-
-
-_LINES = {LogVerdict.SAME: _same, LogVerdict.DIFFERENT: _different, LogVerdict.NOT_COMPARABLE: _not_comparable}
+def _in_order(log: Log) -> list[str]:
+    """The fields of all lines, in the order of printing."""
+    return list(dict.fromkeys(name for fields in log.iterations.values() for name in fields))

@@ -10,7 +10,7 @@ from tp_invariant_recipes.compare import log_compare
 from tp_invariant_recipes.compare.comparability import across_machines, other_products
 from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, FirstDifference, Verdict
 from tp_invariant_recipes.compare.explanation import LABELS, run_name
-from tp_invariant_recipes.compare.log_compare import PrintedComparison
+from tp_invariant_recipes.compare.log_compare import LogComparison
 from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line, magnitude_report
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
@@ -230,12 +230,12 @@ def header_rows(comparison: Comparison) -> tuple[tuple[str, str, str], ...]:
     return tuple((d.field, d.a or _NOT_SET, d.b or _NOT_SET) for d in comparison.refused + comparison.informed)
 
 
-def exit_status(comparisons: Iterable[Comparison | PrintedComparison]) -> int:
+def exit_status(comparisons: Iterable[Comparison | LogComparison]) -> int:
     """The worst of several: one incomparable run outweighs a different one."""
     return max(comparison.exit_status for comparison in comparisons)
 
 
-def report(comparisons: Sequence[Comparison | PrintedComparison]) -> dict:
+def report(comparisons: Sequence[Comparison | LogComparison]) -> dict:
     """All comparisons with one first run, as JSON. Documented in docs/ledger.md."""
     return {
         "schema": REPORT_SCHEMA,

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.compare.ledgers import HEADER, record
 from tp_invariant_recipes.cli import progress
 from tp_invariant_recipes.compare import compare as compare_module
-from tp_invariant_recipes.compare import log_parser, tally
+from tp_invariant_recipes.compare import tally
 from tp_invariant_recipes.compare.compare import compare, compare_all
 from tp_invariant_recipes.compare.text import comparison_json, report
 from tp_invariant_recipes.errors import LedgerError
@@ -164,15 +164,3 @@ def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
         "comparing: step 2 of 5",
         "comparing: step 4 of 5",
     ]
-
-
-def test_a_log_is_compared_with_signs_of_life_too(cli, monkeypatch, tmp_path):
-    ledger, log = written(tmp_path / "a", steps=5), tmp_path / "log"
-    log.write_text(" iteration        1/       5 | consumed samples:            4 | lm loss: 6.250000E+00 |\n")
-    monkeypatch.setattr(progress, "PATIENCE", 1e9)
-    quick = cli("compare", ledger, log)
-    assert (quick.status, quick.err) == (0, "")
-    for name, value in (("PATIENCE", 0.0), ("ELSEWHERE", 0.0)):
-        monkeypatch.setattr(progress, name, value)
-    monkeypatch.setattr(log_parser, "PROGRESS_EVERY", 2)
-    assert cli("compare", ledger, log).err.splitlines()[1:] == ["comparing: step 2 of 5", "comparing: step 4 of 5"]
