@@ -1,0 +1,50 @@
+"""scripts/lock holds what pyproject.toml asks for, and scripts/nvcc compiles it for the GPUs that are named."""
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCKS = ("tools", "base", "dev", "torch", "megatron", "gpu", "kernels")
+
+
+def pins(lock: str) -> dict[str, str]:
+    lines = (ROOT / f"scripts/lock/{lock}.txt").read_text().splitlines()
+    return dict(line.removesuffix(" \\").split("==") for line in lines if re.match(r"[a-z]", line))
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_holds_versions_and_hashes_and_nothing_else(lock):
+    text = (ROOT / f"scripts/lock/{lock}.txt").read_text()
+    entry = r"[a-z0-9-]+==[a-z0-9.]+( \\\n    --hash=sha256:[0-9a-f]{64})+\n"
+    assert re.fullmatch(rf"(# .*\n)+({entry})+", text)
+
+
+def test_no_package_is_in_two_locks():
+    names = [name for lock in LOCKS for name in pins(lock)]
+    assert len(names) == len(set(names))
+
+
+def test_the_locks_satisfy_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked = {name: version for lock in LOCKS for name, version in pins(lock).items()}
+    extras = [line for extra in project["optional-dependencies"].values() for line in extra]
+    for requirement in map(Requirement, project["dependencies"] + extras):
+        assert requirement.specifier.contains(locked[requirement.name]), requirement
+
+
+def test_nvcc_compiles_for_the_named_architectures_only(tmp_path):
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text('#!/bin/bash\necho "$*"\n')
+    nvcc.chmod(0o755)
+    env = os.environ | {"CUDA_HOME": str(tmp_path), "TORCH_CUDA_ARCH_LIST": "9.0 10.3"}
+    command = [ROOT / "scripts/nvcc", "-c", "a.cu", "-gencode", "arch=compute_75,code=sm_75", "-o", "a.o"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    wanted = "-gencode arch=compute_90,code=sm_90 -gencode arch=compute_103,code=sm_103"
+    assert result.stdout == f"-c a.cu -o a.o {wanted}\n"
