@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bootstrap lint types slurm-installed slurm gpu lock clean
+.PHONY: help demo test test-all bootstrap lint types slurm-installed slurm gpu lock docs clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
@@ -46,6 +46,9 @@ gpu: ## Build the GPU kernels into .venv, then run the GPU tests
 
 lock: bootstrap ## Look up the hashes of the versions in scripts/lock
 	$(BIN)/python scripts/relock
+
+docs: bootstrap ## Build the pages and the API reference as a site in build/site, links checked
+	$(BIN)/mkdocs build --strict
 
 clean: ## Remove .venv and all that tools leave behind
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

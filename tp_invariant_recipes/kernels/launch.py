@@ -32,7 +32,7 @@ class Kernel:
         num_warps: int = 4,
         num_stages: int = 3,
     ) -> None:
-        """kernel[grid](*tensors, *numbers, *constants) on the current stream; the defaults are Triton's."""
+        """`kernel[grid](*tensors, *numbers, *constants)` on the current stream; the defaults are Triton's."""
         device = tensors[0].get_device()
         key = (constants, num_warps, num_stages, device, *[tensor.dtype for tensor in tensors])
         compiled = self._compiled.get(key)
