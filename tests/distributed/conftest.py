@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.scenario import Scenario
 from tests.forks import Tpi
 
 # One thread a rank, before any test module imports torch: eight ranks on two cores would wait for each other's threads.
@@ -21,6 +22,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "cities.txt"
     file.write_text(TEXT)
     return file
+
+
+@pytest.fixture(scope="session")
+def scenario(bridge: None, tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+    """Trainings that any test of the session may read, and none may change (scenario.py)."""
+    own = tmp_path_factory.getbasetemp()
+    session = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    return Scenario(Tpi(tmp_path_factory.mktemp("scenarios")), session / "scenario-runs")
 
 
 @pytest.fixture(scope="session")

@@ -74,3 +74,40 @@ def wait_for_sigterm(context: Any) -> None:
     """Until Bridge has noted it, to save after this step."""
     while not context.state.signal_handler._signal_received:
         time.sleep(0.01)
+
+
+def without(*targets: str) -> Callable[[], None]:
+    """Leave the replacements out whose targets end so."""
+
+    def plant() -> None:
+        from tp_invariant_recipes.numerics.megatron import spec
+
+        original = spec.replacements
+        spec.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(targets))
+
+    return plant
+
+
+def one_product_a_rank() -> None:
+    """Let a weight gradient of gathered matrices be one product, not one for each chunk of tokens."""
+    from tp_invariant_recipes.numerics.layers import partial_linear
+
+    def one(grad, rows, mesh):
+        node = partial_linear._subtree((grad,), (rows,), 0, 1)
+        return partial_linear.start_reduce_scatter(node.view(1, mesh.size, -1), mesh)
+
+    partial_linear._start_weight_gradient = one
+
+
+def without_conformance() -> None:
+    """Let numerics=portable train on a machine of other arithmetic."""
+    from tp_invariant_recipes.portable import definition
+
+    definition.require_conformance = lambda gpu: None
+
+
+def one_kept_bit_less() -> None:
+    """Let a product of numerics=portable keep a bit less of each sum."""
+    from tp_invariant_recipes.kernels import tensor_core_cpu
+
+    tensor_core_cpu.KEPT -= 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_portable import one_kept_bit_less, without_conformance
+from tests.distributed.faults import one_kept_bit_less, without_conformance
 from tp_invariant_recipes.ledger import certificate
 
 pytestmark = pytest.mark.usefixtures("portable_loops")

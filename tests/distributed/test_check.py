@@ -5,7 +5,7 @@ import json
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.distributed.test_portable import one_kept_bit_less, without_conformance
+from tests.distributed.faults import one_kept_bit_less, without_conformance
 from tp_invariant_recipes.workflows.check import LINEAR, Names
 
 pytestmark = pytest.mark.usefixtures("portable_loops")

@@ -2,10 +2,11 @@
 
 import pytest
 
-from tp_invariant_recipes.ledger.open import read
+from tests.distributed.faults import without
+from tests.distributed.scenario import agree, stock_differs
 
 # Two micro-batches a step, so that gradients are added up over them, unless a row says otherwise.
-SMALL = ("qwen3_toy", "seq=64", "gbs=2")
+SMALL = "qwen3_toy seq=64 gbs=2"
 
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 UNTIED = "model.share_embeddings_and_output_weights=false"
@@ -48,52 +49,10 @@ LONGER = {
 ROWS = (*GROUPS.items(), *(pytest.param(*row, marks=pytest.mark.release) for row in LONGER.items()))
 
 
-def _steps(tpi, mode, fixed, layouts):
-    ledgers = []
-    for n, layout in enumerate(layouts):
-        done = tpi("train", *SMALL, f"numerics={mode}", *fixed.split(), *layout.split(), f"run.dir={mode}-{n}")
-        assert done.status == 0, done.stderr
-        ledgers.append(tpi.ledger(f"{mode}-{n}"))
-    return ledgers
-
-
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("fixed, layouts", ROWS)
-def test_one_ledger_for_all_layouts(tpi, fixed, layouts):
-    first, *others = _steps(tpi, "tree", fixed, layouts)
-    for layout, other in zip(layouts[1:], others, strict=True):
-        assert other == first, layout
-    compared = tpi("compare", "tree-0", "tree-1")
-    assert compared.status == 0, compared.stdout
-
-
-# What a family adds to Qwen3: scaled rotary frequencies, biases of queries, keys and values.
-FAMILIES = ("llama32_toy", "qwen25_toy")
-
-
-def _family(tpi, model: str, *overrides: str) -> int:
-    """Train a model at tp=1 and tp=2 and compare: the status of `tpi compare`."""
-    for tp in (1, 2):
-        done = tpi("train", model, "seq=32", "gbs=1", "iters=1", *overrides, f"tp={tp}", f"run.dir=tp{tp}")
-        assert done.status == 0, done.stderr
-    return tpi("compare", "tp1", "tp2").status
-
-
-@pytest.mark.parametrize("model", FAMILIES)
-def test_one_ledger_for_every_family(tpi, model):
-    assert _family(tpi, model) == 0
-    first, second = (tpi.ledger(f"tp{tp}") for tp in (1, 2))
-    assert first == second
-    assert "product" not in read(tpi.folder / "tp1").header.device  # the definition on a CPU has no name
-
-
-@pytest.mark.release
-@pytest.mark.parametrize("model", FAMILIES)
-def test_stock_has_another_for_every_family(tpi, model):
-    assert _family(tpi, model, "numerics=stock", "numerics.initial_weights=invariant") == 1
-    one, other = (read(tpi.folder / f"tp{tp}").header.initial for tp in (1, 2))
-    assert one == other
-    assert one
+def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
+    agree(scenario(SMALL, fixed), layouts)
 
 
 @pytest.mark.parametrize(
@@ -103,13 +62,10 @@ def test_stock_has_another_for_every_family(tpi, model):
         pytest.param(("tp=1", "tp=2", "tp=2 sp=false", "tp=4"), marks=pytest.mark.release),
     ),
 )
-def test_gather_has_one_ledger_for_all_layouts(tpi, layouts):
-    first, *others = _steps(tpi, "gather", "iters=1", layouts)
-    for layout, other in zip(layouts[1:], others, strict=True):
-        assert other == first, layout
+def test_gather_has_one_ledger_for_all_layouts(scenario, layouts):
+    agree(scenario(SMALL, "numerics=gather iters=1"), layouts)
 
 
-# The control starts from equal weights, so that only the sums can differ.
 @pytest.mark.parametrize(
     "fixed, layouts",
     (
@@ -119,13 +75,25 @@ def test_gather_has_one_ledger_for_all_layouts(tpi, layouts):
         ("iters=1 gbs=4", ("tp=1", "tp=1 pp=2")),
     ),
 )
-def test_stock_does_not(tpi, fixed, layouts):
-    first, last = _steps(tpi, "stock", f"{fixed} numerics.initial_weights=invariant", layouts)
-    one, other = (read(tpi.folder / f"stock-{n}").header.initial for n in range(2))
-    assert one == other
-    assert one
-    assert first[0].gradients != last[0].gradients
-    assert tpi("compare", "stock-0", "stock-1").status == 1
+def test_stock_does_not(scenario, fixed, layouts):
+    stock_differs(scenario(SMALL, fixed), layouts)
+
+
+# What a family adds to Qwen3: scaled rotary frequencies, biases of queries, keys and values.
+FAMILIES = ("llama32_toy", "qwen25_toy")
+SHORTEST, BOTH = "seq=32 gbs=1 iters=1", ("tp=1", "tp=2")
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_one_ledger_for_every_family(scenario, model):
+    agree(scenario(model, SHORTEST), BOTH)
+    assert "product" not in scenario(model, SHORTEST, "tp=1").header().device  # the definition on a CPU has no name
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("model", FAMILIES)
+def test_stock_has_another_for_every_family(scenario, model):
+    stock_differs(scenario(model, SHORTEST), BOTH)
 
 
 def _without_the_rule() -> None:
@@ -135,13 +103,10 @@ def _without_the_rule() -> None:
 
 
 @pytest.mark.release
-def test_two_interleaved_stages_in_a_batch_take_each_others_messages(tpi):
+def test_two_interleaved_stages_in_a_batch_take_each_others_messages(scenario):
     """The control of the rule that refuses this: without it the loss is another one."""
-    fixed = ("numerics=tree", "iters=1", "gbs=4", FOUR)
-    for name, at in (("one", "pp=1"), ("two", f"pp=2 {INTERLEAVED} {IN_A_BATCH}")):
-        done = tpi("train", *SMALL, *fixed, *at.split(), f"run.dir={name}", before=_without_the_rule)
-        assert done.status == 0, done.stderr
-    compared = tpi("compare", "one", "two")
+    one = scenario(SMALL, "iters=1 gbs=4", FOUR)
+    compared = one.compared(one(f"pp=2 {INTERLEAVED} {IN_A_BATCH}").planted(_without_the_rule))
     assert compared.status == 1
     assert "loss" in compared.stdout.splitlines()[0]
 
@@ -170,18 +135,6 @@ def test_what_is_not_covered_is_refused(tpi, override):
     assert not (tpi.folder / "run").exists()
 
 
-def _without(*targets: str):
-    """Leave one ingredient of the invariant engine out."""
-
-    def plant() -> None:
-        from tp_invariant_recipes.numerics.megatron import spec
-
-        original = spec.replacements
-        spec.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(targets))
-
-    return plant
-
-
 def _stock_weights() -> None:
     from tp_invariant_recipes.numerics.megatron import init
 
@@ -206,9 +159,9 @@ def _adding_in_rank_order() -> None:
 # Each with the layout that shows it: two ranks add in one order only. What changes the last bits of a gradient and no
 # more shows in a ledger after many steps; numerics/test_block.py looks at the gradients themselves.
 INGREDIENTS = {
-    "cross entropy": (_without("vocab_parallel_cross_entropy"), "tp=2"),
-    "output layer": (_without("ColumnParallelLinear"), "tp=2"),
-    "gradient norm": (_without("get_grad_norm_fp32", "ChainedOptimizer.get_grad_norm"), "tp=2"),
+    "cross entropy": (without("vocab_parallel_cross_entropy"), "tp=2"),
+    "output layer": (without("ColumnParallelLinear"), "tp=2"),
+    "gradient norm": (without("get_grad_norm_fp32", "ChainedOptimizer.get_grad_norm"), "tp=2"),
     "initial weights": (_stock_weights, "tp=2"),
     "tree order across ranks": (_adding_in_rank_order, "tp=4 sp=false"),
 }
@@ -221,10 +174,7 @@ SHORT = ("gradient norm", "tree order across ranks")
 @pytest.mark.parametrize(
     "ingredient", [pytest.param(name, marks=() if name in SHORT else pytest.mark.release) for name in INGREDIENTS]
 )
-def test_each_ingredient_is_needed(tpi, ingredient):
+def test_each_ingredient_is_needed(scenario, ingredient):
     plant, layout = INGREDIENTS[ingredient]
-    for name, degree in (("one", "tp=1"), ("several", layout)):
-        words = (*SMALL, "numerics=tree", "iters=2", "model.num_layers=1", *degree.split())
-        done = tpi("train", *words, f"run.dir={name}", before=plant)
-        assert done.status == 0, done.stderr
-    assert tpi("compare", "one", "several").status == 1
+    one, several = (scenario(SMALL, "iters=2 model.num_layers=1", at).planted(plant) for at in ("tp=1", layout))
+    assert one.compared(several).status == 1

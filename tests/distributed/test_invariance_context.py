@@ -5,22 +5,24 @@
 
 import pytest
 
-from tests.distributed.one_ledger import agree, train
-from tests.distributed.test_invariance_experts import small
+from tests.distributed.faults import without
+from tests.distributed.scenario import agree, stock_differs, unequal
+from tests.distributed.small_models import small
 from tp_invariant_recipes.ledger.open import read
 
-DENSE = ("qwen3_toy", "seq=64", "model.num_layers=1")
+DENSE = "qwen3_toy seq=64 model.num_layers=1"
 FIXED = "iters=2 gbs=2 numerics.data_shards=2 numerics.context_shards=2"
 APART = "optimizer.use_distributed_optimizer=true"
 BUCKETS = "ddp.overlap_grad_reduce=true ddp.bucket_size=20000"  # several buckets a rank
 GATHER = f"{APART} {BUCKETS} ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
 UNTIED = "model.share_embeddings_and_output_weights=false"
 
-# Layouts that have the ledger of one rank.
-LAYOUTS = (pytest.param("cp=2 mbs=2", marks=pytest.mark.release), "tp=2 cp=2", f"dp=2 cp=2 {GATHER}")
+# Layouts that have one ledger; the first is one rank.
+LAYOUTS = ("", "tp=2 cp=2", f"dp=2 cp=2 {GATHER}")
 LONGER = (
     "",
     "cp=2",
+    "cp=2 mbs=2",
     "cp=4",
     f"cp=4 tp=2 {APART}",
     "tp=2",
@@ -36,10 +38,9 @@ LONGER = (
 # Of a model with experts: their owners take part of a tensor-parallel group, of a context-parallel one, and of both and
 # data-parallel ranks.
 EXPERTS = small("qwen3_moe_toy")
-OF_EXPERTS = "iters=2 gbs=2 numerics.data_shards=2 numerics.context_shards=2"
-EXPERT_LAYOUTS = ("", f"cp=2 dp=2 ep=4 {GATHER}")
-LONGER_EXPERT_LAYOUTS = (
+EXPERT_LAYOUTS = (
     "",
+    f"cp=2 dp=2 ep=4 {GATHER}",
     "cp=2",
     "cp=2 ep=2",
     "tp=2",
@@ -52,49 +53,29 @@ LONGER_EXPERT_LAYOUTS = (
 )
 
 
-def _train(tpi, fixed, layout, run, model=DENSE, **before):
-    return train(tpi, (*model, fixed, layout), run, **before)
-
-
-@pytest.fixture(scope="module")
-def alone(shared):
-    """The ledger of one rank."""
-    return _train(shared, FIXED, "", "alone")
-
-
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_ledger_for_all_layouts(tpi, alone, layout):
-    assert _train(tpi, FIXED, layout, "other") == alone
-    assert all(step.gradients and step.masters for step in alone)
+def test_one_ledger_for_all_layouts(scenario):
+    agree(scenario(DENSE, FIXED), LAYOUTS)
 
 
 @pytest.mark.release
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("more", ("", UNTIED, "precision=fp32"))
-def test_one_ledger_for_more_layouts(tpi, more):
+def test_one_ledger_for_more_layouts(scenario, more):
     fixed = f"iters=3 gbs=8 model.num_layers=2 numerics.data_shards=4 numerics.context_shards=4 {more}"
-    agree(tpi, (*DENSE[:2], fixed), LONGER)
-
-
-@pytest.mark.release
-@pytest.mark.timeout(1200)
-def test_one_ledger_for_experts(tpi):
-    agree(tpi, (*EXPERTS, OF_EXPERTS), EXPERT_LAYOUTS)
+    agree(scenario("qwen3_toy seq=64", fixed), LONGER)
 
 
 @pytest.mark.release
 @pytest.mark.timeout(2400)
-def test_one_ledger_for_experts_in_more_layouts(tpi):
-    agree(tpi, (*EXPERTS, OF_EXPERTS), LONGER_EXPERT_LAYOUTS)
+def test_one_ledger_for_experts(scenario):
+    agree(scenario(EXPERTS, FIXED), EXPERT_LAYOUTS)
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("model", ("llama32_toy", "qwen25_toy"))
-def test_one_ledger_for_every_family(tpi, model):
-    fixed = "seq=64 gbs=2 iters=2 numerics.context_shards=2"
-    one, two = (_train(tpi, fixed, f"cp={cp} tp={cp}", f"cp{cp}", (model,)) for cp in (1, 2))
-    assert one == two
+def test_one_ledger_for_every_family(scenario, model):
+    agree(scenario(model, "seq=64 gbs=2 iters=2 numerics.context_shards=2"), ("cp=1 tp=1", "cp=2 tp=2"))
 
 
 def _stock_over_cp() -> None:
@@ -131,26 +112,8 @@ def _stock_over_cp() -> None:
     layout.RULES = tuple(rule for rule in layout.RULES if rule is not layout._context)
 
 
-def test_stock_does_not(tpi):
-    fixed = "numerics=stock numerics.initial_weights=invariant iters=1 gbs=2"
-    first, other = (_train(tpi, fixed, f"cp={cp}", f"cp{cp}", before=_stock_over_cp) for cp in (1, 2))
-    one, two = (read(tpi.folder / f"cp{cp}").header.initial for cp in (1, 2))
-    assert one
-    assert one == two
-    assert first[0].gradients != other[0].gradients
-    assert tpi("compare", "cp1", "cp2").status == 1
-
-
-def _replaced(target: str):
-    """Leave one replacement out."""
-
-    def plant() -> None:
-        from tp_invariant_recipes.numerics.megatron import spec
-
-        original = spec.replacements
-        spec.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(target))
-
-    return plant
+def test_stock_does_not(scenario):
+    stock_differs(scenario(DENSE, "iters=1 gbs=2").planted(_stock_over_cp), ("cp=1", "cp=2"))
 
 
 def _added_by_the_library() -> None:
@@ -227,11 +190,11 @@ INGREDIENTS = {
     "tree over context shards": (_added_by_the_library, "cp=2 dp=2"),
     "products of a shard": (_one_product_of_all_shards, "cp=1"),
     "norms of a shard": (_norms_of_all_shards, "cp=1"),
-    "tokens of a shard": (_replaced("get_batch_on_this_cp_rank"), "cp=1"),
+    "tokens of a shard": (without("get_batch_on_this_cp_rank"), "cp=1"),
     "rotary positions": (_positions_as_they_lie, "cp=2"),
     "order of the tokens in attention": (_attention_out_of_order, "cp=2"),
     "exchange of heads": (_heads_not_exchanged, "cp=2"),
-    "count of all ranks' tokens": (_replaced("masked_next_token_loss"), "cp=2"),
+    "count of all ranks' tokens": (without("masked_next_token_loss"), "cp=2"),
 }
 
 
@@ -241,9 +204,10 @@ FIRST = "tree over context shards"  # the others are for a release
 @pytest.mark.parametrize(
     "ingredient", (FIRST, *(pytest.param(one, marks=pytest.mark.release) for one in INGREDIENTS if one != FIRST))
 )
-def test_each_ingredient_is_needed(tpi, alone, ingredient):
+def test_each_ingredient_is_needed(scenario, ingredient):
     plant, layout = INGREDIENTS[ingredient]
-    assert _train(tpi, FIXED, layout, "without", before=plant) != alone
+    dense = scenario(DENSE, FIXED)
+    assert unequal(dense(layout).planted(plant).ledger(), dense(LAYOUTS[0]).ledger())
 
 
 def _tokens_of_an_expert_together() -> None:
@@ -254,18 +218,19 @@ def _tokens_of_an_expert_together() -> None:
 
 
 @pytest.mark.release
-def test_experts_need_their_context_shards_apart(tpi):
-    alone = _train(tpi, OF_EXPERTS, "", "alone", EXPERTS)
-    assert _train(tpi, OF_EXPERTS, "", "without", EXPERTS, before=_tokens_of_an_expert_together) != alone
+def test_experts_need_their_context_shards_apart(scenario):
+    alone = scenario(EXPERTS, FIXED)
+    assert unequal(alone.planted(_tokens_of_an_expert_together).ledger(), alone.ledger())
 
 
 @pytest.mark.release
-def test_verify_takes_the_largest_cp(tpi):
+def test_verify_takes_the_largest_cp(scenario, tpi):
     """And without it, two runs with a shard for each rank are not comparable, which names the key."""
-    done = tpi("verify", *DENSE, "iters=1", "cp=1,2", "--dir", "cells")
+    done = tpi("verify", *DENSE.split(), "iters=1", "cp=1,2", "--dir", "cells")
     assert done.status == 0, done.stdout + done.stderr
     assert {read(tpi.folder / "cells" / cell).header.numerics["context_shards"] for cell in ("cp1", "cp2")} == {2}
-    _train(tpi, "iters=1", "cp=1", "single")
-    compared = tpi("compare", "single", "cells/cp1")
+    single = scenario(DENSE, "iters=1 cp=1")
+    single.ledger()
+    compared = tpi("compare", single.run, "cells/cp1")
     assert compared.status == 2
     assert "numerics.context_shards is 1 and 2; train both with numerics.context_shards=2" in compared.stdout

@@ -6,11 +6,11 @@ that fits on few ranks occurs in some row of some model. `stock` is the control,
 
 import pytest
 
-from tests.distributed.one_ledger import agree, train
-from tests.distributed.test_invariance_experts import small
+from tests.distributed.faults import without
+from tests.distributed.scenario import agree, stock_differs, unequal
+from tests.distributed.small_models import DENSE, small
 from tp_invariant_recipes.ledger.open import read
 
-DENSE = ("qwen3_toy", "seq=32", "model.num_layers=1")
 MODELS = {"dense": DENSE, "experts": small("qwen3_moe_toy"), "hybrid": small("nemotron3_nano_toy")}
 
 APART = "optimizer.use_distributed_optimizer=true"  # weights and optimizer state of their own on every rank
@@ -59,51 +59,30 @@ LONGER = {
 MANY = ("iters=2 gbs=16 numerics.data_shards=16", ("mbs=8", "dp=8", f"dp=16 {GATHER}", "dp=2 mbs=4"))
 
 
-def _train(tpi, model, fixed, layout, run, **before):
-    return train(tpi, (*MODELS[model], fixed, layout), run, **before)
-
-
-@pytest.fixture(scope="module")
-def alone(shared):
-    """The ledger of the dense model on one rank."""
-    return _train(shared, "dense", FIXED, ALONE, "alone")
-
-
 @pytest.mark.timeout(1200)
-def test_one_ledger_for_all_layouts_of_experts(tpi):
-    agree(tpi, (*MODELS["experts"], FIXED), (ALONE, *GROUPS["experts"]))
-
-
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", GROUPS["dense"])
-def test_one_ledger_for_all_layouts_of_a_dense_model(tpi, alone, layout):
-    assert _train(tpi, "dense", FIXED, layout, "other") == alone
+@pytest.mark.parametrize("model", GROUPS)
+def test_one_ledger_for_all_layouts(scenario, model):
+    agree(scenario(MODELS[model], FIXED), (ALONE, *GROUPS[model]))
 
 
 @pytest.mark.release
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("model", LONGER)
-def test_one_ledger_for_more_layouts(tpi, model):
+def test_one_ledger_for_more_layouts(scenario, model):
     stages = "model.num_layers=2" if model == "dense" else ""
-    agree(tpi, (*MODELS[model], "iters=3 gbs=8 numerics.data_shards=4", stages), LONGER[model])
+    agree(scenario(MODELS[model], "iters=3 gbs=8 numerics.data_shards=4", stages), LONGER[model])
 
 
 @pytest.mark.release
 @pytest.mark.timeout(2400)
-def test_one_ledger_for_sixteen_ranks(tpi):
+def test_one_ledger_for_sixteen_ranks(scenario):
     fixed, layouts = MANY
-    agree(tpi, (*MODELS["dense"], fixed), layouts)
+    agree(scenario(DENSE, fixed), layouts)
 
 
 @pytest.mark.parametrize("layout", ("dp=4", pytest.param("mbs=4", marks=pytest.mark.release)))
-def test_stock_does_not(tpi, layout):
-    fixed = "numerics=stock numerics.initial_weights=invariant iters=2 gbs=4"
-    first, other = (_train(tpi, "dense", fixed, at, run) for at, run in (("", "one"), (layout, "other")))
-    one, two = (read(tpi.folder / run).header.initial for run in ("one", "other"))
-    assert one
-    assert one == two
-    assert [step.gradients for step in first] != [step.gradients for step in other]
-    assert tpi("compare", "one", "other").status == 1
+def test_stock_does_not(scenario, layout):
+    stock_differs(scenario(DENSE, "iters=2 gbs=4"), ("", layout))
 
 
 def _in_the_library() -> None:
@@ -132,22 +111,6 @@ def _rows_one_by_one() -> None:
     embedding.is_leaf = lambda weight: False
 
 
-def _dealt_in_turn() -> None:
-    """Leave the order of the data to Megatron."""
-    _without("build_pretraining_data_loader")
-
-
-def _losses_by_the_library() -> None:
-    _without("get_forward_backward_func")
-
-
-def _without(target: str) -> None:
-    from tp_invariant_recipes.numerics.megatron import spec
-
-    original = spec.replacements
-    spec.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(target))
-
-
 def _norms_too_late() -> None:
     """Reduce a bucket without what its norms wait for, which is added at the end of the backward pass."""
     from tp_invariant_recipes.numerics.megatron import data_parallel
@@ -159,7 +122,7 @@ def _norms_too_late() -> None:
 INGREDIENTS = {
     "tree over ranks": (_in_the_library, "dp=4"),
     "tree over the shards of a rank": (_one_after_the_other, "dp=1"),
-    "order of the data": (_dealt_in_turn, "dp=2"),
+    "order of the data": (without("build_pretraining_data_loader"), "dp=2"),
     "norms before their bucket": (_norms_too_late, f"dp=4 {BUCKETS}"),
 }
 
@@ -168,42 +131,43 @@ INGREDIENTS = {
     "ingredient",
     [pytest.param(name, marks=[pytest.mark.release] * name.startswith("norms")) for name in INGREDIENTS],
 )
-def test_each_ingredient_is_needed(tpi, alone, ingredient):
+def test_each_ingredient_is_needed(scenario, ingredient):
     plant, layout = INGREDIENTS[ingredient]
-    assert _train(tpi, "dense", FIXED, layout, "without", before=plant) != alone
+    dense = scenario(DENSE, FIXED)
+    assert unequal(dense(layout).planted(plant).ledger(), dense(ALONE).ledger())
 
 
 @pytest.mark.parametrize("tied", ("true", pytest.param("false", marks=pytest.mark.release)))
-def test_the_sum_of_a_sequences_rows_is_needed(tpi, tied):
+def test_the_sum_of_a_sequences_rows_is_needed(scenario, tied):
     """Sequences have tokens twice, in fp32: numbers of bf16 add exactly in any order."""
-    fixed = f"{FIXED} model.vocab_size=24 precision=fp32 model.share_embeddings_and_output_weights={tied}"
-    runs = {"ranks": ("dp=4", None), "pairs": ("dp=1", None), "without": ("dp=1", _rows_one_by_one)}
-    ranks, pairs, without = [
-        _train(tpi, "dense", fixed, layout, run, before=before) for run, (layout, before) in runs.items()
-    ]
-    assert pairs == ranks
+    twice = f"model.vocab_size=24 precision=fp32 model.share_embeddings_and_output_weights={tied}"
+    dense = scenario(DENSE, FIXED, twice)
+    ranks, pairs, one_by_one = (
+        one.ledger() for one in (dense("dp=4"), dense("dp=1"), dense("dp=1").planted(_rows_one_by_one))
+    )
+    assert unequal(pairs, ranks) == []
     table = "embedding.word_embeddings.weight"
-    assert without[0].gradients[table] != ranks[0].gradients[table]
-    others = [{name: of for name, of in one[0].gradients.items() if name != table} for one in (without, ranks)]
+    assert one_by_one[0].gradients[table] != ranks[0].gradients[table]
+    others = [{name: of for name, of in one[0].gradients.items() if name != table} for one in (one_by_one, ranks)]
     assert others[0] == others[1]
 
 
 @pytest.mark.release
-def test_the_tree_of_losses_is_needed(tpi):
+def test_the_tree_of_losses_is_needed(scenario):
     """Bridge's own sums differ in the last bit, at some steps."""
-    fixed = "iters=8 gbs=8 numerics.data_shards=4"
-    for name, layout in (("one", "dp=1"), ("several", "dp=4")):
-        _train(tpi, "dense", fixed, layout, name, before=_losses_by_the_library)
-    assert tpi("compare", "one", "several").status == 1
+    dense = scenario(DENSE, "iters=8 gbs=8 numerics.data_shards=4")
+    one, several = (dense(at).planted(without("get_forward_backward_func")) for at in ("dp=1", "dp=4"))
+    assert one.compared(several).status == 1
 
 
 @pytest.mark.release
-def test_verify_takes_the_largest_dp(tpi):
+def test_verify_takes_the_largest_dp(scenario, tpi):
     """And without it, two runs with a rank for each shard are not comparable, which names the key."""
-    done = tpi("verify", *DENSE, "iters=1", "gbs=4", "dp=1,2", "--dir", "cells")
+    done = tpi("verify", *DENSE.split(), "iters=1", "gbs=4", "dp=1,2", "--dir", "cells")
     assert done.status == 0, done.stdout + done.stderr
     assert {read(tpi.folder / "cells" / cell).header.numerics["data_shards"] for cell in ("dp1", "dp2")} == {2}
-    _train(tpi, "dense", "iters=1 gbs=4", "dp=1", "single")
-    compared = tpi("compare", "single", "cells/dp1")
+    single = scenario(DENSE, "iters=1 gbs=4 dp=1")
+    single.ledger()
+    compared = tpi("compare", single.run, "cells/dp1")
     assert compared.status == 2
     assert "numerics.data_shards is 1 and 2; train both with numerics.data_shards=2" in compared.stdout

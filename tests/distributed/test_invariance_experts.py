@@ -2,28 +2,9 @@
 
 import pytest
 
-from tests.distributed.one_ledger import agree, train
-
-# qwen3_moe_toy and nemotron3_nano_toy, smaller still: every kind of layer, four attention heads and query groups.
-SIZES = {
-    "hidden_size": 64,
-    "moe_ffn_hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 4,
-    "kv_channels": 16,
-    "vocab_size": 512,
-}
-QWEN = SIZES | {"num_layers": 2, "ffn_hidden_size": 256}
-NEMOTRON = SIZES | {
-    "hybrid_layer_pattern": "ME*E",
-    "ffn_hidden_size": 128,
-    "moe_shared_expert_intermediate_size": 128,
-    "mamba_num_heads": 8,
-    "mamba_num_groups": 4,
-    "mamba_head_dim": 16,
-    "mamba_state_dim": 16,
-}
-MODELS = {"qwen3_moe_toy": QWEN, "nemotron3_nano_toy": NEMOTRON}
+from tests.distributed.faults import without
+from tests.distributed.scenario import agree, stock_differs
+from tests.distributed.small_models import small
 
 CAPACITY = "model.moe_expert_capacity_factor=1.0 model.moe_pad_expert_input_to_capacity=true"
 
@@ -42,43 +23,22 @@ LONGER = (
 ROWS = (*GROUPS, *(pytest.param(*row, marks=pytest.mark.release) for row in LONGER))
 
 
-def small(model):
-    return (model, "seq=32", "gbs=1", *(f"model.{name}={value}" for name, value in MODELS[model].items()))
-
-
-def _train(tpi, model, fixed, layout, run, **before):
-    return train(tpi, (*small(model), fixed, layout), run, **before)
-
-
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model, fixed, layouts", ROWS)
-def test_one_ledger_for_all_layouts(tpi, model, fixed, layouts):
-    agree(tpi, (*small(model), "numerics=tree", fixed), layouts)
+def test_one_ledger_for_all_layouts(scenario, model, fixed, layouts):
+    agree(scenario(small(model), fixed), layouts)
 
 
 @pytest.mark.parametrize("model, layout", (("qwen3_moe_toy", "tp=2"), ("nemotron3_nano_toy", "tp=2 ep=2")))
-def test_stock_does_not(tpi, model, layout):
-    fixed = "numerics=stock numerics.initial_weights=invariant iters=1"
-    first, other = (_train(tpi, model, fixed, *of) for of in (("tp=1", "one"), (layout, "two")))
-    assert first != other
-    compared = tpi("compare", "one", "two")
-    assert compared.status == 1
-    assert "different at step 1" in compared.stdout
-
-
-def _norms_put_together() -> None:
-    from tp_invariant_recipes.numerics.megatron import spec
-
-    original = spec.replacements
-    spec.replacements = lambda numerics: tuple(r for r in original(numerics) if "ChainedOptimizer" not in r.target)
+def test_stock_does_not(scenario, model, layout):
+    stock_differs(scenario(small(model), "iters=1"), ("tp=1", layout))
 
 
 @pytest.mark.release
-def test_the_norm_of_experts_and_all_else_is_one(tpi):
+def test_the_norm_of_experts_and_all_else_is_one(scenario):
     """Left to Megatron it is put together of two rounded ones: those of experts, and of all else."""
-    fixed = "numerics=tree iters=5"
-    whole = _train(tpi, "qwen3_moe_toy", fixed, "tp=1", "whole")
-    together = _train(tpi, "qwen3_moe_toy", fixed, "tp=1", "together", before=_norms_put_together)
+    one = scenario(small("qwen3_moe_toy"), "iters=5 tp=1")
+    whole, together = one.ledger(), one.planted(without("ChainedOptimizer.get_grad_norm")).ledger()
     assert whole[0].gradients == together[0].gradients
     assert [step.grad_norm for step in whole] != [step.grad_norm for step in together]
 
@@ -100,7 +60,7 @@ REFUSED = {
     "override", [pytest.param(row, marks=[pytest.mark.release] * (n > 1)) for n, row in enumerate(REFUSED)]
 )
 def test_what_is_not_covered_is_refused(tpi, override):
-    refused = tpi("train", *small("qwen3_moe_toy"), "numerics=tree", *override.split(), "run.dir=run")
+    refused = tpi("train", *small("qwen3_moe_toy").split(), "numerics=tree", *override.split(), "run.dir=run")
     assert refused.status == 2
     assert REFUSED[override] in refused.stderr
     assert not (tpi.folder / "run").exists()

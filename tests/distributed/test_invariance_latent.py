@@ -2,29 +2,11 @@
 
 import pytest
 
-from tests.distributed.one_ledger import agree, train
+from tests.distributed.faults import one_product_a_rank
+from tests.distributed.scenario import agree, stock_differs, unequal
+from tests.distributed.small_models import small
 
-SIZES = {
-    "num_layers": 2,
-    "moe_layer_freq": "[0,1]",
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "num_attention_heads": 8,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 16,
-    "v_head_dim": 32,
-    "vocab_size": 512,
-    "num_moe_experts": 8,
-    "moe_ffn_hidden_size": 64,
-    "moe_shared_expert_intermediate_size": 128,
-}
-MODELS = {
-    # Latents of queries, scaled positions, groups of experts.
-    "deepseek_v3_toy": SIZES | {"q_lora_rank": 32},
-    "moonlight_toy": SIZES,
-}
-FIXED = ("seq=32", "gbs=1", "iters=2", "numerics.virtual_shards=4")
+FIXED = "iters=2 numerics.virtual_shards=4"
 
 # Model, what is held fixed, the layouts that must agree, with digests of all gradients and weights at every step.
 ROWS = (
@@ -41,38 +23,14 @@ ROWS = (
 )
 
 
-def small(model):
-    return (model, *FIXED, *(f"model.{name}={value}" for name, value in MODELS[model].items()))
-
-
-def _train(tpi, model, fixed, layout, run, **before):
-    return train(tpi, (*small(model), fixed, layout), run, **before)
-
-
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("model, fixed, layouts", ROWS)
-def test_one_ledger_for_all_layouts(tpi, model, fixed, layouts):
-    agree(tpi, (*small(model), "numerics=tree", fixed), layouts)
+def test_one_ledger_for_all_layouts(scenario, model, fixed, layouts):
+    agree(scenario(small(model), FIXED, fixed), layouts)
 
 
-def test_stock_does_not(tpi):
-    fixed = "numerics=stock numerics.initial_weights=invariant iters=1"
-    shards = "numerics.virtual_shards=null"
-    first, other = (_train(tpi, "deepseek_v3_toy", f"{fixed} {shards}", at, at) for at in ("tp=1", "tp=2"))
-    assert first != other
-    compared = tpi("compare", "tp=1", "tp=2")
-    assert compared.status == 1
-    assert "different at step 1" in compared.stdout
-
-
-def _products_of_a_rank() -> None:
-    from tp_invariant_recipes.numerics.layers import partial_linear
-
-    def one(grad, rows, mesh):
-        node = partial_linear._subtree((grad,), (rows,), 0, 1)
-        return partial_linear.start_reduce_scatter(node.view(1, mesh.size, -1), mesh)
-
-    partial_linear._start_weight_gradient = one
+def test_stock_does_not(scenario):
+    stock_differs(scenario(small("deepseek_v3_toy"), "iters=1"), ("tp=1", "tp=2"))
 
 
 def _heads_of_a_rank() -> None:
@@ -91,15 +49,15 @@ def _heads_of_a_rank() -> None:
 
 # What is left out -> the parameters whose gradients then depend on tp first.
 INGREDIENTS = {
-    "products of chunks": _products_of_a_rank,
+    "products of chunks": one_product_a_rank,
     "the tree of the shared key's gradient": _heads_of_a_rank,
 }
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("left_out", INGREDIENTS)
-def test_each_ingredient_is_needed(tpi, left_out):
-    fixed = "numerics=tree"
-    one, two = (_train(tpi, "deepseek_v3_toy", fixed, at, at, before=INGREDIENTS[left_out]) for at in ("tp=1", "tp=2"))
+def test_each_ingredient_is_needed(scenario, left_out):
+    deepseek = scenario(small("deepseek_v3_toy"), FIXED)
+    one, two = (deepseek(at).planted(INGREDIENTS[left_out]).ledger() for at in ("tp=1", "tp=2"))
     assert one[0].loss == two[0].loss  # the first forward pass is as it was
-    assert one != two
+    assert unequal(one, two)

@@ -6,71 +6,54 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.faults import one_kept_bit_less, without_conformance
+from tests.distributed.scenario import agree, unequal
+from tests.distributed.small_models import small
+
 pytestmark = pytest.mark.usefixtures("portable_loops")
 
-SMALL = ("qwen3_toy", "numerics=portable", "seq=64", "gbs=2", "iters=2")
+SMALL = "qwen3_toy numerics=portable seq=64 gbs=2 iters=2"
+EXPERTS = small("qwen3_moe_toy").replace("qwen3_moe_toy", "qwen3_moe_toy numerics=portable") + " iters=2"
 REFUSED = (
     r"numerics=portable: this CPU \(\w+\) computes other bits than the definition, .*: bf16/\w+: \d+ of \d+ outputs "
     r"differ, the first at \[\d+, \d+\]: recorded 0x\w{8}, computed 0x\w{8}; .*or numerics=tree"
 )
-LAYOUTS = ("tp=2", *(pytest.param(layout, marks=pytest.mark.release) for layout in ("tp=4 sp=false", "tp=1 pp=2")))
+SPREAD = "optimizer.use_distributed_optimizer=true ddp.overlap_grad_reduce=true ddp.bucket_size=20000"
+PREFETCHED = "ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
 
-
-def _train(shared, name, *overrides, before=None):
-    done = shared("train", *SMALL, *overrides, f"run.dir={name}", before=before)
-    assert done.status == 0, done.stderr
-    return shared.ledger(name)
-
-
-@pytest.fixture(scope="module")
-def reference(shared):
-    return _train(shared, "reference")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_ledger_for_all_layouts(shared, reference, layout):
-    assert _train(shared, layout.replace(" ", "-"), *layout.split()) == reference
-
-
-SHARED_OUT = "optimizer.use_distributed_optimizer=true ddp.overlap_grad_reduce=true ddp.bucket_size=20000"
-OVER_DATA = (
-    f"dp=4 {SHARED_OUT} ddp.overlap_param_gather=true optimizer.overlap_param_gather=true",
-    *(pytest.param(row, marks=pytest.mark.release) for row in ("dp=2", f"tp=2 dp=2 {SHARED_OUT}", "mbs=2")),
+# Model and what is held fixed, the layouts that must agree, and those that a release adds.
+ROWS = (
+    (SMALL, ("tp=1", "tp=2"), ("tp=4 sp=false", "tp=1 pp=2")),
+    (
+        f"{SMALL} gbs=4 numerics.data_shards=4",
+        ("dp=1", f"dp=4 {SPREAD} {PREFETCHED}"),
+        ("dp=2", f"tp=2 dp=2 {SPREAD}", "mbs=2"),
+    ),
+    (EXPERTS, ("tp=1", "tp=2"), ("tp=2 ep=2", "tp=1 pp=2", "tp=4")),
+    (SMALL.replace("qwen3_toy", "llama32_toy"), ("tp=1", "tp=2"), ()),  # scaled positions
+    (SMALL.replace("qwen3_toy", "qwen25_toy"), (), ("tp=1", "tp=2")),  # biases of queries, keys and values
 )
 
 
-@pytest.fixture(scope="module")
-def four_shards(shared):
-    return _train(shared, "four", "gbs=4", "numerics.data_shards=4")
-
-
-@pytest.mark.parametrize("layout", OVER_DATA)
-def test_one_ledger_over_data_parallel_ranks(shared, four_shards, layout):
-    name = layout.partition(" ddp")[0].replace(" ", "-")
-    assert _train(shared, name, "gbs=4", "numerics.data_shards=4", *layout.split()) == four_shards
+@pytest.mark.parametrize("fixed, layouts", [row[:2] for row in ROWS if row[1]])
+def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
+    agree(scenario(fixed), layouts)
 
 
 @pytest.mark.release
-def test_the_optimizers_state_goes_on_in_another_layout(shared):
-    more = ("gbs=4", "numerics.data_shards=2", "iters=4", "ledger.state_digests=1", SHARED_OUT.split()[0])
-    whole = _train(shared, "uninterrupted", *more)
-    saved = shared("train", *SMALL, *more, "dp=2", "save=2", "train.exit_interval=2", "run.dir=going-on")
+@pytest.mark.parametrize("fixed, layouts", [(fixed, (*few[:1], *more)) for fixed, few, more in ROWS if more])
+def test_one_ledger_for_more_layouts(scenario, fixed, layouts):
+    agree(scenario(fixed), layouts)
+
+
+@pytest.mark.release
+def test_the_optimizers_state_goes_on_in_another_layout(shared, scenario):
+    more = f"gbs=4 numerics.data_shards=2 iters=4 ledger.state_digests=1 {SPREAD.split()[0]}"
+    saved = shared("train", *SMALL.split(), *more.split(), "dp=2", "save=2", "train.exit_interval=2", "run.dir=resumed")
     assert saved.status == 0, saved.stderr
-    resumed = shared("train", "--resume", "going-on", "dp=1", "tp=2", "train.exit_interval=null")
+    resumed = shared("train", "--resume", "resumed", "dp=1", "tp=2", "train.exit_interval=null")
     assert resumed.status == 0, resumed.stderr
-    assert shared.ledger("going-on") == whole
-
-
-@pytest.mark.parametrize("model", ("llama32_toy", pytest.param("qwen25_toy", marks=pytest.mark.release)))
-def test_scaled_positions_and_biases_of_queries_have_one_ledger(shared, model):
-    runs = []
-    for layout in ("tp=1", "tp=2"):
-        name = f"{model}-{layout}"
-        done = shared("train", model, *SMALL[1:], layout, f"run.dir={name}")
-        assert done.status == 0, done.stderr
-        runs.append(shared.ledger(name))
-    assert runs[0] == runs[1]
-    assert runs[0][0].gradients
+    assert unequal(shared.ledger("resumed"), scenario(SMALL, more).ledger()) == []
 
 
 def test_scaled_frequencies_are_those_of_megatron(bridge):
@@ -91,22 +74,9 @@ def test_scaled_frequencies_are_those_of_megatron(bridge):
     assert not (kept | divided).all()
 
 
-def test_tree_has_another_one(shared, reference):
-    done = shared("train", *SMALL, "numerics=tree", "run.dir=tree")
-    assert done.status == 0, done.stderr
-    assert shared.ledger("tree")[0].gradients != reference[0].gradients
-
-
-def without_conformance() -> None:
-    from tp_invariant_recipes.portable import definition
-
-    definition.require_conformance = lambda gpu: None
-
-
-def one_kept_bit_less() -> None:
-    from tp_invariant_recipes.kernels import tensor_core_cpu
-
-    tensor_core_cpu.KEPT -= 1
+def test_tree_has_another_one(scenario):
+    tree, portable = (scenario(SMALL, more).ledger() for more in ("tp=1 numerics=tree", "tp=1"))
+    assert tree[0].gradients != portable[0].gradients
 
 
 def _steps_of_eight() -> None:
@@ -133,47 +103,23 @@ def _name(plant) -> str:
 @pytest.mark.parametrize(
     "arithmetic", (pytest.param(one_kept_bit_less, marks=pytest.mark.release), _steps_of_eight), ids=_name
 )
-def test_other_products_have_another_ledger(shared, reference, arithmetic):
+def test_other_products_have_another_ledger(scenario, arithmetic):
     def plant() -> None:
         without_conformance()
         arithmetic()
 
-    assert _train(shared, arithmetic.__name__, before=plant)[0].gradients != reference[0].gradients
+    one = scenario(SMALL, "tp=1")
+    assert one.planted(plant).ledger()[0].gradients != one.ledger()[0].gradients
 
 
 @pytest.mark.parametrize(
     "arithmetic", (one_kept_bit_less, pytest.param(_steps_of_eight, marks=pytest.mark.release)), ids=_name
 )
-def test_a_machine_with_other_products_is_refused(shared, arithmetic):
-    refused = shared("train", *SMALL, f"run.dir=refused{arithmetic.__name__}", before=arithmetic)
+def test_a_machine_with_other_products_is_refused(tpi, arithmetic):
+    refused = tpi("train", *SMALL.split(), "run.dir=refused", before=arithmetic)
     assert refused.status == 2
     assert refused.stderr.count(") computes other bits than the definition") == 1
     assert re.search(REFUSED, " ".join(refused.stderr.split()))
-
-
-EXPERTS = (
-    "qwen3_moe_toy", "numerics=portable", "seq=32", "gbs=1", "iters=2", "model.num_layers=2", "model.hidden_size=64",
-    "model.ffn_hidden_size=256", "model.moe_ffn_hidden_size=64", "model.num_attention_heads=4",
-    "model.num_query_groups=4", "model.kv_channels=16", "model.vocab_size=512",
-)  # fmt: skip
-
-
-def _train_experts(shared, name, *overrides, before=None):
-    done = shared("train", *EXPERTS, *overrides, f"run.dir={name}", before=before)
-    assert done.status == 0, done.stderr
-    return shared.ledger(name)
-
-
-@pytest.fixture(scope="module")
-def experts(shared):
-    return _train_experts(shared, "experts")
-
-
-@pytest.mark.parametrize(
-    "layout", ("tp=2", *(pytest.param(row, marks=pytest.mark.release) for row in ("tp=2 ep=2", "tp=1 pp=2", "tp=4")))
-)
-def test_experts_have_one_ledger_for_all_layouts(shared, experts, layout):
-    assert _train_experts(shared, f"experts-{layout.replace(' ', '-')}", *layout.split()) == experts
 
 
 def _copies_rounded_one_by_one() -> None:
@@ -222,25 +168,20 @@ def _one_bit_less_for_experts() -> None:
     one_kept_bit_less()
 
 
-def test_other_products_of_experts_have_another_ledger(shared, experts):
-    found = _train_experts(shared, "experts-less", before=_one_bit_less_for_experts)
-    assert found[0].gradients != experts[0].gradients
+def test_other_products_of_experts_have_another_ledger(scenario):
+    one = scenario(EXPERTS, "tp=1")
+    assert one.planted(_one_bit_less_for_experts).ledger()[0].gradients != one.ledger()[0].gradients
 
 
+# A token's copies are of four experts, and its sum is changed.
 @pytest.mark.release
-def test_the_sum_of_a_tokens_copies_is_part_of_the_bits(shared):
-    four = "model.moe_router_topk=4"
-    one = _train_experts(shared, "copies", four)
-    other = _train_experts(shared, "copies-rounded", four, before=_copies_rounded_one_by_one)
-    assert one[0].gradients != other[0].gradients
-
-
-@pytest.mark.release
-def test_the_order_of_a_tokens_copies_is_part_of_the_bits(shared):
-    four = "model.moe_router_topk=4"
-    one = _train_experts(shared, "copies-in-order", four, before=_copies_in_order)
-    other = _train_experts(shared, "copies-reversed", four, before=_copies_in_reverse_order)
-    assert one[0].gradients != other[0].gradients
+@pytest.mark.parametrize(
+    "one, other", ((None, _copies_rounded_one_by_one), (_copies_in_order, _copies_in_reverse_order))
+)
+def test_the_sum_of_a_tokens_copies_and_its_order_are_part_of_the_bits(scenario, one, other):
+    four = scenario(EXPERTS, "model.moe_router_topk=4")
+    first, second = ((four.planted(plant) if plant else four).ledger() for plant in (one, other))
+    assert first[0].gradients != second[0].gradients
 
 
 # torch's operations on floating-point numbers that have one result on every machine: they move or convert bytes, or
@@ -319,13 +260,11 @@ def _listing_operations() -> None:
     rank.pretrain = pretrain
 
 
-def _not_stated(shared, name: str, mode: str, model: tuple[str, ...] = SMALL) -> list[str]:
+def _not_stated(scenario, *words: str) -> list[str]:
     """The operations of a run that are neither stated nor in the table."""
-    done = shared(
-        "train", *model, f"numerics={mode}", "ledger.digests=0", f"run.dir={name}", before=_listing_operations
-    )
-    assert done.status == 0, done.stderr
-    found = json.loads((shared.folder / "operations.json").read_text())
+    listed = scenario(*words, "ledger.digests=0").planted(_listing_operations)
+    listed.ledger()
+    found = json.loads((scenario.tpi.folder / "operations.json").read_text())
     return [
         f"{operation} in {file}"
         for operation, file in found
@@ -334,17 +273,13 @@ def _not_stated(shared, name: str, mode: str, model: tuple[str, ...] = SMALL) ->
 
 
 @pytest.mark.release
-def test_a_run_has_stated_operations_only(shared):
-    assert _not_stated(shared, "listed", "portable") == []
+@pytest.mark.parametrize("model", (SMALL, EXPERTS), ids=("dense", "experts"))
+def test_a_run_has_stated_operations_only(scenario, model):
+    assert _not_stated(scenario, model) == []
 
 
 @pytest.mark.release
-def test_a_run_with_experts_has_stated_operations_only(shared):
-    assert _not_stated(shared, "listed-experts", "portable", EXPERTS) == []
-
-
-@pytest.mark.release
-def test_a_run_of_tree_has_others(shared):
+def test_a_run_of_tree_has_others(scenario):
     """The control: attention and norms of a library."""
-    found = " ".join(_not_stated(shared, "listed-tree", "tree"))
+    found = " ".join(_not_stated(scenario, SMALL, "numerics=tree"))
     assert "bmm in " in found or "mm in " in found
