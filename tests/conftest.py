@@ -77,6 +77,21 @@ LATE = (
     "tp_invariant_recipes.host.cpu",
 )
 
+# Packages of ours that a launcher or its ranks import.
+PRELOADED = (
+    "cli",
+    "compare",
+    "jobs",
+    "launch",
+    "multinode",
+    "numerics",
+    "portable",
+    "report",
+    "runs",
+    "training",
+    "workflows",
+)
+
 # Models that many tests train: their files are read before the worker is forked.
 FREQUENT = ("qwen3_toy", "qwen3_moe_toy")
 
@@ -138,11 +153,11 @@ def bridge() -> None:
     from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 
     # And what a launcher or its ranks would import, each anew.
-    for package in ("cli", "jobs", "launch", "multinode", "numerics", "report", "runs", "training", "workflows"):
-        folder = Path(tp_invariant_recipes.__file__).parent / package
-        for name in sorted(file.stem for file in folder.glob("*.py")):
-            if name != "te_layers":
-                import_module(f"tp_invariant_recipes.{package}.{name}")
+    root = Path(tp_invariant_recipes.__file__).parent
+    for package in PRELOADED:
+        for file in sorted((root / package).rglob("*.py")):
+            if file != root / "numerics" / "megatron" / "te.py":  # needs Transformer Engine
+                import_module(".".join((tp_invariant_recipes.__name__, *file.relative_to(root).with_suffix("").parts)))
     for name in LATE:
         import_module(name)
     Plugins.instance()  # Hydra looks for its plugins once a process

@@ -1,13 +1,13 @@
 """LoRA: adapters of linear layers on frozen weights, trained on the CPU on examples, from weights that are there."""
 
 import json
-import re
 import shutil
 
 import pytest
 
 from tests import examples, hf_folders
-from tests.distributed.one_ledger import train
+from tests.distributed.faults import one_product_a_rank
+from tests.distributed.scenario import STOCK, Scenario, agree, unequal
 from tests.recipe_files import TUNED
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
@@ -30,11 +30,17 @@ def adapted():
     return cfg
 """
 )
-DATA = ("dataset.dataset_root=examples", "tokenizer.tokenizer_model=tokenizer")
+DATA = "dataset.dataset_root=examples tokenizer.tokenizer_model=tokenizer"
 BASE = "checkpoint.pretrained_checkpoint=base/checkpoints"
-ADAPTED = ("recipe=mine.py:adapted", *DATA, BASE)
-TOY = ("qwen3_toy seq=32 gbs=1 iters=1",)
-STOCK = ("numerics=stock", "numerics.initial_weights=invariant")
+ADAPTED = f"recipe=mine.py:adapted {DATA} {BASE}"
+SHARDS = "iters=3 numerics.data_shards=2"
+TOY = "qwen3_toy seq=32 gbs=1 iters=1"
+
+
+def train(tpi, run, *words):
+    """For what follows in the run directory; a ledger alone is a scenario's."""
+    done = tpi("train", *" ".join(words).split(), f"run.dir={run}")
+    assert done.status == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +48,20 @@ def base(shared):
     """A folder with a checkpoint of weights to adapt, a recipe and examples."""
     examples.write(shared.folder)
     (shared.folder / "mine.py").write_text(MINE)
-    train(shared, ("recipe=mine.py:whole", *DATA, "iters=1 save=1 lr=1e-6 optimizer.min_lr=0 ledger.digests=0"), "base")
+    train(shared, "base", "recipe=mine.py:whole", DATA, "iters=1 save=1 lr=1e-6 optimizer.min_lr=0 ledger.digests=0")
     return shared.folder
+
+
+@pytest.fixture(scope="module")
+def adapted(base, shared):
+    """Trainings of adapters in that folder."""
+    return Scenario(shared, base / "runs", tuple(ADAPTED.split()))
 
 
 @pytest.fixture(scope="module")
 def verified(base, shared):
     """Runs of the same adapters and examples in two layouts."""
-    return shared("verify", *ADAPTED, "tp=1,2", "iters=3", "numerics.data_shards=2", "--dir", "tree")
+    return shared("verify", *ADAPTED.split(), "tp=1,2", *SHARDS.split(), "--dir", "tree")
 
 
 def test_adapters_have_one_result_in_every_layout(verified):
@@ -66,13 +78,13 @@ def test_only_adapters_are_trained(verified, shared):
     assert len(first.weights) == len(read(shared.folder / "tree" / "tp1").header.initial) - len(first.gradients)
 
 
-def test_adapters_lower_the_loss(base, shared):
-    found = [bits_float(step.loss) for step in train(shared, (*ADAPTED, "iters=12 lr=1e-2 ledger.digests=0"), "long")]
+def test_adapters_lower_the_loss(adapted):
+    found = [bits_float(step.loss) for step in adapted("iters=12 lr=1e-2 ledger.digests=0").ledger()]
     assert found[-1] < 0.8 * found[0], found
 
 
 def test_with_stock_numerics_they_have_not(base, shared):
-    done = shared("verify", *ADAPTED, "tp=1,2", *STOCK, "iters=1", "--dir", "stock")
+    done = shared("verify", *ADAPTED.split(), "tp=1,2", *STOCK.split(), "iters=1", "--dir", "stock")
     assert done.status == 1, done.stdout + done.stderr
     assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
     one, other = (read(shared.folder / "stock" / at).header.initial for at in ("tp1", "tp2"))
@@ -94,20 +106,9 @@ def _without(target: str) -> None:
     adapters.replacements = lambda tree: tuple(row for row in rows(tree) if not row.target.endswith(target))
 
 
-def _one_product_a_rank() -> None:
-    """Of the weight gradient of gathered matrices, in place of one a chunk of tokens."""
-    from tp_invariant_recipes.numerics.layers import partial_linear
-
-    def one(grad, rows, mesh):
-        node = partial_linear._subtree((grad,), (rows,), 0, 1)
-        return partial_linear.start_reduce_scatter(node.view(1, mesh.size, -1), mesh)
-
-    partial_linear._start_weight_gradient = one
-
-
 # What is left out. A gradient's last bits show in its digest.
 INGREDIENTS = {
-    "products of chunks": _one_product_a_rank,
+    "products of chunks": one_product_a_rank,
     "sums of adapters": _bridges_adapters,
     "initial weights": _bridges_weights,
 }
@@ -115,18 +116,18 @@ INGREDIENTS = {
 
 @pytest.fixture(scope="module")
 def toy(shared):
-    """The words of a run with adapters on a model of ours. Its data is generated: each token counts."""
-    train(shared, (*TOY, "save=1 ledger.digests=0"), "toy")
-    return (*TOY, "peft=lora peft.dim=8 checkpoint.pretrained_checkpoint=toy/checkpoints")
+    """Trainings of adapters on a model of ours. Its data is generated: each token counts."""
+    train(shared, "toy", TOY, "save=1 ledger.digests=0")
+    start = "checkpoint.pretrained_checkpoint=toy/checkpoints"
+    return Scenario(shared, shared.folder / "runs")(TOY, "peft=lora peft.dim=8", start)
 
 
 @pytest.mark.parametrize(
     "left_out", [pytest.param(name, marks=[pytest.mark.release] * (n > 0)) for n, name in enumerate(INGREDIENTS)]
 )
-def test_each_ingredient_is_needed(toy, shared, left_out):
-    runs = {at: f"without-{left_out.partition(' ')[0]}-{at}" for at in ("tp=1", "tp=2")}
-    one, two = (train(shared, (*toy, at), run, before=INGREDIENTS[left_out]) for at, run in runs.items())
-    assert one != two
+def test_each_ingredient_is_needed(toy, left_out):
+    one, two = (toy(at).planted(INGREDIENTS[left_out]).ledger() for at in ("tp=1", "tp=2"))
+    assert unequal(one, two)
 
 
 # --- For a release ---
@@ -140,17 +141,16 @@ SAME = (
 
 @pytest.mark.release
 @pytest.mark.parametrize("layout", (*LAYOUTS, *SAME))
-def test_other_layouts_have_it_too(verified, shared, layout):
-    run = re.sub(r"\W+", "-", layout)
-    assert train(shared, (*ADAPTED, "iters=3 numerics.data_shards=2", layout), run) == shared.ledger("tree/tp1")
+def test_other_layouts_have_it_too(verified, adapted, shared, layout):
+    assert unequal(adapted(SHARDS, layout).ledger(), shared.ledger("tree/tp1")) == []
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("targets", ("linear_qkv", "linear_proj,linear_fc1", "linear_fc2"))
-def test_some_layers_alone_can_be_adapted(base, shared, targets):
-    words = (*ADAPTED, f"iters=2 peft.target_modules=[{targets}] peft.lora_A_init_method=kaiming precision=fp32")
-    one, two = (train(shared, (*words, at), f"{targets}-{at}") for at in ("tp=1", "tp=2"))
-    assert one == two
+def test_some_layers_alone_can_be_adapted(adapted, targets):
+    some = adapted(f"iters=2 peft.target_modules=[{targets}] peft.lora_A_init_method=kaiming precision=fp32")
+    one, two = (some(at).ledger() for at in ("tp=1", "tp=2"))
+    assert unequal(one, two) == []
     assert {name.split(".")[4] for name in one[0].gradients} == set(targets.split(","))
 
 
@@ -158,14 +158,13 @@ def test_some_layers_alone_can_be_adapted(base, shared, targets):
 def test_a_model_of_ours_has_adapters_too(tpi):
     """With biases, tied embeddings on two stages, and the weights of a folder."""
     hf_folders.make(tpi.folder / "hf", hf_folders.of("qwen25_toy"))
-    words = ("qwen25_toy seq=64 gbs=2 iters=2 peft=lora peft.dim=8 weights=hf",)
-    first, *others = (train(tpi, (*words, at), at) for at in ("tp=1", "tp=2", "pp=2"))
-    assert others == [first, first]
-    before = (*words, "save=1 train.exit_interval=1")
-    train(tpi, before, "parts")
+    words = "qwen25_toy seq=64 gbs=2 iters=2 peft=lora peft.dim=8 weights=hf"
+    whole = Scenario(tpi, tpi.folder / "runs")(words)
+    agree(whole, ("tp=1", "tp=2", "pp=2"))
+    train(tpi, "parts", words, "save=1 train.exit_interval=1")
     assert tpi("train", "--resume", "parts", "tp=2").status == 0
-    assert tpi("compare", "tp=1", "parts").status == 0
-    assert tpi.ledger("parts")[-1] == first[-1]
+    assert tpi("compare", whole("tp=1").run, "parts").status == 0
+    assert tpi.ledger("parts")[-1] == whole("tp=1").ledger()[-1]
     shutil.rmtree(tpi.folder / "hf")
     gone = tpi("train", "--resume", "parts", "iters=3")
     assert gone.status == 2
@@ -177,8 +176,8 @@ def test_a_run_goes_on_with_the_same_bits_in_another_layout(base, tpi):
     for name in ("mine.py", "examples", "tokenizer"):
         (tpi.folder / name).symlink_to(base / name)
     shutil.copytree(base / "base", tpi.folder / "base")
-    whole = train(tpi, (*ADAPTED, "iters=4"), "whole")
-    train(tpi, (*ADAPTED, "iters=4 save=2 train.exit_interval=2"), "parts")
+    train(tpi, "whole", ADAPTED, "iters=4")
+    train(tpi, "parts", ADAPTED, "iters=4 save=2 train.exit_interval=2")
     saved = tpi.folder / "parts" / "checkpoints" / "iter_0000002"
     assert sum(file.stat().st_size for file in saved.rglob("*")) < sum(
         file.stat().st_size for file in (tpi.folder / "base" / "checkpoints" / "iter_0000001").rglob("*")
@@ -186,18 +185,18 @@ def test_a_run_goes_on_with_the_same_bits_in_another_layout(base, tpi):
     shutil.copytree(tpi.folder / "parts", tpi.folder / "of-others")
     assert tpi("train", "--resume", "parts", "tp=2").status == 0
     assert tpi("compare", "whole", "parts").status == 0
-    assert tpi.ledger("parts")[-1] == whole[-1]
+    assert tpi.ledger("parts")[-1] == tpi.ledger("whole")[-1]
     shutil.rmtree(tpi.folder / "base")
-    train(tpi, ("recipe=mine.py:whole", *DATA, "iters=1 save=1 seed=9"), "base")
+    train(tpi, "base", "recipe=mine.py:whole", DATA, "iters=1 save=1 seed=9")
     other = tpi("train", "--resume", "of-others", "run.dir=of-others")
     assert other.status == 2
     assert "the state loaded for step 2 is not the one that the ledger has of it: weights/" in other.stderr
 
 
 @pytest.mark.release
-def test_a_trace_has_the_tensors_of_adapters(toy, shared):
-    one, two = (train(shared, (*toy, "ledger.trace=1", at), f"traced-{at}") for at in ("tp=1", "tp=4 sp=false"))
-    assert one == two
+def test_a_trace_has_the_tensors_of_adapters(toy):
+    one, two = (toy("ledger.trace=1", at).ledger() for at in ("tp=1", "tp=4 sp=false"))
+    assert unequal(one, two) == []
     placed = {found.module.partition("layers.0.")[2]: found.shape for found in one[0].trace if found.digest}
     layers = {"self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"}
     assert placed.keys() >= {f"{layer}{part}" for layer in layers for part in ("", ".to_wrap", ".adapter")}
@@ -217,10 +216,10 @@ def test_a_recipe_of_bridge(base, toy, shared):
         "gbs=4 iters=2 scheduler.lr_warmup_iters=0 dataset.num_workers=0 validation.eval_iters=0 "
         "validation.eval_interval=null ddp.grad_reduce_in_fp32=true dataset.enable_offline_packing=false"
     )
-    words = (*recipe.split(), *DATA, "tp=1,2", "dp=1,2")
+    words = (*recipe.split(), *DATA.split(), "tp=1,2", "dp=1,2")
     done = shared("verify", *words, "--dir", "bridge")
     assert done.status == 0, done.stdout + done.stderr
-    done = shared("verify", *words[:-1], *STOCK, "--dir", "bridge-stock")
+    done = shared("verify", *words[:-1], *STOCK.split(), "--dir", "bridge-stock")
     assert done.status == 1, done.stdout + done.stderr
 
 
@@ -240,7 +239,7 @@ REFUSED = {
 def test_what_is_not_covered_is_said_before_ranks_start(cli, base, monkeypatch, words):
     monkeypatch.chdir(base)
     model, *more = words.split()
-    data = DATA if "recipe" in model else ()
+    data = DATA.split() if "recipe" in model else ()
     ended = cli("train", model, *data, BASE, *more, "device=cpu", "run.dir=wrong")
     assert (ended.status, ended.out) == (2, "")
     assert REFUSED[words] in ended.err
