@@ -121,9 +121,9 @@ def test_a_layout_that_would_change_bits_or_cannot_be_read_is_refused(whole, cha
 
 @pytest.mark.release
 def test_experts_go_on_wherever_they_are(shared, tpi):
-    from tests.distributed.test_invariance_experts import small
+    from tests.distributed.small_models import small
 
-    words = ("train", *small("qwen3_moe_toy"), "gbs=2", "dp=2", "iters=4", "save=2", DISTRIBUTED)
+    words = ("train", *small("qwen3_moe_toy").split(), "gbs=2", "dp=2", "iters=4", "save=2", DISTRIBUTED)
     done = tpi(*words, "tp=2", "run.dir=run")
     assert done.status == 0, done.stderr
     before = steps(tpi.folder / "run")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.distributed.test_invariance_experts import small
+from tests.distributed.small_models import small
 from tests.ledgers import steps
 
-RUN = ("train", *small("qwen3_moe_toy"), "iters=6", "save=2")
+RUN = ("train", *small("qwen3_moe_toy").split(), "iters=6", "save=2")
 
 
 @pytest.mark.release  # in `make test`: test_elastic.py, dense

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_invariance_experts import small
+from tests.distributed.small_models import small
 from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.ledger.open import read
@@ -43,7 +43,7 @@ RUNS = {
         "tp=2",
         "ep=2",
     ),
-    "mamba": (*small("nemotron3_nano_toy"), "iters=3", "ledger.state_digests=1", "tp=2"),
+    "mamba": (*small("nemotron3_nano_toy").split(), "iters=3", "ledger.state_digests=1", "tp=2"),
 }
 
 EMBEDDING, QKV, FC1, FC2 = "embedding.word_embeddings.weight", "linear_qkv.weight", "linear_fc1.weight", "linear_fc2"

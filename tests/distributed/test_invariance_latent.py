@@ -30,7 +30,8 @@ def test_one_ledger_for_all_layouts(scenario, model, fixed, layouts):
 
 
 def test_stock_does_not(scenario):
-    stock_differs(scenario(small("deepseek_v3_toy"), "iters=1"), ("tp=1", "tp=2"))
+    said = stock_differs(scenario(small("deepseek_v3_toy"), "iters=1"), ("tp=1", "tp=2"))
+    assert "different at step 1" in said
 
 
 def _heads_of_a_rank() -> None:
