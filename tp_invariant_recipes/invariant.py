@@ -12,7 +12,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -22,11 +22,12 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import Replacement, apply
 from tp_invariant_recipes.settings import environment
 
 SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"
-NUMERICS = {"mode": "tree", "grad_norm": "exact", "clip_rounding": "none", "initial_weights": "invariant"}
+MODE = "tree"
 POSITIONS = ("rope", "none")
 
 
@@ -47,16 +48,16 @@ def install(shards: int) -> None:
     import torch
     from megatron.core.transformer import TransformerConfig
 
-    from tp_invariant_recipes.numerics.megatron import spec, te_modules
+    from tp_invariant_recipes.numerics.megatron import replacements, te_modules
 
     variables = _variables()  # before anything is changed
     # What the layers read. A recipe sets both on its own configuration; a plain one has these.
-    TransformerConfig.virtual_shards, TransformerConfig.invariant_mode = shards, NUMERICS["mode"]
+    TransformerConfig.virtual_shards, TransformerConfig.invariant_mode = shards, MODE
     os.environ.update(variables)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     modules = te_modules.replacements(shards, _refuse) if installed("transformer-engine") is not None else ()
-    # Those of `spec` come last: what Megatron-Core imports by name must be its own when it is imported here.
-    apply((*_rows(shards), *modules, *spec.replacements(NUMERICS | {"virtual_shards": shards})))
+    # Those of `replacements` come last: what Megatron-Core imports by name must be its own when it is imported here.
+    apply((*_rows(shards), *modules, *replacements.replacements(NumericsSettings(MODE, shards))))
 
 
 def _rows(shards: int) -> tuple[Replacement, ...]:
@@ -102,7 +103,7 @@ def _variables() -> dict[str, str]:
     import torch
 
     device = _device()
-    _refuse(environment.flash_problems(device, NUMERICS["mode"], os.environ))
+    _refuse(environment.flash_problems(device, True, os.environ))
     variables = environment.settings(device, os.environ)
     late = [f"{name}={value}" for name, value in variables.items() if os.environ.get(name) != value]
     if late and torch.cuda.is_initialized():
@@ -184,7 +185,7 @@ def _checked_optimizer(original: Callable[..., None]) -> Callable[..., None]:
 
 def _plain(line: str) -> str:
     """A problem as a program of its own has it: without the sections of our configuration."""
-    line = re.sub(r"\b(model|ddp|optimizer)\.(?=\w)", "", line.removeprefix("numerics=tree: "))
+    line = re.sub(r"\b(model|ddp|optimizer)\.(?=\w)", "", line.removeprefix(f"numerics={MODE}: "))
     return line.replace("numerics.virtual_shards", SHARDS)
 
 
@@ -205,7 +206,7 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
         "disable_bf16_reduced_precision_matmul": not _adds_in_bf16(),
     }
     tree = {
-        "numerics": NUMERICS | {"virtual_shards": shards},
+        "numerics": asdict(NumericsSettings(MODE, shards)),
         "model": model,
         "parallel": {"data_parallel_size": parallel_state.get_data_parallel_world_size()},
         "ddp": ddp or {},

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 
@@ -31,6 +32,21 @@ class Replacement:
         return holder, name
 
 
+def ours(path: str) -> Any:
+    """What MODULE:NAME names below this package, such as "numerics.sums.grad_norm:clip_by_powers_of_two"."""
+    return resolve_name(f"tp_invariant_recipes.{path}")
+
+
+def instead(target: str, path: str, why: str) -> Replacement:
+    """The row that puts `ours(path)` in the place of a target. The lookup is late: most paths import torch."""
+    return Replacement(target, lambda original: ours(path), why)
+
+
+def wrapped(target: str, path: str, why: str, *settings: Any) -> Replacement:
+    """The row that puts `ours(path)(original, *settings)` in the place of a target."""
+    return Replacement(target, lambda original: ours(path)(original, *settings), why)
+
+
 def apply(replacements: Iterable[Replacement]) -> Callable[[], None]:
     """Apply the replacements in order, for good.
 
@@ -52,7 +68,7 @@ def apply(replacements: Iterable[Replacement]) -> Callable[[], None]:
 
 @contextmanager
 def applied(replacements: Iterable[Replacement]) -> Iterator[None]:
-    """The same for the length of a `with` block."""
+    """Apply the replacements for the length of a `with` block."""
     restore = apply(replacements)
     try:
         yield

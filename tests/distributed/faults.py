@@ -80,10 +80,10 @@ def without(*targets: str) -> Callable[[], None]:
     """Leave the replacements out whose targets end so."""
 
     def plant() -> None:
-        from tp_invariant_recipes.numerics.megatron import spec
+        from tp_invariant_recipes.numerics.megatron import replacements
 
-        original = spec.replacements
-        spec.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(targets))
+        original = replacements.replacements
+        replacements.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(targets))
 
     return plant
 

@@ -45,7 +45,7 @@ def test_the_norm_of_experts_and_all_else_is_one(scenario):
 
 
 REFUSED = {
-    "numerics=gather": "experts are covered by numerics=tree and portable only",
+    "numerics=gather": "experts are covered by numerics=tree and numerics=portable only",
     "tp=2 sp=false": "experts under tensor parallelism need sequence parallelism; sp=true",
     "tp=2 etp=2": "experts split over ranks have no invariant version; etp=1",
     "model.moe_router_load_balancing_type=sinkhorn": "model.moe_router_load_balancing_type one of aux_loss",

@@ -15,9 +15,10 @@ import torch
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics.layers import attention as attentions
 from tp_invariant_recipes.numerics.layers.attention import TENSORS, Operands, attention, outcome, same
-from tp_invariant_recipes.numerics.megatron import spec
+from tp_invariant_recipes.numerics.megatron import replacements
 from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
 from tp_invariant_recipes.numerics.products.probe import cancelling_attention
+from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.replacement import applied
 
@@ -28,7 +29,7 @@ pytestmark = [
 ]
 
 SHARDS = 8
-NUMERICS = {"mode": "tree", "virtual_shards": SHARDS, "grad_norm": "exact", "clip_rounding": "none"}
+NUMERICS = NumericsSettings(virtual_shards=SHARDS)
 DEGREES = (1, 2, 4, 8)
 MODELS = {"qwen3_0p6b": (16, 8, 128), "qwen3_8b": (32, 8, 128)}  # heads, query groups, width of a head
 SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
@@ -217,7 +218,7 @@ def test_flash_attn_is_not_selected(core, monkeypatch):
     made = of_rank(operands("qwen3_0p6b", 2048, "normal"), 2, 0)
     for name in SWITCHES:
         monkeypatch.setenv(SWITCHES[name], str(int(name == "flash")))
-    rows = [row for row in spec.replacements(NUMERICS) if row.target.endswith(":get_attention_backend")]
+    rows = [row for row in replacements.replacements(NUMERICS) if row.target.endswith(":get_attention_backend")]
     assert len(rows) == 1
     with applied(rows):
         _select_anew()

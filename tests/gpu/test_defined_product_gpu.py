@@ -6,7 +6,7 @@ import torch
 from tests.distributed.ranks import same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.products import cublas, defined
-from tp_invariant_recipes.numerics.products.defined import FIXED_TILES, WAYS
+from tp_invariant_recipes.numerics.products.defined import BACKENDS, FIXED_TILES
 from tp_invariant_recipes.numerics.products.probe import cancelling
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.portable import conformance
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 BF16, FP32 = torch.bfloat16, torch.float32
 CASES = conformance.read().cases
-TILES = [way for way in WAYS if way.device == "cuda" and "tiles" in way.name]
+TILES = [way for way in BACKENDS if way.device == "cuda" and "tiles" in way.name]
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 from tests.gpu.side_by_side import Run, gpus_for, train
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.numerics.products.definition import product_version
+from tp_invariant_recipes.numerics.mode import definition
 
 GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -228,7 +228,7 @@ def trained(tmp_path_factory):
 def test_one_ledger_for_all_layouts(trained, group, layout):
     (header, steps), (other, its) = (trained.ledger(f"{group} {of}") for of in (GROUPS[group][1][0], layout))
     assert header.initial
-    assert header.device.get("product") == product_version(header.numerics["mode"], "gpu")
+    assert header.device.get("product") == definition(header.numerics["mode"], "gpu")
     assert header.initial == other.initial
     assert len(steps) == int(re.search(r"iters=(\d+)", GROUPS[group][0])[1])
     assert steps == its

@@ -155,9 +155,9 @@ def test_a_setting_is_accepted_or_refused_never_changed(environment):
 
 
 def test_flash_attn_is_asked_for_with_stock_alone():
-    assert environment.flash_problems("gpu", "stock", {"NVTE_FLASH_ATTN": "1"}) == []
-    assert environment.flash_problems("cpu", "tree", {"NVTE_FLASH_ATTN": "1"}) == []
-    assert environment.flash_problems("gpu", "tree", {"NVTE_FLASH_ATTN": "0"}) == []
+    assert environment.flash_problems("gpu", False, {"NVTE_FLASH_ATTN": "1"}) == []
+    assert environment.flash_problems("cpu", True, {"NVTE_FLASH_ATTN": "1"}) == []
+    assert environment.flash_problems("gpu", True, {"NVTE_FLASH_ATTN": "0"}) == []
     for mode in ("tree", "gather"):
         (problem,) = environment.flash_problems("gpu", mode, {"NVTE_FLASH_ATTN": "1"})
         assert problem.startswith("NVTE_FLASH_ATTN=1 in the environment")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.kernels import grad_norm as kernels
+from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.numerics.sums import grad_norm
 from tp_invariant_recipes.numerics.sums.grad_norm import (
     clip_by_powers_of_two,
@@ -261,11 +262,11 @@ def test_the_signatures_are_those_of_megatron():
     assert parameters_of(clip_by_powers_of_two(clip)) == parameters_of(clip)
 
 
-NUMERICS = {"mode": "tree", "virtual_shards": 8, "grad_norm": "exact", "clip_rounding": "pow2"}
+NUMERICS = NumericsSettings(virtual_shards=8, clip_rounding="pow2")
 
 
 def test_every_module_that_imported_megatrons_function_gets_ours():
-    from tp_invariant_recipes.numerics.megatron.spec import replacements
+    from tp_invariant_recipes.numerics.megatron.replacements import replacements
     from tp_invariant_recipes.replacement import applied
 
     targets = [r for r in replacements(NUMERICS) if r.target.endswith(":get_grad_norm_fp32")]

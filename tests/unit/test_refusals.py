@@ -96,7 +96,7 @@ def test_latent_attention_is_of_tree(mode):
 
 
 def test_gather_has_neither_experts_nor_mamba():
-    assert "numerics=gather: experts are covered by numerics=tree and portable only" in problems(
+    assert "numerics=gather: experts are covered by numerics=tree and numerics=portable only" in problems(
         "qwen3_moe_toy numerics=gather"
     )
     assert "numerics=gather: Mamba layers are covered by numerics=tree only" in problems(

@@ -5,8 +5,8 @@ for one definition of a product; versions of tpi have others on GPUs (products/d
 """
 
 from tp_invariant_recipes.ledger.lines import Header
+from tp_invariant_recipes.numerics import mode
 
-PORTABLE, TREE = "portable", "tree"
 _PRODUCT = "product"  # field of a header's device
 # Fields of a header's device that tell architectures apart.
 FIELDS = ("name", "compute_capability", "machine")
@@ -22,8 +22,8 @@ def across_machines(a: Header, b: Header, different: bool) -> str | None:
     if left == right:
         return None
     machines = f"The runs were made on different architectures ({left}; {right})"
-    if modes != {PORTABLE}:
-        named = " and ".join(f"numerics={mode}" for mode in sorted(modes))
+    if not all((one := mode.find(name)) and one.any_machine for name in modes):
+        named = " and ".join(f"numerics={name}" for name in sorted(modes))
         found = "this difference is no defect" if different else "these bits are equal all the same"
         return f"{machines}. {named}: equal bits are not promised there, and {found}; numerics=portable promises them."
     definitions = [header.device.get("attention") for header in (a, b)]
@@ -40,7 +40,7 @@ def across_machines(a: Header, b: Header, different: bool) -> str | None:
 def products(header: Header) -> tuple[tuple[int, str], ...]:
     """(first step, definition of a product from there on) of a run of numerics=tree on a GPU; empty: any other run."""
     first = header.device.get(_PRODUCT)
-    if header.numerics.get("mode") != TREE or first is None:
+    if first is None or not mode.definition(str(header.numerics.get("mode")), "gpu"):
         return ()
     found = [(1, first)]
     for entry in header.notes.get("resumed", ()):

@@ -80,7 +80,7 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
     _numerics(parts["model"], config)
     if peft.adapts(tree) and config.weights.folder is not None:  # Bridge asks where the base weights are
         parts["checkpoint"].pretrained_checkpoint = config.weights.folder
-    if config.numerics.mode != "stock":
+    if config.numerics.invariant:
         # The leaf of every sum over data is a sequence: a micro-batch of several is computed one by one.
         parts["train"].micro_batch_size = 1
     # Bridge sets these too, so that code which does not go through our launcher computes the same bits.
@@ -127,15 +127,15 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True) 
 
 def _changed_by_bridge(container: ConfigContainer) -> list[str]:
     """What the invariant numerics do not allow, and what the tree did not say: Bridge's validation sets fields, too."""
-    mode = getattr(container.model, "invariant_mode", "stock")
-    if mode == "stock":
+    name = getattr(container.model, "invariant_mode", None)
+    if name is None:
         return []
     found = [
         line
         for section in allowed_fields.SECTIONS
         for line in allowed_fields.refused(section, allowed_fields.values_of(getattr(container, section)))
     ]
-    return [*(f"numerics={mode}: Megatron-Bridge sets {line}" for line in found), *([OR_STOCK] if found else [])]
+    return [*(f"numerics={name}: Megatron-Bridge sets {line}" for line in found), *([OR_STOCK] if found else [])]
 
 
 def _layers(config: RunConfig, model: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ def _layers(config: RunConfig, model: dict[str, Any]) -> None:
 
     provider = config.model["_target_"].rpartition(".")[2]
     stock = LOCAL_SPECS if model["transformer_impl"] == "local" else STOCK_SPECS
-    specs = stock if config.numerics.mode == "stock" else INVARIANT_SPECS
+    specs = INVARIANT_SPECS if config.numerics.invariant else stock
     if provider in specs:
         model.setdefault(SPEC_FIELDS[provider], get_method(specs[provider]))
 
@@ -152,7 +152,7 @@ def _layers(config: RunConfig, model: dict[str, Any]) -> None:
 def _numerics(provider: Any, config: RunConfig) -> None:
     """What the invariant layers read from their configuration, and weights that no layout changes."""
     numerics = config.numerics
-    if numerics.mode != "stock":
+    if numerics.invariant:
         provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
         provider.context_shards = numerics.context_shards or provider.context_parallel_size
         provider.overlap_exchange = numerics.overlap_exchange

@@ -7,6 +7,8 @@ adds its gradients, and the form in which a distributed optimizer's state lies i
 from collections.abc import Mapping
 from typing import Any
 
+from tp_invariant_recipes.numerics import mode
+
 # Settings of `numerics` whose defaults follow the layout, and which make up the order of sums: a run keeps them.
 KEPT = ("data_shards", "context_shards")
 
@@ -27,7 +29,7 @@ def data_shards(numerics: Mapping[str, Any], layout: Mapping[str, Any]) -> int:
 
 def kept(numerics: Mapping[str, Any]) -> list[str]:
     """What a run keeps of its numerics in other layouts, as overrides. Nothing for stock, which has no fixed order."""
-    if numerics["mode"] == "stock":
+    if mode.find(numerics["mode"]) is None:
         return []
     return [f"numerics.{name}={numerics[name]}" for name in KEPT if numerics.get(name) is not None]
 
@@ -45,7 +47,7 @@ def other_gradients(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | 
     before, now: "numerics" and "layout", as in `run.json`.
     """
     there, here = (data_shards(run["numerics"], run["layout"]) for run in (before, now))
-    if now["numerics"]["mode"] == "stock" or there == here:
+    if mode.find(now["numerics"]["mode"]) is None or there == here:
         return None
     return (
         f"dp={now['layout']['dp']}: a step's gradient has been the sum of {there} data-parallel parts so far, and "
@@ -92,10 +94,13 @@ def unreadable_state(
     )
 
 
-def experts_apart(mode: str, model: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
-    """Whether a run's experts have an optimizer of their own: with invariant numerics always (layers/experts.py)."""
+def experts_apart(name: str, model: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
+    """Whether a run's experts have an optimizer of their own: with invariant numerics always (layers/experts.py).
+
+    name: of the mode.
+    """
     by_megatron = layout.get("ep", 1) > 1 or layout.get("tp", 1) != layout.get("etp", 1)  # process groups of their own
-    return bool(model.get("num_moe_experts")) and (mode != "stock" or by_megatron)
+    return bool(model.get("num_moe_experts")) and (mode.find(name) is not None or by_megatron)
 
 
 def _of_experts(layout: Mapping[str, Any]) -> str:

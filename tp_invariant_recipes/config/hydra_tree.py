@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationTyp
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import conf_files, cuda_graphs
 
 # The option that stands for a cluster's file, wherever it lies, and for the layer of a recipe. No file of a tree has
@@ -143,7 +144,7 @@ def _calls(path: str, value: Any) -> Iterator[str]:
 
 def _graphed_modules(*, _parent_: Any, _root_: Any) -> list[str]:
     model: Any = OmegaConf.to_container(_parent_, resolve=False)
-    return cuda_graphs.graphed_modules(model, _root_["numerics"]["mode"])
+    return cuda_graphs.graphed_modules(model, mode.find(_root_["numerics"]["mode"]) is not None)
 
 
 def _shards(*, _root_: Any) -> int:

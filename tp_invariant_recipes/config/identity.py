@@ -89,9 +89,9 @@ def identity(tree: Tree, data_digest: str | None, weights_digest: str | None = N
     if flat.get("scheduler.lr_decay_iters") is None:
         flat["scheduler.lr_decay_iters"] = config.bridge["train"]["train_iters"]
     flat["data.kind"] = config.data.kind
-    if config.numerics.mode != "stock" and config.numerics.data_shards is not None:
+    if config.numerics.invariant and config.numerics.data_shards is not None:
         flat[DATA_SHARDS] = config.numerics.data_shards
-    if config.numerics.mode != "stock" and config.numerics.context_shards is not None:
+    if config.numerics.invariant and config.numerics.context_shards is not None:
         flat[CONTEXT_SHARDS] = config.numerics.context_shards
     flat["data.digest"] = data_digest
     if weights_digest is not None:

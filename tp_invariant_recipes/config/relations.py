@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
 
 # Services that keep the curves of many runs.
@@ -24,9 +25,6 @@ _LOGGER_FIELDS = (
 
 # Kernels of GPUs read rows of 16 bytes, 8 numbers in bf16.
 WIDTH = 8
-
-# Modes of numerics whose ranks exchange nodes (sums/tree.py).
-EXCHANGING = ("tree", "portable")
 
 # What every run would replace without a word, and what to do instead.
 REPLACED = {
@@ -181,10 +179,10 @@ def _precision_aware(config: RunConfig) -> str | None:
 def _overlap_exchange(config: RunConfig) -> str | None:
     if not config.numerics.overlap_exchange:
         return None
-    key, mode = "numerics.overlap_exchange", config.numerics.mode
-    if mode not in EXCHANGING:
-        others = " or ".join(f"numerics={other}" for other in EXCHANGING)
-        return f"{key}=true: numerics={mode} has no such exchange; {key}=false, or {others}"
+    key = "numerics.overlap_exchange"
+    if not config.numerics.covers(mode.OVERLAP):
+        others = " or ".join(mode.named(lambda other: mode.OVERLAP in other.covers))
+        return f"{key}=true: numerics={config.numerics.mode} has no such exchange; {key}=false, or {others}"
     if config.device.kind == "cpu":
         return f"{key}=true: on a CPU nothing is exchanged beside a product; {key}=false, or device=gpu"
     return None

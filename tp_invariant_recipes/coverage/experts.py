@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from tp_invariant_recipes.coverage.limit import Limit, is_set
+from tp_invariant_recipes.coverage.limit import Limit, is_set, lacks
 from tp_invariant_recipes.host.vectors import VECTORS
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import expert_placement
 from tp_invariant_recipes.settings import schema
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -92,9 +93,7 @@ def _of_experts(config: RunConfig) -> str | None:
 
 # Settings that a model with experts must not have, and the reason.
 LIMITS = (
-    _row(
-        lambda t: t.numerics.mode not in ("tree", "portable"), "experts are covered by numerics=tree and portable only"
-    ),
+    _row(lacks(mode.EXPERTS), mode.only(mode.EXPERTS)),
     _row(
         lambda t: t.model["expert_tensor_parallel_size"] > 1,
         "experts split over ranks have no invariant version; etp=1",

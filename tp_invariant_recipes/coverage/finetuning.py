@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tp_invariant_recipes.coverage.limit import Limit
+from tp_invariant_recipes.coverage.limit import Limit, lacks
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -18,7 +19,7 @@ def _options(config: RunConfig) -> Mapping[str, Any]:
 
 
 LIMITS = (
-    Limit(_tuned(lambda t: t.numerics.mode != "tree"), "fine-tuning is covered by numerics=tree only"),
+    Limit(_tuned(lacks(mode.FINETUNING)), mode.only(mode.FINETUNING)),
     Limit(
         _tuned(lambda t: not _options(t).get("pad_to_max_length")),
         "how far an example is padded depends on the others of its rank; dataset.dataset_kwargs.pad_to_max_length=true",
@@ -37,8 +38,8 @@ LIMITS = (
         "numerics.context_shards out",
     ),
     Limit(
-        lambda t: bool(t.model.get("calculate_per_token_loss")) and t.numerics.mode != "tree",
-        "a loss divided by the tokens of a step is covered by numerics=tree only; model.calculate_per_token_loss=false",
+        lambda t: bool(t.model.get("calculate_per_token_loss")) and not t.numerics.covers(mode.TOKEN_LOSS),
+        f"{mode.only(mode.TOKEN_LOSS)}; model.calculate_per_token_loss=false",
     ),
     Limit(
         lambda t: bool(t.model.get("calculate_per_token_loss"))

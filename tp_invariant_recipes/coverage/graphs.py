@@ -8,12 +8,15 @@ import os
 from collections.abc import Callable
 
 from tp_invariant_recipes.coverage.limit import Limit
-from tp_invariant_recipes.settings.cuda_graphs import FULL, NOT_INVARIANT, TE
+from tp_invariant_recipes.settings.cuda_graphs import FULL, IMPLEMENTATIONS, NOT_INVARIANT, TE
 from tp_invariant_recipes.settings.run_config import RunConfig
 
-# numerics.mode -> what of Megatron-Bridge's graphs its layers were captured with.
-CAPTURED = {"tree": (FULL, TE), "portable": (FULL,)}
 CHECK = "TPI_CHECK_PRODUCTS"
+
+
+def _captured_with(config: RunConfig) -> frozenset[str]:
+    """Options of cuda_graph= that the layers of a run's mode were captured with."""
+    return config.numerics.arithmetic.graphs if config.numerics.arithmetic else frozenset()
 
 
 def _row(kinds: tuple[str, ...], wrong: Callable[[RunConfig], bool], why: str) -> Limit:
@@ -24,12 +27,12 @@ def _row(kinds: tuple[str, ...], wrong: Callable[[RunConfig], bool], why: str) -
 LIMITS = (
     _row(
         (FULL, TE),
-        lambda t: t.numerics.mode not in CAPTURED,
+        lambda t: not _captured_with(t),
         "its layers have not been captured; cuda_graph=off, or numerics=tree",
     ),
     _row(
         (TE,),
-        lambda t: TE not in CAPTURED.get(t.numerics.mode, (TE,)),
+        lambda t: _captured_with(t) == {IMPLEMENTATIONS[FULL]},
         "its layers have been captured with the whole step only; cuda_graph=full, or off",
     ),
     _row(

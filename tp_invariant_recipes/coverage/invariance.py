@@ -16,6 +16,7 @@ from tp_invariant_recipes.coverage import (
 from tp_invariant_recipes.coverage.limit import Limit, is_set
 from tp_invariant_recipes.errors import OR_STOCK
 from tp_invariant_recipes.host.vectors import VECTORS
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import hybrid_spec
 from tp_invariant_recipes.settings import layout, low_precision, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
@@ -71,7 +72,7 @@ LIMITS = (
         "Megatron draws other weights for every tp; numerics.initial_weights=invariant",
     ),
     Limit(
-        lambda t: t.numerics.mode == "tree" and t.numerics.grad_norm != "exact",
+        lambda t: t.numerics.grad_norm != "exact" and not t.numerics.covers(mode.FP64_NORM),
         "an fp64 sum still depends on its order; numerics.grad_norm=exact",
     ),
     Limit(
@@ -85,8 +86,8 @@ LIMITS = (
     *finetuning.LIMITS,
     *lora.LIMITS,
     Limit(
-        lambda t: t.numerics.mode != "tree" and "hybrid_layer_pattern" in t.model,
-        "Mamba layers are covered by numerics=tree only",
+        lambda t: "hybrid_layer_pattern" in t.model and not t.numerics.covers(mode.HYBRID),
+        mode.only(mode.HYBRID),
     ),
     Limit(
         lambda t: bool(set(t.model.get("hybrid_layer_pattern") or "") - HYBRID_SIGNS),
@@ -114,8 +115,8 @@ LIMITS = (
         "dropout draws other numbers in every layout; model.hidden_dropout=0, model.attention_dropout=0",
     ),
     Limit(
-        lambda t: t.numerics.mode == "gather" and _cut(t),
-        "context parallelism is covered by numerics=tree only; cp=1, and leave numerics.context_shards out",
+        lambda t: _cut(t) and not t.numerics.covers(mode.CONTEXT_SHARDS),
+        f"{mode.only(mode.CONTEXT_SHARDS)}; cp=1, and leave numerics.context_shards out",
     ),
     Limit(
         lambda t: "hybrid_layer_pattern" in t.model and _cut(t),
@@ -211,7 +212,7 @@ def problems(tree: Tree) -> list[str]:
     config = typed(tree)
     if not layout.countable(config):
         return []
-    if config.numerics.mode == "stock":
+    if not config.numerics.invariant:
         return _unread(config)
     said_by_layout = _ranks(config) if layout.splits_unevenly(config) else []
     found = [limit for limit in limits(tree) if limit not in said_by_layout]
@@ -221,8 +222,7 @@ def problems(tree: Tree) -> list[str]:
 def limits(tree: Tree) -> list[str]:
     """Everything that keeps the tree's numerics mode from being invariant; nothing for stock."""
     config = typed(tree)
-    mode = config.numerics.mode
-    if mode == "stock":
+    if not config.numerics.invariant:
         return []
     beyond = [limit.why for limit in LIMITS if limit.wrong(config)]
     beyond += model_fields.unknown(config.model, (*OFF, *experts.OFF, *latent.OFF))
@@ -230,7 +230,7 @@ def limits(tree: Tree) -> list[str]:
     for section in allowed_fields.SECTIONS:
         beyond += allowed_fields.refused(section, config.bridge.get(section, {}))
     return [
-        *(f"numerics={mode}: {why}" for why in beyond),
+        *(f"numerics={config.numerics.mode}: {why}" for why in beyond),
         *(_shards(config) or _ranks(config) or _ragged(config)),
         *_data_shards(config),
         *_context_shards(config),

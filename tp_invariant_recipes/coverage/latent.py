@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from tp_invariant_recipes.coverage.limit import Limit, is_set
+from tp_invariant_recipes.coverage.limit import Limit, is_set, lacks
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import schema
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -27,8 +28,8 @@ LIMITS = (
         f"multi-latent attention is covered for {schema.LATENT.rpartition('.')[2]} with model.{FIELD}=true alone",
     ),
     _row(
-        lambda t: t.numerics.mode != "tree",
-        "multi-latent attention is covered by numerics=tree only",
+        lacks(mode.LATENT),
+        mode.only(mode.LATENT),
     ),
     _row(
         lambda t: t.model["tensor_model_parallel_size"] > 1 and not t.model["sequence_parallel"],

@@ -14,6 +14,11 @@ class Limit:
     why: str
 
 
+def lacks(feature: str) -> Callable[[RunConfig], bool]:
+    """Whether a run's mode has no invariant version of one of the features of numerics/mode.py."""
+    return lambda t: not t.numerics.covers(feature)
+
+
 def is_set(field: str) -> Callable[[RunConfig], bool]:
     """Whether a field of the model is set to anything."""
     return lambda t: bool(t.model.get(field))

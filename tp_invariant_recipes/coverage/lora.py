@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tp_invariant_recipes.coverage.limit import Limit
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import cuda_graphs, peft, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -26,7 +27,7 @@ def _off(name: str) -> Callable[[RunConfig, Mapping[str, Any]], bool]:
 
 
 LIMITS = (
-    _row(lambda t, _: t.numerics.mode != "tree", "LoRA is covered by numerics=tree only"),
+    _row(lambda t, _: not t.numerics.covers(mode.LORA), mode.only(mode.LORA)),
     _row(
         lambda t, _: not dense(t),
         "LoRA is covered for dense models of attention and feed-forward layers: adapters of experts, Mamba layers and "

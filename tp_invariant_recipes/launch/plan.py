@@ -24,7 +24,7 @@ from tp_invariant_recipes.launch import experiments, preflight
 from tp_invariant_recipes.ledger.lines import Header
 from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.run_files import RunFile
-from tp_invariant_recipes.numerics.products.definition import product_version
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
@@ -307,7 +307,7 @@ def _going_on(
 
 def _products(plan: Plan, step: int) -> str | None:
     """Whether the steps after `step` have another definition of a product than those before, in a sentence."""
-    version = product_version(plan.tree["numerics"]["mode"], plan.device)
+    version = mode.definition(plan.tree["numerics"]["mode"], plan.device)
     return comparability.changed_products(streamed(plan.run_dir.ledger).header, version, step) if version else None
 
 

@@ -57,7 +57,7 @@ def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir, *, here: bool =
 
 def _flash(config: RunConfig) -> list[str]:
     variables = {**config.cluster.environment, **os.environ}
-    return environment.flash_problems(config.device.kind, config.numerics.mode, variables)
+    return environment.flash_problems(config.device.kind, config.numerics.invariant, variables)
 
 
 def _gpus(config: RunConfig, layout: Layout) -> list[str]:

@@ -139,13 +139,16 @@ def _recorded(
             getattr(callback, "close", lambda: None)()
 
 
+# What the switch sets.
+_NUMERICS = {"mode": "tree", "grad_norm": "exact", "clip_rounding": "none", "initial_weights": "invariant"}
+
+
 def described(config: Any, world: int) -> dict[str, Any]:
     """What `run.json` holds of a ConfigContainer that trains on `world` ranks, before Bridge fills it in.
 
     Paths of data stand for the data, which has no digest here.
     """
     from tp_invariant_recipes.config import identity as identities
-    from tp_invariant_recipes.invariant import NUMERICS
     from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
     from tp_invariant_recipes.ledger.record import Header
 
@@ -167,7 +170,7 @@ def described(config: Any, world: int) -> dict[str, Any]:
     return {
         "model": type(model).__name__,
         "layout": layout,
-        "numerics": NUMERICS | shards,
+        "numerics": _NUMERICS | shards,
         "notes": {},
         "identity": identity,
         "identity_hash": Header(identity=identity).identity_hash,

@@ -40,10 +40,10 @@ class Module:
     invariant: bool = True
 
 
-def graphed_modules(model: Model, mode: str) -> list[str]:
-    """The modules that `cuda_graph=te` captures of a model by default. mode: of numerics."""
+def graphed_modules(model: Model, invariant: bool) -> list[str]:
+    """The modules that `cuda_graph=te` captures of a model by default. invariant: whether numerics are."""
     fit = (module for module in MODULES if module.problem(model) is None and module.default(model))
-    return [module.name for module in fit if mode == "stock" or module.invariant]
+    return [module.name for module in fit if module.invariant or not invariant]
 
 
 def padded(model: Model) -> bool:
@@ -246,7 +246,9 @@ def problems(tree: Tree) -> list[str]:
     steps = [] if type(warmup) is int and warmup >= 1 else [_of_warmup(warmup)]
     rules = [f"{asked}: {rule.why}" for rule in RULES if implementation in rule.implementations and rule.wrong(config)]
     modules = (
-        [f"{asked}: {problem}" for problem in _modules(model, config.numerics.mode)] if implementation == TE else []
+        [f"{asked}: {problem}" for problem in _modules(model, config.numerics.invariant)]
+        if implementation == TE
+        else []
     )
     return [*replaced, *steps, *modules, *rules]
 
@@ -256,10 +258,10 @@ def _of_warmup(warmup: Any) -> str:
     return f"model.cuda_graph_warmup_steps={warmup}: must be a number of steps, at least 1"
 
 
-def _modules(model: Model, mode: str) -> list[str]:
+def _modules(model: Model, invariant: bool) -> list[str]:
     """The problems of the modules to capture."""
     modules = model.get("cuda_graph_modules")
-    fits = ",".join(graphed_modules(model, mode))
+    fits = ",".join(graphed_modules(model, invariant))
     if not isinstance(modules, list) or not modules:
         return [f"model.cuda_graph_modules={modules}: a list of what to capture, as in [{fits}]"]
     unknown = [name for name in modules if name not in _BY_NAME]

@@ -143,10 +143,10 @@ def problems(tree: Tree) -> list[str]:
     return [*names, *secrets, *_changing_bits(config.device.kind, cluster)]
 
 
-def flash_problems(device: str, mode: str, environment: Mapping[str, str]) -> list[str]:
-    """What is wrong with asking for flash-attn by the environment, under a mode of numerics."""
+def flash_problems(device: str, invariant: bool, environment: Mapping[str, str]) -> list[str]:
+    """What is wrong with asking for flash-attn by the environment, with invariant numerics."""
     value = environment.get(FLASH.name, FLASH.value)
-    if device not in FLASH.devices or mode == "stock" or value == FLASH.value:
+    if device not in FLASH.devices or not invariant or value == FLASH.value:
         return []
     return [
         f"{FLASH.name}={value} in the environment: {FLASH.why}; unset it or set {FLASH.name}={FLASH.value}, "

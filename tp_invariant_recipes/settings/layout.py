@@ -199,7 +199,7 @@ def _data(config: RunConfig, layout: Layout) -> str | None:
 
 
 def _context(config: RunConfig, layout: Layout) -> str | None:
-    if layout.cp == 1 or config.device.kind == "gpu" or config.numerics.mode != "stock":
+    if layout.cp == 1 or config.device.kind == "gpu" or config.numerics.invariant:
         return None
     return (
         f"cp={layout.cp}: stock context parallelism needs Transformer Engine's attention; device=gpu or numerics=tree"

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tp_invariant_recipes.numerics.settings import NumericsSettings
+
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -14,31 +16,6 @@ class RunSettings:
 
     dir: str | None = None
     hang_timeout: int | Literal["auto", "off"] = "auto"
-
-
-@dataclass(frozen=True)
-class NumericsSettings:
-    """Which sums are fixed, and how (docs/numerics.md).
-
-    mode:            what adds across ranks.
-    virtual_shards:  V, virtual shards of the invariant modes.
-    data_shards:     D, their data shards; part of the identity.
-    context_shards:  C, their context shards; part of the identity.
-    grad_norm:       the invariant modes' gradient norm: exact, or a plain fp64 sum as in the published scheme.
-    clip_rounding:   pow2 rounds the clipping coefficient down to a power of two, as in the published scheme.
-    initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
-    overlap_exchange: of tree and portable on GPUs: whether a row-parallel layer exchanges its sums in blocks of tokens,
-                     each under the product of the next. Changes no bit.
-    """
-
-    mode: Literal["stock", "tree", "gather", "portable"] = "tree"
-    virtual_shards: int | None = None
-    data_shards: int | None = None
-    context_shards: int | None = None
-    grad_norm: Literal["exact", "fp64"] = "exact"
-    clip_rounding: Literal["none", "pow2"] = "none"
-    initial_weights: Literal["invariant", "megatron"] = "invariant"
-    overlap_exchange: bool = False
 
 
 @dataclass(frozen=True)

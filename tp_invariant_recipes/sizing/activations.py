@@ -71,6 +71,8 @@ def micro_batch(config: RunConfig) -> MicroBatch:
     model, at = config.model, layout.of(config)
     tokens = sequences(config) * model["seq_length"] // at.cp
     te = model.get("transformer_impl") != "local"
+    arithmetic = config.numerics.arithmetic
+    stated = arithmetic is not None and arithmetic.any_machine  # its attention keeps no scores
     return MicroBatch(
         tokens=tokens,
         slice=tokens // at.tp if at.sp else tokens,
@@ -81,8 +83,8 @@ def micro_batch(config: RunConfig) -> MicroBatch:
         heads=model["num_attention_heads"] // at.tp,
         topk=model.get("moe_router_topk") or 2,
         experts=model.get("num_moe_experts") or 0,
-        tree=config.numerics.mode != "stock",
-        fused=config.numerics.mode == "portable" or (te and model.get("attention_backend") not in ("unfused", "local")),
+        tree=config.numerics.invariant,
+        fused=stated or (te and model.get("attention_backend") not in ("unfused", "local")),
         head_norms=bool(model.get("qk_layernorm")),
         widths=size.widths(model),
     )
@@ -90,7 +92,7 @@ def micro_batch(config: RunConfig) -> MicroBatch:
 
 def sequences(config: RunConfig) -> int:
     """Sequences that are computed at once: the invariant numerics take those of a micro-batch one by one."""
-    return config.bridge["train"]["micro_batch_size"] if config.numerics.mode == "stock" else 1
+    return 1 if config.numerics.invariant else config.bridge["train"]["micro_batch_size"]
 
 
 def element(config: RunConfig) -> int:

@@ -6,10 +6,11 @@ loss is computed. docs/memory.md compares it with measured peaks.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tp_invariant_recipes.numerics.mode import Mode
 from tp_invariant_recipes.settings import allocation, layout, peft
 from tp_invariant_recipes.settings.layout import Layout
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -42,7 +43,6 @@ OUTSIDE = 1536 * MIB
 RANK_ON_CPU = 150 * MIB
 IMPORTED = 800 * MIB
 
-TRYING = ("tree", "portable")  # modes whose products cuBLAS makes after a trial (products/defined.py)
 MOMENTS = {"adam": 2, "sgd": 1}  # per parameter, by optimizer.optimizer; 1 for others
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "uint8": 1}
 
@@ -276,12 +276,13 @@ def _working(
     """
     matrix, hidden = largest * batch.element, batch.tokens * batch.widths.hidden
     moments = [max((_backward(config, batch, layer) for layer in held), default=0) + matrix]
-    tries = config.numerics.mode in TRYING and config.device.kind == "gpu"
+    arithmetic = config.numerics.arithmetic
+    tries = arithmetic is not None and arithmetic.tries_products and config.device.kind == "gpu"
     # products/contraction.py tries a sum over shards: two outputs, two sums of pairs, and what fills the operands.
     trial = 6 * hidden * FP32 if tries else 0
     if last:
         logits = config.model["vocab_size"] // at.tp * batch.tokens
-        moments += LOSSES[config.numerics.mode](batch, logits, largest, at.tp)
+        moments += _loss_of(arithmetic)(batch, logits, largest, at.tp)
         if batch.tree and config.device.kind == "cpu" and batch.element != FP32:
             # products/cpu.py multiplies in fp32.
             moments.append(largest * FP32 + logits * (FP32 + batch.element))
@@ -325,5 +326,8 @@ def _gather_loss(b: MicroBatch, logits: int, largest: int, tp: int) -> tuple[int
     return 2 * logits * b.element, (2 * logits + whole) * b.element
 
 
-# numerics.mode -> bytes at the moments of the loss.
-LOSSES = {"stock": _stock_loss, "tree": _tree_loss, "gather": _gather_loss, "portable": _tree_loss}
+def _loss_of(arithmetic: Mode | None) -> Callable[[MicroBatch, int, int, int], tuple[int, ...]]:
+    """The bytes at the moments of the loss."""
+    if arithmetic is None:
+        return _stock_loss
+    return _gather_loss if arithmetic.gathers_operands else _tree_loss

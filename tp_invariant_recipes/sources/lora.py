@@ -69,7 +69,7 @@ def _methods(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
 
 
 def _drawn(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
-    if config.numerics.mode != "stock" or config.numerics.initial_weights != "invariant":
+    if config.numerics.invariant or config.numerics.initial_weights != "invariant":
         return None
     if lora.dense(config) and {*peft.targets(fields)} <= {*peft.TARGETS}:
         return None

@@ -17,6 +17,7 @@ import yaml
 
 from tp_invariant_recipes.coverage import experts, invariance, latent, model_fields
 from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, peft, schema, sft
 from tp_invariant_recipes.settings.run_config import Tree
 from tp_invariant_recipes.sources import recipe_fields, recipe_source
@@ -329,17 +330,17 @@ def without_overridden(kept: Sequence[str], asked: Collection[str]) -> list[str]
 
 def problems(tree: Tree) -> list[str]:
     """What keeps a recipe from being trained on the tree's device, or with its numerics, whatever its settings say."""
-    recipe, mode = tree.get("recipe"), tree["numerics"]["mode"]
+    recipe, numerics = tree.get("recipe"), tree["numerics"]["mode"]
     if not recipe or "name" not in recipe:  # recipe.* of another model, which is refused elsewhere
         return []
     provider = tree["model"]["_target_"]
     if tree["device"]["kind"] == "cpu" and provider not in schema.PROVIDERS:
         return [f"device=cpu has no layers for Bridge's {provider.rpartition('.')[2]}; device=gpu"]
-    if mode == "stock":
+    if mode.find(numerics) is None:
         return []
     layers = [f"model.{name}" for name in SPECS if tree["model"].get(name) is not None]
     return [
-        f"numerics={mode}: the recipe sets {path} to an object, and no rule says how that adds; "
+        f"numerics={numerics}: the recipe sets {path} to an object, and no rule says how that adds; "
         f"{f'{path}={HOW[path]}' if path in HOW else 'leave it out of the recipe'}, or numerics=stock"
         for path in dict.fromkeys((*recipe["kept"], *layers))
     ]

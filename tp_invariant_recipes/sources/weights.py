@@ -79,7 +79,7 @@ def problems(tree: Tree) -> list[str]:
         both = f"weights={folder} and checkpoint.pretrained_checkpoint"
         found.append(f"{both} both say where weights come from; leave out one")
     new = peft.adapts(tree)  # adapters, which the folder does not have
-    if config.numerics.mode == "stock" and config.numerics.initial_weights == "invariant" and not new:
+    if not config.numerics.invariant and config.numerics.initial_weights == "invariant" and not new:
         found.append(f"numerics.initial_weights=invariant: weights={folder} has them; leave out one")
     precision = tree.get("mixed_precision")
     if isinstance(precision, dict) and (precision.get("fp8_param") or precision.get("fp8_param_gather")):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import auto_bridge
-from tp_invariant_recipes.numerics.megatron.spec import PORTABLE, SUBSTITUTES
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.megatron.spec import SUBSTITUTES
 from tp_invariant_recipes.sources.weights import WIDER_THAN_BF16, read
 from tp_invariant_recipes.training.optimizer_state import OptimizerState
 
@@ -79,7 +80,8 @@ def _our_layers_known() -> Iterator[None]:
 
     kinds = AutoMapping._MODULE_TYPE_REGISTRY
     before = {kind: set(names) for kind, names in kinds.items()}
-    stock = {path.rpartition(":")[2]: name for name, path in [*SUBSTITUTES.items(), *PORTABLE.items()]}
+    tables = (SUBSTITUTES, *(one.layers for one in mode.every()))
+    stock = {path.rpartition(":")[2]: name for table in tables for name, path in table.items()}
     stock["InvariantVocabParallelEmbedding"] = "VocabParallelEmbedding"
     try:
         for ours, name in stock.items():

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import heartbeat
@@ -189,18 +190,17 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
     with ExitStack() as stack:
         from tp_invariant_recipes.config import container, hang_timeout
         from tp_invariant_recipes.host import cpu
-        from tp_invariant_recipes.numerics.megatron import adapters, spec
+        from tp_invariant_recipes.numerics.megatron import adapters, replacements
         from tp_invariant_recipes.patches import registry
         from tp_invariant_recipes.training.optimizer_step import OptimizerStep
 
         optimizer_step = OptimizerStep(callbacks)
         stack.callback(optimizer_step.restore)
         callbacks = [*callbacks, optimizer_step]
-        if tree["numerics"]["mode"] == "portable":
-            from tp_invariant_recipes.portable import definition
-
+        numerics = NumericsSettings(**tree["numerics"])
+        if numerics.arithmetic is not None:
             on_cpu = tree["device"]["kind"] == "cpu"
-            definition.require_conformance(None if on_cpu else int(os.environ["LOCAL_RANK"]))
+            numerics.arithmetic.require_machine(None if on_cpu else int(os.environ["LOCAL_RANK"]))
         if tree["device"]["kind"] == "cpu":
             stack.enter_context(cpu.installed())
         else:
@@ -209,7 +209,7 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
             callbacks = [*callbacks, DeterministicOverhead()]
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, tree)), *callbacks, heartbeat.Last()]
         stack.enter_context(registry.applied(tree))
-        stack.enter_context(applied([*spec.replacements(tree["numerics"]), *adapters.replacements(tree), NOTING]))
+        stack.enter_context(applied([*replacements.replacements(numerics), *adapters.replacements(tree), NOTING]))
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
 

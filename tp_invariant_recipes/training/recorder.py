@@ -15,8 +15,8 @@ from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
-from tp_invariant_recipes.numerics.products.definition import product_version
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings.environment import recorded
 from tp_invariant_recipes.training.digests import Digests, Recorded
@@ -128,13 +128,13 @@ class Recorder(Callback):
             raise OSError(error.errno, cannot_write(self.run_dir.progress, error)) from error
 
 
-def _device(context: CallbackContext, mode: str) -> dict[str, Any]:
+def _device(context: CallbackContext, numerics: str) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     found = {"name": properties.name, "compute_capability": f"{properties.major}.{properties.minor}"}
     config = context.state.cfg
     if properties.name == "cpu":
         found["machine"] = platform.machine()
     attention = backend_in_force(context.model, config.model.seq_length, config.train.micro_batch_size)
-    product = product_version(mode, "cpu" if properties.name == "cpu" else "gpu")
+    product = mode.definition(numerics, "cpu" if properties.name == "cpu" else "gpu")
     defined = {"attention": attention, "product": product}
     return found | {name: value for name, value in defined.items() if value is not None}

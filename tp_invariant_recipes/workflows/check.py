@@ -13,6 +13,7 @@ from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.dumps import Distance, Dumped
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 # Last parts of a module's name -> Megatron's name of how its weight is split, and the segments of its output features.
@@ -79,16 +80,16 @@ def check(run: Path, step: int, module: str) -> list[Checked]:
     """
     kind, segments = _kind(module)
     tree = RunDir(run).read_config()
-    mode = tree["numerics"]["mode"]
-    if mode != "portable":
-        raise RunError(
-            f"{run} is a run of numerics={mode}, whose bits no CPU can compute; numerics=portable states them"
-        )
+    named = tree["numerics"]["mode"]
+    arithmetic = mode.find(named)
+    if arithmetic is None or not arithmetic.any_machine:
+        stated = " or ".join(mode.named(lambda one: one.any_machine))
+        raise RunError(f"{run} is a run of numerics={named}, whose bits no CPU can compute; {stated} states them")
     if step < 2:
         raise RunError("--step must be 2 or more: the weight is the one that the step before has left")
     names = Names(module)
     found = _dumped(run, step, names)
-    results = _computed(found, names, kind, segments, tree["numerics"])
+    results = _computed(found, names, kind, segments, tree["numerics"], arithmetic.linear())
     return [
         Checked(name, dumps.distance(found[name], _as_dumped(result, found[name])))
         for name, result in zip(names.results, results, strict=True)
@@ -121,13 +122,14 @@ def _dumped(run: Path, step: int, names: Names) -> dict[str, Dumped]:
     return {name: there[number].read(name) for number, name in wanted}
 
 
-def _computed(found: dict[str, Dumped], names: Names, kind: str, segments: int, numerics: dict[str, Any]) -> Any:
+def _computed(
+    found: dict[str, Dumped], names: Names, kind: str, segments: int, numerics: dict[str, Any], linear: mode.Linear
+) -> Any:
     """Output and gradients, as the run of one rank computes them: sequence by sequence, data shard by data shard."""
     import torch
 
     from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
     from tp_invariant_recipes.numerics.sums.tree import tree_sum
-    from tp_invariant_recipes.portable import linear
 
     x, dy = (_tensor(found[name]) for name in names.operands)
     weight: Any = _tensor(found[names.weight]).requires_grad_()

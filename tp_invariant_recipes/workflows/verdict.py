@@ -14,6 +14,7 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
 
@@ -333,7 +334,7 @@ def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[
 
 def _stock_over_degrees(comparison: Comparison) -> bool:
     headers = comparison.a.header, comparison.b.header
-    stock = all(header.numerics.get("mode") == "stock" for header in headers)
+    stock = all(header.numerics.get("mode") == mode.STOCK for header in headers)
     degrees = {header.layout.get("tp") for header in headers}
     return comparison.verdict is Verdict.DIFFERENT and stock and len(degrees) > 1
 

@@ -5,10 +5,11 @@ import torch
 
 from tests.distributed.numerics.module_runs import DTYPES, joined
 from tests.distributed.ranks import megatron, on_ranks, same_bits
-from tp_invariant_recipes.numerics.megatron import spec
+from tp_invariant_recipes.numerics.megatron import replacements
+from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import applied
 
-NUMERICS = {"mode": "tree", "virtual_shards": 4, "grad_norm": "exact", "clip_rounding": "none"}
+NUMERICS = NumericsSettings(virtual_shards=4)
 SHARDS, DEGREES = 4, (1, 2, 4)
 VOCABULARY, HIDDEN, SEQUENCE, BATCH, MICRO_BATCHES = 16, 24, 32, 2, 3
 
@@ -76,7 +77,7 @@ CASES = [(dtype, tied) for dtype in DTYPES for tied in (False, True)]
 
 
 def _all(mesh):
-    with megatron(mesh), applied(spec.replacements(NUMERICS)):
+    with megatron(mesh), applied(replacements.replacements(NUMERICS)):
         return {
             (invariant, sequence_parallel, *case): _gradient(mesh, invariant, case[0], sequence_parallel, case[1])
             for invariant in (True, False)

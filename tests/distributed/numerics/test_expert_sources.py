@@ -5,10 +5,11 @@ import torch
 
 from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.numerics.layers.experts import LATER
-from tp_invariant_recipes.numerics.megatron import spec
+from tp_invariant_recipes.numerics.megatron import replacements
+from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import applied
 
-NUMERICS = {"mode": "tree", "virtual_shards": 1, "grad_norm": "exact", "clip_rounding": "none"}
+NUMERICS = NumericsSettings(virtual_shards=1)
 SMALLEST = 2.0**-149  # of fp32; a half of it is 0
 SIZES = {"subnormal": SMALLEST, "ordinary": 1.0, "large": 2.0**127 * 1.5 / 2**10}
 
@@ -31,7 +32,7 @@ def _reduced(mesh, size, ep):
 
     from tp_invariant_recipes.host import cpu
 
-    with cpu.installed(), applied(spec.replacements(NUMERICS)):
+    with cpu.installed(), applied(replacements.replacements(NUMERICS)):
         parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
         config = TransformerConfig(
             num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=mesh.size,

@@ -1,17 +1,12 @@
 """The published scheme is one product of whole tensors, whatever is divided; test_linear.py has all layouts."""
 
-from types import SimpleNamespace
-from typing import get_args, get_type_hints
-
 import pytest
 import torch
 
 from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.layers import gather
-from tp_invariant_recipes.numerics.megatron.base import STRATEGIES, ColumnForward, RowForward
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.settings.sections import NumericsSettings
 
 TOKENS, K, N, SEGMENTS, DEGREE = 16, 40, 24, 2, 4
 DTYPES = (torch.float32, torch.bfloat16)
@@ -103,27 +98,3 @@ def test_tokens_that_ranks_do_not_divide_are_refused():
 def test_segments_of_unlike_sizes_are_refused():
     with pytest.raises(ValueError, match=r"numerics=gather has no segments of unlike sizes: \(2, 4\)"):
         gather.column_parallel(torch.ones(1, 1, 4), torch.ones(6, 4), VirtualMesh(4, 1, 0), (2, 4), False)
-
-
-def test_every_invariant_mode_has_a_strategy():
-    assert {"stock", *STRATEGIES} == {*get_args(get_type_hints(NumericsSettings)["mode"])}
-
-
-@pytest.mark.parametrize("mode", STRATEGIES)
-def test_a_layer_computes_by_the_strategy_of_its_mode(mode):
-    x, dy, weight = _tensors(torch.bfloat16)
-    # Sums over n that cancel: what is left is the rounding of each order.
-    half, order = dy.shape[-1] // 2, torch.randperm(dy.shape[-1], generator=torch.Generator().manual_seed(1))
-    dy = torch.cat([dy[..., :half]] * 2, dim=-1)[..., order]
-    weight = torch.cat([weight[:half], -weight[:half]])[order]
-    config, mesh = SimpleNamespace(invariant_mode=mode, sequence_parallel=False), VirtualMesh(4, 1, 0)
-    column, row = ColumnForward(), RowForward()
-    column.segments = SEGMENTS
-    for layer in (column, row):
-        layer.config, layer.mesh = config, mesh
-    strategy = STRATEGIES[mode]
-    assert same_bits(
-        column.column(x, weight, None), strategy.column_parallel(x, weight, mesh, SEGMENTS, sequence_parallel=False)
-    )
-    results = {m: STRATEGIES[m].row_parallel(dy, weight.t(), mesh, False) for m in STRATEGIES}
-    assert [m for m in STRATEGIES if same_bits(row.row(dy, weight.t(), None), results[m])] == [mode]

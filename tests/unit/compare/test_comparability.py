@@ -13,7 +13,8 @@ from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import remarks
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, resume
-from tp_invariant_recipes.numerics.products.definition import ON_GPU, product_version
+from tp_invariant_recipes.numerics.mode import definition
+from tp_invariant_recipes.numerics.modes.tree import ON_GPU
 from tp_invariant_recipes.workflows import verdict
 
 CPU = {"name": "cpu", "compute_capability": "0.0", "machine": "x86_64", "attention": "portable 1"}
@@ -62,9 +63,7 @@ WORDS = f"fixed tiles 0; {ON_GPU}"
 
 
 def test_only_tree_on_a_gpu_has_a_version_of_products():
-    found = {
-        (mode, kind): product_version(mode, kind) for mode in ("tree", "portable", "stock") for kind in ("cpu", "gpu")
-    }
+    found = {(mode, kind): definition(mode, kind) for mode in ("tree", "portable", "stock") for kind in ("cpu", "gpu")}
     assert {key for key, version in found.items() if version} == {("tree", "gpu")}
 
 

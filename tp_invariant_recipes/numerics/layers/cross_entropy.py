@@ -13,11 +13,12 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.cross_entropy import softmax_gradient, sum_of_exponentials
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 
 
-class Kernels(NamedTuple):
+class LossKernels(NamedTuple):
     """The two functions of kernels/cross_entropy.py, and the logarithm of a tensor."""
 
     sum_of_exponentials: Callable[..., Tensor]
@@ -25,20 +26,26 @@ class Kernels(NamedTuple):
     logarithm: Callable[[Tensor], Tensor]
 
 
-LIBRARY = Kernels(sum_of_exponentials, softmax_gradient, torch.log)
+LIBRARY = LossKernels(sum_of_exponentials, softmax_gradient, torch.log)
 
 
-def kernels_of(mode: str) -> Kernels:
-    """What numerics=MODE computes with."""
-    if mode != "portable":
-        return LIBRARY
-    from tp_invariant_recipes.portable import ieee_cross_entropy as ieee  # loads numba
+def of_mode(original: Any, virtual_shards: int, name: str) -> Callable[..., Tensor]:
+    """A replacement for Megatron's vocab_parallel_cross_entropy. name: of the mode."""
 
-    return Kernels(ieee.sum_of_exponentials, ieee.softmax_gradient, ieee.logarithm)
+    def loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
+        if label_smoothing:
+            raise NotImplementedError("label smoothing has no invariant version")
+        mesh = VirtualMesh.of(virtual_shards, tp_group)
+        return vocab_parallel_cross_entropy(logits, target, mesh, kernels)
+
+    found = mode.find(name)
+    assert found is not None, name
+    kernels = found.cross_entropy()
+    return loss
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, target: Tensor, mesh: VirtualMesh, kernels: Kernels = LIBRARY
+    logits: Tensor, target: Tensor, mesh: VirtualMesh, kernels: LossKernels = LIBRARY
 ) -> Tensor:
     """`log(sum(exp(logits))) - logits[target]`, in fp32.
 
@@ -77,7 +84,7 @@ def _picked(logits: Tensor, target: Tensor, highest: Tensor, mesh: VirtualMesh) 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, logits: Tensor, target: Tensor, mesh: VirtualMesh, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, mesh: VirtualMesh, kernels: LossKernels) -> Tensor:
         highest = _highest(logits, mesh)
         picked = _picked(logits, target, highest, mesh)
         partials = kernels.sum_of_exponentials(_rows(logits), highest.flatten(), mesh.local)

@@ -27,27 +27,18 @@ class NormShards(Enum):
     HEADS = "groups of heads, divided among the ranks"
 
 
-class Kernels(NamedTuple):
+class NormKernels(NamedTuple):
     """The two functions of kernels/rms_norm.py."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor]]
 
 
-LIBRARY = Kernels(rms_norm_forward, rms_norm_backward)
-
-
-def kernels_of(mode: str) -> Kernels:
-    """What numerics=MODE computes with."""
-    if mode != "portable":
-        return LIBRARY
-    from tp_invariant_recipes.portable import ieee_norm  # loads numba
-
-    return Kernels(ieee_norm.rms_norm_forward, ieee_norm.rms_norm_backward)
+LIBRARY = NormKernels(rms_norm_forward, rms_norm_backward)
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of: NormShards, kernels: Kernels = LIBRARY
+    x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of: NormShards, kernels: NormKernels = LIBRARY
 ) -> Tensor:
     """`x / sqrt(mean(x²) + eps) * weight` over the last dimension, in fp32, rounded once.
 
@@ -79,7 +70,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @outside_modes
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of: NormShards, kernels: Kernels
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of: NormShards, kernels: NormKernels
     ) -> Tensor:
         y, scale = kernels.forward(_rows(x, shards_of), weight, eps)
         ctx.save_for_backward(x, weight, scale)

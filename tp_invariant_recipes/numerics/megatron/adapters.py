@@ -22,6 +22,7 @@ from megatron.bridge.peft.utils import ParallelLinearAdapter
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.partial_linear import gathered_linear
 from tp_invariant_recipes.numerics.megatron import init
@@ -71,7 +72,7 @@ def replacements(tree: dict[str, Any]) -> tuple[Replacement, ...]:
     if tree.get("peft") is None:
         return ()
     numerics, folder, rows = tree["numerics"], tree["weights"]["folder"], []
-    if numerics["mode"] != "stock":
+    if mode.find(numerics["mode"]) is not None:
         rows.append(
             Replacement(
                 "megatron.bridge.peft.lora:ParallelLinearAdapter",

@@ -1,55 +1,20 @@
 """Common base of the invariant layers on Megatron-Core's local layers and on its Transformer Engine wrappers.
 
 A layer keeps the parameters, names and checkpoints of the class it replaces; only `forward` is ours. V is
-`config.virtual_shards`; `config.invariant_mode` selects the strategy of sums across ranks.
+`config.virtual_shards`; `config.invariant_mode` names the mode (numerics/mode.py) that computes.
 """
 
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.layers import gather, linear
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers.norm import NormShards, kernels_of, rms_norm
+from tp_invariant_recipes.numerics.layers.norm import NormShards, rms_norm
 from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.portable import linear as portable_linear
-
-
-class Strategy(Protocol):
-    """How a tensor-parallel product gets the same bits for every t: a module with these two functions.
-
-    Each is x @ weight^T with a backward pass of its own. s: sequence, b: micro-batch, k: input features, n: output
-    features, t: tensor-parallel size, which divides `mesh.shards`.
-    """
-
-    def column_parallel(
-        self, x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool
-    ) -> Tensor:
-        """For a weight split along its output features.
-
-        x:        [s/t, b, k] with sequence parallelism, [s, b, k] without.
-        weight:   [n/t, k], this rank's shards of each segment.
-        segments: parts of the weight that are each split on their own, such as gate and up: a number of equal ones or,
-                  where they are of unlike sizes (Mamba), the rows of each on this rank.
-        returns:  [s, b, n/t] of x's dtype.
-        """
-        ...
-
-    def row_parallel(self, x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
-        """For a weight split along its input features.
-
-        x:       [s, b, k/t].
-        weight:  [n, k/t], this rank's shards.
-        returns: [s/t, b, n] of x's dtype with sequence parallelism, [s, b, n] without.
-        """
-        ...
-
-
-# By config.invariant_mode.
-STRATEGIES: dict[str, Strategy] = {"tree": linear, "gather": gather, "portable": portable_linear}
 
 
 def segments_of(config: Any, tp_comm_buffer_name: str | None) -> int:
@@ -90,8 +55,8 @@ class ColumnForward(OnMesh):
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s/t or s, b, k] → [s, b, n/t]."""
-        strategy = STRATEGIES[self.config.invariant_mode]
-        y = strategy.column_parallel(x, weight, self.mesh, self.segments, self.config.sequence_parallel)
+        linear = mode.of(self.config).linear()
+        y = linear.column_parallel(x, weight, self.mesh, self.segments, self.config.sequence_parallel)
         return y if bias is None else column_bias(y, bias, self.mesh.contexts)
 
 
@@ -100,8 +65,8 @@ class RowForward(OnMesh):
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s, b, k/t] → [s/t or s, b, n]."""
-        strategy = STRATEGIES[self.config.invariant_mode]
-        y = strategy.row_parallel(x, weight, self.mesh, self.config.sequence_parallel)
+        linear = mode.of(self.config).linear()
+        y = linear.row_parallel(x, weight, self.mesh, self.config.sequence_parallel)
         return y if bias is None else row_bias(y, bias, self.mesh, self.config.sequence_parallel)
 
 
@@ -123,8 +88,7 @@ class NormForward(OnMesh):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s/t or s, b, h] → the same."""
-        kernels = kernels_of(self.config.invariant_mode)
-        return rms_norm(x, self.weight, self.eps, self.mesh, self.shards_of(), kernels)
+        return rms_norm(x, self.weight, self.eps, self.mesh, self.shards_of(), mode.of(self.config).norm())
 
 
 class HeadNormForward(NormForward):

@@ -24,15 +24,18 @@ from tp_invariant_recipes.numerics.sums import bucket_reduction, data_shards, pa
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.numerics.sums.weight_gradient import CONTEXTS, LEAF
 
+# Classes that read the weights of modules below them, which then never run.
+READ_BELOW = ("SequentialMLP", "TEGroupedMLP", "MambaMixer", "ParallelLinearAdapter")
+
 _touched: dict[int, Any] = {}  # models that a backward pass has gradients for
 _streams: dict[Any, Any] = {}  # device -> the stream of its reductions
 
 
-def prepared(original: Callable[..., None], shards: int | None, contexts: int) -> Callable[..., None]:
+def prepared(original: Callable[..., None], shards: int | None, contexts: int | None) -> Callable[..., None]:
     """A replacement for DistributedDataParallel.__init__.
 
     shards:   D. None: as many as there are ranks, and Megatron's own factor of 1/dp stays where it is.
-    contexts: C; gradients of the context shards of a rank are kept apart until they are summed over ranks.
+    contexts: C, None for 1; gradients of the context shards of a rank are kept apart until they are summed over ranks.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -59,9 +62,9 @@ def prepared(original: Callable[..., None], shards: int | None, contexts: int) -
         for group in self.expert_parallel_bucket_groups:
             group.context_ranks = (cp // exchanging, max(1, tp // ep))
         for buffer in self.buffers:
-            _keep_contexts_apart(buffer, contexts // cp)
+            _keep_contexts_apart(buffer, (contexts or 1) // cp)
         for buffer in self.expert_parallel_buffers:
-            _keep_contexts_apart(buffer, contexts // cp * exchanging)
+            _keep_contexts_apart(buffer, (contexts or 1) // cp * exchanging)
 
     return __init__
 
@@ -302,18 +305,15 @@ def _add_lookups(model: Any, weight: Any) -> None:
     lookups.zero_()
 
 
-def reading_below(original: Callable[..., Any], classes: tuple[str, ...]) -> Callable[..., Any]:
-    """A replacement for DistributedDataParallel._make_forward_pre_hook, which waits for weights still being gathered.
-
-    classes: names of modules that read the weights of modules below them, which then never run.
-    """
+def reading_below(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for DistributedDataParallel._make_forward_pre_hook, which waits for weights on their way."""
 
     def _make_forward_pre_hook(self: Any) -> Callable[..., None]:
         hook = original(self)
 
         def waiting(module: Any, *unused: Any) -> None:
             names = {kind.__name__ for kind in type(module).__mro__}
-            for one in module.modules() if names.intersection(classes) else (module,):
+            for one in module.modules() if names.intersection(READ_BELOW) else (module,):
                 hook(one)
 
         return waiting

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.partial_linear import partial_linear
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
@@ -175,7 +176,7 @@ def _beyond(config: Any) -> list[str]:
         "apply_rope_fusion": config.apply_rope_fusion,
         "cache_mla_latents": config.cache_mla_latents,
         "recompute_granularity": config.recompute_granularity is not None,
-        "invariant_mode": config.invariant_mode != "tree",
+        f"numerics={config.invariant_mode}": mode.LATENT not in mode.of(config).covers,
     }
     return [f"multi-latent attention has no invariant version with {name}" for name, is_so in found.items() if is_so]
 

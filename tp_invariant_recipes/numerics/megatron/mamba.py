@@ -16,6 +16,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.mamba import by_shard, causal_conv, chunk_scan, group_norm, side_by_side
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -34,7 +35,7 @@ class InvariantMambaMixer(MambaMixer):
         problems = [
             problem
             for wrong, problem in (
-                (self.config.invariant_mode != "tree", "Mamba layers are covered by numerics=tree only"),
+                (mode.HYBRID not in mode.of(self.config).covers, mode.only(mode.HYBRID)),
                 (
                     self.ngroups % shards,
                     f"numerics.virtual_shards={shards} must divide model.mamba_num_groups={self.ngroups}",

@@ -21,7 +21,7 @@ from tp_invariant_recipes.numerics.products.operands import Parts
 
 
 @dataclass(frozen=True)
-class Way:
+class Backend:
     """A kernel or library that computes the defined product.
 
     device:   what torch calls its device.
@@ -63,8 +63,8 @@ def _by_grouped_tiles(a: Tensor, b: Tensor, out: Tensor, add: bool) -> None:
 
 # kernels/tensor_core_sum.py states the sum of bf16 products, and that of fp32 products: a chain of fused multiply-adds
 # over k. No other place does.
-NUMBA, FIXED_TILES, GROUPED_TILES, CUBLAS = WAYS = (
-    Way(
+NUMBA, FIXED_TILES, GROUPED_TILES, CUBLAS = BACKENDS = (
+    Backend(
         "numba",
         "cpu",
         "bf16",
@@ -72,7 +72,7 @@ NUMBA, FIXED_TILES, GROUPED_TILES, CUBLAS = WAYS = (
         "`portable`",
         "all bits of the 40 recorded bf16 cases; the first rows of 39 of them before every run",
     ),
-    Way(
+    Backend(
         "fixed tiles",
         "cuda",
         "bf16, fp32",
@@ -80,7 +80,7 @@ NUMBA, FIXED_TILES, GROUPED_TILES, CUBLAS = WAYS = (
         "`tree`, `portable`",
         "all bits of the 46 recorded cases on an H200; the first rows of 39 of them before every run of `portable`",
     ),
-    Way(
+    Backend(
         "grouped tiles",
         "cuda",
         "bf16, fp32",
@@ -88,7 +88,7 @@ NUMBA, FIXED_TILES, GROUPED_TILES, CUBLAS = WAYS = (
         "experts of `tree` and `portable`",
         "all bits of the 40 recorded bf16 cases on an H200; the same tile and order of k as fixed tiles",
     ),
-    Way(
+    Backend(
         "cuBLAS",
         "cuda",
         "bf16, fp32",
@@ -115,7 +115,7 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
     out:           [m, n] bf16 or fp32, with any strides.
     rows, columns: shards of m or n, which change nothing: a row's and a column's result is its own.
     returns:       out.
-    raises TypeError: other dtypes; ConfigError: a device of none of the ways.
+    raises TypeError: other dtypes; ConfigError: a device without a backend.
     """
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         raise TypeError(f"numerics=portable multiplies bf16 numbers, not {a.dtype} and {b.dtype}")
@@ -123,12 +123,12 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
 
 
 def compute(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
-    """out = a @ b or out += a @ b by one of WAYS, all of which give the same bits.
+    """out = a @ b or out += a @ b by one of BACKENDS, all of which give the same bits.
 
-    a, b:    [m, k] and [k, n] of one of the dtypes of the device's ways, with any strides.
+    a, b:    [m, k] and [k, n] of one of the dtypes of the device's backends, with any strides.
     out:     [m, n] bf16 or fp32, with any strides.
     returns: out.
-    raises TypeError: other dtypes; ConfigError: a device of none of the ways; RunError: TPI_CHECK_PRODUCTS=1, and
+    raises TypeError: other dtypes; ConfigError: a device without a backend; RunError: TPI_CHECK_PRODUCTS=1, and
     cuBLAS has other bits.
     """
     if a.device.type not in CHOICES:
@@ -140,11 +140,11 @@ def compute(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
     return out
 
 
-def _on_cpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Way:
+def _on_cpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Backend:
     return NUMBA
 
 
-def _on_gpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Way:
+def _on_gpu(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Backend:
     return CUBLAS if _right(a, b, out, add) else FIXED_TILES
 
 

@@ -1,0 +1,231 @@
+"""What the invariant modes replace of Megatron and Bridge: one row a class or function that has no seam.
+
+A row that names settings is the path from the configuration to the code: search for `data_shards` or `grad_norm`.
+Layers of a model's specification are no rows; megatron/spec.py has them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tp_invariant_recipes.host.versions import installed
+from tp_invariant_recipes.numerics.settings import NumericsSettings
+from tp_invariant_recipes.replacement import Replacement, instead, wrapped
+
+
+@dataclass(frozen=True)
+class Row:
+    """One class or function of an installed package, and what stands in its place.
+
+    target:   "package.module:attribute.path".
+    ours:     MODULE:NAME below this package.
+    why:      what would depend on the layout without it.
+    wraps:    whether `ours` is called with the original and the settings, and returns what stands in its place.
+    settings: fields of `numerics` that it is called with after the original.
+    when:     whether a run needs it.
+    """
+
+    target: str
+    ours: str
+    why: str
+    wraps: bool = True
+    settings: tuple[str, ...] = ()
+    when: Callable[[NumericsSettings], bool] = lambda numerics: True
+
+    def replacement(self, numerics: NumericsSettings) -> Replacement:
+        """The row with a run's settings."""
+        if not self.wraps:
+            return instead(self.target, self.ours, self.why)
+        return wrapped(self.target, self.ours, self.why, *(getattr(numerics, name) for name in self.settings))
+
+
+def _exact_norm(numerics: NumericsSettings) -> bool:
+    return numerics.grad_norm == "exact"
+
+
+def _fp64_norm(numerics: NumericsSettings) -> bool:
+    return numerics.grad_norm == "fp64"
+
+
+def _rounds_clipping(numerics: NumericsSettings) -> bool:
+    return numerics.clip_rounding == "pow2"
+
+
+def _bridges_loop(numerics: NumericsSettings) -> bool:
+    return numerics.data_shards is not None
+
+
+def _cuts_sequences(numerics: NumericsSettings) -> bool:
+    return (numerics.context_shards or 1) > 1
+
+
+def _transformer_engine(numerics: NumericsSettings) -> bool:
+    return installed("transformer-engine") is not None
+
+
+_BY_NAME = "GPTModel builds its embedding and output layer by name"
+_NORM = "a sum of squares depends on how parameters are sharded"
+_SHARD_ENDS = "a data shard ends with a backward pass"
+_ROUTER = "router statistics are sums too"
+
+ROWS = (
+    # --- Layers that Megatron builds by name ---
+    Row(
+        "megatron.core.tensor_parallel:ColumnParallelLinear",
+        "numerics.megatron.local:InvariantColumnParallelLinear",
+        _BY_NAME,
+        wraps=False,
+    ),
+    Row(
+        "megatron.core.tensor_parallel:VocabParallelEmbedding",
+        "numerics.megatron.local:InvariantVocabParallelEmbedding",
+        _BY_NAME,
+        wraps=False,
+    ),
+    Row(
+        "megatron.core.tensor_parallel:vocab_parallel_cross_entropy",
+        "numerics.layers.cross_entropy:of_mode",
+        "sum(exp) over the vocabulary crosses ranks",
+        settings=("virtual_shards", "mode"),
+    ),
+    Row(
+        "megatron.core.models.hybrid.hybrid_block:TENorm",
+        "numerics.megatron.hybrid_spec:final_norm",
+        "HybridStack builds its final norm by name",
+    ),
+    # --- The norm of the gradient, and clipping ---
+    *(
+        Row(f"megatron.core.optimizer.{module}:get_grad_norm_fp32", ours, _NORM, wraps=False, when=when)
+        for module in ("optimizer", "layer_wise_optimizer")
+        for ours, when in (
+            ("numerics.sums.grad_norm:get_grad_norm_fp32", _exact_norm),
+            ("numerics.sums.grad_norm:fp64_grad_norm", _fp64_norm),
+        )
+    ),
+    Row(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
+        "numerics.sums.grad_norm:chained_grad_norm",
+        "Megatron rounds the norms of experts and of all else before it adds them",
+        wraps=False,
+        when=_exact_norm,
+    ),
+    Row(
+        "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
+        "numerics.sums.pending_norm:reading_late",
+        "the exact norm is a number, and the GPU would wait for it while the host collects the gradients to clip",
+    ),
+    # --- Gradients over data-parallel and context-parallel ranks ---
+    Row(
+        "megatron.core.distributed:DistributedDataParallel.__init__",
+        "numerics.megatron.data_parallel:prepared",
+        "a rank may have several data shards and context shards",
+        settings=("data_shards", "context_shards"),
+    ),
+    Row(
+        "megatron.core.distributed:DistributedDataParallel._make_backward_post_hook",
+        "numerics.megatron.data_parallel:noting_its_model",
+        _SHARD_ENDS,
+    ),
+    Row(
+        "megatron.core.pipeline_parallel.schedules:backward_step",
+        "numerics.megatron.data_parallel:ending_a_micro_batch",
+        _SHARD_ENDS,
+    ),
+    Row(
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+        "numerics.megatron.data_parallel:tree_over_ranks",
+        "collectives add in an order of their own",
+    ),
+    Row(
+        "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
+        "numerics.megatron.data_parallel:restarting",
+        "a tied weight's lookups are summed apart from the output layer's gradient, in one order for every pp",
+    ),
+    Row(
+        "megatron.core.distributed:DistributedDataParallel.zero_grad_buffer",
+        "numerics.megatron.data_parallel:zeroing_contexts",
+        "gradients lie in more buffers",
+    ),
+    Row(
+        "megatron.core.distributed:DistributedDataParallel._make_forward_pre_hook",
+        "numerics.megatron.data_parallel:reading_below",
+        "layers read weights of modules that never run, which may still be on their way",
+    ),
+    # --- Data, losses and statistics, where the loop is Bridge's ---
+    Row(
+        "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
+        "numerics.megatron.data_parallel:divided_by_all_ranks",
+        "dp changes no rounding",
+        when=_bridges_loop,
+    ),
+    Row(
+        "megatron.bridge.training.train:get_forward_backward_func",
+        "numerics.sums.step_values:losses_summed",
+        "the loss is a sum over micro-batches and ranks",
+        settings=("data_shards", "context_shards"),
+        when=_bridges_loop,
+    ),
+    Row(
+        "megatron.bridge.data.loaders:build_pretraining_data_loader",
+        "numerics.megatron.data_order:consecutive",
+        "which sequences a shard has must not depend on dp",
+        when=_bridges_loop,
+    ),
+    Row(
+        "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
+        "numerics.sums.step_values:metrics_kept_apart",
+        _ROUTER,
+        when=_bridges_loop,
+    ),
+    Row(
+        "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
+        "numerics.sums.step_values:metrics_summed",
+        _ROUTER,
+        settings=("data_shards",),
+        when=_bridges_loop,
+    ),
+    # --- The part of a sequence that a rank has ---
+    Row(
+        "megatron.bridge.training.gpt_step:get_batch_on_this_cp_rank",
+        "numerics.megatron.context_parallel:batch_of_a_rank",
+        "tokens lie context shard by context shard, on one rank too",
+        settings=("context_shards",),
+        when=_cuts_sequences,
+    ),
+    Row(
+        "megatron.core.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward",
+        "numerics.megatron.context_parallel:rotary_of_a_rank",
+        "so do their positions",
+        settings=("context_shards",),
+        when=_cuts_sequences,
+    ),
+    Row(
+        "megatron.bridge.training.gpt_step:masked_next_token_loss",
+        "numerics.megatron.context_parallel:loss_of_a_rank",
+        "a rank's tokens would count by their number on that rank",
+        settings=("context_shards",),
+        when=_cuts_sequences,
+    ),
+    # --- What only some machines or settings have ---
+    Row(
+        "transformer_engine.pytorch.attention.dot_product_attention.utils:get_attention_backend",
+        "numerics.megatron.te:without_flash",
+        "model.attention_backend=auto allows flash-attn, whose backward groups sums by the number of heads",
+        when=_transformer_engine,
+    ),
+    Row(
+        "megatron.core.optimizer.optimizer:clip_grad_by_total_norm_fp32",
+        "numerics.sums.grad_norm:clip_by_powers_of_two",
+        "numerics.clip_rounding=pow2: scaling by a power of two is exact",
+        when=_rounds_clipping,
+    ),
+)
+
+
+def replacements(numerics: NumericsSettings) -> tuple[Replacement, ...]:
+    """The rows that a run needs, then those of its mode alone; none for stock numerics.
+
+    numerics: of a program with a training loop of its own without data_shards: it decides which data a rank reads.
+    """
+    if numerics.arithmetic is None:
+        return ()
+    return *(row.replacement(numerics) for row in ROWS if row.when(numerics)), *numerics.arithmetic.replacements()

@@ -1,0 +1,154 @@
+"""Which arithmetic a run computes with: one value a mode. Whatever depends on the mode asks this value.
+
+A mode is a file with a value `MODE` and a row of MODES; `conf/numerics/NAME.yaml` makes it an option of `numerics=`.
+The values import neither torch nor Megatron before a method is called, since the check of a configuration reads them.
+`numerics=stock`, Bridge's own numerics, is no mode: `find` gives None.
+"""
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from tp_invariant_recipes.replacement import Replacement
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tp_invariant_recipes.numerics.layers import cross_entropy, norm
+    from tp_invariant_recipes.numerics.products.operands import Parts
+    from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+
+# Name -> the module with the mode's value.
+MODES = {
+    "tree": "tp_invariant_recipes.numerics.modes.tree",
+    "gather": "tp_invariant_recipes.numerics.modes.gather",
+    "portable": "tp_invariant_recipes.portable.mode",
+}
+STOCK = "stock"
+# The values of numerics.mode.
+if TYPE_CHECKING:
+    type ModeName = str
+else:
+    ModeName = Literal[(STOCK, *MODES)]
+
+# What a mode may cover beyond dense models of attention and feed-forward layers in bf16.
+EXPERTS, HYBRID, LATENT = "experts", "Mamba layers", "multi-latent attention"
+LORA, FINETUNING, TOKEN_LOSS = "LoRA", "fine-tuning", "a loss divided by the tokens of a step"
+CONTEXT_SHARDS, OVERLAP = "context parallelism", "an exchange in blocks of tokens"
+FP64_NORM = "a gradient norm of plain fp64 sums"  # depends on the order of its sum
+ALL_GRAPHS = frozenset({"te", "full"})  # options of cuda_graph=
+
+
+class Linear(Protocol):
+    """How a tensor-parallel product gets the same bits for every t: a module with these two functions.
+
+    Each is x @ weight^T with a backward pass of its own. s: sequence, b: micro-batch, k: input features, n: output
+    features, t: tensor-parallel size, which divides `mesh.shards`.
+    """
+
+    def column_parallel(
+        self, x: "Tensor", weight: "Tensor", mesh: "VirtualMesh", segments: "Parts", sequence_parallel: bool
+    ) -> "Tensor":
+        """For a weight split along its output features.
+
+        x:        [s/t, b, k] with sequence parallelism, [s, b, k] without.
+        weight:   [n/t, k], this rank's shards of each segment.
+        segments: parts of the weight that are each split on their own, such as gate and up: a number of equal ones or,
+                  where they are of unlike sizes (Mamba), the rows of each on this rank.
+        returns:  [s, b, n/t] of x's dtype.
+        """
+        ...
+
+    def row_parallel(self, x: "Tensor", weight: "Tensor", mesh: "VirtualMesh", sequence_parallel: bool) -> "Tensor":
+        """For a weight split along its input features.
+
+        x:       [s, b, k/t].
+        weight:  [n, k/t], this rank's shards.
+        returns: [s/t, b, n] of x's dtype with sequence parallelism, [s, b, n] without.
+        """
+        ...
+
+
+class Mode(Protocol):
+    """An arithmetic whose bits do not depend on the layout.
+
+    name:             the value of numerics.mode.
+    covers:           of EXPERTS … FP64_NORM, what it has invariant versions of; rows of coverage/ refuse the rest.
+    graphs:           options of cuda_graph= that its layers were captured with.
+    any_machine:      whether every machine that computes it gives the same bits, not one architecture alone.
+    tries_products:   whether cuBLAS computes its products after a trial (products/defined.py), which takes memory.
+    gathers_operands: whether a rank holds whole operands of a split product.
+    layers:           stock class -> MODULE:CLASS of this package, where they differ from megatron/spec.py's table.
+    replacements:     rows beyond those of megatron/replacements.py.
+    """
+
+    name: str
+    covers: frozenset[str]
+    graphs: frozenset[str]
+    any_machine: bool
+    tries_products: bool
+    gathers_operands: bool
+    layers: Mapping[str, str]
+
+    def definition(self, device: str) -> str | None:
+        """The version of a product as a ledger's header names it (`product` in `device`); None: what a library gives.
+
+        device: "cpu" or "gpu".
+        """
+        ...
+
+    def require_machine(self, gpu: int | None) -> None:
+        """Raises RunError if the device computes other bits than the mode defines. gpu: its index; None: the CPU."""
+        ...
+
+    def linear(self) -> Linear:
+        """Column- and row-parallel products."""
+        ...
+
+    def norm(self) -> "norm.NormKernels":
+        """Forward and backward pass of RMSNorm."""
+        ...
+
+    def cross_entropy(self) -> "cross_entropy.LossKernels":
+        """Sums and gradients over the vocabulary."""
+        ...
+
+    def replacements(self) -> tuple[Replacement, ...]:
+        """Rows of this mode alone."""
+        ...
+
+
+@cache
+def find(name: str) -> Mode | None:
+    """The mode of a name; None for stock and for a name of no mode, which a ledger of another version may have."""
+    return pkgutil.resolve_name(f"{MODES[name]}:MODE") if name in MODES else None
+
+
+def definition(name: str, device: str) -> str | None:
+    """The version of a product of numerics=NAME, if it has one. device: "cpu" or "gpu"."""
+    found = find(name)
+    return found.definition(device) if found else None
+
+
+def every() -> tuple[Mode, ...]:
+    """All modes, in the order of the table."""
+    return tuple(mode for name in MODES if (mode := find(name)))
+
+
+def of(config: Any) -> Mode:
+    """The mode of a Megatron configuration whose layers are invariant."""
+    mode = find(config.invariant_mode)
+    assert mode is not None, config.invariant_mode
+    return mode
+
+
+def only(feature: str) -> str:
+    """The sentence of a refusal: "LoRA is covered by numerics=tree only"."""
+    verb = "are" if feature.endswith("s") else "is"
+    return f"{feature} {verb} covered by {' and '.join(named(lambda mode: feature in mode.covers))} only"
+
+
+def named(has: Callable[[Mode], Any]) -> list[str]:
+    """The modes of which something holds, as a message has them: ["numerics=tree", "numerics=portable"]."""
+    return [f"numerics={mode.name}" for mode in every() if has(mode)]

@@ -1,0 +1,1 @@
+"""The modes of numerics, one value a file; numerics/mode.py says what a mode is."""

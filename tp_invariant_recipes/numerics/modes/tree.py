@@ -1,0 +1,71 @@
+"""numerics=tree, the default: every sum that crosses ranks is a tree over virtual shards."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.replacement import Replacement
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.numerics.layers import cross_entropy, norm
+
+# On a GPU: what kernels/fixed_tile_product.py computes. Whoever changes what products/product.py computes so that a bit
+# changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a product is what a library gives
+# for one shard, on the shard's own shape; that has no name.
+ON_GPU = "fixed tiles 1"
+
+
+class Tree:
+    """Equal bits for every layout on one GPU architecture, and for every layout on one kind of CPU."""
+
+    name: str = "tree"
+    covers: frozenset[str] = frozenset(
+        {
+            mode.EXPERTS,
+            mode.HYBRID,
+            mode.LATENT,
+            mode.LORA,
+            mode.FINETUNING,
+            mode.TOKEN_LOSS,
+            mode.CONTEXT_SHARDS,
+            mode.OVERLAP,
+        }
+    )
+    graphs: frozenset[str] = mode.ALL_GRAPHS
+    any_machine: bool = False
+    tries_products: bool = True
+    gathers_operands: bool = False
+    layers: Mapping[str, str] = MappingProxyType({})
+
+    def definition(self, device: str) -> str | None:
+        """Named on a GPU only."""
+        return ON_GPU if device == "gpu" else None
+
+    def require_machine(self, gpu: int | None) -> None:
+        """Any machine will do: the products are defined on the one at hand."""
+
+    def linear(self) -> mode.Linear:
+        """A tree over shards of products."""
+        from tp_invariant_recipes.numerics.layers import linear
+
+        return linear
+
+    def norm(self) -> "norm.NormKernels":
+        """kernels/rms_norm.py."""
+        from tp_invariant_recipes.numerics.layers import norm
+
+        return norm.LIBRARY
+
+    def cross_entropy(self) -> "cross_entropy.LossKernels":
+        """kernels/cross_entropy.py."""
+        from tp_invariant_recipes.numerics.layers import cross_entropy
+
+        return cross_entropy.LIBRARY
+
+    def replacements(self) -> tuple[Replacement, ...]:
+        """None of its own."""
+        return ()
+
+
+MODE: mode.Mode = Tree()

@@ -1,0 +1,45 @@
+"""The section `numerics` of the configuration."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tp_invariant_recipes.numerics.mode import Mode, ModeName, find
+
+
+@dataclass(frozen=True)
+class NumericsSettings:
+    """Which sums are fixed, and how (docs/numerics.md).
+
+    mode:            what adds across ranks.
+    virtual_shards:  V, virtual shards of the invariant modes.
+    data_shards:     D, their data shards; part of the identity.
+    context_shards:  C, their context shards; part of the identity.
+    grad_norm:       the invariant modes' gradient norm: exact, or a plain fp64 sum as in the published scheme.
+    clip_rounding:   pow2 rounds the clipping coefficient down to a power of two, as in the published scheme.
+    initial_weights: invariant: a function of seed, name and place alone; megatron: drawn by Megatron's own generators.
+    overlap_exchange: on GPUs, where the mode has it: whether a row-parallel layer exchanges its sums in blocks of
+                     tokens, each under the product of the next. Changes no bit.
+    """
+
+    mode: ModeName = "tree"
+    virtual_shards: int | None = None
+    data_shards: int | None = None
+    context_shards: int | None = None
+    grad_norm: Literal["exact", "fp64"] = "exact"
+    clip_rounding: Literal["none", "pow2"] = "none"
+    initial_weights: Literal["invariant", "megatron"] = "invariant"
+    overlap_exchange: bool = False
+
+    @property
+    def arithmetic(self) -> Mode | None:
+        """The mode's value; None: Bridge's own numerics (stock)."""
+        return find(self.mode)
+
+    @property
+    def invariant(self) -> bool:
+        """Whether sums have one order for every layout."""
+        return self.arithmetic is not None
+
+    def covers(self, feature: str) -> bool:
+        """Whether the mode has an invariant version of one of the features of numerics/mode.py."""
+        return self.arithmetic is not None and feature in self.arithmetic.covers

@@ -1,0 +1,82 @@
+"""numerics=portable: the sums of numerics=tree, over operations that are stated to the last bit."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from tp_invariant_recipes.host import torch_adam
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.modes.tree import Tree
+from tp_invariant_recipes.replacement import Replacement, instead, wrapped
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.numerics.layers import cross_entropy, norm
+
+LAYERS = {
+    "DotProductAttention": "portable.layers:PortableDotProductAttention",
+    "TopKRouter": "portable.experts:PortableTopKRouter",
+    "SequentialMLP": "portable.experts:PortableSequentialMLP",
+}
+_STATED = "a library's function has other bits on another machine"
+REPLACEMENTS = (
+    instead("megatron.core.transformer.mlp:MLP.forward", "portable.layers:mlp_forward", _STATED),
+    instead(
+        "megatron.core.transformer.attention:apply_rotary_pos_emb", "portable.layers:apply_rotary_pos_emb", _STATED
+    ),
+    *torch_adam.REPLACEMENTS,
+    wrapped("torch.optim:AdamW", "portable.training:portable_adam", _STATED),
+    wrapped("torch.optim:Adam", "portable.training:portable_adam", _STATED),
+    wrapped("megatron.core.optimizer_param_scheduler:math", "portable.training:portable_math", _STATED),
+    wrapped(
+        "megatron.bridge.training.gpt_step:masked_next_token_loss",
+        "portable.training:masked_next_token_loss",
+        "torch adds the tokens' losses in an order that depends on the processor's vectors",
+    ),
+)
+
+
+class Portable(Tree):
+    """Equal bits for every layout, and on every machine that passes `require_machine`."""
+
+    name: str = "portable"
+    covers: frozenset[str] = frozenset({mode.EXPERTS, mode.CONTEXT_SHARDS, mode.OVERLAP})
+    graphs: frozenset[str] = frozenset({"full"})
+    any_machine: bool = True
+    layers: Mapping[str, str] = MappingProxyType(LAYERS)
+
+    def definition(self, device: str) -> str | None:
+        """None: the name of its attention has the version of all that it states."""
+        return None
+
+    def require_machine(self, gpu: int | None) -> None:
+        """Computes recorded cases, once a process and device."""
+        from tp_invariant_recipes.portable.definition import require_conformance
+
+        require_conformance(gpu)
+
+    def linear(self) -> mode.Linear:
+        """A tree over shards of defined products."""
+        from tp_invariant_recipes.portable import linear
+
+        return linear
+
+    def norm(self) -> "norm.NormKernels":
+        """portable/ieee_norm.py."""
+        from tp_invariant_recipes.numerics.layers import norm
+        from tp_invariant_recipes.portable import ieee_norm
+
+        return norm.NormKernels(ieee_norm.rms_norm_forward, ieee_norm.rms_norm_backward)
+
+    def cross_entropy(self) -> "cross_entropy.LossKernels":
+        """portable/ieee_cross_entropy.py."""
+        from tp_invariant_recipes.numerics.layers import cross_entropy
+        from tp_invariant_recipes.portable import ieee_cross_entropy as ieee
+
+        return cross_entropy.LossKernels(ieee.sum_of_exponentials, ieee.softmax_gradient, ieee.logarithm)
+
+    def replacements(self) -> tuple[Replacement, ...]:
+        """Functions of Megatron and torch whose operations are stated instead."""
+        return REPLACEMENTS
+
+
+MODE: mode.Mode = Portable()
