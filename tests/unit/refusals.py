@@ -406,7 +406,7 @@ CONTEXT_SHARDS = Family(
         "seq=64 numerics.context_shards=16": "…do not divide seq=64; the largest that fits is "
         "numerics.context_shards=8",
         "numerics.context_shards=null": "numerics.context_shards must be a number",
-        "cp=2 numerics=gather": "…context parallelism is covered by numerics=tree only; cp=1",
+        "cp=2 numerics=gather": "…context parallelism is covered by numerics=tree and numerics=portable only; cp=1",
         "numerics.context_shards=2 numerics=portable": "…cp has no portable version; cp=1, and leave",
         "numerics.context_shards=2 numerics=stock": "…numerics=stock has no context shards; leave it out",
     },
