@@ -1,4 +1,4 @@
-"""On one GPU: a run repeats and resumes bit for bit. `scripts/gpu-smoke` covers the larger models."""
+"""On one GPU: a run repeats and resumes bit for bit. `scripts/gpu` covers larger models and more GPUs."""
 
 import subprocess
 import sys

@@ -26,7 +26,7 @@ NAMED = 2  # differing cases in the message
 
 @cache
 def require_conformance(gpu: int | None = None) -> None:
-    """Compute recorded cases as a run would, once a process and device. `scripts/conformance-time` measures it.
+    """Compute recorded cases as a run would, once a process and device.
 
     gpu: index of the GPU that the run computes on; None: the CPU.
     raises RunError: a bit differs; the message names the device, the cases and the bits.

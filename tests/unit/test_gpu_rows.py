@@ -1,4 +1,4 @@
-"""scripts/gpu-matrix: every row composes, and rows are run, kept and left out as they should be."""
+"""scripts/gpu: every row composes, and rows are run, kept and left out as they should be."""
 
 import json
 import stat
@@ -13,15 +13,15 @@ import pytest
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import layout
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu-matrix"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
 
 
 @pytest.fixture
-def matrix(monkeypatch):
-    loader = SourceFileLoader("gpu_matrix", str(SCRIPT))
-    spec = spec_from_loader("gpu_matrix", loader)
+def script(monkeypatch):
+    loader = SourceFileLoader("gpu_rows", str(SCRIPT))
+    spec = spec_from_loader("gpu_rows", loader)
     module = module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gpu_matrix", module)  # where dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "gpu_rows", module)  # where dataclasses look their module up
     loader.exec_module(module)
     return module
 
@@ -29,7 +29,7 @@ def matrix(monkeypatch):
 def runs(command: str) -> list[tuple[str, list[str]]]:
     """Model and overrides of every run that a command makes."""
     kind, model, *rest = command.split()
-    if kind not in ("train", "verify", "bench", "audit"):
+    if kind not in ("train", "verify", "bench", "audit") or model.startswith("-"):
         return []
     overrides = [word for word in rest if "=" in word and not word.startswith("run.dir=")]
     if kind == "audit":
@@ -40,8 +40,8 @@ def runs(command: str) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.release
-def test_every_row_composes_and_fits_the_gpus_that_it_names(matrix):
-    for name, row in matrix.ROWS.items():
+def test_every_row_composes_and_fits_the_gpus_that_it_names(script):
+    for name, row in script.ROWS.items():
         assert len(row.commands) == len(row.status), name
         found = [run for command in row.commands for run in runs(command)]
         ranks = [layout.of(compose(model, overrides, device="gpu").config).world for model, overrides in found]
@@ -49,24 +49,24 @@ def test_every_row_composes_and_fits_the_gpus_that_it_names(matrix):
 
 
 @pytest.fixture
-def fake(matrix, monkeypatch, tmp_path):
+def fake(script, monkeypatch, tmp_path):
     """A `tpi` that writes down what it was asked, and ends with the status that the model's name says."""
     said = tmp_path / "said"
     tpi = tmp_path / "tpi"
     tpi.write_text(f'#!/bin/sh\necho "$@" >> {said}\nexit ${{2#status}}\n')
     tpi.chmod(tpi.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(matrix, "TPI", [str(tpi)])
+    monkeypatch.setattr(script, "TPI", [str(tpi)])
     rows = {
-        "small": matrix.Row(2, ("train status0 run.dir={}/0", "compare status1"), (0, 1)),
-        "large": matrix.Row(8, ("train status0",), (0,)),
-        "wrong": matrix.Row(2, ("train status2", "compare status0"), (0, 0)),
+        "small": script.Row(2, "", ("train status0 run.dir={}/0", "compare status1"), (0, 1)),
+        "large": script.Row(8, "", ("train status0",), (0,)),
+        "wrong": script.Row(2, "", ("train status2", "compare status0"), (0, 0)),
     }
-    monkeypatch.setattr(matrix, "ROWS", rows)
+    monkeypatch.setattr(script, "ROWS", rows)
 
     def run(*arguments: str) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["gpu-matrix", "--dir", str(tmp_path / "runs"), *arguments])
+        monkeypatch.setattr(sys, "argv", ["gpu", "--dir", str(tmp_path / "runs"), *arguments])
         said.write_text("")
-        return matrix.main(), said.read_text().splitlines()
+        return script.main(), said.read_text().splitlines()
 
     return run
 
@@ -85,6 +85,7 @@ def test_rows_that_fit_are_run_once_and_others_are_named(fake, tmp_path, capsys)
 
     status, said = fake("small", "--gpus", "4")
     assert (status, said) == (0, [])
+    assert "small: as it should be, complete before" in capsys.readouterr().out
 
 
 def test_a_second_try_overwrites_nothing(fake, tmp_path):
@@ -93,10 +94,15 @@ def test_a_second_try_overwrites_nothing(fake, tmp_path):
     assert {folder.name for folder in (tmp_path / "runs").iterdir()} == {"results.json", "wrong", "wrong-2"}
 
 
-def test_a_list_runs_nothing(fake, capsys):
-    status, said = fake("--list", "--gpus", "8")
+@pytest.mark.parametrize("option", ("--list", "--dry-run"))
+def test_a_list_runs_nothing(fake, tmp_path, capsys, option):
+    status, said = fake(option, "small")
     assert (status, said) == (0, [])
-    assert "large: not run, needs 8 GPUs" in capsys.readouterr().out
+    row, *commands = capsys.readouterr().out.splitlines()
+    assert row.split() == ["small", "2", "GPUs"]
+    trained = f"    tpi train status0 run.dir={tmp_path}/runs/small/0"
+    assert commands == ([trained, "    tpi compare status1"] if option == "--dry-run" else [])
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_unknown_row_is_refused(fake, capsys):
