@@ -59,9 +59,13 @@ class Tpi:
         self.folder = folder
         self.count = 0
 
-    def __call__(self, *arguments: object, before: Callable[[], None] | None = None) -> Process:
+    def __call__(
+        self, *arguments: object, before: Callable[[], None] | None = None, status: int | None = None
+    ) -> Process:
+        """before: run in the new process first, to plant a fault. status: how the command must end; None: anyhow."""
         process = self.start(*arguments, before=before)
-        process.wait()
+        ended = process.wait()
+        assert status in (None, ended), f"status {ended}, not {status}:\n{process.stdout}{process.stderr}"
         return process
 
     def start(self, *arguments: object, before: Callable[[], None] | None = None) -> Process:

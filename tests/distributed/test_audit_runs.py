@@ -39,8 +39,7 @@ def found(shared, directory: str) -> dict:
 
 
 def test_the_same_gradients_pass_bit_for_bit_and_leave_one_file(shared):
-    done = shared("audit", *SMALL, *AGAIN, "--dir", "same")
-    assert done.status == 0, done.stderr
+    done = shared("audit", *SMALL, *AGAIN, "--dir", "same", status=0)
     assert "same: gradient norms of first and second are equal bit for bit over steps 1 to 2" in done.stdout
     assert sorted(p.name for p in (shared.folder / "same").iterdir()) == ["audit.json", "index-cache", "write.lock"]
     groups = {group["name"]: group for group in found(shared, "same")["groups"]}
@@ -50,8 +49,7 @@ def test_the_same_gradients_pass_bit_for_bit_and_leave_one_file(shared):
 
 
 def test_micro_batches_that_are_lost_are_found_and_named(shared):
-    done = shared("audit", *SMALL, *AGAIN, "--dir", "lost", before=losing_micro_batches)
-    assert done.status == 1, done.stdout + done.stderr
+    done = shared("audit", *SMALL, *AGAIN, "--dir", "lost", before=losing_micro_batches, status=1)
     result = found(shared, "lost")
     different = {one["name"]: one for one in result["groups"] if one["state"] == "different"}
     worst = different["dense MLP"]["worst"]
@@ -72,8 +70,7 @@ def test_micro_batches_that_are_lost_are_found_and_named(shared):
 @pytest.mark.release
 def test_another_order_of_additions_is_rounding_over_two_ranks(shared):
     weights = "numerics.initial_weights=invariant"
-    done = shared("audit", *SMALL, weights, "--against", "tp=2", "--dir", "tp", "--json")
-    assert done.status == 0, done.stdout + done.stderr
+    done = shared("audit", *SMALL, weights, "--against", "tp=2", "--dir", "tp", "--json", status=0)
     result = json.loads(done.stdout)
     assert result == found(shared, "tp")
     assert "rounding" in {group["state"] for group in result["groups"]}
@@ -91,8 +88,7 @@ def test_a_training_that_fails_is_no_answer(shared):
 
         gradient_norms._parts = missing
 
-    done = shared("audit", *SMALL, *AGAIN, "--dir", "failed", before=plant)
-    assert done.status == 2
+    done = shared("audit", *SMALL, *AGAIN, "--dir", "failed", before=plant, status=2)
     assert "the training first failed, so that nothing can be compared" in done.stderr
     assert "planted" in done.stderr
     assert not (shared.folder / "failed" / "audit.json").exists()

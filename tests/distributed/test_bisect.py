@@ -11,8 +11,7 @@ QKV = "decoder.layers.0.self_attention.linear_qkv"
 
 
 def train(tpi, run, *overrides, before=None):
-    done = tpi("train", *SMALL, *overrides, f"run.dir={run}", before=before)
-    assert done.status == 0, done.stderr
+    tpi("train", *SMALL, *overrides, f"run.dir={run}", before=before, status=0)
 
 
 def _at(step, module, act):
@@ -84,13 +83,11 @@ def test_a_forward_product_added_in_another_order_across_tp(tpi):
     plant = _at(3, FC2, _wrong_order(lambda config: config.tensor_model_parallel_size == 4))
     for tp in (1, 4):
         train(tpi, f"tp{tp}", f"tp={tp}", "iters=4", "save=2", before=plant)
-    compared = tpi("compare", "tp1", "tp4")
-    assert compared.status == 1
+    compared = tpi("compare", "tp1", "tp4", status=1)
     assert "different at step 3: " in compared.stdout
     before = [files(tpi.folder / run) for run in ("tp1", "tp4")]
 
-    found = tpi("bisect", "tp1", "tp4", "--dir", "bisect", before=plant)
-    assert found.status == 1, found.stderr
+    found = tpi("bisect", "tp1", "tp4", "--dir", "bisect", before=plant, status=1)
     assert f"different at step 3: forward of {FC2}: output differs, its inputs and weights matched" in found.stdout
     assert f"forward/{FC2}/output: " in found.stdout
     assert "elements differ, by at most" in found.stdout
@@ -113,8 +110,7 @@ def test_a_backward_product_added_in_another_order_within_one_tp(tpi):
     plant = _at(2, QKV, _wrong_order(lambda config: config.sequence_parallel))
     for sp in ("true", "false"):
         train(tpi, f"sp-{sp}", "tp=4", f"sp={sp}", "iters=3", before=plant)
-    found = tpi("bisect", "sp-true", "sp-false", "--dir", "bisect", "--json", before=plant)
-    assert found.status == 1, found.stderr
+    found = tpi("bisect", "sp-true", "sp-false", "--dir", "bisect", "--json", before=plant, status=1)
     result = json.loads(found.stdout)
     first = result["placed"]["first_difference"]
     assert (first["step"], first["phase"], first["name"]) == (2, "backward", f"backward/{QKV}/output")
@@ -157,13 +153,11 @@ def test_a_weight_gradient_is_named_with_its_module(tpi):
     plant = _at(2, FC1, _flipped)
     for tp in (1, 2):
         train(tpi, f"tp{tp}", f"tp={tp}", "iters=2", before=plant)
-    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant)
-    assert found.status == 1, found.stderr
+    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
     assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1}" in found.stdout
     assert "and the gradient that arrives at it matched" in found.stdout
     assert f"gradients/{FC1}.weight: 2 of 65536 elements differ, by at most 1 ULP" in found.stdout
-    again = tpi("bisect", "tp1", "tp2", "--dir", "bisect")
-    assert again.status == 2
+    again = tpi("bisect", "tp1", "tp2", "--dir", "bisect", status=2)
     assert "--dir bisect is there and is not an empty directory" in again.stderr
 
 
@@ -174,16 +168,12 @@ def test_what_there_is_nothing_to_train_again_for(tpi):
     train(tpi, "drawn", "tp=2", "iters=1", "numerics=stock", "numerics.initial_weights=megatron")
     equal = tpi("bisect", "a", "b", "--dir", "bisect")
     assert (equal.status, equal.stdout.partition(":")[0]) == (0, "identical")
-    other = tpi("bisect", "a", "seed", "--dir", "bisect")
-    assert other.status == 2
+    other = tpi("bisect", "a", "seed", "--dir", "bisect", status=2)
     assert "rng.seed is 1234 and 5" in other.stderr
-    file = tpi("bisect", "a", "b/ledger.jsonl", "--dir", "bisect")
-    assert file.status == 0  # the ledger of a run directory is that run
+    tpi("bisect", "a", "b/ledger.jsonl", "--dir", "bisect", status=0)  # the ledger of a run directory is that run
     (tpi.folder / "copy.jsonl").write_bytes((tpi.folder / "b/ledger.jsonl").read_bytes())
-    copied = tpi("bisect", "a", "copy.jsonl", "--dir", "bisect")
-    assert copied.status == 2
+    copied = tpi("bisect", "a", "copy.jsonl", "--dir", "bisect", status=2)
     assert "copy.jsonl: to train a step again takes the run directory" in copied.stderr
-    begun = tpi("bisect", "a", "drawn", "--dir", "bisect")
-    assert begun.status == 1
+    begun = tpi("bisect", "a", "drawn", "--dir", "bisect", status=1)
     assert "initial weight of embedding.word_embeddings.weight differs" in begun.stdout
     assert not (tpi.folder / "bisect").exists()

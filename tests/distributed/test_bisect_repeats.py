@@ -78,8 +78,7 @@ def test_the_step_is_looked_for_where_digests_were_not_recorded_at_every_step(tp
     for tp in (1, 2):
         train(tpi, f"tp{tp}", f"tp={tp}", "iters=5", *recorded.split(), before=plant)
     assert f"different at step {step + 1}: loss" in tpi("compare", "tp1", "tp2").stdout
-    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant)
-    assert found.status == 1, found.stderr
+    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
     assert f"different at step {step}: gradient of {FC1}.weight differs, the inputs of {FC1} and" in found.stdout
     assert f"the operation: the weight gradient of {FC1}: " in found.stdout
     assert f"equal: forward/{FC1}/input, backward/{FC1}/input" in found.stdout
@@ -116,8 +115,7 @@ def test_text_that_is_read_several_times_keeps_its_order(tpi):
     plant = gradient_of_fc1(step=2, tp=2)
     for tp in (1, 2):
         train(tpi, f"tp{tp}", f"tp={tp}", "iters=6", "gbs=4", "data=text", f"data.path={words}", before=plant)
-    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant)
-    assert found.status == 1, found.stderr
+    found = tpi("bisect", "tp1", "tp2", "--dir", "bisect", before=plant, status=1)
     assert "does not repeat" not in found.stdout
     assert f"different at step 2: gradient of {FC1}.weight" in found.stdout
 
@@ -140,15 +138,13 @@ def test_what_fails_after_the_step_does_not_matter(runs):
 
         Recorder.on_train_step_start = fail
 
-    found = runs("bisect", "tp1", "tp2", "--dir", "failing", before=failing)
-    assert found.status == 1, found.stderr
+    found = runs("bisect", "tp1", "tp2", "--dir", "failing", before=failing, status=1)
     assert f"different at step 2: gradient of {FC1}.weight" in found.stdout
     assert "failing/traced-a failed after step 2: rank 0 failed: RuntimeError: planted" in found.stdout
 
 
 def test_the_operation_is_named_from_runs_as_they_were(runs):
-    found = runs("bisect", "tp1", "tp2", "--dir", "named", before=gradient_of_fc1(step=2, tp=2))
-    assert found.status == 1, found.stderr
+    found = runs("bisect", "tp1", "tp2", "--dir", "named", before=gradient_of_fc1(step=2, tp=2), status=1)
     assert f"different at step 2: gradient of {FC1}.weight differs, the inputs of {FC1} and" in found.stdout
     assert f"the operation: the weight gradient of {FC1}: " in found.stdout
     assert "does not repeat" not in found.stdout
@@ -156,8 +152,7 @@ def test_the_operation_is_named_from_runs_as_they_were(runs):
 
 @pytest.mark.release
 def test_the_answer_about_a_run_that_does_not_repeat_itself_comes_first(runs):
-    found = runs("bisect", "tp1", "tp2", "--dir", "sound")
-    assert found.status == 1, found.stderr
+    found = runs("bisect", "tp1", "tp2", "--dir", "sound", status=1)
     first, second = found.stdout.splitlines()[:2]
     assert first.startswith("tp2 does not repeat itself here: different at step 2: gradient of ")
     assert second == "trained again, the two do not differ: their difference is not reproducible here"
@@ -169,8 +164,7 @@ def test_the_answer_about_a_run_that_does_not_repeat_itself_comes_first(runs):
 @pytest.mark.release
 def test_a_run_that_does_not_repeat_itself_may_still_differ(runs):
     """At another step than it did."""
-    found = runs("bisect", "tp1", "tp2", "--dir", "earlier", before=gradient_of_fc1(step=1, tp=2))
-    assert found.status == 1, found.stderr
+    found = runs("bisect", "tp1", "tp2", "--dir", "earlier", before=gradient_of_fc1(step=1, tp=2), status=1)
     first, second = found.stdout.splitlines()[:2]
     assert first.startswith("tp2 does not repeat itself here: different at step 1: ")
     assert second.startswith(f"trained again, the two are different at step 1: gradient of {FC1}.weight differs")

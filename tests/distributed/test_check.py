@@ -23,15 +23,13 @@ def dump(*modules):
 @pytest.fixture(scope="module")
 def run(shared):
     """Two steps at tp=2 with dumps of every covered kind of layer."""
-    done = shared("train", *SMALL, "tp=2", *dump(*MODULES), "run.dir=run")
-    assert done.status == 0, done.stderr
+    shared("train", *SMALL, "tp=2", *dump(*MODULES), "run.dir=run", status=0)
     return shared.folder / "run"
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_layer_is_computed_again_with_the_same_bits(shared, run, module):
-    done = shared("check", "run", "--step", "2", "--module", module)
-    assert done.status == 0, done.stdout + done.stderr
+    done = shared("check", "run", "--step", "2", "--module", module, status=0)
     lines = done.stdout.splitlines()
     names = Names(module).results
     assert [line.partition(": identical, ")[0] for line in lines[:3]] == list(names)
@@ -60,8 +58,7 @@ def test_one_flipped_bit_is_found(shared, run):
     tensors[key][0, 0] ^= 1
     save_file(tensors, file, metadata)
     try:
-        done = shared("check", "run", "--step", "2", "--module", FC2)
-        assert done.status == 1, done.stdout + done.stderr
+        done = shared("check", "run", "--step", "2", "--module", FC2, status=1)
         assert f"forward/{FC2}/output: different, 1 of 16384 elements, by at most 1 ULP, the first at (0, 0, 0)" in (
             done.stdout
         )
@@ -86,10 +83,8 @@ def test_a_run_with_one_kept_bit_less_is_found(shared):
         without_conformance()
         one_kept_bit_less()
 
-    done = shared("train", *SMALL, *dump(FC2), "run.dir=less", before=plant)
-    assert done.status == 0, done.stderr
-    done = shared("check", "less", "--step", "2", "--module", FC2)
-    assert done.status == 1, done.stdout + done.stderr
+    shared("train", *SMALL, *dump(FC2), "run.dir=less", before=plant, status=0)
+    done = shared("check", "less", "--step", "2", "--module", FC2, status=1)
     assert f"gradients/{FC2}.weight: different, " in done.stdout
 
 
@@ -106,14 +101,12 @@ REFUSED = {
 @pytest.mark.parametrize("arguments", REFUSED, ids=lambda value: " ".join(value))
 def test_a_mistake_is_one_message(shared, run, arguments):
     folder, step, module = arguments
-    done = shared("check", folder, "--step", step, "--module", module)
-    assert done.status == 2
+    done = shared("check", folder, "--step", step, "--module", module, status=2)
     assert REFUSED[arguments] in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
 
 
 def test_only_portable_runs_can_be_computed_again(shared):
     assert shared("train", *SMALL[:1], *SMALL[2:], "numerics=tree", "run.dir=tree").status == 0
-    done = shared("check", "tree", "--step", "2", "--module", FC2)
-    assert done.status == 2
+    done = shared("check", "tree", "--step", "2", "--module", FC2, status=2)
     assert "a run of numerics=tree, whose bits no CPU can compute; numerics=portable states them" in done.stderr

@@ -30,14 +30,12 @@ def _another_weight() -> None:
 def runs(shared):
     """tp1 and tp2 agree; `planted` has a fault in its second step."""
     for name, layout, before in (("tp1", "tp=1", None), ("tp2", "tp=2", None), ("planted", "tp=2", _another_weight)):
-        done = shared(*TRAIN, layout, f"run.dir={name}", before=before)
-        assert done.status == 0, done.stderr
+        shared(*TRAIN, layout, f"run.dir={name}", before=before, status=0)
     return shared
 
 
 def test_layouts_agree_in_every_gradient_and_weight(runs):
-    compared = runs("compare", "tp1", "tp2")
-    assert compared.status == 0, compared.stdout
+    compared = runs("compare", "tp1", "tp2", status=0)
     assert (
         ", learning rate, gradients and master weights of 10 parameters and clipped gradients and optimizer moments of "
         "10 parameters (at step 3) equal bit for bit"
@@ -45,8 +43,7 @@ def test_layouts_agree_in_every_gradient_and_weight(runs):
 
 
 def test_a_planted_fault_is_named(runs):
-    compared = runs("compare", "tp1", "planted", "--json")
-    assert compared.status == 1
+    compared = runs("compare", "tp1", "planted", "--json", status=1)
     [found] = json.loads(compared.stdout)["comparisons"]
     first = found["first_difference"]
     assert (first["step"], first["kind"], first["phase"]) == (2, "masters", "update")
@@ -58,11 +55,9 @@ def test_a_planted_fault_is_named(runs):
 
 
 def test_a_log_prints_what_its_ledger_says(runs):
-    compared = runs("compare", "tp1", "tp2/logs/bridge.log")
-    assert compared.status == 0, compared.stdout
+    compared = runs("compare", "tp1", "tp2/logs/bridge.log", status=0)
     assert compared.stdout.startswith(
         "the same as printed: 3 steps, consumed samples, lm loss to 7 digits, grad norm to "
     )
-    different = runs("compare", "tp1/logs/bridge.log", "planted/logs/bridge.log")
-    assert different.status == 1
+    different = runs("compare", "tp1/logs/bridge.log", "planted/logs/bridge.log", status=1)
     assert different.stdout.startswith("different as printed at step 3: lm loss ")

@@ -26,8 +26,7 @@ STATES = ("fp32_param", "exp_avg", "exp_avg_sq")  # in a checkpoint
 
 
 def train(tpi, run, *overrides, before=None):
-    done = tpi("train", *SMALL, *overrides, f"run.dir={run}", before=before)
-    assert done.status == 0, done.stderr
+    tpi("train", *SMALL, *overrides, f"run.dir={run}", before=before, status=0)
     ledger = read(tpi.folder / run)
     assert all(math.isfinite(bits_float(step.loss)) for step in ledger.steps)
     return ledger
@@ -174,8 +173,7 @@ def test_one_flipped_bit_of_a_weight_is_named(tpi):
 
 def test_a_replica_that_diverges_is_named_with_its_rank(tpi):
     flip = _flip("layers.0.input_layernorm.weight", 3, master=True)
-    done = tpi("train", *SMALL, "tp=4", "run.dir=run", before=_at_step(1, 2, flip))
-    assert done.status == 0, done.stderr
+    done = tpi("train", *SMALL, "tp=4", "run.dir=run", before=_at_step(1, 2, flip), status=0)
     assert "warning: replicas of a tensor disagree at step 1" in done.stderr
     ledger = read(tpi.folder / "run")
     assert ledger.steps[0].diverged == (("masters", NORM, ((0, 1, 3), (2,))),)
@@ -272,8 +270,7 @@ def test_a_lost_shard_is_refused(tpi):
         original = Shards.held
         Shards.held = lambda self, stored, **kind: original(self, stored, **kind)[dist.get_rank() == 1 :]
 
-    refused = tpi("train", *SMALL, "tp=2", "run.dir=run", before=lose)
-    assert refused.status == 2
+    refused = tpi("train", *SMALL, "tp=2", "run.dir=run", before=lose, status=2)
     assert re.search(
         r"digests of gradients are not possible:\s+\S+: the ranks' parts do not cover its shape", refused.stderr
     )
@@ -320,8 +317,7 @@ def test_experts_have_their_numbers_in_every_layout(tpi):
     )
     ledgers = []
     for layout in ("tp=1", "tp=2 ep=2"):
-        done = tpi("train", *tiny, *layout.split(), f"run.dir={layout.replace(' ', '-')}")
-        assert done.status == 0, done.stderr
+        tpi("train", *tiny, *layout.split(), f"run.dir={layout.replace(' ', '-')}", status=0)
         ledgers.append(read(tpi.folder / layout.replace(" ", "-")))
     assert ledgers[0].header.parameters == ledgers[1].header.parameters
     names = [p.name for p in ledgers[0].header.parameters]

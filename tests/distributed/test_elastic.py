@@ -24,8 +24,7 @@ LONGER = (
 @pytest.fixture(scope="module")
 def whole(shared):
     """The run that nothing interrupts, in a layout of its own."""
-    done = shared(*RUN, "tp=1", "run.dir=whole")
-    assert done.status == 0, done.stderr
+    shared(*RUN, "tp=1", "run.dir=whole", status=0)
     return shared
 
 
@@ -41,11 +40,9 @@ def _killed(tpi, step, *arguments):
 def test_a_run_that_is_killed_and_goes_on_elsewhere_has_the_same_ledger(whole, tpi, second, third):
     _killed(tpi, 4, *RUN, *FIRST, "run.dir=run")
     _killed(tpi, 6, "train", "--resume", "run", *second.split())
-    last = tpi("train", "--resume", "run", *third.split())
-    assert last.status == 0, last.stderr
+    tpi("train", "--resume", "run", *third.split(), status=0)
     assert steps(tpi.folder / "run") == steps(whole.folder / "whole")
-    compared = tpi("compare", "run", whole.folder / "whole")
-    assert compared.status == 0, compared.stdout
+    tpi("compare", "run", whole.folder / "whole", status=0)
     header = json.loads((tpi.folder / "run" / "ledger.jsonl").read_text().splitlines()[0])
     assert header["layout"]["tp"] == 2
     assert [entry["after_step"] for entry in header["notes"]["resumed"]] == [2, 4]
@@ -61,16 +58,13 @@ def test_a_run_that_is_killed_and_goes_on_elsewhere_has_the_same_ledger(whole, t
 @pytest.mark.timeout(900)
 def test_context_parallel_ranks_come_and_go(tpi):
     words = ("train", "qwen3_toy", "iters=6", "save=2", "seq=64", "gbs=2", DISTRIBUTED)
-    done = tpi(*words, "cp=1", "numerics.context_shards=2", "run.dir=whole")
-    assert done.status == 0, done.stderr
+    tpi(*words, "cp=1", "numerics.context_shards=2", "run.dir=whole", status=0)
     _killed(tpi, 4, *words, "cp=2", "run.dir=run")
     _killed(tpi, 6, "train", "--resume", "run", "cp=1", "tp=2")
-    last = tpi("train", "--resume", "run", "cp=2", "tp=2")
-    assert last.status == 0, last.stderr
+    tpi("train", "--resume", "run", "cp=2", "tp=2", status=0)
     assert steps(tpi.folder / "run") == steps(tpi.folder / "whole")
     assert tpi("compare", "run", "whole").status == 0
-    refused = tpi("train", "--resume", "run", "cp=4", "iters=8")
-    assert refused.status == 2
+    refused = tpi("train", "--resume", "run", "cp=4", "iters=8", status=2)
     assert "cp=4 does not divide numerics.context_shards=2" in refused.stderr
 
 
@@ -78,26 +72,21 @@ def test_context_parallel_ranks_come_and_go(tpi):
 @pytest.mark.timeout(900)
 def test_data_parallel_ranks_come_and_go(tpi):
     words = ("train", "qwen3_toy", "iters=6", "save=2", "seq=64", "gbs=8", DISTRIBUTED)
-    done = tpi(*words, "dp=1", "numerics.data_shards=4", "run.dir=whole")
-    assert done.status == 0, done.stderr
+    tpi(*words, "dp=1", "numerics.data_shards=4", "run.dir=whole", status=0)
     _killed(tpi, 4, *words, "dp=4", "run.dir=run")
     _killed(tpi, 6, "train", "--resume", "run", "dp=2")
-    last = tpi("train", "--resume", "run", "dp=4")
-    assert last.status == 0, last.stderr
+    tpi("train", "--resume", "run", "dp=4", status=0)
     assert steps(tpi.folder / "run") == steps(tpi.folder / "whole")
-    compared = tpi("compare", "run", "whole")
-    assert compared.status == 0
+    compared = tpi("compare", "run", "whole", status=0)
     assert "run: dp=4, from step 3 on dp=2, from step 5 on dp=4." in compared.stdout
 
 
 @pytest.mark.release
 def test_stock_does_not(shared, tpi):
     """The control: from the same checkpoint, the steps after it have other bits in another layout."""
-    done = tpi(*RUN, *FIRST, "numerics=stock", "run.dir=whole")
-    assert done.status == 0, done.stderr
+    tpi(*RUN, *FIRST, "numerics=stock", "run.dir=whole", status=0)
     _killed(tpi, 4, *RUN, *FIRST, "numerics=stock", "run.dir=run")
-    resumed = tpi("train", "--resume", "run", "tp=1", "pp=2")
-    assert resumed.status == 0, resumed.stderr
+    tpi("train", "--resume", "run", "tp=1", "pp=2", status=0)
     one, other = (steps(tpi.folder / name) for name in ("whole", "run"))
     assert agree(one[:2], other[:2])
     assert not agree(one[2:], other[2:])
@@ -113,8 +102,7 @@ REFUSED = {
 @pytest.mark.parametrize("change", REFUSED)
 def test_a_layout_that_would_change_bits_or_cannot_be_read_is_refused(whole, change):
     before = (whole.folder / "whole" / "ledger.jsonl").read_bytes()
-    refused = whole("train", "--resume", "whole", change, "checkpoint.ckpt_step=4")
-    assert refused.status == 2
+    refused = whole("train", "--resume", "whole", change, "checkpoint.ckpt_step=4", status=2)
     assert REFUSED[change] in refused.stderr
     assert (whole.folder / "whole" / "ledger.jsonl").read_bytes() == before
 
@@ -124,9 +112,7 @@ def test_experts_go_on_wherever_they_are(shared, tpi):
     from tests.distributed.small_models import small
 
     words = ("train", *small("qwen3_moe_toy").split(), "gbs=2", "dp=2", "iters=4", "save=2", DISTRIBUTED)
-    done = tpi(*words, "tp=2", "run.dir=run")
-    assert done.status == 0, done.stderr
+    tpi(*words, "tp=2", "run.dir=run", status=0)
     before = steps(tpi.folder / "run")
-    resumed = tpi("train", "--resume", "run", "tp=2", "pp=2", "ep=2", "checkpoint.ckpt_step=2")
-    assert resumed.status == 0, resumed.stderr
+    tpi("train", "--resume", "run", "tp=2", "pp=2", "ep=2", "checkpoint.ckpt_step=2", status=0)
     assert steps(tpi.folder / "run") == before

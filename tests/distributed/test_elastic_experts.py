@@ -11,20 +11,16 @@ RUN = ("train", *small("qwen3_moe_toy").split(), "iters=6", "save=2")
 @pytest.mark.release  # in `make test`: test_elastic.py, dense
 @pytest.mark.parametrize("distributed", ("true", "false"))
 def test_experts_go_on_with_one_rank_and_with_several_again(tpi, distributed):
-    done = tpi(*RUN, "tp=2", "ep=2", f"optimizer.use_distributed_optimizer={distributed}", "run.dir=run")
-    assert done.status == 0, done.stderr
+    tpi(*RUN, "tp=2", "ep=2", f"optimizer.use_distributed_optimizer={distributed}", "run.dir=run", status=0)
     whole = steps(tpi.folder / "run")
     for start, layout in ((2, "tp=1 ep=1"), (4, "tp=2 ep=2")):
-        resumed = tpi("train", "--resume", "run", *layout.split(), f"checkpoint.ckpt_step={start}")
-        assert resumed.status == 0, resumed.stderr
+        tpi("train", "--resume", "run", *layout.split(), f"checkpoint.ckpt_step={start}", status=0)
         assert steps(tpi.folder / "run") == whole
 
 
 @pytest.mark.release
 def test_stock_experts_do_not(tpi):
     """Megatron's own: on one rank there is one optimizer."""
-    done = tpi(*RUN, "tp=2", "ep=2", "numerics=stock", "run.dir=run")
-    assert done.status == 0, done.stderr
-    alone = tpi("train", "--resume", "run", "tp=1", "ep=1", "checkpoint.ckpt_step=2")
-    assert alone.status == 2
+    tpi(*RUN, "tp=2", "ep=2", "numerics=stock", "run.dir=run", status=0)
+    alone = tpi("train", "--resume", "run", "tp=1", "ep=1", "checkpoint.ckpt_step=2", status=2)
     assert "it holds the optimizer state of experts apart from that of all else" in alone.stderr

@@ -18,8 +18,7 @@ def no_servers(monkeypatch):
 
 
 def test_mlflow_keeps_curves_figures_and_the_certificate_in_files(tpi, no_servers):
-    done = tpi(*RUN, "tp=2", "logging=mlflow", "project=ours", "name=first", "run.dir=run")
-    assert done.status == 0, done.stderr
+    done = tpi(*RUN, "tp=2", "logging=mlflow", "project=ours", "name=first", "run.dir=run", status=0)
     assert "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri run/mlflow\n" in done.stderr
     assert "warning: the" not in (tpi.folder / "run/logs/rank-1.log").read_text()
     (experiment,) = (p.parent for p in (tpi.folder / "run/mlflow").glob("*/meta.yaml") if "name: ours" in p.read_text())
@@ -40,8 +39,7 @@ def test_mlflow_keeps_curves_figures_and_the_certificate_in_files(tpi, no_server
 
 @pytest.mark.release
 def test_comet_without_a_key_keeps_an_archive(tpi, no_servers):
-    done = tpi(*RUN, "logging=comet", "project=ours", "run.dir=run")
-    assert done.status == 0, done.stderr
+    done = tpi(*RUN, "logging=comet", "project=ours", "run.dir=run", status=0)
     (kept,) = (tpi.folder / "run/comet").glob("*.zip")
     assert f"comet upload run/comet/{kept.name}\n" in done.stderr
     assert "warning: the" not in (tpi.folder / "run/logs/rank-0.log").read_text()

@@ -38,8 +38,7 @@ def _nobody_reads() -> None:
 
 def test_a_training_whose_output_nobody_reads_goes_on_to_its_end(tpi):
     """As in `tpi train … 2>&1 | head -6`."""
-    done = tpi("train", "qwen3_toy", "iters=6", "seq=64", "run.dir=run", before=_nobody_reads)
-    assert done.status == 0
+    tpi("train", "qwen3_toy", "iters=6", "seq=64", "run.dir=run", before=_nobody_reads, status=0)
     assert len(tpi.ledger("run")) == 6
     assert json.loads((tpi.folder / "run" / "run.json").read_text())["attempts"][0]["outcome"] == "completed"
 
@@ -68,8 +67,7 @@ def _fail_on_rank_0() -> None:
 
 
 def test_the_rank_that_failed_first_is_named_with_its_reason(tpi):
-    failed = tpi(*RUN, "save=2", before=_fail_on_rank_0)
-    assert failed.status == 2
+    failed = tpi(*RUN, "save=2", before=_fail_on_rank_0, status=2)
     assert "rank 0 failed: RuntimeError: planted" in failed.stderr
     assert "run/logs/rank-0.log" in failed.stderr
     assert "planted" in (tpi.folder / "run" / "logs" / "rank-0.log").read_text()
@@ -88,8 +86,7 @@ def small_disk(tmp_path):
 
 def test_a_full_disk_is_said_before_the_start(tpi, small_disk):
     (small_disk / "ballast").write_bytes(bytes(90 * 2**20))
-    failed = tpi("train", "qwen3_toy", f"run.dir={small_disk}/run")
-    assert failed.status == 2
+    failed = tpi("train", "qwen3_toy", f"run.dir={small_disk}/run", status=2)
     assert "MiB free and this run writes at least" in failed.stderr
     assert not (small_disk / "run").exists()
 

@@ -293,39 +293,24 @@ def planted(fault: Fault) -> Callable[[], None]:
     return plant
 
 
-class Runs:
-    """The ledgers of sound runs, each trained once, and of runs with a fault."""
-
-    def __init__(self, tpi) -> None:
-        self.tpi, self.sound, self.count = tpi, {}, 0
-
-    def train(self, run: str, before=None):
-        self.count += 1
-        folder = f"run-{self.count}"
-        done = self.tpi("train", *RUNS[run], f"run.dir={folder}", before=before)
-        assert done.status == 0, done.stderr
-        return read(self.tpi.folder / folder)
-
-    def __getitem__(self, run: str):
-        if run not in self.sound:
-            self.sound[run] = self.train(run)
-        return self.sound[run]
-
-
-@pytest.fixture(scope="module")
-def runs(shared):
-    return Runs(shared)
-
-
 def _name(fault: Fault) -> str:
     made = fault.change.__qualname__.partition(".")[0]
     return "-".join((fault.run, fault.where, fault.parameter, made, str(FAULTS.index(fault))))
 
 
+def compared(scenario, fault):
+    """A sound run, and the same with the fault."""
+    sound = scenario(*RUNS[fault.run])
+    faulty = sound.planted(planted(fault))
+    for one in (sound, faulty):
+        one.ledger()
+    return compare(read(sound.run), read(faulty.run))
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("fault", FAULTS, ids=_name)
-def test_a_fault_is_caught_at_its_step(runs, fault):
-    found = compare(runs[fault.run], runs.train(fault.run, planted(fault)))
+def test_a_fault_is_caught_at_its_step(scenario, fault):
+    found = compared(scenario, fault)
     assert found.verdict is Verdict.DIFFERENT
     assert (found.first.step, found.first.kind in fault.kinds or found.first.name in fault.kinds) == (STEP, True), (
         verdict_line(found)
@@ -334,9 +319,8 @@ def test_a_fault_is_caught_at_its_step(runs, fault):
 
 @pytest.mark.release
 @pytest.mark.parametrize("run", RUNS)
-def test_a_control_is_identical(runs, run):
-    fault = Fault(run, EARLY, "", nothing, ())
-    found = compare(runs[run], runs.train(run, planted(fault)))
+def test_a_control_is_identical(scenario, run):
+    found = compared(scenario, Fault(run, EARLY, "", nothing, ()))
     assert found.verdict is Verdict.IDENTICAL, verdict_line(found)
 
 

@@ -64,8 +64,7 @@ def test_tuning_has_one_result_in_every_layout(tuned):
 
 
 def test_tuning_lowers_the_loss(mine, shared):
-    done = shared("train", *RECIPE, "iters=24", "ledger.digests=0", "run.dir=long")
-    assert done.status == 0, done.stderr
+    shared("train", *RECIPE, "iters=24", "ledger.digests=0", "run.dir=long", status=0)
     found = [bits_float(step.loss) for step in shared.ledger("long")]
     assert len(found) == 24
     assert found[-1] < found[0] / 2, found
@@ -74,16 +73,13 @@ def test_tuning_lowers_the_loss(mine, shared):
 @pytest.mark.release
 def test_neither_ranks_nor_micro_batches_change_what_a_masked_token_counts(tuned, shared):
     """Each rank has other examples, of other numbers of tokens."""
-    done = shared("train", *RECIPE, "iters=3", "dp=2", "mbs=2", "numerics.data_shards=2", "run.dir=dp2")
-    assert done.status == 0, done.stderr
-    compared = shared("compare", "tree/tp1", "dp2")
-    assert compared.status == 0, compared.stdout
+    shared("train", *RECIPE, "iters=3", "dp=2", "mbs=2", "numerics.data_shards=2", "run.dir=dp2", status=0)
+    shared("compare", "tree/tp1", "dp2", status=0)
 
 
 def test_with_stock_numerics_it_has_not(mine, shared):
     stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1")
-    done = shared("verify", *RECIPE, "tp=1,2", *stock, "--dir", "stock")
-    assert done.status == 1, done.stdout + done.stderr
+    done = shared("verify", *RECIPE, "tp=1,2", *stock, "--dir", "stock", status=1)
     assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
 
 
@@ -177,29 +173,24 @@ def test_the_identity_has_the_examples_and_not_their_folder(tuned, shared):
 def test_tuning_in_pipeline_stages(mine, shared):
     """The loss mask counts on the last stage alone."""
     layouts = ("tp=1,2", "pp=1,2", "iters=3", "numerics.data_shards=2")
-    done = shared("verify", *RECIPE, *layouts, "--dir", "stages")
-    assert done.status == 0, done.stdout + done.stderr
+    shared("verify", *RECIPE, *layouts, "--dir", "stages", status=0)
 
 
 @pytest.mark.release
 def test_tuning_with_experts(mine, shared):
     recipe = ("recipe=mine.py:experts", *RECIPE[1:], "iters=3")
-    done = shared("verify", *recipe, "tp=1,2", "numerics.data_shards=2", "--dir", "experts")
-    assert done.status == 0, done.stdout + done.stderr
-    done = shared("train", *recipe, "dp=2", "ep=2", "numerics.data_shards=2", "run.dir=experts-ep2")
-    assert done.status == 0, done.stderr
+    shared("verify", *recipe, "tp=1,2", "numerics.data_shards=2", "--dir", "experts", status=0)
+    shared("train", *recipe, "dp=2", "ep=2", "numerics.data_shards=2", "run.dir=experts-ep2", status=0)
     assert shared.ledger("experts-ep2") == shared.ledger("experts/tp1")
     stock = ("numerics=stock", "numerics.initial_weights=invariant")
-    done = shared("verify", *recipe, "tp=1,2", *stock, "--dir", "experts-stock")
-    assert done.status == 1, done.stdout + done.stderr
+    shared("verify", *recipe, "tp=1,2", *stock, "--dir", "experts-stock", status=1)
 
 
 @pytest.mark.release
 def test_a_loss_divided_by_the_tokens_of_the_whole_step(tuned, shared):
     """calculate_per_token_loss: one division by the tokens of all ranks, in place of one a sequence."""
     words = ("tp=1,2", "dp=1,2", "iters=2", "model.calculate_per_token_loss=true")
-    done = shared("verify", *RECIPE, *words, "--dir", "tokens")
-    assert done.status == 0, done.stdout + done.stderr
+    shared("verify", *RECIPE, *words, "--dir", "tokens", status=0)
     assert shared.ledger("tokens/tp1-dp1")[0].grad_norm != shared.ledger("tree/tp1")[0].grad_norm
 
 
@@ -207,10 +198,8 @@ def test_a_loss_divided_by_the_tokens_of_the_whole_step(tuned, shared):
 def test_tuning_begins_with_the_weights_of_a_checkpoint(mine, shared):
     assert shared("train", *RECIPE, "seed=7", "iters=1", "save=1", "run.dir=start").status == 0
     start = "checkpoint.pretrained_checkpoint=start/checkpoints"
-    done = shared("verify", *RECIPE, "tp=1,2", "iters=2", start, "--dir", "from")
-    assert done.status == 0, done.stdout + done.stderr
-    new = shared("train", *RECIPE, "iters=2", "run.dir=new")
-    assert new.status == 0, new.stderr
+    shared("verify", *RECIPE, "tp=1,2", "iters=2", start, "--dir", "from", status=0)
+    shared("train", *RECIPE, "iters=2", "run.dir=new", status=0)
     assert shared.ledger("from/tp1")[0].loss != shared.ledger("new")[0].loss
 
 
@@ -220,6 +209,5 @@ def test_tuning_goes_on_through_a_second_epoch(mine, shared):
     assert shared("train", *RECIPE, "iters=70", "save=0", "run.dir=whole").status == 0
     assert shared("train", *RECIPE, "iters=70", "save=25", "train.exit_interval=25", "run.dir=parts").status == 0
     for _ in range(2):
-        done = shared("train", "--resume", "parts")
-        assert done.status == 0, done.stderr
+        shared("train", "--resume", "parts", status=0)
     assert shared("compare", "whole", "parts").status == 0

@@ -106,8 +106,7 @@ def _without_the_rule() -> None:
 def test_two_interleaved_stages_in_a_batch_take_each_others_messages(scenario):
     """The control of the rule that refuses this: without it the loss is another one."""
     one = scenario(SMALL, "iters=1 gbs=4", FOUR)
-    compared = one.compared(one(f"pp=2 {INTERLEAVED} {IN_A_BATCH}").planted(_without_the_rule))
-    assert compared.status == 1
+    compared = one.compared(one(f"pp=2 {INTERLEAVED} {IN_A_BATCH}").planted(_without_the_rule), status=1)
     assert "loss" in compared.stdout.splitlines()[0]
 
 
@@ -129,8 +128,7 @@ REFUSED = {
     "override", [pytest.param(row, marks=[pytest.mark.release] * (n > 1)) for n, row in enumerate(REFUSED)]
 )
 def test_what_is_not_covered_is_refused(tpi, override):
-    refused = tpi("train", "qwen3_toy", "numerics=tree", *override.split(), "run.dir=run")
-    assert refused.status == 2
+    refused = tpi("train", "qwen3_toy", "numerics=tree", *override.split(), "run.dir=run", status=2)
     assert REFUSED[override] in refused.stderr
     assert not (tpi.folder / "run").exists()
 
@@ -177,4 +175,4 @@ SHORT = ("gradient norm", "tree order across ranks")
 def test_each_ingredient_is_needed(scenario, ingredient):
     plant, layout = INGREDIENTS[ingredient]
     one, several = (scenario(SMALL, "iters=2 model.num_layers=1", at).planted(plant) for at in ("tp=1", layout))
-    assert one.compared(several).status == 1
+    one.compared(several, status=1)

@@ -226,11 +226,9 @@ def test_experts_need_their_context_shards_apart(scenario):
 @pytest.mark.release
 def test_verify_takes_the_largest_cp(scenario, tpi):
     """And without it, two runs with a shard for each rank are not comparable, which names the key."""
-    done = tpi("verify", *DENSE.split(), "iters=1", "cp=1,2", "--dir", "cells")
-    assert done.status == 0, done.stdout + done.stderr
+    tpi("verify", *DENSE.split(), "iters=1", "cp=1,2", "--dir", "cells", status=0)
     assert {read(tpi.folder / "cells" / cell).header.numerics["context_shards"] for cell in ("cp1", "cp2")} == {2}
     single = scenario(DENSE, "iters=1 cp=1")
     single.ledger()
-    compared = tpi("compare", single.run, "cells/cp1")
-    assert compared.status == 2
+    compared = tpi("compare", single.run, "cells/cp1", status=2)
     assert "numerics.context_shards is 1 and 2; train both with numerics.context_shards=2" in compared.stdout

@@ -157,17 +157,15 @@ def test_the_tree_of_losses_is_needed(scenario):
     """Bridge's own sums differ in the last bit, at some steps."""
     dense = scenario(DENSE, "iters=8 gbs=8 numerics.data_shards=4")
     one, several = (dense(at).planted(without("get_forward_backward_func")) for at in ("dp=1", "dp=4"))
-    assert one.compared(several).status == 1
+    one.compared(several, status=1)
 
 
 @pytest.mark.release
 def test_verify_takes_the_largest_dp(scenario, tpi):
     """And without it, two runs with a rank for each shard are not comparable, which names the key."""
-    done = tpi("verify", *DENSE.split(), "iters=1", "gbs=4", "dp=1,2", "--dir", "cells")
-    assert done.status == 0, done.stdout + done.stderr
+    tpi("verify", *DENSE.split(), "iters=1", "gbs=4", "dp=1,2", "--dir", "cells", status=0)
     assert {read(tpi.folder / "cells" / cell).header.numerics["data_shards"] for cell in ("dp1", "dp2")} == {2}
     single = scenario(DENSE, "iters=1 gbs=4 dp=1")
     single.ledger()
-    compared = tpi("compare", single.run, "cells/dp1")
-    assert compared.status == 2
+    compared = tpi("compare", single.run, "cells/dp1", status=2)
     assert "numerics.data_shards is 1 and 2; train both with numerics.data_shards=2" in compared.stdout

@@ -61,7 +61,6 @@ REFUSED = {
     "override", [pytest.param(row, marks=[pytest.mark.release] * (n > 1)) for n, row in enumerate(REFUSED)]
 )
 def test_what_is_not_covered_is_refused(tpi, override):
-    refused = tpi("train", *small("qwen3_moe_toy").split(), "numerics=tree", *override.split(), "run.dir=run")
-    assert refused.status == 2
+    refused = tpi("train", *small("qwen3_moe_toy").split(), "numerics=tree", *override.split(), "run.dir=run", status=2)
     assert REFUSED[override] in refused.stderr
     assert not (tpi.folder / "run").exists()

@@ -27,6 +27,5 @@ def test_stock_has_several(scenario):
 
 
 def test_yarn_is_refused_with_context_shards(tpi):
-    refused = tpi("train", *PLAIN.split(), *WINDOWS, "numerics.context_shards=2", "run.dir=refused")
-    assert refused.status == 2
+    refused = tpi("train", *PLAIN.split(), *WINDOWS, "numerics.context_shards=2", "run.dir=refused", status=2)
     assert "YaRN has no version with context shards; cp=1" in refused.stderr

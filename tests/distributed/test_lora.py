@@ -39,8 +39,7 @@ TOY = "qwen3_toy seq=32 gbs=1 iters=1"
 
 def train(tpi, run, *words):
     """For what follows in the run directory; a ledger alone is a scenario's."""
-    done = tpi("train", *" ".join(words).split(), f"run.dir={run}")
-    assert done.status == 0, done.stderr
+    tpi("train", *" ".join(words).split(), f"run.dir={run}", status=0)
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +83,7 @@ def test_adapters_lower_the_loss(adapted):
 
 
 def test_with_stock_numerics_they_have_not(base, shared):
-    done = shared("verify", *ADAPTED.split(), "tp=1,2", *STOCK.split(), "iters=1", "--dir", "stock")
-    assert done.status == 1, done.stdout + done.stderr
+    done = shared("verify", *ADAPTED.split(), "tp=1,2", *STOCK.split(), "iters=1", "--dir", "stock", status=1)
     assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
     one, other = (read(shared.folder / "stock" / at).header.initial for at in ("tp1", "tp2"))
     assert one == other
@@ -166,8 +164,7 @@ def test_a_model_of_ours_has_adapters_too(tpi):
     assert tpi("compare", whole("tp=1").run, "parts").status == 0
     assert tpi.ledger("parts")[-1] == whole("tp=1").ledger()[-1]
     shutil.rmtree(tpi.folder / "hf")
-    gone = tpi("train", "--resume", "parts", "iters=3")
-    assert gone.status == 2
+    gone = tpi("train", "--resume", "parts", "iters=3", status=2)
     assert "no such folder" in gone.stderr
 
 
@@ -188,8 +185,7 @@ def test_a_run_goes_on_with_the_same_bits_in_another_layout(base, tpi):
     assert tpi.ledger("parts")[-1] == tpi.ledger("whole")[-1]
     shutil.rmtree(tpi.folder / "base")
     train(tpi, "base", "recipe=mine.py:whole", DATA, "iters=1 save=1 seed=9")
-    other = tpi("train", "--resume", "of-others", "run.dir=of-others")
-    assert other.status == 2
+    other = tpi("train", "--resume", "of-others", "run.dir=of-others", status=2)
     assert "the state loaded for step 2 is not the one that the ledger has of it: weights/" in other.stderr
 
 
@@ -217,10 +213,8 @@ def test_a_recipe_of_bridge(base, toy, shared):
         "validation.eval_interval=null ddp.grad_reduce_in_fp32=true dataset.enable_offline_packing=false"
     )
     words = (*recipe.split(), *DATA.split(), "tp=1,2", "dp=1,2")
-    done = shared("verify", *words, "--dir", "bridge")
-    assert done.status == 0, done.stdout + done.stderr
-    done = shared("verify", *words[:-1], *STOCK.split(), "--dir", "bridge-stock")
-    assert done.status == 1, done.stdout + done.stderr
+    shared("verify", *words, "--dir", "bridge", status=0)
+    shared("verify", *words[:-1], *STOCK.split(), "--dir", "bridge-stock", status=1)
 
 
 # --- What is refused ---

@@ -83,8 +83,7 @@ def nodes(tpi) -> Nodes:
 @pytest.fixture(scope="module")
 def whole(shared):
     """The run on one machine, without nodes."""
-    done = shared(*ALONE, "run.dir=whole")
-    assert done.status == 0, done.stderr
+    shared(*ALONE, "run.dir=whole", status=0)
     return steps(shared.folder / "whole")
 
 
@@ -305,6 +304,5 @@ def test_without_a_run_directory_each_node_would_choose_its_own(nodes):
 
 
 def test_outside_of_an_allocation_there_are_no_nodes(tpi):
-    refused = tpi(*RUN, "run.dir=run")
-    assert refused.status == 2
+    refused = tpi(*RUN, "run.dir=run", status=2)
     assert "launcher=slurm needs an allocation of SLURM: salloc, or tpi submit, which makes a job" in refused.stderr

@@ -32,8 +32,7 @@ def sleep_for_ever(context: Any) -> None:
 
 
 def test_a_rank_that_sleeps_is_named_with_its_step_and_its_line(tpi):
-    ended = tpi(*RUN, "run.hang_timeout=2", before=at_step(4, sleep_for_ever, ranks=(1,)))
-    assert ended.status == 2
+    ended = tpi(*RUN, "run.hang_timeout=2", before=at_step(4, sleep_for_ever, ranks=(1,)), status=2)
     assert "error: rank 1 hangs: it has not ended step 4 for " in ended.stderr
     assert "rank 1 in step 4, at tests/distributed/test_rank_hangs.py" in ended.stderr
     assert "rank 0 in step 4, waiting for reduce_scatter_tensor called at " in ended.stderr
@@ -60,6 +59,5 @@ def _slowly() -> None:
 def test_a_slow_training_goes_on(tpi):
     """The first two steps, which compile, may take longer too."""
     saving = ("save=3", "validation.eval_interval=3", "validation.eval_iters=1")
-    ended = tpi(*RUN, *saving, "run.hang_timeout=2", before=_slowly)
-    assert ended.status == 0, ended.stderr
+    tpi(*RUN, *saving, "run.hang_timeout=2", before=_slowly, status=0)
     assert len(tpi.ledger("run")) == 4

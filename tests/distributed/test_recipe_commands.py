@@ -22,36 +22,31 @@ def recipe(bridge, shared):
 @pytest.fixture(scope="module")
 def verified(recipe, shared):
     """Two runs of stock numerics, which differ."""
-    done = shared("verify", "recipe=mine.py:small", "tp=1,2", *STOCK, "save=1", "--dir", "stock")
-    assert done.status == 1, done.stderr
+    shared("verify", "recipe=mine.py:small", "tp=1,2", *STOCK, "save=1", "--dir", "stock", status=1)
     return shared.folder / "stock"
 
 
 @pytest.mark.release
 def test_a_run_goes_on_with_more_steps(recipe, verified, shared):
-    done = shared("train", "--resume", "stock/tp1", "iters=3", "scheduler.lr_decay_iters=2")
-    assert done.status == 0, done.stderr
+    shared("train", "--resume", "stock/tp1", "iters=3", "scheduler.lr_decay_iters=2", status=0)
     assert len(shared.ledger("stock/tp1")) == 3
 
 
 @pytest.mark.release
 def test_certify(recipe, verified, shared):
     assert shared("certify", "stock/tp2", "--out", "tp2.tpicert").status == 0
-    checked = shared("certify", "--check", "tp2.tpicert")
-    assert checked.status == 0, checked.stdout + checked.stderr
+    shared("certify", "--check", "tp2.tpicert", status=0)
 
 
 @pytest.mark.release
 def test_bisect(recipe, verified, shared):
-    done = shared("bisect", "stock/tp1", "stock/tp2", "--dir", "bisect")
-    assert done.status == 1, done.stdout + done.stderr
+    done = shared("bisect", "stock/tp1", "stock/tp2", "--dir", "bisect", status=1)
     assert "the operation: the forward pass of decoder.layers.0.self_attention.linear_proj" in done.stdout
 
 
 @pytest.mark.release
 def test_what_failed_is_trained_again(recipe, verified, shared):
-    again = shared("verify", "--last-failed", "--dir", "stock")
-    assert again.status == 1, again.stdout + again.stderr
+    again = shared("verify", "--last-failed", "--dir", "stock", status=1)
     assert "different: tp=2" in again.stdout
 
 
@@ -67,34 +62,29 @@ def test_bench(recipe, shared):
 @pytest.mark.release
 def test_audit(recipe, shared):
     weights = "numerics.initial_weights=invariant"
-    done = shared("audit", "recipe=mine.py:small", weights, "--against", "tp=2", "--dir", "audit")
-    assert done.status == 0, done.stdout + done.stderr
+    shared("audit", "recipe=mine.py:small", weights, "--against", "tp=2", "--dir", "audit", status=0)
 
 
 @pytest.mark.release
 def test_sweep(recipe, shared):
-    done = shared("sweep", "recipe=mine.py:small", "lr=1e-3,2e-3", "--dir", "sweep")
-    assert done.status == 0, done.stdout + done.stderr
+    shared("sweep", "recipe=mine.py:small", "lr=1e-3,2e-3", "--dir", "sweep", status=0)
     assert {json.loads(run.read_text())["model"] for run in shared.folder.glob("sweep/*/run.json")} == {recipe}
 
 
 @pytest.mark.release
 def test_text_stands_for_the_data_of_a_recipe(recipe, shared, text):
-    done = shared("train", "recipe=mine.py:small", "data=text", f"data.path={text}", "run.dir=text")
-    assert done.status == 0, done.stderr
+    shared("train", "recipe=mine.py:small", "data=text", f"data.path={text}", "run.dir=text", status=0)
     assert read(shared.folder / "text").header.identity["data.digest"]
 
 
 def test_the_script_of_a_job_names_the_file_by_its_whole_path(recipe, shared):
     nodes = ("cluster.name=site", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4", "slurm.time=5")
-    done = shared("submit", "recipe=mine.py:small", *nodes, "tp=2", "run.dir=job", "--dry-run")
-    assert done.status == 0, done.stderr
+    done = shared("submit", "recipe=mine.py:small", *nodes, "tp=2", "run.dir=job", "--dry-run", status=0)
     assert f"train {recipe} \\\n" in done.stdout
 
 
 def test_the_container_of_a_job_has_the_folder_of_the_file(recipe, shared):
     nodes = ("cluster.name=site", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4", "slurm.time=5")
     image = ("cluster.container=images.example#site", "cluster.python=python3")
-    done = shared("submit", "recipe=mine.py:small", *nodes, *image, "run.dir=job", "--dry-run")
-    assert done.status == 0, done.stderr
+    done = shared("submit", "recipe=mine.py:small", *nodes, *image, "run.dir=job", "--dry-run", status=0)
     assert f",{shared.folder}:{shared.folder}" in done.stdout

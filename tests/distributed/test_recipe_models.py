@@ -174,8 +174,7 @@ def test_the_page_says_what_tree_says_of_them(tmp_path):
 
 
 def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
-    done = shared("verify", "recipe=mine.py:small", "tp=1,2", "numerics=tree", "--dir", "tree")
-    assert done.status == 0, done.stdout + done.stderr
+    done = shared("verify", "recipe=mine.py:small", "tp=1,2", "numerics=tree", "--dir", "tree", status=0)
     assert "identical: tp=1, 2 computed the same bits over 2 steps" in done.stdout
     run = json.loads((shared.folder / "tree" / "tp1" / "run.json").read_text())
     assert run["model"] == f"recipe={mine}:small"
@@ -183,8 +182,7 @@ def test_a_users_recipe_has_one_result_in_every_layout(mine, shared):
 
 def test_with_stock_numerics_it_has_not(mine, shared):
     stock = ("numerics=stock", "numerics.initial_weights=invariant")
-    done = shared("verify", "recipe=mine.py:small", "tp=1,2", *stock, "--dir", "stock")
-    assert done.status == 1, done.stdout + done.stderr
+    done = shared("verify", "recipe=mine.py:small", "tp=1,2", *stock, "--dir", "stock", status=1)
     assert "different: tp=2 computed other bits than tp=1 at step 1" in done.stdout
 
 
@@ -220,8 +218,7 @@ def test_a_command_ends_with_one_message(mine, shared):
 
 
 def test_what_the_run_changes_of_a_recipe(mine, shared):
-    done = shared("show", "recipe=mine.py:small", "tp=2", "--diff")
-    assert done.status == 1
+    done = shared("show", "recipe=mine.py:small", "tp=2", "--diff", status=1)
     assert "  model.tensor_model_parallel_size: 1 -> 2\n" in done.stdout
     assert "  ddp.average_in_collective: true -> false\n" in done.stdout
     assert "optimizer.lr" not in done.stdout
@@ -247,5 +244,4 @@ def test_without_the_configuration_it_says_what_to_fetch(bridge, tmp_path, monke
 @pytest.mark.release
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_recipe_of_each_family_has_one_result(hugging_face, shared, family):
-    done = shared("verify", *of_family(family, hugging_face), "tp=1,2", "--dir", family)
-    assert done.status == 0, done.stdout + done.stderr
+    shared("verify", *of_family(family, hugging_face), "tp=1,2", "--dir", family, status=0)

@@ -55,15 +55,13 @@ KINDS = ("clipped", "gradients", "masters", "moments")  # of digests that a run 
 @pytest.fixture(scope="module")
 def run(shared):
     """A run with ledger digests and without Weights & Biases."""
-    done = shared(*RUN, "run.dir=run")
-    assert done.status == 0, done.stderr
+    shared(*RUN, "run.dir=run", status=0)
     return shared.folder / "run"
 
 
 def test_a_certificate_is_reported_like_the_run(run, shared):
     assert shared("certify", "run", "--out", "run.cert").status == 0
-    done = shared("report", "run.cert", "run", "--no-png")
-    assert done.status == 0, done.stderr
+    done = shared("report", "run.cert", "run", "--no-png", status=0)
     assert "B run: identical: 2 steps, " in done.stdout
     html = (shared.folder / "report.html").read_text()
     assert "A run.cert" in html
@@ -73,8 +71,7 @@ def test_a_certificate_is_reported_like_the_run(run, shared):
 
 def test_figures_reach_an_offline_run(tpi):
     """Offline, since there is no key: the environment of tests holds none."""
-    done = tpi(*RUN, "tp=2", "logging=wandb", "run.dir=run")
-    assert done.status == 0, done.stderr
+    done = tpi(*RUN, "tp=2", "logging=wandb", "run.dir=run", status=0)
     (kept,) = (tpi.folder / "run/wandb").glob("offline-run-*")
     assert f"wandb sync run/wandb/{kept.name}\n" in done.stderr
     assert "warning" not in (tpi.folder / "run/logs/rank-1.log").read_text()
@@ -127,8 +124,7 @@ def test_what_goes_wrong_is_a_warning_in_the_log_of_the_rank(tpi):
 
         wandb.Image = fail
 
-    done = tpi(*RUN, "logging=wandb", "run.dir=run", before=plant)
-    assert done.status == 0, done.stderr
+    tpi(*RUN, "logging=wandb", "run.dir=run", before=plant, status=0)
     assert len(tpi.ledger("run")) == 2
     log = (tpi.folder / "run/logs/rank-0.log").read_text()
     assert "OSError: no such service" in log

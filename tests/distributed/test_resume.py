@@ -21,8 +21,7 @@ RUN = ("train", *TOY, "iters=12", "save=4")
 @pytest.fixture(scope="module")
 def whole(shared):
     """The uninterrupted run."""
-    done = shared(*RUN, "run.dir=whole")
-    assert done.status == 0, done.stderr
+    shared(*RUN, "run.dir=whole", status=0)
     return shared
 
 
@@ -95,8 +94,7 @@ def test_killed_while_saving(whole, tpi, where):
         time.sleep(0.1)
     assert left == []
     assert len(tpi.ledger("run")) < 12
-    resumed = tpi("train", "--resume", "run")
-    assert resumed.status == 0, resumed.stderr
+    tpi("train", "--resume", "run", status=0)
     assert json.loads((tpi.folder / "run" / "run.json").read_text())["attempts"][1]["from_step"] == start
     assert steps(tpi.folder / "run") == steps(whole.folder / "whole")
 
@@ -106,12 +104,10 @@ def test_killed_between_saves(whole, tpi):
     process.until(reached(tpi.folder, 8))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    resumed = tpi("train", "--resume", "run")
-    assert resumed.status == 0, resumed.stderr
+    tpi("train", "--resume", "run", status=0)
     assert steps(tpi.folder / "run") == steps(whole.folder / "whole")
     assert (tpi.folder / "run" / "ledger.replaced-1.jsonl").exists()
-    compared = tpi("compare", "run", whole.folder / "whole")
-    assert compared.status == 0, compared.stdout
+    tpi("compare", "run", whole.folder / "whole", status=0)
 
 
 def _processes_with(mark: str) -> list[str]:
@@ -136,24 +132,19 @@ def test_a_signal_saves_and_the_run_goes_on(whole, tpi, number, status):
     assert "tpi train --resume run" in process.stderr
     saved = checkpoints.finished(tpi.folder / "run" / "checkpoints")
     assert [c.step for c in saved] == [len(tpi.ledger("run"))] == [5]
-    resumed = tpi("train", "--resume", "run")
-    assert resumed.status == 0, resumed.stderr
+    tpi("train", "--resume", "run", status=0)
     assert agree(steps(tpi.folder / "run"), steps(whole.folder / "whole"))
-    compared = tpi("compare", "run", whole.folder / "whole")
-    assert compared.status == 0, compared.stdout
+    tpi("compare", "run", whole.folder / "whole", status=0)
 
 
 def test_a_resumed_run_may_be_longer_but_not_another(whole, tpi):
     shutil.copytree(whole.folder / "whole", tpi.folder / "run")
-    longer = tpi("train", "--resume", "run", "iters=14")
-    assert longer.status == 2
+    longer = tpi("train", "--resume", "run", "iters=14", status=2)
     assert "scheduler.lr_decay_iters was 12 and is 14 now; set scheduler.lr_decay_iters=12" in longer.stderr
-    other = tpi("train", "--resume", "run", "lr=1e-3", "seed=3")
-    assert other.status == 2
+    other = tpi("train", "--resume", "run", "lr=1e-3", "seed=3", status=2)
     assert "optimizer.lr was 0.003" in other.stderr
     assert "rng.seed was 1234" in other.stderr
-    kept = tpi("train", "--resume", "run", "iters=14", "scheduler.lr_decay_iters=12")
-    assert kept.status == 0, kept.stderr
+    tpi("train", "--resume", "run", "iters=14", "scheduler.lr_decay_iters=12", status=0)
     assert steps(tpi.folder / "run")[:12] == steps(whole.folder / "whole")[:12]
     assert len(tpi.ledger("run")) == 14
 
@@ -182,8 +173,7 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_refused_by_name(copied, words):
     newest = checkpoints.finished(copied.folder / "run" / "checkpoints")[-1].path
     DAMAGE[words](newest / "__1_0.distcp")
-    refused = copied("train", "--resume", "run")
-    assert refused.status == 2
+    refused = copied("train", "--resume", "run", status=2)
     assert f"{newest.name} is damaged" in refused.stderr
     assert re.search(rf"__1_0\.distcp .*{words}", refused.stderr)
 
@@ -191,19 +181,16 @@ def test_a_damaged_checkpoint_is_refused_by_name(copied, words):
 def test_an_earlier_checkpoint_than_a_damaged_one_can_be_gone_on_with(copied):
     _flip(checkpoints.finished(copied.folder / "run" / "checkpoints")[-1].path / "__1_0.distcp")
     assert copied("train", "--resume", "run").status == 2
-    earlier = copied("train", "--resume", "run", "checkpoint.ckpt_step=8")
-    assert earlier.status == 0, earlier.stderr
+    copied("train", "--resume", "run", "checkpoint.ckpt_step=8", status=0)
 
 
 @pytest.mark.release
 def test_a_foreign_checkpoint_is_refused(copied, tmp_path):
-    other = copied(*RUN, "save=12", "seed=9", "run.dir=other")
-    assert other.status == 0, other.stderr
+    copied(*RUN, "save=12", "seed=9", "run.dir=other", status=0)
     newest = copied.folder / "run" / "checkpoints" / "iter_0000012"
     shutil.rmtree(newest)
     shutil.copytree(copied.folder / "other" / "checkpoints" / "iter_0000012", newest)
-    refused = copied("train", "--resume", "run")
-    assert refused.status == 2
+    refused = copied("train", "--resume", "run", status=2)
     assert "iter_0000012 belongs to another run" in refused.stderr
 
 
@@ -236,8 +223,7 @@ def _flip_as_loaded(kind: str):
 )
 def test_a_state_that_is_not_the_ledgers_is_refused(copied, kind):
     before = (copied.folder / "run" / "ledger.jsonl").read_bytes()
-    refused = copied("train", "--resume", "run", "checkpoint.ckpt_step=8", before=_flip_as_loaded(kind))
-    assert refused.status == 2
+    refused = copied("train", "--resume", "run", "checkpoint.ckpt_step=8", before=_flip_as_loaded(kind), status=2)
     assert "the state loaded for step 8 is not the one that the ledger has of it" in refused.stderr
     assert re.search(rf"{kind}/\S+.* differ", refused.stderr)
     assert "checkpoint.ckpt_step=STEP" in refused.stderr
@@ -246,8 +232,7 @@ def test_a_state_that_is_not_the_ledgers_is_refused(copied, kind):
 
 def test_another_layout_can_go_on(copied):
     """The checkpoint is resharded; the steps before stay as they were, and the ledger says that the layout changed."""
-    resumed = copied("train", "--resume", "run", "tp=1", "checkpoint.ckpt_step=8")
-    assert resumed.status == 0, resumed.stderr
+    copied("train", "--resume", "run", "tp=1", "checkpoint.ckpt_step=8", status=0)
     header = json.loads((copied.folder / "run" / "ledger.jsonl").read_text().splitlines()[0])
     assert header["notes"]["resumed"][0]["after_step"] == 8
     assert header["notes"]["resumed"][0]["changed"]["layout.tp"] == 1

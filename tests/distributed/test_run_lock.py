@@ -17,8 +17,7 @@ CONCURRENT = 10  # commands that resume one run at once
 @pytest.fixture(scope="module")
 def whole(shared):
     """The undisturbed run."""
-    done = shared(*RUN, "run.dir=whole")
-    assert done.status == 0, done.stderr
+    shared(*RUN, "run.dir=whole", status=0)
     return steps(shared.folder / "whole")
 
 
@@ -60,8 +59,7 @@ def test_a_second_launcher_is_refused_before_it_writes_anything(whole, tpi):
     run = tpi.folder / "run"
     before = contents(run)
     for command in (("train", "--resume", "run"), (*RUN, "--continue", "run.dir=run")):
-        second = tpi(*command)
-        assert second.status == 2
+        second = tpi(*command, status=2)
         assert f"run is being trained by pid {first.pid} on {os.uname().nodename} since " in second.stderr
     assert contents(run) == before
     assert tpi("compare", "run", "run").status == 0  # readers need no lock
@@ -76,8 +74,7 @@ def test_a_command_that_looked_before_another_trained_there_is_refused(tpi):
     """Both found no run; the slower one must not begin it again."""
     slow = tpi.start(*RUN, "run.dir=run", before=_slow_to_check)
     slow.until((tpi.folder / "planned").exists)
-    first = tpi(*RUN, "iters=2", "run.dir=run")
-    assert first.status == 0, first.stderr
+    tpi(*RUN, "iters=2", "run.dir=run", status=0)
     before = contents(tpi.folder / "run")
     (tpi.folder / "go").touch()
     assert slow.wait() == 2
@@ -145,8 +142,7 @@ SHORT = "a rank leaves"  # stands for all in `make test`
 )
 def test_a_run_that_ends_early_is_not_completed(tpi, cause):
     fault, key, step = EARLY[cause]
-    ended = tpi(*RUN, key, "run.dir=run", before=at_step(4, fault))
-    assert ended.status == 2
+    ended = tpi(*RUN, key, "run.dir=run", before=at_step(4, fault), status=2)
     assert f"the ranks ended at step {step} of 6, and nothing had failed" in ended.stderr
     assert _outcome(tpi) == "failed"
 
@@ -159,8 +155,7 @@ def test_a_signal_that_only_a_rank_gets_does_not_complete_the_run(whole, tpi):
     assert "completed" not in process.stderr
     assert _outcome(tpi) == "failed"
     for _ in range(2):  # the second finds nothing left to train
-        resumed = tpi("train", "--resume", "run", "save=2")
-        assert resumed.status == 0, resumed.stderr
+        resumed = tpi("train", "--resume", "run", "save=2", status=0)
         assert "completed at step 6 of 6" in resumed.stderr
         assert agree(steps(tpi.folder / "run"), whole)
 
@@ -173,8 +168,7 @@ def _term_oneself(context) -> None:
 @pytest.mark.release
 def test_a_run_with_an_exit_interval_is_completed_there_with_its_last_step(whole, tpi):
     """Bridge leaves without a word to callbacks."""
-    done = tpi(*RUN, "save=0", "train.exit_interval=3", "run.dir=run")
-    assert done.status == 0, done.stderr
+    done = tpi(*RUN, "save=0", "train.exit_interval=3", "run.dir=run", status=0)
     assert "completed at step 3 of 3" in done.stderr
     assert agree(steps(tpi.folder / "run"), whole[:3])
 

@@ -4,8 +4,7 @@ import json
 
 
 def test_every_run_is_trained_and_they_are_listed(tpi):
-    done = tpi("sweep", "qwen3_toy", "seq=64", "iters=2", "seed=1,2", "numerics=tree", "--dir", "s")
-    assert done.status == 0, done.stdout + done.stderr
+    done = tpi("sweep", "qwen3_toy", "seq=64", "iters=2", "seed=1,2", "numerics=tree", "--dir", "s", status=0)
     assert "1 of 2: seed=1 on 1 cpu rank, 2 steps" in done.stderr
     assert "completed: 2 of 2 runs reached their last step; lowest last loss: seed=" in done.stdout
     first, second = (tpi.ledger(f"s/seed{seed}")[-1].loss for seed in (1, 2))

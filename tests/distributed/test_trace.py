@@ -43,8 +43,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def train(tpi, run, *overrides):
-    done = tpi("train", *SMALL, *overrides, f"run.dir={run}")
-    assert done.status == 0, done.stderr
+    tpi("train", *SMALL, *overrides, f"run.dir={run}", status=0)
     return tpi.ledger(run)
 
 
@@ -208,8 +207,7 @@ SMALL_MOE = (
 def test_tokens_within_experts_have_no_place(tpi):
     traces = {}
     for name, layout in (("one", "dp=2"), ("two", "dp=2 ep=2"), ("tp2", "tp=2")):
-        done = tpi("train", *SMALL_MOE.split(), *layout.split(), f"run.dir={name}")
-        assert done.status == 0, done.stderr
+        tpi("train", *SMALL_MOE.split(), *layout.split(), f"run.dir={name}", status=0)
         assert not tpi.ledger(name)[0].diverged
         traces[name] = by_name(tpi.ledger(name)[0].trace)
     for trace in traces.values():
@@ -241,8 +239,7 @@ def _wrong_on_one_rank():
 
 def test_replicas_that_disagree_are_named(tpi):
     arguments = (*SMALL, "numerics=tree", "tp=2", "sp=false", "run.dir=run")
-    done = tpi("train", *arguments, before=_wrong_on_one_rank)
-    assert done.status == 0, done.stderr
+    tpi("train", *arguments, before=_wrong_on_one_rank, status=0)
     first, second, _ = tpi.ledger("run")
     assert first.diverged == ()
     assert second.diverged[0] == ("forward", "decoder.layers.1.pre_mlp_layernorm/output", ((0,), (1,)))
@@ -283,5 +280,4 @@ def test_hooks_are_gone_after_the_traced_steps(tpi):
 
         trace.Tracing.on_train_step_end = end
 
-    done = tpi("train", *SMALL, "run.dir=run", before=look)
-    assert done.status == 0, done.stderr
+    tpi("train", *SMALL, "run.dir=run", before=look, status=0)

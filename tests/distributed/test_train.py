@@ -28,8 +28,7 @@ SMALL_MOE = (
 def runs(shared, text):
     """One training at each of two tensor-parallel degrees, and the second again."""
     for name, tp in (("tp1", 1), ("tp2", 2), ("tp2-again", 2)):
-        done = shared("train", "qwen3_toy", f"tp={tp}", "iters=30", *TEXT, f"data.path={text}", f"run.dir={name}")
-        assert done.status == 0, done.stderr
+        shared("train", "qwen3_toy", f"tp={tp}", "iters=30", *TEXT, f"data.path={text}", f"run.dir={name}", status=0)
     return shared
 
 
@@ -41,15 +40,13 @@ def test_the_loss_falls_from_about_ln_vocabulary(runs):
 
 
 def test_a_repeated_run_has_the_same_bits(runs):
-    compared = runs("compare", "tp2", "tp2-again")
-    assert compared.status == 0, compared.stdout
+    runs("compare", "tp2", "tp2-again", status=0)
     lines = [(runs.folder / name / "ledger.jsonl").read_bytes().split(b"\n")[1:] for name in ("tp2", "tp2-again")]
     assert lines[0] == lines[1]
 
 
 def test_stock_numerics_differ_between_tensor_parallel_degrees(runs):
-    compared = runs("compare", "tp1", "tp2", "--json")
-    assert compared.status == 1
+    runs("compare", "tp1", "tp2", "--json", status=1)
     assert runs.ledger("tp1")[0].loss != runs.ledger("tp2")[0].loss
 
 
@@ -59,16 +56,14 @@ def test_another_seed_or_model_or_text_is_not_comparable(runs, text, tmp_path):
     for name, change in (("seed", "seed=7"), ("lr", "lr=1e-3"), ("text", f"data.path={other}")):
         arguments = ("tp=1", "iters=1", "scheduler.lr_decay_iters=30", f"data.path={text}", change)
         assert runs("train", "qwen3_toy", *TEXT, *arguments, f"run.dir={name}").status == 0
-        compared = runs("compare", "tp1", name)
-        assert compared.status == 2
+        compared = runs("compare", "tp1", name, status=2)
         assert "not comparable" in compared.stdout
 
 
 def test_a_shorter_run_of_the_same_schedule_is_a_prefix(runs, text):
     arguments = ("tp=1", "iters=3", "scheduler.lr_decay_iters=30", f"data.path={text}")
     assert runs("train", "qwen3_toy", *TEXT, *arguments, "run.dir=short").status == 0
-    compared = runs("compare", "tp1", "short")
-    assert compared.status == 0
+    compared = runs("compare", "tp1", "short", status=0)
     assert "3 of 30 steps" in compared.stdout
 
 
@@ -94,8 +89,7 @@ def test_a_run_directory_says_what_was_run(runs):
 
 def test_a_run_is_never_overwritten(runs, text):
     before = (runs.folder / "tp1" / "ledger.jsonl").read_bytes()
-    again = runs("train", "qwen3_toy", "run.dir=tp1")
-    assert again.status == 2
+    again = runs("train", "qwen3_toy", "run.dir=tp1", status=2)
     assert "tp1 is not empty" in again.stderr
     assert (runs.folder / "tp1" / "ledger.jsonl").read_bytes() == before
 
@@ -120,8 +114,7 @@ def test_mixture_of_experts_trains(tpi, layout):
 
 
 def test_tensorboard_gets_bridges_curves(tpi):
-    done = tpi("train", "qwen3_toy", "iters=2", "seq=64", "gbs=2", "logging=tensorboard", "run.dir=run")
-    assert done.status == 0
+    done = tpi("train", "qwen3_toy", "iters=2", "seq=64", "gbs=2", "logging=tensorboard", "run.dir=run", status=0)
     assert any((tpi.folder / "run" / "tensorboard").glob("events.out.tfevents.*"))
     lines = done.stderr.splitlines()
     assert lines[0] == "importing Megatron-Bridge and checking the configuration …"
@@ -154,8 +147,7 @@ def test_a_dry_run_checks_everything_and_writes_nothing(tpi, text):
 
 def test_a_dry_run_of_a_run_to_go_on_with(runs):
     before = files(runs.folder)
-    seen = runs("train", "--resume", "tp2", "tp=4", "--dry-run")
-    assert seen.status == 0, seen.stderr
+    seen = runs("train", "--resume", "tp2", "tp=4", "--dry-run", status=0)
     assert "on 4 cpu ranks, 30 steps" in seen.stdout
     assert "a node, 4 ranks" in seen.stdout
     assert files(runs.folder) == before

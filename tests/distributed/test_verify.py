@@ -16,10 +16,8 @@ SMALL = ("qwen3_toy", "model.num_layers=1", "seq=64", "gbs=2", "iters=3")
 @pytest.fixture(scope="module")
 def tree(shared):
     """A matrix of two layouts that agree, and a certificate of the first."""
-    done = shared("verify", *SMALL, "tp=1,2", "numerics=tree", "--dir", "tree")
-    assert done.status == 0, done.stdout + done.stderr
-    made = shared("certify", "tree/tp1", "--out", "tree.tpicert")
-    assert made.status == 0, made.stderr
+    done = shared("verify", *SMALL, "tp=1,2", "numerics=tree", "--dir", "tree", status=0)
+    shared("certify", "tree/tp1", "--out", "tree.tpicert", status=0)
     return done
 
 
@@ -54,15 +52,13 @@ def test_the_runs_can_be_judged_again_without_training(tree, shared):
 
 
 def test_a_verification_is_never_overwritten(tree, shared):
-    again = shared("verify", *SMALL, "tp=1,2", "--dir", "tree")
-    assert again.status == 2
+    again = shared("verify", *SMALL, "tp=1,2", "--dir", "tree", status=2)
     assert "--dir tree is there and is not an empty directory" in again.stderr
 
 
 def test_stock_numerics_differ_and_say_what_to_do(tree, shared):
     stock = ("numerics=stock", "numerics.initial_weights=invariant")
-    done = shared("verify", *SMALL, "tp=1,2", *stock, "--dir", "stock")
-    assert done.status == 1, done.stderr
+    done = shared("verify", *SMALL, "tp=1,2", *stock, "--dir", "stock", status=1)
     assert rows(done.stdout)[1][4:] == ["different", "at", "step", "1:", "loss"]
     assert "different: tp=2 computed other bits than tp=1 at step 1: loss " in done.stdout
     assert "numerics=tree is (docs/numerics.md)" in done.stdout
@@ -79,8 +75,7 @@ def test_stock_numerics_differ_and_say_what_to_do(tree, shared):
 
 def test_other_initial_weights_are_named_with_the_key_that_makes_them_equal(shared):
     """Megatron draws others for every tp."""
-    done = shared("verify", *SMALL, "iters=1", "tp=1,2", "numerics=stock", "--dir", "drawn")
-    assert done.status == 1, done.stderr
+    done = shared("verify", *SMALL, "iters=1", "tp=1,2", "numerics=stock", "--dir", "drawn", status=1)
     assert "different: tp=2 computed other bits than tp=1: initial weight of embedding.word_embeddings" in done.stdout
     assert "numerics.initial_weights=invariant starts all of them from the same weights" in done.stdout
     assert "go on with: tpi compare drawn/tp1 drawn/tp2" in done.stdout
@@ -118,8 +113,7 @@ def _kill_a_rank_of_tp_2() -> None:
 
 @pytest.mark.release
 def test_a_cell_that_fails_is_named_and_the_others_still_run(tpi):
-    done = tpi("verify", *SMALL, "tp=1,2,4", "numerics=tree", "--dir", "m", before=_kill_a_rank_of_tp_2)
-    assert done.status == 2
+    done = tpi("verify", *SMALL, "tp=1,2,4", "numerics=tree", "--dir", "m", before=_kill_a_rank_of_tp_2, status=2)
     assert "Traceback" not in done.stderr
     first, second, third = rows(done.stdout)
     assert first[-1] == "reference"
@@ -155,8 +149,7 @@ def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi)
     assert "incomplete: tp=2 was stopped" in said
     assert "tpi train --resume m/tp2" in said
     assert "go on with: tpi verify --last-failed --dir m" in said
-    completed = tpi("verify", "--last-failed", "--dir", "m")
-    assert completed.status == 0, completed.stdout + completed.stderr
+    completed = tpi("verify", "--last-failed", "--dir", "m", status=0)
     assert "1 of 1: tp=2 on 2 cpu ranks, 6 steps" in completed.stderr
     assert "identical: tp=1, 2 computed the same bits over 6 steps" in completed.stdout
     attempts = json.loads((tpi.folder / "m" / "tp2" / "run.json").read_text())["attempts"]
@@ -165,13 +158,11 @@ def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi)
 
 def test_after_the_first_failure_only_what_did_not_pass_is_trained_again(tpi):
     """The control: with the fault in place the verdict is 2."""
-    stopped = tpi("verify", *SMALL, "tp=1,2,4", "--dir", "m", "--exitfirst", before=_kill_a_rank_of_tp_2)
-    assert stopped.status == 2, stopped.stderr
+    stopped = tpi("verify", *SMALL, "tp=1,2,4", "--dir", "m", "--exitfirst", before=_kill_a_rank_of_tp_2, status=2)
     assert "incomplete: tp=2 failed; tp=4 did not run" in stopped.stdout
     assert not (tpi.folder / "m" / "tp4").exists()
     passed = (tpi.folder / "m" / "tp1" / "ledger.jsonl").stat().st_mtime_ns
-    again = tpi("verify", "--lf", "--dir", "m")
-    assert again.status == 0, again.stdout + again.stderr
+    again = tpi("verify", "--lf", "--dir", "m", status=0)
     assert [row[-1] for row in rows(again.stdout)] == ["reference", "identical", "identical"]
     assert "2 of 2: tp=4" in again.stderr
     assert (tpi.folder / "m" / "tp1" / "ledger.jsonl").stat().st_mtime_ns == passed
@@ -189,8 +180,7 @@ def test_after_sigterm_no_further_cell_starts_and_another_launcher_can_run_them(
     assert tpi("train", "--resume", "m/tp1").status == 0
     assert tpi("verify", "--recheck", "m").status == 2
     cell = json.loads((tpi.folder / "m" / "matrix.json").read_text())["cells"][1]
-    done = tpi("train", "qwen3_toy", *cell["overrides"], f"run.dir=m/{cell['name']}")
-    assert done.status == 0, done.stderr
+    tpi("train", "qwen3_toy", *cell["overrides"], f"run.dir=m/{cell['name']}", status=0)
     assert tpi("verify", "--recheck", "m").status == 0
 
 
@@ -218,8 +208,7 @@ def test_a_certificate_holds_of_the_environment_what_numerics_depend_on_and_no_s
     )
     assert leaking.status == 2
     forwarded = "cluster.forward=[MY_PASSWORD]"
-    done = tpi("train", *SMALL, "tp=1", "run.dir=run", forwarded, before=_with_a_secret)
-    assert done.status == 0, done.stderr
+    tpi("train", *SMALL, "tp=1", "run.dir=run", forwarded, before=_with_a_secret, status=0)
     assert not [file for file in tpi.folder.rglob("*") if file.is_file() and b"hunter" in file.read_bytes()]
     assert tpi("certify", "run").status == 0
     with zipfile.ZipFile(tpi.folder / "run.tpicert") as archive:

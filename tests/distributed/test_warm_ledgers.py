@@ -48,8 +48,7 @@ def _leave_it_unseen() -> None:
 
 @pytest.fixture(scope="module")
 def cold(shared):
-    done = shared("train", *WORDS, "seed=2", "run.dir=cold")
-    assert done.status == 0, done.stderr
+    shared("train", *WORDS, "seed=2", "run.dir=cold", status=0)
     return (shared.folder / "cold" / "ledger.jsonl").read_bytes()
 
 
@@ -63,8 +62,7 @@ CASES = (
 
 @pytest.mark.parametrize("before, warm, same", CASES)
 def test_the_second_run_of_two(cold, tpi, before, warm, same):
-    done = tpi("sweep", *WORDS, "seed=1,2", "--dir", "s", before=before)
-    assert done.status == 0, done.stdout + done.stderr
+    tpi("sweep", *WORDS, "seed=1,2", "--dir", "s", before=before, status=0)
     first, second = (tpi.folder / "s" / f"seed{seed}" for seed in (1, 2))
     assert ((first / "process").read_text() == (second / "process").read_text()) == warm
     assert ((second / "ledger.jsonl").read_bytes() == cold) == same

@@ -48,8 +48,7 @@ def made(shared, name, model="qwen3_toy", *overrides, **how):
 
 
 def train(shared, run, folder, *overrides, model="qwen3_toy"):
-    done = shared("train", model, *SHORT, f"weights={folder}", f"run.dir={run}", *overrides)
-    assert done.status == 0, done.stderr
+    shared("train", model, *SHORT, f"weights={folder}", f"run.dir={run}", *overrides, status=0)
     return shared.folder / run
 
 
@@ -74,8 +73,7 @@ def runs(shared):
 
 def test_every_layout_starts_from_the_same_bits(shared, runs):
     assert shared.ledger("tp1") == shared.ledger("tp2-pp2")
-    compared = shared("compare", "tp1", "tp2-pp2")
-    assert compared.status == 0, compared.stdout
+    shared("compare", "tp1", "tp2-pp2", status=0)
 
 
 def test_other_weights_compute_other_bits(shared, runs):
@@ -86,8 +84,7 @@ def test_other_weights_compute_other_bits(shared, runs):
 
 
 def test_runs_of_other_weights_are_not_comparable(shared, runs):
-    compared = shared("compare", "tp1", "of-other")
-    assert compared.status == 2
+    compared = shared("compare", "tp1", "of-other", status=2)
     assert "weights.digest" in compared.stdout + compared.stderr
 
 
@@ -98,8 +95,7 @@ def test_stock_layouts_differ_from_equal_weights(shared, runs):
 
 
 def test_import_and_export_are_a_round_trip(shared, runs):
-    done = shared("export", "tp1", "out")
-    assert done.status == 0, done.stderr
+    done = shared("export", "tp1", "out", status=0)
     assert bits(runs / "out") == bits(runs / "hf")
     assert f"weights digest {weights.read(runs / 'hf').digest()}" in done.stdout
 
@@ -107,22 +103,19 @@ def test_import_and_export_are_a_round_trip(shared, runs):
 def test_what_is_exported_is_imported_again(shared, runs):
     """Of a run that has changed its weights; the control is the folder that it started from."""
     train(shared, "trained", "hf", "iters=2", "save=2", "tp=2")
-    done = shared("export", "trained", "trained-out", "--step", "2", "--json")
-    assert done.status == 0, done.stderr
+    done = shared("export", "trained", "trained-out", "--step", "2", "--json", status=0)
     said = json.loads(done.stdout)
     assert (said["step"], said["architecture"], said["dtype"]) == (2, "Qwen3ForCausalLM", "bfloat16")
     assert bits(runs / "trained-out") != bits(runs / "hf")
     run = train(shared, "again", "trained-out", "iters=1", "save=1", *FROZEN)
     assert json.loads((run / "run.json").read_text())["identity"]["weights.digest"] == said["digest"]
-    done = shared("export", "again", "again-out")
-    assert done.status == 0, done.stderr
+    shared("export", "again", "again-out", status=0)
     assert bits(runs / "again-out") == bits(runs / "trained-out")
 
 
 def test_an_export_overwrites_nothing(shared, runs):
     before = bits(runs / "hf")
-    done = shared("export", "tp1", "hf")
-    assert done.status == 2
+    done = shared("export", "tp1", "hf", status=2)
     assert "hf is there and is no empty folder: nothing is overwritten, choose another" in done.stderr
     assert bits(runs / "hf") == before
 
@@ -138,8 +131,7 @@ def test_an_export_that_fails_leaves_nothing(shared, runs):
 
         export._part = fail
 
-    done = shared("export", "tp1", "never", before=full)
-    assert done.status == 2, done.stderr
+    shared("export", "tp1", "never", before=full, status=2)
     assert {path.name for path in runs.iterdir() if path.name[0] != "." or path.name.endswith(".new")} == {
         name for name in before if name[0] != "."
     }
@@ -149,21 +141,18 @@ def test_an_export_that_fails_leaves_nothing(shared, runs):
 
 def test_a_resume_takes_the_checkpoint_and_not_the_folder(shared, runs):
     assert not (runs / "copy").exists()
-    done = shared("train", "--resume", "tp2-pp2", "iters=3")
-    assert done.status == 0, done.stderr
+    shared("train", "--resume", "tp2-pp2", "iters=3", status=0)
     assert [step.step for step in shared.ledger("tp2-pp2")] == [1, 2, 3]
 
 
 def test_a_resume_with_other_weights_is_refused(shared, runs):
-    done = shared("train", "--resume", "tp1", "iters=3", "weights=other")
-    assert done.status == 2
+    done = shared("train", "--resume", "tp1", "iters=3", "weights=other", status=2)
     assert "weights.digest was " in done.stderr
     assert "weights must name a folder with the same tensors" in done.stderr
 
 
 def test_a_folder_that_does_not_fit_is_one_message(shared, runs):
-    done = shared("train", "qwen3_toy", "weights=hf", "model.num_layers=4", "run.dir=refused")
-    assert done.status == 2
+    done = shared("train", "qwen3_toy", "weights=hf", "model.num_layers=4", "run.dir=refused", status=2)
     assert "its num_hidden_layers is 2; model.num_layers=2, not 4" in done.stderr
     assert not (runs / "refused").exists()
 
@@ -219,8 +208,7 @@ def test_master_weights_have_the_bits_of_fp32(shared, layout):
     folder = made(shared, f"hf32-{name}", dtype="F32")
     train(shared, f"fp32-{name}", folder, "iters=1", "save=1", *layout.split(), *FROZEN)
     for out, option in (("masters", ("--masters",)), ("rounded", ())):
-        done = shared("export", f"fp32-{name}", f"{out}-{name}", *option)
-        assert done.status == 0, done.stderr
+        shared("export", f"fp32-{name}", f"{out}-{name}", *option, status=0)
     assert bits(shared.folder / f"masters-{name}") == bits(folder)
     assert {dtype for dtype, *_ in bits(shared.folder / f"rounded-{name}").values()} == {"BF16"}
 
@@ -230,8 +218,7 @@ def test_a_recipe_of_bridge_starts_from_a_folder(tpi):
     made(tpi, "hf", "qwen3_toy")
     recipe = ("recipe=qwen3_600m_pretrain_config", "recipe.hf_folder=hf", "weights=hf", "seq=64", "gbs=2", "iters=2")
     more = "scheduler.lr_warmup_iters=0 dataset.num_workers=0 validation.eval_iters=0 validation.eval_interval=null"
-    done = tpi("verify", *recipe, *more.split(), "ddp.grad_reduce_in_fp32=true", "tp=1,2", "--dir", "recipe")
-    assert done.status == 0, done.stdout + done.stderr
+    tpi("verify", *recipe, *more.split(), "ddp.grad_reduce_in_fp32=true", "tp=1,2", "--dir", "recipe", status=0)
     assert json.loads((tpi.folder / "recipe/tp1/run.json").read_text())["identity"]["weights.digest"]
 
 
@@ -259,7 +246,6 @@ def test_every_model_in_every_layout(tpi, row):
         same = ("iters=1", "save=1", "gbs=4", "numerics.data_shards=2", *FROZEN, *fixed.split(), *layout.split())
         train(tpi, f"run-{number}", "hf", *same, model=model)
         ledgers.append(tpi.ledger(f"run-{number}"))
-        done = tpi("export", f"run-{number}", f"out-{number}")
-        assert done.status == 0, done.stderr
+        tpi("export", f"run-{number}", f"out-{number}", status=0)
         assert bits(tpi.folder / f"out-{number}") == bits(tpi.folder / "hf"), layout
     assert all(one == ledgers[0] for one in ledgers), ROWS[row]

@@ -39,8 +39,7 @@ def submit(tpi, cluster, site) -> Callable[..., str]:
     """`tpi submit`; the job's id."""
 
     def submitted(*arguments: object) -> str:
-        done = tpi("submit", *arguments, site)
-        assert done.status == 0, done.stderr
+        done = tpi("submit", *arguments, site, status=0)
         return done.stdout.strip()
 
     return submitted
@@ -49,8 +48,7 @@ def submit(tpi, cluster, site) -> Callable[..., str]:
 @pytest.fixture(scope="module")
 def whole(shared) -> list[bytes]:
     """The steps of the run that nothing interrupts, on one machine."""
-    done = shared("train", *RUN, "run.dir=whole")
-    assert done.status == 0, done.stderr
+    shared("train", *RUN, "run.dir=whole", status=0)
     return steps(shared.folder / "whole")
 
 
@@ -75,8 +73,7 @@ def test_a_run_that_is_queued_again_and_loses_a_node_has_the_ledger_of_one_that_
     cluster.until(lambda: cluster.job(job)["Restarts"] == "2", within=120)
     assert len(steps(run)) < 100
     cluster.release(job)
-    waited = tpi("wait", job)
-    assert waited.status == 0, waited.stderr
+    tpi("wait", job, status=0)
     assert agree(steps(run), whole)
     assert [a["outcome"] for a in attempts(run)][2] == "completed"
     assert [a["job"]["nodes"] for a in attempts(run)] == ["n[1-2]", "n[1-2]", "n[1,3]"]
@@ -94,14 +91,11 @@ def test_a_job_goes_on_with_the_nodes_that_are_left(tpi, start_cluster, site) ->
     """Three nodes, of which a layout takes two; then one is left."""
     cluster, run = start_cluster(nodes=3), tpi.folder / "run"
     words = (*RUN, "dp=4", "gbs=4", "cluster.ranks_per_node=2", "run.dir=run", site)
-    refused = tpi("submit", *words, "slurm.nodes=1-4")
-    assert refused.status == 2
+    refused = tpi("submit", *words, "slurm.nodes=1-4", status=2)
     assert "4 nodes with 2 cpu ranks each are needed, and partition cpu has 3" in refused.stderr
     words = (*RUN, "dp=2", "gbs=4", "cluster.ranks_per_node=2", "run.dir=run", site)
-    alone = tpi("train", *RUN, "gbs=4", "numerics.data_shards=2", "run.dir=alone")
-    assert alone.status == 0, alone.stderr
-    done = tpi("submit", *words, "slurm.nodes=1-2")
-    assert done.status == 0, done.stderr
+    tpi("train", *RUN, "gbs=4", "numerics.data_shards=2", "run.dir=alone", status=0)
+    done = tpi("submit", *words, "slurm.nodes=1-2", status=0)
     job = done.stdout.strip()
     cluster.until(lambda: len(steps(run)) > 12, within=400)
     for node in ("n3", "n2"):
@@ -110,8 +104,7 @@ def test_a_job_goes_on_with_the_nodes_that_are_left(tpi, start_cluster, site) ->
     before = len(steps(run))
     assert before < 100
     cluster.release(job)
-    waited = tpi("wait", job)
-    assert waited.status == 0, waited.stdout + waited.stderr
+    tpi("wait", job, status=0)
     assert [a["job"]["nodes"] for a in attempts(run)] == ["n[1-2]", "n1"]
     assert [a["layout"]["dp"] for a in attempts(run)] == [2, 1]
     assert agree(steps(run), steps(tpi.folder / "alone"))
@@ -153,13 +146,10 @@ def test_the_time_limit_saves_and_queues_again_and_cancel_ends_it(tpi, cluster, 
     cluster.release(job)
     cluster.until(lambda: len(steps(run)) > saved[0], within=400)
     assert attempts(run)[1]["from_step"] == saved[0]
-    cancelled = tpi("cancel", "run")
-    assert cancelled.status == 0, cancelled.stderr
-    waited = tpi("wait", job)
-    assert waited.status == 2
+    tpi("cancel", "run", status=0)
+    waited = tpi("wait", job, status=2)
     assert "CANCELLED" in waited.stdout + waited.stderr
-    again = tpi("cancel", "run")
-    assert again.status == 0
+    tpi("cancel", "run", status=0)
     cluster.until(lambda: cluster.state(job) == "CANCELLED")
     last = attempts(run)[-1]
     assert (last["outcome"], last["requeued"]) == ("stopped", False), last
@@ -171,8 +161,7 @@ def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, clust
     matrix = ("qwen3_toy", "tp=1,2", "seq=32", "model.num_layers=1", "iters=20", "--verify")
     jobs = {mode: submit(*matrix, f"numerics={mode}", "--dir", mode) for mode in ("tree", "stock")}
     for mode, status in (("tree", 0), ("stock", 1)):
-        waited = tpi("wait", jobs[mode])
-        assert waited.status == status, waited.stderr + waited.stdout
+        tpi("wait", jobs[mode], status=status)
         verdict = json.loads((tpi.folder / mode / "verify.json").read_text())
         assert verdict["exit_status"] == status
         judge = json.loads((tpi.folder / mode / "submission.json").read_text())["jobs"][1]["id"]
@@ -190,8 +179,7 @@ def test_a_matrix_is_judged_by_a_job_whose_exit_status_is_the_verdict(tpi, clust
 def test_a_sweep_is_an_array_whose_last_job_lists_the_runs(tpi, cluster, submit) -> None:
     swept = ("qwen3_toy", "seed=1,2", "seq=32", "model.num_layers=1", "iters=3", "--sweep", "--dir", "rates")
     job = submit(*swept)
-    waited = tpi("wait", job)
-    assert waited.status == 0, waited.stdout + waited.stderr
+    tpi("wait", job, status=0)
     array, lister = json.loads((tpi.folder / "rates" / "submission.json").read_text())["jobs"]
     assert (array["id"], array["role"], lister["role"]) == (job, "cells", "judge")
     assert [cluster.state(f"{job}_{task}") for task in range(2)] == ["COMPLETED"] * 2
@@ -202,8 +190,7 @@ def test_a_sweep_is_an_array_whose_last_job_lists_the_runs(tpi, cluster, submit)
     first, second = (row["loss"]["bits"] for row in found["rows"])
     assert first != second
     assert "2 runs side by side" in (tpi.folder / "rates" / "report.html").read_text()
-    shown = tpi("sweep", "--results", "rates")
-    assert shown.status == 0, shown.stderr
+    shown = tpi("sweep", "--results", "rates", status=0)
     for row in found["rows"]:
         assert re.search(rf"{row['label']} +1 +3 +{row['loss']['value']:.8g}", shown.stdout), shown.stdout
     assert found["text"] in shown.stdout
@@ -219,8 +206,7 @@ def test_a_job_that_keeps_failing_gives_up_and_says_why(tpi, cluster, submit) ->
     job = submit(*arguments, "cluster.environment.GLOO_SOCKET_IFNAME=absent0")
     cluster.until(lambda: cluster.job(job)["Restarts"] == "1", within=400)
     cluster.release(job)
-    waited = tpi("wait", job)
-    assert waited.status == 2
+    waited = tpi("wait", job, status=2)
     assert "(try 2 of 2 from step 0; no more)" in waited.stdout + waited.stderr
     assert "absent0" in waited.stdout + waited.stderr
     assert [a["outcome"] for a in attempts(run)] == ["failed", "failed"]
@@ -233,14 +219,12 @@ def test_nodes_that_share_no_files_bring_theirs_to_the_first(tpi, cluster, submi
     run = ("qwen3_toy", "tp=2", "seq=32", "model.num_layers=1", "iters=20")
     (cluster.folder / "private").mkdir(exist_ok=True)
     job = submit(*run, f"run.dir={private}", "cluster.ranks_per_node=1", "cluster.shared_files=false")
-    waited = tpi("wait", job)
-    assert waited.status == 0, waited.stdout + waited.stderr
+    tpi("wait", job, status=0)
 
     def on(node: str, *command: str) -> str:
         return cluster.run("srun", "-w", node, *command)
 
-    done = shared("train", *run, "run.dir=alone")
-    assert done.status == 0, done.stderr
+    shared("train", *run, "run.dir=alone", status=0)
     assert on("n1", "tail", "-n+2", f"{private}/ledger.jsonl").encode().split(b"\n") == steps(shared.folder / "alone")
     assert on("n1", "ls", f"{private}/logs").split() == ["bridge.log", "rank-0.log", "rank-1.log"]
     assert on("n2", "ls", f"{private}/logs").split() == ["bridge.log", "rank-1.log"]
@@ -280,17 +264,14 @@ def test_a_full_queue_a_controller_that_is_away_and_no_slurm_are_said(tpi, start
     cluster = start_cluster(nodes=1, jobs=1)
     cluster.run("sbatch", "--hold", "--output=/dev/null", "--wrap=true")
     began = time.monotonic()
-    full = tpi("submit", *RUN, "run.dir=run", site)
-    assert full.status == 2
+    full = tpi("submit", *RUN, "run.dir=run", site, status=2)
     assert "queue" in full.stderr
     assert time.monotonic() - began < 60
     cluster.do("controller", "stop")
-    away = tpi("submit", *RUN, "run.dir=run", site)
-    assert away.status == 2
+    away = tpi("submit", *RUN, "run.dir=run", site, status=2)
     assert "controller" in away.stderr
     nowhere = {"PATH": str(Path(sys.executable).parent)}
-    absent = tpi("submit", *RUN, "run.dir=run", site, before=lambda: os.environ.update(nowhere))
-    assert absent.status == 2
+    absent = tpi("submit", *RUN, "run.dir=run", site, before=lambda: os.environ.update(nowhere), status=2)
     assert "SLURM is not installed here" in absent.stderr
     assert not (tpi.folder / "run").exists()
 
