@@ -82,8 +82,8 @@ def without(*targets: str) -> Callable[[], None]:
     def plant() -> None:
         from tp_invariant_recipes.numerics.megatron import replacements
 
-        original = replacements.replacements
-        replacements.replacements = lambda numerics: tuple(r for r in original(numerics) if not r.target.endswith(targets))
+        table = replacements.replacements
+        replacements.replacements = lambda *of: tuple(row for row in table(*of) if not row.target.endswith(targets))
 
     return plant
 
