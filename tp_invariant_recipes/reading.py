@@ -2,7 +2,9 @@
 
     data = read_limited(file, MiB)              OSError, ValueError: more bytes than that
     value = parse_json(data)                    ValueError: not JSON, nested too deeply, half a character, …
-    checked(Run, value)                         ValueError: "attempts.0.from_step: Input should be a valid integer"
+    run = checked(RunFile, value)               ValueError: "attempts.0.from_step: Input should be a valid integer"
+
+A file's format is one frozen dataclass, a `Record`: `checked` reads it, and `as_json` is what is written.
 
 A file of a run directory, a certificate or a matrix may be damaged or forged. Whoever reads one catches OSError and
 ValueError and nothing else, and raises its own TpiError that names the file; the message of a ValueError is one line.
@@ -14,8 +16,9 @@ import functools
 import json
 import os
 import re
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, is_typeddict, overload
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -27,8 +30,28 @@ _PROBLEMS = 3  # named in one message
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate: half a character, if the other half is missing
 
 
+T = TypeVar("T")
+
+
+class Record:
+    """Base of the frozen dataclasses that `checked` makes from a mapping.
+
+    No value is converted to the type of its field, and unknown keys are ignored. A field `pass_` has the key `pass`.
+    """
+
+    __pydantic_config__: ClassVar = {"strict": True, "alias_generator": lambda name: name.removesuffix("_")}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        return handler(source) | {"strict": False}  # a strict dataclass takes instances alone; its fields stay strict
+
+    def as_json(self) -> dict[str, Any]:
+        """The mapping that `checked` reads, in the order of the fields."""
+        return {name.removesuffix("_"): value for name, value in asdict(self).items()}  # type: ignore[call-overload]
+
+
 class Bounds:
-    """The same as `pydantic.Field(…)` with these limits, which imports pydantic only when a value is checked."""
+    """`pydantic.Field(…)` with these limits; it imports pydantic only when a value is checked."""
 
     def __init__(self, **limits: Any) -> None:
         self.limits = limits
@@ -45,6 +68,7 @@ Count = Annotated[int, Bounds(ge=0, lt=2**63)]
 Seconds = Annotated[float, Bounds(ge=0, lt=2**40)]  # also of a time since 1970
 Hash = Annotated[str, Bounds(pattern=r"^[0-9a-f]{64}$")]  # sha256
 Layout = dict[str, Integer | bool]
+Listed = Annotated[tuple[T, ...], Bounds(strict=False)]  # a list of the file
 
 
 def read_limited(file: Path, limit: int) -> bytes:
@@ -96,33 +120,46 @@ def parse_yaml(data: bytes) -> Any:
     return value
 
 
+@overload
+def checked[K](kind: type[K], value: Any) -> K: ...
+@overload
+def checked(kind: Any, value: Any) -> Any: ...
+
+
 def checked(kind: Any, value: Any) -> Any:
-    """The unchanged value. kind: whatever pydantic checks, such as a TypedDict or a list of them.
+    """The value as this type. kind: a `Record`, a list of them, or another type that pydantic checks.
 
     ValueError: it is not of this type, strictly; the message names up to three fields.
     """
     from pydantic import ValidationError
 
     try:
-        _adapter(kind).validate_python(value, strict=True)
+        return _adapter(kind).validate_python(value, strict=True if is_typeddict(kind) else None)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
         named = [_words(_place(one["loc"]), one["type"], one["msg"]) for one in problems[:_PROBLEMS]]
         more = f"; and {len(problems) - _PROBLEMS} more" if len(problems) > _PROBLEMS else ""
         raise ValueError("; ".join(named) + more) from None
-    return value
 
 
 @functools.cache
 def _adapter(kind: Any) -> "TypeAdapter":
     from pydantic import TypeAdapter
 
-    return TypeAdapter(kind)
+    return TypeAdapter(kind, config=None if is_dataclass(kind) or is_typeddict(kind) else {"strict": True})
+
+
+# Type of a problem -> what a file should have there; pydantic names the class of Python.
+_EXPECTED = {
+    "dataclass_type": "Input should be a valid dictionary",
+    "tuple_type": "Input should be a valid list",
+}
 
 
 def _words(place: str, kind: str, message: str) -> str:
     if kind == "missing":
         return f"{place} is missing"
+    message = _EXPECTED.get(kind, message)
     return f"{place}: {message}" if place else message
 
 

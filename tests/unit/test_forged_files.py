@@ -24,7 +24,6 @@ from tp_invariant_recipes.data import prepared
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
 from tp_invariant_recipes.jobs import registry, states
 from tp_invariant_recipes.launch import ranks
-from tp_invariant_recipes.launch.hang import Stand
 from tp_invariant_recipes.launch.ranks import Outcome
 from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.ledger.dumps import RANKS, distance, file_of, read_step
@@ -245,7 +244,7 @@ def figures_jsonl(folder: Path, data: bytes) -> None:
     bench.passes.parent.mkdir(exist_ok=True)
     bench.figures(0).write_bytes(data + b"\n")
     for line in bench.read_figures(0):
-        line["seconds"] / 2, line["peak_bytes"] / 2, line["pass"] + 1, f"{line['mode']}".encode()
+        line.seconds / 2, line.peak_bytes / 2, line.pass_ + 1, line.mode.encode()
 
 
 PART = {"name": "weights/w", "dtype": "float32", "shape": [2, 3], "row": 0, "step": 1, "column": 0}
@@ -301,17 +300,16 @@ def message_of(key: str) -> Callable[[Path, bytes], None]:
         """What nodes do with what they are told."""
         value = rendezvous.parse(key, data)
         if key.startswith("failed"):
-            stands = [Stand.of(facts) for facts in value["stands"]]
-            min(value["cause"], 0.0), f"{value['why']} {value['name']}".encode()
-            assert not stands or str(ranks.hanging(stands, RunDir(folder)))
+            min(value.cause, 0.0), f"{value.why} {value.name}".encode()
+            assert not value.stands or str(ranks.hanging(value.stands, RunDir(folder)))
         if key == "orders":
-            here = {part: {"A": "2"} for part in ("identity", "environment", "versions")}
-            "\n".join(agent._differences(value["agreed"], here, NODE)).encode()
-            assert value["start"] + 1 > 0
+            here = rendezvous.Agreed({"A": "2"}, {"A": "2"}, {"A": "2"})
+            "\n".join(agent._differences(value.agreed, here, NODE)).encode()
+            assert value.start + 1 > 0
         if key == "over":
-            assert value["outcome"] is None or Outcome(value["outcome"])
+            assert value.outcome is None or Outcome(value.outcome)
         if key.startswith("arrived"):
-            "\n".join([*value["problems"], value["name"], value["reached"]]).encode()
+            "\n".join([*value.problems, value.name, value.reached]).encode()
 
     return read
 

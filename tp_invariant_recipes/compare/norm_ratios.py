@@ -23,20 +23,21 @@ from statistics import median
 
 from tp_invariant_recipes.compare.parameter_groups import groups_in_order, parameter_group
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.reading import Count, Record
 
 # One sample of rounding is not the largest possible. Faults that drop or repeat a micro-batch change norms far more.
 MARGIN = 4.0
 
 
 @dataclass(frozen=True)
-class Norms:
+class Norms(Record):
     """Gradient norms of a step, before clipping: parameter's name in the whole model → L2 norm of its whole gradient.
 
     graphs: number of CUDA graphs that the step replayed.
     """
 
-    step: int
-    graphs: int
+    step: Count
+    graphs: Count
     norms: dict[str, float]
 
 

@@ -131,11 +131,11 @@ def _finished(text: Input, prefix: Path, folder: Path) -> PreparedData | None:
     if not is_prepared(prefix):
         raise DataError(f"{', '.join(there)}: in the way, not a complete dataset; move it or choose another --output")
     metadata = read_metadata(prefix)
-    source = metadata["source"]
+    source = metadata.source
     differences = {
-        "other text": source.get("sha256") != text.corpus.sha256,
-        f"another tokenizer ({metadata['tokenizer']})": metadata["tokenizer_sha256"] != text.identity.sha256,
-        f"another --json-key ({source.get('json_key')})": source.get("json_key") != text.json_key,
+        "other text": source.sha256 != text.corpus.sha256,
+        f"another tokenizer ({metadata.tokenizer})": metadata.tokenizer_sha256 != text.identity.sha256,
+        f"another --json-key ({source.json_key})": source.json_key != text.json_key,
     }
     if any(differences.values()):
         made_from = " and ".join(what for what, differs in differences.items() if differs)

@@ -4,13 +4,12 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
 
 from tp_invariant_recipes.data.files import beside, sha256_of_file
 from tp_invariant_recipes.data.source import Corpus
 from tp_invariant_recipes.data.tokenizer import Identity, Tokenizer
 from tp_invariant_recipes.errors import DataError
-from tp_invariant_recipes.reading import MIB, Count, Hash, checked, parse_json, read_limited
+from tp_invariant_recipes.reading import MIB, Count, Hash, Listed, Record, checked, parse_json, read_limited
 
 SCHEMA_VERSION = 1
 LARGEST = 64 * MIB  # bytes of PREFIX.json, which lists the files of the source
@@ -20,16 +19,27 @@ SUFFIXES = (*INDEX_SUFFIXES, ".json")
 _AGAIN = "remove its .bin, .idx and .json and run tpi data prepare again"
 
 
-class Source(TypedDict):
-    """What the text was."""
+@dataclass(frozen=True)
+class TextFile(Record):
+    """A file of the text."""
+
+    name: str
+    bytes: Count
+    sha256: Hash
+
+
+@dataclass(frozen=True)
+class TextSource(Record):
+    """The text of a dataset. Equal `sha256` and `json_key` mean equal documents."""
 
     name: str
     json_key: str
     sha256: Hash
-    files: list[dict[str, Any]]
+    files: Listed[TextFile]
 
 
-class Metadata(TypedDict):
+@dataclass(frozen=True)
+class Metadata(Record):
     """PREFIX.json."""
 
     schema_version: int
@@ -43,7 +53,7 @@ class Metadata(TypedDict):
     bin_sha256: Hash
     idx_bytes: Count
     idx_sha256: Hash
-    source: Source
+    source: TextSource
 
 
 @dataclass(frozen=True)
@@ -83,20 +93,29 @@ def load(prefix: Path, *, verify: bool = False) -> PreparedData:
     prefix = as_prefix(prefix)
     metadata = read_metadata(prefix)
     problems = []
-    for name in ("bin", "idx"):
+    for name, size, digest in (
+        ("bin", metadata.bin_bytes, metadata.bin_sha256),
+        ("idx", metadata.idx_bytes, metadata.idx_sha256),
+    ):
         path = beside(prefix, f".{name}")
-        if path.stat().st_size != metadata[f"{name}_bytes"]:
-            problems.append(f"{path} has {path.stat().st_size} bytes instead of {metadata[f'{name}_bytes']}")
-        elif verify and sha256_of_file(path) != metadata[f"{name}_sha256"]:
+        if path.stat().st_size != size:
+            problems.append(f"{path} has {path.stat().st_size} bytes instead of {size}")
+        elif verify and sha256_of_file(path) != digest:
             problems.append(f"{path} changed after it was prepared (sha256 differs)")
     if problems:
         raise DataError("\n".join([f"{prefix} is damaged; {_AGAIN}:", *problems]))
-    digest = hashlib.sha256(f"{metadata['bin_sha256']} {metadata['idx_sha256']}".encode()).hexdigest()
-    fields = ("tokenizer", "vocab_size", "eod", "documents", "tokens")
-    return PreparedData(prefix=prefix, digest=digest, **{field: metadata[field] for field in fields})
+    return PreparedData(
+        prefix,
+        metadata.tokenizer,
+        metadata.vocab_size,
+        metadata.eod,
+        metadata.documents,
+        metadata.tokens,
+        hashlib.sha256(f"{metadata.bin_sha256} {metadata.idx_sha256}".encode()).hexdigest(),
+    )
 
 
-def read_metadata(prefix: Path) -> dict[str, Any]:
+def read_metadata(prefix: Path) -> Metadata:
     """PREFIX.json of a dataset. Raises DataError when one of its files is missing or tpi did not write PREFIX.json."""
     missing = [str(beside(prefix, suffix)) for suffix in SUFFIXES if not beside(prefix, suffix).is_file()]
     if missing:
@@ -111,37 +130,33 @@ def read_metadata(prefix: Path) -> dict[str, Any]:
         said = version if isinstance(version, int) and abs(version) < 10**6 else None
         raise DataError(f"{path} has schema version {said}, this tpi reads {SCHEMA_VERSION}; {_AGAIN}")
     try:
-        checked(Metadata, metadata)
+        return checked(Metadata, metadata)
     except ValueError as error:
         raise DataError(f"{path} is not what tpi writes ({error}); {_AGAIN}") from error
-    return metadata
 
 
-def describe(corpus: Corpus, json_key: str) -> dict[str, Any]:
-    """The source of a dataset. Equal "sha256" and "json_key" mean equal documents."""
-    listed = [{"name": name, "bytes": size, "sha256": sha256} for name, size, sha256 in corpus.files]
-    return {"name": corpus.name, "json_key": json_key, "sha256": corpus.sha256, "files": listed}
+def describe(corpus: Corpus, json_key: str) -> TextSource:
+    """The source of a dataset."""
+    return TextSource(corpus.name, json_key, corpus.sha256, tuple(TextFile(*file) for file in corpus.files))
 
 
 def metadata_text(
-    built: Path, identity: Identity, tokenizer: Tokenizer, documents: int, tokens: int, source: dict[str, Any]
+    built: Path, identity: Identity, tokenizer: Tokenizer, documents: int, tokens: int, source: TextSource
 ) -> str:
     """The text of PREFIX.json for the pair at `built`; equal inputs give equal text at any time and place."""
-    files = {
-        f"{name}_{what}": value
-        for name in ("bin", "idx")
-        for path in (beside(built, f".{name}"),)
-        for what, value in (("bytes", path.stat().st_size), ("sha256", sha256_of_file(path)))
-    }
-    metadata = {
-        "schema_version": SCHEMA_VERSION,
-        "tokenizer": identity.name,
-        "tokenizer_sha256": identity.sha256,
-        "vocab_size": tokenizer.vocab_size,
-        "eod": tokenizer.eod,
-        "documents": documents,
-        "tokens": tokens,
-        **files,
-        "source": source,
-    }
-    return json.dumps(metadata, indent=2) + "\n"
+    binary, index = (beside(built, suffix) for suffix in INDEX_SUFFIXES)
+    metadata = Metadata(
+        schema_version=SCHEMA_VERSION,
+        tokenizer=identity.name,
+        tokenizer_sha256=identity.sha256,
+        vocab_size=tokenizer.vocab_size,
+        eod=tokenizer.eod,
+        documents=documents,
+        tokens=tokens,
+        bin_bytes=binary.stat().st_size,
+        bin_sha256=sha256_of_file(binary),
+        idx_bytes=index.stat().st_size,
+        idx_sha256=sha256_of_file(index),
+        source=source,
+    )
+    return json.dumps(metadata.as_json(), indent=2) + "\n"

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.run_files import LARGEST, Attempted
-from tp_invariant_recipes.reading import checked, parse_json, read_limited
+from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, read_limited
 from tp_invariant_recipes.runs.matrix_dir import Name
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings.nearest import nearest
@@ -25,15 +25,21 @@ SCHEMA = 1  # the schema version of submission.json
 TRAIN, CELL, CELLS, JUDGE = "train", "cell", "cells", "judge"
 
 
-class _JobFile(TypedDict):
+@dataclass(frozen=True)
+class SubmittedJob(Record):
+    """A SLURM job. role: a key of `_ROLES`."""
+
     id: str
     role: Literal["train", "cells", "judge"]
 
 
-class _SubmissionFile(TypedDict):
+@dataclass(frozen=True)
+class SubmissionFile(Record):
+    """`submission.json`, as far as it is read. cells: names of a verify's cells, in order."""
+
     schema: int
-    jobs: list[_JobFile]
-    cells: NotRequired[list[Name]]
+    jobs: Listed[SubmittedJob]
+    cells: Listed[Name] = ()
 
 
 _ID = re.compile(r"(?P<job>[0-9]+)(_(?P<task>[0-9]+))?")
@@ -258,10 +264,10 @@ def _read(directory: Path, known: Registered) -> Submission:
     """Raises RunError."""
     file = RunDir(directory).submission
     try:
-        raw = checked(_SubmissionFile, parse_json(read_limited(file, LARGEST)))
-        if raw["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {raw['schema']}, and this version reads {SCHEMA}")
-        parts = [part for job in raw["jobs"] for part in _ROLES[job["role"]](directory, str(job["id"]), raw)]
+        found = checked(SubmissionFile, parse_json(read_limited(file, LARGEST)))
+        if found.schema != SCHEMA:
+            raise ValueError(f"its schema is {found.schema}, and this version reads {SCHEMA}")
+        parts = [part for job in found.jobs for part in _ROLES[job.role](directory, job.id, found.cells)]
         if not parts:
             raise ValueError("it names no job: tpi submit has not got as far")
     except (OSError, ValueError) as error:
@@ -271,24 +277,23 @@ def _read(directory: Path, known: Registered) -> Submission:
     return Submission(directory, tuple(ours))
 
 
-def _train(directory: Path, job: str, raw: dict[str, Any]) -> list[JobPart]:
+def _train(directory: Path, job: str, cells: Sequence[str]) -> list[JobPart]:
     run = RunDir(directory)
     ids = [(attempt.get("job") or {}).get("id") for attempt in attempts(run)]
     # The user may have passed the script to sbatch again; then the newest of those jobs counts.
     return [JobPart(next((i for i in reversed(ids) if i), job), None, TRAIN, run, directory)]
 
 
-def _cells(directory: Path, job: str, raw: dict[str, Any]) -> list[JobPart]:
-    names = raw.get("cells", [])
-    return [JobPart(job, str(n), CELL, RunDir(directory / name), directory) for n, name in enumerate(names)]
+def _cells(directory: Path, job: str, cells: Sequence[str]) -> list[JobPart]:
+    return [JobPart(job, str(n), CELL, RunDir(directory / name), directory) for n, name in enumerate(cells)]
 
 
-def _judge(directory: Path, job: str, raw: dict[str, Any]) -> list[JobPart]:
+def _judge(directory: Path, job: str, cells: Sequence[str]) -> list[JobPart]:
     return [JobPart(job, None, JUDGE, RunDir(directory), directory)]
 
 
 # The role of a job in submission.json -> its parts.
-_ROLES: dict[str, Callable[[Path, str, dict[str, Any]], list[JobPart]]] = {TRAIN: _train, CELLS: _cells, JUDGE: _judge}
+_ROLES: dict[str, Callable[[Path, str, Sequence[str]], list[JobPart]]] = {TRAIN: _train, CELLS: _cells, JUDGE: _judge}
 
 
 def attempts(run: RunDir) -> list[dict[str, Any]]:

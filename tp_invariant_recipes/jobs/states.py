@@ -12,7 +12,7 @@ from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_s
 from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.jobs.status_query import SlurmStatus
 from tp_invariant_recipes.ledger.layouts import words
-from tp_invariant_recipes.ledger.run_files import Progress
+from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -245,7 +245,7 @@ def _last_step(file: Path) -> tuple[int | None, float | None]:
         with file.open("rb") as stream:
             stream.seek(max(0, file.stat().st_size - _LAST_BYTES))
             lines = stream.read().rpartition(b"\n")[0].splitlines()
-        event = checked(Progress, parse_json(lines[-1], constants=True))
-        return event["step"], event.get("loss")
+        line = checked(ProgressLine, parse_json(lines[-1], constants=True))
+        return line.step, line.loss
     except (OSError, ValueError, IndexError):
         return None, None

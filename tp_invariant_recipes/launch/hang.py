@@ -5,12 +5,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.launch import stacks
+from tp_invariant_recipes.reading import Bounds, Count, Record, Seconds
 from tp_invariant_recipes.training.heartbeat import WRITE_FRAMES, Heartbeats, Phase, Sign
 
 WINDOW = 20  # steps of which the longest counts
@@ -41,7 +42,7 @@ Standing = Literal["stopped", "silent", "busy", "waits"]
 
 
 @dataclass(frozen=True)
-class Stand:
+class Stand(Record):
     """Where one rank stands, as nodes tell each other.
 
     count:   its signs of life: the fewest is the furthest behind.
@@ -51,19 +52,14 @@ class Stand:
     node:    in a job of several nodes, where it runs.
     """
 
-    rank: int
-    count: int
+    rank: Count
+    count: Count
     place: str
     late: str
-    seconds: float
+    seconds: Seconds
     standing: Standing
-    at: tuple[str, ...]
+    at: Annotated[tuple[str, ...], Bounds(min_length=1, strict=False)]
     node: str = ""
-
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> "Stand":
-        """What another node sends."""
-        return cls(**{field.name: facts[field.name] for field in fields(cls)} | {"at": tuple(facts["at"])})
 
     @property
     def name(self) -> str:

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, Te
 from rich.text import Text
 
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.ledger.run_files import WholeProgress
-from tp_invariant_recipes.reading import checked, parse_json
+from tp_invariant_recipes.ledger.run_files import ProgressLine
+from tp_invariant_recipes.reading import Record, checked, parse_json
 
 WINDOW = 20  # steps over which tokens/s and the time left are averaged
 # rich would otherwise take over standard output and error, and ranks forked meanwhile would write to the terminal.
@@ -31,15 +31,15 @@ class Tail:
 
     file: Path
     steps: int
-    kind: Any = WholeProgress
+    kind: type[Record] = ProgressLine
     position: int = 0
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
     strange: str | None = None
 
     def __post_init__(self) -> None:
         self.position = self.file.stat().st_size if self.file.exists() else 0  # an earlier attempt's steps are not news
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[Any]:
         """The steps recorded since the last call.
 
         Half a line at the end waits for its other half. One that never came, since a rank died or a disk was full,
@@ -67,13 +67,13 @@ class Tail:
     def tokens_per_second(self) -> float:
         """Over the last steps, without the first, which compiles and warms up."""
         timed = self.events[1:] or self.events
-        seconds = sum(e["seconds"] for e in timed)
-        return sum(e["tokens"] for e in timed) / seconds if seconds else 0.0
+        seconds = sum(e.seconds for e in timed)
+        return sum(e.tokens for e in timed) / seconds if seconds else 0.0
 
     def seconds_left(self) -> float:
         """Until the last step, at the pace of the last ones."""
         timed = self.events[1:] or self.events
-        return (self.steps - self.events[-1]["step"]) * sum(e["seconds"] for e in timed) / len(timed)
+        return (self.steps - self.events[-1].step) * sum(e.seconds for e in timed) / len(timed)
 
 
 class Remark:
@@ -118,7 +118,7 @@ class Bar:
         """Show the steps that have been recorded since."""
         for event in self.tail.new():
             self.progress.update(
-                self.task, description="training", completed=event["step"], figures=_figures(event, self.tail)
+                self.task, description="training", completed=event.step, figures=_figures(event, self.tail)
             )
         self.remark()
 
@@ -143,11 +143,11 @@ class Lines:
     def __call__(self) -> None:
         """Print the steps that are due."""
         for event in self.tail.new():
-            first = event["step"] - self.plan.start <= 3
-            if first or event["step"] == self.plan.steps or time.monotonic() - self.printed > LINE_EVERY:
+            first = event.step - self.plan.start <= 3
+            if first or event.step == self.plan.steps or time.monotonic() - self.printed > LINE_EVERY:
                 self.printed = time.monotonic()
                 left = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_left()))
-                step = f"step {event['step']:>5}/{self.plan.steps}"
+                step = f"step {event.step:>5}/{self.plan.steps}"
                 self.console.print(f"{step}  {_figures(event, self.tail)}  {left} left", highlight=False)
         self.remark()
 
@@ -222,6 +222,6 @@ def preparing(console: Console) -> Iterator[Callable[[int, int], None] | None]:
             progress.stop()
 
 
-def _figures(event: dict[str, Any], tail: Tail) -> str:
-    loss = "skipped" if event["loss"] is None else f"loss {event['loss']:.4f}"
+def _figures(event: ProgressLine, tail: Tail) -> str:
+    loss = "skipped" if event.loss is None else f"loss {event.loss:.4f}"
     return f"{loss}  {tail.tokens_per_second():,.0f} tokens/s"

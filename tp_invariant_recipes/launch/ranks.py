@@ -327,20 +327,18 @@ def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
     """
     reasons = {r: reason for r in dead if (reason := _reason(run_dir.failure(r)))}
     silent = [r for r in dead if r not in reasons]
-    first = silent[0] if silent else min(reasons, key=lambda r: reasons[r]["time"])
-    cause = 0.0 if silent else reasons[first]["time"]
-    if free_bytes(run_dir.path) < FULL or any(r["errno"] == errno.ENOSPC for r in reasons.values()):
+    first = silent[0] if silent else min(reasons, key=lambda r: reasons[r].time)
+    cause = 0.0 if silent else reasons[first].time
+    if free_bytes(run_dir.path) < FULL or any(r.errno == errno.ENOSPC for r in reasons.values()):
         message = (
             f"the disk of {run_dir.path} is full ({free_bytes(run_dir.path) / 2**20:.1f} MiB free): the run stopped. "
             f"Free some or set run.dir=PATH on another disk"
         )
         return RankFailed(message, cause)
     log = run_dir.rank_log(first)
-    if first in reasons and reasons[first]["ours"]:
-        return RankFailed(f"{reasons[first]['message']}\n(rank {first}; its log: {log})", cause, ours=True)
-    how = (
-        _exit_text(dead[first]) if first in silent else f"failed: {reasons[first]['kind']}: {reasons[first]['message']}"
-    )
+    if first in reasons and reasons[first].ours:
+        return RankFailed(f"{reasons[first].message}\n(rank {first}; its log: {log})", cause, ours=True)
+    how = _exit_text(dead[first]) if first in silent else f"failed: {reasons[first].kind}: {reasons[first].message}"
     lines = [f"rank {first} {how}", f"its log: {log}", *_tail(log, shown=first in silent)]
     return RankFailed("\n".join(lines), cause)
 
@@ -353,7 +351,7 @@ def _exit_text(code: int) -> str:
     return f"was killed by {name}{hint}"
 
 
-def _reason(file: Path) -> dict[str, Any] | None:
+def _reason(file: Path) -> Reason | None:
     try:
         return checked(Reason, parse_json(read_limited(file, LARGEST)))
     except (OSError, ValueError):

@@ -10,14 +10,14 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any
 
 import numpy as np
 
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.reading import Bounds, checked, parse_json
+from tp_invariant_recipes.reading import Bounds, Record, checked, parse_json
 
 RANKS = "ranks"  # the metadata with the number of files of a step
 
@@ -27,32 +27,20 @@ _Ranks = Annotated[int, Bounds(gt=0, le=2**20)]
 _Size = Annotated[int, Bounds(ge=0, lt=2**40)]  # larger ones are no tensor's
 
 
-class _Part(TypedDict):
-    name: str
-    dtype: str
-    shape: Annotated[list[_Size], Bounds(max_length=8)]
-    row: _Size
-    step: Annotated[int, Bounds(gt=0, lt=2**40)]
-    column: _Size
-
-
 @dataclass(frozen=True)
-class DumpedPart:
+class DumpedPart(Record):
     """A piece in a file: its tensor, and its position in that tensor's table of rows and columns."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]  # of the whole tensor
-    row: int
-    step: int
-    column: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))  # JSON has lists
+    shape: Annotated[tuple[_Size, ...], Bounds(max_length=8, strict=False)]  # of the whole tensor
+    row: _Size
+    step: Annotated[int, Bounds(gt=0, lt=2**40)]
+    column: _Size
 
     def text(self) -> str:
         """The text in a file's metadata."""
-        return json.dumps(asdict(self))
+        return json.dumps(self.as_json())
 
 
 @dataclass(frozen=True)
@@ -245,7 +233,7 @@ def _part(key: str, text: str, kind: str, size: Sequence[int]) -> DumpedPart:
     """A piece's description. kind, size: dtype and shape of its bits in the file. ValueError: it is none of them."""
     if not _KEY.fullmatch(key):
         raise ValueError("its metadata describes a tensor that has no number")
-    part = checked(_Part, parse_json(text.encode()))
-    if kind not in _BITS.get(part["dtype"], ("U8", "U16", "U32", "U64")) or len(size) != 2:
+    part = checked(DumpedPart, parse_json(text.encode()))
+    if kind not in _BITS.get(part.dtype, ("U8", "U16", "U32", "U64")) or len(size) != 2:
         raise ValueError(f"tensor {key} is not the bits of rows and columns")
-    return DumpedPart(**{field.name: part[field.name] for field in fields(DumpedPart)})
+    return part

@@ -3,9 +3,11 @@
 A file may have other fields beside these, and a field of another version of tpi is no error.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from tp_invariant_recipes.reading import MIB, Bounds, Count, Hash, Integer, Layout, Seconds
+from tp_invariant_recipes.reading import MIB, Bounds, Count, Hash, Integer, Layout, Record, Seconds
 
 LARGEST = 16 * MIB  # bytes of a JSON file of a run directory
 LARGEST_CONFIG = MIB  # YAML is read slowly
@@ -73,33 +75,27 @@ class Config(TypedDict):
     train: Train
 
 
-class _Progress(TypedDict):
-    """A line of `progress.jsonl`. Numbers may be NaN or infinite."""
+@dataclass(frozen=True, kw_only=True)
+class ProgressLine(Record):
+    """A line of `progress.jsonl`. Numbers may be NaN or infinite.
+
+    loss, grad_norm: null: the step was skipped.
+    seconds:         of the step. time: its end, in seconds since 1970.
+    peak_memory:     the most bytes allocated on the last rank's GPU so far.
+    """
 
     step: Count
-    grad_norm: NotRequired[float | None]
-    learning_rate: NotRequired[float]
-    peak_memory: NotRequired[Count]
-    time: NotRequired[float]
-
-
-class Progress(_Progress, total=False):
-    """The same where a field may be missing."""
-
     loss: float | None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
     tokens: Count
     seconds: float
+    peak_memory: Count | None = None
+    time: float | None = None
 
 
-class WholeProgress(_Progress):
-    """The same with all that a progress bar shows."""
-
-    loss: float | None
-    tokens: Count
-    seconds: float
-
-
-class Reason(TypedDict):
+@dataclass(frozen=True)
+class Reason(Record):
     """`rank-N.error.json`: why a rank failed. time: seconds since 1970. ours: it raised a TpiError."""
 
     rank: Count
@@ -111,4 +107,4 @@ class Reason(TypedDict):
 
 
 Environment = dict[str, str]
-Versions = dict[str, str | Integer | float | bool | None]
+Versions = Mapping[str, str | Integer | float | bool | None]

@@ -2,23 +2,26 @@
 
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypedDict
+from typing import BinaryIO, NamedTuple
 
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.lines import KIND
-from tp_invariant_recipes.reading import MIB, Count, checked, parse_json
+from tp_invariant_recipes.reading import MIB, Count, Record, checked, parse_json
 
 LARGEST = 256 * MIB  # bytes of one line
 _START = re.compile(rb'\s*\{\s*"kind"\s*:\s*"' + KIND.encode() + rb'"')
 _BLOCK = 1 << 16
 
 
-class _Bits(TypedDict):
+@dataclass(frozen=True)
+class _Bits(Record):
     bits: str
 
 
-class _Step(TypedDict):
+@dataclass(frozen=True)
+class _Step(Record):
     step: Count
     loss: _Bits | None
 
@@ -56,9 +59,10 @@ def last_step(file: Path) -> LastStep:
                 end = start
                 continue
             step = checked(_Step, raw)
-            if step["loss"] is not None:
-                bits_float(step["loss"]["bits"])
-            return LastStep(step["step"], step["loss"] and step["loss"]["bits"])
+            if step.loss is None:
+                return LastStep(step.step, None)
+            bits_float(step.loss.bits)
+            return LastStep(step.step, step.loss.bits)
         raise ValueError("its last two lines are damaged")
 
 

@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tp_invariant_recipes.config.hang_timeout import limits
@@ -27,12 +27,24 @@ from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, ranks, train
-from tp_invariant_recipes.launch.hang import Stand
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
 from tp_invariant_recipes.multinode.heartbeat import Heartbeat, PeerFailed
-from tp_invariant_recipes.multinode.rendezvous import POLL, NodeInfo, Rendezvous, Stopped
+from tp_invariant_recipes.multinode.rendezvous import (
+    POLL,
+    Agreed,
+    Arrived,
+    Failed,
+    Failing,
+    Next,
+    NodeInfo,
+    Nothing,
+    Orders,
+    Over,
+    Rendezvous,
+    Stopped,
+)
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.lock import LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -112,7 +124,11 @@ def _spare(rendezvous: Rendezvous) -> Ended:
         over = _wait_for_first_node(rendezvous, "over")
     except (RunError, _Over):  # the first node does not wait for this one
         return Ended(Outcome.STOPPED)
-    return Ended(Outcome(over["outcome"]) if over["outcome"] else None, over["requeued"], over["why"])
+    return _ended(over)
+
+
+def _ended(over: Over) -> Ended:
+    return Ended(Outcome(over.outcome) if over.outcome else None, over.requeued, over.why)
 
 
 # The first node
@@ -128,8 +144,9 @@ def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
             ended = _plan_and_train(rendezvous, task)
         except TpiError as error:
             ended = Ended(None, why=str(error))
-        rendezvous.set("over", outcome=ended.outcome and ended.outcome.value, requeued=ended.requeued, why=ended.why)
-        rendezvous.set("next", port=None)
+        outcome: Any = ended.outcome and ended.outcome.value
+        rendezvous.set("over", Over(outcome, ended.requeued, ended.why))
+        rendezvous.set("next", Next(None))
         _wait_for_others(rendezvous, "joined", LAST_WORDS)
         _wait_for_others(rendezvous, "left", LAST_WORDS)
     return ended
@@ -192,7 +209,7 @@ def _orders_given(rendezvous: Rendezvous, planned: Plan) -> Iterator[None]:
     """Set "orders". Inside the block a token file in the run directory tells the other nodes whether they share it."""
     word, run_dir = secrets.token_hex(8), planned.run_dir
     run_dir.write_text(run_dir.token, word)
-    rendezvous.set("orders", start=planned.start, token=word, agreed=_must_agree(planned))
+    rendezvous.set("orders", Orders(planned.start, word, _must_agree(planned)))
     try:
         yield
     finally:
@@ -208,15 +225,15 @@ def _wait_for_arrivals(rendezvous: Rendezvous, patience: float) -> str | None:
     arrived = _wait_for_others(rendezvous, "arrived", patience, stoppable=True)
     missing = node.count - 1 - len(arrived)
     if missing:
-        here = ", ".join([node.name, *(one["name"] for one in arrived)])
+        here = ", ".join([node.name, *(one.name for one in arrived)])
         raise RunError(
             f"{missing} of the nodes {node.names} did not come within {patience:.0f} s; here: {here}. Their lines in "
             f"the job's log say why, if they started at all (slurm.rendezvous_timeout=SECONDS waits longer)"
         )
-    problems = [problem for one in arrived for problem in one["problems"]]
+    problems = [problem for one in arrived for problem in one.problems]
     if problems:
         raise ConfigError(listed(problems), problems)
-    return arrived[0]["reached"] if arrived else None
+    return arrived[0].reached if arrived else None
 
 
 def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str | None) -> Outcome:
@@ -225,7 +242,7 @@ def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str |
     through = interface(reached) if reached else "lo"
 
     def started() -> None:
-        rendezvous.set("next", port=store.port)
+        rendezvous.set("next", Next(store.port))
 
     with task.watch(planned) as heartbeat.show:
         outcome = _run_ranks(rendezvous, planned, "127.0.0.1", store.port, through, heartbeat, started)
@@ -240,14 +257,14 @@ def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> R
     _set_failing(rendezvous, hang=False)
     _wait_for_others(rendezvous, "ended", LAST_WORDS)
     found = [rendezvous.get(f"failed/{number}") for number in range(rendezvous.node.count)]
-    failures = [one for one in found if one]
-    first = min((one for one in failures if not one["stands"]), key=lambda one: one["cause"], default=None)
+    failures: list[Failed] = [one for one in found if one]
+    first = min((one for one in failures if not one.stands), key=lambda one: one.cause, default=None)
     if first is None and failures:
-        return ranks.hanging([Stand.of(facts) for one in failures for facts in one["stands"]], run_dir)
+        return ranks.hanging([stand for one in failures for stand in one.stands], run_dir)
     if first is None:
         return RankFailed(str(error), time.time())
-    where = f"\n(on {first['name']})" if rendezvous.node.count > 1 else ""
-    return RankFailed(f"{first['why']}{where}", first["cause"], ours=first["ours"])
+    where = f"\n(on {first.name})" if rendezvous.node.count > 1 else ""
+    return RankFailed(f"{first.why}{where}", first.cause, ours=first.ours)
 
 
 # The other nodes
@@ -260,11 +277,11 @@ def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
 
 
 def _follow(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> Ended:
-    rendezvous.set(f"joined/{rendezvous.node.number}")
+    rendezvous.set(f"joined/{rendezvous.node.number}", Nothing())
     try:
         planned, shared = _plan_as_ordered(rendezvous, task, locks)
         # One blocking wait, no polling: the first node forks its ranks now, and its store's thread must have no work.
-        port = rendezvous.wait("next", NEXT)["port"]
+        port = rendezvous.wait("next", NEXT).port
         if port is None:
             raise _Over
         if not shared:
@@ -275,8 +292,8 @@ def _follow(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> Ended:
         over = _wait_for_first_node(rendezvous, "over", tick=heartbeat)
     except (_Over, Stopped, PeerFailed, RankFailed):
         over = _wait_for_first_node(rendezvous, "over")
-    rendezvous.set(f"left/{rendezvous.node.number}")
-    return Ended(Outcome(over["outcome"]) if over["outcome"] else None, over["requeued"], over["why"])
+    rendezvous.set(f"left/{rendezvous.node.number}", Nothing())
+    return _ended(over)
 
 
 def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> tuple[Plan, bool]:
@@ -284,12 +301,13 @@ def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -
 
     Returns the plan, and whether this node shares the run directory with the first.
     """
-    orders, node = _wait_for_first_node(rendezvous, "orders", stoppable=True), rendezvous.node
+    orders: Orders = _wait_for_first_node(rendezvous, "orders", stoppable=True)
+    node = rendezvous.node
     problems: list[str] = []
     try:
-        planned = _without_shared_files(task.follow(orders["start"]))
+        planned = _without_shared_files(task.follow(orders.start))
         token = planned.run_dir.token
-        shared = token.exists() and token.read_text(encoding="utf-8") == orders["token"]
+        shared = token.exists() and token.read_text(encoding="utf-8") == orders.token
         if not shared and planned.config.cluster.shared_files:
             problems.append(
                 f"{node.name} does not see the files of {planned.run_dir.path} that the first of {node.names} wrote: "
@@ -297,28 +315,27 @@ def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -
             )
         elif not shared:
             locks.enter_context(locked(planned.run_dir))
-        problems += _differences(orders["agreed"], _must_agree(planned), node)
+        problems += _differences(orders.agreed, _must_agree(planned), node)
         train.check(planned)
     except TpiError as error:
         problems.append(f"{node.name}: {error}")
-    rendezvous.set(f"arrived/{node.number}", name=node.name, problems=problems, reached=node.address)
+    rendezvous.set(f"arrived/{node.number}", Arrived(node.name, tuple(problems), node.address))
     if problems:
         raise _Over
     return planned, shared
 
 
-def _must_agree(planned: Plan) -> dict[str, dict[str, Any]]:
-    """What must be the same on all nodes, or they would not compute the same."""
-    return {"identity": planned.identity, "environment": planned.environment, "versions": versions()}
+def _must_agree(planned: Plan) -> Agreed:
+    return Agreed(planned.identity, planned.environment, versions())
 
 
-def _differences(theirs: dict[str, dict[str, Any]], ours: dict[str, dict[str, Any]], node: NodeInfo) -> list[str]:
+def _differences(theirs: Agreed, ours: Agreed, node: NodeInfo) -> list[str]:
     return [
-        f"{node.name} has another {part}: {key} is {ours[part].get(key)}, and {theirs[part].get(key)} on the first of "
-        f"{node.names}"
-        for part in ours
-        for key in sorted({*theirs[part], *ours[part]})
-        if theirs[part].get(key) != ours[part].get(key)
+        f"{node.name} has another {part}: {key} is {here.get(key)}, and {there.get(key)} on the first of {node.names}"
+        for part, here in vars(ours).items()
+        for there in (getattr(theirs, part),)
+        for key in sorted({*there, *here})
+        if there.get(key) != here.get(key)
     ]
 
 
@@ -381,26 +398,26 @@ def _run_ranks(
             limits=limits(planned.config),
         )
     except RankFailed as error:
-        stands = [asdict(replace(one, node=node.name)) for one in error.stands]
-        facts = {"cause": error.cause, "why": str(error), "ours": error.ours, "stands": stands}
-        rendezvous.set(f"failed/{node.number}", name=node.name, **facts)
+        stands = tuple(replace(one, node=node.name) for one in error.stands)
+        failed = Failed(node.name, error.cause, str(error), error.ours, stands)
+        rendezvous.set(f"failed/{node.number}", failed)
         _set_failing(rendezvous, hang=bool(stands))
         raise
     finally:
         if heartbeat.files:
             heartbeat.files()
-        rendezvous.set(f"ended/{node.number}")
+        rendezvous.set(f"ended/{node.number}", Nothing())
 
 
 def _set_failing(rendezvous: Rendezvous, *, hang: bool) -> None:
     """Have the other nodes end their ranks, unless a node has done so. hang: they first say where theirs stand."""
     if not rendezvous.has("failing"):
-        rendezvous.set("failing", hang=hang)
+        rendezvous.set("failing", Failing(hang))
 
 
 def _wait_for_first_node(
     rendezvous: Rendezvous, key: str, *, tick: Callable[[], None] | None = None, stoppable: bool = False
-) -> dict[str, Any]:
+) -> Any:
     """Wait for a key of the first node. Raises _Over when it ends the run instead, Stopped when a signal comes."""
     while (found := rendezvous.get(key)) is None:
         if rendezvous.has("over"):
@@ -420,7 +437,7 @@ def _wait_for_others(
     *,
     tick: Callable[[], None] | None = None,
     stoppable: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[Any]:
     """Wait until each other node has set its key, up to `patience` seconds; None: as long as `tick` raises nothing.
 
     Nodes that never joined are not waited for, but for "joined" and "arrived". Returns the values that were set. Raises

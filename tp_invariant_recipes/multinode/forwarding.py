@@ -4,19 +4,19 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.record import put_aside
 from tp_invariant_recipes.multinode.rendezvous import Rendezvous
-from tp_invariant_recipes.reading import Count, checked, parse_json
+from tp_invariant_recipes.reading import Count, Record, checked, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 CHUNK = 1 << 20  # bytes
 FILES = re.compile(r"ledger\.jsonl|progress\.jsonl|logs/[\w-]+\.log")  # all that is sent, and all that is accepted
 
 
-class _Head(TypedDict):
+@dataclass(frozen=True)
+class _Head(Record):
     """The first line of what is sent; the bytes follow."""
 
     file: str
@@ -46,7 +46,7 @@ class Sender:
             with file.open("rb") as stream:
                 stream.seek(position)
                 while data := stream.read(CHUNK):
-                    head = {"file": str(file.relative_to(self.run_dir.path)), "position": position}
+                    head = _Head(str(file.relative_to(self.run_dir.path)), position).as_json()
                     key = f"bytes/{self.rendezvous.node.number}/{self.sent}"
                     self.rendezvous.send(key, json.dumps(head).encode() + b"\n" + data)
                     self.sent += 1
@@ -74,16 +74,16 @@ class Receiver:
                 self._write(message)
 
     def _write(self, message: bytes) -> None:
-        head, _, data = message.partition(b"\n")
+        first, _, data = message.partition(b"\n")
         try:
-            facts = checked(_Head, parse_json(head))
+            head = checked(_Head, parse_json(first))
         except ValueError as error:
             raise RunError(f"a process at this job's rendezvous sends what no node of it sends: {error}") from error
-        if not FILES.fullmatch(facts["file"]):
-            raise RunError(f"a process at this job's rendezvous sends {facts['file']}, which no node of it sends")
-        file = self.run_dir.path / facts["file"]
+        if not FILES.fullmatch(head.file):
+            raise RunError(f"a process at this job's rendezvous sends {head.file}, which no node of it sends")
+        file = self.run_dir.path / head.file
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file == self.run_dir.ledger and facts["position"] == 0:
+        if file == self.run_dir.ledger and head.position == 0:
             _put_aside(file)
         with file.open("ab") as stream:
             stream.write(data)

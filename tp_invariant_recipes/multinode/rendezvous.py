@@ -8,14 +8,14 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.quiet import quiet
-from tp_invariant_recipes.launch.hang import Standing
+from tp_invariant_recipes.launch.hang import Stand
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Environment, Versions
-from tp_invariant_recipes.reading import MIB, Bounds, Count, Seconds, checked, parse_json
+from tp_invariant_recipes.reading import MIB, Bounds, Count, Listed, Record, Seconds, checked, parse_json
 
 LARGEST = 16 * MIB  # bytes of a value
 
@@ -24,7 +24,8 @@ POLL = 0.1  # seconds between two looks for a key
 ANSWER = 30  # seconds that the first node may take to answer
 
 
-class Agreed(TypedDict):
+@dataclass(frozen=True)
+class Agreed(Record):
     """What must be equal on all nodes."""
 
     identity: dict[str, Any]
@@ -32,7 +33,8 @@ class Agreed(TypedDict):
     versions: Versions
 
 
-class Orders(TypedDict):
+@dataclass(frozen=True)
+class Orders(Record):
     """What the first node tells the others to do."""
 
     start: Count
@@ -40,50 +42,42 @@ class Orders(TypedDict):
     agreed: Agreed
 
 
-class Arrived(TypedDict):
+@dataclass(frozen=True)
+class Arrived(Record):
     """A node that has planned."""
 
     name: str
-    problems: list[str]
+    problems: Listed[str]
     reached: str
 
 
-class Next(TypedDict):
+@dataclass(frozen=True)
+class Next(Record):
     """Where ranks meet."""
 
     port: Annotated[int, Bounds(gt=0, lt=2**16)] | None
 
 
-class StandFacts(TypedDict):
-    """`launch.hang.Stand`."""
-
-    rank: Count
-    count: Count
-    place: str
-    late: str
-    seconds: Seconds
-    standing: Standing
-    at: Annotated[list[str], Bounds(min_length=1)]
-    node: str
-
-
-class Failed(TypedDict):
+@dataclass(frozen=True)
+class Failed(Record):
     """A node whose ranks have failed."""
 
     name: str
     cause: Seconds
     why: str
     ours: bool
-    stands: list[StandFacts]
+    stands: Listed[Stand]
 
 
-class Failing(TypedDict):
+@dataclass(frozen=True)
+class Failing(Record):
     """That ranks have failed somewhere."""
 
     hang: bool
 
 
-class Over(TypedDict):
+@dataclass(frozen=True)
+class Over(Record):
     """How the run ended."""
 
     outcome: Literal["completed", "stopped"] | None
@@ -91,18 +85,20 @@ class Over(TypedDict):
     why: str | None
 
 
-class Alive(TypedDict):
+@dataclass(frozen=True)
+class Alive(Record):
     """A heartbeat."""
 
     round: Count
 
 
-class Nothing(TypedDict):
+@dataclass(frozen=True)
+class Nothing(Record):
     """A key that says all by being set."""
 
 
-# The first word of a key -> the fields of its value; multinode/agent.py says who sets it.
-VALUES: dict[str, Any] = {
+# The first word of a key -> its value; multinode/agent.py says who sets it.
+VALUES: dict[str, type[Record]] = {
     "joined": Nothing,
     "orders": Orders,
     "arrived": Arrived,
@@ -188,7 +184,7 @@ def _address(name: str, launcher: str) -> str:
         return launcher
 
 
-def parse(key: str, data: bytes) -> dict[str, Any]:
+def parse(key: str, data: bytes) -> Any:
     """The value of a key. RunError: it is none that a node sets, since anyone who reaches the port may set keys."""
     try:
         if len(data) > LARGEST:
@@ -227,20 +223,20 @@ class Rendezvous:
             f"(slurm.rendezvous_timeout=SECONDS waits longer)"
         )
 
-    def set(self, key: str, **facts: Any) -> None:
-        """Set a key that all nodes can read."""
-        self._ask(lambda: self.store.set(key, json.dumps(facts)))
+    def set(self, key: str, value: Record) -> None:
+        """Set a key, one of VALUES, that all nodes can read."""
+        self._ask(lambda: self.store.set(key, json.dumps(value.as_json())))
 
     def has(self, key: str) -> bool:
         """Whether a key is set."""
         return self._ask(lambda: self.store.check([key]))
 
-    def get(self, key: str) -> dict[str, Any] | None:
+    def get(self, key: str) -> Any:
         """The value of a key; None: it is not set. RunError: no node sets such a value."""
         data = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
         return None if data is None else parse(key, data)
 
-    def wait(self, key: str, patience: float) -> dict[str, Any]:
+    def wait(self, key: str, patience: float) -> Any:
         """The value of a key, after one blocking wait without polling; RunError after `patience` seconds."""
         from datetime import timedelta
 

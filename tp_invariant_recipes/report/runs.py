@@ -16,7 +16,6 @@ from tp_invariant_recipes.reading import checked, parse_json, read_limited
 PROGRESS = "progress.jsonl"
 RUN = "run.json"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_TIMED = ("step", "seconds", "tokens", "peak_memory")
 
 
 @dataclass(frozen=True)
@@ -127,12 +126,11 @@ def _timings(file: Path) -> tuple[tuple[Timing, ...], int]:
     found, unread = {}, 0
     for line in _bytes(file).splitlines():
         try:
-            event = checked(run_files.Progress, parse_json(line, constants=True))
-            timing = Timing(**{name: event[name] for name in _TIMED})
-        except (KeyError, ValueError):
+            step = checked(run_files.ProgressLine, parse_json(line, constants=True))
+        except ValueError:
             unread += 1
         else:
-            found[timing.step] = timing
+            found[step.step] = Timing(step.step, step.seconds, step.tokens, step.peak_memory or 0)
     return tuple(found[step] for step in sorted(found)), unread
 
 

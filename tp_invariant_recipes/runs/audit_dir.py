@@ -2,21 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from tp_invariant_recipes.compare.norm_ratios import Norms
-from tp_invariant_recipes.reading import Count, parse_json
+from tp_invariant_recipes.reading import Count, Record, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 
-class _Task(TypedDict):
+@dataclass(frozen=True)
+class AuditTask(Record):
+    """What the ranks of a training do. rounded_from: the step from which they round the weights; None: never."""
+
     rounded_from: Count | None
-
-
-class _Line(TypedDict):
-    step: Count
-    graphs: Count
-    norms: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -33,18 +30,17 @@ class AuditedRun(RunDir):
         """Gradient norms, one line a step."""
         return self.path / "audit" / "norms.jsonl"
 
-    def write_task(self, rounded_from: int | None) -> None:
-        """Write the task. rounded_from: the step from which weights are changed by rounding. Raises RunError."""
-        self.write(self.task, {"rounded_from": rounded_from})
+    def write_task(self, task: AuditTask) -> None:
+        """Write the task. Raises RunError."""
+        self.write(self.task, task.as_json())
 
-    def read_task(self) -> dict[str, Any]:
+    def read_task(self) -> AuditTask:
         """The task. Raises RunError when this is no training of an audit."""
-        return self._read(self.task, parse_json, _Task)
+        return self._read(self.task, parse_json, AuditTask)
 
     def read_norms(self) -> list[Norms]:
         """What the training found. Raises RunError."""
-        lines = self._read(self.norms, _lines, list[_Line], limit=1 << 30)
-        return [Norms(line["step"], line["graphs"], line["norms"]) for line in lines]
+        return self._read(self.norms, _lines, list[Norms], limit=1 << 30)
 
 
 def _lines(data: bytes) -> list[Any]:

@@ -1,41 +1,36 @@
 """The files of a benchmark's directory."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
-from tp_invariant_recipes.reading import Count, Seconds, parse_json
+from tp_invariant_recipes.reading import Count, Record, Seconds, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 
-class _Pass(TypedDict):
+@dataclass(frozen=True)
+class Figures(Record):
+    """One step as one rank saw it.
+
+    pass_:      number of its pass. mode, round, profile: as the pass has them.
+    counts:     whether its time counts.
+    memory:     which memory `peak_bytes` is the most of.
+    """
+
+    pass_: Count
     mode: str
     round: Count
-    warmup: Count
-    steps: Count
     profile: bool
-
-
-# A line of one rank's figures; `pass` is a keyword of Python.
-Figures = TypedDict(
-    "Figures",
-    {
-        "pass": Count,
-        "mode": str,
-        "round": Count,
-        "profile": bool,
-        "step": Count,
-        "counts": bool,
-        "seconds": Seconds,
-        "tokens": Count,
-        "memory": Literal["allocated", "reserved"],
-        "peak_bytes": Count,
-    },
-)
+    step: Count
+    counts: bool
+    seconds: Seconds
+    tokens: Count
+    memory: Literal["allocated", "reserved"]
+    peak_bytes: Count
 
 
 @dataclass(frozen=True)
-class Pass:
+class Pass(Record):
     """One training of the benchmark.
 
     round:   from 1 on; 0 for a profiled pass, which comes after all rounds.
@@ -45,9 +40,9 @@ class Pass:
     """
 
     mode: str
-    round: int
-    warmup: int
-    steps: int
+    round: Count
+    warmup: Count
+    steps: Count
     profile: bool = False
 
 
@@ -83,14 +78,13 @@ class BenchDir(RunDir):
 
     def write_passes(self, passes: tuple[Pass, ...]) -> None:
         """Write the passes. Raises RunError."""
-        self.write(self.passes, [asdict(one) for one in passes])
+        self.write(self.passes, [one.as_json() for one in passes])
 
     def read_passes(self) -> tuple[Pass, ...]:
         """The passes. Raises RunError when this is not a benchmark's directory."""
-        passes = self._read(self.passes, parse_json, list[_Pass])
-        return tuple(Pass(**{field.name: one[field.name] for field in fields(Pass)}) for one in passes)
+        return tuple(self._read(self.passes, parse_json, list[Pass]))
 
-    def read_figures(self, rank: int) -> list[dict[str, Any]]:
+    def read_figures(self, rank: int) -> list[Figures]:
         """The lines of one rank. Raises RunError when there are none."""
         return self._read(self.figures(rank), _lines, list[Figures], limit=1 << 30)
 

@@ -23,18 +23,19 @@ other hosts; what remains of them here is one call of fcntl.flock.
 import errno
 import fcntl
 import json
+import operator
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple
 
 from tp_invariant_recipes.errors import RunError, TpiError
-from tp_invariant_recipes.reading import Bounds, Count, checked, parse_json
+from tp_invariant_recipes.reading import Bounds, Count, Record, checked, parse_json
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 
 HEARTBEAT = 5.0  # seconds between two signs of life
@@ -52,7 +53,8 @@ class LockLost(TpiError):
     """Another launcher has taken the run over: this one ends, and writes nothing more there."""
 
 
-class Holder(TypedDict):
+@dataclass(frozen=True)
+class Holder(Record):
     """The contents of `write.lock`.
 
     boot, pids: of the kernel and of its namespace of process ids. started: of the process, in the kernel's clock ticks.
@@ -92,7 +94,7 @@ class Lock:
                 if there is not None and not _same(there, self.me):
                     self.lost = there
                     return
-                _write(self.descriptor, self.me | {"heartbeat": time.time()})
+                _write(self.descriptor, replace(self.me, heartbeat=time.time()))
 
     def check(self) -> None:
         """Raises LockLost."""
@@ -147,11 +149,11 @@ def holder(run_dir: RunDir) -> Holder | None:
         return None
     try:
         there, inode = _read(descriptor), os.fstat(descriptor).st_ino
-        if there is None or there["inode"] != inode:  # a copy of the directory copies the file
+        if there is None or there.inode != inode:  # a copy of the directory copies the file
             return None
         if _here(there, _me(inode, 1)):
-            return there if _started(there["pid"]) == there["started"] else None
-        return there if time.time() - there["heartbeat"] <= STALE else None
+            return there if _started(there.pid) == there.started else None
+        return there if time.time() - there.heartbeat <= STALE else None
     except OSError:
         return None
     finally:
@@ -244,23 +246,23 @@ def _judge(there: Holder | None, me: Holder, *, free: bool) -> _Verdict:
     """free: whether flock was free; it counts as free where there is none."""
     if there is None:  # the holder is about to write its name, or has ended and its ranks are about to
         return _Verdict(False, LEAVING)
-    ours = there["job"] is not None and there["job"] == me["job"] and there["restart"] < me["restart"]
-    dead = _here(there, me) and _started(there["pid"]) != there["started"]
+    ours = there.job is not None and there.job == me.job and there.restart < me.restart
+    dead = _here(there, me) and _started(there.pid) != there.started
     if not free:
         ending = "; it has ended, but ranks of it still run" if dead else ""
         return _Verdict(False, LEAVING if ours or dead else 0.0, claim=ours, why=ending)
     if ours:
         return _Verdict(True)
-    if _here(there, me) and not (dead and there["nodes"] > 1):
-        return _Verdict(dead or there["inode"] != me["inode"])
-    age = time.time() - there["heartbeat"]
+    if _here(there, me) and not (dead and there.nodes > 1):
+        return _Verdict(dead or there.inode != me.inode)
+    age = time.time() - there.heartbeat
     if age > STALE:
         return _Verdict(True, WATCH)
     return _Verdict(False, why=f"; its last sign of life was {max(age, 0):.0f} s ago, and {STALE:.0f} s count as dead")
 
 
 def _here(there: Holder, me: Holder) -> bool:
-    return (there["boot"], there["pids"]) == (me["boot"], me["pids"])
+    return (there.boot, there.pids) == (me.boot, me.pids)
 
 
 def _refusal(run_dir: RunDir, there: Holder | None, why: str) -> str:
@@ -270,32 +272,32 @@ def _refusal(run_dir: RunDir, there: Holder | None, why: str) -> str:
 
 
 def _who(holder: Holder) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
-    job = f" (SLURM job {holder['job']})" if holder["job"] else ""
-    return f"pid {holder['pid']} on {holder['host']} since {since}{job}"
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
+    job = f" (SLURM job {holder.job})" if holder.job else ""
+    return f"pid {holder.pid} on {holder.host} since {since}{job}"
 
 
 def _me(inode: int, nodes: int) -> Holder:
     now = time.time()
-    return {
-        "host": os.uname().nodename,
-        "boot": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
-        "pids": os.stat("/proc/self/ns/pid").st_ino,
-        "pid": os.getpid(),
-        "started": _started(os.getpid()) or 0,
-        "inode": inode,
-        "since": now,
-        "heartbeat": now,
-        "nodes": nodes,
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "restart": int(os.environ.get("SLURM_RESTART_COUNT", 0)),
-    }
+    return Holder(
+        host=os.uname().nodename,
+        boot=Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
+        pids=os.stat("/proc/self/ns/pid").st_ino,
+        pid=os.getpid(),
+        started=_started(os.getpid()) or 0,
+        inode=inode,
+        since=now,
+        heartbeat=now,
+        nodes=nodes,
+        job=os.environ.get("SLURM_JOB_ID"),
+        restart=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+    )
 
 
 def _same(a: Holder | None, b: Holder) -> bool:
     """Whether two are one process."""
-    keys = ("boot", "pids", "pid", "started", "since")
-    return a is not None and all(a[key] == b[key] for key in keys)  # type: ignore[literal-required]
+    of = operator.attrgetter("boot", "pids", "pid", "started", "since")
+    return a is not None and of(a) == of(b)
 
 
 def _started(pid: int) -> int | None:
@@ -332,6 +334,6 @@ def _read(descriptor: int) -> Holder | None:
 
 def _write(descriptor: int, holder: Holder) -> None:
     """Name the holder, in place: NFS would show other hosts a renamed file late. Raises OSError."""
-    data = json.dumps(holder).encode() + b"\n"
+    data = json.dumps(holder.as_json()).encode() + b"\n"
     os.pwrite(descriptor, data, 0)
     os.ftruncate(descriptor, len(data))

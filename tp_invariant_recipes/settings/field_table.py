@@ -16,8 +16,9 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from tp_invariant_recipes import reading
 from tp_invariant_recipes.files import write_atomically
@@ -36,8 +37,9 @@ _NAMES = {type_: name for name, type_ in PLAIN.items()}
 _TEXT = "="  # before each text that a Literal allows
 
 
-class Table(TypedDict):
-    """The file.
+@dataclass(frozen=True)
+class FieldTable:
+    """The file. pydantic reads no `FieldTable`: a shell that completes a key would wait for its import.
 
     sources: "package/file" -> size in bytes, time of change in ns.
     classes: dotted path -> field -> names of the types it takes; None: only Bridge can check it.
@@ -70,15 +72,12 @@ def _parsed(file: Path, changed: int) -> tuple[dict[str, list[int]], Hints]:
     Raises OSError, ValueError, KeyError.
     """
     table = _checked(reading.parse_json(reading.read_limited(file, LIMIT)))
-    classes = table["classes"].items()
-    return table["sources"], {path: {n: names and _hint(names) for n, names in f.items()} for path, f in classes}
+    classes = table.classes.items()
+    return table.sources, {path: {n: names and _hint(names) for n, names in f.items()} for path, f in classes}
 
 
-def _checked(value: Any) -> Table:
-    """The unchanged value. Raises ValueError: it is no table.
-
-    Not by `reading.checked`: a shell that completes a key would wait for an import of pydantic.
-    """
+def _checked(value: Any) -> FieldTable:
+    """The value as a table. Raises ValueError: it is none."""
     sources: Any
     classes: Any
     sources, classes = (value.get("sources"), value.get("classes")) if isinstance(value, dict) else (None, None)
@@ -88,7 +87,7 @@ def _checked(value: Any) -> Table:
     names = [n for fields in classes.values() for n in fields.values() if n is not None]
     if not stamps or not all(_is(list, n) and all(_is(str, text) for text in n) for n in names):
         raise ValueError("it is no table of fields")
-    return typing.cast(Table, value)
+    return FieldTable(sources, classes)
 
 
 def _is(kind: type, value: Any) -> Any:
@@ -99,12 +98,12 @@ def _is(kind: type, value: Any) -> Any:
 def write(file: Path, classes: Mapping[str, tuple[type, Fields]]) -> None:
     """Make the file. classes: dotted path -> the class and its fields. Raises OSError."""
     sources = {source for cls, _ in classes.values() for source in _sources(cls)}
-    table: Table = {
-        "sources": {source: _stamp(source) for source in sorted(sources)},
-        "classes": {path: {n: _names(hint) for n, hint in fields.items()} for path, (_, fields) in classes.items()},
-    }
+    table = FieldTable(
+        {source: _stamp(source) for source in sorted(sources)},
+        {path: {n: _names(hint) for n, hint in fields.items()} for path, (_, fields) in classes.items()},
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, json.dumps(table))
+    write_atomically(file, json.dumps(asdict(table)))
 
 
 def in_environment() -> Path:

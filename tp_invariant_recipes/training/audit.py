@@ -24,6 +24,6 @@ def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
 def _callbacks(run: AuditedRun, rank_info: rank.RankInfo) -> list[Any]:
     from tp_invariant_recipes.training.gradient_norms import GradientNorms, Rounded
 
-    rounded_from = run.read_task()["rounded_from"]
+    rounded_from = run.read_task().rounded_from
     norms = GradientNorms(run.norms if rank_info.rank == 0 else None)
     return [norms] if rounded_from is None else [norms, Rounded(rounded_from)]

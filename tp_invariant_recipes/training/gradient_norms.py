@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
+from tp_invariant_recipes.compare.norm_ratios import Norms
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.training.gathering import gathered
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
@@ -45,9 +46,9 @@ class GradientNorms(AroundOptimizerStep):
         everyone = gathered((ours, _graphs(self.context.model)))
         if self.file:
             norms = whole_norms(part for parts, _ in everyone for part in parts)
-            line = {"step": self.number, "graphs": sum(graphs for _, graphs in everyone), "norms": norms}
+            line = Norms(self.number, sum(graphs for _, graphs in everyone), norms)
             with self.file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(line) + "\n")
+                stream.write(json.dumps(line.as_json()) + "\n")
         yield
 
 

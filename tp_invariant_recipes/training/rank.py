@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.numerics.settings import NumericsSettings
+from tp_invariant_recipes.ledger.run_files import Reason
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import heartbeat
@@ -338,15 +339,15 @@ def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
 
 def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
     traceback.print_exception(error)
-    reason = {
-        "rank": rank,
-        "time": getattr(error, "failed_at", time.time()),
-        "kind": type(error).__name__,
-        "message": (str(error) or repr(error)).encode(errors="replace").decode(),  # half a character is no text
-        "ours": isinstance(error, TpiError),
-        "errno": getattr(error, "errno", None),
-    }
+    reason = Reason(
+        rank=rank,
+        time=getattr(error, "failed_at", time.time()),
+        kind=type(error).__name__,
+        message=(str(error) or repr(error)).encode(errors="replace").decode(),  # half a character is no text
+        ours=isinstance(error, TpiError),
+        errno=getattr(error, "errno", None),
+    )
     try:
-        run_dir.failure(rank).write_text(json.dumps(reason), encoding="utf-8")
+        run_dir.failure(rank).write_text(json.dumps(reason.as_json()), encoding="utf-8")
     except OSError:
         traceback.print_exc()  # a full disk: the launcher looks at the disk itself

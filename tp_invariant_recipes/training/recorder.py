@@ -16,6 +16,7 @@ from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings.environment import recorded
@@ -91,7 +92,7 @@ class Recorder(Callback):
             self.pending = record
         else:
             self.writer.append(record)
-        self._write_progress(
+        line = ProgressLine(
             step=record.step,
             loss=None if loss is None else loss.item(),
             grad_norm=None if norm is None else float(norm),
@@ -101,6 +102,7 @@ class Recorder(Callback):
             peak_memory=torch.cuda.max_memory_allocated(),
             time=time.time(),
         )
+        self._write_progress(line)
 
     def _append_with_digests(self, recorded: Recorded) -> None:
         """Append the step that waits for these digests; none waits if another callback failed in between."""
@@ -120,10 +122,10 @@ class Recorder(Callback):
             print(loaded_state.remark(line, here))
         return wrong
 
-    def _write_progress(self, **event: Any) -> None:
+    def _write_progress(self, line: ProgressLine) -> None:
         try:
             with self.run_dir.progress.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(event) + "\n")
+                stream.write(json.dumps(line.as_json()) + "\n")
         except OSError as error:
             raise OSError(error.errno, cannot_write(self.run_dir.progress, error)) from error
 

@@ -3,11 +3,12 @@
 import json
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
-from tp_invariant_recipes.runs.bench_dir import Pass
+from tp_invariant_recipes.runs.bench_dir import Figures, Pass
 from tp_invariant_recipes.training.profile import STEP, TRACED
 
 # What a CUDA graph keeps for itself is reserved, and is no longer allocated once it has been captured.
@@ -39,21 +40,23 @@ class Stopwatch(Callback):
         torch.cuda.synchronize()
         seconds = time.perf_counter() - self.start.time
         config, step = context.state.cfg, context.state.train_state.step + 1
-        memory = "allocated" if config.model.cuda_graph_impl in (None, "none") else "reserved"
-        line = {
-            "pass": self.number,
-            "mode": self.one.mode,
-            "round": self.one.round,
-            "profile": self.one.profile,
-            "step": step,
-            "counts": step > self.one.warmup and not self.one.profile,
-            "seconds": seconds,
-            "tokens": config.train.global_batch_size * config.model.seq_length,
-            "memory": memory,
-            "peak_bytes": PEAKS[memory](),
-        }
+        memory: Literal["allocated", "reserved"] = (
+            "allocated" if config.model.cuda_graph_impl in (None, "none") else "reserved"
+        )
+        line = Figures(
+            pass_=self.number,
+            mode=self.one.mode,
+            round=self.one.round,
+            profile=self.one.profile,
+            step=step,
+            counts=step > self.one.warmup and not self.one.profile,
+            seconds=seconds,
+            tokens=config.train.global_batch_size * config.model.seq_length,
+            memory=memory,
+            peak_bytes=PEAKS[memory](),
+        )
         with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line) + "\n")
+            stream.write(json.dumps(line.as_json()) + "\n")
 
 
 class Tracer(Callback):

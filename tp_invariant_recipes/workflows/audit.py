@@ -24,7 +24,7 @@ from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.warm import WarmRanks
 from tp_invariant_recipes.runs import attempts
-from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun
+from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.settings import cuda_graphs, layout
@@ -241,7 +241,7 @@ def _train_locked(audit: Audit, name: str, watch: Watch, warm: WarmRanks, rounde
     planned, run = audit.plans[name], audit.directory.training(name)
     stopped = f"the audit was stopped before its end, in the training {name}: {run.path}"
     plan.write(planned)
-    run.write_task(rounded_from)
+    run.write_task(AuditTask(rounded_from))
     try:
         with watch(name, planned) as tick:
             outcome = local.run(planned, tick, rank_fn=rank.measure, warm=warm)

@@ -18,7 +18,7 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
+from tp_invariant_recipes.runs.bench_dir import BenchDir, Figures, Pass
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.settings import environment, layout
@@ -124,7 +124,7 @@ def _check_complete(bench: Bench) -> None:
         file = bench.directory.figures(rank_number)
         lines = bench.directory.read_figures(rank_number) if file.exists() else []
         for number, one in enumerate(bench.passes):
-            if (taken := sum(line["pass"] == number for line in lines)) != one.steps:
+            if (taken := sum(line.pass_ == number for line in lines)) != one.steps:
                 raise RunError(
                     f"the ranks ended at step {taken} of {one.steps} of {one.mode}, pass {number + 1} of "
                     f"{len(bench.passes)}, and nothing had failed: {bench.directory.bridge_log}"
@@ -205,17 +205,17 @@ def _rounds(bench: Bench, mode: str) -> list[int]:
     return [number for number, one in enumerate(bench.passes) if one.mode == mode and not one.profile]
 
 
-def _round(ranks: list[list[dict[str, Any]]], number: int) -> dict[str, Any]:
+def _round(ranks: list[list[Figures]], number: int) -> dict[str, Any]:
     """The figures of one pass over all ranks."""
-    lines = [[line for line in rank if line["pass"] == number and line["counts"]] for rank in ranks]
-    milliseconds = [1000 * s for s in slowest([[line["seconds"] for line in rank] for rank in lines])]
+    lines = [[line for line in rank if line.pass_ == number and line.counts] for rank in ranks]
+    milliseconds = [1000 * s for s in slowest([[line.seconds for line in rank] for rank in lines])]
     return {
         "pass": number,
         "median_ms": spread(milliseconds).median,
         "step_ms": milliseconds,
-        "tokens": lines[0][0]["tokens"],
-        "memory": lines[0][0]["memory"],
-        "peak_bytes": max(line["peak_bytes"] for rank in lines for line in rank),
+        "tokens": lines[0][0].tokens,
+        "memory": lines[0][0].memory,
+        "peak_bytes": max(line.peak_bytes for rank in lines for line in rank),
     }
 
 

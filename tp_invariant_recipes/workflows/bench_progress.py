@@ -1,7 +1,5 @@
 """The progress of a benchmark: a live bar on a terminal, a line for each pass elsewhere."""
 
-from typing import Any
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -44,11 +42,11 @@ class Passes:
             self._show(event)
         self.remark()
 
-    def _show(self, event: dict[str, Any]) -> None:
-        words = self._words(self.passes[event["pass"]])
-        if event["pass"] != self.current and not self.console.is_terminal:
+    def _show(self, event: Figures) -> None:
+        words = self._words(self.passes[event.pass_])
+        if event.pass_ != self.current and not self.console.is_terminal:
             self.console.print(words)
-        self.current = event["pass"]
+        self.current = event.pass_
         self.progress.update(self.task, description=words, advance=1)
 
     def _words(self, one: Pass) -> str:
