@@ -177,4 +177,4 @@ def _outcome(tpi) -> str:
     from tp_invariant_recipes.runs.attempts import read_attempts
     from tp_invariant_recipes.runs.run_dir import RunDir
 
-    return read_attempts(RunDir(tpi.folder / "run"))[-1]["outcome"]
+    return read_attempts(RunDir(tpi.folder / "run"))[-1].outcome

@@ -177,7 +177,7 @@ def run_json(folder: Path, data: bytes) -> None:
     registry.attempts(run)
     report_runs._planned(run.run)
     for attempt in attempts.read_attempts(run):
-        str(attempt.get("outcome")), (attempt.get("job") or {}).get("id")
+        str(attempt.outcome), attempt.job and attempt.job.id
 
 
 def matrix_json(folder: Path, data: bytes) -> None:

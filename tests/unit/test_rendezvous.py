@@ -8,6 +8,7 @@ import pytest
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.launch.ranks import Stop
+from tp_invariant_recipes.ledger.run_files import Attempt
 from tp_invariant_recipes.multinode import rendezvous
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
 from tp_invariant_recipes.runs.attempts import consecutive_failures
@@ -79,7 +80,7 @@ def test_ports_are_below_those_that_linux_gives_away():
     ),
 )
 def test_only_tries_since_the_last_progress_count(before, start, count):
-    attempts = [{"from_step": step, "outcome": outcome} for step, outcome in before]
+    attempts = [Attempt(from_step=step, outcome=outcome) for step, outcome in before]
     assert consecutive_failures(attempts, start) == count
 
 

@@ -50,7 +50,8 @@ def write(folder: Path, steps: int = 6, differs_from: int | None = None, names=N
                     weights=changed,
                 )
             )
-    lines = [{"step": n, "seconds": 0.5, "tokens": 64, "peak_memory": n << 30} for n in range(1, steps + 1)]
+    whole = {"loss": 6.0, "seconds": 0.5, "tokens": 64}
+    lines = [whole | {"step": n, "peak_memory": n << 30} for n in range(1, steps + 1)]
     (folder / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -204,7 +205,7 @@ def test_of_a_step_that_ran_twice_the_last_time_counts(tmp_path):
     run = write(tmp_path / "tp1", steps=2)
     with (run / "progress.jsonl").open("a") as stream:
         stream.write('{"step": 2, "sec{"step": 3, "seconds": 8}\n')  # killed in the middle of a line, then resumed
-        stream.write('{"step": 2, "seconds": 9.0, "tokens": 64, "peak_memory": 0}\n')
+        stream.write('{"step": 2, "loss": 6.0, "seconds": 9.0, "tokens": 64, "peak_memory": 0}\n')
     (read,) = gather([run]).runs
     assert [(timing.step, timing.seconds) for timing in read.timings] == [(1, 0.5), (2, 9.0)]
     assert "incomplete lines of progress.jsonl, left out: 1" in read.remarks

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.ledger.run_files import LARGEST, Attempted
+from tp_invariant_recipes.ledger.run_files import LARGEST, Attempt, Attempted
 from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, read_limited
 from tp_invariant_recipes.runs.matrix_dir import Name
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
@@ -279,7 +279,7 @@ def _read(directory: Path, known: Registered) -> Submission:
 
 def _train(directory: Path, job: str, cells: Sequence[str]) -> list[JobPart]:
     run = RunDir(directory)
-    ids = [(attempt.get("job") or {}).get("id") for attempt in attempts(run)]
+    ids = [attempt.job.id for attempt in attempts(run) if attempt.job]
     # The user may have passed the script to sbatch again; then the newest of those jobs counts.
     return [JobPart(next((i for i in reversed(ids) if i), job), None, TRAIN, run, directory)]
 
@@ -296,9 +296,9 @@ def _judge(directory: Path, job: str, cells: Sequence[str]) -> list[JobPart]:
 _ROLES: dict[str, Callable[[Path, str, Sequence[str]], list[JobPart]]] = {TRAIN: _train, CELLS: _cells, JUDGE: _judge}
 
 
-def attempts(run: RunDir) -> list[dict[str, Any]]:
+def attempts(run: RunDir) -> tuple[Attempt, ...]:
     """The attempts at a run in `run.json`; empty without that file."""
     try:
-        return run.read_run(Attempted)["attempts"]
+        return run.read_run(Attempted).attempts
     except RunError:
-        return []
+        return ()

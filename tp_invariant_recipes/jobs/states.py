@@ -12,7 +12,7 @@ from tp_invariant_recipes.jobs.registry import JUDGE, JobPart, Submission, all_s
 from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.jobs.status_query import SlurmStatus
 from tp_invariant_recipes.ledger.layouts import words
-from tp_invariant_recipes.ledger.run_files import ProgressLine
+from tp_invariant_recipes.ledger.run_files import Attempt, ProgressLine
 from tp_invariant_recipes.reading import checked, parse_json
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -166,15 +166,15 @@ def exit_status(found: Sequence[JobState]) -> int | None:
 
 def _state(part: JobPart, status: SlurmStatus) -> JobState:
     queued, accounted = status.queued_row(part), status.account(part)
-    tried = [attempt for attempt in attempts(part.run) if attempt.get("job")]
-    last: dict[str, Any] = tried[-1] if tried else {}
+    tried = [attempt for attempt in attempts(part.run) if attempt.job]
+    last = tried[-1] if tried else None
     step, loss = _last_step(part.run.progress)
     facts: dict[str, Any] = {
         "part": part,
-        "tries": 1 + last["job"]["restart"] if last else 1,
-        "layouts": tuple(words(one["layout"]) for one in tried if one.get("layout")),
+        "tries": 1 + last.job.restart if last and last.job else 1,
+        "layouts": tuple(words(one.layout) for one in tried if one.layout),
         "step": step,
-        "of": last.get("to_step"),
+        "of": last.to_step if last else None,
         "loss": loss,
         "nodes": queued.nodes if queued else (),
     }
@@ -185,7 +185,7 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
     if word not in slurm_client.OVER:
         word = None  # SLURM writes the accounts some time after the end
     ended = _judged(part, word) if part.role == JUDGE else _ended(part, word, last)
-    if status.unavailable is not None and (not ended.settled or last.get("requeued")):
+    if status.unavailable is not None and (not ended.settled or (last and last.requeued)):
         return JobState(**facts, word=UNKNOWN, alive=None)
     return JobState(**facts, word=ended.word, alive=False, end=ended, note=ended.note)
 
@@ -194,19 +194,19 @@ def _reason(queued: Queued) -> str | None:
     return queued.reason if queued.state == "PENDING" and queued.reason not in ("", "None") else None
 
 
-def _ended(part: JobPart, word: str | None, last: dict[str, Any]) -> End:
+def _ended(part: JobPart, word: str | None, last: Attempt | None) -> End:
     """The end of a run whose job SLURM no longer knows. word: SLURM's; last: the last attempt by a job."""
-    outcome, note = last.get("outcome"), last.get("why")
-    if outcome is None:
+    if last is None or last.outcome is None:
         elsewhere = None if last else _elsewhere(part)
-        note = elsewhere or _silent(part, "it left no word of its end" if last else "it left no word of having begun")
+        silent = "it left no word of its end" if last else "it left no word of having begun"
+        said = elsewhere or _silent(part, silent)
         settled = elsewhere is not None or word not in (None, *_OF_SCRIPTS)
-        return End(word or UNKNOWN, _status(word == "COMPLETED"), settled, note if part.ours else f"{_TAKEN}; {note}")
-    settled = True
-    if last.get("requeued"):  # unless it was cancelled, SLURM has started another try, whose end is still to come
+        return End(word or UNKNOWN, _status(word == "COMPLETED"), settled, said if part.ours else f"{_TAKEN}; {said}")
+    settled, note = True, last.why
+    if last.requeued:  # unless it was cancelled, SLURM has started another try, whose end is still to come
         settled = word not in (None, *_OF_SCRIPTS)
         note = "; ".join(filter(None, (note, "it was to be queued again, and is in the queue no more")))
-    return End(word or outcome, _status(outcome == COMPLETED), settled, note)
+    return End(word or last.outcome, _status(last.outcome == COMPLETED), settled, note)
 
 
 def _status(completed: bool) -> int:

@@ -64,7 +64,7 @@ def resume(
     where = _absolute(RunDir(run.expanduser()))
     before = where.read_run(RunFile)
     problems, sound = reserved.check("submit --resume", parse_all(overrides))
-    model = before["model"]
+    model = before.model
     composed = _composed(model, [*plan.asked_again(before), *sound], problems)
     composed, configs = _layouts(composed, problems)
     fitness.check(configs, problems, dry=dry)

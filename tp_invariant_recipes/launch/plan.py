@@ -23,7 +23,7 @@ from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import experiments, preflight
 from tp_invariant_recipes.ledger.lines import Header
 from tp_invariant_recipes.ledger.open import read, streamed
-from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.ledger.run_files import AttemptJob, RunFile
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
@@ -229,19 +229,19 @@ def resume_or_start(
 
 def _composed_again(run: Path, model: str | None, overrides: Sequence[Override]) -> Composed:
     before = RunDir(run).read_run(RunFile)
-    if model not in (None, before["model"]):
-        raise ConfigError(f"--resume {run} is a run of {before['model']}, not of {model}")
+    if model not in (None, before.model):
+        raise ConfigError(f"--resume {run} is a run of {before.model}, not of {model}")
     return _compose_as(before, [*_asked(before, OF_AN_ATTEMPT), *_kept(before), *overrides])
 
 
-def _kept(before: dict[str, Any]) -> list[Override]:
+def _kept(before: RunFile) -> list[Override]:
     """What a run keeps of its numerics although another layout has another default."""
-    return [parse(text) for text in going_on.kept(before["numerics"])]
+    return [parse(text) for text in going_on.kept(before.numerics)]
 
 
-def _compose_as(before: dict[str, Any], overrides: Sequence[Override]) -> Composed:
+def _compose_as(before: RunFile, overrides: Sequence[Override]) -> Composed:
     """Compose with the device and the numerics of an earlier attempt, whatever is the default here and now."""
-    return compose(before["model"], overrides, device=before["device"], numerics=before["numerics"]["mode"])
+    return compose(before.model, overrides, device=before.device, numerics=before.numerics["mode"])
 
 
 def _with_its_numerics(composed: Composed) -> Composed:
@@ -250,23 +250,23 @@ def _with_its_numerics(composed: Composed) -> Composed:
     run_dir = RunDir(Path(where or "").expanduser())
     if where is None or not run_dir.run.exists() or given(composed.overrides, "numerics.mode"):
         return composed
-    numerics, device = run_dir.read_run()["numerics"]["mode"], composed.config.device.kind
+    numerics, device = run_dir.read_run(RunFile).numerics["mode"], composed.config.device.kind
     if composed.config.numerics.mode == numerics:
         return composed
     return compose(composed.model, composed.overrides, device=device, numerics=numerics)
 
 
-def asked_again(before: dict[str, Any]) -> list[Override]:
+def asked_again(before: RunFile) -> list[Override]:
     """The overrides that repeat a run elsewhere, its device and numerics among them. before: its `run.json`."""
     asked = _asked(before, NOT_REPEATED)
-    decided = {"device": before["device"], "numerics": before["numerics"]["mode"]}
+    decided = {"device": before.device, "numerics": before.numerics["mode"]}
     missing = {group: option for group, option in decided.items() if not given(asked, f"{group}.{_BY[group]}")}
     return [*(parse(f"{group}={option}") for group, option in missing.items()), *asked]
 
 
-def _asked(before: dict[str, Any], apart_from: Sequence[str]) -> list[Override]:
+def _asked(before: RunFile, apart_from: Sequence[str]) -> list[Override]:
     """The overrides that a run was made of."""
-    return [override for override in parse_all(before["overrides"]) if override.field not in apart_from]
+    return [override for override in parse_all(before.overrides) if override.field not in apart_from]
 
 
 def _going_on(
@@ -285,10 +285,10 @@ def _going_on(
     imported = _imported(before, composed) if begun else None
     plan = resolve(composed, run_dir, progress, here=here, dry=dry, imported=imported)
     if plan.data_missing:
-        plan.identity["data.digest"] = before["identity"].get("data.digest")  # not known before it is prepared
-    if composed.model != before["model"]:
-        raise ConfigError(f"{asked} is a run of {before['model']}, not of {composed.model}")
-    _same_identity(before["identity"], plan.identity, f"{asked} would go on with another run.", composed.overrides)
+        plan.identity["data.digest"] = before.identity.get("data.digest")  # not known before it is prepared
+    if composed.model != before.model:
+        raise ConfigError(f"{asked} is a run of {before.model}, not of {composed.model}")
+    _same_identity(before.identity, plan.identity, f"{asked} would go on with another run.", composed.overrides)
     if start is not None:
         return _from(plan, RunCheckpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
     step = plan.tree["checkpoint"]["ckpt_step"]
@@ -317,19 +317,19 @@ def _has_checkpoint(run_dir: RunDir) -> bool:
     return any(found.step <= recorded for found in checkpoints.finished(run_dir.checkpoints))
 
 
-def _imported(before: dict[str, Any], composed: Composed) -> str | None:
+def _imported(before: RunFile, composed: Composed) -> str | None:
     """The digest of the weights that a run has started from, if these are still asked for.
 
     None: they have to be read. Checkpoints of adapters have no others.
     """
     if peft.adapts(composed.tree):
         return None
-    now, then = (given(texts, "weights.folder") for texts in (composed.overrides, parse_all(before["overrides"])))
+    now, then = (given(texts, "weights.folder") for texts in (composed.overrides, parse_all(before.overrides)))
     same = (now and now.value) == (then and then.value)
-    return before["identity"].get(WEIGHTS_DIGEST) if same else None
+    return before.identity.get(WEIGHTS_DIGEST) if same else None
 
 
-def _same_bits(asked: str, before: dict[str, Any], plan: Plan, found: RunCheckpoint) -> None:
+def _same_bits(asked: str, before: RunFile, plan: Plan, found: RunCheckpoint) -> None:
     """Raises ConfigError: in this layout the steps to come would have other bits, or the checkpoint cannot be read."""
     degrees, manifest = plan.layout.as_dict(), found.read_manifest()
     are_apart = going_on.experts_apart(plan.tree["numerics"]["mode"], plan.tree["model"], degrees)
@@ -341,7 +341,7 @@ def _same_bits(asked: str, before: dict[str, Any], plan: Plan, found: RunCheckpo
         apart=(manifest["experts_apart"], are_apart),
     )
     problems = [
-        going_on.other_gradients(before, {"numerics": plan.tree["numerics"], "layout": degrees}),
+        going_on.other_gradients(vars(before), {"numerics": plan.tree["numerics"], "layout": degrees}),
         state and f"{found.path}: {state}",
     ]
     wrong = [problem for problem in problems if problem]
@@ -377,7 +377,7 @@ def rerun(
     composed = _compose_as(before, [*_asked(before, NOT_REPEATED), *parse_all(changes)])
     imported = _imported(before, composed) if start else None
     plan = resolve(composed, run_dir, progress, imported=imported)
-    _same_identity(before["identity"], plan.identity, f"{run} cannot be repeated: it would be another run now.")
+    _same_identity(before.identity, plan.identity, f"{run} cannot be repeated: it would be another run now.")
     plan.tree["checkpoint"]["save"] = None
     return plan if start is None else _from(plan, start)
 
@@ -401,7 +401,7 @@ def _attempts(run_dir: RunDir) -> int | None:
     return len(attempts.read_attempts(run_dir)) if run_dir.run.exists() else None
 
 
-def write(plan: Plan, *, attempt: bool = True, job: dict[str, Any] | None = None) -> None:
+def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) -> None:
     """Write the run directory, before anything starts. Raises RunError.
 
     attempt: whether this is one; a job that is only submitted is none yet. job: of SLURM, that makes it.
@@ -409,22 +409,22 @@ def write(plan: Plan, *, attempt: bool = True, job: dict[str, Any] | None = None
     run_dir = plan.run_dir
     so_far = attempts.read_attempts(run_dir)
     if attempt:
-        so_far = [*so_far, attempts.begun(plan.start, plan.steps, job, plan.layout.as_dict())]
-    run = {
-        "model": plan.composed.model,
-        "overrides": list(texts(plan.composed.overrides)),
-        "device": plan.device,
-        "layout": plan.layout.as_dict(),
-        "numerics": plan.tree["numerics"],
-        "identity": plan.identity,
-        "identity_hash": identity_hash(plan.identity),
-        "notes": _notes(plan.tree),
-        "attempts": so_far,
-    }
+        so_far = (*so_far, attempts.started(plan.start, plan.steps, job, plan.layout.as_dict()))
+    run = RunFile(
+        model=plan.composed.model,
+        overrides=tuple(texts(plan.composed.overrides)),
+        device=plan.device,
+        layout=plan.layout.as_dict(),
+        numerics=plan.tree["numerics"],
+        identity=plan.identity,
+        identity_hash=identity_hash(plan.identity),
+        notes=_notes(plan.tree),
+        attempts=so_far,
+    )
     run_dir.write(run_dir.config, plan.tree)
     run_dir.write(run_dir.environment, environment.recorded(os.environ | plan.environment))
     run_dir.write(run_dir.versions, versions())
-    run_dir.write(run_dir.run, run)
+    run_dir.write(run_dir.run, run.as_json())
 
 
 def identity_hash(identity: dict[str, Any]) -> str:

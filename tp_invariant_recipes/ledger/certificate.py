@@ -122,8 +122,8 @@ def _summary(source: Path, members: dict[str, bytes], ledger: Ledger) -> dict[st
             typed[name] = checked(kind, read(members[name]))
     except ValueError as error:
         raise LedgerError(f"{source}: not the files of a run: {name}: {error}") from error
-    run, planned = typed["run.json"], typed["config.yaml"]["train"]["train_iters"]
-    model, identity_hash = run["model"], run["identity_hash"]
+    run, planned = typed["run.json"], typed["config.yaml"].train.train_iters
+    model, identity_hash = run.model, run.identity_hash
     header = ledger.header
     if identity_hash != header.identity_hash:
         raise LedgerError(f"{source}: {FILE_NAME} and run.json are of different runs: their identities differ")

@@ -4,73 +4,88 @@ A file may have other fields beside these, and a field of another version of tpi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, NotRequired, TypedDict
+from dataclasses import dataclass, field
+from typing import Any
 
-from tp_invariant_recipes.reading import MIB, Bounds, Count, Hash, Integer, Layout, Record, Seconds
+from tp_invariant_recipes.reading import MIB, Count, Hash, Integer, Layout, Listed, Record, Seconds
 
 LARGEST = 16 * MIB  # bytes of a JSON file of a run directory
 LARGEST_CONFIG = MIB  # YAML is read slowly
 
 
-class Job(TypedDict):
-    """The SLURM job of an attempt."""
+@dataclass(frozen=True)
+class AttemptJob(Record):
+    """The SLURM job of an attempt. restart: how often SLURM had restarted it. nodes: as SLURM writes them."""
 
-    id: NotRequired[str | None]
-
-
-class Attempt(TypedDict):
-    """One start of a run."""
-
-    from_step: NotRequired[Count]
-    to_step: NotRequired[Count]
-    command: NotRequired[str]
-    time: NotRequired[str]
-    host: NotRequired[str]
-    layout: NotRequired[Layout]
-    job: NotRequired[Job | None]
-    outcome: NotRequired[str | None]
-    why: NotRequired[str | None]
-    requeued: NotRequired[bool]
+    id: str | None = None
+    restart: Count = 0
+    nodes: str = ""
 
 
-class _Typed(TypedDict, total=False):
-    layout: Layout
-    numerics: dict[str, Any]
-    identity_hash: Hash
-    notes: dict[str, Any]
+@dataclass(frozen=True, kw_only=True)
+class Attempt(Record):
+    """One start of a run.
+
+    command, time, host: of the launcher; the time in ISO 8601.
+    from_step, to_step:  steps completed when it starts, and planned for its end.
+    layout:              the degrees of parallelism by their short names.
+    job:                 None: without SLURM.
+    outcome:             "completed", "stopped" or "failed"; None: it runs, or was killed. why: of a failure.
+    requeued:            whether its job asked to be queued again.
+    """
+
+    command: str = ""
+    time: str = ""
+    host: str = ""
+    from_step: Count = 0
+    to_step: Count | None = None
+    layout: Layout = field(default_factory=dict)
+    job: AttemptJob | None = None
+    outcome: str | None = None
+    why: str | None = None
+    requeued: bool = False
 
 
-class Attempted(_Typed):
+@dataclass(frozen=True)
+class Attempted(Record):
     """`run.json` where only its attempts count."""
 
-    attempts: list[Attempt]
+    attempts: Listed[Attempt]
 
 
-class RunFile(Attempted):
-    """`run.json` with all that a command needs to train the run again."""
+@dataclass(frozen=True, kw_only=True)
+class RunFile(Record):
+    """`run.json`."""
 
     model: str
-    overrides: list[str]
+    overrides: Listed[str]
     device: str
+    layout: Layout
+    numerics: dict[str, Any] = field(default_factory=dict)
     identity: dict[str, Any]
+    identity_hash: Hash
+    notes: dict[str, Any] = field(default_factory=dict)
+    attempts: Listed[Attempt]
 
 
-class CertifiedRun(TypedDict):
+@dataclass(frozen=True)
+class CertifiedRun(Record):
     """`run.json` in a certificate."""
 
     model: str
     identity_hash: Hash
 
 
-class Train(TypedDict):
+@dataclass(frozen=True)
+class Train(Record):
     """The section `train` of a configuration."""
 
-    train_iters: Annotated[int, Bounds(ge=0, lt=2**63)]
+    train_iters: Count
 
 
-class Config(TypedDict):
-    """`config.yaml`."""
+@dataclass(frozen=True)
+class Config(Record):
+    """`config.yaml`, as far as it is read without Bridge."""
 
     train: Train
 

@@ -29,6 +29,7 @@ from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, ranks, train
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
+from tp_invariant_recipes.ledger.run_files import AttemptJob
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
 from tp_invariant_recipes.multinode.heartbeat import Heartbeat, PeerFailed
 from tp_invariant_recipes.multinode.rendezvous import (
@@ -155,7 +156,7 @@ def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
 def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Ended:
     """Raises a TpiError when another attempt would fail for the same reason."""
     run_dir, node = task.run_dir, rendezvous.node
-    job = {"id": node.job, "restart": node.restart, "nodes": node.names}
+    job = AttemptJob(node.job, node.restart, node.names)
     try:
         planned = _without_shared_files(task.lead())
         _check_node_count(planned, node)
@@ -163,7 +164,7 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Ended:
         with suppress(TpiError):  # where there is no run directory yet, the reason is in the job's log only
             attempts.refused(run_dir, str(error), job)
         raise
-    mine = [attempt for attempt in attempts.read_attempts(run_dir) if (attempt.get("job") or {}).get("id") == node.job]
+    mine = [attempt for attempt in attempts.read_attempts(run_dir) if attempt.job and attempt.job.id == node.job]
     run_dir.ended.unlink(missing_ok=True)
     plan.write(planned, job=job)
     try:
@@ -285,7 +286,7 @@ def _follow(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> Ended:
         if port is None:
             raise _Over
         if not shared:
-            plan.write(planned, job={"id": rendezvous.node.job})
+            plan.write(planned, job=AttemptJob(rendezvous.node.job))
         heartbeat = Heartbeat(rendezvous, planned, None if shared else Sender(rendezvous, planned.run_dir))
         address = rendezvous.node.address
         _run_ranks(rendezvous, planned, address, port, interface(address_towards(address)), heartbeat)

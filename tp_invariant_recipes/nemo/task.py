@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError
+from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.replacement import Replacement, applied
 
 RUNNER = "tp_invariant_recipes.nemo"
@@ -143,12 +144,13 @@ def _recorded(
 _NUMERICS = {"mode": "tree", "grad_norm": "exact", "clip_rounding": "none", "initial_weights": "invariant"}
 
 
-def described(config: Any, world: int) -> dict[str, Any]:
+def described(config: Any, world: int) -> RunFile:
     """What `run.json` holds of a ConfigContainer that trains on `world` ranks, before Bridge fills it in.
 
     Paths of data stand for the data, which has no digest here.
     """
     from tp_invariant_recipes.config import identity as identities
+    from tp_invariant_recipes.host import gpus
     from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
     from tp_invariant_recipes.ledger.record import Header
 
@@ -167,15 +169,16 @@ def described(config: Any, world: int) -> dict[str, Any]:
     etp = model.expert_tensor_parallel_size or tp
     layout = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "ep": ep, "etp": etp, "sp": bool(model.sequence_parallel)}
     shards = {"virtual_shards": int(os.environ[SHARDS]), "data_shards": dp, "context_shards": cp}
-    return {
-        "model": type(model).__name__,
-        "layout": layout,
-        "numerics": _NUMERICS | shards,
-        "notes": {},
-        "identity": identity,
-        "identity_hash": Header(identity=identity).identity_hash,
-        "attempts": [],
-    }
+    return RunFile(
+        model=type(model).__name__,
+        overrides=(),
+        device="gpu" if gpus.visible() else "cpu",
+        layout=layout,
+        numerics=_NUMERICS | shards,
+        identity=identity,
+        identity_hash=Header(identity=identity).identity_hash,
+        attempts=(),
+    )
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def _plain(config: Any) -> dict[str, Any]:
     return json.loads(text, parse_constant=str)
 
 
-def _write(run_dir: Any, config: Any, run: dict[str, Any]) -> None:
+def _write(run_dir: Any, config: Any, run: RunFile) -> None:
     """The files beside the ledger that make a certificate of it."""
     from tp_invariant_recipes.host.versions import versions
     from tp_invariant_recipes.settings.environment import recorded
@@ -192,4 +195,4 @@ def _write(run_dir: Any, config: Any, run: dict[str, Any]) -> None:
     run_dir.write(run_dir.config, _plain(config))
     run_dir.write(run_dir.environment, recorded(os.environ))
     run_dir.write(run_dir.versions, versions())
-    run_dir.write(run_dir.run, run)
+    run_dir.write(run_dir.run, run.as_json())

@@ -137,10 +137,10 @@ def _timings(file: Path) -> tuple[tuple[Timing, ...], int]:
 def _planned(file: Path) -> int | None:
     """The last step that the last attempt planned. None: unknown."""
     try:
-        attempts = checked(run_files.Attempted, parse_json(_bytes(file, run_files.LARGEST)))["attempts"]
+        attempts = checked(run_files.Attempted, parse_json(_bytes(file, run_files.LARGEST))).attempts
     except ValueError:
         return None
-    return attempts[-1].get("to_step") if attempts else None
+    return attempts[-1].to_step if attempts else None
 
 
 def _bytes(file: Path, limit: int = reader.LARGEST) -> bytes:

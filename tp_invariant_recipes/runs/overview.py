@@ -7,16 +7,16 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.run_files import Attempt
 from tp_invariant_recipes.ledger.tail import last_step
-from tp_invariant_recipes.reading import Hash, Layout
+from tp_invariant_recipes.reading import Hash, Layout, Listed, Record
 from tp_invariant_recipes.runs import lock
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -30,15 +30,16 @@ RESUMABLE = (STOPPED, FAILED, KILLED)
 _DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 
-class _RunFile(TypedDict):
+@dataclass(frozen=True, kw_only=True)
+class ListedRun(Record):
     """`run.json`, as far as a list shows it."""
 
     model: str
     identity_hash: Hash
     layout: Layout
-    device: NotRequired[str]
-    numerics: NotRequired[dict[str, Any]]
-    attempts: list[Attempt]
+    device: str | None = None
+    numerics: dict[str, Any] = field(default_factory=dict)
+    attempts: Listed[Attempt]
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,13 @@ def row(run: Path | tuple[Path, str]) -> RunRow:
     try:
         if not run_dir.run.is_file():
             raise RunError("run.json is missing" if not run_dir.run.exists() else "run.json is not a file")
-        found = run_dir.read_run(_RunFile)
+        found = run_dir.read_run(ListedRun)
     except OSError as error:  # of the folder: no permission to look into it
         return RunRow(run, DAMAGED, f"cannot be read: {error.strerror or error}")
     except RunError as error:
         return RunRow(run, DAMAGED, str(error).removeprefix(f"{run} is not a run directory: "))
-    attempts = found["attempts"]
-    last = attempts[-1] if attempts else Attempt()
-    state, why = _state(run_dir, last if attempts else None)
+    last = found.attempts[-1] if found.attempts else Attempt()
+    state, why = _state(run_dir, last if found.attempts else None)
     step: int | None = 0
     loss = None
     try:
@@ -138,15 +138,15 @@ def row(run: Path | tuple[Path, str]) -> RunRow:
         state,
         why,
         step,
-        last.get("to_step"),
+        last.to_step,
         loss,
-        found["model"],
-        str(found.get("numerics", {}).get("mode", "")) or None,
-        found.get("device"),
-        found["layout"],
-        found["identity_hash"],
-        last.get("time", ""),
-        last.get("command", ""),
+        found.model,
+        str(found.numerics.get("mode", "")) or None,
+        found.device,
+        found.layout,
+        found.identity_hash,
+        last.time,
+        last.command,
     )
 
 
@@ -205,10 +205,9 @@ def _state(run_dir: RunDir, last: Attempt | None) -> tuple[str, str | None]:
         return RUNNING, None
     if last is None:
         return WAITING, None
-    outcome = last.get("outcome")
-    if outcome not in (COMPLETED, STOPPED, FAILED):
+    if last.outcome not in (COMPLETED, STOPPED, FAILED):
         return KILLED, None
-    return outcome, last.get("why")
+    return last.outcome, last.why
 
 
 def _directories(folder: Path) -> Iterator[Path | tuple[Path, str]]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import UNFINISHED, write_atomically
@@ -126,12 +126,22 @@ class RunDir:
         """Why a rank failed, as it reports itself."""
         return self.logs / f"rank-{rank}.error.json"
 
-    def read_config(self, kind: Any = dict[str, Any]) -> dict[str, Any]:
-        """The composed tree, with the fields of a type. Raises RunError when this is not a run directory."""
+    @overload
+    def read_config(self) -> dict[str, Any]: ...
+    @overload
+    def read_config[T](self, kind: type[T]) -> T: ...
+
+    def read_config(self, kind: Any = dict[str, Any]) -> Any:
+        """The composed tree, as this type. Raises RunError when this is not a run directory."""
         return self._read(self.config, parse_yaml, kind, run_files.LARGEST_CONFIG)
 
-    def read_run(self, kind: Any = dict[str, Any]) -> dict[str, Any]:
-        """What `run.json` holds, with the fields of a type. Raises RunError when this is not a run directory."""
+    @overload
+    def read_run(self) -> dict[str, Any]: ...
+    @overload
+    def read_run[T](self, kind: type[T]) -> T: ...
+
+    def read_run(self, kind: Any = dict[str, Any]) -> Any:
+        """What `run.json` holds, as this type. Raises RunError when this is not a run directory."""
         return self._read(self.run, parse_json, kind)
 
     def read_environment(self) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs.audit_dir import AuditedRun
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
@@ -11,7 +12,7 @@ from tp_invariant_recipes.training import rank
 def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
     """Train what the run directory holds and write down the gradient norms of every step."""
     run = AuditedRun(run_dir.path)
-    tree, described = run.read_config(), run.read_run()
+    tree, described = run.read_config(), run.read_run(RunFile)
     bridge.load()
     callbacks = [*rank.recording(run, rank_info, described, tree["ledger"]), *_callbacks(run, rank_info)]
     try:

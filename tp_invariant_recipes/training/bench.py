@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import rank
@@ -31,7 +32,7 @@ def _callbacks(bench_dir: BenchDir, rank_info: rank.RankInfo, number: int, one: 
     run_dir = bench_dir.recorded(number)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     start = Start()
-    recording = rank.recording(run_dir, rank_info, bench_dir.mode(one.mode).read_run(), tree["ledger"])
+    recording = rank.recording(run_dir, rank_info, bench_dir.mode(one.mode).read_run(RunFile), tree["ledger"])
     callbacks = [start, *recording, Stopwatch(start, bench_dir.figures(rank_info.rank), number, one)]
     if one.profile and rank_info.rank == 0:
         callbacks.append(Tracer(bench_dir.trace(one.mode), one, gpu=device == "gpu"))

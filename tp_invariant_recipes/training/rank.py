@@ -18,8 +18,8 @@ from typing import Any, TextIO
 
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.ledger.run_files import Reason, RunFile
 from tp_invariant_recipes.numerics.settings import NumericsSettings
-from tp_invariant_recipes.ledger.run_files import Reason
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.training import heartbeat
@@ -169,7 +169,7 @@ def _perform(
 
 def train(run_dir: RunDir, rank_info: RankInfo) -> None:
     """Build the configuration that the run directory holds and train it."""
-    tree, run = run_dir.read_config(), run_dir.read_run()
+    tree, run = run_dir.read_config(), run_dir.read_run(RunFile)
     bridge.load()
     from tp_invariant_recipes.training import experiment_report
 
@@ -241,24 +241,24 @@ NOTING = Replacement(
 )
 
 
-def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], tree: dict[str, Any]) -> list:
+def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: RunFile, tree: dict[str, Any]) -> list:
     from tp_invariant_recipes.config.going_on import experts_apart, optimizer_state
     from tp_invariant_recipes.training.experiment_report import ExperimentReport
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
 
     manifest = []
     if rank_info.rank == 0:
-        apart = experts_apart(tree["numerics"]["mode"], tree["model"], run["layout"])
-        manifest = [ManifestWriter(run["identity_hash"], run["layout"], optimizer_state(tree), experts_apart=apart)]
+        apart = experts_apart(tree["numerics"]["mode"], tree["model"], run.layout)
+        manifest = [ManifestWriter(run.identity_hash, run.layout, optimizer_state(tree), experts_apart=apart)]
     last = rank_info.rank == rank_info.world_size - 1
     figures = [ExperimentReport(run_dir, tree["train"]["train_iters"])] if last else []
     return [*recording(run_dir, rank_info, run, tree["ledger"]), *manifest, *figures]
 
 
-def recording(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], ledger: dict[str, Any]) -> list:
+def recording(run_dir: RunDir, rank_info: RankInfo, run: RunFile, ledger: dict[str, Any]) -> list:
     """The callbacks that write the ledger of a run directory, on this rank. Bridge is loaded.
 
-    run, ledger: what `run.json` holds, and the section of the configuration.
+    ledger: the section of the configuration.
     """
     from tp_invariant_recipes.config.recording import steps
     from tp_invariant_recipes.training.digests import Digests
@@ -275,8 +275,8 @@ def recording(run_dir: RunDir, rank_info: RankInfo, run: dict[str, Any], ledger:
     if tracing:
         callbacks.append(tracing)
     if rank_info.rank == rank_info.world_size - 1:
-        parts = {name: run[name] for name in ("numerics", "layout", "notes")}
-        callbacks.append(Recorder(run_dir, run["identity"], parts, digests, tracing))
+        parts = {"numerics": run.numerics, "layout": run.layout, "notes": run.notes}
+        callbacks.append(Recorder(run_dir, run.identity, parts, digests, tracing))
     return callbacks
 
 

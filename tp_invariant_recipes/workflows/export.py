@@ -47,7 +47,7 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     holds something. Then the folder is as it was.
     """
     run_dir = RunDir(run)
-    run_dir.read_run(RunFile)
+    before = run_dir.read_run(RunFile)
     tree = run_dir.read_config()
     if peft.adapts(tree):
         raise ConfigError(
@@ -59,7 +59,7 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
         raise ConfigError(f"{run} cannot be exported: {family}")
     if masters and tree.get("mixed_precision") is None:
         raise ConfigError(f"{run} has no master weights: its weights are fp32; leave out --masters")
-    found = _checkpoint(run_dir, step)
+    found = _checkpoint(run_dir, before.identity_hash, step)
     folder = folder.expanduser().absolute()
     if folder.is_symlink() or (folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))):
         raise ConfigError(f"{folder} is there and is no empty folder: nothing is overwritten, choose another")
@@ -78,11 +78,11 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     return Exported(folder, found.step, family.architecture, dtype, len(written.tensors), digest, copied)
 
 
-def _checkpoint(run_dir: RunDir, step: int | None) -> RunCheckpoint:
+def _checkpoint(run_dir: RunDir, identity_hash: str, step: int | None) -> RunCheckpoint:
     found = checkpoints.select(run_dir.checkpoints, step)
     if found is None:
         raise CheckpointError(f"{run_dir.path} has no finished checkpoint; save=STEPS lets a run write some")
-    if found.read_manifest()["identity_hash"] != run_dir.read_run()["identity_hash"]:
+    if found.read_manifest()["identity_hash"] != identity_hash:
         raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run_dir.path}")
     return found
 

@@ -176,10 +176,10 @@ def _ended(where: MatrixDir, cell: Cell, ledger: Ledger | None) -> tuple[str, st
     run = where.cell(cell.name)
     at = f"at step {len(ledger.steps) if ledger else 0} of {cell.steps}"
     so_far = attempts.read_attempts(run)
-    if so_far and so_far[-1].get("outcome") == STOPPED:
+    if so_far and so_far[-1].outcome == STOPPED:
         return STOPPED, at
-    if so_far and so_far[-1].get("outcome") == FAILED:
-        why = so_far[-1]["why"]
+    if so_far and so_far[-1].outcome == FAILED:
+        why = so_far[-1].why or ""
         return FAILED, why if "\n" in why else f"{why} ({at})"
     if ledger is None:
         return NOT_RUN, "its run directory has no ledger"

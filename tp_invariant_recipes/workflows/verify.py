@@ -131,7 +131,7 @@ def _device(where: MatrixDir, asked: Matrix) -> str:
     """The device of the cells that have run; where none has, what is here."""
     for cell in asked.cells:
         with suppress(RunError):
-            return where.cell(cell.name).read_run(RunFile)["device"]
+            return where.cell(cell.name).read_run(RunFile).device
     return plan.detect_device()
 
 

@@ -68,7 +68,7 @@ class Made:
         """Shell commands that add an attempt to `run.json`; `cell`: of this one."""
         run = self.directory / cell / "run.json"
         attempts = json.loads(self.files.get(str(run), '{"attempts": []}'))["attempts"]
-        whole = {"from_step": 0, "to_step": 20, "job": {"id": "12", "restart": 0, "nodes": ["n1"]}, "outcome": None}
+        whole = {"from_step": 0, "to_step": 20, "job": {"id": "12", "restart": 0, "nodes": "n1"}, "outcome": None}
         attempts = [*attempts, whole | {"why": None, "requeued": False} | facts]
         self.files[str(run)] = json.dumps({"attempts": attempts})
         return self.put(run, self.files[str(run)])
@@ -83,7 +83,7 @@ class Made:
 
     def steps(self, count: int, cell: str = "", torn: str = "") -> str:
         """Shell commands that write a progress file; torn: a line that is not whole."""
-        lines = [json.dumps({"step": n, "loss": 5 - n / 10}) for n in range(1, count + 1)]
+        lines = [json.dumps({"step": n, "loss": 5 - n / 10, "tokens": 64, "seconds": 0.5}) for n in range(1, count + 1)]
         return self.put(self.directory / cell / "progress.jsonl", "\n".join(lines) + "\n" + torn)
 
     @staticmethod

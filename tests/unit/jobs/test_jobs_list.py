@@ -76,7 +76,7 @@ def test_files_that_stay_on_the_nodes_are_said_to(cli, slurm, submitted):
 @pytest.mark.parametrize("names", ((), ("a", "b")), ids=("listed", "named"))
 def test_without_the_controller_run_directories_speak(cli, slurm, submitted, names):
     now(submitted("a").attempt(outcome="completed"))
-    now(submitted("b", "14").attempt(job={"id": "14", "restart": 0, "nodes": []}))
+    now(submitted("b", "14").attempt(job={"id": "14", "restart": 0, "nodes": "n1"}))
     slurm.scene(away=True)
     ended = cli("jobs", *names, "--json")
     report = json.loads(ended.out)

@@ -71,7 +71,7 @@ def test_following_goes_on_over_a_requeue_and_ends_with_the_job(cli, slurm, subm
     slurm.scene(row("12", "PENDING", "BeginTime"), before=made.attempt(outcome="stopped", requeued=True))
     slurm.scene(row("12", "RUNNING"), before=f"echo two >>{log}; printf th >>{log}")
     slurm.scene(row("12", "RUNNING"), before=f"printf 'ree\\nlast' >>{log}")
-    slurm.scene(before=made.attempt(outcome="failed", why="no room", job={"id": "12", "restart": 1, "nodes": []}))
+    slurm.scene(before=made.attempt(outcome="failed", why="no room", job={"id": "12", "restart": 1, "nodes": "n1"}))
     ended = cli("logs", "-f", "12")
     assert (ended.status, ended.out) == (2, "one\ntwo\nthree\nlast")
     assert ended.err.splitlines() == [

@@ -13,7 +13,7 @@ STATES = {
     "running": (row("12", "RUNNING"), {}, None, ("RUNNING", None, None)),
     "running again": (
         row("12", "RUNNING"),
-        {"job": {"id": "12", "restart": 1, "nodes": []}},
+        {"job": {"id": "12", "restart": 1, "nodes": "n1"}},
         None,
         ("RUNNING try 2", None, None),
     ),
@@ -75,7 +75,7 @@ def test_the_state_of_a_job(cli, slurm, submitted, queued, attempt, accounts, ex
 def test_a_script_that_was_handed_in_again_is_followed_by_its_new_id(cli, slurm, submitted):
     made = submitted()
     now(made.attempt(outcome="stopped"))
-    now(made.attempt(job={"id": "57", "restart": 0, "nodes": ["n1"]}))
+    now(made.attempt(job={"id": "57", "restart": 0, "nodes": "n1"}))
     slurm.scene(row("57", "RUNNING"))
     (found,) = json.loads(cli("jobs", "a", "--json").out)["jobs"]
     assert (found["job"], found["state"]) == ("57", "RUNNING")

@@ -16,7 +16,7 @@ def test_wait_goes_on_over_a_requeue_and_says_what_changes(cli, slurm, submitted
     slurm.scene(row("12", "RUNNING"), before=made.steps(7))
     slurm.scene(row("12", "COMPLETING"), before=made.end(outcome="stopped", requeued=True))
     slurm.scene(row("12", "PENDING", "BeginTime"))
-    slurm.scene(row("12", "RUNNING"), before=made.attempt(from_step=7, job={"id": "12", "restart": 1, "nodes": []}))
+    slurm.scene(row("12", "RUNNING"), before=made.attempt(from_step=7, job={"id": "12", "restart": 1, "nodes": "n1"}))
     slurm.scene(before=f"{made.end(outcome='completed')}\n{made.steps(20)}")
     ended = cli("wait", "12")
     assert (ended.status, ended.out) == (0, "12 a: completed at step 20 of 20, loss 3.0000\n")
@@ -46,7 +46,7 @@ def test_wait_does_not_take_the_word_of_an_earlier_try_for_the_last(cli, slurm, 
     now(made.attempt(outcome="stopped", requeued=True))
     slurm.scene(row("12", "COMPLETED"))
     slurm.scene(row("12", "COMPLETED"))
-    slurm.scene(before=made.attempt(outcome="completed", job={"id": "12", "restart": 1, "nodes": []}))
+    slurm.scene(before=made.attempt(outcome="completed", job={"id": "12", "restart": 1, "nodes": "n1"}))
     assert cli("wait", "a").out == "12 a: completed\n"
 
 
