@@ -15,8 +15,8 @@ from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
-from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.ledger.run_files import ProgressLine
+from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings.environment import recorded
