@@ -1,7 +1,7 @@
 """Which bits two runs were promised to share, on different machines and with different definitions of a product.
 
 On different machines: equal ones under numerics=portable, else none. On one machine numerics=tree promises equal bits
-for one definition of a product; versions of tpi have others on GPUs (modes/tree.py).
+for one definition of a product; versions of tpi have others on GPUs (numerics/modes/tree.py).
 """
 
 from tp_invariant_recipes.ledger.lines import Header

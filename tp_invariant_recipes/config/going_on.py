@@ -95,7 +95,7 @@ def unreadable_state(
 
 
 def experts_apart(name: str, model: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
-    """Whether a run's experts have an optimizer of their own: with invariant numerics always (layers/experts.py).
+    """Whether a run's experts have their own optimizer: with invariant numerics always (numerics/layers/experts.py).
 
     name: of the mode.
     """

@@ -1,7 +1,7 @@
 """The limits of the invariant numerics with CUDA graphs, beyond those of Megatron-Bridge (settings/cuda_graphs.py).
 
-The trials of products/cublas.py and layers/attention.py wait for the GPU. They happen in the steps before a
-capture; a product that a capture meets first is one of fixed tiles, attention is launched shard by shard.
+The trials of numerics/products/cublas.py and numerics/layers/attention.py wait for the GPU. They happen in the steps
+before a capture; a product that a capture meets first is one of fixed tiles, attention is launched shard by shard.
 """
 
 import os

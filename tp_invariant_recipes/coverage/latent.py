@@ -1,4 +1,4 @@
-"""The limits of invariant multi-latent attention (megatron/latent_attention.py), for models that have it."""
+"""The limits of invariant multi-latent attention (numerics/megatron/latent_attention.py), for models that have it."""
 
 from collections.abc import Callable
 

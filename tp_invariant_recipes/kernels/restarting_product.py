@@ -7,7 +7,7 @@ It waits in registers or in shared memory for its neighbour, and the next piece 
 reaches memory once. Products of a library, one a piece, write all of `out`, and read and write it again for the next.
 
 A piece has the bits of fixed tiles (kernels/fixed_tile_product.py): a tensor core adds along k in order. Between pieces
-are IEEE additions in fp32. products/contraction.py tries both on the GPU at hand.
+are IEEE additions in fp32. numerics/products/contraction.py tries both on the GPU at hand.
 
 This is Gluon, Triton's language for explicit layouts, since `tl.dot` leaves no room for sums in shared memory. One warp
 copies tiles of a and b there (TMA). Two groups of four warps multiply them (WGMMA), each half of the rows of a tile of

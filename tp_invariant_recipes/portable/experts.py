@@ -1,7 +1,7 @@
 """Router and experts of numerics=portable: where those of tree have a library's arithmetic. bf16, on a CPU.
 
 Routes, the exchange between ranks and the order in which a token's copies are added are those of tree
-(layers/token_dispatcher.py): they move bytes, and add in fp32 in the order of the experts' numbers.
+(numerics/layers/token_dispatcher.py): they move bytes, and add in fp32 in the order of the experts' numbers.
 """
 
 from typing import Any

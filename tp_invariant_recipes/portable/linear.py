@@ -1,4 +1,4 @@
-"""Column- and row-parallel products of numerics=portable: the sums of layers/linear.py over defined products."""
+"""Column- and row-parallel products of numerics=portable: defined products, summed as in numerics/layers/linear.py."""
 
 from torch import Tensor
 

@@ -206,7 +206,7 @@ def _summed(config: RunConfig, at: Layout, dense: int, experts: int) -> int:
     """Numbers of gradients of a rank: what backward passes add to.
 
     For each context shard that a rank has there are as many, and for each doubling from dp to D as many again, less the
-    first where a data shard is one sequence (sums/data_shards.py).
+    first where a data shard is one sequence (numerics/sums/data_shards.py).
     """
     shards = config.numerics.data_shards
     if shards is None:
@@ -278,20 +278,22 @@ def _working(
     moments = [max((_backward(config, batch, layer) for layer in held), default=0) + matrix]
     arithmetic = config.numerics.arithmetic
     tries = arithmetic is not None and arithmetic.tries_products and config.device.kind == "gpu"
-    # products/contraction.py tries a sum over shards: two outputs, two sums of pairs, and what fills the operands.
+    # numerics/products/contraction.py tries a sum over shards: two outputs, two sums of pairs, and what fills the
+    # operands.
     trial = 6 * hidden * FP32 if tries else 0
     if last:
         logits = config.model["vocab_size"] // at.tp * batch.tokens
         moments += _loss_of(arithmetic)(batch, logits, largest, at.tp)
         if batch.tree and config.device.kind == "cpu" and batch.element != FP32:
-            # products/cpu.py multiplies in fp32.
+            # numerics/products/cpu.py multiplies in fp32.
             moments.append(largest * FP32 + logits * (FP32 + batch.element))
         if tries:
-            # products/cublas.py tries the output matrix's first gradient: three of it in fp32, and its operand.
+            # numerics/products/cublas.py tries the output matrix's first gradient: three of it in fp32, and its
+            # operand.
             trial = max(trial, 2 * logits * batch.element + 3 * largest * FP32)
     standing = 0
     if batch.tree:
-        standing = matrix  # sums/weight_gradient.py: autograd sees it in place of the gradient in Megatron's buffer
+        standing = matrix  # numerics/sums/weight_gradient.py: what autograd sees, not the gradient in Megatron's buffer
     elif batch.slice < batch.tokens:
         standing = hidden * batch.element  # Megatron's output layer gathers its input into a buffer that stays
     working = max(moments) + standing

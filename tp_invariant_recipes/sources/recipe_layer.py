@@ -201,7 +201,7 @@ def _stated(section: str, values: Mapping[str, Any]) -> set[str]:
 
 
 def _ours(part: Any, spec: Any) -> bool:
-    """Whether a provider's layers are those that megatron/latent_spec.py builds: Bridge's DeepSeek, Moonlight, Kimi."""
+    """Whether numerics/megatron/latent_spec.py builds a provider's layers: Bridge's DeepSeek, Moonlight, Kimi."""
     if not isinstance(spec, functools.partial) or f"{type(part).__module__}.{type(part).__qualname__}" != schema.LATENT:
         return False
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

@@ -21,7 +21,7 @@ from tp_invariant_recipes.kernels.digest import Piece
 from tp_invariant_recipes.training.shards import GlobalSlice
 
 # Bridge's data loaders -> the number in the step of sample i of a data-parallel rank's, given samples a micro-batch.
-CONSECUTIVE = "consecutive"  # of the invariant numerics (megatron/data_order.py)
+CONSECUTIVE = "consecutive"  # of the invariant numerics (numerics/megatron/data_order.py)
 SAMPLERS: dict[str, Callable[["Site", int], int]] = {
     CONSECUTIVE: lambda site, i: site.dp_rank * (site.batch // site.dp) + i,
     "single": lambda site, i: (i // site.samples * site.dp + site.dp_rank) * site.samples + i % site.samples,
@@ -38,7 +38,7 @@ class Site:
     samples:           of a micro-batch.
     sampler:           dataset.dataloader_type, or CONSECUTIVE.
     sequence_parallel: positions are split over the tensor-parallel ranks between their products.
-    context_shards:    C, into which sequences are cut; cp for stock numerics (sums/context_shards.py).
+    context_shards:    C, into which sequences are cut; cp for stock numerics (numerics/sums/context_shards.py).
     """
 
     config: Any

@@ -4,7 +4,7 @@ Attention is *defined* shard by shard: a backend's result for the heads and quer
 operands. That launch has one shape for every t. Heads never mix, but a backend may group or split its sums by the
 number of heads it is given; flash-attn's backward does so with dQ. So one launch for all shards of a rank is taken
 only where it was seen, on this machine and in this process, to give the bits of the definition: of the output and of
-all three gradients. The trial's operands cancel (products/probe.py).
+all three gradients. The trial's operands cancel (numerics/products/probe.py).
 """
 
 from abc import ABC, abstractmethod

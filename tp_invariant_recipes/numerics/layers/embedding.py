@@ -3,7 +3,7 @@
 A row of the weight gradient is the sum of its tokens' gradients, one after the other in fp32: the micro-batches in
 their order, and in each the tokens as [batch, sequence] has them. A rank adds to its own rows only, so tp does not
 matter. torch would add the tokens of a micro-batch in bf16. Where a micro-batch is a leaf of the tree over data shards
-(sums/data_shards.py), its tokens are added up before their sum is added to other leaves.
+(numerics/sums/data_shards.py), its tokens are added up before their sum is added to other leaves.
 
 Where the output layer has the same weight (tied embeddings), the gradient is
 
@@ -12,7 +12,7 @@ Where the output layer has the same weight (tied embeddings), the gradient is
 each summed over all data shards before they are added.
 
     pp=1   one rank has both: main_grad holds the output layer's, `weight.lookup_gradient` the lookups', until both are
-           summed over data-parallel ranks (megatron/data_parallel.py)
+           summed over data-parallel ranks (numerics/megatron/data_parallel.py)
     pp>1   the first stage has the lookups', the last stage the output layer's; Megatron adds the two, after it has
            summed each over data-parallel ranks
 

@@ -1,6 +1,6 @@
 """The experts: products of each expert's tokens with its weights. An expert's owner computes the same products, of the
-same shapes, in every layout (layers/token_dispatcher.py), so any deterministic product gives the same bits. On a GPU
-they are defined products like all others, by kernels/grouped_product.py.
+same shapes, in every layout (numerics/layers/token_dispatcher.py), so any deterministic product gives the same bits. On
+a GPU they are defined products like all others, by kernels/grouped_product.py.
 
 An owner has the tokens of several context shards, and with ep > tp of several data-parallel ranks: its sources. Each
 source has memory of its own for weight gradients, until all micro-batches are done. Then the trees add them that add
@@ -36,7 +36,7 @@ def set_apart(experts: torch.nn.Module) -> None:
 
 
 class Arithmetic(NamedTuple):
-    """What computes on a CPU: product as of products/product.py; activation and its backward as of
+    """What computes on a CPU: product as of numerics/products/product.py; activation and its backward as of
     kernels/weighted_activation.py, on every device."""
 
     product: Callable[..., Tensor]

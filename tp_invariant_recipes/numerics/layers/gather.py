@@ -8,10 +8,10 @@ slices of the summed features, both operands are gathered first, in the order of
     of the activation:  this rank's tokens with all features, by all-to-all, if the result is divided by tokens
                         (sequence parallelism); otherwise all tokens with all features, by all-gather
 
-A rank's rows of a column-parallel weight are segments (gate, up), drawn in layers/linear.py. In the whole tensor
-each segment is contiguous, so the slices are put into that order.
+A rank's rows of a column-parallel weight are segments (gate, up), drawn in numerics/layers/linear.py. In the whole
+tensor each segment is contiguous, so the slices are put into that order.
 
-Gathered operands are freed after their product. Unlike layers/linear.py, this scheme moves and holds whole
+Gathered operands are freed after their product. Unlike numerics/layers/linear.py, this scheme moves and holds whole
 weights, and without sequence parallelism every rank computes the products over sharded features. Its products do not
 depend on virtual shards.
 """

@@ -8,11 +8,12 @@ so partial v of a sum over output features is the sum over segments, in order, o
 segment: Megatron interleaves its rows by query group, so a shard is whole groups. Segments are `segments` equal ones,
 or have the sizes that it lists (Mamba's z, x, B, C and dt).
 
-On a GPU the lowest levels of the tree cost little (products/contraction.py): one launch adds up to four products, or a
-product itself adds that of a segment or of the right neighbour to the output, and rounds as a separate addition would.
+On a GPU the lowest levels of the tree cost little (numerics/products/contraction.py): one launch adds up to four
+products, or a product itself adds that of a segment or of the right neighbour to the output, and rounds as a separate
+addition would.
 
-Where a rank holds the tokens of several context shards (sums/context_shards.py), each is a product of its own: sums
-over tokens are trees over these shards, and on a CPU a product's bits depend on the number of its rows.
+Where a rank holds the tokens of several context shards (numerics/sums/context_shards.py), each is a product of its own:
+sums over tokens are trees over these shards, and on a CPU a product's bits depend on the number of its rows.
 
 With `mesh.in_blocks` the forward pass of a row-parallel layer computes its tokens in t blocks, and sends each under the
 product of the next. That is for GPUs, where the rows of a product do not depend on each other.

@@ -1,5 +1,5 @@
-"""What a run does otherwise with context shards (sums/context_shards.py): the tokens that a rank has of a sequence,
-their rotary positions, and their loss.
+"""What a run does otherwise with context shards (numerics/sums/context_shards.py): the tokens that a rank has of a
+sequence, their rotary positions, and their loss.
 
 Megatron divides the loss of a rank's tokens by their number, so that tokens count by the rank that has them. Here the
 tokens of all context-parallel ranks are counted together: the loss does not depend on how a sequence is cut.

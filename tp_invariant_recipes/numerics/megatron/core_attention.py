@@ -1,4 +1,4 @@
-"""Common base of Megatron-Core's two core attentions with the definition of layers/attention.py."""
+"""Common base of Megatron-Core's two core attentions with the definition of numerics/layers/attention.py."""
 
 import copy
 import os

@@ -1,8 +1,8 @@
 """Megatron's DistributedDataParallel with one order of additions for every number of data-parallel ranks.
 
-A step's gradient is a tree over C context shards (sums/context_shards.py), and each of these a tree over D data
-shards (sums/data_shards.py). cp and dp decide only which rank computes which shards: a rank adds up its own, and
-the ranks' sums are added by the same tree (sums/bucket_reduction.py).
+A step's gradient is a tree over C context shards (numerics/sums/context_shards.py), and each of these a tree over D
+data shards (numerics/sums/data_shards.py). cp and dp decide only which rank computes which shards: a rank adds up its
+own, and the ranks' sums are added by the same tree (numerics/sums/bucket_reduction.py).
 
     a micro-batch's backward pass ends    ShardCounter.end_micro_batch, beside the next forward pass
     a bucket's gradients are complete     _complete: norm weights, then the rank's shards, then what experts have of
@@ -140,7 +140,7 @@ def divided_by_all_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
 
     Megatron divides a loss by this rank's micro-batches, and the gradients by the ranks. One division by the product
     has the same rounding for every dp, also where a gradient is subnormal. The ranks of a context-parallel group share
-    sequences, and their tokens were counted together (megatron/context_parallel.py).
+    sequences, and their tokens were counted together (numerics/megatron/context_parallel.py).
     """
 
     def forward_step_calc_loss(

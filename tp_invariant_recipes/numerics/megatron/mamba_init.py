@@ -1,6 +1,6 @@
 """Initial values of a Mamba-2 mixer's own parameters: Megatron's distributions, from 52 random bits per element.
 
-The arithmetic is fp64 + - * / only; megatron/init.py says why.
+The arithmetic is fp64 + - * / only; numerics/megatron/init.py says why.
 """
 
 import math

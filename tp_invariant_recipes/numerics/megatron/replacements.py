@@ -1,7 +1,7 @@
 """What the invariant modes replace of Megatron and Bridge: one row a class or function that has no seam.
 
 A row that names settings is the path from the configuration to the code: search for `data_shards` or `grad_norm`.
-Layers of a model's specification are no rows; megatron/spec.py has them.
+Layers of a model's specification are no rows; numerics/megatron/spec.py has them.
 """
 
 from collections.abc import Callable

@@ -27,7 +27,7 @@ DTYPES = {None: None, "fp32": torch.float32}
 
 
 class InvariantTopKRouter(OnMesh, TopKRouter):
-    """Chooses the experts of each token. products: what multiplies, as products/product.py does."""
+    """Chooses the experts of each token. products: what multiplies, as numerics/products/product.py does."""
 
     products = staticmethod(product)
 

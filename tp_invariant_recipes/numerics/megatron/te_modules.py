@@ -70,7 +70,7 @@ ONLY = {
 }
 MODES = {LINEAR: ("column", "row", None), NORM_LINEAR: ("column",)}
 # Modules that sum over ranks, or launch kernels whose sums depend on what a rank holds, and Megatron-Core's subclasses
-# of them that megatron/spec.py covers.
+# of them that numerics/megatron/spec.py covers.
 OTHERS = {
     f"{TE}:LayerNormMLP": None,
     f"{TE}:TransformerLayer": None,

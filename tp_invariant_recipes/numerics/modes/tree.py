@@ -10,9 +10,9 @@ from tp_invariant_recipes.replacement import Replacement
 if TYPE_CHECKING:
     from tp_invariant_recipes.numerics.layers import cross_entropy, norm
 
-# On a GPU: what kernels/fixed_tile_product.py computes. Whoever changes what products/product.py computes so that a bit
-# changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a product is what a library gives
-# for one shard, on the shard's own shape; that has no name.
+# On a GPU: what kernels/fixed_tile_product.py computes. Whoever changes what numerics/products/product.py computes so
+# that a bit changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a product is what a
+# library gives for one shard, on the shard's own shape; that has no name.
 ON_GPU = "fixed tiles 1"
 
 

@@ -4,8 +4,8 @@
                  kernel takes the operands, and a trial has found the bits of fixed tiles
     one by one   a product for each shard and segment; the second of two neighbours adds itself to the first
 
-Both have the same bits. The trial's operands cancel (products/probe.py), and TPI_CHECK_PRODUCTS=1 compares on
-those of the run, as for cuBLAS (products/cublas.py).
+Both have the same bits. The trial's operands cancel (numerics/products/probe.py), and TPI_CHECK_PRODUCTS=1 compares on
+those of the run, as for cuBLAS (numerics/products/cublas.py).
 """
 
 from collections.abc import Callable

@@ -1,9 +1,10 @@
 """Matrix products of virtual shards on a CPU: all shards in one call, where that keeps the bits of each.
 
-By definition (products/product.py) every shard is a product of its own, on operands without gaps. MKL gives a shard the
-same bits inside a larger product, or in a batch of any number, for most shapes, and other bits for some: a single row
-or column, a few odd numbers. So one call for all shards is taken only for shapes, strides and alignment for which it
-was seen, on this machine and in this process, to give the bits of the definition. The bits never depend on the outcome.
+By definition (numerics/products/product.py) every shard is a product of its own, on operands without gaps. MKL gives a
+shard the same bits inside a larger product, or in a batch of any number, for most shapes, and other bits for some: a
+single row or column, a few odd numbers. So one call for all shards is taken only for shapes, strides and alignment for
+which it was seen, on this machine and in this process, to give the bits of the definition. The bits never depend on the
+outcome.
 
 bf16 operands become fp32 first: in bf16 most CPUs multiply number by number, several times slower.
 """
@@ -27,7 +28,7 @@ Form = Callable[[Tensor, Tensor], Tensor]
 
 
 def product(a: Tensor, b: Tensor, rows: Parts, columns: Parts) -> Tensor:
-    """a @ b in fp32; arguments as of products/product.py.
+    """a @ b in fp32; arguments as of numerics/products/product.py.
 
     returns: [m, n] fp32, fp64 for operands of fp64.
     """

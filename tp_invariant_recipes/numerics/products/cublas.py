@@ -1,8 +1,8 @@
 """cuBLAS's products, and a trial that tells whether one has the bits of a definition on the GPU at hand.
 
 cuBLAS chooses an algorithm by shapes, strides, dtypes, alignment and torch's settings; `kind` holds all of these. The
-trial's operands cancel (products/probe.py): on others an output in bf16 hides most differences.
-TPI_CHECK_PRODUCTS=1 repeats the comparison on the operands of the run, of attention too (layers/attention.py).
+trial's operands cancel (numerics/products/probe.py): on others an output in bf16 hides most differences.
+TPI_CHECK_PRODUCTS=1 repeats the comparison on the operands of the run, of attention too (numerics/layers/attention.py).
 """
 
 import os

@@ -4,8 +4,8 @@ kernels/tensor_core_sum.py defines the sum of bf16 products, as a Hopper tensor 
 a product do not depend on how many lie beside them, so shards may share a call. The virtual shards decide the order of
 sums across them only: those are IEEE additions in fp32.
 
-numerics=portable has these products everywhere. numerics=tree has them on GPUs, and products/cpu.py on CPUs; it
-does not ask whether a GPU adds as a Hopper does: there fixed tiles are the definition, on the GPU at hand.
+numerics=portable has these products everywhere. numerics=tree has them on GPUs, and numerics/products/cpu.py on CPUs;
+it does not ask whether a GPU adds as a Hopper does: there fixed tiles are the definition, on the GPU at hand.
 """
 
 from dataclasses import dataclass

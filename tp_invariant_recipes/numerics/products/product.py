@@ -1,8 +1,8 @@
 """Matrix products of numerics=tree.
 
-On a GPU a product walks k in order (products/defined.py): a row's and a column's bits do not depend on how many
-lie beside it, so all shards of a rank share a launch. On a CPU no library walks k in order. There every shard is a
-product of its own by definition, on shapes that no t changes (products/cpu.py).
+On a GPU a product walks k in order (numerics/products/defined.py): a row's and a column's bits do not depend on how
+many lie beside it, so all shards of a rank share a launch. On a CPU no library walks k in order. There every shard is a
+product of its own by definition, on shapes that no t changes (numerics/products/cpu.py).
 """
 
 from torch import Tensor

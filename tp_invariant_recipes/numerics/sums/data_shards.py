@@ -17,7 +17,7 @@ shard may add it to the even one's. Then a pair is what the counter counts, with
     level 1  –         (0+1)+(2+3)    (0+1)+(2+3)
     result                                      ((0+1)+(2+3)) + ((4+5)+(6+7))
 
-This takes a backward pass that adds to each number of a gradient once, as sums/weight_gradient.py says.
+This takes a backward pass that adds to each number of a gradient once, as numerics/sums/weight_gradient.py says.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -56,7 +56,7 @@ def chained_grad_norm(self: Any) -> PendingNorm | float:
     """Replaces ChainedOptimizer.get_grad_norm: one norm of the gradients of all its optimizers.
 
     With experts there are two optimizers, each with its own group of ranks; the layout decides each one's parameters.
-    returns: in the step of sums/pending_norm.py a norm that is read when it is used.
+    returns: in the step of numerics/sums/pending_norm.py a norm that is read when it is used.
     """
     chained = self.chained_optimizers
     parts = [

@@ -10,7 +10,8 @@ class VirtualMesh:
 
     shards: V, a power of two. size: t, a divisor of V. rank: this rank's place in 0..t-1.
     group:  the ranks' torch.distributed process group; None when t is 1.
-    contexts: C/cp, the context shards whose tokens the ranks hold, one after the other (sums/context_shards.py).
+    contexts: C/cp, the context shards whose tokens the ranks hold, one after the other
+              (numerics/sums/context_shards.py).
     graphs:   whether launches become part of CUDA graphs, so that they cost the host nothing later.
     in_blocks: whether row-parallel layers exchange their nodes in blocks of tokens; on GPUs alone.
     """

@@ -1,12 +1,12 @@
 """Compute a weight gradient for autograd, or directly into Megatron's fp32 buffer.
 
-A rank that holds the tokens of several context shards (sums/context_shards.py) has a gradient of each: the first in
-`main_grad`, the others in `context_gradients`, which megatron/data_parallel.py gives a weight.
+A rank that holds the tokens of several context shards (numerics/sums/context_shards.py) has a gradient of each: the
+first in `main_grad`, the others in `context_gradients`, which numerics/megatron/data_parallel.py gives a weight.
 
-Where a backward pass is a leaf of the tree over data shards (sums/data_shards.py), it may add to each number of a
-gradient only once, since (a + b) + c is not a + (b + c). Products, norms, biases and routers compute a whole gradient
-before they add it; the embedding's rows are added up first. A second use of a weight in the pass would be a second
-addition, and is an error.
+Where a backward pass is a leaf of the tree over data shards (numerics/sums/data_shards.py), it may add to each number
+of a gradient only once, since (a + b) + c is not a + (b + c). Products, norms, biases and routers compute a whole
+gradient before they add it; the embedding's rows are added up first. A second use of a weight in the pass would be a
+second addition, and is an error.
 """
 
 from collections.abc import Callable
