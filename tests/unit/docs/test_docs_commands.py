@@ -16,6 +16,7 @@ SPANS = [(document.name, span) for document in DOCUMENTS for span in document.sp
 FOREIGN = {
     "--device",  # scripts/make-certificates
     "--imports",  # scripts/measure-starts
+    "--list",  # scripts/gpu
     "--repeat",
     "--tp",
     # sbatch's and srun's
