@@ -28,23 +28,23 @@ def collector():
 
 
 def test_a_model_with_experts_is_gone_after_its_pass(collector):
-    from tp_invariant_recipes.training import process_state
+    from tp_invariant_recipes.training.settle import settle
 
     model = weakref.ref(Model())
     gc.collect()
     assert model() is not None  # the collector alone does not find it
-    process_state.settle()
+    settle()
     assert model() is None
 
 
 def test_workspaces_of_products_are_freed_with_the_graph_that_they_lie_in(monkeypatch):
     """cuBLAS keeps them; one of a few MiB would keep all memory of a graph's pool from being freed."""
-    from tp_invariant_recipes.training import process_state
+    from tp_invariant_recipes.training.settle import settle
 
     happened = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     clear = ("_cuda_clearCublasWorkspaces", lambda: happened.append("workspaces"))
     monkeypatch.setattr(torch._C, *clear, raising=False)  # torch for CPUs has none
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: happened.append("cache"))
-    process_state.settle()
+    settle()
     assert happened == ["workspaces", "cache"]

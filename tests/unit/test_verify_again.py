@@ -25,7 +25,7 @@ def trains(monkeypatch, **ends) -> list[str]:
     """Have each cell end so, instead of training: its loss, "failed" or "stopped"; SAME unless named. Returns names."""
     trained = []
 
-    def train(cell, planned, watch, warm):
+    def train(cell, planned, watch):
         trained.append(cell.name)
         end = ends.get(cell.name, SAME)
         plan.write(planned)

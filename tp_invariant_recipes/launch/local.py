@@ -10,7 +10,6 @@ from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
-from tp_invariant_recipes.launch.warm import WarmRanks, may_stay
 from tp_invariant_recipes.runs import lock
 
 # Takes the name of a training and its plan, and shows its progress.
@@ -24,7 +23,6 @@ def run(
     rank_fn: RankFn | None = None,
     process_groups: int = 1,
     stop: Stop | None = None,
-    warm: WarmRanks | None = None,
 ) -> Outcome:
     """Run all ranks to their end.
 
@@ -35,7 +33,6 @@ def run(
     process_groups: how many the ranks form in turn.
     stop:           of a caller that notes signals itself. Default: they are noted while the ranks live, and Ctrl-C is
                     raised as KeyboardInterrupt once all ranks have ended.
-    warm:           ranks that earlier runs have left and later ones may take, where the plan allows it.
     """
 
     def watch() -> None:
@@ -56,8 +53,6 @@ def run(
                 rank_fn=rank_fn,
                 stepped=_stepped(plan.run_dir.progress),
                 limits=limits(plan.config),
-                warm=warm if may_stay(plan.config) else None,
-                layout=tuple(sorted(plan.layout.as_dict().items())),
             )
         except RankFailed as error:
             if stop is None and noted.interrupted:  # a rank may fail of the signal

@@ -7,7 +7,6 @@ TPI_FORK_GPU_RANKS=0, they are spawned.
 """
 
 import errno
-import multiprocessing
 import os
 import signal
 import time
@@ -23,7 +22,6 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.host.forking import can_fork
 from tp_invariant_recipes.launch.hang import HangWatch, Stand, message, suspects
-from tp_invariant_recipes.launch.warm import Crew, WarmRanks
 from tp_invariant_recipes.ledger.run_files import LARGEST, Reason
 from tp_invariant_recipes.reading import checked, parse_json, read_limited
 from tp_invariant_recipes.runs import lock
@@ -125,8 +123,6 @@ def run(
     started: Callable[[], None] | None = None,
     stepped: Callable[[], bool] | None = None,
     limits: Limits | None = None,
-    warm: WarmRanks | None = None,
-    layout: Any = None,
 ) -> Outcome:
     """Run these ranks, all of this machine, to their end.
 
@@ -138,79 +134,22 @@ def run(
     stepped: whether the ranks have made a step. Until then there is nothing to save: ranks that do not answer a request
              to stop within PATIENCE are killed. None: not known here, so they get as long as they need.
     limits:  seconds that a rank may give no sign of life; None: it may hang for ever.
-    warm:    ranks of earlier runs, which may train this one, and keep those that do. None: this run has its own.
-    layout:  what the runs that share warm ranks have in common.
     """
+    import torch.multiprocessing
+
     from tp_invariant_recipes.training import rank
 
     _remove_failures(run_dir, rank_infos)
-    do = rank_fn or rank.train
-    if warm is None:
-        processes, heartbeats = _start(run_dir, device, rank_infos, do, started)
-        return _end_of(run_dir, rank_infos, tick, stop, processes, heartbeats, stepped, limits)
-    try:
-        crew = warm.crew((device, layout), lambda: _start_crew(device, len(rank_infos)))
-        crew.assign(run_dir, rank_infos, do)
-        outcome = _end_of(run_dir, rank_infos, tick, stop, crew.members, crew.heartbeats, stepped, limits)
-    except BaseException:
-        warm.end()
-        raise
-    if outcome is not Outcome.COMPLETED:
-        warm.end()
-    return outcome
-
-
-def _start(
-    run_dir: RunDir,
-    device: str,
-    rank_infos: Sequence["RankInfo"],
-    rank_fn: RankFn,
-    started: Callable[[], None] | None,
-) -> tuple[list[Any], Heartbeats]:
-    """The processes of ranks that train one run."""
-    from tp_invariant_recipes.training import rank
-
-    def arguments(heartbeats: Heartbeats) -> tuple[Any, ...]:
-        return str(run_dir.path), rank_infos, rank_fn, heartbeats, lock.Inherited()
-
-    return _processes(device, len(rank_infos), rank.main, arguments, started)
-
-
-def _start_crew(device: str, count: int) -> Crew:
-    """Ranks that wait for their first run."""
-    from tp_invariant_recipes.training import rank
-
-    ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(count)), strict=True)
-
-    def arguments(heartbeats: Heartbeats) -> tuple[Any, ...]:
-        return heartbeats, theirs, lock.Inherited()
-
-    processes, heartbeats = _processes(device, count, rank.stay, arguments)
-    for connection in theirs:
-        connection.close()
-    return Crew(processes, list(ours), heartbeats)
-
-
-def _processes(
-    device: str,
-    count: int,
-    function: Callable[..., None],
-    arguments: Callable[[Heartbeats], tuple[Any, ...]],
-    started: Callable[[], None] | None = None,
-) -> tuple[list[Any], Heartbeats]:
-    """One process a rank. arguments: of the function after the index."""
-    import torch.multiprocessing
-
     method = start_method(device)
-    context = torch.multiprocessing.get_context(method)
-    heartbeats = Heartbeats(count, context)
-    ranks = torch.multiprocessing.start_processes(
-        function, args=arguments(heartbeats), nprocs=count, join=False, start_method=method
-    )
+    heartbeats = Heartbeats(len(rank_infos), torch.multiprocessing.get_context(method))
+    arguments = (str(run_dir.path), rank_infos, rank_fn or rank.train, heartbeats, lock.Inherited())
+    processes = torch.multiprocessing.start_processes(
+        rank.main, args=arguments, nprocs=len(rank_infos), join=False, start_method=method
+    ).processes
     if started:
         started()
     heartbeats.let_all_begin()
-    return ranks.processes, heartbeats
+    return _end_of(run_dir, rank_infos, tick, stop, processes, heartbeats, stepped, limits)
 
 
 def _end_of(

@@ -13,7 +13,6 @@ from tp_invariant_recipes.host.quiet import quiet
 from tp_invariant_recipes.launch import local, memory, plan
 from tp_invariant_recipes.launch.plan import Plan, Request
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.launch.warm import WarmRanks
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import attempts, checkpoints, places
@@ -61,27 +60,25 @@ def foreseen(planned: Plan) -> dict[str, Any]:
     }
 
 
-def execute(
-    planned: Plan, watch: Callable[[], None], stop: Stop | None = None, warm: WarmRanks | None = None
-) -> local.Outcome:
+def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) -> local.Outcome:
     """Write the run directory and train.
 
     Raises RunError when another process trains there, a rank dies or hangs, or the run ends before its last step.
 
-    watch:      called while the ranks live, to show progress.
-    stop, warm: as for `local.run`; without `stop` Ctrl-C is raised.
+    watch: called while the ranks live, to show progress.
+    stop:  as for `local.run`; without it Ctrl-C is raised.
     """
     with locked(planned.run_dir):
-        return _execute(planned, watch, stop, warm)
+        return _execute(planned, watch, stop)
 
 
-def _execute(planned: Plan, watch: Callable[[], None], stop: Stop | None, warm: WarmRanks | None) -> local.Outcome:
+def _execute(planned: Plan, watch: Callable[[], None], stop: Stop | None) -> local.Outcome:
     plan.check_current(planned)
     if planned.run_dir.checkpoints.exists():
         checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
     plan.write(planned)
     try:
-        outcome = ended(planned, local.run(planned, watch, stop=stop, warm=warm))
+        outcome = ended(planned, local.run(planned, watch, stop=stop))
     except LockLost:
         raise
     except TpiError as error:

@@ -14,7 +14,7 @@ def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
     """Train every pass of the benchmark that the directory holds and write down this rank's figures."""
     bench_dir = BenchDir(run_dir.path)
     bridge.load()
-    from tp_invariant_recipes.training.process_state import settle
+    from tp_invariant_recipes.training.settle import settle
 
     for number, one in enumerate(bench_dir.read_passes()):
         os.environ.update(rank_info.environment(number))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -74,80 +73,9 @@ def main(
     locks:       the launcher's, of directories (runs/lock.py): the rank holds them too, until it ends.
     On failure the process ends with status 1 and leaves the reason in `RunDir.failure(rank)` for the launcher.
     """
+    run_dir, rank_info = RunDir(Path(run)), rank_infos[index]
     _die_with_launcher()
     heartbeats.wait_for_all()
-    _perform(RunDir(Path(run)), rank_infos[index], rank_fn, heartbeats, index)
-    heartbeat.sign(Phase.DONE)
-
-
-def stay(index: int, heartbeats: heartbeat.Heartbeats, connections: Sequence[Any], locks: Any) -> None:
-    """Run one rank of several runs in turn, as the launcher asks (launch/warm.py), for as long as each finds the
-    process as the first one has found it.
-
-    connections: of all ranks to the launcher. It sends the run's directory, RankInfo and function, then its locks; this
-                 answers whether it stays. locks: those that the launcher holds now.
-    A run fails as in `main`, and ends the process.
-    """
-    _die_with_launcher()
-    heartbeats.wait_for_all()
-    connection, stays = connections[index], True
-    before: list[Any] = []
-    held = list(locks.descriptors)
-    for other in connections:
-        if other is not connection:
-            other.close()
-    while stays:
-        try:
-            run, rank_info, rank_fn, count = connection.recv()
-        except EOFError:  # the launcher has no more runs
-            return
-        held += [reduction.recv_handle(connection) for _ in range(count)]
-        _default_signals()
-        stays = _perform(RunDir(Path(run)), rank_info, _remembering(rank_fn, before), heartbeats, index)
-        stays = stays and _tidied_up(before[0])
-        while held:
-            os.close(held.pop())
-        heartbeat.sign(Phase.DONE)
-        connection.send(stays)
-
-
-def _remembering(rank_fn: Callable[[RunDir, RankInfo], None], before: list) -> Callable[[RunDir, RankInfo], None]:
-    """The function, which appends the state of the process to an empty `before` once Bridge is loaded."""
-
-    def remember(run_dir: RunDir, rank_info: RankInfo) -> None:
-        if not before:
-            bridge.load()
-            from tp_invariant_recipes.training.process_state import ProcessState
-
-            before.append(ProcessState())
-        rank_fn(run_dir, rank_info)
-
-    return remember
-
-
-def _tidied_up(before: Any) -> bool:
-    """Free what a run has left and put back what it has changed; whether that was all of it."""
-    from tp_invariant_recipes.training.process_state import settle
-
-    try:
-        settle()
-        left = before.restore()
-    except Exception:  # the run itself is done
-        traceback.print_exc()
-        return False
-    if left:
-        print(f"this process does not train the next run, which would find other globals: {', '.join(left)}")
-    return not left
-
-
-def _perform(
-    run_dir: RunDir,
-    rank_info: RankInfo,
-    rank_fn: Callable[[RunDir, RankInfo], None],
-    heartbeats: heartbeat.Heartbeats,
-    index: int,
-) -> bool:
-    """One rank of one run; whether it came to its end, and was not stopped by a signal. A failure ends the process."""
     os.environ.update(rank_info.environment())
     _threads()
     try:
@@ -157,14 +85,13 @@ def _perform(
     except SystemExit as stop:  # Bridge leaves this way after saving on SIGTERM
         if stop.code:
             raise
-        return False
     except BaseException as error:
         _write_failure(run_dir, rank_info.rank, error)
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: threads that wait for other ranks could keep a failed one alive.
         os._exit(1)
-    return True
+    heartbeat.sign(Phase.DONE)
 
 
 def train(run_dir: RunDir, rank_info: RankInfo) -> None:
@@ -289,10 +216,6 @@ def _die_with_launcher() -> None:
     launcher = multiprocessing.parent_process()
     if launcher is not None and launcher.pid != os.getppid():
         os._exit(1)  # it was killed before the call above
-    _default_signals()
-
-
-def _default_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until Bridge takes it over to save first

@@ -22,7 +22,6 @@ from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiE
 from tp_invariant_recipes.launch import local, plan
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.launch.warm import WarmRanks
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
@@ -124,16 +123,16 @@ def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]
 
     keep: keep the run directories even if no group differs.
     """
-    with locked_empty(audit.directory), WarmRanks() as warm:
-        return _execute(audit, watch, warm, keep=keep)
+    with locked_empty(audit.directory):
+        return _execute(audit, watch, keep=keep)
 
 
-def _execute(audit: Audit, watch: Watch, warm: WarmRanks, *, keep: bool) -> dict[str, Any]:
-    first, second = (_train(audit, name, watch, warm) for name in (audit.pair.first, audit.pair.second))
+def _execute(audit: Audit, watch: Watch, *, keep: bool) -> dict[str, Any]:
+    first, second = (_train(audit, name, watch) for name in (audit.pair.first, audit.pair.second))
     if audit.pair.replays:
         _replayed(first, second, audit.counts_from)
     alike = norm_ratios.same(first, second)
-    rounded = None if alike else _train(audit, ROUNDED, watch, warm, rounded_from=audit.counts_from)
+    rounded = None if alike else _train(audit, ROUNDED, watch, rounded_from=audit.counts_from)
     judged = norm_ratios.judge_ratios(first, second, rounded, counts_from=audit.counts_from)
     found = result(audit, judged)
     audit.directory.write(audit.directory.result, found)
@@ -231,20 +230,20 @@ def _composed(model: str, overrides: Sequence[str | Override], pair: Pair, probl
 # --- Training ---
 
 
-def _train(audit: Audit, name: str, watch: Watch, warm: WarmRanks, *, rounded_from: int | None = None) -> list[Norms]:
-    """The norms of every step. A training with CUDA graphs has its own processes (launch/warm.py)."""
+def _train(audit: Audit, name: str, watch: Watch, *, rounded_from: int | None = None) -> list[Norms]:
+    """The norms of every step."""
     with locked(audit.directory.training(name)):
-        return _train_locked(audit, name, watch, warm, rounded_from)
+        return _train_locked(audit, name, watch, rounded_from)
 
 
-def _train_locked(audit: Audit, name: str, watch: Watch, warm: WarmRanks, rounded_from: int | None) -> list[Norms]:
+def _train_locked(audit: Audit, name: str, watch: Watch, rounded_from: int | None) -> list[Norms]:
     planned, run = audit.plans[name], audit.directory.training(name)
     stopped = f"the audit was stopped before its end, in the training {name}: {run.path}"
     plan.write(planned)
     run.write_task(AuditTask(rounded_from))
     try:
         with watch(name, planned) as tick:
-            outcome = local.run(planned, tick, rank_fn=rank.measure, warm=warm)
+            outcome = local.run(planned, tick, rank_fn=rank.measure)
     except LockLost:
         raise
     except TpiError as error:

@@ -22,7 +22,6 @@ from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, train
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.launch.warm import WarmRanks
 from tp_invariant_recipes.ledger.lines import StepRecord
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, contents
@@ -107,8 +106,8 @@ def execute(found: Bisection, watch: Watch) -> dict[str, Any]:
     """
     try:
         alike, both = _planned(found)
-        with locked_empty(found.directory), WarmRanks() as warm:
-            result = _bisected(found, watch, alike, both, warm)
+        with locked_empty(found.directory):
+            result = _bisected(found, watch, alike, both)
             found.directory.write(found.directory.path / "bisect.json", result)
     except KeyboardInterrupt:
         raise Interrupted(_stopped(found.directory.path)) from None
@@ -125,14 +124,14 @@ def _planned(found: Bisection) -> tuple[int, list[Again]]:
     return alike, both
 
 
-def _bisected(found: Bisection, watch: Watch, alike: int, both: list[Again], warm: WarmRanks) -> dict[str, Any]:
+def _bisected(found: Bisection, watch: Watch, alike: int, both: list[Again]) -> dict[str, Any]:
     originals = (found.first.a, found.first.b)
     remarks = list(found.remarks)
     step = found.step
     if alike < step - 1:
         remarks.append(f"not both recorded digests at every step: known to agree up to step {alike}")
     while True:
-        traced = [_train(again, step, watch, remarks, warm) for again in both]
+        traced = [_train(again, step, watch, remarks) for again in both]
         repeats = [compare(*pair, repetition=True) for pair in zip(originals, traced, strict=True)]
         repeating = all(repeated.verdict is Verdict.IDENTICAL for repeated in repeats)
         placed = compare(*traced)
@@ -146,7 +145,7 @@ def _bisected(found: Bisection, watch: Watch, alike: int, both: list[Again], war
     if not dump:
         return _result(found, step, both, repeats, placed, None, (), remarks)
     again_dumped = plans(found, "dumped", step, alike, dump)
-    dumped = compare(*(_train(again, step, watch, remarks, warm) for again in again_dumped))
+    dumped = compare(*(_train(again, step, watch, remarks) for again in again_dumped))
     return _result(found, step, both, repeats, placed, dumped, dump, remarks)
 
 
@@ -220,7 +219,7 @@ def _lines(ledger: Ledger, steps: int) -> bytes:
     return b"".join(line + b"\n" for line in contents(ledger.path).split(b"\n")[: steps + 1])
 
 
-def _train(again: Again, step: int, watch: Watch, remarks: list[str], warm: WarmRanks) -> Ledger:
+def _train(again: Again, step: int, watch: Watch, remarks: list[str]) -> Ledger:
     """The ledger of the run, up to `step`. Raises RunError: it failed before, or was stopped."""
     planned = again.plan
     run_dir = planned.run_dir
@@ -230,7 +229,7 @@ def _train(again: Again, step: int, watch: Watch, remarks: list[str], warm: Warm
     label = f"{run_dir.path.name}: {run_name(again.original)} from step {planned.start}"
     try:
         with _environment(again.environment), watch(label, planned) as tick:
-            outcome = train.execute(planned, tick, warm=warm)
+            outcome = train.execute(planned, tick)
     except RunError as error:  # a diverging run may fail after the step, which does not matter
         if not run_dir.ledger.exists() or len(read(run_dir.ledger).steps) < step:
             raise

@@ -16,7 +16,6 @@ from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.launch.warm import WarmRanks
 from tp_invariant_recipes.ledger.lines import SHARDS, Header, canonical, identity_differences
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
@@ -186,14 +185,14 @@ def execute(verification: Verification, watch: Watch, *, exitfirst: bool = False
 def train_cells(verification: Verification, watch: Watch, *, exitfirst: bool = False) -> bool:
     """Write the matrix and train its cells in turn; whether Ctrl-C ended it. The caller holds the directory's lock."""
     where = verification.directory
-    with _interruptible() as stop, WarmRanks() as warm:
+    with _interruptible() as stop:
         if not verification.again:
             where.write_matrix(verification.matrix)
         try:
             for cell in verification.cells:
                 if cell.name in verification.anew:
                     _set_aside(where, cell)
-                if _train(cell, verification.plans[cell.name], watch, warm) is Ended.STOPPED:
+                if _train(cell, verification.plans[cell.name], watch) is Ended.STOPPED:
                     break
                 if exitfirst and not _passes(verification, cell):
                     break
@@ -226,13 +225,13 @@ def _set_aside(where: MatrixDir, cell: Cell) -> None:
             raise RunError(f"cannot move {run.path} to {aside}: {error.strerror or error}") from error
 
 
-def _train(cell: Cell, planned: Plan, watch: Watch, warm: WarmRanks) -> Ended | None:
+def _train(cell: Cell, planned: Plan, watch: Watch) -> Ended | None:
     """The end of a cell's run; None: it failed, and its run directory has the reason."""
     from tp_invariant_recipes.launch import train
 
     try:
         with watch(cell.label, planned) as tick:
-            return train.execute(planned, tick, warm=warm)
+            return train.execute(planned, tick)
     except TpiError:
         return None
 

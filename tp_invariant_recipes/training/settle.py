@@ -1,0 +1,40 @@
+"""Free the memory of one training of a process for the next, which `tpi bench` has."""
+
+import gc
+
+import torch
+
+from tp_invariant_recipes.numerics.sums import weight_gradient
+
+
+def settle() -> None:
+    """Free the memory of a training for the next: models hold themselves in cycles, and Bridge stops the collector."""
+    weight_gradient.forget_stand_ins()
+    _forget_probabilities()
+    _forget_graphs()
+    gc.collect()
+    if torch.cuda.is_initialized():  # cuBLAS's workspaces may lie in a graph's pool, which they would keep whole
+        torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
+def _forget_graphs() -> None:
+    """Megatron keeps the graph of a step, its inputs, its pool of memory and the steps until its capture."""
+    from megatron.core import full_cuda_graph
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
+
+    full_cuda_graph._shared_graph_pool = None
+
+    for stage in ("training", "validation"):
+        FullCudaGraphWrapper.cuda_graph[stage] = FullCudaGraphWrapper.result[stage] = None
+        FullCudaGraphWrapper.curr_iteration[stage] = 0
+        StaticBufferLoader.static_buffers[stage].clear()
+
+
+def _forget_probabilities() -> None:
+    """Megatron's dispatchers keep those of the last micro-batch; their autograd graph holds the model where the
+    collector cannot look, so that one with experts would stay beside the next pass's."""
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+    for one in [one for one in gc.get_objects() if isinstance(one, MoETokenDispatcher)]:
+        vars(one).pop("probs", None)
