@@ -15,7 +15,7 @@ help: ## Show this list
 demo: bootstrap ## Train a toy model on this machine at tp=1 and tp=2, stock and invariant, and compare bit by bit
 	@PATH="$(abspath $(BIN)):$$PATH" scripts/demo
 
-test: lint types slurm-installed ## What CI runs: lint, types, all tests but those marked release; 10 minutes on two cores
+test: lint types slurm-installed ## What CI runs: lint, types, all tests but those marked release; at most 8 minutes on two cores
 	$(BIN)/pytest -n $(JOBS) -m "not release" --hypothesis-profile=same-examples
 
 test-all: lint types slurm-installed ## The same with every test: before a release, and when docs/testing.md says so
