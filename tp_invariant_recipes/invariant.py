@@ -117,7 +117,7 @@ def _device() -> str:
 
 def _checked_and_initialised(original: Callable[..., None], shards: int) -> Callable[..., None]:
     @wraps(original)
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         call = signature(original).bind(self, *args, **kwargs)
         call.apply_defaults()
         config, positions = call.arguments["config"], call.arguments["position_embedding_type"]
@@ -141,7 +141,7 @@ def _only(target: str, refusal: str) -> Callable[[Callable[..., None]], Callable
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
         @wraps(original)
-        def __init__(self, *args, **kwargs) -> None:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             if not isinstance(self, pkgutil.resolve_name(target)):
                 _refuse([f"{type(self).__name__} {refusal}"])
             original(self, *args, **kwargs)
@@ -153,7 +153,7 @@ def _only(target: str, refusal: str) -> Callable[[Callable[..., None]], Callable
 
 def _invariant_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def submodules(*args, **kwargs) -> Any:
+    def submodules(*args: Any, **kwargs: Any) -> Any:
         from tp_invariant_recipes.numerics.megatron import spec
 
         return spec.invariant(original(*args, **kwargs))
@@ -163,7 +163,7 @@ def _invariant_layers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _checked(original: Callable[..., None], shards: int) -> Callable[..., None]:
     @wraps(original)
-    def __init__(self, config, ddp_config, *args, **kwargs) -> None:
+    def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
         import torch
 
         ddp = allowed_fields.values_of(ddp_config)
@@ -176,7 +176,7 @@ def _checked(original: Callable[..., None], shards: int) -> Callable[..., None]:
 
 def _checked_optimizer(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
-    def __init__(self, optimizer, config, *args, **kwargs) -> None:
+    def __init__(self: Any, optimizer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         _refuse([_plain(line) for line in allowed_fields.refused("optimizer", allowed_fields.values_of(config))])
         original(self, optimizer, config, *args, **kwargs)
 

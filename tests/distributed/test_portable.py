@@ -48,7 +48,7 @@ def test_one_ledger_for_more_layouts(scenario, fixed, layouts):
 
 @pytest.mark.release
 def test_the_optimizers_state_goes_on_in_another_layout(shared, scenario):
-    more = f"gbs=4 numerics.data_shards=2 iters=4 ledger.state_digests=1 {SPREAD.split()[0]}"
+    more = f"gbs=4 numerics.data_shards=2 iters=4 ledger.state_digests=1 {SPREAD.split(maxsplit=1)[0]}"
     saved = shared("train", *SMALL.split(), *more.split(), "dp=2", "save=2", "train.exit_interval=2", "run.dir=resumed")
     assert saved.status == 0, saved.stderr
     shared("train", "--resume", "resumed", "dp=1", "tp=2", "train.exit_interval=null", status=0)

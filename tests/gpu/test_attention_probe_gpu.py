@@ -216,8 +216,8 @@ def test_flash_attn_is_not_selected(core, monkeypatch):
     """The invariant modes' replacement of Transformer Engine's selection, asked for flash-attn alone and for any."""
     module = core("unfused", "qwen3_0p6b", 2)
     made = of_rank(operands("qwen3_0p6b", 2048, "normal"), 2, 0)
-    for name in SWITCHES:
-        monkeypatch.setenv(SWITCHES[name], str(int(name == "flash")))
+    for name, variable in SWITCHES.items():
+        monkeypatch.setenv(variable, str(int(name == "flash")))
     rows = [row for row in replacements.replacements(NUMERICS) if row.target.endswith(":get_attention_backend")]
     assert len(rows) == 1
     with applied(rows):

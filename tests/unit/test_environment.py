@@ -145,12 +145,12 @@ def test_a_secret_is_never_recorded(name):
 
 @given(st.dictionaries(st.sampled_from([v.name for v in VARIABLES]), st.sampled_from(("0", "1", "Ring", "8"))))
 def test_a_setting_is_accepted_or_refused_never_changed(environment):
-    for device in DEFAULTS:
+    for device, defaults in DEFAULTS.items():
         try:
             found = settings(device, environment)
         except ConfigError:
             continue
-        assert found.keys() == DEFAULTS[device].keys() | (UNSET[device].keys() & environment.keys())
+        assert found.keys() == defaults.keys() | (UNSET[device].keys() & environment.keys())
         assert all(environment.get(name, value) == value for name, value in found.items())
 
 

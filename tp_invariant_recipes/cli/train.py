@@ -216,7 +216,7 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
         raise typer.Exit(130)
 
 
-def _opening(planned) -> str:
+def _opening(planned: "Plan") -> str:
     ranks = planned.layout.world
     save = planned.tree["checkpoint"]["save_interval"]
     kept = f"every {save} steps and on SIGTERM" if save else "on SIGTERM only (save=N: every N steps)"

@@ -60,8 +60,8 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
     """
     sections: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
-    for name in tree:
-        if name in schema.SECTIONS and isinstance(tree[name], dict):
+    for name, section in tree.items():
+        if name in schema.SECTIONS and isinstance(section, dict):
             sections[name], wrong = schema.convert_section(name, tree)
             problems += wrong.values()
     if problems:

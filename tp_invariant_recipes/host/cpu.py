@@ -24,7 +24,9 @@ CPU = torch.device("cpu")
 class CudaMeansCpu(TorchFunctionMode):
     """Makes every tensor for a CUDA device on the CPU instead."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         """Rewrite the device of `func`'s arguments, then call it."""
         kwargs = dict(kwargs or {})
         if "device" in kwargs:
@@ -32,19 +34,19 @@ class CudaMeansCpu(TorchFunctionMode):
         return _REWRITES.get(getattr(func, "__name__", ""), _call)(func, args, kwargs)
 
 
-def _call(func, args, kwargs):
+def _call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _stay(func, args, kwargs):
+def _stay(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0]
 
 
-def _move(func, args, kwargs):
+def _move(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(args[0], *(_on_cpu(a) if isinstance(a, str | torch.device) else a for a in args[1:]), **kwargs)
 
 
-def _type_name(func, args, kwargs):
+def _type_name(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     # Megatron's optimizers accept only parameters whose type() is torch.cuda.…Tensor.
     named = func(*args, **kwargs)
     return named.replace("torch.", "torch.cuda.", 1) if isinstance(named, str) else named
@@ -65,17 +67,17 @@ def _on_cpu(device: Any) -> Any:
 class _Inert:
     """Replaces a CUDA stream or event: every method does nothing and returns another such object."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Callable[..., "_Inert"]:
         return lambda *args, **kwargs: _Inert()
 
-    def __enter__(self):
+    def __enter__(self) -> "_Inert":
         return self
 
-    def __exit__(self, *exc):
-        return False
+    def __exit__(self, *exc: object) -> None:
+        pass
 
 
 def _always(value: Any) -> Callable[[Any], Callable]:
@@ -90,18 +92,20 @@ def _manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def _get_rng_state(*args, **kwargs) -> torch.Tensor:
+def _get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(state: torch.Tensor, *args, **kwargs) -> None:
+def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     torch.set_rng_state(state)
 
 
 def _torch_norm(original: Any) -> staticmethod:
     """A local norm for sequence parallelism, which Megatron-Core's refuses. It marks the weight as the TE norm does."""
 
-    def build(cls, config, hidden_size, eps=1e-5, *args, **kwargs):
+    def build(
+        cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **kwargs: Any
+    ) -> torch.nn.Module:
         kind = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}[config.normalization]
         norm = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
@@ -119,7 +123,7 @@ def _splits_as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = 
 def _local(name: str) -> Callable[[Any], Any]:
     """The pure-PyTorch version of a function, from Megatron-Core's `megatron.core.utils`."""
 
-    def make(original):
+    def make(original: Any) -> Any:
         import megatron.core.utils
 
         return getattr(megatron.core.utils, name)

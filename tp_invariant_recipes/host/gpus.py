@@ -3,6 +3,8 @@
 import os
 import warnings
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def _chosen(found: list[Gpu], names: str) -> list[Gpu]:
     return chosen
 
 
-def _describe(pynvml, handle) -> Gpu:
+def _describe(pynvml: ModuleType, handle: Any) -> Gpu:
     name = pynvml.nvmlDeviceGetName(handle)
     return Gpu(
         name=name.decode() if isinstance(name, bytes) else name,

@@ -14,7 +14,7 @@ def _state_before_loading(original: Any) -> Callable[[Any], dict[str, Any]]:
     """
     import torch
 
-    def state_dict(self):
+    def state_dict(self: Any) -> dict[str, Any]:
         if not self.optimizer.state:
             for parameter in (one for group in self.optimizer.param_groups for one in group["params"]):
                 moments = {key: torch.zeros_like(parameter.data) for key in self.optimizer_state_keys}
@@ -27,7 +27,7 @@ def _state_before_loading(original: Any) -> Callable[[Any], dict[str, Any]]:
 def _steps_apart(original: Any) -> Callable[[Any, Any], None]:
     """Megatron loads one tensor as the step of all parameters; torch's Adam would add to it once for each."""
 
-    def load_state_dict(self, state_dict):
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         original(self, state_dict)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()

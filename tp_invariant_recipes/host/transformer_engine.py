@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 # Every module of Megatron-Core that decides at import whether Transformer Engine is available.
 DECIDERS = (
@@ -59,7 +60,7 @@ def _module(name: str) -> ModuleType:
 def _missing(name: str) -> type:
     import torch
 
-    def refuse(self, *args, **kwargs):
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError(f"transformer_engine.pytorch.{name}: Transformer Engine is not installed (tpi doctor)")
 
     return type(name, (torch.nn.Module,), {"__init__": refuse})

@@ -30,9 +30,11 @@ WHY = (
 
 def flag() -> Any:
     """The flag tensor, fp32 [1], during warm-up or capture of a graph with cached FP8 weights; otherwise None."""
-    from transformer_engine.pytorch.module.grouped_linear import FP8GlobalStateManager as state
+    from transformer_engine.pytorch.module.grouped_linear import FP8GlobalStateManager
 
-    return state.get_skip_fp8_weight_update_tensor() if state.fp8_graph_capturing() else None
+    if not FP8GlobalStateManager.fp8_graph_capturing():
+        return None
+    return FP8GlobalStateManager.get_skip_fp8_weight_update_tensor()
 
 
 def never_first(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -290,7 +290,7 @@ def _me(inode: int, nodes: int) -> Holder:
         heartbeat=now,
         nodes=nodes,
         job=os.environ.get("SLURM_JOB_ID"),
-        restart=int(os.environ.get("SLURM_RESTART_COUNT", 0)),
+        restart=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
     )
 
 

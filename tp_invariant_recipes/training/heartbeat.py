@@ -91,7 +91,7 @@ class Heartbeats:
 
         Its standard error is the rank's log.
         """
-        global _mine
+        global _mine  # noqa: PLW0603  one of a process
         faulthandler.register(WRITE_FRAMES, file=2, all_threads=True)
         self._memory[index * self.FIELDS + 3] = threading.main_thread().ident or 0
         _mine = (self, index)

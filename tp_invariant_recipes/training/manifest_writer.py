@@ -19,7 +19,7 @@ class ManifestWriter(Callback):
         self.optimizer_state = optimizer_state
         self.experts_apart = experts_apart
 
-    def on_checkpoint_save(self, context) -> None:
+    def on_checkpoint_save(self, context: Any) -> None:
         """Bridge calls this on every rank once all have written."""
         step = context.state.train_state.step
         path = iteration_dir(Path(context.state.cfg.checkpoint.save), step)

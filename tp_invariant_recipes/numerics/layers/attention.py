@@ -117,7 +117,7 @@ def _seen_to_be_right(core: Core, query: Tensor, key: Tensor, value: Tensor, mas
 
 
 def _admitted(backend: str) -> None:
-    if backend.split()[0] in REFUSED:
+    if backend.split(maxsplit=1)[0] in REFUSED:
         raise RunError(
             f"attention ran {backend}, whose gradients may depend on tp; set model.attention_backend=fused or unfused, "
             f"or numerics=stock"
@@ -148,7 +148,7 @@ class _Checked(torch.autograd.Function):
     """Both forms on the operands of the run."""
 
     @staticmethod
-    def forward(ctx, core, mask, shards, *inputs):
+    def forward(ctx: Any, core: Any, mask: Tensor | None, shards: Any, *inputs: Tensor) -> Tensor:
         ctx.core, ctx.shards = core, shards
         ctx.recorded = [_recorded(form, core, inputs, mask, shards) for form in (_together, _defined)]
         (_, first), (_, second) = ctx.recorded
@@ -156,7 +156,7 @@ class _Checked(torch.autograd.Function):
         return first.detach().clone()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         first, second = (torch.autograd.grad(out, leaves, gradient) for leaves, out in ctx.recorded)
         _compare(ctx.core, ctx.recorded[0][0], ctx.shards, first, second, TENSORS[1:])
         return None, None, None, *first

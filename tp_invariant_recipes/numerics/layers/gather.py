@@ -17,6 +17,7 @@ depend on virtual shards.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,9 @@ def row_parallel(x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx, x, weight, mesh, segments, sequence_parallel):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts, sequence_parallel: bool
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.segments, ctx.sequence_parallel = mesh, segments, sequence_parallel
         whole = all_gather(x, mesh) if sequence_parallel else x
@@ -64,7 +67,7 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     @outside_modes
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         mesh, segments, sequence_parallel = ctx.mesh, ctx.segments, ctx.sequence_parallel
         grad = _tokens(dy)
@@ -83,7 +86,7 @@ class _ColumnParallel(torch.autograd.Function):
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx, x, weight, mesh, sequence_parallel):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.sequence_parallel = mesh, sequence_parallel
         summed = _start(_tokens(x), weight, mesh, sequence_parallel)
@@ -91,7 +94,7 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     @outside_modes
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad = _tokens(all_gather(dy, ctx.mesh) if ctx.sequence_parallel else dy)
         tokens = _tokens(x)

@@ -22,6 +22,7 @@ product of the next. That is for GPUs, where the rows of a product do not depend
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,15 @@ def row_parallel(
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx, x, weight, mesh, segments, sequence_parallel, products):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        mesh: VirtualMesh,
+        segments: Parts,
+        sequence_parallel: bool,
+        products: Products,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.segments, ctx.sequence_parallel, ctx.products = mesh, segments, sequence_parallel, products
         whole = all_gather(x, mesh) if sequence_parallel else x
@@ -94,7 +103,7 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     @outside_modes
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         mesh, segments, sequence_parallel, products = ctx.mesh, ctx.segments, ctx.sequence_parallel, ctx.products
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
@@ -113,7 +122,9 @@ class _ColumnParallel(torch.autograd.Function):
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx, x, weight, mesh, sequence_parallel, products):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, sequence_parallel: bool, products: Products
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.mesh, ctx.sequence_parallel, ctx.products = mesh, sequence_parallel, products
         if mesh.in_blocks and mesh.size > 1:
@@ -125,7 +136,7 @@ class _RowParallel(torch.autograd.Function):
 
     @staticmethod
     @outside_modes
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         mesh, product = ctx.mesh, ctx.products.product
         grad = _tokens(all_gather(dy, mesh) if ctx.sequence_parallel else dy)
@@ -150,7 +161,9 @@ def _weight_gradient(
     return weight_gradient(weight, *(partial(_added, product, dy.t(), x, shards) for dy, x in parts))
 
 
-def _added(product: Callable[..., Tensor], a: Tensor, b: Tensor, shards: dict[str, Parts], out: Tensor, add: bool):
+def _added(
+    product: Callable[..., Tensor], a: Tensor, b: Tensor, shards: dict[str, Parts], out: Tensor, add: bool
+) -> Tensor:
     return product(a, b, out, add=add, **shards)
 
 

@@ -26,11 +26,13 @@ from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 class InvariantColumnParallelLinear(ColumnForward, ColumnParallelLinear):
     """Column-parallel linear layer; on every device also Megatron's output layer."""
 
-    def __init__(self, *args, tp_comm_buffer_name: str | None = None, **kwargs) -> None:
+    def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
         self.segments = segments_of(self.config, tp_comm_buffer_name)
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         """[s/t or s, b, k] → [s, b, n/t], and None as bias, since the layer has added it."""
         if runtime_gather_output or (runtime_gather_output is None and self.gather_output):
             raise NotImplementedError("an invariant column-parallel layer does not gather its output")
@@ -40,7 +42,7 @@ class InvariantColumnParallelLinear(ColumnForward, ColumnParallelLinear):
 class InvariantRowParallelLinear(RowForward, RowParallelLinear):
     """Row-parallel linear."""
 
-    def forward(self, input_: Tensor):
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
         """[s, b, k/t] → [s/t or s, b, n], and None as bias, since the layer has added it."""
         return self.row(input_, self.weight, self.bias), None
 
@@ -66,7 +68,7 @@ class InvariantVocabParallelEmbedding(VocabParallelEmbedding):
 class InvariantRMSNorm(NormForward, torch.nn.Module):
     """RMSNorm over the hidden size."""
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.config, self.eps = config, eps
         self.weight = torch.nn.Parameter(

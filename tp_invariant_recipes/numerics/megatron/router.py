@@ -70,16 +70,26 @@ class InvariantTopKRouter(OnMesh, TopKRouter):
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
         """Do nothing yet: `routing` counts the tokens that remain after dropping."""
 
-    def _apply_aux_loss(self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False):
+    def _apply_aux_loss(
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
         return self._balanced(probs, scores, routing_map, 1, "aux_loss", "load_balancing_loss")
 
     def _apply_seq_aux_loss(
-        self, probs: Tensor, scores: Tensor, routing_map: Tensor, seq_length: int, bsz: int, with_padding_mask=False
-    ):
+        self,
+        probs: Tensor,
+        scores: Tensor,
+        routing_map: Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:
         scores, routing_map = scores.reshape(seq_length, -1), routing_map.reshape(seq_length, -1)
         return self._balanced(probs, scores, routing_map, bsz, "seq_aux_loss", "seq_load_balancing_loss")
 
-    def _balanced(self, probs: Tensor, scores: Tensor, routing_map: Tensor, sequences: int, kind: str, name: str):
+    def _balanced(
+        self, probs: Tensor, scores: Tensor, routing_map: Tensor, sequences: int, kind: str, name: str
+    ) -> Tensor:
         """Attach the loss of Switch Transformer (arXiv 2101.03961), for each sequence alone or for all together.
 
         scores, routing_map: [s/t, b · E] or [n, E].

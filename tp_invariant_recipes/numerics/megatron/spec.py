@@ -55,7 +55,7 @@ AS_THEY_ARE = (
 )
 
 
-def invariant_layer_spec(config, vp_stage: int | None = None):
+def invariant_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Bridge's transformer block with invariant layers. For `model.transformer_layer_spec`."""
     from megatron.bridge.models import gpt_provider
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build

@@ -39,11 +39,11 @@ from tp_invariant_recipes.numerics.megatron.latent_attention import DuplicatedFo
 class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnParallelLinear):
     """RMSNorm, then column-parallel linear."""
 
-    def __init__(self, *args, tp_comm_buffer_name: str | None = None, **kwargs) -> None:
+    def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
         self.segments = segments_of(self.config, tp_comm_buffer_name)
 
-    def forward(self, x: Tensor):
+    def forward(self, x: Tensor) -> Any:
         """[s/t or s, b, k] → [s, b, n/t], and None as bias, since the layer has added it.
 
         An adapter reads the norm's result too, as Bridge has asked of the layer: then that comes beside the first.
@@ -56,11 +56,11 @@ class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnP
 class InvariantTEColumnParallelLinear(ColumnForward, TEColumnParallelLinear):
     """Column-parallel linear."""
 
-    def __init__(self, *args, tp_comm_buffer_name: str | None = None, **kwargs) -> None:
+    def __init__(self, *args: Any, tp_comm_buffer_name: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, tp_comm_buffer_name=tp_comm_buffer_name, **kwargs)
         self.segments = segments_of(self.config, tp_comm_buffer_name)
 
-    def forward(self, x: Tensor):
+    def forward(self, x: Tensor) -> Any:
         """[s/t or s, b, k] → [s, b, n/t], and None as bias, since the layer has added it."""
         return self.column(x, self.weight, self.bias if self.use_bias else None), None
 
@@ -68,7 +68,7 @@ class InvariantTEColumnParallelLinear(ColumnForward, TEColumnParallelLinear):
 class InvariantTERowParallelLinear(RowForward, TERowParallelLinear):
     """Row-parallel linear."""
 
-    def forward(self, x: Tensor):
+    def forward(self, x: Tensor) -> Any:
         """[s, b, k/t] → [s/t or s, b, n], and None as bias, since the layer has added it."""
         return self.row(x, self.weight, self.bias if self.use_bias else None), None
 
@@ -85,7 +85,7 @@ class InvariantTEDuplicatedLinear(DuplicatedForward, TELinear):
 class InvariantTERMSNorm(NormForward, te.RMSNorm):
     """RMSNorm over the hidden size. It derives from te.RMSNorm, since Megatron-Core's TENorm only acts as a factory."""
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, has_residual: bool = False) -> None:
         super().__init__(
             normalized_shape=hidden_size,
             eps=eps,

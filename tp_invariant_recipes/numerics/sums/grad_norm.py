@@ -109,7 +109,9 @@ def clip_by_powers_of_two(original: Callable[..., None]) -> Callable[..., None]:
     subnormal. The clipped norm is between half of max_norm and max_norm, so training differs from Megatron's.
     """
 
-    def clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm, use_decoupled_grad=False) -> None:
+    def clip_grad_by_total_norm_fp32(
+        parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False
+    ) -> None:
         coefficient = float(max_norm / (total_norm + 1.0e-6))  # as in the original
         if coefficient < 1.0:
             max_norm, total_norm = rounded_down_to_power_of_two(coefficient), _ONE
