@@ -16,7 +16,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]  # name -> type in a saf
 
 def of(model: str, *overrides: str) -> dict[str, Any]:
     """The section `model` of a run on a CPU."""
-    return compose(model, [*overrides, "numerics=stock"], device="cpu").tree["model"]
+    return compose(model, [*overrides, "numerics=stock"], device="cpu").config.model
 
 
 def tensors(model: Mapping[str, Any], seed: int = 0, dtype: str = "BF16") -> Tensors:

@@ -1,13 +1,15 @@
-"""Composed trees with single fields changed, as no command line would."""
+"""Configurations with single fields changed, as no command line would."""
 
 import copy
 from typing import Any
 
+from tp_invariant_recipes.settings.run_config import RunConfig
 
-def with_fields(tree: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """A copy of a tree with other fields, named section__field."""
-    tree = copy.deepcopy(tree)
+
+def with_fields(config: RunConfig, **fields: Any) -> RunConfig:
+    """A copy of a configuration with other fields, named section__field."""
+    sections = copy.deepcopy(dict(config.sections))
     for name, value in fields.items():
         section, field = name.split("__")
-        tree[section][field] = value
-    return tree
+        sections[section][field] = value
+    return RunConfig(sections)

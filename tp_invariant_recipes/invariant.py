@@ -25,6 +25,7 @@ from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import Replacement, apply
 from tp_invariant_recipes.settings import environment
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 SWITCH, SHARDS = "NVTE_TP_INVARIANT_MODE", "TPI_SHARDS"
 MODE = "tree"
@@ -205,14 +206,14 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
         # What counts is torch's flag, which Megatron-Core sets by the field with bf16=True alone.
         "disable_bf16_reduced_precision_matmul": not _adds_in_bf16(),
     }
-    tree = {
+    sections = {
         "numerics": asdict(NumericsSettings(MODE, shards)),
         "model": model,
         "parallel": {"data_parallel_size": parallel_state.get_data_parallel_world_size()},
         "ddp": ddp or {},
         "device": {"kind": _device()},
     }
-    found = [_plain(line) for line in invariance.limits(tree)]
+    found = [_plain(line) for line in invariance.limits(RunConfig(sections))]
     if config.calculate_per_token_loss:
         found.append("calculate_per_token_loss: who counts the tokens is not known here; leave it unset")
     if _device() == "gpu" and not config.deterministic_mode:

@@ -29,7 +29,7 @@ def test_a_table_has_a_row_for_every_field_of_the_installed_class_and_no_other(s
 def test_a_field_that_nobody_sets_is_allowed(section):
     wrong = {line.partition("=")[0].partition(".")[2] for line in refused(section, defaults(section))}
     assert wrong == SET_BY_CONF[section]
-    assert wrong <= compose("qwen3_toy").tree[section].keys()
+    assert wrong <= compose("qwen3_toy").config.sections[section].keys()
 
 
 def test_the_fields_of_a_model_that_are_known_are_fields_of_the_installed_providers():

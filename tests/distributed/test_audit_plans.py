@@ -29,7 +29,7 @@ def test_the_pair_differs_in_nothing_but_when_graphs_are_captured(a_gpu):
     planned = audit.new("nemotron3_nano_toy", NEMOTRON)
     assert list(planned.plans) == ["eager", "replayed", "rounded"]
     assert planned.counts_from == 4
-    trees = {name: run.tree | {"run": None, "checkpoint": None} for name, run in planned.plans.items()}
+    trees = {name: run.config.sections | {"run": None, "checkpoint": None} for name, run in planned.plans.items()}
     assert trees["eager"] == trees["rounded"]
     assert trees["eager"]["model"].pop("cuda_graph_warmup_steps") == audit.NEVER
     assert trees["replayed"]["model"].pop("cuda_graph_warmup_steps") == 3

@@ -16,7 +16,7 @@ from tp_invariant_recipes.config.overrides import parse
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.settings import conf_files, environment, layout, schema
-from tp_invariant_recipes.settings.run_config import typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("bridge")
 
@@ -33,14 +33,14 @@ QWEN3 = ("qwen3_0p6b", "qwen3_8b", "qwen3_30b_a3b")
 
 
 def build(model: str, *overrides: str, device: str = "gpu"):
-    return container.build(compose(model, overrides, device=device).tree)
+    return container.build(compose(model, overrides, device=device).config)
 
 
 def validated(model: str, *overrides: str, device: str = "gpu"):
     """As a rank sees it."""
-    tree = compose(model, overrides, device=device).tree
-    made = container.build(tree)
-    container.validate(made, layout.of(typed(tree)).world, here=device == "cpu")
+    config = compose(model, overrides, device=device).config
+    made = container.build(config)
+    container.validate(made, layout.of(config).world, here=device == "cpu")
     return made
 
 
@@ -251,7 +251,7 @@ def test_every_section_is_one_of_bridges_and_of_bridges_none_is_forgotten():
     ours = schema.BRIDGE_SECTIONS.keys() | {"mixed_precision"}
     assert ours <= hints
     assert hints - ours == {"env_vars", "optimizer_config_override_provider", "_checkpoint_load_required"}
-    tree = compose("qwen3_toy").tree
+    tree = compose("qwen3_toy").config.sections
     for section in ours:
         assert schema.fields(schema.section_class(section, tree)), section
 
@@ -295,12 +295,12 @@ SPELLINGS = (
 
 @pytest.mark.parametrize("override, section, field, value", SPELLINGS, ids=[row[0] for row in SPELLINGS])
 def test_a_value_has_the_type_of_its_field_however_it_is_spelt(override, section, field, value):
-    found = compose("qwen3_toy", [override], device="cpu").tree[section][field]
+    found = compose("qwen3_toy", [override], device="cpu").config.sections[section][field]
     assert (type(found), found) == (type(value), value)
 
 
 def test_what_follows_a_field_of_bridges_follows():
-    tree = compose("qwen3_toy", ["model.vocab_size=1024", "optimizer.weight_decay=0.5"]).tree
+    tree = compose("qwen3_toy", ["model.vocab_size=1024", "optimizer.weight_decay=0.5"]).config.sections
     assert tree["tokenizer"]["vocab_size"] == 1024
     assert tree["scheduler"]["start_weight_decay"] == tree["scheduler"]["end_weight_decay"] == 0.5
 
@@ -351,12 +351,12 @@ def test_all_mistakes_are_said_at_once():
 
 
 def test_mistakes_in_conf_are_found_when_the_container_is_built():
-    tree = compose("qwen3_toy").tree
+    tree = compose("qwen3_toy").config.sections
     tree["optimizer"]["lrr"] = 1
     tree["ddp"]["overlap_grad_reduce"] = "sometimes"
     tree["numerics"]["mode"] = "magic"
     with pytest.raises(ConfigError) as error:
-        container.build(tree)
+        container.build(RunConfig(tree))
     message = str(error.value)
     assert "3 problems" in message
     assert "optimizer.lrr: no such field of OptimizerConfig; did you mean 'optimizer.lr'?" in message
@@ -495,11 +495,11 @@ def test_a_layer_specification_of_ones_own_is_kept():
 
 
 def test_a_tree_can_be_built_twice():
-    tree = compose("qwen3_toy").tree
-    first, second = container.build(tree), container.build(tree)
+    tree = compose("qwen3_toy").config.sections
+    first, second = container.build(RunConfig(tree)), container.build(RunConfig(tree))
     assert first.model is not second.model
     assert differing(first.model, second.model) == {}
-    assert tree == compose("qwen3_toy").tree
+    assert tree == compose("qwen3_toy").config.sections
 
 
 @pytest.mark.parametrize("model", ("qwen3_8b", "nemotron3_nano"))
@@ -507,11 +507,11 @@ def test_bridges_own_command_line_takes_the_overrides_that_are_shown(model):
     """Each container is changed to what the other's overrides say, by Bridge's code."""
     from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
-    shown = compose(model, ["tp=2", "lr=1e-3", "seed=7", "dp=2", "gbs=8"], device="gpu").tree
+    shown = compose(model, ["tp=2", "lr=1e-3", "seed=7", "dp=2", "gbs=8"], device="gpu").config
     lines = [line for line in describe.bridge_overrides(shown) if not line.startswith("mixed_precision=")]
     theirs = process_config_with_overrides(build(model), cli_overrides=lines)
     ours = container.build(shown)
-    for section in describe.BRIDGE_SECTIONS.keys() & shown.keys():
+    for section in describe.BRIDGE_SECTIONS.keys() & shown.sections.keys():
         different = differing(getattr(theirs, section), getattr(ours, section))
         # Bridge leaves an enum's name and an empty tuple's list to be converted later.
         different = {n: p for n, p in different.items() if str(p[1]).split(".")[-1] != p[0] and any(p)}

@@ -9,6 +9,7 @@ from tests.models import sparing
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, low_precision
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("bridge")  # which types the fields of `model`
 
@@ -18,7 +19,7 @@ PADDED = ("model.moe_expert_capacity_factor=1.0", "model.moe_pad_expert_input_to
 
 @functools.cache
 def composed(model: str, *overrides: str, device: str = "gpu") -> dict:
-    return compose(model, ["numerics=stock", *overrides], device=device).tree
+    return compose(model, ["numerics=stock", *overrides], device=device).config.sections
 
 
 def changed(tree: dict, fields: dict) -> dict:
@@ -127,7 +128,7 @@ ROWS = (*(("te", *row) for row in TE), *(("full", *row) for row in FULL))
 
 def wrong(kind: str, model: str, fields: dict) -> list[str]:
     padded = PADDED if kind == "full" and model == "nemotron3_nano" else ()
-    return cuda_graphs.problems(changed(composed(model, f"cuda_graph={kind}", *padded), fields))
+    return cuda_graphs.problems(RunConfig(changed(composed(model, f"cuda_graph={kind}", *padded), fields)))
 
 
 @pytest.mark.parametrize("kind, model, fields, says", ROWS)
@@ -148,7 +149,7 @@ def test_what_is_refused_for_layers_is_let_through_for_a_whole_step():
 def test_an_allocator_that_moves_nothing_is_let_through(monkeypatch):
     moving = {"cluster.environment.PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert wrong("te", "qwen3_toy", moving | {"cluster.environment.NCCL_GRAPH_REGISTER": "0"}) == []
-    assert cuda_graphs.problems(changed(composed("qwen3_toy"), moving)) == []
+    assert cuda_graphs.problems(RunConfig(changed(composed("qwen3_toy"), moving))) == []
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert len(wrong("te", "qwen3_toy", {})) == 1
 
@@ -192,7 +193,7 @@ def test_fp8_is_a_whole_class_of_which_fields_can_be_set():
 )
 def test_fp8_products_have_sides_that_can_be_multiplied(model, fields, says):
     tree = composed(model, "precision=fp8_tensorwise")
-    assert low_precision.problems(tree) == []
-    (problem,) = low_precision.problems(changed(tree, fields))
+    assert low_precision.problems(RunConfig(tree)) == []
+    (problem,) = low_precision.problems(RunConfig(changed(tree, fields)))
     assert says in problem
-    assert low_precision.problems(changed(composed(model), fields)) == []
+    assert low_precision.problems(RunConfig(changed(composed(model), fields))) == []

@@ -26,8 +26,8 @@ def named(text: str) -> set[tuple[str, str]]:
 def known() -> frozenset[tuple[str, str]]:
     """Every `section` and `field` of some model's configuration."""
     found = set()
-    trees = [compose(model, device="gpu").tree for model in MODELS]
-    trees.append(compose("qwen3_toy", parse_all(["peft=lora", "weights=folder"]), device="gpu").tree)
+    trees = [compose(model, device="gpu").config.sections for model in MODELS]
+    trees.append(compose("qwen3_toy", parse_all(["peft=lora", "weights=folder"]), device="gpu").config.sections)
     for tree in trees:
         for section in schema.BRIDGE_SECTIONS.keys() & tree.keys():
             found |= {(section, name) for name in schema.fields(schema.section_class(section, tree))}

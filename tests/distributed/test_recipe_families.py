@@ -89,7 +89,7 @@ def composed(family, folder, *more):
         f"recipe={FAMILIES[family][0]}",
         [f"recipe.hf_folder={folder / family}", *SHORT.split(), *LAYOUT, *more],
         device="cpu",
-    ).tree
+    ).config.sections
 
 
 @pytest.mark.parametrize("family, more", (("moonlight", ()), ("deepseek", ("model.mtp_num_layers=null",))))

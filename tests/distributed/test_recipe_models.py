@@ -194,7 +194,7 @@ def test_what_is_no_recipe_is_said_before_anything_starts(bridge, mine, function
 
 
 def test_an_object_is_kept_for_stock_numerics(bridge, mine):
-    tree = compose(f"recipe={mine}:layers", device="gpu", numerics="stock").tree
+    tree = compose(f"recipe={mine}:layers", device="gpu", numerics="stock").config.sections
     assert tree["recipe"]["kept"] == ["model.transformer_layer_spec"]
 
 
@@ -202,7 +202,7 @@ def test_what_bridges_recipes_set_beside_their_fields(bridge, mine):
     """An attribute that nothing reads, a zero for no validation, an object that an override replaces."""
     with pytest.raises(ConfigError, match=r"model\.attention_backend to an object, .*; model\.attention_backend=auto"):
         compose(f"recipe={mine}:habits", device="cpu")
-    tree = compose(f"recipe={mine}:habits", ["model.attention_backend=auto"], device="cpu").tree
+    tree = compose(f"recipe={mine}:habits", ["model.attention_backend=auto"], device="cpu").config.sections
     assert tree["recipe"]["kept"] == []
     assert tree["validation"]["eval_interval"] is None
     assert "max_lr" not in tree["scheduler"]
@@ -227,7 +227,7 @@ def test_what_the_run_changes_of_a_recipe(mine, shared):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_recipe_of_each_family_composes(bridge, hugging_face, family):
     recipe, *overrides = of_family(family, hugging_face)
-    tree = compose(recipe, [*overrides, "tp=2"], device="cpu").tree
+    tree = compose(recipe, [*overrides, "tp=2"], device="cpu").config.sections
     assert tree["model"]["hidden_size"] == 128
     assert tree["dataset"]["seq_length"] == 64
     assert tree["optimizer"]["adam_eps"] == 1e-8  # the recipe's, and not that of conf/config.yaml

@@ -42,7 +42,7 @@ def test_a_function_gives_its_own_model_with_the_overrides(model):
     from megatron.bridge.training.config import ConfigContainer
 
     made = RECIPES[f"tpi_{model}_pretrain_config"]("tp=2", "optimizer.adam_eps=1e-7", "iters=7")
-    tree = compose(model, device="gpu").tree["model"]
+    tree = compose(model, device="gpu").config.model
     assert isinstance(made, ConfigContainer)
     assert made.model.hidden_size == tree["hidden_size"]
     assert made.model.num_layers == tree.get("num_layers")

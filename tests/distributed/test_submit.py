@@ -15,7 +15,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.jobs import fitness
 from tp_invariant_recipes.jobs.slurm_client import Partition
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("bridge", "no_gpus")
 
@@ -289,13 +289,13 @@ def test_a_job_that_cannot_be_noted_is_named(cli, slurm, tmp_path):
 
 
 @functools.cache
-def _two_nodes() -> dict:
-    return compose("qwen3_toy", [*NODES, "tp=8"]).tree
+def _two_nodes() -> RunConfig:
+    return compose("qwen3_toy", [*NODES, "tp=8"]).config
 
 
 def _tree(**settings: str) -> RunConfig:
     """A run of two nodes with these settings of slurm."""
-    return typed(_two_nodes() | {"slurm": _two_nodes()["slurm"] | settings})
+    return _two_nodes().with_fields("slurm", **settings)
 
 
 # The partitions a job may wait in, and what is wrong: settings of slurm.*, partitions, parts of the problems.

@@ -13,14 +13,14 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.job_rules import STEPPED, SUBMITTED, WRITTEN, misfits, parse_time
 from tp_invariant_recipes.settings import allocation, layout
 from tp_invariant_recipes.settings.allocation import Allocation
-from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 GOOD = {"cluster.gpus_per_node": 8, "slurm.time": "4:00:00"}
 
 
 @cache
 def _composed(device: str):
-    return compose("qwen3_toy", device=device).tree
+    return compose("qwen3_toy", device=device).config.sections
 
 
 def job(tp: int = 1, dp: int = 1, *, device: str = "gpu", **fields) -> RunConfig:
@@ -33,7 +33,7 @@ def job(tp: int = 1, dp: int = 1, *, device: str = "gpu", **fields) -> RunConfig
         section, name = path.split(".")
         assert name in tree[section], path
         tree[section][name] = value
-    return typed(tree)
+    return RunConfig(tree)
 
 
 def problems(*arguments, environ=None, **fields) -> list[str]:

@@ -13,7 +13,7 @@ from tp_invariant_recipes.coverage.allowed_fields import ANY, BOOL, NUMBER, SECT
 from tp_invariant_recipes.settings import conf_files
 
 ROWS = [(section, field) for section, table in SECTIONS.items() for field in table]
-TREE = compose("qwen3_toy", device="cpu").tree
+TREE = compose("qwen3_toy", device="cpu").config
 # What a row of each kind accepts, and what it refuses.
 KINDS = {
     NUMBER: ((0, 1, -0.5, 1e-8, None), (math.nan, math.inf, -math.inf, True, "1", [1])),
@@ -90,12 +90,12 @@ def test_all_that_is_not_allowed_is_one_list(mode):
 @pytest.mark.parametrize("model", sparing(conf_files.groups()["model"]))
 @pytest.mark.parametrize("device", ("cpu", "gpu"))
 def test_every_run_of_conf_is_allowed(model, device):
-    tree = compose(model, device=device).tree
-    assert [line for section in SECTIONS for line in refused(section, tree[section])] == []
+    tree = compose(model, device=device).config
+    assert [line for section in SECTIONS for line in refused(section, tree.section(section))] == []
 
 
 def test_overlapped_collectives_have_a_section_of_their_own():
-    (problem,) = invariance.limits(TREE | {"comm_overlap": {"tp_comm_overlap": True}})
+    (problem,) = invariance.limits(TREE.with_fields("comm_overlap", tp_comm_overlap=True))
     assert problem.endswith("; comm_overlap.tp_comm_overlap=false")
     # Of a section that many of Bridge's recipes have. What it then overlaps by itself is of data-parallel ranks.
-    assert invariance.limits(TREE | {"comm_overlap": {"tp_comm_overlap": False}}) == []
+    assert invariance.limits(TREE.with_fields("comm_overlap", tp_comm_overlap=False)) == []

@@ -75,21 +75,21 @@ def test_a_mode_records_digests_if_it_says_so():
     plans = bench.new(
         "qwen3_toy", [], ["tree", "tree+digests"], rounds=1, warmup=0, steps=1, traced=False, directory=None
     ).plans
-    assert {mode: one.tree["numerics"]["mode"] for mode, one in plans.items()} == {
+    assert {mode: one.config.numerics.mode for mode, one in plans.items()} == {
         "tree": "tree",
         "tree+digests": "tree",
     }
-    assert {mode: one.tree["ledger"]["digests"] for mode, one in plans.items()} == {"tree": 0, "tree+digests": 1}
+    assert {mode: one.config.ledger.digests for mode, one in plans.items()} == {"tree": 0, "tree+digests": 1}
 
 
 def test_each_mode_has_its_own_configuration_and_nothing_is_written(here):
     before = sorted(here.rglob("*"))
     plans = planned().plans
-    assert {mode: one.tree["numerics"]["mode"] for mode, one in plans.items()} == {"stock": "stock", "tree": "tree"}
+    assert {mode: one.config.numerics.mode for mode, one in plans.items()} == {"stock": "stock", "tree": "tree"}
     for one in plans.values():
-        assert one.tree["checkpoint"]["save_interval"] == 0
-        assert one.tree["train"]["train_iters"] == 4
-        assert one.tree["train"]["exit_signal_handler"] is False
+        assert one.config.section("checkpoint")["save_interval"] == 0
+        assert one.config.train["train_iters"] == 4
+        assert one.config.train["exit_signal_handler"] is False
     assert planned().directory.path.parts[0] == "runs"
     assert planned().directory.path.name.startswith("bench-qwen3_toy-tp2-")
     assert sorted(here.rglob("*")) == before

@@ -28,7 +28,7 @@ def test_show_is_the_tree_and_the_same_as_overrides(cli, no_gpus):
     ended = cli("show", "qwen3_8b", "tp=4", "seq=4096")
     assert (ended.status, ended.err) == (0, "")
     tree, overrides = ended.out.split("\n# Megatron-Bridge overrides\n")
-    assert yaml.safe_load(tree) == compose("qwen3_8b", ["tp=4", "seq=4096"], device="cpu").tree
+    assert yaml.safe_load(tree) == compose("qwen3_8b", ["tp=4", "seq=4096"], device="cpu").config.sections
     assert "model.tensor_model_parallel_size=4" in overrides.splitlines()
     assert 'dataset.split="1,0,0"' in overrides.splitlines()
 
@@ -48,7 +48,7 @@ def test_show_as_json(cli, no_gpus):
     assert shown["memory"].keys() == {"parts", "rank", "ranks_per_node", "node", "not_followed"}
     assert shown["memory"]["rank"] == sum(shown["memory"]["parts"].values())
     assert shown["memory"]["ranks_per_node"] == 4
-    assert shown["configuration"] == compose("qwen3_8b", ["tp=4"], device="cpu").tree
+    assert shown["configuration"] == compose("qwen3_8b", ["tp=4"], device="cpu").config.sections
     assert "optimizer.lr=0.0003" in shown["bridge_overrides"]
     assert "mixed_precision=bf16_mixed" in shown["bridge_overrides"]
 
@@ -231,7 +231,7 @@ def test_doctor_and_the_docs_name_the_same_needs_and_models(cli, machine, models
 
 
 def test_show_one_section_or_key(cli, no_gpus):
-    tree = compose("qwen3_8b", ["tp=4"], device="cpu").tree
+    tree = compose("qwen3_8b", ["tp=4"], device="cpu").config.sections
     assert yaml.safe_load(cli("show", "qwen3_8b", "tp=4", "--key", "optimizer").out) == tree["optimizer"]
     assert json.loads(cli("show", "qwen3_8b", "tp=4", "--key", "model", "--json").out) == tree["model"]
     for key, says in (("tp", "4"), ("model.sequence_parallel", "true"), ("run.dir", "null"), ("data.kind", "mock")):
@@ -260,7 +260,9 @@ def test_show_the_keys_that_differ(cli, no_gpus):
 def test_show_the_configuration_of_a_run(cli, here, no_gpus):
     planned = plan.new(compose("qwen3_toy", ["tp=2", "run.dir=run"], device="cpu"))
     plan.write(planned)
-    assert yaml.safe_load(cli("show", "--from", "run", "--key", "checkpoint").out) == planned.tree["checkpoint"]
+    assert yaml.safe_load(cli("show", "--from", "run", "--key", "checkpoint").out) == planned.config.section(
+        "checkpoint"
+    )
     assert "a rank" in cli("show", "--from", "run").out
     assert cli("show", "--from", "run", "tp=4", "--key", "tp").out == "4\n"
     changed = cli("show", "--diff", "run", "qwen3_toy tp=2 run.dir=run").out

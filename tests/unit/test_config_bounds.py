@@ -25,7 +25,7 @@ def test_every_count_has_a_bound():
 def test_a_count_beyond_its_bound_is_refused_by_its_name(key):
     limit = bounds.SHORT[key]
     assert problems(f"{key}={limit + 1}") == [f"{key}={limit + 1}: must be at most {limit}"]
-    tree = compose("qwen3_toy", (), device="cpu").tree
+    tree = compose("qwen3_toy", (), device="cpu").config.sections
     section, _, name = SHORT_KEYS[key].path.partition(".")
     tree[section][name] = limit
     assert bounds.wrong(tree) == {}

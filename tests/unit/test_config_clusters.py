@@ -19,7 +19,7 @@ from tp_invariant_recipes.settings.sections import AS_TYPED
 
 
 def cluster(*overrides: str, device: str = "gpu") -> dict:
-    return compose("qwen3_toy", overrides, device=device).tree["cluster"]
+    return compose("qwen3_toy", overrides, device=device).config.section("cluster")
 
 
 def problems(*overrides: str, device: str = "gpu") -> list[str]:
@@ -126,7 +126,9 @@ TEXTS = {
 def test_texts_are_taken_as_typed(time):
     typed = {"slurm.time": time} | (dict.fromkeys(TEXTS) if time is None else TEXTS)
     assert typed.keys() <= set(AS_TYPED)
-    tree = compose("qwen3_toy", [f"{key}={'null' if value is None else value}" for key, value in typed.items()]).tree
+    tree = compose(
+        "qwen3_toy", [f"{key}={'null' if value is None else value}" for key, value in typed.items()]
+    ).config.sections
     assert {key: tree[key.split(".")[0]][key.split(".")[1]] for key in typed} == typed
 
 
@@ -201,7 +203,7 @@ def test_a_file_may_hold_other_sections(site):
         "# @package _global_\ndefaults: [b300]\ncluster:\n  container: /a.sqsh\nslurm:\n  time: '4:00:00'\n"
         "  account: our\n"
     )
-    tree = compose("qwen3_toy", [mine, "slurm.account=mine"], device="gpu").tree
+    tree = compose("qwen3_toy", [mine, "slurm.account=mine"], device="gpu").config.sections
     assert (tree["cluster"]["container"], tree["cluster"]["gpus_per_node"]) == ("/a.sqsh", 8)
     assert (tree["slurm"]["time"], tree["slurm"]["account"]) == ("4:00:00", "mine")
 
@@ -363,7 +365,7 @@ def test_other_groups_are_taken_from_it_as_well(own):
     (own.parent / "model" / "mine.yaml").write_text(
         "# @package _global_\n# Three layers.\ndefaults:\n  - qwen3_toy\nmodel:\n  num_layers: 3\n"
     )
-    tree = compose("mine", device="cpu").tree
+    tree = compose("mine", device="cpu").config.sections
     assert (tree["model"]["num_layers"], tree["model"]["hidden_size"]) == (3, 128)
     assert "mine" in conf_files.groups()["model"]
     (own.parent / "model" / "mine.yaml").write_text("# @package _global_\ndefaults: [qwen3_toy]\nmodle: {}\n")

@@ -67,14 +67,14 @@ def test_every_short_key_is_tried():
 
 @pytest.mark.parametrize("key, typed, path, value, with_", TYPED, ids=[key for key, *_ in TYPED])
 def test_a_short_key_sets_the_field_it_stands_for(key, typed, path, value, with_):
-    assert at(compose("qwen3_moe_toy", with_).tree, path) not in (MISSING, value)
+    assert at(compose("qwen3_moe_toy", with_).config.sections, path) not in (MISSING, value)
     for name in (key, path):
-        assert at(compose("qwen3_moe_toy", [f"{name}={typed}", *with_]).tree, path) == value
+        assert at(compose("qwen3_moe_toy", [f"{name}={typed}", *with_]).config.sections, path) == value
 
 
 @pytest.mark.parametrize("override", ("+tp=2", "++tp=2", "++model.tensor_model_parallel_size=2"))
 def test_hydras_plus_signs_change_nothing(override):
-    assert compose("qwen3_toy", [override]).tree == compose("qwen3_toy", ["tp=2"]).tree
+    assert compose("qwen3_toy", [override]).config.sections == compose("qwen3_toy", ["tp=2"]).config.sections
 
 
 # As typed, as meant: rules, interpolations and the identity build on the tree, so it must hold the field's own type.
@@ -93,18 +93,18 @@ SPELLINGS = (
 
 @pytest.mark.parametrize("override, path, value", SPELLINGS, ids=[row[0] for row in SPELLINGS])
 def test_a_value_has_the_type_of_its_field_however_it_is_spelt(override, path, value):
-    found = at(compose("qwen3_toy", ["tp=2", override]).tree, path)
+    found = at(compose("qwen3_toy", ["tp=2", override]).config.sections, path)
     assert (type(found), found) == (type(value), value)
 
 
 def test_spelling_does_not_tell_runs_apart():
-    a, b = (identity(compose("qwen3_toy", [o]).tree, None) for o in ("optimizer.lr=1", "lr=1.0"))
+    a, b = (identity(compose("qwen3_toy", [o]).config, None) for o in ("optimizer.lr=1", "lr=1.0"))
     assert a == b
     assert repr(a) == repr(b)
 
 
 def test_of_repeated_keys_the_last_counts():
-    tree = compose("qwen3_toy", ["tp=3", "model.tensor_model_parallel_size=4", "tp=2"]).tree
+    tree = compose("qwen3_toy", ["tp=3", "model.tensor_model_parallel_size=4", "tp=2"]).config.sections
     assert tree["model"]["tensor_model_parallel_size"] == 2
 
 
@@ -116,9 +116,9 @@ def test_the_overrides_are_kept_as_typed():
 
 
 def test_compositions_do_not_touch_each_other(hydra_itself):
-    changed = compose("qwen3_toy").tree
+    changed = compose("qwen3_toy").config.sections
     changed["model"]["num_layers"] = 99
-    assert compose("qwen3_toy").tree["model"]["num_layers"] == 2
+    assert compose("qwen3_toy").config.model["num_layers"] == 2
 
 
 GPU_ONLY = ("cuda_graph", "precision")  # some of their options
@@ -138,7 +138,7 @@ def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
         if group in GPU_ONLY
         else []
     )
-    tree = compose("qwen3_toy", [f"{group}={option}", *needs]).tree
+    tree = compose("qwen3_toy", [f"{group}={option}", *needs]).config.sections
     if group == "precision":
         found = tree["mixed_precision"]
         assert (found["fp8_recipe"] if isinstance(found, dict) else found) == PRECISIONS[option]
@@ -153,31 +153,31 @@ def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
 @pytest.mark.parametrize("model", sparing(MODELS))
 def test_every_model_composes_for_both_devices(model):
     for device in ("cpu", "gpu"):
-        tree = compose(model, device=device).tree
+        tree = compose(model, device=device).config.sections
         assert tree["device"]["kind"] == device
     assert set(OWN_SECTIONS) - {"recipe"} == set(OWN_SECTIONS) & set(tree)  # a section of recipes alone
 
 
 def test_the_device_is_the_one_asked_for_else_the_one_found():
-    assert compose("qwen3_toy", device="gpu").tree["dist"]["distributed_backend"] == "nccl"
-    assert compose("qwen3_toy", device="cpu").tree["dist"]["distributed_backend"] == "gloo"
-    assert compose("qwen3_toy", ["device=cpu"], device="gpu").tree["device"]["kind"] == "cpu"
-    assert compose("qwen3_toy", ["device=gpu"], device="cpu").tree["model"]["transformer_impl"] == "transformer_engine"
+    assert compose("qwen3_toy", device="gpu").config.section("dist")["distributed_backend"] == "nccl"
+    assert compose("qwen3_toy", device="cpu").config.section("dist")["distributed_backend"] == "gloo"
+    assert compose("qwen3_toy", ["device=cpu"], device="gpu").config.device.kind == "cpu"
+    assert compose("qwen3_toy", ["device=gpu"], device="cpu").config.model["transformer_impl"] == "transformer_engine"
 
 
 # Later rows win over earlier ones: config.yaml, the model's file, numerics, precision, device, the command line.
 def test_the_model_wins_over_config_yaml_and_the_command_line_over_both():
-    assert compose("qwen3_8b").tree["optimizer"]["lr"] == 3e-4
-    assert compose("qwen3_toy").tree["optimizer"]["lr"] == 3e-3
-    assert compose("qwen3_toy", ["lr=0.1"]).tree["optimizer"]["lr"] == 0.1
+    assert compose("qwen3_8b").config.section("optimizer")["lr"] == 3e-4
+    assert compose("qwen3_toy").config.section("optimizer")["lr"] == 3e-3
+    assert compose("qwen3_toy", ["lr=0.1"]).config.section("optimizer")["lr"] == 0.1
 
 
 def test_the_device_wins_over_the_model_and_the_command_line_over_it():
-    assert compose("qwen3_8b", device="gpu").tree["model"]["bias_activation_fusion"] is True
-    assert compose("qwen3_8b", device="cpu").tree["model"]["bias_activation_fusion"] is False
-    tree = compose("qwen3_moe_toy", device="gpu").tree
+    assert compose("qwen3_8b", device="gpu").config.model["bias_activation_fusion"] is True
+    assert compose("qwen3_8b", device="cpu").config.model["bias_activation_fusion"] is False
+    tree = compose("qwen3_moe_toy", device="gpu").config.sections
     assert tree["model"]["moe_grouped_gemm"] is True
-    assert compose("qwen3_moe_toy", device="cpu").tree["model"]["moe_grouped_gemm"] is False
+    assert compose("qwen3_moe_toy", device="cpu").config.model["moe_grouped_gemm"] is False
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_a_model_is_a_file_and_numerics_precision_and_device_win_over_it(own_con
         "mixed_precision: mine\n"
     )
     assert "mine" in conf_files.groups()["model"]
-    tree = compose("mine", device="cpu").tree
+    tree = compose("mine", device="cpu").config.sections
     assert tree["model"]["num_layers"] == 3
     assert tree["model"]["hidden_size"] == 128
     assert tree["model"]["deterministic_mode"] is True
@@ -225,12 +225,12 @@ FOLLOWS = (
 
 @pytest.mark.parametrize("override, path, value", FOLLOWS)
 def test_fields_that_follow_others(override, path, value):
-    assert at(compose("qwen3_toy", [override]).tree, path) == value
+    assert at(compose("qwen3_toy", [override]).config.sections, path) == value
 
 
 @pytest.mark.parametrize("model", sparing(MODELS))
 def test_the_tokenizer_has_the_models_vocabulary_and_the_decay_its_weight(model):
-    tree = compose(model).tree
+    tree = compose(model).config.sections
     assert tree["tokenizer"]["vocab_size"] == tree["model"]["vocab_size"]
     weight = tree["optimizer"]["weight_decay"]
     assert tree["scheduler"]["start_weight_decay"] == tree["scheduler"]["end_weight_decay"] == weight
@@ -242,13 +242,13 @@ AS_TYPED = ("~/books", "/a=b/c", "/a (b)/c", "/a,b", "a b", "/x/[1]{2}", "it's",
 @pytest.mark.parametrize("path", AS_TYPED)
 def test_a_path_is_taken_as_typed(path):
     keys = ("run.dir", "data.path", "data.cache", "data.tokenizer")
-    tree = compose("qwen3_toy", ["data=text", *(f"{key}={path}" for key in keys)]).tree
+    tree = compose("qwen3_toy", ["data=text", *(f"{key}={path}" for key in keys)]).config.sections
     assert [at(tree, key) for key in keys] == [path] * len(keys)
 
 
 def test_a_path_may_be_quoted_or_null():
-    assert compose("qwen3_toy", ["run.dir='a b'"]).tree["run"]["dir"] == "a b"
-    assert compose("qwen3_toy", ["run.dir=null"]).tree["run"]["dir"] is None
+    assert compose("qwen3_toy", ["run.dir='a b'"]).config.section("run")["dir"] == "a b"
+    assert compose("qwen3_toy", ["run.dir=null"]).config.section("run")["dir"] is None
 
 
 # One mistake each: overrides, and what the one line about it must say. The first word is the key to change.

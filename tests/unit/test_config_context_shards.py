@@ -11,14 +11,13 @@ from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, Header, identity_differences
 from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
 from tp_invariant_recipes.numerics.sums import context_shards
-from tp_invariant_recipes.settings.run_config import typed
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.memory import GRADIENTS
 from tp_invariant_recipes.training.placement import Site
 
 
 def tree(*overrides, model="qwen3_toy", device="cpu"):
-    return composed(model, overrides, device=device).tree
+    return composed(model, overrides, device=device).config
 
 
 @pytest.mark.parametrize(
@@ -32,14 +31,12 @@ def tree(*overrides, model="qwen3_toy", device="cpu"):
 )
 def test_the_default_is_cp(overrides, shards):
     found = tree(*overrides)
-    assert found["numerics"].get("context_shards") == shards
+    assert found.numerics.context_shards == shards
     assert identity(found, None).get(CONTEXT_SHARDS) == shards
 
 
 def test_a_rank_keeps_a_gradient_of_each_shard():
-    of_gradients = [
-        memory.estimate(typed(tree(f"cp={cp}", "numerics.context_shards=4"))).parts[GRADIENTS] for cp in (1, 2, 4)
-    ]
+    of_gradients = [memory.estimate(tree(f"cp={cp}", "numerics.context_shards=4")).parts[GRADIENTS] for cp in (1, 2, 4)]
     assert of_gradients[0] == 2 * of_gradients[1] == 4 * of_gradients[2]
 
 

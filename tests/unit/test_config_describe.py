@@ -10,6 +10,7 @@ from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import conf_files
 from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.size import parameters
 
 MODELS = conf_files.groups()["model"]
@@ -84,7 +85,7 @@ def test_a_row_says_what_the_file_says(rows):
 
 
 def test_dimensions_left_to_megatron_are_counted_as_it_derives_them():
-    model = compose("qwen3_8b").tree["model"]
+    model = compose("qwen3_8b").config.model
     unset = model | {"num_query_groups": None, "ffn_hidden_size": None, "kv_channels": None}
     spelt = model | {"num_query_groups": 32, "ffn_hidden_size": 4 * 4096, "kv_channels": 128}
     assert parameters(unset) == parameters(spelt)
@@ -92,16 +93,16 @@ def test_dimensions_left_to_megatron_are_counted_as_it_derives_them():
 
 @pytest.mark.parametrize("model", sparing(MODELS))
 def test_bridge_overrides_are_overrides_with_the_trees_values(model):
-    tree = compose(model, ["tp=2"], device="gpu").tree
-    tree["dataset"]["blend"] = [["/data/a b"], None]
+    tree = compose(model, ["tp=2"], device="gpu").config
+    tree = tree.with_fields("dataset", blend=[["/data/a b"], None])
     lines = describe.bridge_overrides(tree)
     found = {}
     for override in OverridesParser.create().parse_overrides(lines):
         assert not override.is_sweep_override(), override.input_line
         found[override.key_or_group] = override.value()
-    sections = describe.BRIDGE_SECTIONS.keys() & tree.keys()
-    expected = {f"{s}.{field}": value for s in sections for field, value in tree[s].items()}
-    expected["mixed_precision"] = tree["mixed_precision"]
+    sections = describe.BRIDGE_SECTIONS.keys() & tree.sections.keys()
+    expected = {f"{s}.{field}": value for s in sections for field, value in tree.section(s).items()}
+    expected["mixed_precision"] = tree.sections["mixed_precision"]
     expected["model.activation_func"] = "squared_relu" if model.startswith("nemotron3") else "silu"
     del expected["model._target_"], expected["tokenizer.vocab_includes_eod"]
     assert found == expected
@@ -114,7 +115,7 @@ TEXTS = st.text("abé1,=:'[]{} .*~", max_size=6) | st.sampled_from(
 
 @given(st.none() | st.booleans() | st.integers() | TEXTS)
 def test_any_value_is_an_override_of_itself(value):
-    (line,) = describe.bridge_overrides({"logger": {"wandb_project": value}, "mixed_precision": None})[:1]
+    (line,) = describe.bridge_overrides(RunConfig({"logger": {"wandb_project": value}, "mixed_precision": None}))[:1]
     parsed = OverridesParser.create().parse_override(line)
     assert not parsed.is_sweep_override()
     assert parsed.value() == value

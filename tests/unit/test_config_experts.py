@@ -9,18 +9,19 @@ from hypothesis import strategies as st
 from tests.trees import with_fields
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.coverage import experts, invariance
+from tp_invariant_recipes.settings.run_config import RunConfig
 
-TREE = compose("qwen3_moe_toy", ["numerics=tree"], device="cpu").tree
+TREE = compose("qwen3_moe_toy", ["numerics=tree"], device="cpu").config
 
 
-def changed(**fields) -> dict:
+def changed(**fields) -> RunConfig:
     return with_fields(TREE, **fields)
 
 
 @pytest.mark.parametrize("model", ("qwen3_moe_toy", "qwen3_30b_a3b", "nemotron3_nano_toy", "nemotron3_nano"))
 @pytest.mark.parametrize("layout", (("tp=1",), ("tp=2",), ("tp=2", "ep=2"), ("tp=1", "dp=2", "ep=2", "gbs=2")))
 def test_the_recipes_are_covered(model, layout):
-    assert compose(model, ["numerics=tree", *layout], device="gpu").tree["numerics"]["mode"] == "tree"
+    assert compose(model, ["numerics=tree", *layout], device="gpu").config.numerics.mode == "tree"
 
 
 def test_what_says_how_experts_are_computed_has_a_value_that_is_covered():
@@ -52,8 +53,8 @@ def test_v_where_none_is_given(sizes, others):
 @pytest.mark.parametrize("model, shards", (("qwen3_8b", 8), ("qwen3_30b_a3b", 4), ("nemotron3_nano", 2)))
 def test_v_of_the_models_is_the_same_in_every_layout(model, shards):
     for layout in (["tp=1"], ["tp=2"], ["tp=2", "dp=2", "gbs=2"]):
-        assert compose(model, ["numerics=tree", *layout], device="gpu").tree["numerics"]["virtual_shards"] == shards
-    given = compose(model, ["numerics=tree", "numerics.virtual_shards=2"], device="gpu").tree["numerics"][
+        assert compose(model, ["numerics=tree", *layout], device="gpu").config.numerics.virtual_shards == shards
+    given = compose(model, ["numerics=tree", "numerics.virtual_shards=2"], device="gpu").config.section("numerics")[
         "virtual_shards"
     ]
     assert given == 2

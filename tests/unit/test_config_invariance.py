@@ -10,11 +10,12 @@ from tests.trees import with_fields
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings.run_config import RunConfig
 
-TREE = compose("qwen3_toy", ["numerics=tree"], device="cpu").tree
+TREE = compose("qwen3_toy", ["numerics=tree"], device="cpu").config
 
 
-def changed(**fields) -> dict:
+def changed(**fields) -> RunConfig:
     """The toy under numerics=tree with other fields, named section__field."""
     return with_fields(TREE, **fields)
 
@@ -59,10 +60,10 @@ def test_a_cpu_wants_whole_vectors():
 
 
 def test_invariant_numerics_are_the_default_and_stock_is_asked_for():
-    assert compose("qwen3_toy").tree["numerics"] == TREE["numerics"]
-    assert compose("qwen3_toy", ["numerics=stock"]).tree["numerics"]["mode"] == "stock"
-    assert compose("qwen3_toy", numerics="stock").tree["numerics"]["mode"] == "stock"
-    assert compose("qwen3_toy", ["numerics=tree"], numerics="stock").tree == compose("qwen3_toy").tree
+    assert compose("qwen3_toy").config.numerics == TREE.numerics
+    assert compose("qwen3_toy", ["numerics=stock"]).config.numerics.mode == "stock"
+    assert compose("qwen3_toy", numerics="stock").config.numerics.mode == "stock"
+    assert compose("qwen3_toy", ["numerics=tree"], numerics="stock").config == compose("qwen3_toy").config
 
 
 def refused(*overrides: str, model: str = "qwen3_toy") -> str:

@@ -6,12 +6,13 @@ from tests.trees import with_fields
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.size import ATTENTION, weights
 
-TREE = compose("deepseek_v3_toy", ["numerics=tree"], device="cpu").tree
+TREE = compose("deepseek_v3_toy", ["numerics=tree"], device="cpu").config
 
 
-def changed(**fields) -> dict:
+def changed(**fields) -> RunConfig:
     return with_fields(TREE, **fields)
 
 
@@ -19,12 +20,12 @@ def changed(**fields) -> dict:
 @pytest.mark.parametrize("layout", (("tp=8", "dp=2", "ep=16", "gbs=2"), ("tp=1",)))
 def test_the_models_are_covered(model, layout):
     layout = [word for word in layout if not (word == "ep=16" and model.endswith("toy"))]
-    assert compose(model, ["numerics=tree", *layout], device="gpu").tree["numerics"]["mode"] == "tree"
+    assert compose(model, ["numerics=tree", *layout], device="gpu").config.numerics.mode == "tree"
 
 
 def test_the_fused_rotation_is_for_other_attention():
-    assert compose("deepseek_v3_toy", device="gpu").tree["model"]["apply_rope_fusion"] is False
-    assert compose("qwen3_toy", device="gpu").tree["model"]["apply_rope_fusion"] is True
+    assert compose("deepseek_v3_toy", device="gpu").config.model["apply_rope_fusion"] is False
+    assert compose("qwen3_toy", device="gpu").config.model["apply_rope_fusion"] is True
 
 
 def test_the_field_alone_does_not_make_another_provider_have_it():
@@ -35,14 +36,14 @@ def test_the_field_alone_does_not_make_another_provider_have_it():
 
 def test_the_weights_of_its_projections():
     """DeepSeek-V3's: two down-projections whole on every rank, two up-projections and the output divided."""
-    found = weights(compose("deepseek_v3", device="gpu").tree["model"], ATTENTION)
+    found = weights(compose("deepseek_v3", device="gpu").config.model, ATTENTION)
     assert found.whole == 7168 * (1536 + 512 + 64) + 7168 + 1536 + 512
     assert found.split == 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168
 
 
 @pytest.mark.parametrize("frequency, refused", ((2, True), ([0, 1, 1, 1], True), ([1, 1, 1, 1], False), (1, False)))
 def test_dense_layers_are_refused_where_bridge_would_make_none(frequency, refused):
-    tree = with_fields(compose("qwen3_moe_toy", device="cpu").tree, model__moe_layer_freq=frequency)
+    tree = with_fields(compose("qwen3_moe_toy", device="cpu").config, model__moe_layer_freq=frequency)
     says = "numerics=tree: Bridge's GPTModelProvider makes every layer one of experts"
     assert [problem.startswith(says) for problem in invariance.limits(tree)] == [True] * refused
     assert invariance.limits(changed(model__moe_layer_freq=[0, 1, 1, 1])) == []

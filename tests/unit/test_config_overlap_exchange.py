@@ -16,7 +16,7 @@ ASKED = f"{KEY}=true"
 def test_runs_with_and_without_it_are_comparable():
     """The control: what changes bits changes the identity."""
     without, asked, other = (
-        identity(compose("qwen3_toy", ["gbs=2", *more], device="gpu").tree, None)
+        identity(compose("qwen3_toy", ["gbs=2", *more], device="gpu").config, None)
         for more in ([], [ASKED], ["numerics.data_shards=2"])
     )
     assert asked == without != other

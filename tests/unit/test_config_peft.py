@@ -6,26 +6,26 @@ from tests.trees import with_fields
 from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import peft
-from tp_invariant_recipes.settings.run_config import typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.size import ATTENTION, EXPERTS, MLP, adapters
 from tp_invariant_recipes.sources import lora
 
 BASE = ("peft=lora", "checkpoint.pretrained_checkpoint=base")
-TREE = compose("qwen3_toy", [*BASE, "numerics=tree"], device="cpu").tree
-EXPERTS_TREE = compose("qwen3_moe_toy", [*BASE, "numerics=stock"], device="cpu").tree
+TREE = compose("qwen3_toy", [*BASE, "numerics=tree"], device="cpu").config
+EXPERTS_TREE = compose("qwen3_moe_toy", [*BASE, "numerics=stock"], device="cpu").config
 
 
-def changed(**fields) -> dict:
+def changed(**fields) -> RunConfig:
     return with_fields(TREE, **fields)
 
 
 @pytest.mark.parametrize("device", ("cpu", "gpu"))
 @pytest.mark.parametrize("model", ("qwen3_8b", "llama32_1b", "qwen25_7b"))
 def test_dense_models_are_covered(model, device):
-    tree = compose(model, [*BASE, "tp=2", "peft.dim=16"], device=device).tree
-    assert tree["numerics"]["mode"] == "tree"
-    assert tree["peft"]["dim"] == 16
+    tree = compose(model, [*BASE, "tp=2", "peft.dim=16"], device=device).config
+    assert tree.numerics.mode == "tree"
+    assert tree.section("peft")["dim"] == 16
 
 
 def test_stock_weights_of_other_adapters_are_megatrons():
@@ -36,15 +36,15 @@ def test_stock_weights_of_other_adapters_are_megatrons():
 
 
 def test_without_the_section_all_weights_are_trained():
-    tree = compose("qwen3_toy", ["peft=none"], device="cpu").tree
-    assert tree == compose("qwen3_toy", device="cpu").tree
-    assert "peft" not in tree
+    tree = compose("qwen3_toy", ["peft=none"], device="cpu").config
+    assert tree == compose("qwen3_toy", device="cpu").config
+    assert "peft" not in tree.sections
     assert not [key for key in identity.identity(tree, None) if key.startswith("peft")]
     assert identity.identity(TREE, None)["peft.dim"] == 32
 
 
 def test_the_parameters_of_adapters():
-    model = compose("qwen3_8b", device="gpu").tree["model"]
+    model = compose("qwen3_8b", device="gpu").config.model
     assert adapters(model, ATTENTION, 8, peft.TARGETS).total == 8 * (4096 + 6144 + 4096 + 4096)
     assert adapters(model, MLP, 8, ("linear_fc1",)).total == 8 * (4096 + 2 * 12288)
     assert adapters(model, EXPERTS, 8, peft.TARGETS).total == 0
@@ -52,7 +52,7 @@ def test_the_parameters_of_adapters():
 
 def test_frozen_weights_have_neither_gradients_nor_moments():
     whole, adapted = (
-        memory.estimate(typed(compose("qwen3_8b", words, device="gpu").tree)).parts for words in ((), (*BASE,))
+        memory.estimate(compose("qwen3_8b", words, device="gpu").config).parts for words in ((), (*BASE,))
     )
     count = 36 * 32 * (4096 + 6144 + 4096 + 4096 + 4096 + 2 * 12288 + 12288 + 4096)
     assert adapted[memory.WEIGHTS] == whole[memory.WEIGHTS] + 2 * count

@@ -75,7 +75,7 @@ def test_weights_in_the_home_folder_are_found(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here))
     asked = plan.Request("qwen3_toy", tuple(parse_all(["checkpoint.pretrained_checkpoint=~/some"])))
     planned = asked.plan(asked.composed("cpu"))
-    assert planned.tree["checkpoint"]["pretrained_checkpoint"] == str(here / "some")
+    assert planned.config.section("checkpoint")["pretrained_checkpoint"] == str(here / "some")
 
 
 @pytest.mark.parametrize("where, refused", (("other", True), ("./a/../run", False), ("run", False), ("null", True)))

@@ -7,13 +7,14 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.jobs import submit
 from tp_invariant_recipes.multinode import srun_command
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 NODES = ("cluster.name=here", "cluster.gpus_per_node=0", "slurm.time=10", "device=cpu", "launcher=slurm")
 STOCK = ("qwen3_toy", "tp=2", "dp=4", "gbs=8", "numerics=stock", "cluster.ranks_per_node=2", "slurm.nodes=1-4")
 
 
-def tree(model: str, *overrides: str) -> dict:
-    return compose(model, [*NODES, *overrides]).tree
+def tree(model: str, *overrides: str) -> RunConfig:
+    return compose(model, [*NODES, *overrides]).config
 
 
 @pytest.mark.parametrize("nodes, dp", ((1, 1), (2, 2), (3, 2), (4, 4), (5, 4)))

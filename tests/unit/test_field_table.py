@@ -118,7 +118,9 @@ def test_a_typo_needs_no_bridge(override, says):
 
 
 def test_values_get_their_types_without_bridge():
-    tree = composing.compose("qwen3_toy", ['model.num_layers="4"', "optimizer.clip_grad=2"], device="cpu").tree
+    tree = composing.compose(
+        "qwen3_toy", ['model.num_layers="4"', "optimizer.clip_grad=2"], device="cpu"
+    ).config.sections
     assert (tree["model"]["num_layers"], repr(tree["optimizer"]["clip_grad"])) == (4, "2.0")
 
 

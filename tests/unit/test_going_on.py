@@ -4,6 +4,7 @@ import pytest
 
 from tp_invariant_recipes.config import going_on
 from tp_invariant_recipes.config.going_on import BUCKETS, DISTRIBUTED, OF_EVERY_RANK, other_gradients, unreadable_state
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 TREE = {"mode": "tree"}
 
@@ -55,7 +56,7 @@ def test_another_gradient_tree_is_refused(before, now, dp):
     ),
 )
 def test_the_form_of_an_optimizers_state(optimizer, checkpoint, form):
-    assert going_on.optimizer_state({"optimizer": optimizer, "checkpoint": checkpoint}) == form
+    assert going_on.optimizer_state(RunConfig({"optimizer": optimizer, "checkpoint": checkpoint})) == form
 
 
 EVERYTHING = layout(tp=2, pp=2, dp=4, ep=2)

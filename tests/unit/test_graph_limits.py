@@ -6,6 +6,7 @@ import torch
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.numerics.products import cublas, defined
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 COVERED = (
     "qwen3_toy cuda_graph=full",
@@ -21,7 +22,7 @@ COVERED = (
 
 def composed(words: str):
     model, *overrides = words.split()
-    return compose(model, overrides, device="gpu").tree
+    return compose(model, overrides, device="gpu").config.sections
 
 
 @pytest.mark.parametrize("words", COVERED)
@@ -34,7 +35,7 @@ def test_a_step_with_experts_is_not_captured_whole():
     tree = composed("qwen3_moe_toy")
     padded = {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     model = tree["model"] | padded | {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}
-    (problem,) = invariance.limits(tree | {"model": model})
+    (problem,) = invariance.limits(RunConfig(tree | {"model": model}))
     assert problem.startswith("numerics=tree: experts wait for numbers of tokens from the GPU")
 
 
@@ -45,7 +46,7 @@ def test_the_invariant_dispatcher_is_not_captured():
     assert stock["model"]["cuda_graph_modules"] == ["attn", "moe_router", "moe_preprocess"]
     (problem,) = (
         line
-        for line in invariance.limits(stock | composed("qwen3_moe_toy") | {"model": stock["model"]})
+        for line in invariance.limits(RunConfig(stock | composed("qwen3_moe_toy") | {"model": stock["model"]}))
         if "moe_preprocess" in line
     )
     assert "leave them out of model.cuda_graph_modules" in problem

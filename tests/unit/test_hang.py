@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import ranks, stacks
 from tp_invariant_recipes.launch.hang import HangWatch, Stand, message, suspects
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.training.heartbeat import First, Heartbeats, Last, Phase, Sign, sign
 from tp_invariant_recipes.training.rank import RankInfo
 
@@ -276,7 +276,7 @@ def test_the_key():
     assert limits(config("run.hang_timeout=2000")) == Limits(2000, 2000, 2000)
     assert limits(config("run.hang_timeout=off")) is None
     patient = config()
-    patient = replace(patient, bridge=dict(patient.bridge) | {"dist": {"distributed_timeout_minutes": 60}})
+    patient = RunConfig({**patient.sections, "dist": {"distributed_timeout_minutes": 60}})
     assert limits(patient) == Limits(None, 3240.0, 3240.0)
 
 
@@ -300,9 +300,9 @@ def test_a_value_that_is_none_of_the_key(value):
     ids=str,
 )
 def test_steps_that_take_long(overrides, model, start, long):
-    tree = compose("qwen3_toy", overrides, device="gpu").tree
+    tree = compose("qwen3_toy", overrides, device="gpu").config.sections
     tree["model"] |= model
-    assert {step for step in range(start + 1, 12) if takes_long(tree, step, start)} == long
+    assert {step for step in range(start + 1, 12) if takes_long(RunConfig(tree), step, start)} == long
 
 
 def stand(rank: int, count: int, standing: str, place: str = "in step 4") -> Stand:

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from tp_invariant_recipes.config import identity as table
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.identity import identity
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 MODELS = ("qwen3_8b", "qwen3_moe_toy", "nemotron3_nano_toy")
 
 
 def of(model: str, *overrides: str, device: str = "gpu") -> dict:
-    return identity(compose(model, overrides, device=device).tree, None)
+    return identity(compose(model, overrides, device=device).config, None)
 
 
 # Overrides that leave the identity as it is: layout, machine, kernels, files, length of an unchanged schedule.
@@ -67,22 +68,22 @@ def test_models_differ():
 
 def test_data_is_known_by_its_content_and_not_by_its_place():
     def text(path: str, digest: str) -> dict:
-        tree = compose("qwen3_toy", ["data=text", f"data.path={path}"]).tree
+        tree = compose("qwen3_toy", ["data=text", f"data.path={path}"]).config.sections
         tree["dataset"]["blend"] = [[path], None]
         tree["dataset"]["path_to_cache"] = f"{path}/cache"
-        return identity(tree, digest)
+        return identity(RunConfig(tree), digest)
 
     assert text("a", "1") == text("b", "1") != text("a", "2")
     assert text("a", "1")["data.digest"] == "1"
     assert text("a", "1")["data.kind"] == "text"
-    assert identity(compose("qwen3_toy").tree, None)["data.kind"] == "mock"
+    assert identity(compose("qwen3_toy").config, None)["data.kind"] == "mock"
 
 
 def test_an_unset_decay_is_as_long_as_the_run():
     assert of("qwen3_8b", "iters=7")["scheduler.lr_decay_iters"] == 7
-    tree = compose("qwen3_8b", ["iters=7"]).tree
+    tree = compose("qwen3_8b", ["iters=7"]).config.sections
     tree["scheduler"]["lr_decay_iters"] = 50
-    assert identity(tree, None)["scheduler.lr_decay_iters"] == 50
+    assert identity(RunConfig(tree), None)["scheduler.lr_decay_iters"] == 50
 
 
 # All that conf/ sets in the sections of the identity and that is left out of it.
@@ -138,18 +139,18 @@ def fields(tree: dict) -> dict:
 
 
 def test_what_is_left_out_is_what_this_list_says():
-    trees = [compose(model, device=device).tree for model in MODELS for device in ("cpu", "gpu")]
-    assert {key for tree in trees for key in fields(tree).keys() - identity(tree, None).keys()} == LEFT_OUT
+    trees = [compose(model, device=device).config.sections for model in MODELS for device in ("cpu", "gpu")]
+    assert {key for tree in trees for key in fields(tree).keys() - identity(RunConfig(tree), None).keys()} == LEFT_OUT
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_other_field_counts(model):
-    tree = compose(model, device="gpu").tree
-    before = identity(tree, None)
+    tree = compose(model, device="gpu").config.sections
+    before = identity(RunConfig(tree), None)
     for key in fields(tree).keys() - LEFT_OUT:
         section, field = key.split(".")
         changed = tree | {section: tree[section] | {field: "another"}}
-        after = identity(changed, None)
+        after = identity(RunConfig(changed), None)
         assert {k for k in before if before[k] != after[k]} == {key}
 
 
@@ -179,7 +180,7 @@ def test_no_key_of_the_table_changes_the_identity(key, value):
     section, field = key.split(".")
     tree = copy.deepcopy(TREE)
     tree[section][field] = value
-    assert identity(tree, None) == identity(TREE, None)
+    assert identity(RunConfig(tree), None) == identity(RunConfig(TREE), None)
 
 
 @given(key=left_out(), value=VALUES)
@@ -187,19 +188,19 @@ def test_the_same_name_in_a_section_the_table_does_not_speak_of_does(key, value)
     field = key.split(".")[1]
     tree = copy.deepcopy(TREE)
     tree["tokenizer"][field] = value
-    assert identity(tree, None) == identity(TREE, None) | {f"tokenizer.{field}": value}
+    assert identity(RunConfig(tree), None) == identity(RunConfig(TREE), None) | {f"tokenizer.{field}": value}
 
 
 @given(st.permutations(list(TREE)), st.permutations("abc"))
 def test_the_order_of_sections_and_fields_does_not_matter(sections, names):
     tree = {name: TREE[name] for name in sections}
     tree["model"] = {name: 1 for name in names}
-    found = identity(tree, None)
+    found = identity(RunConfig(tree), None)
     assert list(found) == sorted(found)
-    assert found == identity(TREE | {"model": dict.fromkeys("abc", 1)}, None)
+    assert found == identity(RunConfig(TREE | {"model": dict.fromkeys("abc", 1)}), None)
 
 
 def test_a_mixed_precision_of_fields_counts_field_by_field():
     tree = TREE | {"mixed_precision": {"bf16": True, "grad_reduce_in_fp32": False}}
-    assert identity(tree, None)["mixed_precision.grad_reduce_in_fp32"] is False
-    assert "mixed_precision" not in identity(tree, None)
+    assert identity(RunConfig(tree), None)["mixed_precision.grad_reduce_in_fp32"] is False
+    assert "mixed_precision" not in identity(RunConfig(tree), None)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tp_invariant_recipes.settings import layout
-from tp_invariant_recipes.settings.run_config import typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 DEGREES = {
     "tp": "tensor_model_parallel_size",
@@ -25,8 +25,8 @@ ACCOUNTED = dict.fromkeys(layout.ACCOUNTED, True)
 HYBRID = {"hybrid_layer_pattern": "MEM*EMEM", "mamba_num_heads": 8, "mamba_num_groups": 4}
 
 
-def tree(**changes) -> dict:
-    """A tree with just what the rules look at, on a GPU. Keys as typed; whatever else is named is a model's field."""
+def tree(**changes) -> RunConfig:
+    """Just what the rules look at, on a GPU. Keys as typed; whatever else is named is a model's field."""
     model = {field: 1 for field in DEGREES.values()} | {"sequence_parallel": False, "seq_length": 64} | DENSE
     train = {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 10}
     made = {
@@ -44,7 +44,7 @@ def tree(**changes) -> dict:
             train[TRAIN[key]] = value
         else:
             model[DEGREES.get(key, key)] = value
-    return made
+    return RunConfig(made)
 
 
 GOOD = (
@@ -172,7 +172,7 @@ def test_every_rule_has_its_say():
 
 
 def test_a_layout_counts_its_ranks():
-    at = layout.of(typed(tree(tp=2, pp=3, cp=5, dp=7, ep=2, etp=2, sp=True)))
+    at = layout.of(tree(tp=2, pp=3, cp=5, dp=7, ep=2, etp=2, sp=True))
     assert at.world == 2 * 3 * 5 * 7
     assert at.as_dict() == {"tp": 2, "pp": 3, "cp": 5, "dp": 7, "ep": 2, "etp": 2, "sp": True}
 

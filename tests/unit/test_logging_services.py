@@ -22,9 +22,8 @@ def _no_servers(monkeypatch):
 
 def filled(tmp_path, *words: str) -> tuple[dict, dict[str, str]]:
     composed = compose("qwen3_toy", words, device="cpu")
-    tree = {name: dict(part) if isinstance(part, dict) else part for name, part in composed.tree.items()}
-    variables = experiments.fill_in(tree, composed.config, RunDir(tmp_path / "run"))
-    return tree["logger"], variables
+    fields = experiments.logger_fields(composed.config, RunDir(tmp_path / "run"))
+    return composed.config.section("logger") | fields, experiments.variables(composed.config)
 
 
 def problems(*words: str) -> list[str]:

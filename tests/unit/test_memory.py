@@ -11,7 +11,6 @@ import yaml
 from tests.unit.docs.markdown import DOCUMENTS, Document
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import layout
-from tp_invariant_recipes.settings.run_config import typed
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.memory import (
     ACTIVATIONS,
@@ -59,13 +58,13 @@ ON_A_CPU = (("numerics=stock", 3988), ("numerics=tree", 3934), ("tp=2", 4122))
 def estimate(model: str, overrides: str = "", *, device: str = "gpu") -> Estimate:
     """The estimate of a run. Fields of Bridge's are set after composing, which would import it to check them."""
     asked = overrides.split()
-    tree = compose(model, [one for one in asked if "." not in one.partition("=")[0]], device=device).tree
+    tree = compose(model, [one for one in asked if "." not in one.partition("=")[0]], device=device).config
     for one in asked:
         path, _, value = one.partition("=")
         section, _, field = path.partition(".")
         if field:
-            tree[section] = tree[section] | {field: yaml.safe_load(value)}
-    return memory.estimate(typed(tree))
+            tree = tree.with_fields(section, **{field: yaml.safe_load(value)})
+    return memory.estimate(tree)
 
 
 def document(name: str) -> Document:
@@ -164,7 +163,7 @@ def test_a_stage_of_a_pipeline_has_its_layers_and_its_micro_batches():
 
 def test_a_stage_has_a_layer_less_for_the_embedding_or_the_loss():
     accounted = [f"model.{key}=true" for key in layout.ACCOUNTED]
-    config = typed(compose("qwen3_toy", ["model.num_layers=4", "pp=3", "gbs=4", *accounted], device="cpu").tree)
+    config = compose("qwen3_toy", ["model.num_layers=4", "pp=3", "gbs=4", *accounted], device="cpu").config
     assert [memory._layers(config, layout.of(config), stage).total() for stage in range(3)] == [1, 2, 1]
 
 

@@ -1,7 +1,5 @@
 """A run that cannot fit the memory of its GPUs or of its node is refused with the figures, before anything starts."""
 
-from dataclasses import replace
-
 import pytest
 
 from tp_invariant_recipes.config.compose import compose
@@ -11,7 +9,6 @@ from tp_invariant_recipes.host import memory as host
 from tp_invariant_recipes.host.gpus import Gpu
 from tp_invariant_recipes.launch import memory, preflight
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.sizing import memory as estimates
 from tp_invariant_recipes.sizing.memory import GIB
 
@@ -151,8 +148,7 @@ def test_parts_that_a_key_moves_elsewhere_do_not_count(machine):
     machine(gpu=80)
     config = compose("qwen3_8b", ["tp=1"], device="gpu").config
     assert memory.problems(config, here=True) != []
-    optimizer = config.bridge["optimizer"] | {"optimizer_cpu_offload": True}
-    offloaded = replace(config, bridge={**config.bridge, "optimizer": optimizer})
+    offloaded = config.with_fields("optimizer", optimizer_cpu_offload=True)
     assert memory.problems(offloaded, here=True) == []
     assert memory.table(estimates.estimate(offloaded))[-1].startswith("optimizer.optimizer_cpu_offload:")
 
@@ -162,7 +158,7 @@ def test_it_stands_in_the_one_list(machine, tmp_path, monkeypatch):
     monkeypatch.setattr(preflight, "free_bytes", lambda path: 0)
     composed = compose("qwen3_8b", ["tp=2"], device="cpu")
     with pytest.raises(ConfigError) as error:
-        preflight.check(composed.tree, layout.of(composed.config), RunDir(tmp_path / "run"))
+        preflight.check(composed.config, RunDir(tmp_path / "run"))
     assert [problem.split()[0] for problem in error.value.problems] == ["this", f"{tmp_path}/run"]
     assert list(tmp_path.iterdir()) == []
 

@@ -18,6 +18,7 @@ from tp_invariant_recipes.patches import bridge_helpers, code, core_save, regist
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions, within
 from tp_invariant_recipes.patches.te_grouped_linear import place_of_flag
 from tp_invariant_recipes.replacement import applied
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 GRAPHS = {"device": {"kind": "gpu"}, "model": {"cuda_graph_impl": "transformer_engine"}}
 NAME = "te-grouped-linear-graph"
@@ -132,7 +133,7 @@ def test_the_versions_that_need_it_get_it(installs, patch, version, state):
     verdict = patch.verdict()
     assert verdict.state == state
     assert version in verdict.reason
-    with registry.applied(GRAPHS) as names:
+    with registry.applied(RunConfig(GRAPHS)) as names:
         assert names == ([NAME] if state == "applies" else [])
 
 
@@ -161,7 +162,7 @@ def test_a_missing_file_is_unknown_code(installs, patch):
 
 def test_a_run_with_a_refused_patch_does_not_start(installs, patch):
     installs("2.13.0", SOURCE.replace("inp *", "2 * inp *"))
-    with pytest.raises(ConfigError) as error, registry.applied(GRAPHS):
+    with pytest.raises(ConfigError) as error, registry.applied(RunConfig(GRAPHS)):
         pytest.fail("the block must not run")
     (problem,) = error.value.problems
     assert problem.startswith("transformer-engine 2.13.0 has an unknown _GroupedLinear.forward (pytorch/module/")
@@ -182,9 +183,9 @@ def test_a_run_with_a_refused_patch_does_not_start(installs, patch):
 def test_a_run_that_does_not_come_to_the_code_starts_without(installs, patch, device, graphs, refused):
     installs("2.13.0", SOURCE.replace("inp *", "2 * inp *"))
     tree = {"device": {"kind": device}, "model": {"cuda_graph_impl": graphs}}
-    assert bool(registry.problems(tree)) is refused
+    assert bool(registry.problems(RunConfig(tree))) is refused
     installs("2.13.0")
-    with registry.applied(tree) as names:
+    with registry.applied(RunConfig(tree)) as names:
         assert bool(names) is refused
 
 
@@ -199,7 +200,7 @@ def test_of_an_unknown_run_every_installed_package_counts(installs, patch):
 def test_off(installs, patch):
     for source in (SOURCE, SOURCE.replace("inp *", "2 * inp *")):
         installs("2.13.0", source)
-        with registry.applied(GRAPHS | {"patches": {"off": [NAME]}}) as names:
+        with registry.applied(RunConfig(GRAPHS | {"patches": {"off": [NAME]}})) as names:
             assert names == []
     assert patch.verdict(off=True).state == "off"
 
@@ -207,7 +208,7 @@ def test_off(installs, patch):
 def test_unknown_names_are_said_with_the_known_ones():
     names = [patch.name for patch in registry.PATCHES]
     tree = {"device": {"kind": "cpu"}, "model": {}, "patches": {"off": ["te-grouped", names[0], "nothing"]}}
-    with pytest.raises(ConfigError) as error, registry.applied(tree):
+    with pytest.raises(ConfigError) as error, registry.applied(RunConfig(tree)):
         pytest.fail("the block must not run")
     assert [problem.partition(":")[0] for problem in error.value.problems] == [
         "patches.off=te-grouped",
@@ -217,8 +218,8 @@ def test_unknown_names_are_said_with_the_known_ones():
 
 
 def test_the_key_can_be_set():
-    assert compose("qwen3_toy", [], device="cpu").tree["patches"] == {"off": []}
-    assert compose("qwen3_toy", [f"patches.off=[{NAME}]"], device="cpu").tree["patches"] == {"off": [NAME]}
+    assert compose("qwen3_toy", [], device="cpu").config.section("patches") == {"off": []}
+    assert compose("qwen3_toy", [f"patches.off=[{NAME}]"], device="cpu").config.section("patches") == {"off": [NAME]}
     with pytest.raises(ConfigError, match=r"patches\.off"):
         compose("qwen3_toy", ["patches.off=3"], device="cpu")
 
@@ -244,7 +245,7 @@ def test_nor_where_there_is_a_placeholder(installs, patch, monkeypatch):
 def test_a_package_that_cannot_be_imported_is_left_alone(installs, patch, error):
     installs("2.12.0", start=f"raise {error}")
     assert patch.verdict().state == "applies"
-    with registry.applied(GRAPHS) as names:
+    with registry.applied(RunConfig(GRAPHS)) as names:
         assert names == []
 
 
@@ -265,7 +266,7 @@ def test_the_code_is_the_very_same_afterwards(installs, patch):
     installs("2.12.0")
     module = importlib.import_module("transformer_engine.pytorch.module.grouped_linear")
     before = [dict(vars(thing)) for thing in (module, module.GroupedLinear, module._GroupedLinear)]
-    with registry.applied(GRAPHS):
+    with registry.applied(RunConfig(GRAPHS)):
         assert vars(module.GroupedLinear)["forward"] is not before[1]["forward"]
         assert vars(module._GroupedLinear)["forward"] is not before[2]["forward"]
     after = [dict(vars(thing)) for thing in (module, module.GroupedLinear, module._GroupedLinear)]

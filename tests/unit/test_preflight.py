@@ -10,8 +10,6 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
 from tp_invariant_recipes.launch import preflight
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import layout
-from tp_invariant_recipes.settings.run_config import typed
 
 ROOM = 2**50  # bytes: tests/unit/test_memory_room.py asks what does not fit
 H200 = Gpu("NVIDIA H200", (9, 0), ROOM)
@@ -31,8 +29,8 @@ def machine(monkeypatch):
 
 
 def check(folder, model, *overrides, device="gpu"):
-    tree = compose(model, ["numerics=stock", *overrides], device=device).tree
-    preflight.check(tree, layout.of(typed(tree)), RunDir(folder / "run"))
+    tree = compose(model, ["numerics=stock", *overrides], device=device).config
+    preflight.check(tree, RunDir(folder / "run"))
 
 
 def problems(folder, model, *overrides, device="gpu") -> list[str]:

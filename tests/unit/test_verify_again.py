@@ -30,7 +30,9 @@ def trains(monkeypatch, **ends) -> list[str]:
         end = ends.get(cell.name, SAME)
         plan.write(planned)
         steps = {"failed": 0, "stopped": 1}.get(end, cell.steps)
-        header = Header(identity=planned.identity, layout=planned.layout.as_dict(), numerics=planned.tree["numerics"])
+        header = Header(
+            identity=planned.identity, layout=planned.layout.as_dict(), numerics=planned.config.section("numerics")
+        )
         if not planned.run_dir.ledger.exists():
             with LedgerWriter(planned.run_dir.path).create(header) as ledger:
                 for step in range(1, steps + 1):

@@ -318,9 +318,9 @@ def test_the_tokenizer_is_that_of_the_folder():
 
 
 def test_the_identity_has_weights_only_where_a_run_has_some():
-    tree = compose("qwen3_toy", ["weights=a"]).tree
-    assert identity(tree, None, "0" * 64)["weights.digest"] == "0" * 64
-    assert identity(tree, None) == identity(compose("qwen3_toy").tree, None)
+    config = compose("qwen3_toy", ["weights=a"]).config
+    assert identity(config, None, "0" * 64)["weights.digest"] == "0" * 64
+    assert identity(config, None) == identity(compose("qwen3_toy").config, None)
 
 
 def test_a_models_config_round_trips(tmp_path):

@@ -5,7 +5,7 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,11 +79,11 @@ def show(
         raise ConfigError("name one: a model (tpi models lists them), --from RUN, or --diff A B")
     if diff:
         raise typer.Exit(_diff(compared, asked, key, as_json=as_json))
-    tree = _of_run(run.expanduser(), asked) if run is not None else _composed(str(model), asked)
+    sections = _of_run(run.expanduser(), asked) if run is not None else _composed(str(model), asked)
     if key is not None:
-        _print_key(tree, key, as_json=as_json)
+        _print_key(sections, key, as_json=as_json)
     else:
-        _print(tree, as_json=as_json)
+        _print(sections, as_json=as_json)
 
 
 def _is_override(word: str) -> bool:
@@ -92,27 +92,26 @@ def _is_override(word: str) -> bool:
     return bool(is_) and key != "recipe" and re.fullmatch(r"[+~]*[\w.]+", key) is not None
 
 
-def _composed(model: str, overrides: "list[Override]") -> dict[str, Any]:
+def _composed(model: str, overrides: "list[Override]") -> Mapping[str, Any]:
     from tp_invariant_recipes.config.compose import compose
     from tp_invariant_recipes.launch.plan import detect_device
 
-    return compose(model, overrides, device=detect_device()).tree
+    return compose(model, overrides, device=detect_device()).config.sections
 
 
-def _of_run(run: Path, overrides: "list[Override]") -> dict[str, Any]:
+def _of_run(run: Path, overrides: "list[Override]") -> Mapping[str, Any]:
     """What a run has recorded or, with overrides, what `--resume` would compose. Raises ConfigError, RunError."""
     from tp_invariant_recipes.launch.plan import Request
     from tp_invariant_recipes.runs.run_dir import RunDir
 
     if overrides:
-        return Request(None, tuple(overrides), run).composed().tree
-    tree = RunDir(run).read_config()
+        return Request(None, tuple(overrides), run).composed().config.sections
     with _of_this_version():
-        return json.loads(json.dumps(tree, default=str))  # YAML has dates
+        return json.loads(json.dumps(RunDir(run).read_config(), default=str))  # YAML has dates
 
 
-def _either(text: str, overrides: "list[Override]") -> dict[str, Any]:
-    """The tree of a run directory, or of a model with its overrides. Raises a TpiError."""
+def _either(text: str, overrides: "list[Override]") -> Mapping[str, Any]:
+    """The configuration of a run directory, or of a model with its overrides. Raises a TpiError."""
     from tp_invariant_recipes.config.overrides import parse_all
 
     try:
@@ -139,18 +138,18 @@ def _of_this_version() -> Iterator[None]:
         ) from error
 
 
-def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[dict[str, Any]]:
+def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Mapping[str, Any]]:
     """What a recipe sets, and the run that is made of it."""
     from tp_invariant_recipes.config.overrides import parse_all
     from tp_invariant_recipes.settings.sections import OWN_KEYS
     from tp_invariant_recipes.sources import recipe_layer
 
     model, *more = shlex.split(recipe)
-    tree = _composed(str(of_model(model)), [*parse_all(more), *overrides])
-    name = tree["recipe"]["name"]
-    sections = recipe_layer.own(f"recipe={name}", tree["recipe"]["hf_folder"])
-    ours = {path.partition(".")[2]: tree["tokenizer"][path.partition(".")[2]] for path in OWN_KEYS}
-    return [tree | sections | {"tokenizer": ours | sections["tokenizer"]}, tree]
+    run = _composed(str(of_model(model)), [*parse_all(more), *overrides])
+    name = run["recipe"]["name"]
+    sections = recipe_layer.own(f"recipe={name}", run["recipe"]["hf_folder"])
+    ours = {path.partition(".")[2]: run["tokenizer"][path.partition(".")[2]] for path in OWN_KEYS}
+    return [{**run, **sections, "tokenizer": ours | sections["tokenizer"]}, run]
 
 
 def _diff(pair: list[str], overrides: "list[Override]", key: str | None, *, as_json: bool) -> int:
@@ -159,14 +158,14 @@ def _diff(pair: list[str], overrides: "list[Override]", key: str | None, *, as_j
     from tp_invariant_recipes.settings.keys import SHORT_KEYS
 
     if len(pair) == 1 and pair[0].startswith("recipe="):
-        trees = _recipe_and_run(pair[0], overrides)
+        both = _recipe_and_run(pair[0], overrides)
         pair = [pair[0], "the run"]
     elif len(pair) == 2:
-        trees = [_either(text, overrides) for text in pair]
+        both = [_either(text, overrides) for text in pair]
     else:
         raise ConfigError("--diff takes two: run directories, models, or a model with overrides in quotes")
     with _of_this_version():
-        changed = lookup.differences(*trees)
+        changed = lookup.differences(*both)
     if key is not None:
         path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
         changed = [one for one in changed if one.key == path or one.key.startswith(f"{path}.")]
@@ -190,12 +189,12 @@ def _value(value: Any) -> str:
     return NOT_SET if value is NOT_SET else value_text(value)
 
 
-def _print_key(tree: dict[str, Any], key: str, *, as_json: bool) -> None:
+def _print_key(sections: Mapping[str, Any], key: str, *, as_json: bool) -> None:
     import yaml
 
     from tp_invariant_recipes.config import lookup
 
-    found = lookup.at(tree, key)
+    found = lookup.at(sections, key)
     if as_json:
         terminal.print_json(found, indent=2)
     elif isinstance(found, dict | list):
@@ -204,22 +203,23 @@ def _print_key(tree: dict[str, Any], key: str, *, as_json: bool) -> None:
         terminal.print_text("null" if found is None else str(found).lower() if isinstance(found, bool) else str(found))
 
 
-def _print(tree: dict[str, Any], *, as_json: bool) -> None:
+def _print(sections: Mapping[str, Any], *, as_json: bool) -> None:
     import yaml
 
     from tp_invariant_recipes.config import describe
     from tp_invariant_recipes.launch.memory import as_dict, table
-    from tp_invariant_recipes.settings.run_config import typed
+    from tp_invariant_recipes.settings.run_config import RunConfig
     from tp_invariant_recipes.sizing import memory
 
     with _of_this_version():
-        need = memory.estimate(typed(tree))
-        lines = describe.bridge_overrides(tree)
+        config = RunConfig(sections)
+        need = memory.estimate(config)
+        lines = describe.bridge_overrides(config)
     if as_json:
-        shown = {"configuration": tree, "bridge_overrides": lines, "memory": as_dict(need)}
+        shown = {"configuration": sections, "bridge_overrides": lines, "memory": as_dict(need)}
         terminal.print_json(shown, indent=2)
         return
-    terminal.print_text(yaml.safe_dump(tree, sort_keys=False), end="")
+    terminal.print_text(yaml.safe_dump(dict(sections), sort_keys=False), end="")
     terminal.print_text("\n# Memory of the fullest rank, about (docs/memory.md)")
     terminal.print_text("\n".join(f"#   {line}" for line in table(need)))
     terminal.print_text("\n# Megatron-Bridge overrides")

@@ -218,12 +218,12 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
 
 def _opening(planned: "Plan") -> str:
     ranks = planned.layout.world
-    save = planned.tree["checkpoint"]["save_interval"]
+    save = planned.config.section("checkpoint")["save_interval"]
     kept = f"every {save} steps and on SIGTERM" if save else "on SIGTERM only (save=N: every N steps)"
     resumed = f", from step {planned.start}" if planned.start else ""
     return (
         f"[bold]{planned.composed.model}[/] on {ranks} {planned.device} rank{'s' if ranks > 1 else ''}, "
-        f"{planned.steps} steps{resumed}, numerics={planned.tree['numerics']['mode']}\n"
+        f"{planned.steps} steps{resumed}, numerics={planned.config.numerics.mode}\n"
         f"run directory {escape(str(planned.run_dir.path))}; checkpoints {kept}"
         + (f"\n{escape(planned.remark)}" if planned.remark else "")
     )

@@ -1,6 +1,5 @@
-"""Compose `conf/` and the command line's overrides into one plain tree, with every mistake in one message."""
+"""Compose `conf/` and the command line's overrides into a RunConfig, with every mistake in one message."""
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,7 @@ from tp_invariant_recipes.settings import (
 )
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.nearest import nearest
-from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS, PATHS
 from tp_invariant_recipes.settings.values import WrongType, convert
 from tp_invariant_recipes.sources import finetuning, lora, recipe_layer, recipe_source, weights
@@ -46,17 +45,12 @@ class Composed:
 
     model:     the model's name.
     overrides: what was asked for.
-    tree:      plain dicts and lists, interpolations resolved; one key per section.
+    config:    plain dicts and lists, interpolations resolved.
     """
 
     model: str
     overrides: tuple[Override, ...]
-    tree: dict[str, Any]
-
-    @functools.cached_property
-    def config(self) -> RunConfig:
-        """The same tree with our own sections typed."""
-        return typed(self.tree)
+    config: RunConfig
 
 
 def compose(
@@ -88,7 +82,7 @@ def compose(
         if option is not None and not any(o.path == group for o in sound)
     ]
     if known:
-        tree = _checked(model, sound, problems)
+        sections = _checked(model, sound, problems)
         rules = (
             layout,
             relations,
@@ -104,10 +98,11 @@ def compose(
             weights,
         )
         with _guarded(model, problems):
-            problems += [problem for rule in rules for problem in rule.problems(tree)]
+            config = RunConfig(sections)
+            problems += [problem for rule in rules for problem in rule.problems(config)]
     if problems:
         raise ConfigError(listed(problems), problems)
-    return Composed(model, tuple(asked), tree)
+    return Composed(model, tuple(asked), config)
 
 
 @contextmanager
@@ -135,7 +130,7 @@ def _readable(model: str, overrides: Sequence[Override], problems: list[str]) ->
 
 
 def _layer(model: str, overrides: Sequence[Override]) -> str:
-    """The lowest layer of a recipe's tree, as the text of a file. Raises ConfigError."""
+    """The lowest layer of a recipe's configuration, as the text of a file. Raises ConfigError."""
     data = given(overrides, "data")
     return recipe_layer.text(model, _hf_folder(overrides), data is not None and data.value == "text")
 
@@ -164,38 +159,40 @@ def _of_recipes(model: str, overrides: Sequence[Override]) -> list[str]:
 
 
 def _checked(model: str, sound: Sequence[Override], problems: list[str]) -> dict[str, Any]:
-    """The tree of those overrides whose numbers and types fit. What is wrong with others is added to `problems`.
+    """The sections of those overrides whose numbers and types fit. What is wrong with others is added to `problems`.
 
     Raises ConfigError where files put into a section of Bridge's what no rule can judge.
     """
-    tree = _hydra(model, sound, problems)
+    sections = _hydra(model, sound, problems)
     by_default: set[str] = set()
-    while wrong := _misfits(model, tree, sound, problems):
+    while wrong := _misfits(model, sections, sound, problems):
         problems += [problem for problem in wrong.values() if problem not in problems]
         left = [o for o in sound if o.path not in wrong]
         if len(left) < len(sound):
             sound = left
-            tree = _hydra(model, sound, problems)
+            sections = _hydra(model, sound, problems)
         elif by_default & wrong.keys() or any(path.partition(".")[0] in OF_BRIDGE for path in wrong):
             raise ConfigError(listed(problems), problems)
         else:
-            _as_by_default(tree, wrong)
+            _as_by_default(sections, wrong)
             by_default |= wrong.keys()
-    return tree
+    return sections
 
 
-def _misfits(model: str, tree: dict[str, Any], overrides: Sequence[Override], problems: list[str]) -> dict[str, str]:
+def _misfits(
+    model: str, sections: dict[str, Any], overrides: Sequence[Override], problems: list[str]
+) -> dict[str, str]:
     """Path -> problem. Numbers first, which need no import, and again when texts have become numbers."""
     return (
-        _out_of_range(tree, overrides)
-        or _check_fields(tree, overrides) | _lost_precision(model, overrides, problems)
-        or _out_of_range(tree, overrides)
+        _out_of_range(sections, overrides)
+        or _check_fields(sections, overrides) | _lost_precision(model, overrides, problems)
+        or _out_of_range(sections, overrides)
     )
 
 
-def _out_of_range(tree: dict[str, Any], overrides: Sequence[Override]) -> dict[str, str]:
+def _out_of_range(sections: dict[str, Any], overrides: Sequence[Override]) -> dict[str, str]:
     """Path -> problem of numbers; those that the user has set, if any: others may follow from them."""
-    wrong = bounds.wrong(tree)
+    wrong = bounds.wrong(sections)
     return {o.path: wrong[o.path] for o in overrides if o.path in wrong} or wrong
 
 
@@ -276,7 +273,7 @@ def _key_problem(key: str, groups: dict[str, tuple[str, ...]]) -> str | None:
 
 
 def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> dict[str, Any]:
-    """The tree, with every section in it a mapping. Raises ConfigError, with `problems`, when there is none."""
+    """What Hydra composes, every section a mapping. Raises ConfigError, with `problems`, when there is none."""
     file = next(iter(read.cluster_files(overrides)), None)
     arguments = [
         f"{'' if o.group else '++'}{o.path}={hydra_tree.GIVEN if o.given_file else o.value}" for o in overrides
@@ -286,31 +283,35 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
         if recipe_source.is_recipe(model):
             chosen = {override.path for override in overrides}
             base = [f"model={hydra_tree.GIVEN}", *(f"~{group}" for group in RECIPES_OWN if group not in chosen)]
-            tree = hydra_tree.composed([*base, *named, *arguments], file, _layer(model, overrides))
+            sections = hydra_tree.composed([*base, *named, *arguments], file, _layer(model, overrides))
         else:
-            tree = hydra_tree.composed([f"model={model}", *named, *arguments], file)
+            sections = hydra_tree.composed([f"model={model}", *named, *arguments], file)
     except ConfigError as error:
         found = [*problems, *error.problems]
         raise ConfigError(listed(found), found) from error
-    if tree.get(peft.SECTION, ()) is None:  # peft=none
-        del tree[peft.SECTION]
-    found = [f"{name}: a file puts a value where fields belong, as in {name}.FIELD" for name in _not_sections(tree)]
+    if sections.get(peft.SECTION, ()) is None:  # peft=none
+        del sections[peft.SECTION]
+    found = [f"{name}: a file puts a value where fields belong, as in {name}.FIELD" for name in _not_sections(sections)]
     if found:
         found = [*problems, *found]
         raise ConfigError(listed(found), found)
     if recipe_source.is_recipe(model):
-        tree["model"] = recipe_layer.without_defaults(tree["model"])
-        tree["dataset"] = recipe_layer.without_ours(tree["dataset"], [o.path for o in overrides])
-        tree["recipe"]["hf_folder"] = _hf_folder(overrides)
-        tree["recipe"]["kept"] = recipe_layer.without_overridden(tree["recipe"]["kept"], [o.path for o in overrides])
-    return tree
+        sections["model"] = recipe_layer.without_defaults(sections["model"])
+        sections["dataset"] = recipe_layer.without_ours(sections["dataset"], [o.path for o in overrides])
+        sections["recipe"]["hf_folder"] = _hf_folder(overrides)
+        sections["recipe"]["kept"] = recipe_layer.without_overridden(
+            sections["recipe"]["kept"], [o.path for o in overrides]
+        )
+    return sections
 
 
-def _not_sections(tree: dict[str, Any]) -> list[str]:
-    sections = [name for name in tree if name in schema.SECTIONS and name != "mixed_precision"]
+def _not_sections(sections: dict[str, Any]) -> list[str]:
+    known = [name for name in sections if name in schema.SECTIONS and name != "mixed_precision"]
     # An override makes a section again of what a file has put there, but `config.yaml` holds all fields of these.
     whole = {name: schema.fields(OWN_SECTIONS[name]).keys() for name in ("cluster", "slurm")}
-    return [name for name in sections if not isinstance(tree[name], dict) or whole.get(name, set()) - tree[name].keys()]
+    return [
+        name for name in known if not isinstance(sections[name], dict) or whole.get(name, set()) - sections[name].keys()
+    ]
 
 
 def _named(file: Path) -> list[str]:
@@ -321,7 +322,7 @@ def _named(file: Path) -> list[str]:
     return [] if named else [f"++cluster.name={read.quoted(file.stem)}"]
 
 
-def _check_fields(tree: dict[str, Any], overrides: Iterable[Override]) -> dict[str, str]:
+def _check_fields(sections: dict[str, Any], overrides: Iterable[Override]) -> dict[str, str]:
     """Path -> problem, in our sections and in those of Bridge's whose fields are known without importing it, or where
     the user set a field directly. Plain values get their type.
 
@@ -331,26 +332,26 @@ def _check_fields(tree: dict[str, Any], overrides: Iterable[Override]) -> dict[s
     asked = [o.path.split(".") for o in overrides if not o.group and o.path not in short]
     wrong = {
         section: f"{section}: no such section{nearest(section, schema.SECTIONS)}"
-        for section in tree
+        for section in sections
         if section not in schema.SECTIONS
     }
-    wrong |= _wrong_short_keys(tree)
+    wrong |= _wrong_short_keys(sections)
     table = field_table.read()
-    for section in sorted(schema.SECTIONS & tree.keys()):
-        if isinstance(tree[section], dict):
+    for section in sorted(schema.SECTIONS & sections.keys()):
+        if isinstance(sections[section], dict):
             names = [path[1] for path in asked if path[0] == section and len(path) > 1]
-            values, problems = schema.check_section(section, tree, names, table)
-            tree[section] |= {name: value for name, value in values.items() if type(value) in (bool, int, float)}
+            values, problems = schema.check_section(section, sections, names, table)
+            sections[section] |= {name: value for name, value in values.items() if type(value) in (bool, int, float)}
             wrong |= problems
-    return _hinted(tree, wrong)
+    return _hinted(sections, wrong)
 
 
-def _wrong_short_keys(tree: dict[str, Any]) -> dict[str, str]:
+def _wrong_short_keys(sections: dict[str, Any]) -> dict[str, str]:
     """Path -> problem, where a file gives a field that has a short key a value of another type."""
     wrong = {}
     for key in SHORT_KEYS.values():
         section, _, name = key.path.partition(".")
-        value = tree[section].get(name)
+        value = sections[section].get(name)
         try:
             convert(value, key.type)
         except WrongType as error:
@@ -358,11 +359,11 @@ def _wrong_short_keys(tree: dict[str, Any]) -> dict[str, str]:
     return wrong
 
 
-def _hinted(tree: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
+def _hinted(sections: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
     """The same, with what would mend it where files mostly go wrong."""
     for path in [path for path in wrong if path.partition(".")[0] in OWN_SECTIONS]:
         section, _, name = path.partition(".")
-        value = tree[section][name]
+        value = sections[section][name]
         if name in schema.SECTIONS:
             wrong[path] = f"{path}: a file with sections in it begins with the line '# @package _global_'"
         elif path == "cluster.environment" and isinstance(value, dict):
@@ -374,15 +375,15 @@ def _hinted(tree: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
     return wrong
 
 
-def _as_by_default(tree: dict[str, Any], wrong: Iterable[str]) -> None:
+def _as_by_default(sections: dict[str, Any], wrong: Iterable[str]) -> None:
     """Put defaults where files hold what was said to be wrong, so that what else is wrong can be said as well."""
     for section, _, name in (path.partition(".") for path in wrong):
         if section not in OWN_SECTIONS:
-            tree.pop(section)
+            sections.pop(section)
         else:
             field, defaults = name.partition(".")[0], asdict(OWN_SECTIONS[section]())
-            tree[section].pop(field)
-            tree[section] |= {field: defaults[field]} if field in defaults else {}
+            sections[section].pop(field)
+            sections[section] |= {field: defaults[field]} if field in defaults else {}
 
 
 def _lost_precision(model: str, overrides: Sequence[Override], problems: list[str]) -> dict[str, str]:

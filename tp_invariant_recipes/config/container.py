@@ -1,4 +1,4 @@
-"""From a composed tree to Megatron-Bridge's ConfigContainer. Importing Bridge takes 10 to 20 s, so it happens here."""
+"""Megatron-Bridge's ConfigContainer of a run. Importing Bridge takes 10 to 20 s, so it happens here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings import environment, peft, schema
-from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer
 
 if TYPE_CHECKING:
@@ -53,32 +53,31 @@ NEWEST_TE = Replacement(
 )
 
 
-def build(tree: dict[str, Any]) -> ConfigContainer:
-    """The ConfigContainer a tree describes, every field checked against Bridge's types.
+def build(config: RunConfig) -> ConfigContainer:
+    """The ConfigContainer that a configuration describes, every field checked against Bridge's types.
 
     Raises ConfigError listing all fields that do not exist or do not fit.
     """
-    sections: dict[str, dict[str, Any]] = {}
+    converted: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
-    for name, section in tree.items():
-        if name in schema.SECTIONS and isinstance(section, dict):
-            sections[name], wrong = schema.convert_section(name, tree)
+    for name, fields in config.sections.items():
+        if name in schema.SECTIONS and isinstance(fields, dict):
+            converted[name], wrong = schema.convert_section(name, config.sections)
             problems += wrong.values()
     if problems:
         raise ConfigError(listed(problems))
     from megatron.bridge.training.config import ConfigContainer
 
-    config = typed(tree)
-    _null_tokenizer(sections["tokenizer"])
-    _layers(config, sections["model"])
+    _null_tokenizer(converted["tokenizer"])
+    _layers(config, converted["model"])
     parts = {
-        name: schema.section_class(name, tree)(**values)
-        for name, values in sections.items()
+        name: schema.section_class(name, config.sections)(**values)
+        for name, values in converted.items()
         if name in schema.BRIDGE_SECTIONS or name == "mixed_precision"
     }
-    parts.setdefault("mixed_precision", tree["mixed_precision"])
+    parts.setdefault("mixed_precision", config.sections["mixed_precision"])
     _numerics(parts["model"], config)
-    if peft.adapts(tree) and config.weights.folder is not None:  # Bridge asks where the base weights are
+    if peft.adapts(config) and config.weights.folder is not None:  # Bridge asks where the base weights are
         parts["checkpoint"].pretrained_checkpoint = config.weights.folder
     if config.numerics.invariant:
         # The leaf of every sum over data is a sequence: a micro-batch of several is computed one by one.
@@ -86,17 +85,17 @@ def build(tree: dict[str, Any]) -> ConfigContainer:
     # Bridge sets these too, so that code which does not go through our launcher computes the same bits.
     variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
     container = ConfigContainer(**parts, env_vars=variables)
-    recipe_layer.restore(container, tree.get("recipe") or {})
+    recipe_layer.restore(container, config.recipe)
     return container
 
 
-def imported_folder(tree: dict[str, Any]) -> Path | None:
+def imported_folder(config: RunConfig) -> Path | None:
     """The Hugging Face checkpoint that the weights are to come from; None: a checkpoint of the run has them, or they
     are new.
     """
-    folder = typed(tree).weights.folder
+    folder = config.weights.folder
     # A checkpoint of adapters has no other weights.
-    begins = tree["checkpoint"].get("load") is None or peft.adapts(tree)
+    begins = config.section("checkpoint").get("load") is None or peft.adapts(config)
     return Path(folder) if folder is not None and begins else None
 
 
@@ -126,7 +125,7 @@ def validate(container: ConfigContainer, world_size: int, *, here: bool = True) 
 
 
 def _changed_by_bridge(container: ConfigContainer) -> list[str]:
-    """What the invariant numerics do not allow, and what the tree did not say: Bridge's validation sets fields, too."""
+    """Fields that Bridge's validation has set and that the invariant numerics do not allow."""
     name = getattr(container.model, "invariant_mode", None)
     if name is None:
         return []
@@ -139,7 +138,7 @@ def _changed_by_bridge(container: ConfigContainer) -> list[str]:
 
 
 def _layers(config: RunConfig, model: dict[str, Any]) -> None:
-    """The provider's layers, unless the tree names some of its own or stock ones of Transformer Engine are meant."""
+    """Set the provider's layers, unless the run names some or uses stock layers of Transformer Engine."""
     from hydra.utils import get_method
 
     provider = config.model["_target_"].rpartition(".")[2]
@@ -159,7 +158,7 @@ def _numerics(provider: Any, config: RunConfig) -> None:
     if numerics.initial_weights == "invariant" and config.weights.folder is None:
         from tp_invariant_recipes.numerics.megatron import init
 
-        provider.register_pre_wrap_hook(partial(init.initialise, seed=config.bridge["rng"]["seed"]))
+        provider.register_pre_wrap_hook(partial(init.initialise, seed=config.section("rng")["seed"]))
 
 
 def _null_tokenizer(tokenizer: dict[str, Any]) -> None:

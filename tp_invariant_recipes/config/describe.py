@@ -7,7 +7,7 @@ from typing import Any
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.container import LOCAL_SPECS
 from tp_invariant_recipes.settings import conf_files, layout
-from tp_invariant_recipes.settings.run_config import typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS
 from tp_invariant_recipes.settings.sections import OWN_KEYS
 from tp_invariant_recipes.settings.values import value_text
@@ -17,15 +17,15 @@ from tp_invariant_recipes.sizing.size import parameters
 TP_DEGREES = (1, 2, 4, 8)
 
 
-def bridge_overrides(tree: dict[str, Any]) -> list[str]:
-    """`section.field=value` for every field of Bridge that the tree sets, in the form of Bridge's command line."""
+def bridge_overrides(config: RunConfig) -> list[str]:
+    """`section.field=value` for every field of Bridge that a run sets, in the form of Bridge's command line."""
     lines = [
         f"{section}.{field}={value_text(_activation(value) if field == 'activation_func' else value)}"
         for section in BRIDGE_SECTIONS
-        for field, value in (tree.get(section) or {}).items()
+        for field, value in config.section(section).items()
         if field != "_target_" and f"{section}.{field}" not in OWN_KEYS
     ]
-    return [*lines, f"mixed_precision={value_text(tree['mixed_precision'])}"]
+    return [*lines, f"mixed_precision={value_text(config.sections['mixed_precision'])}"]
 
 
 def models() -> list[dict[str, Any]]:
@@ -39,9 +39,9 @@ def models() -> list[dict[str, Any]]:
 
 
 def _model(name: str) -> dict[str, Any]:
-    tree = compose(name, device="gpu").tree
-    model = tree["model"]
-    degrees = [tp for tp in TP_DEGREES if not layout.problems(_split(tree, tp))]
+    config = compose(name, device="gpu").config
+    model = config.model
+    degrees = [tp for tp in TP_DEGREES if not layout.problems(_split(config, tp))]
     return {
         "model": name,
         "summary": conf_files.summary("model", name),
@@ -49,14 +49,13 @@ def _model(name: str) -> dict[str, Any]:
         "layers": model.get("num_layers") or len(model["hybrid_layer_pattern"]),
         "hidden_size": model["hidden_size"],
         "tp": degrees,
-        "memory": [memory.estimate(typed(_split(tree, tp))).rank for tp in degrees],
+        "memory": [memory.estimate(_split(config, tp)).rank for tp in degrees],
         "cpu": model["_target_"].rpartition(".")[2] in LOCAL_SPECS,
     }
 
 
-def _split(tree: dict[str, Any], tp: int) -> dict[str, Any]:
-    changed = {"tensor_model_parallel_size": tp, "sequence_parallel": tp > 1}
-    return tree | {"model": tree["model"] | changed}
+def _split(config: RunConfig, tp: int) -> RunConfig:
+    return config.with_fields("model", tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
 
 
 def _activation(path: str) -> str:

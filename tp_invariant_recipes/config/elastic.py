@@ -12,7 +12,7 @@ from tp_invariant_recipes.config.overrides import Override, parse
 from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.ledger.layouts import words
 from tp_invariant_recipes.settings import allocation, layout
-from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 _SPAN = re.compile(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", re.ASCII)
 
@@ -32,20 +32,18 @@ def span(config: RunConfig) -> tuple[int, int] | None:
     return fewest, int(match[2] or fewest)
 
 
-def with_dp(tree: Tree, dp: int) -> Tree:
-    """The tree with another data-parallel degree, and what the one asked for decides of the numerics."""
-    return {**tree, "parallel": tree["parallel"] | {"data_parallel_size": dp}}
+def with_dp(config: RunConfig, dp: int) -> RunConfig:
+    """The configuration with another data-parallel degree; numerics stay as the requested degree decides them."""
+    return config.with_fields("parallel", data_parallel_size=dp)
 
 
-def data_parallel(tree: Tree, nodes: int) -> int | None:
-    """The dp on so many nodes; None: they are too few for any. tree: as asked for."""
-    asked = typed(tree).parallel.data_parallel_size
-    return next((dp for dp in range(asked, 0, -1) if _fits(tree, dp, nodes)), None)
+def data_parallel(config: RunConfig, nodes: int) -> int | None:
+    """The dp on so many nodes; None: they are too few for any. config: as requested."""
+    return next((dp for dp in range(config.parallel.data_parallel_size, 0, -1) if _fits(config, dp, nodes)), None)
 
 
-def problems(tree: Tree) -> list[str]:
-    """Everything that is wrong with slurm.nodes of a job of this tree."""
-    config = typed(tree)
+def problems(config: RunConfig) -> list[str]:
+    """Everything that is wrong with slurm.nodes of a job of this run."""
     try:
         asked = span(config)
     except ValueError as error:
@@ -57,39 +55,38 @@ def problems(tree: Tree) -> list[str]:
         return [f"slurm.nodes={config.slurm.nodes}: with this layout the run takes {whole}, so that is the most"]
     if not config.cluster.shared_files:
         return ["slurm.nodes: a run goes on with other nodes from a checkpoint, so cluster.shared_files must be true"]
-    if data_parallel(tree, fewest) is not None:
+    if data_parallel(config, fewest) is not None:
         return []
-    enough = next(count for count in range(fewest, most + 1) if data_parallel(tree, count) is not None)
-    return [f"slurm.nodes={config.slurm.nodes}: {_why(tree, fewest)}; slurm.nodes={enough}-{most}"]
+    enough = next(count for count in range(fewest, most + 1) if data_parallel(config, count) is not None)
+    return [f"slurm.nodes={config.slurm.nodes}: {_why(config, fewest)}; slurm.nodes={enough}-{most}"]
 
 
-def kept(tree: Tree) -> list[Override]:
+def kept(config: RunConfig) -> list[Override]:
     """What a job sets of its numerics, so that every number of nodes has the same."""
-    return [parse(text) for text in going_on.kept(tree["numerics"])]
+    return [parse(text) for text in going_on.kept(config.section("numerics"))]
 
 
-def _why(tree: Tree, nodes: int) -> str:
+def _why(config: RunConfig, nodes: int) -> str:
     """Why the fewest nodes are too few."""
-    smaller = [dp for dp in range(typed(tree).parallel.data_parallel_size, 0, -1) if _room(with_dp(tree, dp), nodes)]
+    smaller = [dp for dp in range(config.parallel.data_parallel_size, 0, -1) if _has_room(with_dp(config, dp), nodes)]
     if not smaller:
-        return f"{words(layout.of(typed(with_dp(tree, 1))).as_dict())} does not fit {nodes} of the nodes"
-    return next(iter(_wrong(tree, smaller[0])))
+        return f"{words(layout.of(with_dp(config, 1)).as_dict())} does not fit {nodes} of the nodes"
+    return next(iter(_wrong(config, smaller[0])))
 
 
-def _fits(tree: Tree, dp: int, nodes: int) -> bool:
-    return _room(with_dp(tree, dp), nodes) and not _wrong(tree, dp)
+def _fits(config: RunConfig, dp: int, nodes: int) -> bool:
+    return _has_room(with_dp(config, dp), nodes) and not _wrong(config, dp)
 
 
-def _room(tree: Tree, nodes: int) -> bool:
-    config = typed(tree)
+def _has_room(config: RunConfig, nodes: int) -> bool:
     return allocation.of(config).nodes <= nodes and not job_rules.misfits(config)
 
 
-def _wrong(tree: Tree, dp: int) -> list[str]:
-    other = with_dp(tree, dp)
-    bits = going_on.other_gradients(_run(tree), _run(other))
+def _wrong(config: RunConfig, dp: int) -> list[str]:
+    other = with_dp(config, dp)
+    bits = going_on.other_gradients(_run(config), _run(other))
     return [*([bits] if bits else []), *layout.problems(other), *invariance.problems(other)]
 
 
-def _run(tree: Tree) -> dict[str, Any]:
-    return {"numerics": tree["numerics"], "layout": layout.of(typed(tree)).as_dict()}
+def _run(config: RunConfig) -> dict[str, Any]:
+    return {"numerics": config.section("numerics"), "layout": layout.of(config).as_dict()}

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Settings of `numerics` whose defaults follow the layout, and which make up the order of sums: a run keeps them.
 KEPT = ("data_shards", "context_shards")
@@ -34,11 +35,11 @@ def kept(numerics: Mapping[str, Any]) -> list[str]:
     return [f"numerics.{name}={numerics[name]}" for name in KEPT if numerics.get(name) is not None]
 
 
-def optimizer_state(tree: Mapping[str, Any]) -> str:
-    """The form in which a run of this tree writes its optimizer's state."""
-    if not tree["optimizer"].get("use_distributed_optimizer"):
+def optimizer_state(config: RunConfig) -> str:
+    """The form in which a run writes its optimizer's state."""
+    if not config.section("optimizer").get("use_distributed_optimizer"):
         return OF_EVERY_RANK
-    return DISTRIBUTED if tree["checkpoint"].get("dist_ckpt_optim_fully_reshardable") else BUCKETS
+    return DISTRIBUTED if config.section("checkpoint").get("dist_ckpt_optim_fully_reshardable") else BUCKETS
 
 
 def other_gradients(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.config import recording
 from tp_invariant_recipes.settings import cuda_graphs
-from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 # By default a step may take so many times the longest of the last steps, and always so many seconds: a file system or a
 # network may be away for a minute.
@@ -41,7 +41,7 @@ class Limits:
 
 def limits(config: RunConfig) -> Limits | None:
     """The limits of a run; None: off."""
-    asked, dist = config.run.hang_timeout, config.bridge.get("dist", {})
+    asked, dist = config.run.hang_timeout, config.section("dist")
     if asked == "off":
         return None
     seconds = asked if isinstance(asked, int) else 0
@@ -52,12 +52,12 @@ def limits(config: RunConfig) -> Limits | None:
     return Limits(seconds or None, long_step, max(ALONE, long_step))
 
 
-def takes_long(tree: Tree, step: int, start: int) -> bool:
+def takes_long(config: RunConfig, step: int, start: int) -> bool:
     """Whether a step may take longer than those around it.
 
     start: steps that were done when the ranks were started.
     """
-    done, model, trace = step - 1 - start, tree["model"], tree["ledger"].get("trace")
+    done, model, trace = step - 1 - start, config.model, config.ledger.trace
     if done < SETTLING or (trace and step in recording.steps(trace)):
         return True
     if not cuda_graphs.asked_for(model):
@@ -65,9 +65,9 @@ def takes_long(tree: Tree, step: int, start: int) -> bool:
     return 0 <= done + 1 - (model.get("cuda_graph_warmup_steps") or 0) <= SETTLING
 
 
-def problems(tree: Tree) -> list[str]:
+def problems(config: RunConfig) -> list[str]:
     """What is wrong with the key."""
-    asked = typed(tree).run.hang_timeout
+    asked = config.run.hang_timeout
     if isinstance(asked, int) and asked < 1:
         return [f"run.hang_timeout={asked}: must be at least 1 second, auto, or off"]
     return []

@@ -6,7 +6,7 @@ from typing import Any
 
 from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
 from tp_invariant_recipes.settings import peft, sft
-from tp_invariant_recipes.settings.run_config import Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 WEIGHTS_DIGEST = "weights.digest"
 
@@ -76,18 +76,17 @@ EXCLUDED = {
 }
 
 
-def identity(tree: Tree, data_digest: str | None, weights_digest: str | None = None) -> dict[str, Any]:
+def identity(config: RunConfig, data_digest: str | None, weights_digest: str | None = None) -> dict[str, Any]:
     """Dotted key -> value of everything that two comparable runs have in common.
 
     data_digest:    `PreparedData.digest` of text or `Examples.digest` of examples; None for generated data.
     weights_digest: of the checkpoint that the weights come from (`weights.Checkpoint.digest`); None: they are new.
     """
-    config = typed(tree)
-    flat = of_sections(config.bridge)
-    if sft.is_sft(config.bridge.get("dataset") or {}):
+    flat = of_sections(config.sections)
+    if sft.is_sft(config.section("dataset")):
         flat = {key: value for key, value in flat.items() if key not in sft.PLACES}
     if flat.get("scheduler.lr_decay_iters") is None:
-        flat["scheduler.lr_decay_iters"] = config.bridge["train"]["train_iters"]
+        flat["scheduler.lr_decay_iters"] = config.train["train_iters"]
     flat["data.kind"] = config.data.kind
     if config.numerics.invariant and config.numerics.data_shards is not None:
         flat[DATA_SHARDS] = config.numerics.data_shards

@@ -107,7 +107,7 @@ def _fills(world: int, most: int) -> bool:
 
 
 def _nothing_to_go_on_with(config: RunConfig) -> Iterator[str]:
-    save = config.bridge["checkpoint"]["save_interval"]
+    save = config.section("checkpoint")["save_interval"]
     if save and not config.cluster.shared_files:
         yield (
             f"save={save} with cluster.shared_files=false: a checkpoint in parts on several nodes' disks cannot be "

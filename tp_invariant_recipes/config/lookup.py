@@ -1,4 +1,4 @@
-"""Parts of a composed tree by their keys, and the difference of two trees."""
+"""Parts of a configuration by their keys, and the difference of two configurations."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,8 +7,8 @@ from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.settings.run_config import RunConfig
 
-Tree = Mapping[str, Any]
 NOT_SET = "not set"
 
 
@@ -21,22 +21,22 @@ class Changed(NamedTuple):
     comparable: bool
 
 
-def at(tree: Tree, key: str) -> Any:
-    """What a tree has at a key: a section, the dotted path of a field, or a short key. Raises ConfigError."""
+def at(sections: Mapping[str, Any], key: str) -> Any:
+    """What a configuration has at a key: a section, the dotted path of a field, or a short key. Raises ConfigError."""
     path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
-    found: Any = tree
+    found: Any = sections
     for name in path.split("."):
         if not isinstance(found, Mapping) or name not in found:
-            known = (*tree, *flat(tree), *SHORT_KEYS)
+            known = (*sections, *flat(sections), *SHORT_KEYS)
             raise ConfigError(f"--key {key}: this configuration does not set it{nearest(key, known)}")
         found = found[name]
     return found
 
 
-def differences(a: Tree, b: Tree) -> list[Changed]:
-    """The keys at which two trees differ, in the order of the first."""
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Changed]:
+    """The keys at which two configurations differ, in the order of the first."""
     flats = flat(a), flat(b)
-    identities = identity(a, None), identity(b, None)
+    identities = identity(RunConfig(a), None), identity(RunConfig(b), None)
     kept = {key for key in (*identities[0], *identities[1]) if identities[0].get(key) != identities[1].get(key)}
     keys = dict.fromkeys((*flats[0], *flats[1]))
     pairs = ((key, *(one.get(key, NOT_SET) for one in flats)) for key in keys)
@@ -47,10 +47,10 @@ def differences(a: Tree, b: Tree) -> list[Changed]:
     ]
 
 
-def flat(tree: Tree, prefix: str = "") -> dict[str, Any]:
+def flat(sections: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value of everything that is no mapping, or an empty one."""
     found: dict[str, Any] = {}
-    for name, value in tree.items():
+    for name, value in sections.items():
         inner = isinstance(value, Mapping) and value
         found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
     return found

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from tp_invariant_recipes.settings import cuda_graphs
-from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 _STEPS = re.compile(r"(\d+)(?::(\d+))?")
 _TENSOR = re.compile(r"(forward|backward)/.+/(input|output)(\.\d+)?|(gradients|masters|weights)/.+")
@@ -18,9 +18,8 @@ def steps(trace: str) -> range:
     return range(int(match[1]), int(match[2] or match[1]) + 1)
 
 
-def problems(tree: Tree) -> list[str]:
+def problems(config: RunConfig) -> list[str]:
     """All reasons why the ledger cannot record the requested values."""
-    config = typed(tree)
     found = [problem for rule in RULES if (problem := rule(config))]
     if config.ledger.digests:
         found += [f"{why}; or record none: ledger.digests=0" for wrong, why in UNDIGESTED if wrong(config)]
@@ -49,7 +48,7 @@ def _trace(config: RunConfig) -> str | None:
         last = steps(str(trace))[-1]
     except ValueError as error:
         return str(error)
-    iters = config.bridge["train"]["train_iters"]
+    iters = config.train["train_iters"]
     return None if last <= iters else f"ledger.trace={trace}: the run ends at step {iters}; raise iters or trace less"
 
 
@@ -76,11 +75,11 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (_digests, _state_digests
 # Configurations without digests of gradients and weights, and the reason.
 UNDIGESTED: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (
-        lambda t: bool(t.bridge["ddp"].get("use_megatron_fsdp") or t.bridge["ddp"].get("use_custom_fsdp")),
+        lambda t: bool(t.section("ddp").get("use_megatron_fsdp") or t.section("ddp").get("use_custom_fsdp")),
         "digests: FSDP keeps gradients in buffers of its own; ddp.use_megatron_fsdp=false",
     ),
     (
-        lambda t: bool(t.bridge["optimizer"].get("optimizer_cpu_offload")),
+        lambda t: bool(t.section("optimizer").get("optimizer_cpu_offload")),
         "digests: an optimizer on the CPU keeps master weights and moments there; "
         "optimizer.optimizer_cpu_offload=false",
     ),

@@ -5,7 +5,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Services that keep the curves of many runs.
 EXPERIMENTS = ("wandb", "mlflow", "comet")
@@ -45,9 +45,8 @@ REPLACED_IN: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 }
 
 
-def problems(tree: Tree) -> list[str]:
+def problems(config: RunConfig) -> list[str]:
     """All settings that do not fit each other, in the order of the rules."""
-    config = typed(tree)
     replaced = REPLACED | {path: instead for path, (of, instead) in REPLACED_IN.items() if of(config)}
     found = [f"{path}={value}: {why}" for path, why in replaced.items() if (value := _at(config, path)) is not None]
     return [*found, *_loggers(config), *(problem for rule in RULES if (problem := rule(config)))]
@@ -80,7 +79,7 @@ def _loggers(config: RunConfig) -> list[str]:
 
 def _at(config: RunConfig, path: str) -> Any:
     section, _, name = path.partition(".")
-    return (config.bridge.get(section) or {}).get(name)
+    return config.section(section).get(name)
 
 
 def _sizes(config: RunConfig) -> str | None:
@@ -123,24 +122,22 @@ def _aligned(config: RunConfig) -> str | None:
 
 
 def _warmup(config: RunConfig) -> str | None:
-    warmup = config.bridge["scheduler"].get("lr_warmup_iters") or 0
-    decay = config.bridge["scheduler"].get("lr_decay_iters")
-    name, end = (
-        ("iters", config.bridge["train"]["train_iters"]) if decay is None else ("scheduler.lr_decay_iters", decay)
-    )
+    warmup = config.section("scheduler").get("lr_warmup_iters") or 0
+    decay = config.section("scheduler").get("lr_decay_iters")
+    name, end = ("iters", config.train["train_iters"]) if decay is None else ("scheduler.lr_decay_iters", decay)
     if not warmup or warmup < end:
         return None
     return f"scheduler.lr_warmup_iters={warmup} is not below {name}={end}; change one of them"
 
 
 def _validation(config: RunConfig) -> str | None:
-    if config.bridge["validation"].get("eval_interval") and not config.bridge["validation"].get("eval_iters"):
+    if config.section("validation").get("eval_interval") and not config.section("validation").get("eval_iters"):
         return "validation.eval_interval without validation.eval_iters validates nothing; set both, or neither"
     return None
 
 
 def _tokens(config: RunConfig) -> str | None:
-    size, vocab = config.bridge["tokenizer"]["vocab_size"], config.model["vocab_size"]
+    size, vocab = config.section("tokenizer")["vocab_size"], config.model["vocab_size"]
     if config.data.kind == "text" and size != vocab:
         return f"tokenizer.vocab_size={size}: the tokenizer of data=text decides it; leave it out"
     return None
@@ -157,15 +154,15 @@ def _param_gather(config: RunConfig) -> str | None:
     asked = [
         f"{section}.overlap_param_gather=true"
         for section in ("ddp", "optimizer")
-        if config.bridge[section].get("overlap_param_gather")
+        if config.section(section).get("overlap_param_gather")
     ]
-    if not asked or config.bridge["optimizer"].get("use_distributed_optimizer"):
+    if not asked or config.section("optimizer").get("use_distributed_optimizer"):
         return None
     return f"{', '.join(asked)}: only a distributed optimizer gathers weights; optimizer.use_distributed_optimizer=true"
 
 
 def _precision_aware(config: RunConfig) -> str | None:
-    optimizer = config.bridge["optimizer"]
+    optimizer = config.section("optimizer")
     if not optimizer.get("use_precision_aware_optimizer"):
         return None
     key = "optimizer.use_precision_aware_optimizer"

@@ -11,7 +11,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 def _tuned(wrong: Callable[[RunConfig], Any]) -> Callable[[RunConfig], bool]:
     """What is wrong with a run on examples alone."""
-    return lambda t: sft.is_sft(t.bridge.get("dataset", {})) and bool(wrong(t))
+    return lambda t: sft.is_sft(t.section("dataset")) and bool(wrong(t))
 
 
 def _options(config: RunConfig) -> Mapping[str, Any]:

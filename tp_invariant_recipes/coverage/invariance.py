@@ -19,7 +19,7 @@ from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron import hybrid_spec
 from tp_invariant_recipes.settings import layout, low_precision, schema, sft
-from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Numbers of the model that are split into V shards.
 SHARDED = (
@@ -128,14 +128,14 @@ LIMITS = (
         "of context parallelism only the exchange of heads keeps attention whole; model.cp_comm_type=a2a",
     ),
     Limit(
-        lambda t: (t.numerics.data_shards or 1) > 1 and bool(t.bridge.get("train", {}).get("rampup_batch_size")),
+        lambda t: (t.numerics.data_shards or 1) > 1 and bool(t.train.get("rampup_batch_size")),
         "data shards are equal parts of a step, and train.rampup_batch_size changes it; leave it unset, or "
         "numerics.data_shards=1",
     ),
     Limit(
         lambda t: (
-            not sft.is_sft(t.bridge.get("dataset", {}))
-            and t.bridge.get("dataset", {}).get("dataloader_type", "single") != "single"
+            not sft.is_sft(t.section("dataset"))
+            and t.section("dataset").get("dataloader_type", "single") != "single"
         ),
         "which sequences a rank computes depends on dp; dataset.dataloader_type=single",
     ),
@@ -152,7 +152,7 @@ LIMITS = (
         "YaRN has no version with context shards; cp=1, and leave numerics.context_shards out",
     ),
     Limit(
-        lambda t: t.bridge.get("mixed_precision") not in (None, "bf16_mixed") and not low_precision.enabled(t),
+        lambda t: t.sections.get("mixed_precision") not in (None, "bf16_mixed") and not low_precision.enabled(t),
         "of Bridge's precisions only bf16_mixed is covered; precision=bf16 or precision=fp32",
     ),
     Limit(
@@ -204,31 +204,29 @@ def default_shards(model: dict[str, Any]) -> int:
     return math.gcd(DEFAULT_SHARDS, *(size for size in sizes if isinstance(size, int)))
 
 
-def problems(tree: Tree) -> list[str]:
+def problems(config: RunConfig) -> list[str]:
     """The limits that a run exceeds, then OR_STOCK, which avoids them all; nothing where there is none.
 
     A degree below 1, or a tp that does not divide the model either, is left to the rules of the layout.
     """
-    config = typed(tree)
     if not layout.countable(config):
         return []
     if not config.numerics.invariant:
         return _unread(config)
     said_by_layout = _ranks(config) if layout.splits_unevenly(config) else []
-    found = [limit for limit in limits(tree) if limit not in said_by_layout]
+    found = [limit for limit in limits(config) if limit not in said_by_layout]
     return [*found, OR_STOCK] if found else []
 
 
-def limits(tree: Tree) -> list[str]:
-    """Everything that keeps the tree's numerics mode from being invariant; nothing for stock."""
-    config = typed(tree)
+def limits(config: RunConfig) -> list[str]:
+    """Everything that keeps the run's numerics mode from being invariant; nothing for stock."""
     if not config.numerics.invariant:
         return []
     beyond = [limit.why for limit in LIMITS if limit.wrong(config)]
     beyond += model_fields.unknown(config.model, (*OFF, *experts.OFF, *latent.OFF))
     beyond += _overlaps(config)
     for section in allowed_fields.SECTIONS:
-        beyond += allowed_fields.refused(section, config.bridge.get(section, {}))
+        beyond += allowed_fields.refused(section, config.section(section))
     return [
         *(f"numerics={config.numerics.mode}: {why}" for why in beyond),
         *(_shards(config) or _ranks(config) or _ragged(config)),
@@ -250,7 +248,7 @@ def _unread(config: RunConfig) -> list[str]:
 
 def _overlaps(config: RunConfig) -> list[str]:
     """What of the section `comm_overlap` is set. Where it is null, Bridge decides by the layout."""
-    asked = {name: value for name, value in (config.bridge.get("comm_overlap") or {}).items() if value}
+    asked = {name: value for name, value in config.section("comm_overlap").items() if value}
     if not asked:
         return []
     off = [f"comm_overlap.{name}={'false' if value is True else 'null'}" for name, value in asked.items()]
@@ -287,7 +285,7 @@ def _ranks(config: RunConfig) -> list[str]:
 def _data_shards(config: RunConfig) -> list[str]:
     """What is wrong with D and dp."""
     shards, dp = config.numerics.data_shards, config.parallel.data_parallel_size
-    sequences = config.bridge.get("train", {}).get("global_batch_size") or 0  # 0: a program of its own
+    sequences = config.train.get("global_batch_size") or 0  # 0: a program of its own
     if dp & (dp - 1):
         return [f"dp={dp}: the tree over data-parallel ranks needs a power of two; {_powers(sequences)}"]
     if shards is None:

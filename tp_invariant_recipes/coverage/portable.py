@@ -15,7 +15,7 @@ def _row(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
 
 
 def _of(section: str, field: str, default: Any = None) -> Callable[[RunConfig], Any]:
-    return lambda t: (t.bridge.get(section) or {}).get(field, default)
+    return lambda t: t.section(section).get(field, default)
 
 
 def _name(value: Any) -> str:
@@ -57,7 +57,7 @@ LIMITS = (
         "Transformer Engine's layers have a library's arithmetic; model.transformer_impl=local",
     ),
     _row(
-        lambda t: t.bridge.get("mixed_precision") != "bf16_mixed",
+        lambda t: t.sections.get("mixed_precision") != "bf16_mixed",
         "attention and products are stated for bf16 only; precision=bf16",
     ),
     _row(

@@ -230,8 +230,8 @@ def _silent(part: JobPart, words: str) -> str:
 def _elsewhere(part: JobPart, nodes: Sequence[str] = ()) -> str | None:
     """The place of a job's files if the job does not write them here; None: it does."""
     try:
-        shared = part.run.read_config()["cluster"]["shared_files"]
-    except (RunError, KeyError, TypeError):
+        shared = part.run.read_run_config().cluster.shared_files
+    except RunError:
         return None
     where = nodes[0] if nodes else "the first of its nodes"
     if shared:

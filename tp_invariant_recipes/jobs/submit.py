@@ -19,7 +19,7 @@ from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.runs.run_dir import RunDir, choose, choose_for_several
 from tp_invariant_recipes.settings import allocation, layout
 from tp_invariant_recipes.settings.allocation import Allocation
-from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.memory import estimate
 from tp_invariant_recipes.workflows import matrix, verify
 from tp_invariant_recipes.workflows import sweep as sweeping
@@ -80,13 +80,13 @@ def resume(
 def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[RunConfig]]:
     """The run with what every try keeps, and its configurations on the most nodes and the fewest."""
     configs = [composed.config]
-    if wrong := elastic.problems(composed.tree):
+    if wrong := elastic.problems(composed.config):
         problems += wrong
     elif nodes := elastic.span(composed.config):
-        composed = replace(composed, overrides=(*composed.overrides, *elastic.kept(composed.tree)))
-        fewest = elastic.data_parallel(composed.tree, nodes[0])
+        composed = replace(composed, overrides=(*composed.overrides, *elastic.kept(composed.config)))
+        fewest = elastic.data_parallel(composed.config, nodes[0])
         assert fewest is not None  # elastic.problems names those that are too few
-        configs.append(typed(elastic.with_dp(composed.tree, fewest)))
+        configs.append(elastic.with_dp(composed.config, fewest))
     return composed, configs
 
 

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from tp_invariant_recipes.host import needed
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -40,24 +39,29 @@ def problems(config: RunConfig) -> list[str]:
     ]
 
 
-def fill_in(tree: dict[str, Any], config: RunConfig, run_dir: RunDir) -> dict[str, str]:
-    """Fill in where the curves of a run go. tree: its section `logger` is changed.
-
-    returns: variables for the ranks.
-    """
-    kind, logger = config.logging.kind, tree["logger"]
+def logger_fields(config: RunConfig, run_dir: RunDir) -> dict[str, str]:
+    """Fields of the section `logger`: where the curves of a run go."""
+    kind = config.logging.kind
     if kind == "none":
         return {}
-    logger["tensorboard_dir"] = str(run_dir.tensorboard)  # Bridge logs nowhere without a writer of TensorBoard
-    if kind not in SERVICES:
-        return {}
-    logger[SERVICES[kind].named] = config.logging.name or run_dir.path.name
+    fields = {"tensorboard_dir": str(run_dir.tensorboard)}  # Bridge logs nowhere without a writer of TensorBoard
+    if kind in SERVICES:
+        fields[SERVICES[kind].named] = config.logging.name or run_dir.path.name
     if kind == "wandb":
-        logger["wandb_save_dir"] = str(run_dir.path)
-        return {} if "WANDB_API_KEY" in os.environ else {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
+        fields["wandb_save_dir"] = str(run_dir.path)
     if kind == "mlflow":
-        if not (logger.get("mlflow_tracking_uri") or "MLFLOW_TRACKING_URI" in os.environ):
-            logger["mlflow_tracking_uri"] = str(run_dir.mlflow)
+        uri = config.section("logger").get("mlflow_tracking_uri")
+        if not (uri or "MLFLOW_TRACKING_URI" in os.environ):
+            fields["mlflow_tracking_uri"] = str(run_dir.mlflow)
+    return fields
+
+
+def variables(config: RunConfig) -> dict[str, str]:
+    """Environment variables for the ranks."""
+    kind = config.logging.kind
+    if kind == "wandb" and "WANDB_API_KEY" not in os.environ:
+        return {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
+    if kind == "mlflow":
         # MLflow 3.17 asks for this word. A database in a file, its default, is unsafe on a network file system.
         return {"MLFLOW_ALLOW_FILE_STORE": os.environ.get("MLFLOW_ALLOW_FILE_STORE", "true")}
     return {}

@@ -103,7 +103,7 @@ def _ways(config: RunConfig, need: Estimate) -> list[str]:
         of_states = ["raise tp= or pp="]
         if model.get("num_moe_experts"):
             of_states[0] += " or ep="
-        if not config.bridge["optimizer"].get("use_distributed_optimizer"):
+        if not config.section("optimizer").get("use_distributed_optimizer"):
             of_states.append("optimizer.use_distributed_optimizer=true with dp=")
         elif at.dp == 1:
             of_states.append("raise dp= (its ranks share the optimizer's state)")

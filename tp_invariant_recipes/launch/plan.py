@@ -1,6 +1,5 @@
 """Everything that is decided before a process starts: what to train, on what, where it is written, where it resumes."""
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +28,7 @@ from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import conf_files, environment, layout, peft, sft
-from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import DataSettings
 from tp_invariant_recipes.settings.values import value_text
 from tp_invariant_recipes.sources import hf_models, lora, weights
@@ -44,7 +43,7 @@ NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir")
 class Plan:
     """A run, ready to start.
 
-    tree:        the composed tree with data, tokenizer and checkpoint filled in.
+    config:      as composed, with data, tokenizer and checkpoint filled in.
     environment: variables to set before torch is imported.
     start:       completed steps to start from; 0 for a new run.
     here:        whether ranks will run on this machine; False where their job is only submitted.
@@ -54,7 +53,7 @@ class Plan:
     """
 
     composed: Composed
-    tree: dict[str, Any]
+    config: RunConfig
     layout: layout.Layout
     run_dir: RunDir
     identity: dict[str, Any]
@@ -65,24 +64,19 @@ class Plan:
     attempts: int | None = None
     remark: str | None = None
 
-    @functools.cached_property
-    def config(self) -> RunConfig:
-        """The tree with our own sections typed."""
-        return typed(self.tree)
-
     @property
     def steps(self) -> int:
         """Steps the run will have when it is done."""
-        train = self.tree["train"]
+        train = self.config.train
         every = train.get("exit_interval")  # Bridge leaves after a step that it divides
         return min(train["train_iters"], (self.start // every + 1) * every) if every else train["train_iters"]
 
     @property
     def last_recorded(self) -> int:
         """The last of these steps in the ledger: one after which Bridge leaves has digests only if it saves."""
-        train, checkpoint = self.tree["train"], self.tree["checkpoint"]
-        leaves = train.get("exit_interval") and self.steps % train["exit_interval"] == 0
-        return self.steps - 1 if leaves and not checkpoint["save"] else self.steps
+        every = self.config.train.get("exit_interval")
+        leaves = every and self.steps % every == 0
+        return self.steps - 1 if leaves and not self.config.section("checkpoint")["save"] else self.steps
 
     @property
     def device(self) -> str:
@@ -181,7 +175,7 @@ def new(composed: Composed, *, progress: Callable[[int, int], None] | None = Non
     progress: told (bytes done, bytes in all) while text is prepared. dry: prepare none.
     """
     config = composed.config
-    if (step := config.bridge["checkpoint"].get("ckpt_step")) is not None:
+    if (step := config.section("checkpoint").get("ckpt_step")) is not None:
         raise ConfigError(f"checkpoint.ckpt_step={step}: a new run begins at step 0; it goes with --resume RUN")
     where = choose(config.run.dir, f"{composed.model}-tp{layout.of(config).tp}")
     return resolve(composed, where, progress, dry=dry)
@@ -291,11 +285,11 @@ def _going_on(
     _same_identity(before.identity, plan.identity, f"{asked} would go on with another run.", composed.overrides)
     if start is not None:
         return _from(plan, RunCheckpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
-    step = plan.tree["checkpoint"]["ckpt_step"]
+    step = plan.config.section("checkpoint")["ckpt_step"]
     found = checkpoints.select(run_dir.checkpoints, step, within=_recorded(run_dir))
-    if found and found.step > plan.tree["train"]["train_iters"]:
+    if found and found.step > plan.config.train["train_iters"]:
         raise ConfigError(
-            f"{asked} goes on at step {found.step}, after iters={plan.tree['train']['train_iters']}: raise iters, or "
+            f"{asked} goes on at step {found.step}, after iters={plan.config.train['train_iters']}: raise iters, or "
             f"checkpoint.ckpt_step=STEP"
         )
     if found and found.read_manifest()["identity_hash"] != identity_hash(plan.identity):
@@ -307,7 +301,7 @@ def _going_on(
 
 def _products(plan: Plan, step: int) -> str | None:
     """Whether the steps after `step` have another definition of a product than those before, in a sentence."""
-    version = mode.definition(plan.tree["numerics"]["mode"], plan.device)
+    version = mode.definition(plan.config.numerics.mode, plan.device)
     return comparability.changed_products(streamed(plan.run_dir.ledger).header, version, step) if version else None
 
 
@@ -322,7 +316,7 @@ def _imported(before: RunFile, composed: Composed) -> str | None:
 
     None: they have to be read. Checkpoints of adapters have no others.
     """
-    if peft.adapts(composed.tree):
+    if peft.adapts(composed.config):
         return None
     now, then = (given(texts, "weights.folder") for texts in (composed.overrides, parse_all(before.overrides)))
     same = (now and now.value) == (then and then.value)
@@ -332,16 +326,16 @@ def _imported(before: RunFile, composed: Composed) -> str | None:
 def _same_bits(asked: str, before: RunFile, plan: Plan, found: RunCheckpoint) -> None:
     """Raises ConfigError: in this layout the steps to come would have other bits, or the checkpoint cannot be read."""
     degrees, manifest = plan.layout.as_dict(), found.read_manifest()
-    are_apart = going_on.experts_apart(plan.tree["numerics"]["mode"], plan.tree["model"], degrees)
+    are_apart = going_on.experts_apart(plan.config.numerics.mode, plan.config.model, degrees)
     state = going_on.unreadable_state(
         manifest["optimizer_state"],
         manifest["layout"],
-        going_on.optimizer_state(plan.tree),
+        going_on.optimizer_state(plan.config),
         degrees,
         apart=(manifest["experts_apart"], are_apart),
     )
     problems = [
-        going_on.other_gradients(vars(before), {"numerics": plan.tree["numerics"], "layout": degrees}),
+        going_on.other_gradients(vars(before), {"numerics": plan.config.section("numerics"), "layout": degrees}),
         state and f"{found.path}: {state}",
     ]
     wrong = [problem for problem in problems if problem]
@@ -378,7 +372,7 @@ def rerun(
     imported = _imported(before, composed) if start else None
     plan = resolve(composed, run_dir, progress, imported=imported)
     _same_identity(before.identity, plan.identity, f"{run} cannot be repeated: it would be another run now.")
-    plan.tree["checkpoint"]["save"] = None
+    plan = replace(plan, config=plan.config.with_fields("checkpoint", save=None))
     return plan if start is None else _from(plan, start)
 
 
@@ -386,9 +380,9 @@ def _from(plan: Plan, found: RunCheckpoint) -> Plan:
     """The plan, begun at a checkpoint of a run of the same identity."""
     # The identity is the same, so the checkpoint's schedule is this run's: Megatron would refuse a longer run over the
     # number of steps alone.
-    scheduler = plan.tree["scheduler"] | {"use_checkpoint_opt_param_scheduler": True}
-    checkpoint = plan.tree["checkpoint"] | {"ckpt_step": found.step, "load": str(found.path.parent)}
-    return replace(plan, tree=plan.tree | {"scheduler": scheduler, "checkpoint": checkpoint}, start=found.step)
+    config = plan.config.with_fields("scheduler", use_checkpoint_opt_param_scheduler=True)
+    config = config.with_fields("checkpoint", ckpt_step=found.step, load=str(found.path.parent))
+    return replace(plan, config=config, start=found.step)
 
 
 def check_current(plan: Plan) -> None:
@@ -415,13 +409,13 @@ def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) ->
         overrides=tuple(texts(plan.composed.overrides)),
         device=plan.device,
         layout=plan.layout.as_dict(),
-        numerics=plan.tree["numerics"],
+        numerics=plan.config.section("numerics"),
         identity=plan.identity,
         identity_hash=identity_hash(plan.identity),
-        notes=_notes(plan.tree),
+        notes=_notes(plan.config),
         attempts=so_far,
     )
-    run_dir.write(run_dir.config, plan.tree)
+    run_dir.write(run_dir.config, plan.config.sections)
     run_dir.write(run_dir.environment, environment.recorded(os.environ | plan.environment))
     run_dir.write(run_dir.versions, versions())
     run_dir.write(run_dir.run, run.as_json())
@@ -446,34 +440,40 @@ def resolve(
     here: as in Plan. dry: as for `new`. imported: the digest of the weights that the run has started from, where a
     checkpoint stands for their folder, which is then not read.
     """
-    tree = {name: dict(part) if isinstance(part, dict) else part for name, part in composed.tree.items()}
     config = composed.config
-    at = layout.of(config)
     so_far = _attempts(run_dir)
     variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
-    if pretrained := tree["checkpoint"].get("pretrained_checkpoint"):
-        tree["checkpoint"]["pretrained_checkpoint"] = str(Path(pretrained).expanduser())
-        lora.check_base(tree)
+    if pretrained := config.section("checkpoint").get("pretrained_checkpoint"):
+        config = config.with_fields("checkpoint", pretrained_checkpoint=str(Path(pretrained).expanduser()))
+        lora.check_base(config)
     if config.weights.folder is not None:
         folder = Path(config.weights.folder).expanduser().absolute()
-        tree["weights"]["folder"] = str(folder)
+        config = config.with_fields("weights", folder=str(folder))
         imported = imported or _check_weights(folder, config)
-    preflight.check(tree, at, run_dir, here=here)
+    preflight.check(config, run_dir, here=here)
     data = _prepare(config.data, progress, dry=dry)
-    examples = _examples(tree, config)
-    tree["run"]["dir"] = str(run_dir.path)
-    tree["checkpoint"]["save"] = str(run_dir.checkpoints)
-    tree["dataset"] = sft.with_index(tree["dataset"], run_dir.index_cache)
+    config, examples = _with_examples(config)
+    config = config.with_fields("run", dir=str(run_dir.path))
+    config = config.with_fields("checkpoint", save=str(run_dir.checkpoints))
+    config = sft.with_index(config, run_dir.index_cache)
     if isinstance(data, int):
-        _check_vocabulary(str(config.data.path), data, tree)
+        _check_vocabulary(str(config.data.path), data, config)
     elif data is not None:
-        _use(tree, data)
-    variables |= experiments.fill_in(tree, config, run_dir)
-    missing = isinstance(data, int)
+        config = _with_data(config, data)
+    config = config.with_fields("logger", **experiments.logger_fields(config, run_dir))
     known = data if isinstance(data, PreparedData) else examples
     digest = known.digest if known else None
-    of_run = identity(tree, digest, imported)
-    return Plan(composed, tree, at, run_dir, of_run, variables, here=here, data_missing=missing, attempts=so_far)
+    return Plan(
+        composed,
+        config,
+        layout.of(config),
+        run_dir,
+        identity(config, digest, imported),
+        variables | experiments.variables(config),
+        here=here,
+        data_missing=isinstance(data, int),
+        attempts=so_far,
+    )
 
 
 def resolve_beside(
@@ -483,9 +483,8 @@ def resolve_beside(
     end at once when told to.
     """
     planned = resolve(composed, run_dir, progress)
-    dataset = sft.with_index(planned.tree["dataset"], index_cache)
-    train = planned.tree["train"] | {"exit_signal_handler": False}
-    return replace(planned, tree=planned.tree | {"dataset": dataset, "train": train})
+    config = sft.with_index(planned.config, index_cache).with_fields("train", exit_signal_handler=False)
+    return replace(planned, config=config)
 
 
 def _check_weights(folder: Path, config: RunConfig) -> str:
@@ -509,15 +508,17 @@ def _prepare(
     return ensure_prepared(path, cache, tokenizer=tokenizer, json_key=data.json_key, progress=progress)
 
 
-def _examples(tree: dict[str, Any], config: RunConfig) -> Examples | None:
-    """What a run fine-tunes on, checked; None: it does not. Paths become absolute. Raises DataError, ConfigError."""
-    dataset, tokenizer = tree["dataset"], tree["tokenizer"]
+def _with_examples(config: RunConfig) -> tuple[RunConfig, Examples | None]:
+    """The configuration with absolute paths of the examples that a run fine-tunes on, and the examples; None: it does
+    not. Raises DataError, ConfigError.
+    """
+    dataset = config.section("dataset")
     if not sft.is_sft(dataset):
-        return None
+        return config, None
     root = Path(dataset["dataset_root"]).expanduser().absolute()
-    folder = Path(tokenizer["tokenizer_model"]).expanduser().absolute()
+    folder = Path(config.section("tokenizer")["tokenizer_model"]).expanduser().absolute()
     found = read_examples(root, sft.files(config), str(folder), sft.columns(dataset), chat=sft.is_chat(dataset))
-    sequences, vocabulary = tree["train"]["global_batch_size"], tree["model"]["vocab_size"]
+    sequences, vocabulary = config.train["global_batch_size"], config.model["vocab_size"]
     problems = []
     if found.count < sequences:
         problems.append(f"{root / sft.TRAINING} has {found.count} examples, and a step takes {sequences}; lower gbs")
@@ -528,31 +529,29 @@ def _examples(tree: dict[str, Any], config: RunConfig) -> Examples | None:
         )
     if problems:
         raise ConfigError(listed(problems), problems)
-    tree["dataset"] = {**dataset, "dataset_root": str(root)}
-    tokenizer["tokenizer_model"] = str(folder)
-    return found
+    config = config.with_fields("dataset", dataset_root=str(root))
+    return config.with_fields("tokenizer", tokenizer_model=str(folder)), found
 
 
-def _check_vocabulary(where: str, size: int, tree: dict[str, Any]) -> None:
-    if size > tree["model"]["vocab_size"]:
+def _check_vocabulary(where: str, size: int, config: RunConfig) -> None:
+    if size > config.model["vocab_size"]:
         raise ConfigError(
-            f"{where} holds {size} token ids but model.vocab_size={tree['model']['vocab_size']}; "
+            f"{where} holds {size} token ids but model.vocab_size={config.model['vocab_size']}; "
             f"use data.tokenizer=byte (257 ids) or raise model.vocab_size"
         )
 
 
-def _use(tree: dict[str, Any], data: PreparedData) -> None:
-    """Point the dataset at prepared data and give the NullTokenizer the ids that data holds."""
-    _check_vocabulary(str(data.prefix), data.vocab_size, tree)
-    tree["dataset"]["blend"] = [[str(data.prefix.absolute())], None]
-    tree["tokenizer"] |= {"vocab_size": data.vocab_size, "vocab_includes_eod": True}
-    if data.eod != data.vocab_size - 1:
-        tree["tokenizer"]["null_tokenizer_eod_id"] = data.eod
+def _with_data(config: RunConfig, data: PreparedData) -> RunConfig:
+    """The configuration with prepared data, and with the ids of the data for the NullTokenizer."""
+    _check_vocabulary(str(data.prefix), data.vocab_size, config)
+    eod = {} if data.eod == data.vocab_size - 1 else {"null_tokenizer_eod_id": data.eod}
+    config = config.with_fields("dataset", blend=[[str(data.prefix.absolute())], None])
+    return config.with_fields("tokenizer", vocab_size=data.vocab_size, vocab_includes_eod=True, **eod)
 
 
-def _notes(tree: dict[str, Any]) -> dict[str, Any]:
+def _notes(config: RunConfig) -> dict[str, Any]:
     """Facts worth saying in the ledger."""
-    tokenizer = tree["tokenizer"]
+    tokenizer = config.section("tokenizer")
     if tokenizer["tokenizer_type"] != "NullTokenizer":
         return {}
     includes, size = tokenizer["vocab_includes_eod"], tokenizer["vocab_size"]

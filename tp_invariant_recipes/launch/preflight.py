@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.host import gpus
@@ -11,9 +10,8 @@ from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.launch import experiments, memory
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
-from tp_invariant_recipes.settings import allocation, environment
-from tp_invariant_recipes.settings.layout import Layout
-from tp_invariant_recipes.settings.run_config import RunConfig, typed
+from tp_invariant_recipes.settings import allocation, environment, layout
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.size import parameters
 
 # What a run writes besides checkpoints and sample indices: configuration, logs, ledger.
@@ -41,15 +39,14 @@ CHECKPOINT_FILES = (
 )
 
 
-def check(tree: dict[str, Any], layout: Layout, run_dir: RunDir, *, here: bool = True) -> None:
+def check(config: RunConfig, run_dir: RunDir, *, here: bool = True) -> None:
     """Raises ConfigError listing everything this machine lacks.
 
     here: whether ranks will run on it; the disk of the run directory must do in any case.
     """
-    config = typed(tree)
     of_machine: Iterable[str] = ()
     if here:
-        of_machine = (*_gpus(config, layout), *registry.problems(tree), *_flash(config), *experiments.problems(config))
+        of_machine = (*_gpus(config), *registry.problems(config), *_flash(config), *experiments.problems(config))
     problems = [*of_machine, *memory.problems(config, here=here), *_weights(config, here), *_disk(config, run_dir)]
     if problems:
         raise ConfigError(listed(problems), problems)
@@ -60,13 +57,13 @@ def _flash(config: RunConfig) -> list[str]:
     return environment.flash_problems(config.device.kind, config.numerics.invariant, variables)
 
 
-def _gpus(config: RunConfig, layout: Layout) -> list[str]:
-    cluster = config.cluster
+def _gpus(config: RunConfig) -> list[str]:
+    cluster, at = config.cluster, layout.of(config)
     if config.device.kind == "cpu":
         return [f"cluster={cluster.name} is of GPU nodes and device=cpu"] if cluster.gpus_per_node else []
     found = gpus.visible()
-    degrees = f"tp={layout.tp} * pp={layout.pp} * cp={layout.cp} * dp={layout.dp} = {layout.world} ranks"
-    ranks = layout.world
+    degrees = f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks"
+    ranks = at.world
     if config.launcher.kind == "slurm":
         taken = allocation.of(config)
         ranks, degrees = taken.ranks, f"{degrees} on {taken.nodes} nodes, {taken.ranks} on each"
@@ -88,7 +85,7 @@ def _gpus(config: RunConfig, layout: Layout) -> list[str]:
 
 def _weights(config: RunConfig, here: bool) -> list[str]:
     """Bridge begins with new weights where it finds no checkpoint."""
-    folder = config.bridge["checkpoint"].get("pretrained_checkpoint")
+    folder = config.section("checkpoint").get("pretrained_checkpoint")
     if folder is None or not (here or (config.cluster.shared_files and config.cluster.container is None)):
         return []
     path = Path(folder)
@@ -105,7 +102,7 @@ def _samples(config: RunConfig) -> int:
     """Samples that Megatron will index for the run."""
     if config.data.kind == "mock":
         return MOCK_TOKENS // config.model["seq_length"]
-    return config.bridge["train"]["train_iters"] * config.bridge["train"]["global_batch_size"]
+    return config.train["train_iters"] * config.train["global_batch_size"]
 
 
 def _ledger_bytes(config: RunConfig) -> int:
@@ -115,7 +112,7 @@ def _ledger_bytes(config: RunConfig) -> int:
     tensors = layers * (TENSORS_OF_LAYER + TENSORS_OF_EXPERT * (model.get("num_moe_experts") or 0))
     if not every:
         return 0
-    steps = config.bridge["train"]["train_iters"]
+    steps = config.train["train_iters"]
     kinds = 2 * (steps // every) + 4 * (steps // state if state else 0)  # clipped gradients are with the three moments
     return DIGEST_BYTES * tensors * kinds
 
@@ -123,14 +120,14 @@ def _ledger_bytes(config: RunConfig) -> int:
 def _disk(config: RunConfig, run_dir: RunDir) -> list[str]:
     free = free_bytes(run_dir.path)
     need = SMALL_FILES + INDEX_BYTES_PER_SAMPLE * _samples(config) + _ledger_bytes(config)
-    if config.bridge["checkpoint"]["save_interval"]:
+    if config.section("checkpoint")["save_interval"]:
         need += CHECKPOINT_BYTES_PER_PARAMETER * parameters(config.model)
     if free >= need:
         return []
     ways = ["free some", "set run.dir=PATH on another disk"]
     if _ledger_bytes(config) > SMALL_FILES:
         ways.append("record digests less often (ledger.digests=N ledger.state_digests=N)")
-    if config.bridge["checkpoint"]["save_interval"]:
+    if config.section("checkpoint")["save_interval"]:
         ways.append("or save=0")
     where = Path(run_dir.path).absolute()
     return [

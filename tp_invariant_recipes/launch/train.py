@@ -41,7 +41,7 @@ def check(planned: Plan) -> None:
     if planned.here:
         os.environ.update(planned.environment)
     with quiet():
-        container.validate(container.build(planned.tree), planned.layout.world, here=planned.here)
+        container.validate(container.build(planned.config), planned.layout.world, here=planned.here)
 
 
 def foreseen(planned: Plan) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def foreseen(planned: Plan) -> dict[str, Any]:
         "device": planned.device,
         "layout": planned.layout.as_dict(),
         "ranks": planned.layout.world,
-        "numerics": planned.tree["numerics"]["mode"],
+        "numerics": planned.config.numerics.mode,
         "start": planned.start,
         "of": planned.steps,
         "data_missing": planned.data_missing,
@@ -99,7 +99,7 @@ def ended(planned: Plan, outcome: local.Outcome) -> local.Outcome:
     """
     if outcome is not local.Outcome.COMPLETED:
         return outcome
-    run_dir, minutes = planned.run_dir, planned.tree["train"].get("exit_duration_in_mins")
+    run_dir, minutes = planned.run_dir, planned.config.train.get("exit_duration_in_mins")
     steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
     reached = steps[-1].step if steps else 0
     if planned.last_recorded <= reached <= planned.steps:

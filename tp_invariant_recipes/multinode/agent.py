@@ -362,10 +362,9 @@ def _without_shared_files(planned: Plan) -> Plan:
     if planned.config.cluster.shared_files:
         return planned
     # Of examples each node writes its own.
-    index = {} if sft.is_sft(planned.tree["dataset"]) else {"path_to_cache": ""}
-    changes = {"checkpoint": {"save": None}, "dataset": index}
-    sections = {name: planned.tree[name] | change for name, change in changes.items()}
-    return replace(planned, tree=planned.tree | sections)
+    index = {} if sft.is_sft(planned.config.section("dataset")) else {"path_to_cache": ""}
+    config = planned.config.with_fields("checkpoint", save=None).with_fields("dataset", **index)
+    return replace(planned, config=config)
 
 
 def _run_ranks(

@@ -97,12 +97,12 @@ def _for_nodes(request: Request, composed: Composed, nodes: int) -> tuple[Reques
         raise ConfigError(str(error)) from error
     if asked is None:
         return request, composed
-    dp = elastic.data_parallel(composed.tree, nodes)
+    dp = elastic.data_parallel(composed.config, nodes)
     if dp is None:
         raise ConfigError(f"slurm.nodes={composed.config.slurm.nodes}: {nodes} nodes are too few for this layout")
     if dp == composed.config.parallel.data_parallel_size:
         return request, composed
-    changed = (*elastic.kept(composed.tree), parse(f"dp={dp}"))
+    changed = (*elastic.kept(composed.config), parse(f"dp={dp}"))
     request = replace(request, overrides=(*request.overrides, *changed))
     return request, request.composed()
 

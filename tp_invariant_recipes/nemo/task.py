@@ -114,6 +114,7 @@ def _recorded(
     from megatron.bridge.training.callbacks import CallbackManager
 
     from tp_invariant_recipes.runs.run_dir import RunDir
+    from tp_invariant_recipes.settings.sections import LedgerSettings
     from tp_invariant_recipes.training.optimizer_step import OptimizerStep
     from tp_invariant_recipes.training.rank import RankInfo, recording
 
@@ -125,8 +126,7 @@ def _recorded(
     if rank == world - 1:
         _write(run_dir, config, run)
     info = RankInfo(rank, int(os.environ.get("LOCAL_RANK", rank)), world, world, "", ())
-    ledger: dict[str, Any] = {"digests": 1, "state_digests": STATE_DIGESTS, "trace": None, "dump": []}
-    ours = recording(run_dir, info, run, ledger)
+    ours = recording(run_dir, info, run, LedgerSettings(state_digests=STATE_DIGESTS))
     step = OptimizerStep(ours)
     try:
         if isinstance(callbacks, CallbackManager):
@@ -158,10 +158,10 @@ def described(config: Any, world: int) -> RunFile:
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     cp, ep = model.context_parallel_size, model.expert_model_parallel_size
     dp = world // (tp * pp * cp)
-    tree = _plain(config)
-    identity = identities.of_sections(tree) | {
+    sections = _plain(config)
+    identity = identities.of_sections(sections) | {
         "data.kind": type(config.dataset).__name__,
-        "data.digest": str((tree.get("dataset") or {}).get("blend")),
+        "data.digest": str((sections.get("dataset") or {}).get("blend")),
         DATA_SHARDS: dp,
         CONTEXT_SHARDS: cp,
     }

@@ -1,9 +1,11 @@
 """A patch: a row that names the installed code that it is for, and decides whether it applies on this machine."""
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -11,6 +13,9 @@ from packaging.version import Version
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.patches import code
 from tp_invariant_recipes.replacement import Replacement
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.settings.run_config import RunConfig
 
 State = Literal["applies", "not needed", "refused", "off"]
 
@@ -93,7 +98,7 @@ class Looks:
         return PatchVerdict("not needed", f"{package} {version} does not need it; needed by {self.versions}")
 
 
-def always(tree: dict[str, Any] | None) -> bool:
+def always(config: RunConfig | None) -> bool:
     """`Patch.concerns` of a patch that every run needs."""
     return True
 
@@ -118,7 +123,7 @@ class Patch:
     replacements: tuple[Replacement, ...]
     why: str
     upstream: str | None = None
-    concerns: Callable[[dict[str, Any] | None], bool] = always
+    concerns: Callable[[RunConfig | None], bool] = always
 
     def verdict(self, off: bool = False) -> PatchVerdict:
         """The patch's verdict on this machine. off: the user has switched the patch off."""

@@ -1,18 +1,23 @@
 """The condition that all patches of Transformer Engine share: the runs that they concern."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.settings.run_config import RunConfig
 
 PACKAGE = "transformer-engine"
 MODULE = "transformer_engine"
 
 
-def for_runs(wants: Callable[[dict[str, Any]], bool]) -> Callable[[dict[str, Any] | None], bool]:
+def for_runs(wants: Callable[[dict[str, Any]], bool]) -> Callable[[RunConfig | None], bool]:
     """`Patch.concerns` of a fix for runs on a GPU whose `model` section makes `wants` true."""
 
-    def concerns(tree: dict[str, Any] | None) -> bool:
-        if tree is not None and not (tree["device"]["kind"] == "gpu" and wants(tree["model"])):
+    def concerns(config: RunConfig | None) -> bool:
+        if config is not None and not (config.device.kind == "gpu" and wants(config.model)):
             return False
         return loads()
 

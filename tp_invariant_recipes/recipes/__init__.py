@@ -62,12 +62,12 @@ def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> Con
     problems += [f"{override.text}: {NO_WEIGHTS}" for override in imported]
     others = [o for o in asked if o not in (*refused, *imported)]
     try:
-        tree = compose(model, others, device=device, numerics="stock").tree
+        config = compose(model, others, device=device, numerics="stock").config
     except ConfigError as error:
         problems += error.problems
     if problems:
         raise ConfigError(listed(problems), problems)
-    return container.build(tree)
+    return container.build(config)
 
 
 def _of_keywords(texts: Sequence[Override], keys: Mapping[str, Any], problems: list[str]) -> list[Override]:

@@ -13,6 +13,7 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import UNFINISHED, write_atomically
 from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.reading import checked, parse_json, parse_yaml, read_limited
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,13 @@ class RunDir:
     def read_config(self, kind: Any = dict[str, Any]) -> Any:
         """The composed tree, as this type. Raises RunError when this is not a run directory."""
         return self._read(self.config, parse_yaml, kind, run_files.LARGEST_CONFIG)
+
+    def read_run_config(self) -> RunConfig:
+        """The configuration of the run. Raises RunError when this is not a run directory of this version."""
+        try:
+            return RunConfig(self.read_config())
+        except (AttributeError, TypeError) as error:
+            raise RunError(f"{self.path}: {self.config.name} is not of this version of tpi: {error}") from error
 
     @overload
     def read_run(self) -> dict[str, Any]: ...

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 Model = Mapping[str, Any]
 
@@ -121,7 +121,7 @@ NOT_INVARIANT = tuple(module.name for module in MODULES if not module.invariant)
 
 @dataclass(frozen=True)
 class Requirement:
-    """wrong: whether the tree breaks the rule. why: the problem, and the key to change."""
+    """wrong: whether the configuration breaks the rule. why: the problem, and the key to change."""
 
     wrong: Callable[[RunConfig], Any]
     why: str
@@ -134,7 +134,7 @@ def _model(field: str) -> Callable[[RunConfig], Any]:
 
 def _checked(section: str, field: str) -> Callable[[RunConfig], bool]:
     """Whether a check is on; it is on by default."""
-    return lambda config: config.bridge.get(section, {}).get(field, True) is not False
+    return lambda config: config.section(section).get(field, True) is not False
 
 
 def _captures(config: RunConfig, *names: str) -> bool:
@@ -158,7 +158,7 @@ REPLACED = ("cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph")
 
 RULES = (
     Requirement(
-        lambda t: not t.model.get("use_te_rng_tracker") or not t.bridge.get("rng", {}).get("te_rng_tracker"),
+        lambda t: not t.model.get("use_te_rng_tracker") or not t.section("rng").get("te_rng_tracker"),
         "a graph cannot hold the state of other random numbers; model.use_te_rng_tracker=true rng.te_rng_tracker=true",
     ),
     Requirement(
@@ -216,7 +216,7 @@ RULES = (
         (FULL,),
     ),
     Requirement(
-        lambda t: t.bridge.get("rerun_state_machine", {}).get("check_for_spiky_loss"),
+        lambda t: t.section("rerun_state_machine").get("check_for_spiky_loss"),
         "a captured step cannot wait for a check of the loss; rerun_state_machine.check_for_spiky_loss=false",
         (FULL,),
     ),
@@ -229,9 +229,8 @@ RULES = (
 )  # fmt: skip
 
 
-def problems(tree: Tree) -> list[str]:
-    """All reasons why the tree's CUDA graphs cannot be captured; empty without CUDA graphs."""
-    config = typed(tree)
+def problems(config: RunConfig) -> list[str]:
+    """All reasons why the run's CUDA graphs cannot be captured; empty without CUDA graphs."""
     model = config.model
     replaced = [f"model.{f}={model[f]}: cuda_graph=te or cuda_graph=full instead" for f in REPLACED if model.get(f)]
     implementation = model.get("cuda_graph_impl") or "none"

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.settings.run_config import Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,8 @@ def settings(device: str, environment: Mapping[str, str], cluster: Mapping[str, 
     return {name: environment.get(name, value) for name, value in wanted.items()}
 
 
-def problems(tree: Tree) -> list[str]:
-    """All problems of the cluster's variables in a composed tree. It never shows the value of a secret."""
-    config = typed(tree)
+def problems(config: RunConfig) -> list[str]:
+    """All problems of the cluster's variables. It never shows the value of a secret."""
     cluster = config.cluster.environment
     names = [f"cluster.environment: {name!r} is no name of a variable" for name in cluster if not NAME.fullmatch(name)]
     secrets = [

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 # Numbers of the model that tensor parallelism splits.
 SPLIT_BY_TP = (
@@ -56,7 +56,7 @@ class Layout:
 
 
 def of(config: RunConfig) -> Layout:
-    """The layout of a tree."""
+    """The layout of a run."""
     model = config.model
     return Layout(
         tp=model["tensor_model_parallel_size"],
@@ -80,9 +80,8 @@ def splits_unevenly(config: RunConfig) -> bool:
     return any((config.model.get(number) or 0) % tp for number in SPLIT_BY_TP)
 
 
-def problems(tree: Tree) -> list[str]:
+def problems(config: RunConfig) -> list[str]:
     """All problems of the layout, in the order of the rules."""
-    config = typed(tree)
     layout = of(config)
     if not countable(config):
         return [f"{name}={value}: must be at least 1" for name, value in layout.degrees.items() if value < 1]
@@ -158,7 +157,7 @@ def _sequence_parallel(config: RunConfig, layout: Layout) -> str | None:
 
 
 def _batch(config: RunConfig, layout: Layout) -> str | None:
-    mbs, gbs = config.bridge["train"]["micro_batch_size"], config.bridge["train"]["global_batch_size"]
+    mbs, gbs = config.train["micro_batch_size"], config.train["global_batch_size"]
     if gbs % (mbs * layout.dp) == 0:
         return None
     return (
@@ -234,11 +233,11 @@ def _interleaved(config: RunConfig, layout: Layout) -> str | None:
 
 
 def _micro_batches(config: RunConfig, layout: Layout) -> int:
-    return config.bridge["train"]["global_batch_size"] // (config.bridge["train"]["micro_batch_size"] * layout.dp)
+    return config.train["global_batch_size"] // (config.train["micro_batch_size"] * layout.dp)
 
 
 def _lr(config: RunConfig, layout: Layout) -> str | None:
-    lr, low = config.bridge["optimizer"]["lr"], config.bridge["optimizer"]["min_lr"] or 0.0
+    lr, low = config.section("optimizer")["lr"], config.section("optimizer")["min_lr"] or 0.0
     return None if lr >= low >= 0 else f"lr={lr} is below optimizer.min_lr={low}; set optimizer.min_lr too"
 
 

@@ -1,6 +1,6 @@
 """Requirements of products in FP8 or FP4 on the configuration."""
 
-from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 MULTIPLE = 16  # cuBLAS needs FP8 matrices with sides that are multiples of it; Transformer Engine refuses others
 WORDS = ("fp8", "fp4")  # parts of the names of Bridge's recipes for them, also of mxfp8 and nvfp4
@@ -8,15 +8,14 @@ WORDS = ("fp8", "fp4")  # parts of the names of Bridge's recipes for them, also 
 
 def enabled(config: RunConfig) -> bool:
     """Whether any product is in FP8 or FP4."""
-    precision, model = config.bridge.get("mixed_precision"), config.model
+    precision, model = config.sections.get("mixed_precision"), config.model
     if isinstance(precision, str):
         return any(word in precision or model.get(word) for word in WORDS)
     return any((precision or {}).get(word) or model.get(word) for word in WORDS)
 
 
-def problems(tree: Tree) -> list[str]:
+def problems(config: RunConfig) -> list[str]:
     """All reasons why such products cannot be computed; empty if there are none."""
-    config = typed(tree)
     if not enabled(config):
         return []
     if config.device.kind != "gpu":
@@ -33,7 +32,7 @@ def _sides(config: RunConfig) -> dict[str, float]:
     """The sides of the products on one rank: name -> size."""
     model = config.model
     tp, etp = model["tensor_model_parallel_size"], model["expert_tensor_parallel_size"]
-    mbs = config.bridge["train"]["micro_batch_size"]
+    mbs = config.train["micro_batch_size"]
     queries = model["num_attention_heads"]
     heads = queries + 2 * (model.get("num_query_groups") or queries)
     width = model.get("kv_channels") or model["hidden_size"] / queries

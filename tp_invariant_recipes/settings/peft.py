@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tp_invariant_recipes.settings.run_config import RunConfig, Tree
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 SECTION = "peft"
 # The layers that the invariant numerics adapt; those whose rows tensor parallelism splits come first.
@@ -23,13 +23,12 @@ STATED = ("target_modules", "dim", "alpha", "dropout")
 
 def section(config: RunConfig) -> Mapping[str, Any] | None:
     """The section of a run with adapters; None: it trains all weights."""
-    found: Mapping[str, Any] | None = config.bridge.get(SECTION)
-    return found
+    return config.sections.get(SECTION)
 
 
-def adapts(tree: Tree) -> bool:
+def adapts(config: RunConfig) -> bool:
     """Whether a run trains adapters alone."""
-    return tree.get(SECTION) is not None
+    return section(config) is not None
 
 
 def targets(fields: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
-"""A composed tree with our own sections typed: `config.slurm.time`, which mypy checks. Bridge's stay mappings."""
+"""The configuration of a run: our own sections typed (`config.slurm.time`), Bridge's as mappings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tp_invariant_recipes.settings.sections import (
@@ -21,38 +21,48 @@ from tp_invariant_recipes.settings.sections import (
     WeightsSettings,
 )
 
-Tree = Mapping[str, Any]  # section -> fields, as Hydra composes it
-
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What a run is made of.
+    """What a run is made of. Every field has been checked.
 
-    bridge: the sections of Bridge's ConfigContainer by their names, fields as conf/ and overrides have them.
+    sections: section -> fields, as Hydra composes them and `config.yaml` holds them. A section or field of ours that
+              it lacks has its default.
     """
 
-    run: RunSettings
-    numerics: NumericsSettings
-    parallel: ParallelSettings
-    data: DataSettings
-    weights: WeightsSettings
-    device: DeviceSettings
-    ledger: LedgerSettings
-    patches: PatchesSettings
-    cluster: ClusterSettings
-    slurm: SlurmSettings
-    launcher: LauncherSettings
-    logging: LoggingSettings
-    recipe: RecipeSettings
-    bridge: Mapping[str, Any]
+    sections: Mapping[str, Any]
+    run: RunSettings = field(init=False)
+    numerics: NumericsSettings = field(init=False)
+    parallel: ParallelSettings = field(init=False)
+    data: DataSettings = field(init=False)
+    weights: WeightsSettings = field(init=False)
+    device: DeviceSettings = field(init=False)
+    ledger: LedgerSettings = field(init=False)
+    patches: PatchesSettings = field(init=False)
+    cluster: ClusterSettings = field(init=False)
+    slurm: SlurmSettings = field(init=False)
+    launcher: LauncherSettings = field(init=False)
+    logging: LoggingSettings = field(init=False)
+    recipe: RecipeSettings = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name, cls in OWN_SECTIONS.items():
+            object.__setattr__(self, name, cls(**self.section(name)))
+
+    def section(self, name: str) -> dict[str, Any]:
+        """The fields of a section; empty where the run does not have it."""
+        return self.sections.get(name) or {}
 
     @property
     def model(self) -> dict[str, Any]:
         """The fields of Bridge's provider."""
-        return self.bridge["model"]
+        return self.sections["model"]
 
+    @property
+    def train(self) -> dict[str, Any]:
+        """The fields of Bridge's TrainingConfig."""
+        return self.section("train")
 
-def typed(tree: Tree) -> RunConfig:
-    """A tree whose fields have been checked, typed. A section or field of ours that it lacks has its default."""
-    own = {name: cls(**tree.get(name, {})) for name, cls in OWN_SECTIONS.items()}
-    return RunConfig(**own, bridge={name: fields for name, fields in tree.items() if name not in OWN_SECTIONS})
+    def with_fields(self, section: str, **fields: Any) -> "RunConfig":
+        """The configuration with other values of some fields of a section."""
+        return RunConfig({**self.sections, section: {**self.section(section), **fields}})

@@ -64,17 +64,17 @@ MIXED_PRECISION = "megatron.bridge.training.mixed_precision.MixedPrecisionConfig
 SECTIONS = frozenset((*OWN_SECTIONS, *BRIDGE_SECTIONS, "mixed_precision"))
 
 
-def section_class(section: str, tree: dict[str, Any]) -> type:
-    """The dataclass behind a section of the composed tree."""
-    return OWN_SECTIONS.get(section) or bridge_class(_path(section, tree))
+def section_class(section: str, sections: Mapping[str, Any]) -> type:
+    """The dataclass behind a section."""
+    return OWN_SECTIONS.get(section) or bridge_class(_path(section, sections))
 
 
-def _path(section: str, tree: dict[str, Any]) -> str:
+def _path(section: str, sections: Mapping[str, Any]) -> str:
     """The dotted path of the class of Bridge's behind a section."""
     path = MIXED_PRECISION if section == "mixed_precision" else BRIDGE_SECTIONS[section]
     if section == "dataset":
-        return str(tree[section].get(PROVIDER, path))
-    return str(tree[section][path]) if path == PROVIDER else path
+        return str(sections[section].get(PROVIDER, path))
+    return str(sections[section][path]) if path == PROVIDER else path
 
 
 @functools.cache
@@ -119,14 +119,14 @@ def fields(cls: type) -> dict[str, Any]:
     return {f.name: hints.get(f.name, Any) for f in dataclasses.fields(cls) if f.init and f.name[0] != "_"}
 
 
-def convert_section(section: str, tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def convert_section(section: str, sections: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """The section's values, converted, and what is wrong: path -> problem. A section of Bridge's imports it."""
-    cls = section_class(section, tree)
-    return _converted(section, tree, cls.__name__, fields(cls))
+    cls = section_class(section, sections)
+    return _converted(section, sections, cls.__name__, fields(cls))
 
 
 def check_section(
-    section: str, tree: dict[str, Any], asked: Collection[str], table: field_table.Hints
+    section: str, sections: Mapping[str, Any], asked: Collection[str], table: field_table.Hints
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The same; Bridge is imported only where the table lacks the class, or the type of a field that is asked for.
 
@@ -134,20 +134,20 @@ def check_section(
     table: as `field_table.read` has it.
     """
     if section in OWN_SECTIONS:
-        return convert_section(section, tree)
-    path = _path(section, tree)
+        return convert_section(section, sections)
+    path = _path(section, sections)
     if path in table and all(table[path].get(name, Any) is not None for name in asked):
-        return _converted(section, tree, path.rpartition(".")[2], table[path])
-    return convert_section(section, tree) if asked else ({}, {})
+        return _converted(section, sections, path.rpartition(".")[2], table[path])
+    return convert_section(section, sections) if asked else ({}, {})
 
 
 def _converted(
-    section: str, tree: dict[str, Any], cls: str, hints: Mapping[str, Any]
+    section: str, sections: Mapping[str, Any], cls: str, hints: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """hints: None for a field whose values are left as they are."""
     values: dict[str, Any] = {}
     problems: dict[str, str] = {}
-    for name, value in tree[section].items():
+    for name, value in sections[section].items():
         path = f"{section}.{name}"
         if name == PROVIDER:
             continue

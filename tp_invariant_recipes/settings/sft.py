@@ -52,16 +52,18 @@ def is_chat(dataset: Mapping[str, Any]) -> bool:
 
 def files(config: RunConfig) -> list[str]:
     """The names of the files in `dataset.dataset_root` that a run reads."""
-    return [TRAINING, *([VALIDATION] if config.bridge["validation"].get("eval_iters") else [])]
+    return [TRAINING, *([VALIDATION] if config.section("validation").get("eval_iters") else [])]
 
 
-def with_index(dataset: Mapping[str, Any], folder: Path | str) -> dict[str, Any]:
-    """A section `dataset` of any kind whose index is written to `folder`."""
+def with_index(config: RunConfig, folder: Path | str) -> RunConfig:
+    """The configuration with the index of its data, examples or not, in `folder`."""
+    dataset = config.section("dataset")
     if is_sft(dataset):
-        return {**dataset, "dataset_kwargs": {**(dataset.get("dataset_kwargs") or {}), INDEX: str(folder)}}
-    return {**dataset, "path_to_cache": str(folder)}
+        options = {**(dataset.get("dataset_kwargs") or {}), INDEX: str(folder)}
+        return config.with_fields("dataset", dataset_kwargs=options)
+    return config.with_fields("dataset", path_to_cache=str(folder))
 
 
 def field(config: RunConfig, name: str) -> Any:
     """A field of the section `dataset`; None where it is not set."""
-    return config.bridge["dataset"].get(name)
+    return config.section("dataset").get(name)

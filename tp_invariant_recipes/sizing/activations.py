@@ -92,12 +92,12 @@ def micro_batch(config: RunConfig) -> MicroBatch:
 
 def sequences(config: RunConfig) -> int:
     """Sequences that are computed at once: the invariant numerics take those of a micro-batch one by one."""
-    return 1 if config.numerics.invariant else config.bridge["train"]["micro_batch_size"]
+    return 1 if config.numerics.invariant else config.train["micro_batch_size"]
 
 
 def element(config: RunConfig) -> int:
     """Bytes of a weight and of an activation."""
-    return FP32 if config.bridge["mixed_precision"] is None and not _half(config) else 2
+    return FP32 if config.sections["mixed_precision"] is None and not _half(config) else 2
 
 
 def _half(config: RunConfig) -> bool:

@@ -120,7 +120,7 @@ def estimate(config: RunConfig) -> Estimate:
 
 def _set(config: RunConfig, key: str) -> bool:
     section, _, name = key.partition(".")
-    fields = config.bridge.get(section)
+    fields = config.sections.get(section)
     if isinstance(fields, str):  # a precision by its name
         return name == "fp8" and any(kind in fields for kind in ("fp8", "fp4"))
     return bool((fields or {}).get(name))
@@ -172,7 +172,7 @@ def _layers(config: RunConfig, at: Layout, stage: int) -> Counter[str]:
 
 def _in_flight(config: RunConfig, at: Layout, stage: int) -> float:
     """Micro-batches whose activations a stage keeps at once: one forward, one backward (1F1B)."""
-    train = config.bridge["train"]
+    train = config.train
     steps = max(1, train["global_batch_size"] // (activations.sequences(config) * at.dp))
     chunks = config.model.get("virtual_pipeline_model_parallel_size") or 1
     if chunks == 1:
@@ -193,7 +193,7 @@ def _states(config: RunConfig, at: Layout, weights: Weights, trained: Weights) -
     return {
         WEIGHTS: standing,
         GRADIENTS: _gradient(config, half) * _summed(config, at, dense, experts),
-        OPTIMIZER: _of_optimizer(config.bridge["optimizer"], half) * owned,
+        OPTIMIZER: _of_optimizer(config.section("optimizer"), half) * owned,
     }
 
 
@@ -213,21 +213,21 @@ def _summed(config: RunConfig, at: Layout, dense: int, experts: int) -> int:
         return dense + experts
     sources = max(1, at.ep // at.tp)  # data-parallel ranks whose tokens an expert's owner keeps apart
     of_rank = max(1, shards // at.dp)
-    nodes = max(1, of_rank // 2) if config.bridge["train"]["global_batch_size"] == shards else of_rank
+    nodes = max(1, of_rank // 2) if config.train["global_batch_size"] == shards else of_rank
     contexts = max(1, (config.numerics.context_shards or 1) // at.cp)
     return nodes.bit_length() * contexts * (dense + sources * experts)
 
 
 def _sharded(config: RunConfig) -> bool:
-    return bool(config.bridge["optimizer"].get("use_distributed_optimizer"))
+    return bool(config.section("optimizer").get("use_distributed_optimizer"))
 
 
 def _gradient(config: RunConfig, half: int) -> int:
     """Bytes of a gradient in Megatron's buffer."""
-    precision = config.bridge["mixed_precision"]
+    precision = config.sections["mixed_precision"]
     if isinstance(precision, str):  # Bridge's recipes of this name decide, not the section ddp
         return half if precision.startswith("fp16") else FP32
-    asked: Any = config.bridge["ddp"] if precision is None else precision
+    asked: Any = config.section("ddp") if precision is None else precision
     return FP32 if asked.get("grad_reduce_in_fp32", True) else half
 
 

@@ -3,13 +3,12 @@
 from collections.abc import Callable
 
 from tp_invariant_recipes.settings import sft
-from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 
-def problems(tree: Tree) -> list[str]:
+def problems(config: RunConfig) -> list[str]:
     """What is wrong with the settings of a run on examples, whatever its numerics."""
-    config = typed(tree)
-    if not sft.is_sft(config.bridge["dataset"]):
+    if not sft.is_sft(config.section("dataset")):
         return []
     return [problem for rule in RULES if (problem := rule(config))]
 
@@ -49,12 +48,12 @@ def _loader(config: RunConfig) -> str | None:
 
 
 def _epochs(config: RunConfig) -> str | None:
-    epochs = config.bridge["train"].get("num_epochs")
+    epochs = config.train.get("num_epochs")
     return f"train.num_epochs={epochs}: tpi counts steps; leave it unset, iters=N" if epochs is not None else None
 
 
 def _tokenizer(config: RunConfig) -> str | None:
-    tokenizer = config.bridge["tokenizer"]
+    tokenizer = config.section("tokenizer")
     kind, model = tokenizer.get("tokenizer_type"), tokenizer.get("tokenizer_model")
     if kind != "HuggingFaceTokenizer":
         return f"tokenizer.tokenizer_type={kind}: examples are text; tokenizer.tokenizer_type=HuggingFaceTokenizer"
@@ -67,7 +66,7 @@ def _index(config: RunConfig) -> str | None:
 
 
 def _validation(config: RunConfig) -> str | None:
-    if not config.bridge["validation"].get("eval_iters") or sft.field(config, "do_validation") is not False:
+    if not config.section("validation").get("eval_iters") or sft.field(config, "do_validation") is not False:
         return None
     return "validation.eval_iters without examples to validate; dataset.do_validation=true, or validation.eval_iters=0"
 

@@ -8,7 +8,7 @@ from tp_invariant_recipes.coverage import lora
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.nearest import nearest
-from tp_invariant_recipes.settings.run_config import RunConfig, Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 # What a folder of checkpoints of Bridge has, then one checkpoint in it.
 _OF_A_CHECKPOINT = (
@@ -20,19 +20,18 @@ _OF_A_CHECKPOINT = (
 )
 
 
-def problems(tree: Tree) -> list[str]:
+def problems(config: RunConfig) -> list[str]:
     """What is wrong with the settings of adapters, whatever the numerics."""
-    config = typed(tree)
     fields = peft.section(config)
     if fields is None:
         return []
     return [problem for rule in RULES if (problem := rule(config, fields))]
 
 
-def check_base(tree: Tree) -> None:
+def check_base(config: RunConfig) -> None:
     """Raises ConfigError: there is no checkpoint where the weights to adapt are to come from."""
-    folder = Path(tree["checkpoint"]["pretrained_checkpoint"])
-    if peft.adapts(tree) and not any((folder / name).exists() for name in _OF_A_CHECKPOINT):
+    folder = Path(config.section("checkpoint")["pretrained_checkpoint"])
+    if peft.adapts(config) and not any((folder / name).exists() for name in _OF_A_CHECKPOINT):
         raise ConfigError(f"checkpoint.pretrained_checkpoint={folder}: no checkpoint of Megatron-Bridge is there")
 
 
@@ -55,7 +54,7 @@ def _divided(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
 
 
 def _base(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
-    if config.weights.folder or config.bridge["checkpoint"].get("pretrained_checkpoint"):
+    if config.weights.folder or config.section("checkpoint").get("pretrained_checkpoint"):
         return None
     return (
         "LoRA adapts weights that are there: weights=FOLDER of Hugging Face, or "

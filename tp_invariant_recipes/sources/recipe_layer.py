@@ -17,9 +17,9 @@ import yaml
 
 from tp_invariant_recipes.coverage import experts, invariance, latent, model_fields
 from tp_invariant_recipes.errors import ConfigError, listed
-from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, peft, schema, sft
-from tp_invariant_recipes.settings.run_config import Tree
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.sections import RecipeSettings
 from tp_invariant_recipes.sources import recipe_fields, recipe_source
 
 if TYPE_CHECKING:
@@ -306,18 +306,18 @@ def without_ours(dataset: dict[str, Any], asked: Collection[str]) -> dict[str, A
     return {name: value for name, value in dataset.items() if name not in ours}
 
 
-def restore(container: ConfigContainer, recipe: Mapping[str, Any]) -> None:
-    """Put what a tree cannot hold into a container that was built of a tree.
+def restore(container: ConfigContainer, recipe: RecipeSettings) -> None:
+    """Put what a tree cannot hold into a container.
 
-    recipe: the section of that name. Raises ConfigError: the recipe's file has changed since the run was composed.
+    Raises ConfigError: the recipe's file has changed since the run was composed.
     """
-    if not recipe.get("kept"):
+    if not recipe.kept:
         return
-    model = f"{recipe_source.PREFIX}{recipe['name']}"
-    again = recipe_source.call(model, recipe["hf_folder"])
-    if recipe_source.digest(model) != recipe["source"]:
+    model = f"{recipe_source.PREFIX}{recipe.name}"
+    again = recipe_source.call(model, recipe.hf_folder)
+    if recipe_source.digest(model) != recipe.source:
         raise ConfigError(f"{model}: its file is not the one that this run was composed of")
-    for path in recipe["kept"]:
+    for path in recipe.kept:
         section, _, name = path.rpartition(".")
         holder, of = (getattr(container, section), getattr(again, section)) if section else (container, again)
         setattr(holder, name, getattr(of, name))
@@ -328,19 +328,18 @@ def without_overridden(kept: Sequence[str], asked: Collection[str]) -> list[str]
     return [path for path in kept if path not in asked]
 
 
-def problems(tree: Tree) -> list[str]:
-    """What keeps a recipe from being trained on the tree's device, or with its numerics, whatever its settings say."""
-    recipe, numerics = tree.get("recipe"), tree["numerics"]["mode"]
-    if not recipe or "name" not in recipe:  # recipe.* of another model, which is refused elsewhere
+def problems(config: RunConfig) -> list[str]:
+    """What keeps a recipe from being trained on the run's device, or with its numerics, whatever its settings say."""
+    if config.recipe.name is None:
         return []
-    provider = tree["model"]["_target_"]
-    if tree["device"]["kind"] == "cpu" and provider not in schema.PROVIDERS:
+    provider = config.model["_target_"]
+    if config.device.kind == "cpu" and provider not in schema.PROVIDERS:
         return [f"device=cpu has no layers for Bridge's {provider.rpartition('.')[2]}; device=gpu"]
-    if mode.find(numerics) is None:
+    if not config.numerics.invariant:
         return []
-    layers = [f"model.{name}" for name in SPECS if tree["model"].get(name) is not None]
+    layers = [f"model.{name}" for name in SPECS if config.model.get(name) is not None]
     return [
-        f"numerics={numerics}: the recipe sets {path} to an object, and no rule says how that adds; "
+        f"numerics={config.numerics.mode}: the recipe sets {path} to an object, and no rule says how that adds; "
         f"{f'{path}={HOW[path]}' if path in HOW else 'leave it out of the recipe'}, or numerics=stock"
-        for path in dict.fromkeys((*recipe["kept"], *layers))
+        for path in dict.fromkeys((*config.recipe.kept, *layers))
     ]

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.reading import MIB, parse_json, read_limited
 from tp_invariant_recipes.settings import peft
-from tp_invariant_recipes.settings.run_config import Tree, typed
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 LARGEST_CONFIG, LARGEST_HEADER = MIB, 64 * MIB  # bytes; a header has about 100 for each tensor
@@ -68,26 +68,25 @@ class Checkpoint:
         return _bits(self.tensors[name])
 
 
-def problems(tree: Tree) -> list[str]:
-    """What in a tree contradicts weights that come from a folder."""
-    config = typed(tree)
+def problems(config: RunConfig) -> list[str]:
+    """The settings that contradict weights from a folder."""
     folder = config.weights.folder
     if folder is None:
         return []
     found = []
-    if tree["checkpoint"].get("pretrained_checkpoint") is not None:
+    if config.section("checkpoint").get("pretrained_checkpoint") is not None:
         both = f"weights={folder} and checkpoint.pretrained_checkpoint"
         found.append(f"{both} both say where weights come from; leave out one")
-    new = peft.adapts(tree)  # adapters, which the folder does not have
+    new = peft.adapts(config)  # adapters, which the folder does not have
     if not config.numerics.invariant and config.numerics.initial_weights == "invariant" and not new:
         found.append(f"numerics.initial_weights=invariant: weights={folder} has them; leave out one")
-    precision = tree.get("mixed_precision")
+    precision = config.sections.get("mixed_precision")
     if isinstance(precision, dict) and (precision.get("fp8_param") or precision.get("fp8_param_gather")):
         found.append(f"weights={folder}: weights are not imported into fp8; mixed_precision.fp8_param_gather=false")
     found += [
         f"weights={folder}: {path}=false; weights are imported before {why}"
         for path, why in OFF.items()
-        if (tree.get(path.partition(".")[0]) or {}).get(path.partition(".")[2])
+        if config.section(path.partition(".")[0]).get(path.partition(".")[2])
     ]
     return found
 

@@ -12,11 +12,11 @@ from tp_invariant_recipes.training import rank
 def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
     """Train what the run directory holds and write down the gradient norms of every step."""
     run = AuditedRun(run_dir.path)
-    tree, described = run.read_config(), run.read_run(RunFile)
+    config, described = run.read_run_config(), run.read_run(RunFile)
     bridge.load()
-    callbacks = [*rank.recording(run, rank_info, described, tree["ledger"]), *_callbacks(run, rank_info)]
+    callbacks = [*rank.recording(run, rank_info, described, config.ledger), *_callbacks(run, rank_info)]
     try:
-        rank.pretrain(tree, callbacks)
+        rank.pretrain(config, callbacks)
     finally:
         for callback in callbacks:
             getattr(callback, "close", lambda: None)()

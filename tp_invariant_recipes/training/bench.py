@@ -1,12 +1,12 @@
 """One rank of a benchmark: every pass in turn, in this one process."""
 
 import os
-from typing import Any
 
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Pass
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.training import rank
 
 
@@ -18,22 +18,20 @@ def measure(run_dir: RunDir, rank_info: rank.RankInfo) -> None:
 
     for number, one in enumerate(bench_dir.read_passes()):
         os.environ.update(rank_info.environment(number))
-        tree = bench_dir.mode(one.mode).read_config()
-        tree["train"]["train_iters"] = one.steps
-        rank.pretrain(tree, _callbacks(bench_dir, rank_info, number, one, tree))
+        config = bench_dir.mode(one.mode).read_run_config().with_fields("train", train_iters=one.steps)
+        rank.pretrain(config, _callbacks(bench_dir, rank_info, number, one, config))
         settle()
 
 
-def _callbacks(bench_dir: BenchDir, rank_info: rank.RankInfo, number: int, one: Pass, tree: dict[str, Any]) -> list:
+def _callbacks(bench_dir: BenchDir, rank_info: rank.RankInfo, number: int, one: Pass, config: RunConfig) -> list:
     from tp_invariant_recipes.training.stopwatch import Start, Stopwatch, Tracer
 
-    device = tree["device"]["kind"]
     # A ledger as every run has; what its callbacks take counts.
     run_dir = bench_dir.recorded(number)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     start = Start()
-    recording = rank.recording(run_dir, rank_info, bench_dir.mode(one.mode).read_run(RunFile), tree["ledger"])
+    recording = rank.recording(run_dir, rank_info, bench_dir.mode(one.mode).read_run(RunFile), config.ledger)
     callbacks = [start, *recording, Stopwatch(start, bench_dir.figures(rank_info.rank), number, one)]
     if one.profile and rank_info.rank == 0:
-        callbacks.append(Tracer(bench_dir.trace(one.mode), one, gpu=device == "gpu"))
+        callbacks.append(Tracer(bench_dir.trace(one.mode), one, gpu=config.device.kind == "gpu"))
     return callbacks

@@ -26,6 +26,7 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.run_config import RunConfig
 
 PREFIX = "ledger"  # of all that we send, beside Bridge's own names
 
@@ -162,12 +163,12 @@ SENDERS: dict[str, tuple[str, Callable[[Any, Sent], None]]] = {
 
 
 @contextmanager
-def offline(tree: Mapping[str, Any], run_dir: RunDir) -> Iterator[None]:
+def offline(config: RunConfig, run_dir: RunDir) -> Iterator[None]:
     """Keep what `logging=comet` logs in the run directory where no key of Comet is set.
 
     Bridge makes comet_ml.Experiment alone, which ends without a key.
     """
-    if tree["logging"]["kind"] != "comet" or "COMET_API_KEY" in os.environ:
+    if config.logging.kind != "comet" or "COMET_API_KEY" in os.environ:
         yield
         return
     run_dir.comet.mkdir(exist_ok=True)

@@ -18,9 +18,10 @@ from typing import Any, TextIO
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.ledger.run_files import Reason, RunFile
-from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.settings.sections import LedgerSettings
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
 
@@ -96,21 +97,21 @@ def main(
 
 def train(run_dir: RunDir, rank_info: RankInfo) -> None:
     """Build the configuration that the run directory holds and train it."""
-    tree, run = run_dir.read_config(), run_dir.read_run(RunFile)
+    config, run = run_dir.read_run_config(), run_dir.read_run(RunFile)
     bridge.load()
     from tp_invariant_recipes.training import experiment_report
 
-    callbacks = _callbacks(run_dir, rank_info, run, tree)
+    callbacks = _callbacks(run_dir, rank_info, run, config)
     try:
-        with experiment_report.offline(tree, run_dir):
-            pretrain(tree, callbacks)
+        with experiment_report.offline(config, run_dir):
+            pretrain(config, callbacks)
     finally:
         for callback in callbacks:
             getattr(callback, "close", lambda: None)()
 
 
-def pretrain(tree: dict[str, Any], callbacks: list) -> None:
-    """Adapt this process to the tree's device and numerics, and run Bridge's pretrain(). Can be called repeatedly.
+def pretrain(config: RunConfig, callbacks: list) -> None:
+    """Adapt this process to the run's device and numerics, and run Bridge's pretrain(). Can be called repeatedly.
 
     Bridge is loaded (host/bridge.py).
     """
@@ -125,24 +126,24 @@ def pretrain(tree: dict[str, Any], callbacks: list) -> None:
         optimizer_step = OptimizerStep(callbacks)
         stack.callback(optimizer_step.restore)
         callbacks = [*callbacks, optimizer_step]
-        numerics = NumericsSettings(**tree["numerics"])
-        if numerics.arithmetic is not None:
-            on_cpu = tree["device"]["kind"] == "cpu"
-            numerics.arithmetic.require_machine(None if on_cpu else int(os.environ["LOCAL_RANK"]))
-        if tree["device"]["kind"] == "cpu":
+        arithmetic = config.numerics.arithmetic
+        if arithmetic is not None:
+            arithmetic.require_machine(None if config.device.kind == "cpu" else int(os.environ["LOCAL_RANK"]))
+        if config.device.kind == "cpu":
             stack.enter_context(cpu.installed())
         else:
             from tp_invariant_recipes.training.deterministic_overhead import DeterministicOverhead
 
             callbacks = [*callbacks, DeterministicOverhead()]
-        callbacks = [heartbeat.First(partial(hang_timeout.takes_long, tree)), *callbacks, heartbeat.Last()]
-        stack.enter_context(registry.applied(tree))
-        stack.enter_context(applied([*replacements.replacements(numerics), *adapters.replacements(tree), NOTING]))
+        callbacks = [heartbeat.First(partial(hang_timeout.takes_long, config)), *callbacks, heartbeat.Last()]
+        stack.enter_context(registry.applied(config))
+        rows = (*replacements.replacements(config.numerics), *adapters.replacements(config), NOTING)
+        stack.enter_context(applied(rows))
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
 
-        built = container.build(tree)
-        if (folder := container.imported_folder(tree)) is not None:
+        built = container.build(config)
+        if (folder := container.imported_folder(config)) is not None:
             from tp_invariant_recipes.training.imported_weights import ImportedWeights
 
             imported = ImportedWeights(folder)
@@ -168,36 +169,33 @@ NOTING = Replacement(
 )
 
 
-def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: RunFile, tree: dict[str, Any]) -> list:
+def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: RunFile, config: RunConfig) -> list:
     from tp_invariant_recipes.config.going_on import experts_apart, optimizer_state
     from tp_invariant_recipes.training.experiment_report import ExperimentReport
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
 
     manifest = []
     if rank_info.rank == 0:
-        apart = experts_apart(tree["numerics"]["mode"], tree["model"], run.layout)
-        manifest = [ManifestWriter(run.identity_hash, run.layout, optimizer_state(tree), experts_apart=apart)]
+        apart = experts_apart(config.numerics.mode, config.model, run.layout)
+        manifest = [ManifestWriter(run.identity_hash, run.layout, optimizer_state(config), experts_apart=apart)]
     last = rank_info.rank == rank_info.world_size - 1
-    figures = [ExperimentReport(run_dir, tree["train"]["train_iters"])] if last else []
-    return [*recording(run_dir, rank_info, run, tree["ledger"]), *manifest, *figures]
+    figures = [ExperimentReport(run_dir, config.train["train_iters"])] if last else []
+    return [*recording(run_dir, rank_info, run, config.ledger), *manifest, *figures]
 
 
-def recording(run_dir: RunDir, rank_info: RankInfo, run: RunFile, ledger: dict[str, Any]) -> list:
-    """The callbacks that write the ledger of a run directory, on this rank. Bridge is loaded.
-
-    ledger: the section of the configuration.
-    """
+def recording(run_dir: RunDir, rank_info: RankInfo, run: RunFile, ledger: LedgerSettings) -> list:
+    """The callbacks that write the ledger of a run directory, on this rank. Bridge is loaded."""
     from tp_invariant_recipes.config.recording import steps
     from tp_invariant_recipes.training.digests import Digests
     from tp_invariant_recipes.training.dump_parameters import DumpParameters
     from tp_invariant_recipes.training.recorder import Recorder
     from tp_invariant_recipes.training.trace import Tracing
 
-    traced = steps(ledger["trace"]) if ledger["trace"] else ()
-    digests = Digests(ledger["digests"], ledger["state_digests"], traced) if ledger["digests"] else None
-    tracing = Tracing(traced, ledger["dump"], run_dir) if traced else None
+    traced = steps(ledger.trace) if ledger.trace else ()
+    digests = Digests(ledger.digests, ledger.state_digests, traced) if ledger.digests else None
+    tracing = Tracing(traced, ledger.dump, run_dir) if traced else None
     callbacks: list = [digests] if digests else []
-    if tracing and ledger["dump"]:
+    if tracing and ledger.dump:
         callbacks.append(DumpParameters(tracing))
     if tracing:
         callbacks.append(tracing)

@@ -27,6 +27,7 @@ from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.settings import cuda_graphs, layout
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.training import audit as rank
 
 STEPS = 8  # the default number of steps of each training
@@ -99,7 +100,7 @@ def new(
     composed = _composed(model, common, pair, problems)
     counts_from = 1
     if pair.replays:
-        counts_from = _warmup(composed[pair.second].tree) + 1
+        counts_from = _warmup(composed[pair.second].config) + 1
     where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(composed[pair.first].config).tp}"))
     names = {pair.first: pair.first, pair.second: pair.second, ROUNDED: pair.first}
     plans = {
@@ -192,21 +193,21 @@ def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
     return [f"--steps {steps}: must be at least 1"] if steps < 1 else []
 
 
-def _replay_problems(tree: dict[str, Any]) -> list[str]:
+def _replay_problems(config: RunConfig) -> list[str]:
     """The reasons why the second training would replay nothing."""
-    if not cuda_graphs.asked_for(tree["model"]):
+    if not cuda_graphs.asked_for(config.model):
         return [
             "nothing is replayed with cuda_graph=off; cuda_graph=te or cuda_graph=full, or another pair of trainings: "
             "--against KEY=VALUE"
         ]
-    warmup, iters = _warmup(tree), tree["train"]["train_iters"]
+    warmup, iters = _warmup(config), config.train["train_iters"]
     if warmup < iters:
         return []
     return [f"graphs are captured after {warmup} steps, and there are {iters}; --steps {warmup + 5}"]
 
 
-def _warmup(tree: dict[str, Any]) -> int:
-    return tree["model"].get("cuda_graph_warmup_steps", 3)  # Core's default
+def _warmup(config: RunConfig) -> int:
+    return config.model.get("cuda_graph_warmup_steps", 3)  # Core's default
 
 
 def _composed(model: str, overrides: Sequence[str | Override], pair: Pair, problems: list[str]) -> dict[str, Composed]:
@@ -217,7 +218,7 @@ def _composed(model: str, overrides: Sequence[str | Override], pair: Pair, probl
         try:
             composed[name] = compose(model, [*overrides, *own], device=device)
             if pair.replays and name == pair.second:
-                problems += _replay_problems(composed[name].tree)
+                problems += _replay_problems(composed[name].config)
         except ConfigError as error:
             problems += (problem for problem in error.problems if problem not in problems)
         if pair.replays and problems:

@@ -15,6 +15,7 @@ from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.dumps import Distance, Dumped
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings.sections import NumericsSettings
 
 # Last parts of a module's name -> Megatron's name of how its weight is split, and the segments of its output features.
 LINEAR = {
@@ -79,9 +80,8 @@ def check(run: Path, step: int, module: str) -> list[Checked]:
     dumped.
     """
     kind, segments = _kind(module)
-    tree = RunDir(run).read_config()
-    named = tree["numerics"]["mode"]
-    arithmetic = mode.find(named)
+    numerics = RunDir(run).read_run_config().numerics
+    named, arithmetic = numerics.mode, numerics.arithmetic
     if arithmetic is None or not arithmetic.any_machine:
         stated = " or ".join(mode.named(lambda one: one.any_machine))
         raise RunError(f"{run} is a run of numerics={named}, whose bits no CPU can compute; {stated} states them")
@@ -89,7 +89,7 @@ def check(run: Path, step: int, module: str) -> list[Checked]:
         raise RunError("--step must be 2 or more: the weight is the one that the step before has left")
     names = Names(module)
     found = _dumped(run, step, names)
-    results = _computed(found, names, kind, segments, tree["numerics"], arithmetic.linear())
+    results = _computed(found, names, kind, segments, numerics, arithmetic.linear())
     return [
         Checked(name, dumps.distance(found[name], _as_dumped(result, found[name])))
         for name, result in zip(names.results, results, strict=True)
@@ -123,7 +123,7 @@ def _dumped(run: Path, step: int, names: Names) -> dict[str, Dumped]:
 
 
 def _computed(
-    found: dict[str, Dumped], names: Names, kind: str, segments: int, numerics: dict[str, Any], linear: mode.Linear
+    found: dict[str, Dumped], names: Names, kind: str, segments: int, numerics: NumericsSettings, linear: mode.Linear
 ) -> Any:
     """Output and gradients, as the run of one rank computes them: sequence by sequence, data shard by data shard."""
     import torch
@@ -133,8 +133,8 @@ def _computed(
 
     x, dy = (_tensor(found[name]) for name in names.operands)
     weight: Any = _tensor(found[names.weight]).requires_grad_()
-    mesh = VirtualMesh(numerics["virtual_shards"], 1, 0)
-    shards = numerics["data_shards"] or 1
+    mesh = VirtualMesh(numerics.virtual_shards or 1, 1, 0)
+    shards = numerics.data_shards or 1
     outputs, slopes = [], []
     gradients = torch.zeros(shards, *weight.shape)
     for number, shard in _sequences(x.shape[1], shards):

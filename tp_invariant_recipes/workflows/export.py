@@ -17,6 +17,7 @@ from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings import environment, peft
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import hf_models, weights
 
 # What a folder has beside config.json and weights, copied from the one that a run has started from.
@@ -48,16 +49,16 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     """
     run_dir = RunDir(run)
     before = run_dir.read_run(RunFile)
-    tree = run_dir.read_config()
-    if peft.adapts(tree):
+    config = run_dir.read_run_config()
+    if peft.adapts(config):
         raise ConfigError(
             f"{run} cannot be exported: its checkpoints have LoRA adapters alone, and tpi does not add them to the "
             f"weights that they adapt"
         )
-    family = hf_models.family_of(tree["model"])
+    family = hf_models.family_of(config.model)
     if isinstance(family, str):
         raise ConfigError(f"{run} cannot be exported: {family}")
-    if masters and tree.get("mixed_precision") is None:
+    if masters and config.sections.get("mixed_precision") is None:
         raise ConfigError(f"{run} has no master weights: its weights are fp32; leave out --masters")
     found = _checkpoint(run_dir, before.identity_hash, step)
     folder = folder.expanduser().absolute()
@@ -66,10 +67,10 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(folder) as temporary:
-            copied = _describe(temporary, tree, family, masters=masters)
-            _convert(found, temporary, tree["model"], masters=masters)
+            copied = _describe(temporary, config, family, masters=masters)
+            _convert(found, temporary, config.model, masters=masters)
             written = weights.read(temporary)
-            if wrong := hf_models.problems(tree["model"], written):
+            if wrong := hf_models.problems(config.model, written):
                 raise RunError(f"this is a defect of tpi: it would not import what it exports: {wrong[0]}")
             digest = written.digest()
     except OSError as error:
@@ -87,24 +88,24 @@ def _checkpoint(run_dir: RunDir, identity_hash: str, step: int | None) -> RunChe
     return found
 
 
-def _describe(folder: Path, tree: dict[str, Any], family: hf_models.Family, *, masters: bool) -> tuple[str, ...]:
+def _describe(folder: Path, config: RunConfig, family: hf_models.Family, *, masters: bool) -> tuple[str, ...]:
     """Write config.json, and copy the tokenizer of the folder that the run has started from, if it is still there.
 
     Returns the names of the files that were copied.
     """
-    source = (tree.get("weights") or {}).get("folder")
-    dtype = "float32" if masters or tree.get("mixed_precision") is None else "bfloat16"
-    config = hf_models.config_of(family, tree["model"], dtype)
+    source = config.weights.folder
+    dtype = "float32" if masters or config.sections.get("mixed_precision") is None else "bfloat16"
+    written = hf_models.config_of(family, config.model, dtype)
     copied = []
-    if source is not None and _same_model(Path(source), tree["model"]):
+    if source is not None and _same_model(Path(source), config.model):
         before = json.loads((Path(source) / weights.CONFIG).read_bytes())
         before.pop("torch_dtype", None)  # the earlier name
-        config = before | {"dtype": dtype}
+        written = before | {"dtype": dtype}
         for name in BESIDE:
             if (Path(source) / name).is_file():
                 shutil.copyfile(Path(source) / name, folder / name)
                 copied.append(name)
-    (folder / weights.CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / weights.CONFIG).write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return tuple(copied)
 
 

@@ -388,7 +388,7 @@ def cell_of(choice: Choice, planned: Plan) -> Cell:
         steps=planned.steps,
         identity_hash=plan.identity_hash(planned.identity),
         layout=planned.layout.as_dict(),
-        numerics=planned.tree["numerics"],
+        numerics=planned.config.section("numerics"),
     )
 
 

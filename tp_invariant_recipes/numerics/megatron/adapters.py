@@ -11,24 +11,28 @@ is small:
 Bridge gathers x where this gathers A, which is smaller. Parameters, their names and checkpoints are Bridge's.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.bridge.peft.utils import ParallelLinearAdapter
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.partial_linear import gathered_linear
 from tp_invariant_recipes.numerics.megatron import init
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.megatron.mamba_init import uniform
 from tp_invariant_recipes.replacement import Replacement
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.settings.run_config import RunConfig
 
 _SETUP = "megatron.bridge.training.setup"
 _GATED = "linear_fc1"  # whose rows are gate and up, each split over the ranks
@@ -67,12 +71,12 @@ class InvariantLinearAdapter(OnMesh, ParallelLinearAdapter):
 # --- How training begins ---
 
 
-def replacements(tree: dict[str, Any]) -> tuple[Replacement, ...]:
-    """What a run with LoRA replaces of Bridge; empty without. tree: the configuration."""
-    if tree.get("peft") is None:
+def replacements(config: RunConfig) -> tuple[Replacement, ...]:
+    """What a run with LoRA replaces of Bridge; empty without."""
+    if config.sections.get("peft") is None:
         return ()
-    numerics, folder, rows = tree["numerics"], tree["weights"]["folder"], []
-    if mode.find(numerics["mode"]) is not None:
+    rows = []
+    if config.numerics.invariant:
         rows.append(
             Replacement(
                 "megatron.bridge.peft.lora:ParallelLinearAdapter",
@@ -80,15 +84,15 @@ def replacements(tree: dict[str, Any]) -> tuple[Replacement, ...]:
                 "an adapter's products sum over features that ranks share",
             )
         )
-    if numerics["initial_weights"] == "invariant":
+    if config.numerics.initial_weights == "invariant":
         rows.append(
             Replacement(
                 f"{_SETUP}:_apply_peft_transformation",
-                lambda original: _initialised(original, tree["rng"]["seed"]),
+                lambda original: _initialised(original, config.section("rng")["seed"]),
                 "adapters would begin with other weights for every tp",
             )
         )
-    if folder is not None:
+    if config.weights.folder is not None:
         rows.append(
             Replacement(
                 f"{_SETUP}:_create_peft_pre_wrap_hook",
