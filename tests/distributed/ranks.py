@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # what backward(gradient) imports, here once and not in every rank
 
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -58,6 +59,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
+def terms(*shape: int, seed: int = 0) -> torch.Tensor:
+    """[terms, …] fp32 of magnitudes that show the order in which the terms are added."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-12, 12, (shape[0], *(1 for _ in shape[1:])), generator=generator)
+    return torch.randn(shape, generator=generator) * 2.0**exponents
+
+
 @contextmanager
 def megatron(mesh: VirtualMesh, **degrees: int) -> Iterator[None]:
     """Megatron's process groups over the ranks of `mesh`, on the CPU. Ask for the fixture `bridge` as well.
@@ -73,6 +81,12 @@ def megatron(mesh: VirtualMesh, **degrees: int) -> Iterator[None]:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=mesh.size, **degrees)
         model_parallel_cuda_manual_seed(1)
         yield
+
+
+def sliced(whole: torch.Tensor, dim: int, mesh: VirtualMesh, segments: int = 1) -> torch.Tensor:
+    """This rank's slice of every segment of a tensor, in memory of its own. `joined` is the inverse."""
+    parts = [segment.chunk(mesh.size, dim)[mesh.rank] for segment in whole.chunk(segments, dim)]
+    return torch.cat(parts, dim).contiguous()
 
 
 def joined(parts: Sequence[torch.Tensor], dim: int, segments: int | list[int] = 1) -> torch.Tensor:

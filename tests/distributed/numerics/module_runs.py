@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -130,6 +131,36 @@ def on_all_degrees(shards: int, one: Callable[..., tuple]) -> dict[tuple[int, tu
         ranks = on_ranks(size, shards, every)
         found |= {(size, case): whole([rank[case] for rank in ranks], case[2]) for case in cases(size)}
     return found
+
+
+@pytest.mark.parametrize("size, sequence_parallel", ((2, False), (2, True), (4, False), (4, True)))
+@pytest.mark.parametrize("main_grad", (False, True))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class OnAllDegrees:
+    """Tests of a module; a file that has a fixture `results` of `on_all_degrees` makes a class of its own of it.
+
+    names: of all tensors. crossing: of those that stock's sums over ranks change.
+    """
+
+    names: frozenset[str]
+    crossing: frozenset[str]
+
+    def test_one_result_for_all_degrees(self, results, dtype, main_grad, size, sequence_parallel):
+        one = results[1, (True, dtype, False, main_grad)]
+        other = results[size, (True, dtype, sequence_parallel, main_grad)]
+        assert one.keys() == other.keys() == self.names
+        assert [name for name in self.names if not same_bits(one[name], other[name])] == []
+
+    def test_stock_layers_have_several(self, results, dtype, main_grad, size, sequence_parallel):
+        one = results[1, (False, dtype, False, main_grad)]
+        other = results[size, (False, dtype, sequence_parallel, main_grad)]
+        assert [name for name in self.crossing if same_bits(one[name], other[name])] == []
+
+    def test_both_compute_the_same_but_for_rounding(self, results, dtype, main_grad, size, sequence_parallel):
+        """Ours is as near to fp64 as stock is on one rank, where no sum over ranks is rounded to bf16."""
+        exact, stock = (results[1, (kind, dtype, False, main_grad)] for kind in (FP64, False))
+        assert exact.keys() == self.names
+        assert inaccurate(results[size, (True, dtype, sequence_parallel, main_grad)], stock, exact) == {}
 
 
 def inaccurate(found: dict[str, Tensor], stock: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, tuple]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import on_ranks, same_bits
+from tests.distributed.ranks import on_ranks, same_bits, terms
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.layers import linear
@@ -20,13 +20,6 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS, SIZES = 8, (2, 4)
 TOKENS, FEATURES, DEPTH = 24, 5, 32
-
-
-def numbers(*shape):
-    """Of magnitudes that show the order of additions; the first dimension is one of terms."""
-    generator = torch.Generator().manual_seed(7)
-    exponents = torch.randint(-12, 12, (shape[0], *(1 for _ in shape[1:])), generator=generator)
-    return torch.randn(shape, generator=generator) * 2.0**exponents
 
 
 def right(tokens):
@@ -41,7 +34,7 @@ def of_the_next_rank(tokens):
 def exchanged(mesh, nodes, block, moved):
     """By the exchange in one piece, then in blocks. block: the tokens to compute of those asked for; moved: by how many
     places the ranks' nodes are moved before they are added."""
-    mine = numbers(mesh.size * nodes, TOKENS, FEATURES).unflatten(0, (mesh.size, nodes))[mesh.rank]
+    mine = terms(mesh.size * nodes, TOKENS, FEATURES).unflatten(0, (mesh.size, nodes))[mesh.rank]
 
     def node(tokens, out):
         tree_add(mine[:, block(tokens)].contiguous(), out)
@@ -119,7 +112,7 @@ def partials(a, b, shards, segments):
 
 def layer(mesh):
     """Case, whether in blocks -> the output and the input's gradient of this rank, and the exchanges of its forward."""
-    x, weight = numbers(DEPTH, TOKENS // 2, 2).movedim(0, 2), numbers(FEATURES, DEPTH)
+    x, weight = terms(DEPTH, TOKENS // 2, 2).movedim(0, 2), terms(FEATURES, DEPTH)
     x, weight = (one.chunk(mesh.size, -1)[mesh.rank].contiguous() for one in (x, weight))
     products = linear.Products(fixed_tiles, partials)
     exchange, exchanges, found = dist.all_to_all_single, [], {}

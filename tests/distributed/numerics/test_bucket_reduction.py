@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import on_ranks, same_bits
+from tests.distributed.ranks import on_ranks, same_bits, terms
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums import bucket_reduction
 
@@ -12,34 +12,28 @@ PIECES = (2**24, 16)  # all at once, and so few numbers that several pieces are 
 SIZES = (2, 4, pytest.param(8, marks=pytest.mark.release), pytest.param(16, marks=pytest.mark.release))
 
 
-def _partials(size, numbers):
-    generator = torch.Generator().manual_seed(0)
-    exponents = torch.randint(-12, 12, (size, 1), generator=generator)
-    return torch.randn(size, numbers, generator=generator) * 2.0**exponents
-
-
 def _scattered(mesh, numbers, piece):
     bucket_reduction.PIECE = piece
-    mine = _partials(mesh.size, numbers)[mesh.rank].clone()
+    mine = terms(mesh.size, numbers)[mesh.rank].clone()
     bucket_reduction.reduce_scatter([mine], mesh.group)
     return mine.chunk(mesh.size)[mesh.rank].clone()
 
 
 def _reduced(mesh, numbers, piece):
     bucket_reduction.PIECE = piece
-    mine = _partials(mesh.size, numbers)[mesh.rank].clone()
+    mine = terms(mesh.size, numbers)[mesh.rank].clone()
     bucket_reduction.all_reduce([mine], mesh.group)
     return mine
 
 
 def _by_the_library(mesh, numbers):
-    mine = _partials(mesh.size, numbers)[mesh.rank].clone()
+    mine = terms(mesh.size, numbers)[mesh.rank].clone()
     dist.all_reduce(mine, group=mesh.group)
     return mine
 
 
 def _tree(size, numbers):
-    return tree_add(_partials(size, numbers), torch.empty(numbers))
+    return tree_add(terms(size, numbers), torch.empty(numbers))
 
 
 @pytest.mark.parametrize("piece", PIECES)
@@ -62,7 +56,7 @@ CONTEXTS, DATA = 4, 2  # shards
 def _of_contexts(mesh, cp, reduce, numbers, piece):
     """The sum of one rank's context shards, which are a tree over its data shards each; and of all ranks."""
     bucket_reduction.PIECE = piece
-    dp, leaves = mesh.size // cp, _partials(CONTEXTS * DATA, numbers).view(CONTEXTS, DATA, numbers)
+    dp, leaves = mesh.size // cp, terms(CONTEXTS * DATA, numbers).view(CONTEXTS, DATA, numbers)
     of_data, of_context = divmod(mesh.rank, cp)
     mine = leaves.chunk(cp)[of_context].chunk(dp, 1)[of_data]
     partials = [tree_add(one.contiguous(), torch.empty(numbers)) for one in mine]

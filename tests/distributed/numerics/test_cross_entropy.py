@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # what backward(gradient) imports, here once and not in every rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

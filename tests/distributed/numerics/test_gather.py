@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.ranks import on_ranks, same_bits
+from tests.distributed.ranks import on_ranks, same_bits, sliced
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.layers import gather
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -19,17 +19,13 @@ def _tensors(dtype):
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def _rows(whole, mesh, segments):
-    return torch.cat([s.chunk(mesh.size)[mesh.rank] for s in whole.chunk(segments)])
-
-
 def _column_dgrad(mesh, dtype, segments):
     """The gradient of a column-parallel layer's input, all tokens of it."""
     x, dy, weight = _tensors(dtype)
     x.requires_grad_()
-    local = _rows(weight, mesh, SEGMENTS)
+    local = sliced(weight, 0, mesh, SEGMENTS)
     y = gather.column_parallel(x, local, mesh, segments, False)
-    y.backward(_rows(dy.permute(2, 0, 1), mesh, SEGMENTS).permute(1, 2, 0))
+    y.backward(sliced(dy, 2, mesh, SEGMENTS))
     return x.grad[:, 0]
 
 

@@ -4,10 +4,8 @@ import pytest
 import torch
 
 from tests.distributed.numerics.module_runs import (
-    DTYPES,
-    FP64,
+    OnAllDegrees,
     computed_in,
-    inaccurate,
     on_all_degrees,
     run,
     set_weights,
@@ -70,27 +68,9 @@ NAMES = {"output", "input gradient", "norm.weight", "mixer.in_proj.weight", "mix
 NAMES |= {f"mixer.{name}" for name in OWN}
 
 
-@pytest.mark.parametrize("size, sequence_parallel", ((2, False), (2, True), (4, False), (4, True)))
-@pytest.mark.parametrize("main_grad", (False, True))
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-class TestLayer:
-    def test_one_result_for_all_degrees(self, results, dtype, main_grad, size, sequence_parallel):
-        one = results[1, (True, dtype, False, main_grad)]
-        other = results[size, (True, dtype, sequence_parallel, main_grad)]
-        assert one.keys() == other.keys() == NAMES
-        assert [name for name in NAMES if not same_bits(one[name], other[name])] == []
-
-    def test_stock_layers_have_several(self, results, dtype, main_grad, size, sequence_parallel):
-        one = results[1, (False, dtype, False, main_grad)]
-        other = results[size, (False, dtype, sequence_parallel, main_grad)]
-        crossing = ("output", "input gradient", "norm.weight")
-        assert [name for name in crossing if same_bits(one[name], other[name])] == []
-
-    def test_both_compute_the_same_but_for_rounding(self, results, dtype, main_grad, size, sequence_parallel):
-        """Ours is as near to fp64 as stock is on one rank, where no sum over ranks is rounded to bf16."""
-        exact, stock = (results[1, (kind, dtype, False, main_grad)] for kind in (FP64, False))
-        assert exact.keys() == NAMES
-        assert inaccurate(results[size, (True, dtype, sequence_parallel, main_grad)], stock, exact) == {}
+class TestLayer(OnAllDegrees):
+    names = frozenset(NAMES)
+    crossing = frozenset(("output", "input gradient", "norm.weight"))
 
 
 def _one_segment(mixer):

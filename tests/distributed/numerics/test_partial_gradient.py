@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # what backward(gradient) imports, here once and not in every rank
 
 from tests.distributed.ranks import on_ranks, same_bits
 from tp_invariant_recipes.numerics.layers.bias import row_bias

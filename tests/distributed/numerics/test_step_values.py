@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import on_ranks, same_bits
+from tests.distributed.ranks import on_ranks, same_bits, terms
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.step_values import metrics_kept_apart, metrics_summed, summed
 
@@ -12,9 +12,7 @@ SHARDS, EACH = 4, 3
 
 
 def _values():
-    generator = torch.Generator().manual_seed(0)
-    exponents = torch.randint(-9, 9, (SHARDS * EACH, 1), generator=generator)
-    return torch.randn(SHARDS * EACH, 50, generator=generator) * 2.0**exponents
+    return terms(SHARDS * EACH, 50)
 
 
 def _by_tree(mesh):

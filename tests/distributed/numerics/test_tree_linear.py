@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import on_ranks, same_bits
+from tests.distributed.ranks import joined, on_ranks, same_bits, sliced
 from tp_invariant_recipes.numerics.layers import gather, linear
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -20,30 +20,25 @@ def _tensors(dtype, segments=1):
     return x, column, torch.randn(S, B, column.shape[0], generator=generator).to(dtype)
 
 
-def _rows(mesh, whole, segments):
-    """This rank's rows of a weight of `segments` segments: its slice of each, one after the other."""
-    return torch.cat([s.chunk(mesh.size)[mesh.rank] for s in whole.chunk(segments)]).contiguous()
-
-
 def _column(strategy, mesh, dtype, segments, sequence_parallel, accumulate):
     x, weight, dy = _tensors(dtype, segments)
-    local = _rows(mesh, weight, segments).requires_grad_()
+    local = sliced(weight, 0, mesh, segments).requires_grad_()
     if accumulate:
         local.main_grad = torch.zeros(local.shape)
     inputs = (x.chunk(mesh.size)[mesh.rank] if sequence_parallel else x).clone().requires_grad_()
     for _ in range(2 if accumulate else 1):
         y = strategy.column_parallel(inputs, local, mesh, segments, sequence_parallel)
-        y.backward(_rows(mesh, dy.permute(2, 0, 1), segments).permute(1, 2, 0))
+        y.backward(sliced(dy, 2, mesh, segments))
     return y.detach(), inputs.grad, local.main_grad if accumulate else local.grad
 
 
 def _row(strategy, mesh, dtype, sequence_parallel, accumulate):
     dy, weight, x = _tensors(dtype)
     weight = weight.t().contiguous()
-    local = weight.chunk(mesh.size, 1)[mesh.rank].contiguous().requires_grad_()
+    local = sliced(weight, 1, mesh).requires_grad_()
     if accumulate:
         local.main_grad = torch.zeros(local.shape)
-    inputs = x.chunk(mesh.size, 2)[mesh.rank].contiguous().requires_grad_()
+    inputs = sliced(x, 2, mesh).requires_grad_()
     for _ in range(2 if accumulate else 1):
         y = strategy.row_parallel(inputs, local, mesh, sequence_parallel)
         y.backward(dy.chunk(mesh.size)[mesh.rank] if sequence_parallel else dy)
@@ -53,16 +48,10 @@ def _row(strategy, mesh, dtype, sequence_parallel, accumulate):
 def _stock_row(mesh, dtype):
     _, weight, x = _tensors(dtype)
     local = weight.chunk(mesh.size)[mesh.rank]
-    y = x.chunk(mesh.size, 2)[mesh.rank].contiguous() @ local
+    y = sliced(x, 2, mesh) @ local
     if mesh.group is not None:
         dist.all_reduce(y, group=mesh.group)
     return y
-
-
-def _segments(parts, segments, dim):
-    """Put the ranks' slices of each segment together."""
-    split = [part.chunk(segments, dim) for part in parts]
-    return torch.cat([torch.cat([s[n] for s in split], dim) for n in range(segments)], dim)
 
 
 # Every case on one set of ranks: a fork costs more than what it computes.
@@ -90,7 +79,7 @@ def _column_whole(ranks, case):
     ys, dxs, dws = zip(*(rank[0][case] for rank in ranks), strict=True)
     dx = torch.cat(dxs) if sequence_parallel else dxs[0]
     assert sequence_parallel or all(same_bits(dx, other) for other in dxs)
-    return _segments(ys, segments, 2), dx, _segments(dws, segments, 0)
+    return joined(ys, 2, segments), dx, joined(dws, 0, segments)
 
 
 def _row_whole(ranks, case):

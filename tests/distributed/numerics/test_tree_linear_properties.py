@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.fx.experimental.symbolic_shapes  # what backward(gradient) imports, here once and not in every rank
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.distributed.ranks import joined, on_ranks, same_bits
+from tests.distributed.ranks import joined, on_ranks, same_bits, sliced
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.linear import column_parallel, row_parallel
 
@@ -51,21 +50,15 @@ class Case:
         return x, weight, bias, dy
 
 
-def _mine(whole, dim, mesh, segments=1):
-    """This rank's slice of every segment."""
-    parts = [segment.chunk(mesh.size, dim)[mesh.rank] for segment in whole.chunk(segments, dim)]
-    return torch.cat(parts, dim).contiguous()
-
-
 def _run(mesh, case):
     x, weight, bias, dy = case.tensors(mesh.shards)
     slices, segments = case.sequence_parallel, case.segments
     if case.kind == "column":
-        x = _mine(x, 0, mesh) if slices else x
-        weight, bias, dy = (_mine(t, d, mesh, segments) for t, d in ((weight, 0), (bias, 0), (dy, 2)))
+        x = sliced(x, 0, mesh) if slices else x
+        weight, bias, dy = (sliced(t, d, mesh, segments) for t, d in ((weight, 0), (bias, 0), (dy, 2)))
     else:
-        x, weight = _mine(x, 2, mesh), _mine(weight, 1, mesh)
-        dy = _mine(dy, 0, mesh) if slices else dy
+        x, weight = sliced(x, 2, mesh), sliced(weight, 1, mesh)
+        dy = sliced(dy, 0, mesh) if slices else dy
     for leaf in (x, weight, bias):
         leaf.requires_grad_()
         if case.main_grad and leaf is not x:
