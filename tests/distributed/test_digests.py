@@ -109,20 +109,6 @@ def test_gradients_do_not_depend_on_where_the_optimizer_keeps_them(tpi):
         assert dataclasses.replace(b, grad_norm=a.grad_norm) == a
 
 
-@pytest.mark.release  # test_invariance.py compares the digests of more layouts
-def test_one_ledger_for_all_layouts_and_another_for_stock(tpi):
-    layouts = ("tp=1", "tp=4", "tp=2 sp=false")
-    runs = {layout: train(tpi, layout.replace(" ", "-"), *layout.split(), "numerics=tree") for layout in layouts}
-    first, *others = runs.values()
-    assert all(step.gradients and step.masters for step in first.steps)
-    assert all(other.steps == first.steps for other in others)
-    stock = [
-        train(tpi, f"stock-{tp}", f"tp={tp}", "numerics=stock", "numerics.initial_weights=invariant") for tp in (1, 2)
-    ]
-    assert differing(*stock, "gradients")[1]
-    assert differing(*stock, "masters")[1]
-
-
 def _at_step(step, rank, change):
     """Call change(model) on one rank just after the optimizer's step `step`."""
 

@@ -12,7 +12,8 @@ from tests.distributed.small_models import small
 
 pytestmark = pytest.mark.usefixtures("portable_loops")
 
-SMALL = "qwen3_toy numerics=portable seq=64 gbs=2 iters=2"
+SMALL = "qwen3_toy numerics=portable seq=32 gbs=2 iters=2"
+SHORTEST = "numerics=portable seq=32 gbs=1 iters=1"
 EXPERTS = small("qwen3_moe_toy").replace("qwen3_moe_toy", "qwen3_moe_toy numerics=portable") + " iters=2"
 REFUSED = (
     r"numerics=portable: this CPU \(\w+\) computes other bits than the definition, .*: bf16/\w+: \d+ of \d+ outputs "
@@ -25,13 +26,13 @@ PREFETCHED = "ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"
 ROWS = (
     (SMALL, ("tp=1", "tp=2"), ("tp=4 sp=false", "tp=1 pp=2")),
     (
-        f"{SMALL} gbs=4 numerics.data_shards=4",
+        f"{SMALL} gbs=4 numerics.data_shards=4 model.num_layers=1",
         ("dp=1", f"dp=4 {SPREAD} {PREFETCHED}"),
         ("dp=2", f"tp=2 dp=2 {SPREAD}", "mbs=2"),
     ),
     (EXPERTS, ("tp=1", "tp=2"), ("tp=2 ep=2", "tp=1 pp=2", "tp=4")),
-    (SMALL.replace("qwen3_toy", "llama32_toy"), ("tp=1", "tp=2"), ()),  # scaled positions
-    (SMALL.replace("qwen3_toy", "qwen25_toy"), (), ("tp=1", "tp=2")),  # biases of queries, keys and values
+    (f"llama32_toy {SHORTEST}", ("tp=1", "tp=2"), ()),  # scaled positions
+    (f"qwen25_toy {SHORTEST}", (), ("tp=1", "tp=2")),  # biases of queries, keys and values
 )
 
 
