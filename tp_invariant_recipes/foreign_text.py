@@ -12,7 +12,7 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same on one line: newlines and tabs as escapes, too."""
+    """The text on one line: newlines and tabs become escapes, too."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 

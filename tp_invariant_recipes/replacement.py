@@ -38,12 +38,12 @@ def ours(path: str) -> Any:
 
 
 def instead(target: str, path: str, why: str) -> Replacement:
-    """The row that puts `ours(path)` in the place of a target. The lookup is late: most paths import torch."""
+    """The row that replaces a target by `ours(path)`. The lookup is late: most paths import torch."""
     return Replacement(target, lambda original: ours(path), why)
 
 
 def wrapped(target: str, path: str, why: str, *settings: Any) -> Replacement:
-    """The row that puts `ours(path)(original, *settings)` in the place of a target."""
+    """The row that replaces a target by `ours(path)(original, *settings)`."""
     return Replacement(target, lambda original: ours(path)(original, *settings), why)
 
 

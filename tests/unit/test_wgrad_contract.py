@@ -9,7 +9,7 @@ import torch
 
 from tp_invariant_recipes.patches import registry, te_grouped_wgrad
 from tp_invariant_recipes.patches.patch import Versions
-from tp_invariant_recipes.patches.wgrad_contract import CONTRACT, DEVIATIONS, LAYERS, Mode, contract, upstream
+from tp_invariant_recipes.patches.wgrad_contract import CONTRACT, DEVIATIONS, LAYERS, WgradMode, contract, upstream
 
 GROUPS, SHAPE = 3, (2, 4)
 MODES = tuple(CONTRACT)
@@ -75,14 +75,14 @@ def covers(known: str, version: str) -> bool:
 
 def test_what_no_version_breaks():
     for layer, first in LAYERS.items():
-        assert upstream(Mode(), layer, first + ".0") == "wgrad"
+        assert upstream(WgradMode(), layer, first + ".0") == "wgrad"
     assert all(upstream(mode, "Linear module", release) == contract(mode, "Linear module")
                for mode in MODES for release in RELEASES)  # fmt: skip
     assert all(upstream(mode, layer, "2.20.2") == contract(mode, layer)
                for mode in MODES for layer in LAYERS if layer != "GroupedLinear module")  # fmt: skip
 
 
-def weights(mode: Mode, *, single: bool = False, overwrite: bool = False) -> list[torch.nn.Parameter]:
+def weights(mode: WgradMode, *, single: bool = False, overwrite: bool = False) -> list[torch.nn.Parameter]:
     shapes = [(GROUPS, *SHAPE)] if single else [SHAPE] * GROUPS
     made = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
     for weight in made:
@@ -94,7 +94,7 @@ def weights(mode: Mode, *, single: bool = False, overwrite: bool = False) -> lis
     return made
 
 
-def operation(mode: Mode, made: list[torch.nn.Parameter], biases: str = "") -> SimpleNamespace:
+def operation(mode: WgradMode, made: list[torch.nn.Parameter], biases: str = "") -> SimpleNamespace:
     single = len(made) == 1
     names = {"weight": made[0]} if single else {f"weight{i}": weight for i, weight in enumerate(made)}
     return SimpleNamespace(
@@ -123,7 +123,7 @@ RETURNS = {
 }
 
 
-def returned_by(what: str, mode: Mode, made: list) -> list:
+def returned_by(what: str, mode: WgradMode, made: list) -> list:
     if what != "dummy":
         return [RETURNS[what](weight) for weight in made]
     return [te_grouped_wgrad.settled(weight, None, mode) for weight in made]
@@ -156,7 +156,7 @@ def test_each_cell_after_the_patch(mode, single, wrapper, dummies):
 @pytest.mark.parametrize("biases", ("", "each", "one"))
 @pytest.mark.parametrize("single", (False, True))
 def test_biases_are_left_where_they_are(single, biases):
-    mode = Mode(accumulates=True)
+    mode = WgradMode(accumulates=True)
     made = weights(mode, single=single)
     op = operation(mode, made, biases)
     kept = {"": [], "each": ["b0", "b1", "b2"], "one": ["b"]}[biases]
@@ -169,7 +169,7 @@ def test_biases_are_left_where_they_are(single, biases):
 
 
 def test_frozen_weights_are_left_alone():
-    mode = Mode(accumulates=True, flagged=True)
+    mode = WgradMode(accumulates=True, flagged=True)
     op, ctx = operation(mode, weights(mode)), SimpleNamespace(weight_requires_grad=False)
     nothing = [None] * GROUPS
     assert te_grouped_wgrad.settled_mlp(lambda fc_op, ctx: nothing)(op, ctx) is nothing
@@ -179,7 +179,7 @@ def test_frozen_weights_are_left_alone():
 
 @pytest.mark.parametrize("flagged", (False, True))
 def test_an_overwritten_main_grad_is_not_returned_either(flagged, dummies):
-    mode = Mode(accumulates=True, flagged=flagged)
+    mode = WgradMode(accumulates=True, flagged=flagged)
     made = weights(mode, overwrite=True)
     ctx = SimpleNamespace(weight_requires_grad=True)
     live = [weight.main_grad for weight in made]
@@ -191,7 +191,7 @@ def test_an_overwritten_main_grad_is_not_returned_either(flagged, dummies):
 
 def test_a_gradient_that_is_nowhere_else_is_kept(dummies):
     """2.14 leaves an overwritten main_grad of a single grouped weight as it is and returns the gradient."""
-    mode = Mode(accumulates=True, flagged=True)
+    mode = WgradMode(accumulates=True, flagged=True)
     (weight,) = made = weights(mode, single=True, overwrite=True)
     own = torch.ones_like(weight.data)
     ctx = SimpleNamespace(weight_requires_grad=True)
@@ -257,7 +257,7 @@ def test_a_delayed_gradient_is_not_returned_before_it_is_there(monkeypatch, dela
 @pytest.mark.parametrize("patched, factor", ((True, 1), (False, 2)))
 def test_main_grad_itself_as_a_gradient_doubles_it(patched, factor):
     """What the contract is for: Megatron's hook adds weight.grad to main_grad."""
-    mode = Mode(accumulates=True)
+    mode = WgradMode(accumulates=True)
     made = weights(mode)
 
     def compute_grad_params(fc_op, ctx):

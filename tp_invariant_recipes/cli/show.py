@@ -128,7 +128,7 @@ def _either(text: str, overrides: "list[Override]") -> Mapping[str, Any]:
 
 @contextmanager
 def _of_this_version() -> Iterator[None]:
-    """Raises ConfigError where a run's configuration lacks what this version takes for granted, or is forged."""
+    """Raises ConfigError where a run's configuration lacks a field that this version needs, or is forged."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:

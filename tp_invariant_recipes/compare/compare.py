@@ -42,7 +42,8 @@ class FirstDifference:
     phase: "model", "initial", or a phase of the step: "data", "forward", "loss", "backward", "gradient", "norm",
            "update".
     kind, name, a, b: as in `step_order.Found`.
-    ulp:   distance of two numbers. None: not two numbers of one width; `compare.magnitude` computes that of tensors.
+    ulp:   distance of two numbers. None: not two numbers of one width; `compare.magnitude` computes the distance of
+           tensors.
     inputs_matched: whether all inputs of its computation were equal. None: unknown, or it is itself an input.
     explanation: the difference as a clause, such as "forward of decoder.layers.2.mlp.linear_fc2: output differs, …".
     """

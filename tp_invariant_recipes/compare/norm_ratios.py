@@ -6,7 +6,7 @@ deviation that rounding may cause.
 
     deviation(a, b)        = |ln(b / a)|,  0 where both are the same number
     allowed(group, step)   = MARGIN × the largest deviation that rounding gave a parameter of the group up to this step
-                             (and no less than that of half of all parameters, since a group may have one parameter)
+                             (at least the deviation of half of all parameters, since a group may have one parameter)
 
 The limit uses only steps up to this one: rounding moves trainings apart over time, so the limit of the last step would
 hide a fault at the first. Both trainings compute the same in the steps before those that count. If their norms differ

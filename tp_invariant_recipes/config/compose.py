@@ -107,7 +107,7 @@ def compose(
 
 @contextmanager
 def _guarded(model: str, problems: list[str]) -> Iterator[None]:
-    """Where rules meet a recipe that lacks what they take for granted, that is one more of the `problems`."""
+    """Adds a problem where a recipe lacks a field that the rules need."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -360,7 +360,7 @@ def _wrong_short_keys(sections: dict[str, Any]) -> dict[str, str]:
 
 
 def _hinted(sections: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
-    """The same, with what would mend it where files mostly go wrong."""
+    """These problems, with the usual correction where files mostly go wrong."""
     for path in [path for path in wrong if path.partition(".")[0] in OWN_SECTIONS]:
         section, _, name = path.partition(".")
         value = sections[section][name]

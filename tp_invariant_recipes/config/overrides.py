@@ -68,7 +68,7 @@ class Override:
         return self.given_file or (conf_files.users_file("cluster", self.value) if self.path == "cluster" else None)
 
     def with_value(self, value: str) -> Override:
-        """The same key with another value."""
+        """This key with another value."""
         return parse(f"{self.text.partition('=')[0]}={value}")
 
 

@@ -13,7 +13,7 @@ def of(folder: Path) -> Any:
 
 
 def of_config(folder: Path) -> Any:
-    """The same of a folder with a config.json alone, for weights that are to be written."""
+    """The AutoBridge of a folder that has a config.json alone, for weights that are to be written."""
     from transformers import AutoConfig
 
     return _class().from_hf_config(AutoConfig.from_pretrained(str(folder), local_files_only=True))

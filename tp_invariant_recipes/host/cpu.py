@@ -250,7 +250,7 @@ def installed() -> Iterator[None]:
 
 @contextmanager
 def megatron_core() -> Iterator[None]:
-    """The same for a program on Megatron-Core alone, without Bridge."""
+    """Run a program of Megatron-Core alone, without Bridge, on the CPU."""
     with _serving((*TORCH, *MEGATRON)):
         yield
 

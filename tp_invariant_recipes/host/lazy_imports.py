@@ -223,7 +223,7 @@ class _InPlace(Loader):
         self._spec = module.__spec__  # the import system sets another, whose loader this is
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The same object."""
+        """The object that stood for the module."""
         return self._module
 
     def __getattr__(self, name: str) -> Any:

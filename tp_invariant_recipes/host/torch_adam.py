@@ -1,5 +1,5 @@
 """torch's Adam in Megatron's optimizers, also in the distributed one: where Transformer Engine's cannot run, or is not
-wanted, since its arithmetic is that of a library.
+wanted, since a library defines its arithmetic.
 """
 
 from collections.abc import Callable

@@ -71,7 +71,7 @@ class JobPart:
 
     @property
     def name(self) -> str:
-        """The name of its run: the last part of its directory, for a cell with that of the parent directory."""
+        """The name of its run: the last part of its directory, for a cell with the parent directory's name."""
         return f"{self.directory.name}/{self.run.path.name}" if self.role == CELL else self.directory.name
 
     @property

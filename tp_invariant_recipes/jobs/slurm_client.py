@@ -24,7 +24,7 @@ OVER = frozenset(
 class Queued:
     """A job, or tasks of an array, that the controller remembers. It forgets ended ones after minutes.
 
-    job:          the id; for an array, that of the whole array.
+    job:          the id; for an array, the id of the whole array.
     task:         of an array: one task such as "3", or several waiting ones, such as "0-4"; None: not an array.
     state:        SLURM's word: "PENDING", "RUNNING", "COMPLETED", …
     reason:       SLURM's reason why it waits or ended; "None" without one.

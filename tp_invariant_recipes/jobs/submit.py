@@ -119,7 +119,7 @@ def _of_the_run(composed: Composed) -> list[Override]:
 
 
 def _in_the_job(composed: Composed, where: RunDir) -> Composed:
-    """The same with the overrides that the job's script has."""
+    """The run composed with the overrides that the job's script has."""
     return replace(composed, overrides=(*_of_the_run(composed), parse(f"run.dir={where.path}"), parse(IN_A_JOB)))
 
 

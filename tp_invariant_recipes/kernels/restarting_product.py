@@ -115,7 +115,7 @@ def restarting_product(a: Tensor, b: Tensor, out: Tensor, cut: Cut, add: bool) -
 
 
 def in_order(a: Tensor, b: Tensor, out: Tensor, cut: Cut, add: bool) -> None:
-    """The same by a product of fixed tiles for each piece: any operands, on a CPU too."""
+    """The restarting product, from one product of fixed tiles for each piece: any operands, on a CPU too."""
     slices = cut.slices(a.shape[1])
     pairs = [torch.empty_like(out) for _ in slices[::2]]
     for n, k in enumerate(slices):  # adding to the output rounds as a separate addition would
@@ -212,7 +212,7 @@ def _piece(
     total, count, a_steps, b_steps, full, free,
     HALF: gl.constexpr, ROWS: gl.constexpr, STEPS: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """The product of a piece, in place of `total`. A stage is free once the product of the next one has begun."""
+    """The product of a piece, which overwrites `total`. A stage is free once the product of the next one has begun."""
     total = warpgroup_mma_init(total)
     for step in range(STEPS):
         stage = count % STAGES

@@ -82,7 +82,7 @@ def _split_bf16(bits: NDArray) -> tuple[NDArray, NDArray]:
 
 
 def _split_fp32(bits: NDArray) -> tuple[NDArray, NDArray]:
-    """The same of fp32: significand * 2 ** (exponent - 23)."""
+    """Significand with its sign and exponent of fp32: significand * 2 ** (exponent - 23)."""
     return _split(bits.astype(np.int64), 23)
 
 

@@ -119,7 +119,7 @@ class Request:
         return _with_its_numerics(composed) if self.go_on else composed
 
     def _goes_on_there(self, run: Path) -> None:
-        """Raises ConfigError where run.dir is to be another directory than that of the run."""
+        """Raises ConfigError where run.dir is not the run's directory."""
         asked = given(self.overrides, "run.dir")
         where = asked and asked.parsed and asked.parsed.value()
         if asked and (where is None or Path(str(where)).expanduser().resolve() != run.resolve()):
@@ -239,7 +239,7 @@ def _compose_as(before: RunFile, overrides: Sequence[Override]) -> Composed:
 
 
 def _with_its_numerics(composed: Composed) -> Composed:
-    """The same; of a run begun under another default of numerics, with those: a job may outlive a release."""
+    """With the numerics that the run began with, if the default has changed since: a job may outlive a release."""
     where = composed.config.run.dir
     run_dir = RunDir(Path(where or "").expanduser())
     if where is None or not run_dir.run.exists() or given(composed.overrides, "numerics.mode"):
@@ -479,7 +479,7 @@ def resolve(
 def resolve_beside(
     composed: Composed, run_dir: RunDir, index_cache: Path, progress: Callable[[int, int], None] | None = None
 ) -> Plan:
-    """The same for one of several runs that a command compares: they share the index of the data, in `index_cache`, and
+    """Plan one of several runs that a command compares: they share the index of the data, in `index_cache`, and
     end at once when told to.
     """
     planned = resolve(composed, run_dir, progress)

@@ -130,7 +130,7 @@ def check_digest(text: object) -> str:
 
 
 def check_digests(texts: Collection[object]) -> None:
-    """The same for many, in one match. ValueError names the first that is none."""
+    """Check many digests in one match. ValueError names the first that is none."""
     try:
         joined = "".join(texts)  # type: ignore[arg-type]
     except TypeError:

@@ -24,7 +24,7 @@ def read(path: str | os.PathLike, *, progress: Progress | None = None) -> Ledger
 
 
 def streamed(path: str | os.PathLike, *, progress: Progress | None = None) -> Ledger:
-    """The same, but the steps of a ledger's file stay there, and errors in them are raised where they are read.
+    """Check a ledger as `opened` does, but leave its steps in the file: errors in them are raised where they are read.
 
     A certificate is read whole, since its hash covers all of it. progress: as for `stream.opened`.
     """

@@ -94,8 +94,8 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
 
     If that drops lines (repeated steps, a torn line), it first copies the whole old file to `ledger.replaced-K.jsonl`.
     The old header stays. If the run continues with another layout, other versions and so on, the header's note
-    "resumed" gives the step of the change. If nothing changed, the file becomes byte for byte equal to that of an
-    uninterrupted run.
+    "resumed" gives the step of the change. If nothing changed, the file becomes byte for byte equal to an uninterrupted
+    run's.
     LedgerError: the ledger is invalid, has another identity (names the fields), or ends before `step`.
     RunError: it cannot be written.
     """

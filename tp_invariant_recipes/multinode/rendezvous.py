@@ -177,7 +177,7 @@ def _first(names: str) -> str:
 
 
 def _address(name: str, launcher: str) -> str:
-    """The first node's address: that of its name or, where names are not known, of the host that srun ran on."""
+    """The first node's address: its name's or, where names are not known, the address of the host that srun ran on."""
     try:
         return socket.gethostbyname(name)
     except OSError:

@@ -48,7 +48,7 @@ def never_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_flag(original: Callable[..., Any]) -> Any:
-    """`_GroupedLinear.forward` with the flag tensor in place of the module's None."""
+    """`_GroupedLinear.forward` with the flag tensor instead of the module's None."""
     place = place_of_flag(original)
 
     @wraps(original)

@@ -11,13 +11,13 @@ from typing import Any
 
 from tp_invariant_recipes.patches.patch import Function, Patch, Versions
 from tp_invariant_recipes.patches.transformer_engine import MODULE, PACKAGE, for_runs
-from tp_invariant_recipes.patches.wgrad_contract import CONTRACT, Mode
+from tp_invariant_recipes.patches.wgrad_contract import CONTRACT, WgradMode
 from tp_invariant_recipes.replacement import Replacement
 
 DISCUSSED = "https://github.com/NVIDIA/TransformerEngine/pull/2871"
 
 
-def settled(weight: Any, returned: Any, mode: Mode) -> Any:
+def settled(weight: Any, returned: Any, mode: WgradMode) -> Any:
     """The value that autograd gets for `weight` instead of the layer's returned value."""
     wanted = CONTRACT[mode]
     if wanted == "wgrad":
@@ -113,7 +113,7 @@ def settled_parameters(op: Any, returned: Sequence[Any], accumulates: Callable[[
     settled_ones = []
     for weight, gradient in zip(weights, returned[start : start + len(weights)], strict=True):
         into = accumulates(weight, gradient)
-        mode = Mode(delayed, into, into and hasattr(weight, "grad_added_to_main_grad"))
+        mode = WgradMode(delayed, into, into and hasattr(weight, "grad_added_to_main_grad"))
         settled_ones.append(settled(weight, gradient, mode))
     return [*returned[:start], *settled_ones, *returned[start + len(weights) :]]
 

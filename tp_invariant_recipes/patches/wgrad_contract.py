@@ -4,7 +4,7 @@ Megatron gives each weight a `main_grad`, and its hook adds `weight.grad` to tha
 `weight.grad_added_to_main_grad` to say that it did so itself. So a layer that wrote into `main_grad` must return
 None, or, to Megatron, a dummy: a tensor of the right shape that nobody reads. Megatron's hook accepts no None when it
 overlaps the reduction of gradients. A layer must never return `main_grad` itself or a view of it: autograd would make
-it `weight.grad`, the hook would add that to `main_grad`, and the gradient would be doubled. The table is that of
+it `weight.grad`, the hook would add that to `main_grad`, and the gradient would be doubled. The table comes from
 NVIDIA/TransformerEngine#2871.
 """
 
@@ -20,7 +20,7 @@ Broken = Literal["main_grad", "unwritten", "none"]
 
 
 @dataclass(frozen=True)
-class Mode:
+class WgradMode:
     """The way a weight's gradient is kept.
 
     delayed:     `backward_dw()` computes it after the backward pass.
@@ -37,12 +37,12 @@ class Mode:
         return "-".join(words) or "vanilla"
 
 
-VANILLA, DELAYED = Mode(), Mode(delayed=True)
-ACCUMULATES, FLAGGED = Mode(accumulates=True), Mode(accumulates=True, flagged=True)
-DELAYED_ACCUMULATES = Mode(delayed=True, accumulates=True)
-DELAYED_FLAGGED = Mode(delayed=True, accumulates=True, flagged=True)
+VANILLA, DELAYED = WgradMode(), WgradMode(delayed=True)
+ACCUMULATES, FLAGGED = WgradMode(accumulates=True), WgradMode(accumulates=True, flagged=True)
+DELAYED_ACCUMULATES = WgradMode(delayed=True, accumulates=True)
+DELAYED_FLAGGED = WgradMode(delayed=True, accumulates=True, flagged=True)
 
-CONTRACT: dict[Mode, Returned] = {
+CONTRACT: dict[WgradMode, Returned] = {
     VANILLA: "wgrad",
     DELAYED: "none",
     ACCUMULATES: "none",
@@ -67,7 +67,7 @@ class Deviation:
     """A cell that some versions break. patch: the row of the registry that fixes it."""
 
     layer: str
-    mode: Mode
+    mode: WgradMode
     versions: str
     returns: Broken
     patch: str
@@ -82,13 +82,13 @@ DEVIATIONS = (
 )
 
 
-def contract(mode: Mode, layer: str) -> Returned:
+def contract(mode: WgradMode, layer: str) -> Returned:
     """The value that `layer` must return in `mode`; all layers share it. Raises KeyError for an unknown layer."""
     LAYERS[layer]
     return CONTRACT[mode]
 
 
-def upstream(mode: Mode, layer: str, version: str) -> Returned | Broken:
+def upstream(mode: WgradMode, layer: str, version: str) -> Returned | Broken:
     """The value that `layer` of Transformer Engine `version` returns without patches."""
     for deviation in DEVIATIONS:
         if (deviation.layer, deviation.mode) == (layer, mode) and within(version, deviation.versions):

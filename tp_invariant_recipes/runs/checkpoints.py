@@ -80,7 +80,7 @@ def finished(checkpoints: Path) -> list[RunCheckpoint]:
 
 
 def select(checkpoints: Path, step: int | None = None, *, within: int | None = None) -> RunCheckpoint | None:
-    """The newest finished checkpoint, or that of `step`, verified. None when there is none at all.
+    """The newest finished checkpoint, or the one of `step`, verified. None when there is none at all.
 
     within: of no later step than this one.
 

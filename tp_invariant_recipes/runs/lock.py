@@ -134,7 +134,7 @@ def locked(run_dir: RunDir, *, nodes: int = 1) -> Iterator[Lock]:
 
 @contextmanager
 def locked_empty(run_dir: RunDir) -> Iterator[Lock]:
-    """The same for a directory that a command planned to fill. RunError: another has written there since."""
+    """Lock a directory that a command planned to fill. RunError: another has written there since."""
     with locked(run_dir) as lock:
         if not run_dir.is_empty():
             raise RunError(f"{run_dir.path} is not empty any more: another command has begun there; choose another")

@@ -69,7 +69,7 @@ class RunRow:
 
     @property
     def when(self) -> float:
-        """The same in seconds since 1970, whatever the time zones of hosts; 0 without one."""
+        """The time in seconds since 1970, whatever the time zones of hosts; 0 without one."""
         try:
             return datetime.fromisoformat(self.began).timestamp()
         except (ValueError, OverflowError, OSError):

@@ -33,7 +33,7 @@ def of(run_dir: RunDir) -> dict[str, Any]:
 
 
 def lines(places: dict[str, Any]) -> list[str]:
-    """The same for people."""
+    """The places as lines of text."""
     found = [f"ledger: {places['ledger']}"] if places["ledger"] else []
     if places["tensorboard"]:
         found.append(f"curves: {shlex.join(['tensorboard', '--logdir', places['tensorboard']])}")

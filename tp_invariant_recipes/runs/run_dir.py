@@ -161,7 +161,7 @@ class RunDir:
         self.write_text(file, text_of(file, data))
 
     def write_text(self, file: Path, text: str) -> None:
-        """The same for a file that is text as it is."""
+        """Write a file of text, whole or not at all. Raises RunError when it cannot be written."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, text)

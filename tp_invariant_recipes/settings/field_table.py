@@ -52,8 +52,8 @@ class FieldTable:
 def read() -> Hints:
     """The classes of the file. A field has None for a hint where only Bridge can check its value.
 
-    Empty: there is no file, it is damaged, or Bridge has changed since it was made. Where no Bridge is installed, that
-    of the locks.
+    Empty: there is no file, it is damaged, or Bridge has changed since it was made. Where no Bridge is installed, the
+    locks' table.
     """
     if not all(map(needed.there, PACKAGES)):
         return _parsed(of_the_locks(), 0)[1]

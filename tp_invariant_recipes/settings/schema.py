@@ -128,7 +128,8 @@ def convert_section(section: str, sections: Mapping[str, Any]) -> tuple[dict[str
 def check_section(
     section: str, sections: Mapping[str, Any], asked: Collection[str], table: field_table.Hints
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The same; Bridge is imported only where the table lacks the class, or the type of a field that is asked for.
+    """Convert as `convert_section` does; Bridge is imported only where the table lacks the class, or the type of a
+    field that is asked for.
 
     asked: the fields that the user has set. A section that only Bridge can check stays as it is where there are none.
     table: as `field_table.read` has it.

@@ -67,7 +67,7 @@ def is_recipe(model: str) -> bool:
 
 
 def absolute(model: str | None) -> str | None:
-    """The same with the path of a recipe's file made absolute: a run is gone on with from anywhere.
+    """The model with the path of a recipe's file made absolute: runs can resume from any directory.
 
     What names no recipe, or none that could be read, stays as it is.
     """

@@ -35,7 +35,7 @@ class DumpWriter:
         self._parts[key] = DumpedPart(name, dtype, shape, piece.row, piece.step, piece.column).text()
 
     def close_step(self, step: int) -> None:
-        """Write the file, whole or not at all, over that of an earlier attempt. RunError: it cannot be written."""
+        """Write the file, whole or not at all, over an earlier attempt's. RunError: it cannot be written."""
         from safetensors.numpy import save
 
         file = file_of(self.run, step, self.rank)

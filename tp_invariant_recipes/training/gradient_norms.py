@@ -21,7 +21,8 @@ from tp_invariant_recipes.training.whole_norms import SquaredPart, whole_norms
 class GradientNorms(AroundOptimizerStep):
     """Takes the norm of every parameter's gradient as the optimizer sees it: reduced over ranks, not yet clipped.
 
-    A parameter's norm is that of the whole, over all ranks that hold a part of it; replicas count once. For every rank.
+    A parameter's norm covers the whole of it, over all ranks that hold a part of it; replicas count once. For every
+    rank.
 
     file: where the first rank writes one line a step; None on the others.
     """

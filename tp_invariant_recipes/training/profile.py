@@ -2,7 +2,7 @@
 
 Read from the profiler's Chrome trace, so a trace written elsewhere can be read too. On a GPU what counts are kernels,
 copies and fills, wherever they run; kernels of several streams run at once, so their sum may exceed the step. On a CPU
-it is each operator's own time, without that of the operators it calls.
+it is each operator's own time, without the operators it calls.
 """
 
 import gzip

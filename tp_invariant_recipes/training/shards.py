@@ -49,7 +49,7 @@ class Held:
 
     @property
     def piece(self) -> Piece:
-        """The same for a digest."""
+        """The part, as a digest takes it."""
         return Piece(self.values, self.place.row, self.place.column, self.place.step, self.copy)
 
 

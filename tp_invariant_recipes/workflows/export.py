@@ -41,7 +41,7 @@ class Exported:
 
 
 def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = False) -> Exported:
-    """Write the newest checkpoint of a run, or that of `step`, into a new folder.
+    """Write the newest checkpoint of a run, or the one of `step`, into a new folder.
 
     masters: the fp32 master weights instead of the weights that the model computes with.
     Raises a TpiError: there is no checkpoint, it is damaged, the model has no architecture that is known, or the folder

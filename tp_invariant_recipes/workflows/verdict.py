@@ -140,7 +140,7 @@ def judge(directory: Path, against: Path | None = None, *, exitfirst: bool = Fal
 
 
 def verdict_on(directory: Path, against: Path | None = None, *, exitfirst: bool = False) -> MatrixVerdict:
-    """The same, and nothing is written."""
+    """Compare the cells as above, and write nothing."""
     where = MatrixDir(directory)
     matrix = where.read_matrix()
     if against is not None:
@@ -189,7 +189,7 @@ def _ended(where: MatrixDir, cell: Cell, ledger: Ledger | None) -> tuple[str, st
 
 
 def _another_run(cell: Cell, ledger: Ledger) -> str | None:
-    """Why a complete ledger is not that of the cell: a copy of another cell's ledger would prove nothing."""
+    """Why a complete ledger is not the cell's own: a copy of another cell's ledger would prove nothing."""
     header = ledger.header
     planned = {"identity": cell.identity_hash, "layout": cell.layout, "numerics": cell.numerics}
     found = {"identity": header.identity_hash, "layout": header.layout, "numerics": header.numerics}

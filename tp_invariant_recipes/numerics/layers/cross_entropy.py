@@ -62,7 +62,7 @@ def vocab_parallel_cross_entropy(
 
 
 def _highest(logits: Tensor, mesh: VirtualMesh) -> Tensor:
-    """[s, b] fp32, the maximum over the vocabulary; +inf in place of NaN, which a MAX of ranks may lose."""
+    """[s, b] fp32, the maximum over the vocabulary; +inf instead of NaN, which a MAX of ranks may lose."""
     highest = logits.amax(-1).float()
     highest = highest.masked_fill(highest.isnan(), math.inf).contiguous() + 0.0  # of 0.0 and -0.0 either is a maximum
     if mesh.size > 1:

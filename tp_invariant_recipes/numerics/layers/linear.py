@@ -9,8 +9,8 @@ segment: Megatron interleaves its rows by query group, so a shard is whole group
 or have the sizes that it lists (Mamba's z, x, B, C and dt).
 
 On a GPU the lowest levels of the tree cost little (numerics/products/contraction.py): one launch adds up to four
-products, or a product itself adds that of a segment or of the right neighbour to the output, and rounds as a separate
-addition would.
+products, or a product itself adds the product of a segment or of the right neighbour to the output, and rounds as a
+separate addition would.
 
 Where a rank holds the tokens of several context shards (numerics/sums/context_shards.py), each is a product of its own:
 sums over tokens are trees over these shards, and on a CPU a product's bits depend on the number of its rows.

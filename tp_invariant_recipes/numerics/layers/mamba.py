@@ -3,8 +3,8 @@
 A shard consists of whole groups of heads. These parts are local to a shard, so each shard is computed alone, with the
 same shape at every t. A kernel that reduces over a group's heads, or is tuned by their number, then cannot depend on t.
 
-On a GPU the scan is that of mamba_ssm. Its autotuner times kernels and may choose another one in every process, and its
-backward pass adds atomically; `repeatable` prevents both. On a CPU the scan is that of host/mamba.py.
+On a GPU the scan is mamba_ssm's. Its autotuner times kernels and may choose another one in every process, and its
+backward pass adds atomically; `repeatable` prevents both. On a CPU it is in host/mamba.py.
 """
 
 from collections.abc import Sequence

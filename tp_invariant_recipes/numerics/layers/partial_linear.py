@@ -1,6 +1,6 @@
 """Products of a chunk of tokens each: a rank multiplies its slice of the sequence by the whole weight.
 
-No sum of such a product crosses ranks but that of the weight gradient, a tree over V chunks of the sequence:
+Only the sum of the weight gradient crosses ranks, a tree over V chunks of the sequence:
 
     partial_linear     every rank holds the weight whole, and adds its slice of the gradient
     gathered_linear    each rank holds some rows of a small weight, gathers the others, and gets the gradient of its own

@@ -208,7 +208,7 @@ class InvariantTokenDispatcher(MoETokenDispatcher):
         return tuple(exchange(part, self.plan, self.owners, home=False) for part in (hidden_states, probs))  # type: ignore[return-value]
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Batches, Tensor]:
-        """The rows unchanged, and their batches in place of Megatron's number of tokens for each expert."""
+        """The rows unchanged, and their batches instead of Megatron's number of tokens for each expert."""
         return hidden_states, self.plan.batches, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:

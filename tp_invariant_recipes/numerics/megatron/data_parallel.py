@@ -293,7 +293,7 @@ def zeroing_contexts(original: Callable[..., None]) -> Callable[..., None]:
 
 @torch.no_grad()
 def _add_lookups(model: Any, weight: Any) -> None:
-    """Add the sum of a tied embedding's lookups, complete, to that of the output layer, complete."""
+    """Add the sum of a tied embedding's lookups, complete, to the output layer's sum, complete."""
     lookups = weight.lookup_gradient
     if model.shard_counter.shards > 1:
         model.shard_counter.finish(lookups)

@@ -114,7 +114,7 @@ class LatentAttention(MLASelfAttention):
 
 
 class InvariantLatentAttention(OnMesh, LatentAttention):
-    """The same with invariant parts, and an invariant gradient of the key that all heads share."""
+    """Latent attention with invariant parts, and an invariant gradient of the key that all heads share."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         if problems := _beyond(config):
@@ -272,4 +272,4 @@ class LatentDotProductAttention(DotProductAttention):
 
 
 class InvariantLatentDotProductAttention(InvariantDotProductAttention, LatentDotProductAttention):
-    """The same on the heads of a virtual shard."""
+    """Latent attention's core on the heads of a virtual shard."""

@@ -10,7 +10,7 @@ def latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Megatron's block of dense layers and layers of experts (`model.moe_layer_freq`). For
     `model.transformer_layer_spec`.
 
-    Its attention is that of numerics/megatron/latent_attention.py, of Transformer Engine's layers or of Megatron-Core's
+    Its attention is in numerics/megatron/latent_attention.py, of Transformer Engine's layers or of Megatron-Core's
     local ones.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -25,7 +25,7 @@ def latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def invariant_latent_block_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """The same of invariant layers. Raises ConfigError for a layer that has no invariant version."""
+    """`latent_block_spec` with invariant layers. Raises ConfigError for a layer that has no invariant version."""
     return spec.invariant(latent_block_spec(config, vp_stage))
 
 

@@ -140,7 +140,7 @@ class InvariantTEDotProductAttention(CoreAttention, TEDotProductAttention):
         return TEDotProductAttention.forward(self, query, key, value, *mask)
 
     def backend(self) -> str:
-        """What the latest launch in this process ran, as Transformer Engine has noted it for itself."""
+        """What the latest launch in this process ran, as Transformer Engine has noted it."""
         chosen = dot_product_attention._attention_backends
         if chosen["use_flash_attention"]:
             return f"flash {chosen['flash_attention_backend']}"

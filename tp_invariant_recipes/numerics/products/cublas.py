@@ -96,7 +96,7 @@ def agree(first: Product, defined: Product, a: Tensor, b: Tensor, out: Tensor, a
 
 
 def checked(first: Product, defined: Product, a: Tensor, b: Tensor, out: Tensor, add: bool, what: str) -> Tensor:
-    """Both products on these operands; `out` gets that of `first`. Raises RunError where their bits differ.
+    """Both products on these operands; `out` gets the result of `first`. Raises RunError where their bits differ.
 
     what: which product it is, what has computed it, and where the trial is that did not see it; in words.
     """

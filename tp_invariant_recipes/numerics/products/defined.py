@@ -109,7 +109,7 @@ def shown() -> dict[tuple[Any, ...], bool]:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Parts = 1, add: bool = False) -> Tensor:
-    """That of numerics=portable: out = a @ b, rounded once to out's dtype; or out += a @ b, an addition in fp32.
+    """The product of numerics=portable: out = a @ b, rounded once to out's dtype; or out += a @ b, an addition in fp32.
 
     a:             [m, k]; b: [k, n], both bf16, with any strides.
     out:           [m, n] bf16 or fp32, with any strides.
@@ -159,7 +159,7 @@ def _right(a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
 
 
 def _checked(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
-    """cuBLAS's product and that of fixed tiles on these operands. Raises RunError where their bits differ."""
+    """cuBLAS's product and the one of fixed tiles on these operands. Raises RunError where their bits differ."""
     what = (
         f"a product {[*a.shape]} @ {[*b.shape]} by cuBLAS has other bits than by fixed tiles ({a.dtype} to "
         f"{out.dtype}, add={add}): the trial of products/cublas.py did not see it"

@@ -14,7 +14,7 @@ def parts_of(matrix: Tensor, parts: Parts, dim: int) -> Sequence[Tensor]:
 
 
 def without_gaps(matrix: Tensor) -> Tensor:
-    """The same matrix with no gaps between rows, or columns where those are what memory holds together.
+    """The matrix with no gaps between rows, or columns where those are what memory holds together.
 
     It begins where 16 bytes do, as memory of its own does: a library may choose by that as well (MKL's gemv does).
     """
@@ -24,7 +24,7 @@ def without_gaps(matrix: Tensor) -> Tensor:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The same tensor with no gaps, in the order of its dimensions, beginning where 16 bytes do."""
+    """The tensor with no gaps, in the order of its dimensions, beginning where 16 bytes do."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 

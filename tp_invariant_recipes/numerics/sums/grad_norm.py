@@ -13,8 +13,8 @@ and the sum is one of integers (kernels/grad_norm.py does it, in limbs that cann
 
 The part cut off an element depends only on that element and X, and is less than one unit. The largest element alone
 adds at least 2^60 units to the sum (if it is subnormal, X - x = 0 for all and nothing is cut). So the norm of n
-elements is too small by less than n · 2^-61 of it: for n < 2^36, less than half an ulp of fp32. The only rounding is
-that of the square root to fp32.
+elements is too small by less than n · 2^-61 of it: for n < 2^36, less than half an ulp of fp32. Only the square root is
+rounded, to fp32.
 """
 
 import math

@@ -50,7 +50,7 @@ def context_mesh(shards: int) -> VirtualMesh:
 def losses_summed(original: Callable[..., Any], shards: int, contexts: int) -> Callable[..., Any]:
     """A replacement for the get_forward_backward_func of Bridge's train(), which adds up what each micro-batch gives.
 
-    Of training steps it returns one entry in place of one a micro-batch: {name: [2] fp32: a sum and its tokens}.
+    Of training steps it returns one entry instead of one a micro-batch: {name: [2] fp32: a sum and its tokens}.
     """
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
