@@ -61,6 +61,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
+def pytest_collection_finish() -> None:
+    """Collect what importing left, then leave the modules out of later collections: they are most of the heap."""
+    gc.collect()
+    gc.freeze()
+
+
 # What is imported only when a rank trains.
 LATE = (
     "megatron.bridge.data.megatron_mimo",

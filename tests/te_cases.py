@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.distributed.numerics.module_runs import Parameters, put_together, set_weights
-from tests.distributed.ranks import joined, same_bits
+from tests.distributed.ranks import joined
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 SHARDS, POSITIONS, BATCH, INPUTS, OUTPUTS = 4, 16, 2, 128, 320

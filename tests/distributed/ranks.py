@@ -51,14 +51,6 @@ def _rank(folder: Path, rank: int, size: int, shards: int, function: Callable[..
     os._exit(0)
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits: a NaN equals the same NaN only, and -0.0 is not 0.0."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
-
-
 def terms(*shape: int, seed: int = 0) -> torch.Tensor:
     """[terms, …] fp32 of magnitudes that show the order in which the terms are added."""
     generator = torch.Generator().manual_seed(seed)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 
 TOY = ("train", "qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1")
 # Steps that change nothing, to save what was loaded.

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tests.distributed.numerics.module_runs import put_together, split_of
-from tests.distributed.ranks import megatron, on_ranks, same_bits
+from tests.distributed.ranks import megatron, on_ranks
+from tests.operands import same_bits
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.invariant import _variables, switched_on
 from tp_invariant_recipes.settings.environment import settings

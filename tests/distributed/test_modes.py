@@ -6,8 +6,8 @@ from typing import Literal, get_args, get_type_hints
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
 from tests.distributed.scenario import stock_differs, unequal
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron.base import ColumnForward, RowForward
 from tp_invariant_recipes.numerics.settings import NumericsSettings

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.products import cublas, defined
 from tp_invariant_recipes.numerics.products.defined import BACKENDS, FIXED_TILES

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels import cross_entropy, rms_norm, row_add, token_sum, tree_add
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.products import defined

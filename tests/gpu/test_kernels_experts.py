@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.kernels.row_sum import _row_sum_torch, row_sum
 from tp_invariant_recipes.kernels.weighted_activation import (

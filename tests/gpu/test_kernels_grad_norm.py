@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tests.unit.test_grad_norm import kernel_cases, spread
 from tp_invariant_recipes.kernels import grad_norm as kernels
 from tp_invariant_recipes.numerics.megatron import init

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
-from tests.unit.ieee_operands import KINDS, any_bits, drawn
+from tests.operands import KINDS, any_bits, same_bits, sample
 from tp_invariant_recipes.portable import (
     ieee_adam,
     ieee_cross_entropy,
@@ -36,23 +35,23 @@ def on_both(function, *arguments):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens, heads, width, by_heads", ((256, 1, 1000, False), (256, 16, 128, True)))
 def test_norm(tokens, heads, width, by_heads, dtype, kind):
-    x, dy = (drawn(kind, tokens, heads, width, dtype=dtype, seed=seed) for seed in (0, 1))
-    weight = drawn("normal", width, dtype=dtype, seed=2)
+    x, dy = (sample(kind, tokens, heads, width, dtype=dtype, seed=seed) for seed in (0, 1))
+    weight = sample("normal", width, dtype=dtype, seed=2)
     _, scale = on_both(ieee_norm.rms_norm_forward, x, weight, 1e-6, True)
     on_both(ieee_norm.rms_norm_backward, dy, x, weight, scale, 8, by_heads, True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_swiglu_and_rotary(dtype, kind):
-    x, dy = drawn(kind, 300, 2 * 3000, dtype=dtype), drawn(kind, 300, 3000, dtype=dtype, seed=1)
+    x, dy = sample(kind, 300, 2 * 3000, dtype=dtype), sample(kind, 300, 3000, dtype=dtype, seed=1)
     on_both(lambda a, b: (ieee_swiglu.swiglu(a), ieee_swiglu.swiglu_backward(b, a)), x, dy)
-    heads = drawn(kind, 300, 2, 4, 128, dtype=dtype)
+    heads = sample(kind, 300, 2, 4, 128, dtype=dtype)
     on_both(lambda a, c, s: (ieee_rotary.rotate(a, c, s),), heads, *ieee_rotary.tables(300, 96, 1e6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cross_entropy(dtype, kind):
-    logits, gradient = drawn(kind, 64, 18992 * 2, dtype=dtype), drawn("normal", 64, seed=1)
+    logits, gradient = sample(kind, 64, 18992 * 2, dtype=dtype), sample("normal", 64, seed=1)
     highest, index = logits.amax(-1).float().nan_to_num(nan=torch.inf), torch.arange(64)
     (sums,) = on_both(lambda a, b: (ieee_cross_entropy.sum_of_exponentials(a, b, 2),), logits, highest)
     on_both(lambda a: (ieee_cross_entropy.logarithm(a),), sums)
@@ -68,14 +67,14 @@ def test_adam(decoupled, kind):
         ieee_adam.adam_step(*([tensor] for tensor in changed), numbers, decoupled)
         return changed
 
-    on_both(step, *(drawn(kind, 100_001, seed=seed) for seed in range(4)))
+    on_both(step, *(sample(kind, 100_001, seed=seed) for seed in range(4)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("experts, topk", ((8, 2), (128, 8)))
 def test_router(experts, topk, dtype, kind):
     finite = "normal" if kind == "special" else kind
-    logits, dp = drawn(finite, 300, experts, dtype=dtype), drawn(kind, 300, experts, dtype=dtype, seed=1)
+    logits, dp = sample(finite, 300, experts, dtype=dtype), sample(kind, 300, experts, dtype=dtype, seed=1)
     logits[0], logits[1, ::2] = 1.5, 0.25
     _, scores, chosen = on_both(ieee_router.route_tokens, logits, topk)
     on_both(lambda *tensors: (ieee_router.route_tokens_backward(*tensors),), dp, scores, logits, chosen)
@@ -84,8 +83,8 @@ def test_router(experts, topk, dtype, kind):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", (768, 3000))
 def test_expert(width, dtype, kind):
-    x, dy = drawn(kind, 300, 2 * width, dtype=dtype), drawn(kind, 300, width, dtype=dtype, seed=1)
-    p = drawn("normal", 300, dtype=dtype, seed=2)
+    x, dy = sample(kind, 300, 2 * width, dtype=dtype), sample(kind, 300, width, dtype=dtype, seed=1)
+    p = sample("normal", 300, dtype=dtype, seed=2)
     on_both(lambda a, b: (ieee_expert.weighted_swiglu(a, b),), x, p)
     on_both(ieee_expert.weighted_swiglu_backward, dy, x, p)
 

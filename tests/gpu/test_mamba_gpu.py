@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.host import mamba as twin
 from tp_invariant_recipes.kernels import causal_conv, group_norm
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels import restarting_product as kernel
 from tp_invariant_recipes.kernels.restarting_product import Cut
 from tp_invariant_recipes.numerics.products import contraction

@@ -10,8 +10,7 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from tests.distributed.ranks import same_bits
-from tests.unit.ieee_operands import drawn
+from tests.operands import same_bits, sample
 from tp_invariant_recipes.kernels import tensor_core_cpu
 from tp_invariant_recipes.portable import ieee_attention_triton
 from tp_invariant_recipes.portable.ieee_attention import _of_powers_of_two, attention_backward, attention_forward
@@ -52,7 +51,7 @@ def operands(s, b, h, g, d, kind):
     """query, key, value and the gradient of the output, bf16 and finite."""
     kinds = {"tiny": "normal", "zeros": "normal", "opposite": "wide"}.get(kind, kind)
     shapes = (s, b, h, d), (s, b, g, d), (s, b, g, d), (s, b, h, d)
-    tensors = [drawn(kinds, *shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes)]
+    tensors = [sample(kinds, *shape, dtype=torch.bfloat16, seed=seed) for seed, shape in enumerate(shapes)]
     tensors = [torch.where(x.isfinite() & (x.abs() < 2**40), x, torch.zeros_like(x)) for x in tensors]
     if kind == "tiny":  # subnormal products
         tensors = [x * 2.0**-70 for x in tensors]

@@ -18,9 +18,8 @@ from itertools import product
 import torch
 from triton.runtime import interpreter
 
-from tests.distributed.ranks import same_bits
+from tests.operands import KINDS, same_bits, sample
 from tests.unit import attention_interpreted
-from tests.unit.ieee_operands import KINDS, drawn
 from tests.unit.test_fixed_tile_product import RAGGED, layouts, operands
 from tests.unit.test_grad_norm import kernel_cases
 from tests.unit.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
@@ -288,8 +287,8 @@ def _alike(found, twin, *case):
 def portable_norms_have_the_bits_of_their_twin():
     shapes = ((24, 1, 96, 4, False), (16, 8, 24, 2, True), (4, 1, 5000, 2, False))
     for (tokens, heads, width, shards, by_heads), kind, dtype in product(shapes, FEW, DTYPES):
-        x, dy = drawn(kind, tokens, heads, width, dtype=dtype), drawn(kind, tokens, heads, width, dtype=dtype, seed=1)
-        weight, centered = drawn("normal", width, dtype=dtype, seed=2), kind == "wide"
+        x, dy = sample(kind, tokens, heads, width, dtype=dtype), sample(kind, tokens, heads, width, dtype=dtype, seed=1)
+        weight, centered = sample("normal", width, dtype=dtype, seed=2), kind == "wide"
         twin = ieee_norm.rms_norm_forward(x, weight, 1e-6, centered)
         found = torch.empty_like(twin[0]), torch.empty_like(twin[1])
         ieee_norm.forward_triton(x, weight, *found, 1e-6, centered)
@@ -303,7 +302,7 @@ def portable_norms_have_the_bits_of_their_twin():
 
 def portable_swiglu_has_the_bits_of_its_twin():
     for kind, dtype in product(FEW, DTYPES):
-        x, dy = drawn(kind, 3, 2 * 1100, dtype=dtype), drawn(kind, 3, 1100, dtype=dtype, seed=1)
+        x, dy = sample(kind, 3, 2 * 1100, dtype=dtype), sample(kind, 3, 1100, dtype=dtype, seed=1)
         found = torch.empty_like(dy), torch.empty_like(x)
         ieee_swiglu.forward_triton(x, found[0])
         ieee_swiglu.backward_triton(dy, x, found[1])
@@ -313,7 +312,7 @@ def portable_swiglu_has_the_bits_of_its_twin():
 def portable_rotary_has_the_bits_of_its_twin():
     cos, sin = ieee_rotary.tables(16, 32, 1e6)
     for kind, dtype, width in product(KINDS, DTYPES, (32, 44)):
-        x = drawn(kind, 10, 2, 30, width, dtype=dtype)
+        x = sample(kind, 10, 2, 30, width, dtype=dtype)
         found = torch.empty_like(x)
         ieee_rotary.rotate_triton(x, cos, sin, found)
         _alike((found,), (ieee_rotary.rotate(x, cos, sin),), kind, dtype, width)
@@ -321,7 +320,7 @@ def portable_rotary_has_the_bits_of_its_twin():
 
 def portable_cross_entropy_has_the_bits_of_its_twin():
     for kind, dtype, (vocabulary, shards) in product(FEW, DTYPES, ((300, 2), (5000, 1))):
-        logits, gradient = drawn(kind, 3, vocabulary, dtype=dtype), drawn("normal", 3, seed=1)
+        logits, gradient = sample(kind, 3, vocabulary, dtype=dtype), sample("normal", 3, seed=1)
         highest = logits.amax(-1).float().nan_to_num(nan=torch.inf)
         twin = ieee_cross_entropy.sum_of_exponentials(logits, highest, shards)
         sums = torch.empty(3, shards)
@@ -336,7 +335,7 @@ def portable_cross_entropy_has_the_bits_of_its_twin():
 
 def portable_adam_has_the_bits_of_its_twin():
     for kind, decoupled in product(KINDS, (True, False)):
-        tensors = [drawn(kind, 2500, seed=seed) for seed in range(4)]
+        tensors = [sample(kind, 2500, seed=seed) for seed in range(4)]
         twins = [tensor.clone() for tensor in tensors]
         numbers = ieee_adam.adam_numbers(5, 1e-3, (0.9, 0.95), 1e-8, 0.1)
         ieee_adam.adam_step(*([twin] for twin in twins), numbers, decoupled)
@@ -346,9 +345,9 @@ def portable_adam_has_the_bits_of_its_twin():
 
 def portable_routers_have_the_bits_of_their_twin():
     for kind, dtype, (experts, topk) in product(("normal", "wide"), DTYPES, ((8, 2), (100, 8))):
-        logits = drawn(kind, 5, experts, dtype=dtype)
+        logits = sample(kind, 5, experts, dtype=dtype)
         logits[0], logits[1, ::2] = 1.5, 0.25
-        dp, ds = drawn(kind, 5, experts, dtype=dtype, seed=1), drawn(kind, 5, experts, seed=2)
+        dp, ds = sample(kind, 5, experts, dtype=dtype, seed=1), sample(kind, 5, experts, seed=2)
         twin = ieee_router.route_tokens(logits, topk)
         found = tuple(map(torch.empty_like, twin))
         ieee_router.forward_triton(logits, topk, *found)
@@ -361,8 +360,8 @@ def portable_routers_have_the_bits_of_their_twin():
 
 def portable_experts_have_the_bits_of_their_twin():
     for kind, dtype, width in product(FEW, DTYPES, (70, 1100)):
-        x, dy = drawn(kind, 3, 2 * width, dtype=dtype), drawn(kind, 3, width, dtype=dtype, seed=1)
-        p = drawn("normal", 3, dtype=dtype, seed=2)
+        x, dy = sample(kind, 3, 2 * width, dtype=dtype), sample(kind, 3, width, dtype=dtype, seed=1)
+        p = sample("normal", 3, dtype=dtype, seed=2)
         found = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(p)
         ieee_expert.forward_triton(x, p, found[0])
         ieee_expert.backward_triton(dy, x, p, *found[1:])

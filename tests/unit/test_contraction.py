@@ -14,7 +14,7 @@ import triton.experimental.gluon.language as gl
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels import restarting_product as kernel
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
+from tests.operands import normal, same_bits
 from tp_invariant_recipes.numerics.products import cpu
 
 SHARDS = 8
@@ -27,16 +27,14 @@ def _alone(a, b):
     return torch.mm(cpu.without_gaps(a.float()), cpu.without_gaps(b.float()))
 
 
-def _random(*shape, dtype=torch.float32, seed=0, transposed=False):
-    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    if transposed:
-        values = values.transpose(-1, -2).contiguous().transpose(-1, -2)
-    return values.to(dtype)
+def operand(*shape, dtype=torch.float32, seed=0, transposed=False):
+    values = normal(*shape, seed=seed)
+    return (values.transpose(-1, -2).contiguous().transpose(-1, -2) if transposed else values).to(dtype)
 
 
 @pytest.mark.parametrize("m, k, n", SHAPES)
 def test_a_shard_of_columns_has_the_bits_it_has_alone(m, k, n):
-    a, b = _random(m, k), _random(k, SHARDS * n, seed=1, transposed=True)
+    a, b = operand(m, k), operand(k, SHARDS * n, seed=1, transposed=True)
     for shards in COUNTS:
         part = b[:, : shards * n]
         expected = torch.cat([_alone(a, y) for y in part.chunk(shards, 1)], 1)
@@ -45,7 +43,7 @@ def test_a_shard_of_columns_has_the_bits_it_has_alone(m, k, n):
 
 @pytest.mark.parametrize("m, k, n", SHAPES)
 def test_a_shard_of_rows_has_the_bits_it_has_alone(m, k, n):
-    a, b = _random(SHARDS * m, k, transposed=True), _random(k, n, seed=1)
+    a, b = operand(SHARDS * m, k, transposed=True), operand(k, n, seed=1)
     for shards in COUNTS:
         part = a[: shards * m]
         expected = torch.cat([_alone(x, b) for x in part.chunk(shards)])
@@ -57,8 +55,8 @@ def test_a_shard_of_rows_has_the_bits_it_has_alone(m, k, n):
 def test_a_shard_of_what_is_summed_has_the_bits_it_has_alone(m, k, n, segments):
     for shards in COUNTS:
         size = shards * k
-        a = _random(m, segments * size)
-        b = _random(segments * size, n, seed=1, transposed=True)
+        a = operand(m, segments * size)
+        b = operand(segments * size, n, seed=1, transposed=True)
         expected = []
         for shard in range(shards):
             starts = [segment * size + shard * k for segment in range(segments)]
@@ -68,7 +66,7 @@ def test_a_shard_of_what_is_summed_has_the_bits_it_has_alone(m, k, n, segments):
 
 
 def test_bf16_is_multiplied_in_fp32():
-    a, b = _random(128, 128, dtype=torch.bfloat16), _random(128, 384, dtype=torch.bfloat16, transposed=True)
+    a, b = operand(128, 128, dtype=torch.bfloat16), operand(128, 384, dtype=torch.bfloat16, transposed=True)
     expected = torch.cat([_alone(a, y) for y in b.chunk(SHARDS, 1)], 1)
     assert same_bits(cpu.product(a, b, 1, SHARDS), expected)
     expected = torch.stack([_alone(x, y) for x, y in zip(a.chunk(SHARDS, 1), b.chunk(SHARDS), strict=True)])
@@ -77,7 +75,7 @@ def test_bf16_is_multiplied_in_fp32():
 
 def test_the_layers_of_a_model_are_multiplied_in_one_call():
     """Else this would be right and as slow as before."""
-    a, b = _random(128, 128, dtype=torch.bfloat16), _random(128, 384, dtype=torch.bfloat16, transposed=True)
+    a, b = operand(128, 128, dtype=torch.bfloat16), operand(128, 384, dtype=torch.bfloat16, transposed=True)
     cpu.product(a, b, 1, SHARDS)
     cpu.partials(a, b, SHARDS, (128,))
     assert list(cpu.shown().values()) == [True, True]
@@ -106,20 +104,20 @@ def _rounding_in_bf16(a, b):
 )
 @pytest.mark.parametrize("m, k, n", ((16, 3, 16), (16, 16, 16), (128, 128, 384)))
 def test_what_has_other_bits_is_seen(m, k, n, other):
-    a, b = _random(m, k), _random(k, n)
+    a, b = operand(m, k), operand(k, n)
     assert cpu.is_right(torch.mm, torch.mm, a, b)
     assert not cpu.is_right(other, torch.mm, a, b)
 
 
 def test_small_products_are_not_tried():
-    a, b = _random(5, 40), _random(40, 8)
+    a, b = operand(5, 40), operand(40, 8)
     cpu.product(a, b, 1, 8)
     assert list(cpu.shown().values()) == [False]
 
 
 def test_what_was_seen_holds_for_that_alignment_only():
     memory = torch.randn(1 + 128 * 64)
-    b = _random(64, 64)
+    b = operand(64, 64)
     for start in (0, 1):
         cpu.product(memory[start : start + 128 * 64].view(128, 64), b, 8, 1)
     assert len(cpu.shown()) == 2

@@ -1,32 +1,21 @@
 """SIGKILL at every step, a full disk, two at once: the result is whole and the same, or it is not there."""
 
 import errno
-import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
-from tp_invariant_recipes.data import files, parts, tokenizer
+from tests.unit.indexed_data import SUFFIXES, cheap_garbage_collection, count_parts, files_of  # noqa: F401
+from tp_invariant_recipes.data import files, tokenizer
 from tp_invariant_recipes.data.prepare import ensure_prepared, prepare
 from tp_invariant_recipes.data.prepared import is_prepared, load
 from tp_invariant_recipes.errors import DataError
 
 FORK = multiprocessing.get_context("fork")  # a fresh process would spend seconds on importing Megatron
-SUFFIXES = (".bin", ".json", ".idx")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _megatron_imported_before_fork():
-    import megatron.core.datasets.indexed_dataset  # noqa: F401
-
-    gc.freeze()  # its builder collects garbage for each part, 0.1 s over all that is imported here
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -36,10 +25,6 @@ def folder(tmp_path):
     for i in range(5):
         (folder / f"{i}.txt").write_text(f"document {i} " * (i + 1))
     return folder
-
-
-def files_of(prefix: Path) -> dict[str, bytes]:
-    return {suffix: prefix.with_name(prefix.name + suffix).read_bytes() for suffix in SUFFIXES}
 
 
 def die() -> None:
@@ -52,13 +37,6 @@ def in_child(function, *args) -> int:
     child.start()
     child.join(60)
     return child.exitcode
-
-
-def count_parts(monkeypatch) -> list[Path]:
-    """The parts written from now on."""
-    written, real = [], parts._write_part
-    monkeypatch.setattr(parts, "_write_part", lambda path, *rest: written.append(path) or real(path, *rest))
-    return written
 
 
 def prepare_and_die_at_byte(folder, prefix, byte):

@@ -1,6 +1,5 @@
 """Text becomes an indexed dataset whose documents are the text's bytes and eod, however it was cut."""
 
-import gc
 import gzip
 import json
 import shutil
@@ -13,23 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests.unit.indexed_data import SUFFIXES, cheap_garbage_collection, count_parts, files_of  # noqa: F401
 from tp_invariant_recipes.cli.data import data_app
-from tp_invariant_recipes.data import parts, source
+from tp_invariant_recipes.data import source
 from tp_invariant_recipes.data.prepare import ensure_prepared, foresee, prepare
 from tp_invariant_recipes.data.prepared import is_prepared, load
 from tp_invariant_recipes.errors import DataError
 
-SUFFIXES = (".bin", ".json", ".idx")
 EOD = 256
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cheap_garbage_collection():
-    import megatron.core.datasets.indexed_dataset  # noqa: F401
-
-    gc.freeze()  # its builder collects garbage for each part, 0.1 s over all that is imported here
-    yield
-    gc.unfreeze()
 
 
 def read_back(prefix: Path) -> list[list[int]]:
@@ -43,10 +33,6 @@ def read_back(prefix: Path) -> list[list[int]]:
 
 def ids(*documents: bytes) -> list[list[int]]:
     return [[*document, EOD] for document in documents]
-
-
-def files_of(prefix: Path) -> dict[str, bytes]:
-    return {suffix: prefix.with_name(prefix.name + suffix).read_bytes() for suffix in SUFFIXES}
 
 
 def write(folder: Path, **files: str | bytes) -> Path:
@@ -251,13 +237,6 @@ def test_all_problems_at_once_and_good_parts_are_kept(tmp_path, monkeypatch):
     made = prepare(folder, tmp_path / "out", part_bytes=1)
     assert read_back(made.prefix) == ids(b"good", b"mended", b"c", b"good too")
     assert len(written) == 3  # all but a.txt
-
-
-def count_parts(monkeypatch) -> list[Path]:
-    """The parts written from now on."""
-    written, real = [], parts._write_part
-    monkeypatch.setattr(parts, "_write_part", lambda path, *rest: written.append(path) or real(path, *rest))
-    return written
 
 
 def test_unreadable_paths_are_listed_together(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.layers import embedding, linear
 from tp_invariant_recipes.numerics.megatron import data_parallel

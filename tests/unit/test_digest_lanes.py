@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels.digest import LANES, Lanes, Piece, keys, lanes
 from tp_invariant_recipes.kernels.grad_norm import largest
 

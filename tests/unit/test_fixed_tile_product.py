@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import GROUP, TILES, _product, fixed_tile_product
 
 DTYPES = (torch.float32, torch.bfloat16)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels import tensor_core_cpu
 from tp_invariant_recipes.kernels.tensor_core_sum import bf16_product
 from tp_invariant_recipes.portable.ieee_attention import attention_backward, attention_forward

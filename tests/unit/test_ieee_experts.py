@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
-from tests.unit.ieee_operands import KINDS, drawn
+from tests.operands import KINDS, same_bits, sample
 from tests.unit.test_ieee_kernels import in_lanes, one_after_the_other, rounded, wide
 from tp_invariant_recipes.portable import ieee_expert, ieee_router
 from tp_invariant_recipes.portable.ieee_sums import folded
@@ -41,7 +40,7 @@ def slopes(p, dp, s, ds, dtype, add=folded):
 
 def tied(kind, tokens, experts, dtype):
     """Logits of which many are equal."""
-    logits = drawn(kind, tokens, experts, dtype=dtype)
+    logits = sample(kind, tokens, experts, dtype=dtype)
     logits[:, experts // 2 :] = logits[:, : experts - experts // 2].flip(-1)
     logits[0] = 1.5
     logits[1] = 0.0
@@ -61,7 +60,7 @@ def test_router(experts, topk, dtype, kind):
     p, s = softmaxes(logits, expected)
     assert same_bits(probs, rounded(p, dtype))
     assert same_bits(scores, torch.from_numpy(s))
-    dp, ds = drawn(kind, 40, experts, dtype=dtype, seed=1), drawn(kind, 40, experts, seed=2)
+    dp, ds = sample(kind, 40, experts, dtype=dtype, seed=1), sample(kind, 40, experts, seed=2)
     found = ieee_router.route_tokens_backward(dp, ds, logits, chosen)
     assert same_bits(found, slopes(p, wide(dp), s, ds.numpy(), dtype))
 
@@ -81,7 +80,7 @@ def test_router_controls():
     assert not same_bits(scores, torch.from_numpy(s))
     assert not same_bits(scores, torch.softmax(logits, -1))
     p, s = softmaxes(logits, chosen.numpy())
-    dp, ds = drawn("wide", 40, 128, seed=1), drawn("wide", 40, 128, seed=2)
+    dp, ds = sample("wide", 40, 128, seed=1), sample("wide", 40, 128, seed=2)
     found = ieee_router.route_tokens_backward(dp, ds, logits, chosen)
     assert not same_bits(found, slopes(p, dp.numpy(), s, ds.numpy(), torch.float32, one_after_the_other))
     last = chosen.flip(-1)
@@ -106,8 +105,8 @@ def activation(x, p):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", (333, 1500))
 def test_expert(width, dtype, kind):
-    x, dy = drawn(kind, 9, 2 * width, dtype=dtype), drawn(kind, 9, width, dtype=dtype, seed=1)
-    p = drawn("normal", 9, dtype=dtype, seed=2).abs()
+    x, dy = sample(kind, 9, 2 * width, dtype=dtype), sample(kind, 9, width, dtype=dtype, seed=1)
+    p = sample("normal", 9, dtype=dtype, seed=2).abs()
     _, up, c, s, weight = activation(x, p)
     assert same_bits(ieee_expert.weighted_swiglu(x, p), rounded((s * up) * weight, dtype))
     dx, dp = ieee_expert.weighted_swiglu_backward(dy, x, p)
@@ -118,7 +117,7 @@ def test_expert(width, dtype, kind):
 
 
 def test_expert_controls():
-    x, dy, p = drawn("normal", 9, 2 * 333), drawn("normal", 9, 333, seed=1), drawn("normal", 9, seed=2).abs()
+    x, dy, p = sample("normal", 9, 2 * 333), sample("normal", 9, 333, seed=1), sample("normal", 9, seed=2).abs()
     _, up, _, s, weight = activation(x, p)
     assert not same_bits(ieee_expert.weighted_swiglu(x, p), rounded(s * (up * weight), torch.float32))
     _, dp = ieee_expert.weighted_swiglu_backward(dy, x, p)
@@ -133,8 +132,8 @@ def test_an_expert_without_tokens():
 
 
 def test_threads_do_not_change_a_bit():
-    x, dy, p = drawn("wide", 300, 2 * 128), drawn("wide", 300, 128, seed=1), drawn("normal", 300, seed=2)
-    logits = drawn("wide", 300, 64)
+    x, dy, p = sample("wide", 300, 2 * 128), sample("wide", 300, 128, seed=1), sample("normal", 300, seed=2)
+    logits = sample("wide", 300, 64)
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 3):

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
-from tests.unit.ieee_operands import KINDS, drawn
+from tests.operands import KINDS, same_bits, sample
 from tp_invariant_recipes.kernels.tensor_core_sum import _fma as fma
 from tp_invariant_recipes.portable import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu, one_source
 from tp_invariant_recipes.portable.ieee_sums import folded, power_of_two
@@ -87,8 +86,8 @@ def norm_backward(dy, x, weight, scale, shards, by_heads, zero_centered, dtype, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens, heads, width, shards, by_heads", SHAPES)
 def test_norm(tokens, heads, width, shards, by_heads, dtype, kind):
-    x = drawn(kind, tokens, heads, 2 * width, dtype=dtype)[..., :width]  # with gaps
-    dy, weight = drawn(kind, tokens, heads, width, dtype=dtype, seed=1), drawn("normal", width, dtype=dtype, seed=2)
+    x = sample(kind, tokens, heads, 2 * width, dtype=dtype)[..., :width]  # with gaps
+    dy, weight = sample(kind, tokens, heads, width, dtype=dtype, seed=1), sample("normal", width, dtype=dtype, seed=2)
     for centered in (False, True):
         y, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6, centered)
         expected = norm_forward(wide(x), wide(weight), 1e-6, centered, dtype)
@@ -101,7 +100,7 @@ def test_norm(tokens, heads, width, shards, by_heads, dtype, kind):
 
 
 def test_norm_controls():
-    x, dy, weight = drawn("wide", 24, 1, 96), drawn("wide", 24, 1, 96, seed=1), drawn("normal", 96, seed=2)
+    x, dy, weight = sample("wide", 24, 1, 96), sample("wide", 24, 1, 96, seed=1), sample("normal", 96, seed=2)
     y, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6)
     assert not same_bits(y, norm_forward(wide(x), wide(weight), 1e-6, False, torch.float32, one_after_the_other)[0])
     dx, _ = ieee_norm.rms_norm_backward(dy, x, weight, scale, 4, False)
@@ -111,7 +110,7 @@ def test_norm_controls():
 
 
 def test_shards_of_a_norm_do_not_depend_on_their_neighbours():
-    x, dy, weight = drawn("wide", 64, 8, 96), drawn("wide", 64, 8, 96, seed=1), drawn("normal", 96, seed=2)
+    x, dy, weight = sample("wide", 64, 8, 96), sample("wide", 64, 8, 96, seed=1), sample("normal", 96, seed=2)
     for by_heads, dim in ((False, 0), (True, 1)):
         _, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6)
         _, whole = ieee_norm.rms_norm_backward(dy, x, weight, scale, 4, by_heads)
@@ -131,7 +130,7 @@ def sigmoid_parts(gate):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_swiglu(dtype, kind):
-    x, dy = drawn(kind, 9, 2 * 333, dtype=dtype), drawn(kind, 9, 333, dtype=dtype, seed=1)
+    x, dy = sample(kind, 9, 2 * 333, dtype=dtype), sample(kind, 9, 333, dtype=dtype, seed=1)
     gate, up = np.split(wide(x), 2, -1)
     c, s = sigmoid_parts(gate)
     assert same_bits(ieee_swiglu.swiglu(x), rounded(s * up, dtype))
@@ -140,7 +139,7 @@ def test_swiglu(dtype, kind):
 
 
 def test_swiglu_controls():
-    x, dy = drawn("normal", 9, 2 * 333), drawn("normal", 9, 333, seed=1)
+    x, dy = sample("normal", 9, 2 * 333), sample("normal", 9, 333, seed=1)
     gate, up = np.split(wide(x), 2, -1)
     c, s = sigmoid_parts(gate)
     dgate = ieee_swiglu.swiglu_backward(dy, x)[:, :333].contiguous()
@@ -155,7 +154,7 @@ def test_swiglu_controls():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", (32, 44), ids=("all of it", "a part"))
 def test_rotary(width, dtype, kind):
-    x = drawn(kind, 10, 2, 3, width, dtype=dtype)
+    x = sample(kind, 10, 2, 3, width, dtype=dtype)
     cos, sin = ieee_rotary.tables(16, 32, 1e6)
     values, c, s = wide(x), cos[:10, None, None].numpy(), sin[:10, None, None].numpy()
     a, b, rest = values[..., :16], values[..., 16:32], values[..., 32:]
@@ -165,7 +164,7 @@ def test_rotary(width, dtype, kind):
 
 
 def test_rotary_control():
-    x = drawn("normal", 10, 2, 3, 32)
+    x = sample("normal", 10, 2, 3, 32)
     cos, sin = ieee_rotary.tables(16, 32, 1e6)
     values, c, s = wide(x), cos[:10, None, None].numpy(), sin[:10, None, None].numpy()
     fused = rounded(fma(values[..., :16], c, -(values[..., 16:] * s)), torch.float32)
@@ -189,7 +188,7 @@ def test_tables_of_positions():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary, shards", ((1000, 4), (9000, 2), (64, 8)))
 def test_cross_entropy(vocabulary, shards, dtype, kind):
-    logits = drawn(kind, 6, vocabulary, dtype=dtype)
+    logits = sample(kind, 6, vocabulary, dtype=dtype)
     highest = logits.amax(-1).float().nan_to_num(nan=np.inf) + 0.0
     values = numpy_version("exp")(wide(logits) - highest.numpy()[:, None])
     size = vocabulary // shards
@@ -197,7 +196,7 @@ def test_cross_entropy(vocabulary, shards, dtype, kind):
     found = ieee_cross_entropy.sum_of_exponentials(logits, highest, shards)
     assert same_bits(found, rounded(np.ascontiguousarray(sums.T), torch.float32))
     total, index = found.sum(0), torch.tensor([0, 1, vocabulary - 1, -1, vocabulary, 5])
-    gradient = drawn("normal", 6, seed=1)
+    gradient = sample("normal", 6, seed=1)
     softmax = values / total.numpy()[:, None] - (np.arange(vocabulary) == index.numpy()[:, None]).astype(np.float32)
     expected = rounded(softmax * gradient.numpy()[:, None], dtype)
     assert same_bits(ieee_cross_entropy.softmax_gradient(logits, index, highest, total, gradient, shards), expected)
@@ -206,7 +205,7 @@ def test_cross_entropy(vocabulary, shards, dtype, kind):
 
 
 def test_cross_entropy_control():
-    logits = drawn("normal", 6, 1000)
+    logits = sample("normal", 6, 1000)
     highest = logits.amax(-1)
     found = ieee_cross_entropy.sum_of_exponentials(logits, highest, 4)
     difference = wide(logits) - highest.numpy()[:, None]
@@ -230,7 +229,7 @@ def adam(tensors, numbers, decoupled, add_product=lambda x, y, z: z + x * y):
 
 
 def adam_tensors(kind, size=3000):
-    p, g, m, v = (drawn(kind, size, seed=seed) for seed in range(4))
+    p, g, m, v = (sample(kind, size, seed=seed) for seed in range(4))
     return [p, g * 0.01, m * 0.01, v.square() * 1e-4]
 
 
@@ -279,11 +278,11 @@ def test_adam_refuses_what_it_cannot_step(wrong):
 
 
 def everything():
-    x, dy, weight = (drawn("wide", *shape, seed=3) for shape in ((260, 1, 192), (260, 1, 192), (192,)))
+    x, dy, weight = (sample("wide", *shape, seed=3) for shape in ((260, 1, 192), (260, 1, 192), (192,)))
     y, scale = ieee_norm.rms_norm_forward(x, weight, 1e-6)
     yield from (y, scale, *ieee_norm.rms_norm_backward(dy, x, weight, scale, 4, False))
-    rows = drawn("normal", 260, 384)
-    yield from (ieee_swiglu.swiglu(rows), ieee_swiglu.swiglu_backward(drawn("normal", 260, 192, seed=1), rows))
+    rows = sample("normal", 260, 384)
+    yield from (ieee_swiglu.swiglu(rows), ieee_swiglu.swiglu_backward(sample("normal", 260, 192, seed=1), rows))
     yield ieee_rotary.rotate(rows.view(65, 4, 12, 32), *ieee_rotary.tables(65, 32, 1e4))
     highest, index = rows.amax(-1), torch.zeros(260, dtype=torch.int64)
     total = ieee_cross_entropy.sum_of_exponentials(rows, highest, 4)

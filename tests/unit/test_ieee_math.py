@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from tests.unit.ieee_operands import EVERY_BF16, SPECIAL, any_bits
+from tests.operands import EVERY_BF16, SPECIAL, any_bits
 from tp_invariant_recipes.kernels import numba_fma
 from tp_invariant_recipes.portable import ieee_math, ieee_rotary, one_source
 from tp_invariant_recipes.portable.one_source import numba_version, numpy_version

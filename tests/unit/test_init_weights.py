@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.numerics.megatron import init
 from tp_invariant_recipes.numerics.megatron.init import initialise, normal

@@ -7,12 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from tp_invariant_recipes.cli.compare import compare as compare_command
+from tests.unit.compare.ledgers import tpi_compare
 from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.compare.step_order import FIELDS
 from tp_invariant_recipes.compare.text import verdict_line
@@ -156,12 +154,6 @@ def test_the_rest_of_the_header_only_informs(part):
 # The command.
 
 
-def tpi(*arguments: object):
-    app = typer.Typer()
-    app.command()(compare_command)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], terminal_width=200)
-
-
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     """Five run directories: a and b agree, c differs at step 2, d has another seed, e is not a ledger."""
@@ -200,23 +192,23 @@ STATUSES = (
 @pytest.mark.parametrize("arguments, status", STATUSES)
 @pytest.mark.parametrize("option", ((), ("--json",)), ids=("text", "json"))
 def test_exit_status(runs, arguments, status, option):
-    result = tpi(*arguments.split(), *option)
+    result = tpi_compare(*arguments.split(), *option)
     assert result.exit_code == status, result.output
     if option and arguments:
         assert json.loads(result.stdout)["exit_status"] == status
 
 
 def test_text(runs):
-    lines = tpi("a", "b").stdout.splitlines()
+    lines = tpi_compare("a", "b").stdout.splitlines()
     assert lines[0] == "identical: 3 steps, loss, gradient norm and learning rate equal bit for bit"
     assert any("layout.tp" in line and "1" in line and "4" in line for line in lines)
     assert any('"[red]2.12[/red]"' in line for line in lines)
     assert lines[-1].startswith("Gradients and weights themselves are not compared: neither run has any digests")
-    several = tpi("a", "b", "c").stdout
+    several = tpi_compare("a", "b", "c").stdout
     assert several.startswith("b: identical: ")
     assert "\nc: different at step 2: loss f32:40c80000 6.25 vs f32:40c80003 " in several
     assert ", 3 ULP; 2 of 3 steps differ\n" in several
-    assert tpi("a", "c").stdout.endswith("To find the module and the operation: tpi bisect a c\n")
+    assert tpi_compare("a", "c").stdout.endswith("To find the module and the operation: tpi bisect a c\n")
 
 
 def test_a_long_verdict_stays_on_one_line(runs):
@@ -224,7 +216,7 @@ def test_a_long_verdict_stays_on_one_line(runs):
     Path("b").rename(name)
     with open(f"{name}/ledger.jsonl", "rb+") as stream:
         stream.truncate(stream.seek(0, 2) - 10)
-    first, *rest = tpi("a", name).stdout.splitlines()
+    first, *rest = tpi_compare("a", name).stdout.splitlines()
     assert first.startswith("identical: 2 of 3 steps, ")
     assert first.endswith("ends at step 2")
     assert f"{name}: the last line is torn; the run was killed, or is writing it now." in rest
@@ -232,18 +224,18 @@ def test_a_long_verdict_stays_on_one_line(runs):
 
 def test_comparing_a_run_with_itself_says_so(runs):
     Path("link").symlink_to("a")
-    assert "proves nothing" in tpi("a", "link").stdout
-    assert "proves nothing" not in tpi("a", "b").stdout
+    assert "proves nothing" in tpi_compare("a", "link").stdout
+    assert "proves nothing" not in tpi_compare("a", "b").stdout
 
 
 def test_an_unreadable_ledger_is_named(runs):
-    result = tpi("a", "e")
+    result = tpi_compare("a", "e")
     assert result.stderr == "not comparable: e/ledger.jsonl line 1: not a ledger\n"
     assert result.stdout == ""
 
 
 def test_json(runs):
-    output = json.loads(tpi("--json", "a", "b", "c", "d").stdout)
+    output = json.loads(tpi_compare("--json", "a", "b", "c", "d").stdout)
     assert output.keys() == {"schema", "exit_status", "error", "compared_fields", "comparisons"}
     assert (output["schema"], output["error"]) == (2, None)
     same, different, refused = output["comparisons"]
@@ -273,12 +265,12 @@ def test_json(runs):
 
 def test_json_tells_a_field_that_is_not_set_from_null(runs):
     LedgerWriter("f.jsonl").create(replace(HEADER, layout={}, notes={"n": None})).close()
-    (comparison,) = json.loads(tpi("--json", "a", "f.jsonl").stdout)["comparisons"]
+    (comparison,) = json.loads(tpi_compare("--json", "a", "f.jsonl").stdout)["comparisons"]
     assert comparison["informed"] == [{"field": "layout.tp", "a": 1}, {"field": "notes.n", "b": None}]
 
 
 def test_json_of_an_unreadable_ledger(runs):
-    output = json.loads(tpi("--json", "a", "none").stdout)
+    output = json.loads(tpi_compare("--json", "a", "none").stdout)
     assert output["error"] == "none does not exist"
     assert (output["comparisons"], output["exit_status"]) == ([], 2)
 

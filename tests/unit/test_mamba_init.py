@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.megatron import init, mamba_init
 
 LAST = (1 << 52) - 1

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributed.ranks import same_bits
+from tests.operands import normal, same_bits
 from tp_invariant_recipes.kernels import causal_conv, group_norm
 from tp_invariant_recipes.numerics.layers.mamba import by_shard, side_by_side
 from tp_invariant_recipes.numerics.layers.mamba import causal_conv as conv
@@ -13,18 +13,14 @@ from tp_invariant_recipes.numerics.layers.mamba import group_norm as norm
 SHARDS, STEP, ROWS, CHANNELS = 4, 2, 96, 37
 
 
-def _random(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def conv_inputs(dtype=torch.float32):
-    x, dy = (_random(SHARDS, ROWS, CHANNELS, seed=n).to(dtype) for n in (1, 2))
-    return x, dy, _random(SHARDS, CHANNELS, causal_conv.TAPS, seed=3).to(dtype), _random(SHARDS, CHANNELS).to(dtype)
+    x, dy = (normal(SHARDS, ROWS, CHANNELS, seed=n).to(dtype) for n in (1, 2))
+    return x, dy, normal(SHARDS, CHANNELS, causal_conv.TAPS, seed=3).to(dtype), normal(SHARDS, CHANNELS).to(dtype)
 
 
 def norm_inputs(dtype=torch.float32):
-    x, dy = (_random(SHARDS, ROWS, 3, 20, seed=n).to(dtype) for n in (1, 2))
-    return x, dy, _random(SHARDS, 3, 20, seed=3).to(dtype)
+    x, dy = (normal(SHARDS, ROWS, 3, 20, seed=n).to(dtype) for n in (1, 2))
+    return x, dy, normal(SHARDS, 3, 20, seed=3).to(dtype)
 
 
 def slices(tensors, degree):

@@ -6,25 +6,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.operands import normal
 from tp_invariant_recipes.host import mamba
 
 BATCH, SEQUENCE, HEADS, GROUPS, P, N = 2, 45, 4, 2, 8, 6
 
 
-def _random(*shape, seed=0, scale=1.0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
 def _scan_inputs():
     return {
-        "x": _random(BATCH, SEQUENCE, HEADS, P, seed=1),
-        "dt": _random(BATCH, SEQUENCE, HEADS, seed=2),
-        "A": -_random(HEADS, seed=3).exp(),
-        "B": _random(BATCH, SEQUENCE, GROUPS, N, seed=4),
-        "C": _random(BATCH, SEQUENCE, GROUPS, N, seed=5),
-        "D": _random(HEADS, seed=6),
-        "z": _random(BATCH, SEQUENCE, HEADS, P, seed=7),
-        "dt_bias": _random(HEADS, seed=8),
+        "x": normal(BATCH, SEQUENCE, HEADS, P, seed=1),
+        "dt": normal(BATCH, SEQUENCE, HEADS, seed=2),
+        "A": -normal(HEADS, seed=3).exp(),
+        "B": normal(BATCH, SEQUENCE, GROUPS, N, seed=4),
+        "C": normal(BATCH, SEQUENCE, GROUPS, N, seed=5),
+        "D": normal(HEADS, seed=6),
+        "z": normal(BATCH, SEQUENCE, HEADS, P, seed=7),
+        "dt_bias": normal(HEADS, seed=8),
     }
 
 
@@ -43,7 +40,7 @@ def _recurrence(x, dt, A, B, C, D, z, dt_bias):
 def _with_gradients(function, inputs, dtype):
     leaves = {name: value.detach().to(dtype, copy=True).requires_grad_() for name, value in inputs.items()}
     y = function(**leaves)
-    y.backward(_random(*y.shape, seed=9).to(dtype))
+    y.backward(normal(*y.shape, seed=9).to(dtype))
     return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
@@ -69,7 +66,7 @@ def test_the_scan_without(missing):
     inputs[missing] = torch.zeros_like(inputs[missing])
     expected = _recurrence(**{name: value.double() for name, value in inputs.items()})
     if missing == "z":  # the recurrence's gate would be 0
-        inputs[missing] = _random(*inputs[missing].shape)
+        inputs[missing] = normal(*inputs[missing].shape)
         expected = _recurrence(**{name: value.double() for name, value in inputs.items()}) / F.silu(
             inputs["z"].double()
         )
@@ -88,14 +85,14 @@ def test_a_scan_rounds_once():
 
 
 def test_groups_that_do_not_divide_the_heads_are_refused():
-    inputs = _scan_inputs() | {"B": _random(BATCH, SEQUENCE, 3, N)}
+    inputs = _scan_inputs() | {"B": normal(BATCH, SEQUENCE, 3, N)}
     with pytest.raises(ValueError, match="3 groups do not divide 4 heads"):
         mamba.chunk_scan(chunk_size=16, **inputs)
 
 
 @pytest.mark.parametrize("activation", (None, "silu"))
 def test_the_convolution_is_torchs(activation):
-    inputs = {"x": _random(2, 6, 20), "weight": _random(6, 4, seed=1), "bias": _random(6, seed=2)}
+    inputs = {"x": normal(2, 6, 20), "weight": normal(6, 4, seed=1), "bias": normal(6, seed=2)}
 
     def torchs(x, weight, bias):
         y = F.conv1d(x, weight[:, None], bias, padding=3, groups=6)[..., :20]
@@ -107,15 +104,15 @@ def test_the_convolution_is_torchs(activation):
 
 def test_other_activations_are_refused():
     with pytest.raises(NotImplementedError, match="gelu"):
-        mamba.causal_conv1d(_random(1, 2, 3), _random(2, 4), activation="gelu")
+        mamba.causal_conv1d(normal(1, 2, 3), normal(2, 4), activation="gelu")
 
 
 def test_the_whole_is_its_parts():
     """z, x, B, C and dt in one tensor."""
     inner, state = HEADS * P, GROUPS * N
-    whole = _random(BATCH, SEQUENCE, 2 * inner + 2 * state + HEADS)
-    weight, bias = _random(inner + 2 * state, 4, seed=1), _random(inner + 2 * state, seed=2)
-    dt_bias, A, D = _random(HEADS, seed=3), -_random(HEADS, seed=4).exp(), _random(HEADS, seed=5)
+    whole = normal(BATCH, SEQUENCE, 2 * inner + 2 * state + HEADS)
+    weight, bias = normal(inner + 2 * state, 4, seed=1), normal(inner + 2 * state, seed=2)
+    dt_bias, A, D = normal(HEADS, seed=3), -normal(HEADS, seed=4).exp(), normal(HEADS, seed=5)
     found = mamba.split_conv1d_scan(whole, weight, bias, dt_bias, A, D, 16, headdim=P, ngroups=GROUPS,
                                     norm_before_gate=False)  # fmt: skip
     z, x, B, C, dt = whole.split((inner, inner, state, state, HEADS), -1)
@@ -139,8 +136,8 @@ def test_packed_sequences_are_refused():
 @pytest.mark.parametrize("norm_before_gate", (False, True))
 def test_the_norm_is_of_groups(norm_before_gate):
     norm = mamba.GroupRMSNorm(12, eps=1e-5, group_size=4, norm_before_gate=norm_before_gate)
-    norm.weight.data = _random(12, seed=1)
-    x, z = _random(3, 12), _random(3, 12, seed=2)
+    norm.weight.data = normal(12, seed=1)
+    x, z = normal(3, 12), normal(3, 12, seed=2)
     gated = x if norm_before_gate else x * F.silu(z)
     y = torch.cat([F.rms_norm(part, (4,), eps=1e-5) for part in gated.split(4, -1)], -1) * norm.weight
     torch.testing.assert_close(norm(x, z), y * F.silu(z) if norm_before_gate else y)

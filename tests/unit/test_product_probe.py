@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.products import cublas as cublas_product

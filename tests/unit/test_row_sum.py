@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels.row_sum import row_sum
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.ieee_operands import EVERY_BF16, KINDS, drawn
+from tests.operands import EVERY_BF16, KINDS, sample
 from tp_invariant_recipes.kernels import tensor_core_cpu
 from tp_invariant_recipes.kernels.tensor_core_sum import STEP, bf16_product
 
@@ -56,7 +56,7 @@ def ours(a, b):
 def operands(kind):
     """[64, 64] and [64, 8] bf16; "edges" has every magnitude, subnormal ones too, and results of each."""
     if kind != "edges":
-        return drawn(kind, 64, 64, dtype=torch.bfloat16), drawn(kind, 64, 8, dtype=torch.bfloat16, seed=1)
+        return sample(kind, 64, 64, dtype=torch.bfloat16), sample(kind, 64, 8, dtype=torch.bfloat16, seed=1)
     random = np.random.default_rng(0)
     finite = EVERY_BF16[np.isfinite(EVERY_BF16)]
     small = finite[np.abs(finite) < 2.0**-60]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from tests.distributed.ranks import same_bits
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels.weighted_activation import KINDS, weighted_activation, weighted_activation_backward
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.ranks import joined, megatron, on_ranks, same_bits
+from tests.distributed.ranks import joined, megatron, on_ranks
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.megatron.init import place
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import on_ranks, same_bits
+from tests.distributed.ranks import on_ranks
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 
 SHARDS, DEGREES = 8, (1, 2, 4, 8)

@@ -14,7 +14,8 @@ from tests.distributed.numerics.module_runs import (
     split_of,
     whole,
 )
-from tests.distributed.ranks import megatron, on_ranks, same_bits
+from tests.distributed.ranks import megatron, on_ranks
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.megatron import spec
 
 SHARDS = 4

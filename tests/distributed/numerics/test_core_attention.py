@@ -5,7 +5,8 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from tests.distributed.ranks import megatron, on_ranks, same_bits
+from tests.distributed.ranks import megatron, on_ranks
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.megatron import spec
 
 SHARDS, SEQUENCE, BATCH = 4, 64, 2

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.distributed.ranks import on_ranks, same_bits
+from tests.distributed.ranks import on_ranks
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels import cross_entropy as kernel
 from tp_invariant_recipes.numerics.layers.cross_entropy import vocab_parallel_cross_entropy
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

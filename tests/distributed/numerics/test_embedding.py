@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.distributed.numerics.module_runs import DTYPES, joined
-from tests.distributed.ranks import megatron, on_ranks, same_bits
+from tests.distributed.ranks import megatron, on_ranks
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.megatron import replacements
 from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import applied

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.distributed.ranks import on_ranks, same_bits
+from tests.distributed.ranks import on_ranks
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.layers.experts import LATER
 from tp_invariant_recipes.numerics.megatron import replacements
 from tp_invariant_recipes.numerics.settings import NumericsSettings

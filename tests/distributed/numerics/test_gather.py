@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.distributed.ranks import on_ranks, same_bits, sliced
+from tests.distributed.ranks import on_ranks, sliced
+from tests.operands import same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.layers import gather
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh

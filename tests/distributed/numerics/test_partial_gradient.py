@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import on_ranks, same_bits
+from tests.distributed.ranks import on_ranks
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.layers.bias import row_bias
 from tp_invariant_recipes.numerics.layers.norm import NormShards, rms_norm
 from tp_invariant_recipes.numerics.sums import partial_gradient

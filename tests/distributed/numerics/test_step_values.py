@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import on_ranks, same_bits, terms
+from tests.distributed.ranks import on_ranks, terms
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.step_values import metrics_kept_apart, metrics_summed, summed
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.ranks import joined, on_ranks, same_bits, sliced
+from tests.distributed.ranks import joined, on_ranks, sliced
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.layers import gather, linear
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 

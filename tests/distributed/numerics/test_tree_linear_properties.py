@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.distributed.ranks import joined, on_ranks, same_bits, sliced
+from tests.distributed.ranks import joined, on_ranks, sliced
+from tests.operands import same_bits
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
 from tp_invariant_recipes.numerics.layers.linear import column_parallel, row_parallel
 

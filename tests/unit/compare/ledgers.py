@@ -3,6 +3,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+import typer
+from typer.testing import CliRunner
+
+from tp_invariant_recipes.cli.compare import compare as compare_command
 from tp_invariant_recipes.ledger.digests import Parameter, Traced, tensor_digest
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, StepRecord
@@ -110,3 +114,10 @@ def grown(*starts: tuple[str, str, int]) -> Ledger:
                 changes[kind][name] = value("other", kind, name)
         records.append(replace(good, **changes))
     return Ledger(HEADER, tuple(records), Path("b/ledger.jsonl"), torn=False)
+
+
+def tpi_compare(*arguments: object):
+    """`tpi compare` in this process."""
+    app = typer.Typer()
+    app.command()(compare_command)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], terminal_width=200)

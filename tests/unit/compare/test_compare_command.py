@@ -6,9 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from safetensors.numpy import save_file
-from typer.testing import CliRunner
 
 from tests.unit.compare.ledgers import (
     FC1,
@@ -21,21 +19,15 @@ from tests.unit.compare.ledgers import (
     grown,
     ledger,
     record,
+    tpi_compare,
     value,
     with_other,
     with_trace,
 )
-from tp_invariant_recipes.cli.compare import compare as compare_command
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.digests import in_order
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import LedgerWriter
-
-
-def tpi(*arguments: object):
-    app = typer.Typer()
-    app.command()(compare_command)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], terminal_width=200)
 
 
 def write(ledger: Ledger) -> None:
@@ -56,7 +48,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_table_shows_the_first_parameters_and_all_on_request(folder):
     order = in_order(NAMES)
     write(grown(*(("weights", name, 2 + n % 2) for n, name in enumerate(order[:-1]))))
-    result = tpi("a", "b")
+    result = tpi_compare("a", "b")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert lines[0].startswith(f"different at step 2: weight of {order[0]} differs after the step, its gradient and")
@@ -65,23 +57,23 @@ def test_a_table_shows_the_first_parameters_and_all_on_request(folder):
     assert "and 1 more (--all)" in lines
     names = [line.split()[0] for line in lines if line.split() and line.split()[0] in NAMES]
     assert names == [*order[:-1:2], *order[1:-1:2]][:12]
-    everything = tpi("a", "b", "--all").stdout
+    everything = tpi_compare("a", "b", "--all").stdout
     assert all(name in everything for name in order[:-1])
     assert "--all" not in everything
 
 
 def test_a_table_that_would_repeat_one_line_is_left_out(folder):
     write(grown(*(("weights", name, 2) for name in NAMES)))
-    result = tpi("a", "b").stdout
+    result = tpi_compare("a", "b").stdout
     assert "all 14 parameters differ: weights from step 2\n" in result
     assert result.count(NAMES[3]) == 0
-    assert tpi("a", "b", "--all").stdout.count(NAMES[3]) == 1
+    assert tpi_compare("a", "b", "--all").stdout.count(NAMES[3]) == 1
 
 
 def test_json_has_everything(folder):
     write(ledger("b", traced=(3,), **with_other(3, gradients=NAMES[1], weights=NAMES[2])))
     write(ledger("c", header=replace(HEADER, parameters=(replace(PARAMETERS[0], shape=(1, 128)), *PARAMETERS[1:]))))
-    different, model = json.loads(tpi("--json", "a", "b", "c").stdout)["comparisons"]
+    different, model = json.loads(tpi_compare("--json", "a", "b", "c").stdout)["comparisons"]
     assert different["first_difference"] == {
         "step": 3,
         "phase": "gradient",
@@ -127,7 +119,7 @@ def traced_runs(folder):
 
 def said(*arguments: str) -> list[str]:
     """The lines below the verdict of `tpi compare a b`."""
-    return tpi("a", "b", *arguments).stdout.splitlines()[1:]
+    return tpi_compare("a", "b", *arguments).stdout.splitlines()[1:]
 
 
 def test_dumps_show_how_far_apart_the_values_are(traced_runs):
@@ -139,7 +131,7 @@ def test_dumps_show_how_far_apart_the_values_are(traced_runs):
         "at [1, 0].",
         NO_STATE,
     ]
-    [comparison] = json.loads(tpi("a", "b", "--json").stdout)["comparisons"]
+    [comparison] = json.loads(tpi_compare("a", "b", "--json").stdout)["comparisons"]
     distance = comparison["first_difference"]["distance"]
     assert (distance["total"], distance["differing"], distance["max_ulp"], distance["first"]) == (4, 2, 1, [1, 0])
 
@@ -154,10 +146,10 @@ def test_damaged_dumps_hide_no_difference(traced_runs):
     dump("a", 1.0, 2.0, 3.0, 4.0)
     file = dump("b", 1.0, 2.0, 3.0, 4.5)
     file.write_bytes(file.read_bytes()[:-3])
-    result = tpi("a", "b")
+    result = tpi_compare("a", "b")
     assert result.exit_code == 1
     assert f"the dumps do not show how far apart: {file} is not a whole dump" in result.stdout
-    [comparison] = json.loads(tpi("a", "b", "--json").stdout)["comparisons"]
+    [comparison] = json.loads(tpi_compare("a", "b", "--json").stdout)["comparisons"]
     assert str(file) in comparison["first_difference"]["distance"]["error"]
 
 
@@ -169,14 +161,14 @@ def test_dumps_of_other_shapes_are_said(traced_runs):
 
 def test_a_ledger_on_its_own_cannot_be_bisected(folder):
     write(replace(ledger(**with_other(3, gradients=NAMES[1])), path=Path("b/other.jsonl")))
-    assert "bisect" not in tpi("a", "b/other.jsonl").stdout
+    assert "bisect" not in tpi_compare("a", "b/other.jsonl").stdout
 
 
 def test_a_torn_line_hides_no_difference_before_it(folder):
     write(ledger("b", **with_other(3, weights=NAMES[2])))
     with open("b/ledger.jsonl", "rb+") as stream:
         stream.truncate(stream.seek(0, 2) - 10)
-    result = tpi("a", "b")
+    result = tpi_compare("a", "b")
     assert result.exit_code == 1
     assert "; 1 of 4 steps differ; b ends at step 4\n" in result.stdout
     assert "b: the last line is torn" in result.stdout
@@ -187,6 +179,6 @@ def test_reordered_lines_are_refused(folder):
     lines = Path("b/ledger.jsonl").read_bytes().splitlines(keepends=True)
     lines[2], lines[3] = lines[3], lines[2]
     Path("b/ledger.jsonl").write_bytes(b"".join(lines))
-    result = tpi("a", "b")
+    result = tpi_compare("a", "b")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "b/ledger.jsonl line 3: step 3 where step 2 belongs" in result.stderr

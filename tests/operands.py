@@ -1,4 +1,7 @@
-"""Operands that show how something is rounded and added: normal, widely scaled, cancelling and special numbers."""
+"""Operands that show how something is rounded and added, and the one comparison of bits.
+
+Normal, widely scaled, cancelling and special numbers.
+"""
 
 import numpy as np
 import torch
@@ -14,7 +17,7 @@ SPECIAL = np.array(
 EVERY_BF16 = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
 
 
-def drawn(kind, *shape, dtype=torch.float32, seed=0):
+def sample(kind, *shape, dtype=torch.float32, seed=0):
     """A tensor of this kind; the same for the same arguments."""
     random = np.random.default_rng(seed)
     values = random.standard_normal(shape).astype(np.float32)
@@ -29,6 +32,19 @@ def drawn(kind, *shape, dtype=torch.float32, seed=0):
     return torch.from_numpy(values).to(dtype)
 
 
+def normal(*shape, seed=0, scale=1.0, dtype=torch.float32):
+    """Normal numbers; the same for the same arguments."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
 def any_bits(count, seed=0):
     """fp32 numbers of any bits."""
     return np.random.default_rng(seed).integers(0, 2**32, count, dtype=np.uint64).astype(np.uint32).view(np.float32)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits: a NaN equals the same NaN only, and -0.0 is not 0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
