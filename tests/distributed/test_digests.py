@@ -194,7 +194,7 @@ def _noting(folder):
         from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
         from tp_invariant_recipes.kernels.digest import Lanes
-        from tp_invariant_recipes.training import digests
+        from tp_invariant_recipes.training import digest_merge, digests
 
         def noted(holder, name, event, *, after=False):
             original = getattr(holder, name)
@@ -208,7 +208,7 @@ def _noting(folder):
             setattr(holder, name, call)
 
         noted(Lanes, "__call__", LANES)
-        noted(digests._Merge, "__call__", TOGETHER)
+        noted(digest_merge.Merge, "__call__", TOGETHER)
         noted(gpt_step, "get_batch", BATCH, after=True)
         noted(MixedPrecisionOptimizer, "step_with_ready_grads", UPDATE)
         noted(digests.Digests, "on_train_step_end", END)

@@ -26,39 +26,23 @@ no digest. Where a rank has only a range of a master weight, the ranks' copies o
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.bridge.training.callbacks import CallbackContext
-from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.kernels.digest import COPIED, LANES, WITH_MAGNITUDE, Lanes
-from tp_invariant_recipes.ledger.digests import Parameter, digest_texts, in_order, start_lanes
-from tp_invariant_recipes.ledger.lines import COPIES
+from tp_invariant_recipes.kernels.digest import COPIED, WITH_MAGNITUDE
+from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.numerics.sums import grad_norm
-from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
+from tp_invariant_recipes.training.digest_merge import Merge, Merging, Recorded, read_digests
+from tp_invariant_recipes.training.digest_sums import MovingSums, StartedSums, Sums
+from tp_invariant_recipes.training.gathering import gathered
 from tp_invariant_recipes.training.optimizer_state import STEP, OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
-from tp_invariant_recipes.training.shards import GlobalSlice, Held, Shards, covers, gather_weights
-
-NOTHING = -(2**63)  # what a rank without a part says of it: no more than any number
-WIDTH = 2 * LANES + 1  # of a part, for all ranks together: lanes, their complements, elements whose copy is unlike
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """The digests of one step, as StepRecord has them; None: not taken."""
-
-    gradients: Mapping[str, str] | None = None
-    clipped: Mapping[str, str] | None = None
-    moments: Mapping[str, str] | None = None
-    masters: Mapping[str, str] | None = None
-    weights: Mapping[str, str] | None = None
-    diverged: Diverged = ()
+from tp_invariant_recipes.training.shards import GlobalSlice, Held, Shards, gather_weights
 
 
 class Digests(AroundOptimizerStep):
@@ -82,12 +66,12 @@ class Digests(AroundOptimizerStep):
         self.listener: Callable[[Recorded], None] = lambda recorded: None
         self._running = 0  # the step
         self._ended: int | None = None  # the step of which the listener has not been told
-        self._taken: list[_Taken] = []  # gradients of the running step, then of the one that has ended
-        self._left: list[_Taken] = []  # all of the step that has ended
+        self._taken: list[StartedSums] = []  # gradients of the running step, then of the one that has ended
+        self._left: list[StartedSums] = []  # all of the step that has ended
         self._forward: Any = None  # the hook that waits for the next forward
         self._stream: Any = None  # of the training step
-        self._merging: _Merging | None = None
-        self._merges: dict[tuple[str, ...], _Merge] = {}
+        self._merging: Merging | None = None
+        self._merges: dict[tuple[str, ...], Merge] = {}
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Learn who holds what. Raises RunError, on every rank alike: also if what is loaded is not what was saved."""
@@ -101,22 +85,22 @@ class Digests(AroundOptimizerStep):
         magnitude = alone and all(part.values.dtype in WITH_MAGNITUDE for part in gradients)
         masters, weights = self._optimizer.masters(), self._shards.weights()
         self._device = weights[0].values.device
-        every_weight = _Sums("weights", weights, self._device)
-        self._gradients = _Sums("gradients", gradients, self._device, magnitude=magnitude)
-        self._read = _Moving(
+        every_weight = Sums("weights", weights, self._device)
+        self._gradients = Sums("gradients", gradients, self._device, magnitude=magnitude)
+        self._read = MovingSums(
             lambda: self._shards.held(self._optimizer.gradients(stored)),
             self._optimizer.addresses_of_gradients,
-            lambda held: _Sums("clipped", held, self._device),
+            lambda held: Sums("clipped", held, self._device),
         )
-        self._moments = _Moving(
+        self._moments = MovingSums(
             self._held_moments,
             self._optimizer.addresses_of_moments,
-            lambda held: _Sums("moments", held, self._device),
+            lambda held: Sums("moments", held, self._device),
         )
         rounded = {owner: one for owner, one in masters.items() if (one.values.dtype, owner.dtype) == COPIED}
         others = {owner: one for owner, one in masters.items() if owner not in rounded}
         held = [*self._shards.held(rounded, copies=True), *self._shards.held(others)]
-        self._masters = _Sums("masters", held, self._device)
+        self._masters = Sums("masters", held, self._device)
         self.parameters = tuple(
             Parameter(
                 name,
@@ -130,7 +114,7 @@ class Digests(AroundOptimizerStep):
         recorded = {parameter.name for parameter in self.parameters if not parameter.follows}
         compared = recorded.union(*gathered(self._shards.partly(rounded)))
         held = [part for part in weights if part.name in compared]
-        self._weights = _Sums("weights", held, self._device, recorded=recorded)
+        self._weights = Sums("weights", held, self._device, recorded=recorded)
         self._memory = self._addresses()
         if context.state.train_state.step == 0:
             self.initial = self._now([every_weight]).weights
@@ -170,7 +154,7 @@ class Digests(AroundOptimizerStep):
     def finish(self) -> None:
         """Report the last step's, with the optimizer's state and with all other ranks."""
         if self._ended is not None and [one.sums.kind for one in self._taken] == ["gradients"]:
-            self._taken.append(self._read.sums().taken())
+            self._taken.append(self._read.sums().started())
         self._start(state=True)
         self._merge()
         self._report()
@@ -194,12 +178,12 @@ class Digests(AroundOptimizerStep):
         self._start()
         self._merge()
         if due:
-            self._taken.append(self._gradients.taken())
+            self._taken.append(self._gradients.started())
         found = due and self._gradients.lanes.magnitude
         with grad_norm.largest_known(self._gradients.lanes.largest) if found else nullcontext():
             yield
         if due and self._is_state_due(self._running):
-            self._taken.append(self._read.sums().taken())
+            self._taken.append(self._read.sums().started())
         self._report()
 
     def _on_forward(self, *_: Any) -> None:
@@ -227,17 +211,17 @@ class Digests(AroundOptimizerStep):
         held += [Held(f"{STEP}/{name}", (), GlobalSlice(0, 1, 1, 0, 1), count) for name, count in counts.items()]
         return held
 
-    def _check_loaded(self, step: int, weights: "_Sums") -> None:
+    def _check_loaded(self, step: int, weights: Sums) -> None:
         loaded = self._now([self._masters, weights, self._moments_now()])
         problems = [problem for problem in gathered(self.check(step, loaded)) if problem is not None]
         if problems:
             raise RunError(problems[0])
 
-    def _now(self, sums: "Sequence[_Sums]") -> Recorded:
+    def _now(self, sums: Sequence[Sums]) -> Recorded:
         """The digests of what is in memory, before training."""
-        return self._recorded(self._merged([one.taken() for one in sums]))
+        return read_digests(self._merged([one.started() for one in sums]))
 
-    def _moments_now(self) -> "_Sums":
+    def _moments_now(self) -> Sums:
         self._optimizer.count()
         return self._moments.sums()
 
@@ -253,7 +237,7 @@ class Digests(AroundOptimizerStep):
         if state or self._taken:
             gather_weights(self._model)
             after = [*([self._moments_now()] if state else ()), self._masters, self._weights]
-            self._left, self._taken = [*self._taken, *(one.taken() for one in after)], []
+            self._left, self._taken = [*self._taken, *(one.started() for one in after)], []
 
     def _merge(self) -> None:
         """Put together what all ranks have of what has been started."""
@@ -261,211 +245,20 @@ class Digests(AroundOptimizerStep):
         if taken:
             self._merging = self._merged(taken)
 
-    def _merged(self, taken: "Sequence[_Taken]") -> "_Merging":
+    def _merged(self, taken: Sequence[StartedSums]) -> Merging:
         sums = tuple(one.sums for one in taken)
         key = tuple(one.kind for one in sums)
         merge = self._merges.get(key)
         if merge is None or merge.sums != sums:
-            merge = self._merges[key] = _Merge(sums, self._device)
+            merge = self._merges[key] = Merge(sums, self._device)
         unlike = torch.cat([one.unlike for one in taken])
         together = torch.cat([one.lanes for one in taken])
-        return _Merging(merge.sums, merge.own, together, unlike, *merge(together, unlike))
+        return Merging(merge.sums, merge.own, together, unlike, *merge(together, unlike))
 
     def _report(self, *, alone: bool = False) -> None:
         merging, self._merging = self._merging, None
         if merging is not None:
-            self.listener(self._recorded(merging, alone=alone))
-
-    def _recorded(self, merging: "_Merging", *, alone: bool = False) -> Recorded:
-        merging.done.synchronize()
-        merged = merging.merged.numpy()
-        texts: dict[str, dict[str, str] | None] = {}
-        at = 0
-        for one in merging.sums:
-            texts[one.kind] = one.texts(merged[at : at + len(one.parts), :LANES]) or None
-            at += len(one.parts)
-        return Recorded(**texts, diverged=_diverged(merging, merged, alone))
-
-
-def _diverged(merging: "_Merging", merged: np.ndarray, alone: bool) -> Diverged:
-    """The parts of which replicas disagree, or that do not follow from master weights, and which ranks hold what.
-
-    merged: of every part what all ranks have, int64 [parts, WIDTH]. alone: do not ask the others.
-    """
-    parts = merged[:, : 2 * LANES].reshape(-1, 2, LANES)
-    unequal = np.flatnonzero((parts[:, 0] != ~parts[:, 1]).any(1)).tolist()
-    unlike = np.flatnonzero(merged[:, -1] > 0).tolist()
-    if not unequal and not unlike:
-        return ()
-    lanes = dict(zip(merging.own, merging.lanes.tolist(), strict=True))
-    counts = dict(zip(merging.own, merging.unlike.tolist(), strict=True))
-    asked = {n: (lanes[n], counts[n]) for n in {*unequal, *unlike} if n in lanes}
-    everyone = [] if alone else gathered(asked)
-    named = [(one.kind, name) for one in merging.sums for name, _ in one.parts]
-    replicas = [
-        (*named[n], by_value({rank: held[n][0] for rank, held in enumerate(everyone) if n in held})) for n in unequal
-    ]
-    copies: dict[str, set[int]] = {}
-    for n in unlike:
-        copies.setdefault(named[n][1], set()).update(
-            rank for rank, held in enumerate(everyone) if n in held and held[n][1]
-        )
-    return (*replicas, *((COPIES, name, (tuple(sorted(ranks)),)) for name, ranks in copies.items()))
-
-
-class _Taken(NamedTuple):
-    """Lanes of one kind of tensor, which a kernel may still be at.
-
-    lanes: of this rank's parts, int64 [own parts, LANES]. unlike: elements whose copy is unlike, int64 [own parts].
-    """
-
-    sums: "_Sums"
-    lanes: Tensor
-    unlike: Tensor
-
-
-class _Merging(NamedTuple):
-    """Digests on their way to the host.
-
-    sums:   what they are of. own: the numbers of this rank's parts among all parts.
-    lanes:  of this rank's parts, int64 [own parts, LANES]. unlike: likewise, elements whose copy is unlike.
-    merged: of all parts, on the host, once `done`.
-    """
-
-    sums: "tuple[_Sums, ...]"
-    own: list[int]
-    lanes: Tensor
-    unlike: Tensor
-    merged: Tensor
-    done: Any
-
-
-class _Merge:
-    """What all ranks have, from what each has: one all-reduce for several kinds of tensor together.
-
-    own: the numbers of this rank's parts among all parts, in the order of `sums`.
-    """
-
-    def __init__(self, sums: "Sequence[_Sums]", device: torch.device) -> None:
-        self.sums = tuple(sums)
-        self.own: list[int] = []
-        parts = 0
-        for one in sums:
-            self.own += [n + parts for n in one.own]
-            parts += len(one.parts)
-        # Of each part its row in this rank's list; of those it does not hold, the row after the list.
-        row = torch.full((parts,), len(self.own), dtype=torch.int64)
-        row[self.own] = torch.arange(len(self.own))
-        self._row = row.to(device)
-        self._nothing = torch.full((1, WIDTH), NOTHING, dtype=torch.int64, device=device)
-        self._host = torch.empty((parts, WIDTH), dtype=torch.int64, pin_memory=device.type == "cuda")
-
-    def __call__(self, lanes: Tensor, unlike: Tensor) -> tuple[Tensor, Any]:
-        """Of every part, the largest lanes of any rank and the largest of their complements, and when they are there.
-
-        lanes:   int64 [own parts, LANES]. unlike: int64 [own parts].
-        returns: int64 [parts, WIDTH] on the host, overwritten by the next call, and an event. The lanes of replicas
-                 that agree are the complements of the complements.
-        """
-        rows = torch.cat([torch.cat([lanes, ~lanes, unlike.view(-1, 1)], 1), self._nothing])
-        merged = rows.index_select(0, self._row)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(merged, op=dist.ReduceOp.MAX)
-        self._host.copy_(merged, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return self._host, done
-
-
-class _Moving:
-    """The digests of a kind of tensor that need not exist before the first step, or stay where it is.
-
-    held: gives this rank's parts as they are now. addresses: where they are. sums: makes the digests of parts.
-    """
-
-    def __init__(
-        self, held: Callable[[], list[Held]], addresses: Callable[[], tuple[int, ...]], sums: "Callable[[list], _Sums]"
-    ) -> None:
-        self._held, self._addresses, self._make = held, addresses, sums
-        self._known: tuple[int, ...] | None = None
-        self._sums: _Sums | None = None
-
-    @property
-    def known(self) -> bool:
-        """Whether all ranks have been asked for their parts."""
-        return self._sums is not None
-
-    def sums(self) -> "_Sums":
-        """The digests. A collective of all ranks the first time."""
-        addresses = self._addresses()
-        if self._sums is None:
-            self._sums = self._make(self._held())
-        elif addresses != self._known:
-            self._sums.look_at(self._held())
-        self._known = addresses
-        return self._sums
-
-
-class _Sums:
-    """The digests of one kind of tensor: this rank's parts, all ranks' parts, and whose they are.
-
-    parts: (name, place) of every part, on all ranks in one order; own: which of them this rank holds.
-    recorded: the tensors whose digests the ledger has, while replicas of all are compared; None: all of them.
-    Raises RunError, on every rank alike, if the parts of a tensor are not the whole of it.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        held: Sequence[Held],
-        device: torch.device,
-        *,
-        magnitude: bool = False,
-        recorded: set[str] | None = None,
-    ) -> None:
-        self.kind = kind
-        self._recorded, self._device, self._magnitude = recorded, device, magnitude
-        self.look_at(held)
-        everyone = gathered([(part.name, part.place, part.shape, dtype_name(part.values)) for part in held])
-        self.shapes = {name: shape for rank in everyone for name, _, shape, _ in rank}
-        self.dtypes = {name: dtype for rank in everyone for name, _, _, dtype in rank}
-        self.names = in_order(self.shapes)
-        self.parts = sorted({(name, place) for rank in everyone for name, place, _, _ in rank})
-        problems = _conflicts(everyone, self.shapes, self.dtypes)
-        places: dict[str, list[GlobalSlice]] = {}
-        for name, place in self.parts:
-            places.setdefault(name, []).append(place)
-        problems += [
-            f"{name}: the ranks' parts do not cover its shape {shape} exactly"
-            for name, shape in self.shapes.items()
-            if not covers(places[name], shape)
-        ]
-        if problems:
-            raise RunError(
-                f"digests of {kind} are not possible:\n  " + "\n  ".join(problems) + "\nrecord none: ledger.digests=0"
-            )
-        index = {part: n for n, part in enumerate(self.parts)}
-        self.own = [index[part.name, part.place] for part in held]
-        order = {name: n for n, name in enumerate(self.names)}
-        self._parameter = np.array([order[name] for name, _ in self.parts], dtype=np.int64)
-        starts = [start_lanes(self.dtypes[name], self.shapes[name]) for name in self.names]
-        self._starts = np.array(starts, dtype=np.uint64).reshape(-1, LANES)
-
-    def look_at(self, held: Sequence[Held]) -> None:
-        """Take lanes of these parts from now on, which are the same elsewhere in memory."""
-        self.lanes = Lanes([part.piece for part in held], magnitude=self._magnitude, device=self._device)
-
-    def taken(self) -> _Taken:
-        """Start the kernel over what is in memory."""
-        lanes = self.lanes()
-        return _Taken(self, lanes, self.lanes.unlike)
-
-    def texts(self, parts: np.ndarray) -> dict[str, str]:
-        """Parameter → digest. parts: int64 [parts, LANES]."""
-        sums = self._starts.copy()
-        np.add.at(sums, self._parameter, parts.astype(np.uint64))
-        found = dict(zip(self.names, digest_texts(sums.astype(">u8").tobytes()), strict=True))
-        return found if self._recorded is None else {n: text for n, text in found.items() if n in self._recorded}
+            self.listener(read_digests(merging, alone=alone))
 
 
 def _shards(model: Iterable[Any]) -> Shards:
@@ -480,22 +273,3 @@ def _shards(model: Iterable[Any]) -> Shards:
         raise RunError(problems[0])
     assert shards is not None
     return shards
-
-
-def _conflicts(everyone: list[list[tuple]], shapes: dict, dtypes: dict) -> list[str]:
-    """Ranks that see one tensor differently, and a rank that holds a part twice."""
-    problems = []
-    for rank, held in enumerate(everyone):
-        seen = set()
-        for name, place, shape, dtype in held:
-            if (shape, dtype) != (shapes[name], dtypes[name]):
-                problems.append(f"{name}: {dtype} {shape} on rank {rank}, elsewhere {dtypes[name]} {shapes[name]}")
-            if (name, place) in seen:
-                problems.append(f"{name}: rank {rank} holds a part of it twice")
-            seen.add((name, place))
-    return problems
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """Such as "float32"."""
-    return str(tensor.dtype).removeprefix("torch.")
