@@ -330,6 +330,9 @@ def forwarded(folder: Path, data: bytes) -> None:
 FIGURES = {"pass": 0, "mode": "tree", "round": 1, "profile": False, "step": 1, "counts": True, "seconds": 0.5}
 FIGURES |= {"tokens": 8, "memory": "allocated", "peak_bytes": 0}
 
+MANIFEST = {"schema": 1, "step": 1, "identity_hash": "x", "layout": {}, "optimizer_state": "x", "experts_apart": False}
+MANIFEST |= {"files": {"a": {"bytes": 1, "xxh3_128": "x"}}}
+
 # Kinds whose reader here passes over what is forged.
 TOLERANT = ("ledger's header", "verify.json", "progress.jsonl", "matrix.json", "rank-N.error.json", "dump's metadata")
 
@@ -349,7 +352,7 @@ KINDS: dict[str, tuple[Callable[[Path, bytes], None], Any]] = {
     "prepared data": (prepared_json, PREPARED),
     "forwarded bytes": (forwarded, {"file": "progress.jsonl", "position": 0}),
     **{f"rendezvous {key}": (message_of(key), value) for key, value in MESSAGES.items()},
-    "manifest": (manifest, {"identity_hash": "x", "files": {"a": {"bytes": 1, "xxh3_128": "x"}}}),
+    "manifest": (manifest, MANIFEST),
 }
 
 

@@ -105,7 +105,7 @@ def test_a_run_that_is_not_finished_is_named_and_counts(cli):
     assert (swept.verdict, swept.exit_status) == ("incomplete", 2)
     assert swept.line == "incomplete: 1 of 2 runs reached their last step"
     assert [(row.label, row.state) for row in swept.rows] == [("lr=0.01", "completed"), ("lr=0.02", "not run")]
-    assert where.read_result()["exit_status"] == 2
+    assert where.read_result().exit_status == 2
 
 
 def test_a_ledger_of_another_run_does_not_count():

@@ -217,7 +217,7 @@ def _judged(part: JobPart, word: str | None) -> End:
     """The end of a judge whose job SLURM no longer knows, from the files that it wrote."""
     try:
         found = MatrixDir(part.directory).read_result()
-        return End(found["verdict"], found["exit_status"], True, found["text"])
+        return End(found.verdict, found.exit_status, True, found.text)
     except RunError:
         settled = word not in (None, *_OF_SCRIPTS)
         return End(word or UNKNOWN, 2, settled, _silent(part, "it left no verdict"))

@@ -292,7 +292,7 @@ def _going_on(
             f"{asked} goes on at step {found.step}, after iters={plan.config.train['train_iters']}: raise iters, or "
             f"checkpoint.ckpt_step=STEP"
         )
-    if found and found.read_manifest()["identity_hash"] != identity_hash(plan.identity):
+    if found and found.read_manifest().identity_hash != identity_hash(plan.identity):
         raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run_dir.path}")
     if found:
         _same_bits(asked, before, plan, found)
@@ -328,11 +328,11 @@ def _same_bits(asked: str, before: RunFile, plan: Plan, found: RunCheckpoint) ->
     degrees, manifest = plan.layout.as_dict(), found.read_manifest()
     are_apart = going_on.experts_apart(plan.config.numerics.mode, plan.config.model, degrees)
     state = going_on.unreadable_state(
-        manifest["optimizer_state"],
-        manifest["layout"],
+        manifest.optimizer_state,
+        manifest.layout,
         going_on.optimizer_state(plan.config),
         degrees,
-        apart=(manifest["experts_apart"], are_apart),
+        apart=(manifest.experts_apart, are_apart),
     )
     problems = [
         going_on.other_gradients(vars(before), {"numerics": plan.config.section("numerics"), "layout": degrees}),

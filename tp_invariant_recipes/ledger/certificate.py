@@ -15,13 +15,13 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.ledger.lines import DIGESTED, canonical, load
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
-from tp_invariant_recipes.reading import MIB, checked, parse_yaml
+from tp_invariant_recipes.reading import MIB, Record, checked, parse_yaml
 
 SCHEMA = 1
 KIND = "tpi-certificate"
@@ -40,7 +40,10 @@ _SEAL_SIZE = len(_SEAL) + 64
 _LOCAL_HEADER, _CENTRAL_HEADER, _END = 30, 46, 22  # bytes of a zip archive's records, without names and comments
 
 
-class _Manifest(TypedDict):
+@dataclass(frozen=True)
+class CertificateManifest(Record):
+    """`manifest.json`. summary: of the run, for people. members: name → "bytes" and "sha256" of a member."""
+
     kind: str
     schema: int
     summary: dict[str, Any]
@@ -89,7 +92,7 @@ def open_certificate(file: Path, data: bytes) -> Certificate:
         members = _unpack(data)
         manifest = _checked(members)
         ledger = parse(file, members[FILE_NAME])
-        summary = manifest["summary"]
+        summary = manifest.summary
         if canonical(summary) != canonical(_summary(file, members, ledger)):
             raise ValueError("its summary is not that of its members")
     except (ValueError, zipfile.BadZipFile) as error:
@@ -149,23 +152,25 @@ def _digested(ledger: Ledger) -> dict[str, int]:
 
 
 def _manifest(members: dict[str, bytes], summary: dict[str, Any]) -> bytes:
-    digests = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in members.items()}
-    return canonical({"kind": KIND, "schema": SCHEMA, "summary": summary, "members": digests}).encode()
+    described = {name: _member(data) for name, data in members.items()}
+    return canonical(CertificateManifest(KIND, SCHEMA, summary, described).as_json()).encode()
 
 
-def _checked(members: dict[str, bytes]) -> _Manifest:
+def _member(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _checked(members: dict[str, bytes]) -> CertificateManifest:
     """The manifest. ValueError: it is invalid, or describes other members."""
     data = members[MANIFEST]
-    manifest = checked(_Manifest, load(data))
-    if manifest.get("kind") != KIND or manifest.get("schema") != SCHEMA:
+    manifest = checked(CertificateManifest, load(data))
+    if manifest.kind != KIND or manifest.schema != SCHEMA:
         raise ValueError(f"its manifest is not of schema {SCHEMA}, which this version reads")
-    named = manifest.get("members")
     for name in MEMBERS:
-        member = {"bytes": len(members[name]), "sha256": hashlib.sha256(members[name]).hexdigest()}
-        if not isinstance(named, dict) or named.get(name) != member:
+        if manifest.members.get(name) != _member(members[name]):
             raise ValueError(f"{name} was altered: it is not what the manifest says")
     # The manifest must have exactly this content and form, since the hash covers its bytes.
-    if data != _manifest({name: members[name] for name in MEMBERS}, manifest.get("summary", {})):
+    if data != _manifest({name: members[name] for name in MEMBERS}, manifest.summary):
         raise ValueError("its manifest holds more than a manifest does, or in another form")
     return manifest
 

@@ -6,33 +6,47 @@ usable. So a manifest is written last: a checkpoint without one is unfinished, o
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal
 
 import xxhash
 
 from tp_invariant_recipes.errors import CheckpointError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.ledger.run_files import LARGEST
-from tp_invariant_recipes.reading import Count, Layout, checked, parse_json, read_limited
+from tp_invariant_recipes.reading import Count, Layout, Record, checked, parse_json, read_limited
 
 MANIFEST = "tpi-manifest.json"
 ASIDE = "set-aside"
 _ITERATION = re.compile(r"iter_(\d{7})")
 
 
-class _File(TypedDict):
+@dataclass(frozen=True)
+class CheckpointFile(Record):
+    """A file of a checkpoint: its size and digest."""
+
     bytes: Count
     xxh3_128: str
 
 
-class _Manifest(TypedDict):
+@dataclass(frozen=True)
+class CheckpointManifest(Record):
+    """A checkpoint that was written to the end.
+
+    step:            completed when it was saved.
+    optimizer_state: its form, one of config/going_on.py.
+    experts_apart:   whether experts have an optimizer of their own.
+    files:           path in the checkpoint → the file.
+    """
+
+    schema: Literal[1] = field(default=1, kw_only=True)
+    step: Count
     identity_hash: str
     layout: Layout
     optimizer_state: str
     experts_apart: bool
-    files: dict[str, _File]
+    files: dict[str, CheckpointFile]
 
 
 @dataclass(frozen=True)
@@ -42,12 +56,12 @@ class RunCheckpoint:
     path: Path
     step: int
 
-    def read_manifest(self) -> dict[str, Any]:
+    def read_manifest(self) -> CheckpointManifest:
         """What was written. Raises CheckpointError when the manifest cannot be read."""
         try:
             manifest = parse_json(read_limited(self.path / MANIFEST, LARGEST))
             if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict):
-                return checked(_Manifest, manifest)
+                return checked(CheckpointManifest, manifest)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path}: its manifest cannot be read: {error}") from error
         raise CheckpointError(f"{self.path}: its manifest lists no files")
@@ -55,13 +69,13 @@ class RunCheckpoint:
     def verify(self) -> None:
         """Re-read every file. Raises CheckpointError naming each that is missing, short or altered."""
         wrong = []
-        for name, expected in self.read_manifest()["files"].items():
+        for name, expected in self.read_manifest().files.items():
             file = self.path / name
             if not file.is_file():
                 wrong.append(f"{name} is missing")
-            elif file.stat().st_size != expected["bytes"]:
-                wrong.append(f"{name} has {file.stat().st_size} bytes instead of {expected['bytes']}")
-            elif _digest(file) != expected["xxh3_128"]:
+            elif file.stat().st_size != expected.bytes:
+                wrong.append(f"{name} has {file.stat().st_size} bytes instead of {expected.bytes}")
+            elif _digest(file) != expected.xxh3_128:
                 wrong.append(f"{name} has changed since it was written")
         if wrong:
             listed = "\n".join(f"  - {w}" for w in wrong)
@@ -135,19 +149,12 @@ def write_manifest(
 ) -> None:
     """Describe every file of a checkpoint that has just been written, and mark it finished.
 
-    optimizer_state: its form, one of config/going_on.py. experts_apart: whether experts have an optimizer of their own.
+    The arguments are as `CheckpointManifest` has them.
     """
     files = sorted(f for f in path.rglob("*") if f.is_file() and f.name != MANIFEST)
-    manifest = {
-        "schema": 1,
-        "step": step,
-        "identity_hash": identity_hash,
-        "layout": layout,
-        "optimizer_state": optimizer_state,
-        "experts_apart": experts_apart,
-        "files": {str(f.relative_to(path)): {"bytes": f.stat().st_size, "xxh3_128": _digest(f)} for f in files},
-    }
-    write_atomically(path / MANIFEST, json.dumps(manifest, indent=1))
+    described = {str(f.relative_to(path)): CheckpointFile(f.stat().st_size, _digest(f)) for f in files}
+    manifest = CheckpointManifest(step, identity_hash, layout, optimizer_state, experts_apart, described)
+    write_atomically(path / MANIFEST, json.dumps(manifest.as_json(), indent=1))
 
 
 def _iterations(checkpoints: Path) -> list[tuple[Path, int]]:

@@ -1,13 +1,13 @@
 """The files of a directory of `tpi verify` or `tpi sweep`: the cells, a run directory for each, and the result."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.run_files import LARGEST
-from tp_invariant_recipes.reading import Bounds, Hash, Layout, checked, parse_json, read_limited
+from tp_invariant_recipes.reading import Bounds, Hash, Layout, Listed, Record, checked, parse_json, read_limited
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 SCHEMA = 1
@@ -16,39 +16,8 @@ Name = Annotated[str, Bounds(pattern=r"^[A-Za-z0-9._+-]{1,255}$")]  # of a direc
 Positive = Annotated[int, Bounds(ge=1, lt=2**31)]
 
 
-class _AxisFile(TypedDict):
-    key: str
-    values: list[str]
-
-
-class _CellFile(TypedDict):
-    name: Name
-    label: str
-    overrides: list[str]
-    ranks: Positive
-    steps: Positive
-    identity_hash: Hash
-    layout: Layout
-    numerics: dict[str, Any]
-
-
-class _LeftOutFile(TypedDict):
-    label: str
-    why: str
-
-
-class _MatrixFile(TypedDict):
-    schema: int
-    model: str
-    overrides: list[str]
-    axes: list[_AxisFile]
-    cells: Annotated[list[_CellFile], Bounds(min_length=1, max_length=10_000)]
-    against: str | None
-    left_out: list[_LeftOutFile]
-    kind: Literal["verify", "sweep"]
-
-
-class Result(TypedDict):
+@dataclass(frozen=True)
+class MatrixResult(Record):
     """`verify.json` or `sweep.json`, as far as another command reads it."""
 
     verdict: str
@@ -57,32 +26,32 @@ class Result(TypedDict):
 
 
 @dataclass(frozen=True)
-class Axis:
+class Axis(Record):
     """A key with several values, each as text that Hydra reads again."""
 
     key: str
-    values: tuple[str, ...]
+    values: Listed[str]
 
     def __str__(self) -> str:
         return f"{self.key}={', '.join(self.values)}"
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(Record):
     """A run of the matrix as it was planned; what its ledger must be, whoever ran it."""
 
-    name: str
+    name: Name
     label: str
-    overrides: tuple[str, ...]
-    ranks: int
-    steps: int
-    identity_hash: str
-    layout: dict[str, Any]
+    overrides: Listed[str]
+    ranks: Positive
+    steps: Positive
+    identity_hash: Hash
+    layout: Layout
     numerics: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class LeftOut(Record):
     """A combination of values that no run can have, and why."""
 
     label: str
@@ -90,19 +59,20 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(Record):
     """Runs to compare with the first of them or, where `against` is a path, with the ledger there.
 
     overrides: as typed. left_out: combinations of the axes that are no cells.
     kind:      the command that made it; the runs of a sweep are different experiments, which are not compared.
     """
 
+    schema: int = field(default=SCHEMA, kw_only=True)
     model: str
-    overrides: tuple[str, ...]
-    axes: tuple[Axis, ...]
-    cells: tuple[Cell, ...]
+    overrides: Listed[str]
+    axes: Listed[Axis]
+    cells: Annotated[tuple[Cell, ...], Bounds(min_length=1, max_length=10_000, strict=False)]
     against: str | None
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: Listed[LeftOut] = ()
     kind: Literal["verify", "sweep"] = "verify"
 
     def described(self) -> dict[str, Any]:
@@ -110,8 +80,8 @@ class Matrix:
         return {
             "model": self.model,
             "overrides": list(self.overrides),
-            "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.axes],
-            "left_out": [asdict(one) for one in self.left_out],
+            "axes": [one.as_json() for one in self.axes],
+            "left_out": [one.as_json() for one in self.left_out],
         }
 
     def __str__(self) -> str:
@@ -149,29 +119,27 @@ class MatrixDir(RunDir):
 
     def write_matrix(self, matrix: Matrix) -> None:
         """Write the matrix. Raises RunError."""
-        self.write(self.matrix, {"schema": SCHEMA} | asdict(matrix))
+        self.write(self.matrix, matrix.as_json())
 
     def read_matrix(self, kind: Literal["verify", "sweep"] = "verify") -> Matrix:
         """The matrix. Raises RunError when this is not a directory of `tpi KIND`, or two cells are one run."""
         try:
-            raw = checked(_MatrixFile, parse_json(read_limited(self.matrix, LARGEST)))
-            if raw["schema"] != SCHEMA:
+            raw = parse_json(read_limited(self.matrix, LARGEST))
+            if isinstance(raw, dict) and raw.get("schema") != SCHEMA:
                 raise ValueError(f"this version reads schema {SCHEMA}")
-            if raw["kind"] != kind:
-                raise ValueError(f"tpi {raw['kind']} has made it")
-            axes = tuple(Axis(axis["key"], tuple(axis["values"])) for axis in raw["axes"])
-            cells = tuple(_cell(cell) for cell in raw["cells"])
-            self._distinct(cells)
+            matrix = checked(Matrix, raw)
+            if matrix.kind != kind:
+                raise ValueError(f"tpi {matrix.kind} has made it")
+            self._distinct(matrix.cells)
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is not a directory of tpi {kind}: {self.matrix.name}: {error}") from error
-        left_out = tuple(LeftOut(one["label"], one["why"]) for one in raw["left_out"])
-        return Matrix(raw["model"], tuple(raw["overrides"]), axes, cells, raw["against"], left_out, kind)
+        return matrix
 
-    def read_result(self) -> Result:
+    def read_result(self) -> MatrixResult:
         """The verdict, or how a sweep ended. Raises RunError when there is none."""
         file = self.sweep if self.sweep.exists() else self.result
         try:
-            return checked(Result, parse_json(read_limited(file, LARGEST)))
+            return checked(MatrixResult, parse_json(read_limited(file, LARGEST)))
         except (OSError, ValueError) as error:
             raise RunError(f"{file}: {error}") from error
 
@@ -198,8 +166,3 @@ def latest(folder: Path) -> Path:
     if not found:
         raise RunError(f"there is no directory of tpi verify in {folder}; name one: --dir DIR")
     return max(found)[1]
-
-
-def _cell(raw: _CellFile) -> Cell:
-    known = {name.name: raw[name.name] for name in fields(Cell)}  # type: ignore[literal-required]
-    return Cell(**known | {"overrides": tuple(raw["overrides"])})

@@ -206,7 +206,7 @@ def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.RunCheckp
         return None
     own = ledger.header.identity_hash
     for checkpoint in reversed(checkpoints.finished(original.checkpoints)):
-        if checkpoint.step <= last and checkpoint.read_manifest()["identity_hash"] == own:
+        if checkpoint.step <= last and checkpoint.read_manifest().identity_hash == own:
             checkpoint.verify()
             return checkpoint
     return None
