@@ -62,6 +62,22 @@ class Bounds:
         return handler.generate_schema(Annotated[source, Field(**self.limits)])
 
 
+class Keys:
+    """A mapping that stays as it is; those of its keys that a `Record` has are of the record's types."""
+
+    def __init__(self, kind: type[Record]) -> None:
+        self.kind = kind
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        def unchanged(value: Any, read: Any) -> Any:
+            read(value)
+            return value
+
+        return core_schema.no_info_wrap_validator_function(unchanged, handler.generate_schema(self.kind))
+
+
 # Integers that fit in 64 bits: arithmetic on larger ones, and their text, has no bound.
 Integer = Annotated[int, Bounds(ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Bounds(ge=0, lt=2**63)]
@@ -159,7 +175,7 @@ _EXPECTED = {
 def _words(place: str, kind: str, message: str) -> str:
     if kind == "missing":
         return f"{place} is missing"
-    message = _EXPECTED.get(kind, message)
+    message = _EXPECTED.get(kind, message.removeprefix("Value error, "))
     return f"{place}: {message}" if place else message
 
 

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from tp_invariant_recipes.kernels.digest import Piece, lanes
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.digests import tensor_digest
-from tp_invariant_recipes.ledger.lines import DIGESTED
 from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.ledger.schema import DIGESTED
 
 SMALL = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1", "iters=2", "numerics=stock")
 STAGES = ("pp=2", "gbs=2", "model.num_layers=2")

@@ -8,7 +8,7 @@ from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.config.compose import compose as composed
 from tp_invariant_recipes.config.identity import identity
-from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, Header, identity_differences
+from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, Header, identity_differences
 from tp_invariant_recipes.numerics.layers.head_exchange import HeadExchange
 from tp_invariant_recipes.numerics.sums import context_shards
 from tp_invariant_recipes.sizing import memory

@@ -4,7 +4,7 @@ On different machines: equal ones under numerics=portable, else none. On one mac
 for one definition of a product; versions of tpi have others on GPUs (numerics/modes/tree.py).
 """
 
-from tp_invariant_recipes.ledger.lines import Header
+from tp_invariant_recipes.ledger.schema import Header
 from tp_invariant_recipes.numerics import mode
 
 _PRODUCT = "product"  # field of a header's device

@@ -11,14 +11,14 @@ from tp_invariant_recipes.compare.step_order import FIELD, INITIAL, MODEL, Found
 from tp_invariant_recipes.compare.tally import Coverage, ParameterDifference, Tally, TraceCoverage
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
-from tp_invariant_recipes.ledger.lines import (
+from tp_invariant_recipes.ledger.reader import PROGRESS_EVERY, Ledger, Progress
+from tp_invariant_recipes.ledger.schema import (
     FLOATS,
     Header,
     HeaderDifference,
     identity_differences,
     informative_differences,
 )
-from tp_invariant_recipes.ledger.reader import PROGRESS_EVERY, Ledger, Progress
 from tp_invariant_recipes.ledger.stream import abreast
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from tp_invariant_recipes.compare.step_order import FIELDS, INITIAL, MODEL, REPLICAS, Found, digest, tensors
 from tp_invariant_recipes.ledger.bits import readable, ulp_distance
 from tp_invariant_recipes.ledger.digests import Traced
-from tp_invariant_recipes.ledger.lines import StepRecord
 from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.schema import StepRecord
 
 # A module's name -> the different name of its parameters in checkpoints. Local layers have separate norms but are saved
 # as the fused layers are; a tied output layer has the embedding's weight.

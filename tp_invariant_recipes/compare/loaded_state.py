@@ -2,7 +2,7 @@
 
 from tp_invariant_recipes.compare.explanation import LABELS
 from tp_invariant_recipes.ledger.digests import in_order
-from tp_invariant_recipes.ledger.lines import COPIES, StepRecord
+from tp_invariant_recipes.ledger.schema import COPIES, StepRecord
 
 _NAMED = 5  # tensors in one message
 _KINDS = ("masters", "weights", "moments")

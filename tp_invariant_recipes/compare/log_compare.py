@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.ledger.lines import KIND
 from tp_invariant_recipes.ledger.open import beginning
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, contents
+from tp_invariant_recipes.ledger.schema import KIND
 
 SAME, DIFFERENT, NOT_COMPARABLE = "the same as printed", "different as printed", "not comparable"
 EXIT_STATUS = {SAME: 0, DIFFERENT: 1, NOT_COMPARABLE: 2}

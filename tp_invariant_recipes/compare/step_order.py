@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tp_invariant_recipes.ledger.digests import Traced
-from tp_invariant_recipes.ledger.lines import COPIES, DIGESTED, FLOATS, StepRecord
+from tp_invariant_recipes.ledger.schema import COPIES, DIGESTED, FLOATS, StepRecord
 
 FIELD, REPLICAS, MODEL, INITIAL = "field", "replicas", "model", "initial"  # kinds of difference besides Tensors
 

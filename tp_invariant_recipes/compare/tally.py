@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tp_invariant_recipes.compare.step_order import RECORDS, Found, differences, differing, traced
-from tp_invariant_recipes.ledger.lines import DIGESTED, StepRecord
+from tp_invariant_recipes.ledger.schema import DIGESTED, StepRecord
 
 LISTED = 5  # steps, of those that have digests of a kind
 

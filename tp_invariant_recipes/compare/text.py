@@ -16,8 +16,8 @@ from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.layouts import changes
-from tp_invariant_recipes.ledger.lines import DIGESTED, FLOATS, SHARDS, HeaderDifference
 from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.schema import DIGESTED, FLOATS, SHARDS, HeaderDifference
 
 REPORT_SCHEMA = 2
 

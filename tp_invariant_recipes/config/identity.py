@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
+from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, DATA_SHARDS
 from tp_invariant_recipes.settings import peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 

@@ -20,9 +20,9 @@ from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, 
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import experiments, preflight
-from tp_invariant_recipes.ledger.lines import Header
 from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.run_files import AttemptJob, RunFile
+from tp_invariant_recipes.ledger.schema import Header
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir

@@ -19,8 +19,9 @@ from typing import Any
 
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import run_files
-from tp_invariant_recipes.ledger.lines import DIGESTED, canonical, load
+from tp_invariant_recipes.ledger.lines import load
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
+from tp_invariant_recipes.ledger.schema import DIGESTED, canonical
 from tp_invariant_recipes.reading import MIB, Record, checked, parse_yaml
 
 SCHEMA = 1

@@ -9,8 +9,11 @@ import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import xxhash
+
+from tp_invariant_recipes.reading import Bounds, Count, Record
 
 LANES = 2
 _MASK = (1 << 64) - 1
@@ -19,8 +22,13 @@ _TEXTS = re.compile(r"[0-9a-f]*")
 _LAYER = re.compile(r"(?:.+\.)?layers\.\d+(?=\.)")
 
 
+# Of a parameter, a module or a tensor: no space, and nothing that a terminal obeys.
+NAME = re.compile(r"[!-~]{1,1024}")
+Name = Annotated[str, Bounds(pattern=rf"^{NAME.pattern}$")]
+
+
 @dataclass(frozen=True)
-class Parameter:
+class Parameter(Record):
     """A tensor of the model, under its name in Megatron's distributed checkpoints, with layer and expert numbered.
 
     shape:    of the whole tensor.
@@ -29,11 +37,11 @@ class Parameter:
     master:   dtype of the optimizer's master weight; None: the optimizer updates the tensor itself.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    gradient: str | None
-    weight: str
-    master: str | None = None
+    name: Name
+    shape: Annotated[tuple[Count, ...], Bounds(max_length=32, strict=False)]
+    gradient: Name | None
+    weight: Name
+    master: Name | None = None
 
     @property
     def follows(self) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tp_invariant_recipes.ledger.lines import Header
+from tp_invariant_recipes.ledger.schema import Header
 
 _FIELD = "layout."
 _DEGREES = ("tp", "pp", "cp", "dp", "ep", "etp")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger.lines import Header, StepRecord, decode_header, decode_step, load
+from tp_invariant_recipes.ledger.lines import decode_header, decode_step, load
+from tp_invariant_recipes.ledger.schema import Header, StepRecord
 from tp_invariant_recipes.reading import read_limited
 
 FILE_NAME = "ledger.jsonl"

@@ -8,15 +8,9 @@ from pathlib import Path
 
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.files import write_atomically
-from tp_invariant_recipes.ledger.lines import (
-    Header,
-    StepRecord,
-    encode_header,
-    encode_step,
-    identity_differences,
-    informative_differences,
-)
+from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.reader import Ledger, contents, ledger_file, parse
+from tp_invariant_recipes.ledger.schema import Header, StepRecord, identity_differences, informative_differences
 
 # The interface to record a run and read it back.
 __all__ = ["Header", "Ledger", "LedgerWriter", "StepRecord", "ledger_file", "put_aside", "resume"]

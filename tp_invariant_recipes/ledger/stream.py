@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, overload
 
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger.lines import Header, StepRecord, decode_header
+from tp_invariant_recipes.ledger.lines import decode_header
 from tp_invariant_recipes.ledger.reader import (
     LARGEST,
     Ledger,
@@ -22,6 +22,7 @@ from tp_invariant_recipes.ledger.reader import (
     next_step,
     no_header,
 )
+from tp_invariant_recipes.ledger.schema import Header, StepRecord
 from tp_invariant_recipes.reading import MIB
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from tp_invariant_recipes.ledger.bits import bits_float
-from tp_invariant_recipes.ledger.lines import KIND
+from tp_invariant_recipes.ledger.schema import KIND
 from tp_invariant_recipes.reading import MIB, Count, Record, checked, parse_json
 
 LARGEST = 256 * MIB  # bytes of one line

@@ -151,8 +151,8 @@ def described(config: Any, world: int) -> RunFile:
     """
     from tp_invariant_recipes.config import identity as identities
     from tp_invariant_recipes.host import gpus
-    from tp_invariant_recipes.ledger.lines import CONTEXT_SHARDS, DATA_SHARDS
     from tp_invariant_recipes.ledger.record import Header
+    from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, DATA_SHARDS
 
     model = config.model
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size

@@ -14,8 +14,8 @@ from tp_invariant_recipes.compare.explanation import LABELS
 from tp_invariant_recipes.compare.text import parameter_rows, remarks, verdict_line
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
-from tp_invariant_recipes.ledger.lines import DIGESTED, IDENTITY, INFORMATIVE, canonical
 from tp_invariant_recipes.ledger.reader import Progress
+from tp_invariant_recipes.ledger.schema import DIGESTED, IDENTITY, INFORMATIVE, canonical
 from tp_invariant_recipes.report import figures
 from tp_invariant_recipes.report.figures import Drawing
 from tp_invariant_recipes.report.magnitudes import Measured, largest, measure

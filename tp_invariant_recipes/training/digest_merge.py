@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.digest import LANES
-from tp_invariant_recipes.ledger.lines import COPIES
+from tp_invariant_recipes.ledger.schema import COPIES
 from tp_invariant_recipes.training.digest_sums import Sums
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
 

@@ -21,8 +21,8 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tp_invariant_recipes.ledger import certificate
 from tp_invariant_recipes.ledger.digests import group_digests, whole_digest
-from tp_invariant_recipes.ledger.lines import DIGESTED
 from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.schema import DIGESTED
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.run_dir import RunDir

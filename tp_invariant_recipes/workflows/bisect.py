@@ -22,9 +22,9 @@ from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, train
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
-from tp_invariant_recipes.ledger.lines import StepRecord
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, contents
+from tp_invariant_recipes.ledger.schema import StepRecord
 from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several

@@ -16,10 +16,10 @@ from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Stop
-from tp_invariant_recipes.ledger.lines import SHARDS, Header, canonical, identity_differences
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.ledger.schema import SHARDS, Header, canonical, identity_differences
 from tp_invariant_recipes.runs.checkpoints import ASIDE, move_aside
 from tp_invariant_recipes.runs.lock import locked, locked_empty
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, Matrix, MatrixDir

@@ -15,9 +15,10 @@ from tp_invariant_recipes.compare.compare import compare, compare_all
 from tp_invariant_recipes.compare.text import comparison_json, report
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import reader, stream
-from tp_invariant_recipes.ledger.lines import Header, StepRecord, encode_header, encode_step
+from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.reader import next_step
+from tp_invariant_recipes.ledger.schema import Header, StepRecord
 from tp_invariant_recipes.ledger.stream import abreast
 
 
