@@ -18,7 +18,7 @@ import os
 import re
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, is_typeddict, overload
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, overload
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -150,7 +150,7 @@ def checked(kind: Any, value: Any) -> Any:
     from pydantic import ValidationError
 
     try:
-        return _adapter(kind).validate_python(value, strict=True if is_typeddict(kind) else None)
+        return _adapter(kind).validate_python(value)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
         named = [_words(_place(one["loc"]), one["type"], one["msg"]) for one in problems[:_PROBLEMS]]
@@ -162,7 +162,7 @@ def checked(kind: Any, value: Any) -> Any:
 def _adapter(kind: Any) -> "TypeAdapter":
     from pydantic import TypeAdapter
 
-    return TypeAdapter(kind, config=None if is_dataclass(kind) or is_typeddict(kind) else {"strict": True})
+    return TypeAdapter(kind, config=None if is_dataclass(kind) else {"strict": True})
 
 
 # Type of a problem -> what a file should have there; pydantic names the class of Python.

@@ -80,7 +80,7 @@ class Matrix(Record):
         return {
             "model": self.model,
             "overrides": list(self.overrides),
-            "axes": [one.as_json() for one in self.axes],
+            "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.axes],
             "left_out": [one.as_json() for one in self.left_out],
         }
 
