@@ -1,10 +1,10 @@
-"""The kinds of mistake a user can mend. The CLI prints the message on one screen and exits with status 2."""
+"""The kinds of mistake a user can correct. The CLI prints the message on one screen and exits with status 2."""
 
 from collections.abc import Sequence
 
 
 class TpiError(Exception):
-    """Something the user can mend; the message says what and how."""
+    """Something the user can correct; the message says what and how."""
 
 
 class Interrupted(TpiError):
@@ -12,7 +12,7 @@ class Interrupted(TpiError):
 
 
 class ConfigError(TpiError):
-    """The configuration is wrong; lists every problem and the key that mends each.
+    """The configuration is wrong; lists every problem and the key that corrects each.
 
     problems: the same one by one, for a caller that has more to list.
     """

@@ -329,7 +329,7 @@ MISTAKES = (
     ("model._target_=os.path.join", "os.path.join is not one of Megatron-Bridge's classes of settings"),
     (
         "mixed_precision.fp16=true",
-        "mixed_precision.fp16=true: mixed_precision=bf16_mixed is a whole that one field would",
+        "mixed_precision.fp16=true: mixed_precision=bf16_mixed is a preset; setting one field",
     ),
     ("model.vocab_size=511", "tp=2 does not divide model.vocab_size=511"),
     ("ft.enable_ft_packages=1", "ft.enable_ft_packages: no such field of FaultToleranceConfig"),

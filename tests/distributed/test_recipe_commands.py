@@ -1,4 +1,4 @@
-"""`recipe=FILE.py:FUNCTION` with every command that takes a model, and with those that go on with its runs."""
+"""`recipe=FILE.py:FUNCTION` with every command that takes a model, and with those that continue its runs."""
 
 import json
 

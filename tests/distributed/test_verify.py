@@ -62,7 +62,7 @@ def test_stock_numerics_differ_and_say_what_to_do(tree, shared):
     assert rows(done.stdout)[1][4:] == ["different", "at", "step", "1:", "loss"]
     assert "different: tp=2 computed other bits than tp=1 at step 1: loss " in done.stdout
     assert "numerics=tree is (docs/numerics.md)" in done.stdout
-    assert "go on with: tpi bisect stock/tp1 stock/tp2" in done.stdout
+    assert "continue with: tpi bisect stock/tp1 stock/tp2" in done.stdout
 
     # Against a certificate of the other numerics.
     assert shared("certify", "stock/tp2", "--out", "stock.tpicert").status == 0
@@ -70,7 +70,7 @@ def test_stock_numerics_differ_and_say_what_to_do(tree, shared):
     assert other.status == 1, other.stderr
     assert rows(other.stdout)[0][0] == "stock.tpicert"
     assert "different: tp=1 computed other bits than stock.tpicert at step " in other.stdout
-    assert "go on with: tpi compare stock.tpicert against-stock/tp1" in other.stdout
+    assert "continue with: tpi compare stock.tpicert against-stock/tp1" in other.stdout
 
 
 def test_other_initial_weights_are_named_with_the_key_that_makes_them_equal(shared):
@@ -78,7 +78,7 @@ def test_other_initial_weights_are_named_with_the_key_that_makes_them_equal(shar
     done = shared("verify", *SMALL, "iters=1", "tp=1,2", "numerics=stock", "--dir", "drawn", status=1)
     assert "different: tp=2 computed other bits than tp=1: initial weight of embedding.word_embeddings" in done.stdout
     assert "numerics.initial_weights=invariant starts all of them from the same weights" in done.stdout
-    assert "go on with: tpi compare drawn/tp1 drawn/tp2" in done.stdout
+    assert "continue with: tpi compare drawn/tp1 drawn/tp2" in done.stdout
 
 
 def test_a_run_agrees_with_a_certificate_of_another(tree, shared):
@@ -148,7 +148,7 @@ def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi)
     assert "stopped:" in second
     assert "incomplete: tp=2 was stopped" in said
     assert "tpi train --resume m/tp2" in said
-    assert "go on with: tpi verify --last-failed --dir m" in said
+    assert "continue with: tpi verify --last-failed --dir m" in said
     completed = tpi("verify", "--last-failed", "--dir", "m", status=0)
     assert "1 of 1: tp=2 on 2 cpu ranks, 6 steps" in completed.stderr
     assert "identical: tp=1, 2 computed the same bits over 6 steps" in completed.stdout

@@ -30,8 +30,8 @@ MISTAKES = (
     (["qwen3_toy", "device=gpu"], ["device=gpu, but this machine shows no GPU", "Transformer Engine"]),
     (["qwen3_toy", "data=text"], ["data=text needs data.path=FILE_OR_FOLDER"]),
     (["qwen3_toy", "data=text", "data.path=no/such"], ["error: no/such: "]),
-    (["qwen3_toy", "run.dir=taken"], ["run.dir=taken is not empty: go on with it (--resume taken)"]),
-    ([], ["name a model to train (tpi models lists them), or a run to go on with: --resume RUN"]),
+    (["qwen3_toy", "run.dir=taken"], ["run.dir=taken is not empty: continue it (--resume taken)"]),
+    ([], ["name a model to train (tpi models lists them), or a run to continue: --resume RUN"]),
     (["--resume", "nowhere"], ["nowhere is not a run directory: run.json"]),
     (["--resume", "nowhere", "iters=3"], ["nowhere is not a run directory: run.json"]),
 )

@@ -77,7 +77,7 @@ UNREADABLE = (
     (OF_EVERY_RANK, layout(), DISTRIBUTED, layout(), (False, False), "optimizer.use_distributed_optimizer=false"),
     (BUCKETS, layout(), OF_EVERY_RANK, layout(), (False, False), "optimizer.use_distributed_optimizer=true"),
     (BUCKETS, layout(tp=2), DISTRIBUTED, layout(pp=2), (False, False), "tp was 2, pp was 1: keep tp=2 pp=1"),
-    (DISTRIBUTED, layout(tp=2), DISTRIBUTED, layout(), (True, False), "go on with tp > 1 or ep > 1"),
+    (DISTRIBUTED, layout(tp=2), DISTRIBUTED, layout(), (True, False), "continue with tp > 1 or ep > 1"),
     (OF_EVERY_RANK, layout(), OF_EVERY_RANK, layout(ep=2, dp=2), (False, True), "with numerics=stock alone"),
 )
 

@@ -81,7 +81,7 @@ def test_a_folder_without_a_configuration(tmp_path, file):
 
 
 def test_a_recipe_is_no_override():
-    with pytest.raises(ConfigError, match="recipe=NAME stands in the place of the model"):
+    with pytest.raises(ConfigError, match="recipe=NAME replaces the name of a model"):
         compose("qwen3_toy", ["recipe=qwen3_8b_pretrain_config"])
     with pytest.raises(ConfigError, match="qwen3_toy is no recipe"):
         compose("qwen3_toy", ["recipe.hf_folder=/tmp"])

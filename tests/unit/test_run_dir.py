@@ -58,7 +58,7 @@ def test_a_directory_that_holds_something_is_refused(here, content):
     target = here / "run" / content
     target.parent.mkdir()
     target.mkdir() if content.endswith("/") else target.touch()
-    with pytest.raises(RunError, match=r"run\.dir=run is not empty: go on with it \(--resume run\) or choose another"):
+    with pytest.raises(RunError, match=r"run\.dir=run is not empty: continue it \(--resume run\) or choose another"):
         choose("run", "name")
 
 

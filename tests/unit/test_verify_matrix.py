@@ -522,7 +522,7 @@ def test_the_command_prints_a_table_a_line_and_json(cli, here):
         ["tp=2", "2", "3", "6.25", "different", "at", "step", "2:", "loss"],
     ]
     assert "different: tp=2 computed other bits than tp=1 at step 2: loss " in judged.out
-    assert "go on with: tpi bisect m/tp1 m/tp2" in judged.out
+    assert "continue with: tpi bisect m/tp1 m/tp2" in judged.out
     assert json.loads(cli("verify", "--recheck", "m", "--json").out) == json.loads(where.result.read_text())
 
 

@@ -129,7 +129,7 @@ def cancel(names: Jobs) -> None:
         _print(f"{state.part.id} {state.part.name}: {words}")
     begun = [state for state in before if state.alive and state.step is not None]
     if begun:
-        _print("a run that can save in time does; go on with it:")
+        _print("a run that can save in time does; continue it:")
     for state in begun:
         task = [] if state.part.task is None else [f"--array={state.part.task}"]
         _print(f"  {shlex.join(['sbatch', *task, str(RunDir(state.part.directory).script)])}")

@@ -28,7 +28,7 @@ def runs(
 
     The run whose last attempt began latest comes last. Runs with the same letter in the column "same" are comparable:
     they have the same model, data, optimizer and seed. States: running; completed; stopped (Ctrl-C or SIGTERM);
-    failed; killed (it left no word of its end); not started (submitted); damaged, with the reason. Exit status: 0,
+    failed; killed (it recorded no exit status); not started (submitted); damaged, with the reason. Exit status: 0,
     whatever the states; 2 there is no such folder.
 
     \b

@@ -121,7 +121,7 @@ def _planned(
     if resume is not None:
         return launch.resume(resume, asked, after=after, dry=dry, progress=progress)
     if model is None:
-        raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
+        raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
     if kind["--verify"]:
         return launch.verification(
             model, asked, against=against, directory=directory, after=after, dry=dry, progress=progress

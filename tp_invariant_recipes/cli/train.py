@@ -256,9 +256,9 @@ def _closing(summary: dict) -> str:
         ledger = Path(summary["run"]) / "ledger.jsonl"
         lines.append(
             f"warning: replicas of a tensor disagree at step {summary['diverged']}, or weights are not their master "
-            "weights rounded: what ranks compute has come apart; "
+            "weights rounded: ranks have diverged; "
             f'which tensors and ranks, {ledger} says there under "diverged"'
         )
     if summary["outcome"] == "stopped":
-        lines.append(f"go on with: {shlex.join(['tpi', 'train', '--resume', summary['run']])}")
+        lines.append(f"continue with: {shlex.join(['tpi', 'train', '--resume', summary['run']])}")
     return "\n".join([*lines, *places.lines(summary)])

@@ -154,7 +154,7 @@ def _print(verdict: "MatrixVerdict") -> None:
     for sentence in verdict.remarks:
         console.print(Text(sentence, style="dim"), soft_wrap=True)
     if verdict.advice:
-        console.print(Text(f"go on with: {verdict.advice}"), soft_wrap=True)
+        console.print(Text(f"continue with: {verdict.advice}"), soft_wrap=True)
 
 
 def _table(rows: "tuple[CellResult, ...]") -> Table:

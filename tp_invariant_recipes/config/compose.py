@@ -114,7 +114,7 @@ def _guarded(model: str, problems: list[str]) -> Iterator[None]:
         if not recipe_source.is_recipe(model):
             raise
         problems.append(
-            f"{model}: it lacks what the rules of tpi take for granted of a model ({type(error).__name__}: {error}); "
+            f"{model}: unsupported recipe: it lacks a field that tpi's rules need ({type(error).__name__}: {error}); "
             f"tpi does not cover this recipe"
         )
 
@@ -153,7 +153,7 @@ def _of_recipes(model: str, overrides: Sequence[Override]) -> list[str]:
     if kinds:
         return [f"{one.text}: a recipe with data of its own decides it; data=mock or data=text" for one in kinds]
     if not recipe_source.is_recipe(model):
-        return [f"{one.text}: {model} is no recipe; recipe=NAME stands in the place of the model" for one in asked]
+        return [f"{one.text}: {model} is no recipe; recipe=NAME replaces the name of a model" for one in asked]
     filled = [one for one in asked if one.path != "recipe.hf_folder"]
     return [f"{one.text}: tpi fills {one.path} in; leave it out" for one in filled]
 
@@ -261,7 +261,7 @@ def _key_problem(key: str, groups: dict[str, tuple[str, ...]]) -> str | None:
     """What is wrong with a key that is not a short one, as far as it can be told without importing Bridge."""
     section = key.partition(".")[0]
     if key == "recipe":
-        return "recipe=NAME stands in the place of the model: tpi train recipe=NAME …"
+        return "recipe=NAME replaces the name of a model: tpi train recipe=NAME …"
     if key == f"dataset.{schema.PROVIDER}":
         return "a recipe decides what its dataset is; leave it out"
     if section not in schema.SECTIONS:
@@ -393,4 +393,6 @@ def _lost_precision(model: str, overrides: Sequence[Override], problems: list[st
     if not isinstance(name, str):
         return {}
     hint = "name another recipe, or set mixed_precision=null and then every field that counts"
-    return {o.path: f"{o.text}: mixed_precision={name} is a whole that one field would replace; {hint}" for o in fields}
+    return {
+        o.path: f"{o.text}: mixed_precision={name} is a preset; setting one field discards it; {hint}" for o in fields
+    }

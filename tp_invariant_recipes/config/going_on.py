@@ -77,12 +77,12 @@ def unreadable_state(
     if apart == (True, False):
         return (
             f"it holds the optimizer state of experts apart from that of all else, as Megatron does at "
-            f"{_of_experts(before)}, and not at {_of_experts(now)}: go on with tp > 1 or ep > 1"
+            f"{_of_experts(before)}, and not at {_of_experts(now)}: continue with tp > 1 or ep > 1"
         )
     if apart == (False, True):
         return (
             f"it holds the optimizer state of experts together with that of all else, as Megatron does at "
-            f"{_of_experts(before)} with numerics=stock alone: go on with numerics=stock {_of_experts(before)}"
+            f"{_of_experts(before)} with numerics=stock alone: continue with numerics=stock {_of_experts(before)}"
         )
     changed = [name for name in _OF_BUCKETS if saved == BUCKETS and before.get(name) != now.get(name)]
     if not changed:

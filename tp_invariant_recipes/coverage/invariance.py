@@ -188,7 +188,7 @@ LIMITS = (
     ),
     Limit(
         lambda t: bool(t.model.get("cross_entropy_loss_fusion")),
-        "the fused cross entropy would stand in front of the invariant one; model.cross_entropy_loss_fusion=false",
+        "the fused cross entropy would bypass the invariant one; model.cross_entropy_loss_fusion=false",
     ),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A submission before it is made: its jobs' scripts, sbatch's options for them, and what is said of it."""
+"""A submission before it is made: its jobs' scripts, sbatch's options for them, and the report on it."""
 
 import shlex
 import sys

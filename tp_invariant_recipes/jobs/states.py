@@ -198,7 +198,7 @@ def _ended(part: JobPart, word: str | None, last: Attempt | None) -> End:
     """The end of a run whose job SLURM no longer knows. word: SLURM's; last: the last attempt by a job."""
     if last is None or last.outcome is None:
         elsewhere = None if last else _elsewhere(part)
-        silent = "it left no word of its end" if last else "it left no word of having begun"
+        silent = "it recorded no exit status" if last else "it recorded no start"
         said = elsewhere or _silent(part, silent)
         settled = elsewhere is not None or word not in (None, *_OF_SCRIPTS)
         return End(word or UNKNOWN, _status(word == "COMPLETED"), settled, said if part.ours else f"{_TAKEN}; {said}")

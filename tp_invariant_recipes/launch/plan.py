@@ -86,10 +86,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Request:
-    """What a command of `tpi train` asks for: a model, or a run to go on with.
+    """What a command of `tpi train` asks for: a model, or a run to continue.
 
     It is composed once; what is composed is then handed to `plan` or `follow`.
-    go_on: go on with the run in run.dir if there is one.
+    go_on: continue the run in run.dir if there is one.
     dry: plan only; prepare no data.
     """
 
@@ -106,15 +106,15 @@ class Request:
         return asked.value if asked else "local"
 
     def composed(self, device: str | None = None) -> Composed:
-        """The configuration alone. Raises ConfigError; RunError where there is no run to go on with.
+        """The configuration alone. Raises ConfigError; RunError where there is no run to continue.
 
-        device: where neither the overrides nor the run to go on with name one; None: what is here.
+        device: where neither the overrides nor the run to continue name one; None: what is here.
         """
         if self.resume is not None:
             self._goes_on_there(self.resume)
             return _composed_again(self.resume, self.model, self.overrides)
         if self.model is None:
-            raise ConfigError("name a model to train (tpi models lists them), or a run to go on with: --resume RUN")
+            raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
         composed = compose(self.model, self.overrides, device=device or detect_device())
         return _with_its_numerics(composed) if self.go_on else composed
 
@@ -190,7 +190,7 @@ def resume_run(
     here: bool = True,
     dry: bool = False,
 ) -> Plan:
-    """Plan to go on with a run from its newest finished checkpoint, or from the start if it has none.
+    """Plan to continue a run from its newest finished checkpoint, or from the start if it has none.
 
     composed: as the run was, but for what is to change: layout and length may, what makes runs comparable may not.
     start: the step to go on from, of which another process has made sure (0: from the beginning).
@@ -207,7 +207,7 @@ def resume_or_start(
     progress: Callable[[int, int], None] | None = None,
     dry: bool = False,
 ) -> Plan:
-    """Plan to go on with the run in `run.dir` if one is there, else to begin it there.
+    """Plan to continue the run in `run.dir` if one is there, else to begin it there.
 
     For a command that a scheduler may start again and again. start: as for `resume_run`. dry: as for `new`.
     Raises a TpiError.
@@ -282,7 +282,7 @@ def _going_on(
         plan.identity["data.digest"] = before.identity.get("data.digest")  # not known before it is prepared
     if composed.model != before.model:
         raise ConfigError(f"{asked} is a run of {before.model}, not of {composed.model}")
-    _same_identity(before.identity, plan.identity, f"{asked} would go on with another run.", composed.overrides)
+    _same_identity(before.identity, plan.identity, f"{asked} would continue another run.", composed.overrides)
     if start is not None:
         return _from(plan, RunCheckpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
     step = plan.config.section("checkpoint")["ckpt_step"]
@@ -566,7 +566,7 @@ def _notes(config: RunConfig) -> dict[str, Any]:
 def _same_identity(
     before: dict[str, Any], now: dict[str, Any], otherwise: str, overrides: Sequence[Override] = ()
 ) -> None:
-    """Raises RunError that names each field of the identity that has changed, and the key that mends it."""
+    """Raises RunError that names each field of the identity that has changed, and the key that corrects it."""
     changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
     if changed:
         problems = [

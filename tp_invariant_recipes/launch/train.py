@@ -23,7 +23,7 @@ from tp_invariant_recipes.sizing.memory import estimate
 
 @contextmanager
 def locked_run(request: Request, composed: Composed) -> Iterator[Lock | None]:
-    """Hold the lock of the run to go on with while it is planned and trained; None: a new run, which `execute` locks.
+    """Hold the lock of the run to continue while it is planned and trained; None: a new run, which `execute` locks.
 
     Raises RunError when another process holds it.
     """
@@ -107,7 +107,7 @@ def ended(planned: Plan, outcome: local.Outcome) -> local.Outcome:
     reason = f"; train.exit_duration_in_mins={minutes}" if minutes else f"; Bridge's log says why: {run_dir.bridge_log}"
     raise RunError(
         f"the ranks ended at step {reached} of {planned.steps}, and nothing had failed{reason}\n"
-        f"go on with: tpi train --resume {run_dir.path}"
+        f"continue with: tpi train --resume {run_dir.path}"
     )
 
 

@@ -103,7 +103,7 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
     if step and ledger.header.parameters != header.parameters:
         raise LedgerError(
             f"{file} has digests of {len(ledger.header.parameters)} parameters, and this run would record "
-            f"{len(header.parameters)}, or others: go on with the ledger.digests and the layers that it began with"
+            f"{len(header.parameters)}, or others: continue with the ledger.digests and the layers that it began with"
         )
     if not 0 <= step <= len(ledger.steps):
         raise LedgerError(f"{file} ends at step {len(ledger.steps)} and cannot go on after step {step}")

@@ -22,7 +22,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 
 # The states of a run; those of `outcome` in run.json, and:
 RUNNING, COMPLETED, STOPPED, FAILED = "running", "completed", "stopped", "failed"
-KILLED = "killed"  # its last attempt left no word of its end, and nobody trains there
+KILLED = "killed"  # its last attempt recorded no exit status, and nobody trains there
 WAITING = "not started"  # submitted
 DAMAGED = "damaged"
 
@@ -196,7 +196,7 @@ def _goes_on(one: RunRow, iters: int | None) -> bool:
 
 
 def _of_train(one: RunRow) -> bool:
-    """Whether `tpi train` made its last attempt. Other commands make runs of their own, and go on with none."""
+    """Whether `tpi train` made its last attempt. Other commands make runs of their own, and continue none."""
     return one.command.split()[:2] == ["tpi", "train"]
 
 

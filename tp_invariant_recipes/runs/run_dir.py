@@ -208,7 +208,7 @@ def choose(requested: str | None, name: str) -> RunDir:
         if path.exists() and not path.is_dir():
             raise RunError(f"run.dir={path} is a file")
         if not RunDir(path).is_empty():
-            raise RunError(f"run.dir={path} is not empty: go on with it (--resume {path}) or choose another run.dir")
+            raise RunError(f"run.dir={path} is not empty: continue it (--resume {path}) or choose another run.dir")
         return RunDir(path)
     name = name.partition("recipe=")[0] + name.partition("recipe=")[2].rpartition(":")[2] if "recipe=" in name else name
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -37,5 +37,5 @@ def targets(fields: Mapping[str, Any]) -> list[str]:
 
 
 def dim(fields: Mapping[str, Any]) -> int:
-    """Bridge's default where nothing is said."""
+    """Bridge's default where nothing is set."""
     return fields.get("dim", 32)

@@ -65,7 +65,7 @@ class Heartbeats:
         return Sign(count, Phase(phase), step, thread)
 
     def sign(self, index: int, phase: Phase, step: int | None = None) -> None:
-        """Write down what the rank at this place does. step: None: as before."""
+        """Write down what the rank at this place does. step: None: unchanged."""
         memory, at = self._memory, index * self.FIELDS
         memory[at + 1] = phase
         if step is not None:

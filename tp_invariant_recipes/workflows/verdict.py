@@ -312,7 +312,7 @@ _WAS = {FAILED: "failed", STOPPED: "was stopped", NOT_RUN: "did not run"}
 def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[str, ...]:
     sentences = [f"{row.label} {_WAS[row.state]}: {row.why}" for row in rows if row.why and "\n" in row.why]
     sentences += [
-        f"{row.label}: go on with it (tpi train --resume {shlex.quote(os.fspath(row.run))}), then judge again "
+        f"{row.label}: continue it (tpi train --resume {shlex.quote(os.fspath(row.run))}), then judge again "
         f"(tpi verify --recheck {shlex.quote(os.fspath(row.run.parent))})."
         for row in rows
         if row.state == STOPPED and row.ledger is not None

@@ -17,7 +17,7 @@ def test_cancel_ends_the_judge_before_the_array(cli, slurm, submitted):
         "12_1 v/tp2: cancelled (was RUNNING)",
         "12_2 v/tp4: cancelled (was PENDING (Resources))",
         "13 v: cancelled (was PENDING (Dependency))",
-        "a run that can save in time does; go on with it:",
+        "a run that can save in time does; continue it:",
         f"  sbatch --array=1 {made.directory}/job.sbatch",
     ]
 

@@ -34,7 +34,7 @@ STATES = {
     "accounted": ("", {"outcome": "completed"}, "12|COMPLETED|0:0", ("COMPLETED", 0, None)),
     "accounts are late": ("", {"outcome": "completed"}, "12|RUNNING|0:0", ("completed", 0, None)),
     "cancelled": ("", {"outcome": "stopped"}, "12|CANCELLED by 0|0:15", ("CANCELLED", 2, None)),
-    "timed out": ("", {}, "12|TIMEOUT|0:0", ("TIMEOUT", 2, "it left no word of its end")),
+    "timed out": ("", {}, "12|TIMEOUT|0:0", ("TIMEOUT", 2, "it recorded no exit status")),
     "completed": ("", {"outcome": "completed"}, None, ("completed", 0, None)),
     "failed": ("", {"outcome": "failed", "why": "no room"}, None, ("failed", 2, "no room")),
     "stopped": ("", {"outcome": "stopped"}, None, ("stopped", 2, None)),
@@ -44,10 +44,10 @@ STATES = {
         None,
         ("stopped", 2, "it was to be queued again, and is in the queue no more"),
     ),
-    "killed": ("", {}, None, ("unknown", 2, "it left no word of its end, and no log")),
-    "never began": ("", None, None, ("unknown", 2, "it left no word of having begun, and no log")),
-    "cancelled before": ("", None, "12|CANCELLED by 0|0:0", ("CANCELLED", 2, "it left no word of having begun")),
-    "another command": ("", {"job": None, "outcome": "completed"}, None, ("unknown", 2, "it left no word of having")),
+    "killed": ("", {}, None, ("unknown", 2, "it recorded no exit status, and no log")),
+    "never began": ("", None, None, ("unknown", 2, "it recorded no start, and no log")),
+    "cancelled before": ("", None, "12|CANCELLED by 0|0:0", ("CANCELLED", 2, "it recorded no start")),
+    "another command": ("", {"job": None, "outcome": "completed"}, None, ("unknown", 2, "it recorded no start")),
 }
 
 

@@ -73,7 +73,7 @@ def test_wait_for_a_job_that_leaves_no_word_ends_in_the_end(cli, slurm, submitte
     now(made.put(log, "slurmstepd: error: Detected 1 oom-kill event\n"))
     slurm.scene()
     ended = cli("wait", "a")
-    assert (ended.status, ended.out) == (2, f"12 a: unknown: it left no word of its end; its log: {log}\n")
+    assert (ended.status, ended.out) == (2, f"12 a: unknown: it recorded no exit status; its log: {log}\n")
     assert len(slurm.calls("squeue")) > 2
 
 
