@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.kernels.cross_entropy import softmax_gradient, sum_of_exponentials
-from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.tree import tree_all_reduce
 
@@ -27,21 +26,6 @@ class LossKernels(NamedTuple):
 
 
 LIBRARY = LossKernels(sum_of_exponentials, softmax_gradient, torch.log)
-
-
-def of_mode(original: Any, virtual_shards: int, name: str) -> Callable[..., Tensor]:
-    """A replacement for Megatron's vocab_parallel_cross_entropy. name: of the mode."""
-
-    def loss(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, tp_group: Any = None) -> Tensor:
-        if label_smoothing:
-            raise NotImplementedError("label smoothing has no invariant version")
-        mesh = VirtualMesh.of(virtual_shards, tp_group)
-        return vocab_parallel_cross_entropy(logits, target, mesh, kernels)
-
-    found = mode.find(name)
-    assert found is not None, name
-    kernels = found.cross_entropy()
-    return loss
 
 
 def vocab_parallel_cross_entropy(

@@ -83,7 +83,7 @@ ROWS = (
     ),
     Row(
         "megatron.core.tensor_parallel:vocab_parallel_cross_entropy",
-        "numerics.layers.cross_entropy:of_mode",
+        "numerics.megatron.loss:cross_entropy_of_mode",
         "sum(exp) over the vocabulary crosses ranks",
         settings=("virtual_shards", "mode"),
     ),
