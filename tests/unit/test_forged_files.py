@@ -19,7 +19,8 @@ from safetensors.numpy import save
 
 from tests.unit.test_ledger_digests import HEADER, RECORD
 from tp_invariant_recipes.compare.compare import compare
-from tp_invariant_recipes.compare.text import remarks, report, verdict_line
+from tp_invariant_recipes.compare.comparison_json import report
+from tp_invariant_recipes.compare.text import remarks, verdict_line
 from tp_invariant_recipes.data import prepared
 from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
 from tp_invariant_recipes.jobs import registry, states

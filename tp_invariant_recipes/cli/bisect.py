@@ -39,7 +39,8 @@ def bisect(
     tpi bisect runs/qwen3_8b-tp2-… runs/qwen3_8b-tp4-…
     """
     from tp_invariant_recipes.compare.compare import Comparison
-    from tp_invariant_recipes.compare.text import comparison_json, verdict_line
+    from tp_invariant_recipes.compare.comparison_json import comparison_json
+    from tp_invariant_recipes.compare.text import verdict_line
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import bisect as launch
 

@@ -48,7 +48,7 @@ def compare(
     tpi compare runs/a other-cluster.tpicert --json
     """
     from tp_invariant_recipes.compare.compare import UNREADABLE
-    from tp_invariant_recipes.compare.text import error_report, exit_status, report
+    from tp_invariant_recipes.compare.comparison_json import error_report, exit_status, report
 
     try:
         comparisons = _compare_all(runs)

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
+from tp_invariant_recipes.compare.comparison_json import comparison_json, exit_status
 from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.magnitude import magnitude_line, magnitude_report
-from tp_invariant_recipes.compare.text import comparison_json, exit_status, verdict_line
+from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, train

@@ -15,15 +15,9 @@ from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.matrix_dir import Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.workflows import matrix
+from tp_invariant_recipes.workflows.cells import cell_of, compose_cells, environments, plan_cells
 from tp_invariant_recipes.workflows.verdict import REFERENCE, CellResult, examine
-from tp_invariant_recipes.workflows.verify import (
-    Verification,
-    cell_of,
-    compose_cells,
-    environments,
-    plan_cells,
-    train_cells,
-)
+from tp_invariant_recipes.workflows.verify import Verification, train_cells
 
 SCHEMA = 1
 COMPLETED, INCOMPLETE = "completed", "incomplete"

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
+from tp_invariant_recipes.compare.comparison_json import report
 from tp_invariant_recipes.compare.explanation import run_name
-from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, report, verdict_line
+from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, verdict_line
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.open import read

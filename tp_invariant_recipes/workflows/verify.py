@@ -1,4 +1,4 @@
-"""`tpi verify`: plan every cell of a matrix, train them in turn, judge the ledgers."""
+"""`tpi verify`: plan the cells of a matrix, train them in turn, judge the ledgers."""
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config import reserved
-from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
-from tp_invariant_recipes.errors import OR_STOCK, ConfigError, LedgerError, RunError, TpiError, listed
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import Override, parse_all, texts
+from tp_invariant_recipes.errors import ConfigError, LedgerError, RunError, TpiError, listed
 from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.local import Watch
@@ -19,13 +19,24 @@ from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
-from tp_invariant_recipes.ledger.schema import SHARDS, Header, canonical, identity_differences
+from tp_invariant_recipes.ledger.schema import Header, canonical, identity_differences
 from tp_invariant_recipes.runs.checkpoints import ASIDE, move_aside
 from tp_invariant_recipes.runs.lock import locked, locked_empty
-from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, Matrix, MatrixDir
+from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
-from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.workflows import matrix
+from tp_invariant_recipes.workflows.cells import (
+    Problems,
+    cell_of,
+    compose_cells,
+    compose_each,
+    environments,
+    identities,
+    lengths,
+    named,
+    plan_cells,
+    with_equal_shards,
+)
 from tp_invariant_recipes.workflows.matrix import Choice
 from tp_invariant_recipes.workflows.verdict import PASSED, STOPPED, MatrixVerdict, judge, verdict_on
 
@@ -79,14 +90,14 @@ def new(
         )
     composed, left_out = compose_cells(model, axes, choices, problems)
     before = [one for one in choices if one.label in composed]
-    kept = _of_the_same_shards(before, composed, reference)
-    changed, found = _each_composed(model, [one for one in kept if one not in before])
+    kept = with_equal_shards(before, composed, reference)
+    changed, found = compose_each(model, [one for one in kept if one not in before])
     found.raise_any()
     composed |= changed
-    choices = tuple(_named(one, composed[one.label]) for one in kept)
+    choices = tuple(named(one, composed[one.label]) for one in kept)
     where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
     plans = plan_cells(choices, list(composed.values()), where, progress, here, dry)
-    problems = [*_lengths(plans), *_identities(axes, choices, plans), *environments(plans)]
+    problems = [*lengths(plans), *identities(axes, choices, plans), *environments(plans)]
     if reference is not None and not problems:
         problems = _against(reference, next(iter(plans.values())))
     if problems:
@@ -115,7 +126,7 @@ def again(
     cells = [cell for cell in asked.cells if states[where.cell(cell.name).path] not in PASSED]
     if not cells:
         return verdict
-    device, found, plans = _device(where, asked), _Problems(), {}
+    device, found, plans = _device(where, asked), Problems(), {}
     anew = frozenset(cell.name for cell in cells if states[where.cell(cell.name).path] != STOPPED)
     for cell in cells:
         with found.of(cell.label):
@@ -162,7 +173,7 @@ def check(verification: Verification) -> None:
     """Let Bridge validate every cell. Imports Bridge, 10 to 20 s. Raises ConfigError with the problems of all."""
     from tp_invariant_recipes.launch import train
 
-    found = _Problems()
+    found = Problems()
     for cell in verification.cells:
         with found.of(cell.label):
             train.check(verification.plans[cell.name])
@@ -255,40 +266,6 @@ def _interruptible() -> Iterator[Stop]:
         signal.signal(signal.SIGTERM, before)
 
 
-class _Problems:
-    """Problems of cells, each once. A problem of only some cells lists these cells."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, list[str]] = {}
-        self.cells = 0
-
-    @contextmanager
-    def of(self, label: str) -> Iterator[None]:
-        """Record the problems of a ConfigError of the block, for the cell with this label."""
-        self.cells += 1
-        try:
-            yield
-        except ConfigError as error:
-            for problem in error.problems:
-                self.found.setdefault(problem, []).append(label)
-
-    def why(self, label: str) -> str:
-        """The problems of one cell."""
-        return "; ".join(problem for problem, labels in self.found.items() if label in labels and problem != OR_STOCK)
-
-    def lines(self) -> list[str]:
-        """One line per problem."""
-        return [
-            problem if len(labels) == self.cells or problem == OR_STOCK else f"{'; '.join(labels)}: {problem}"
-            for problem, labels in self.found.items()
-        ]
-
-    def raise_any(self) -> None:
-        """Raise ConfigError if there is a problem."""
-        if self.found:
-            raise ConfigError(listed(self.lines()), self.lines())
-
-
 def _reference(against: Path | None, problems: list[str]) -> Ledger | None:
     if against is None:
         return None
@@ -302,149 +279,8 @@ def _reference(against: Path | None, problems: list[str]) -> Ledger | None:
     return ledger
 
 
-def compose_cells(
-    model: str, axes: Sequence[Axis], choices: Sequence[Choice], problems: list[str]
-) -> tuple[dict[str, Composed], tuple[LeftOut, ...]]:
-    """Compose each cell, by its label; the combinations that are impossible are left out.
-
-    Raises ConfigError that lists `problems` and the problems of all cells, also where a value fits no combination: that
-    is a mistake, and no matter of combining.
-    """
-    composed, found = _each_composed(model, choices)
-    remaining = [choice.values for choice in choices if choice.label in composed]
-    if (
-        not problems
-        and remaining
-        and all(set(axis.values) == {values[n] for values in remaining} for n, axis in enumerate(axes))
-    ):
-        labels = [choice.label for choice in choices if choice.label not in composed]
-        return composed, tuple(LeftOut(label, found.why(label)) for label in labels)
-    problems = [*problems, *found.lines()]
-    if problems:
-        raise ConfigError(listed(problems), problems)
-    return composed, ()
-
-
-def _each_composed(model: str, choices: Sequence[Choice]) -> tuple[dict[str, Composed], _Problems]:
-    """Those that compose, by their label, and what is wrong with the others."""
-    device = plan.detect_device()
-    composed, found = {}, _Problems()
-    for choice in choices:
-        with found.of(choice.label):
-            composed[choice.label] = compose(model, choice.overrides, device=device)
-    return composed, found
-
-
-def _of_the_same_shards(
-    choices: Sequence[Choice], composed: dict[str, Composed], reference: Ledger | None
-) -> tuple[Choice, ...]:
-    """The choices, with the shards in which cells would differ: the reference's, else those of the largest dp or cp.
-
-    A value that the user gives stays, and so do cells of stock numerics, which have none.
-    """
-    for key in SHARDS:
-        shards = {label: getattr(one.config.numerics, key.partition(".")[2]) for label, one in composed.items()}
-        wanted = reference.header.identity.get(key) if reference else None
-        wanted = wanted or max((each for each in shards.values() if each is not None), default=None)
-        choices = [
-            one
-            if shards[one.label] in (None, wanted) or given(one.overrides, key)
-            else replace(one, overrides=(*one.overrides, parse(f"{key}={wanted}")))
-            for one in choices
-        ]
-    return tuple(choices)
-
-
-def _named(choice: Choice, composed: Composed) -> Choice:
-    """The choice with a name. If no key has several values, the only cell is named by its tensor-parallel degree."""
-    tp = layout.of(composed.config).tp
-    return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
-
-
-def plan_cells(
-    choices: Sequence[Choice],
-    composed: Sequence[Composed],
-    where: MatrixDir,
-    progress: Callable[[int, int], None] | None,
-    here: bool,
-    dry: bool,
-) -> dict[str, Plan]:
-    """Plan each cell, by its name. Raises ConfigError with the problems of all; other TpiErrors as `plan.resolve`."""
-    plans, found = {}, _Problems()
-    for choice, one in zip(choices, composed, strict=True):
-        with found.of(choice.label):
-            plans[choice.name] = plan.resolve(one, where.cell(choice.name), progress, here=here, dry=dry)
-    found.raise_any()
-    return plans
-
-
-def cell_of(choice: Choice, planned: Plan) -> Cell:
-    """The cell as it stands in the matrix."""
-    return Cell(
-        name=choice.name,
-        label=choice.label,
-        overrides=texts(choice.overrides),
-        ranks=planned.layout.world,
-        steps=planned.steps,
-        identity_hash=plan.identity_hash(planned.identity),
-        layout=planned.layout.as_dict(),
-        numerics=planned.config.section("numerics"),
-    )
-
-
-def _lengths(plans: dict[str, Plan]) -> list[str]:
-    steps = sorted({planned.steps for planned in plans.values()})
-    if len(steps) == 1:
-        return []
-    return [f"cells of {' and '.join(map(str, steps))} steps: a matrix has one length; give iters one value"]
-
-
-def environments(plans: dict[str, Plan]) -> list[str]:
-    """Why these cells cannot run in one process."""
-    first, *others = (planned.environment for planned in plans.values())
-    if all(environment == first for environment in others):
-        return []
-    return [
-        "these cells need different environment variables, which one process cannot have: run one, then the others; "
-        "tpi verify --against RUN compares them with it"
-    ]
-
-
-def _identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str, Plan]) -> list[str]:
-    """The reasons why cells are different experiments: the keys whose values alone change the identity."""
-    first = choices[0]
-    problems = []
-    for number, axis in enumerate(axes):
-        beside = [c for c in choices if [n for n, v in enumerate(c.values) if v != first.values[n]] == [number]]
-        fields = dict.fromkeys(key for c in beside for key in _changed(plans[first.name], plans[c.name]))
-        if fields:
-            problems.append(f"{axis.key}={','.join(axis.values)} makes different runs: {_few(list(fields))}")
-    others = [c for c in choices if not problems and _changed(plans[first.name], plans[c.name])]
-    problems += [
-        f"{first.label} and {c.label} are different runs: {_few(_changed(plans[first.name], plans[c.name]))}"
-        for c in others
-    ]
-    return [
-        f"{problem}; their ledgers are not comparable; to train each, without comparing bits: tpi sweep"
-        for problem in problems
-    ]
-
-
-def _changed(a: Plan, b: Plan) -> list[str]:
-    return [one.field for one in identity_differences(_header(a), _header(b))]
-
-
-def _header(planned: Plan) -> Header:
-    return Header(identity=planned.identity)
-
-
-def _few(fields: list[str]) -> str:
-    shown = ", ".join(fields[:3]) + (f" and {len(fields) - 3} more" if len(fields) > 3 else "")
-    return f"{shown} {'differs' if len(fields) == 1 else 'differ'}"
-
-
 def _against(reference: Ledger, planned: Plan) -> list[str]:
-    differences = identity_differences(reference.header, _header(planned))
+    differences = identity_differences(reference.header, Header(identity=planned.identity))
     return [
         f"--against {reference.path} is of another experiment: {d.field} is {d.a or 'not set'} there and "
         f"{d.b or 'not set'} here"

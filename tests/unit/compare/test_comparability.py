@@ -118,8 +118,10 @@ def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
             writer.append(one)
 
     def planned(device, mode="tree"):
-        tree = {"numerics": {"mode": mode}, "checkpoint": {"save_interval": 1}}
-        return SimpleNamespace(device=device, tree=tree, run_dir=SimpleNamespace(ledger=file, path=tmp_path))
+        config = SimpleNamespace(
+            numerics=SimpleNamespace(mode=mode), section={"checkpoint": {"save_interval": 1}}.__getitem__
+        )
+        return SimpleNamespace(device=device, config=config, run_dir=SimpleNamespace(ledger=file, path=tmp_path))
 
     said = plan._products(planned("gpu"), 3)
     assert said.startswith(f"products: up to step 3 their definition is fixed tiles 0, from step 4 on {ON_GPU};")

@@ -12,7 +12,7 @@ from tp_invariant_recipes.cli import progress
 from tp_invariant_recipes.compare import compare as compare_module
 from tp_invariant_recipes.compare import tally
 from tp_invariant_recipes.compare.compare import compare, compare_all
-from tp_invariant_recipes.compare.text import comparison_json, report
+from tp_invariant_recipes.compare.comparison_json import comparison_json, report
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import reader, stream
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step

@@ -8,7 +8,8 @@ import pytest
 from tests.unit.compare.ledgers import FC1, NAMES, PARAMETERS, STEPS, record, value
 from tests.unit.compare.ledgers import HEADER as BARE
 from tp_invariant_recipes.compare.compare import Verdict, compare
-from tp_invariant_recipes.compare.text import compared_values, comparison_json, parameter_rows, remarks, verdict_line
+from tp_invariant_recipes.compare.comparison_json import comparison_json
+from tp_invariant_recipes.compare.text import compared_values, parameter_rows, remarks, verdict_line
 from tp_invariant_recipes.ledger.reader import Ledger, parse
 from tp_invariant_recipes.ledger.record import encode_header, encode_step
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tests.unit.compare.ledgers import FC1, FC2, HEADER, NAMES, NO_STATE, ledger, trace, value, with_trace
 from tp_invariant_recipes.compare.compare import TraceCoverage, Verdict, compare
-from tp_invariant_recipes.compare.text import comparison_json, remarks, verdict_line
+from tp_invariant_recipes.compare.comparison_json import comparison_json
+from tp_invariant_recipes.compare.text import remarks, verdict_line
 
 TRACED = dict(traced=(1, 2, 3))
 

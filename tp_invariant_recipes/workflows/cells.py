@@ -1,0 +1,188 @@
+"""The cells of a matrix, composed and planned, and the problems of all of them in one list."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.overrides import given, parse, texts
+from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
+from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.schema import SHARDS, Header, identity_differences
+from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, LeftOut, MatrixDir
+from tp_invariant_recipes.settings import layout
+from tp_invariant_recipes.workflows.matrix import Choice
+
+
+class Problems:
+    """Problems of cells, each once. A problem of only some cells lists these cells."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[str]] = {}
+        self.cells = 0
+
+    @contextmanager
+    def of(self, label: str) -> Iterator[None]:
+        """Record the problems of a ConfigError of the block, for the cell with this label."""
+        self.cells += 1
+        try:
+            yield
+        except ConfigError as error:
+            for problem in error.problems:
+                self.found.setdefault(problem, []).append(label)
+
+    def why(self, label: str) -> str:
+        """The problems of one cell."""
+        return "; ".join(problem for problem, labels in self.found.items() if label in labels and problem != OR_STOCK)
+
+    def lines(self) -> list[str]:
+        """One line per problem."""
+        return [
+            problem if len(labels) == self.cells or problem == OR_STOCK else f"{'; '.join(labels)}: {problem}"
+            for problem, labels in self.found.items()
+        ]
+
+    def raise_any(self) -> None:
+        """Raise ConfigError if there is a problem."""
+        if self.found:
+            raise ConfigError(listed(self.lines()), self.lines())
+
+
+def compose_cells(
+    model: str, axes: Sequence[Axis], choices: Sequence[Choice], problems: list[str]
+) -> tuple[dict[str, Composed], tuple[LeftOut, ...]]:
+    """Compose each cell, by its label; the combinations that are impossible are left out.
+
+    Raises ConfigError that lists `problems` and the problems of all cells, also where a value fits no combination: that
+    is a mistake, and no matter of combining.
+    """
+    composed, found = compose_each(model, choices)
+    remaining = [choice.values for choice in choices if choice.label in composed]
+    if (
+        not problems
+        and remaining
+        and all(set(axis.values) == {values[n] for values in remaining} for n, axis in enumerate(axes))
+    ):
+        labels = [choice.label for choice in choices if choice.label not in composed]
+        return composed, tuple(LeftOut(label, found.why(label)) for label in labels)
+    problems = [*problems, *found.lines()]
+    if problems:
+        raise ConfigError(listed(problems), problems)
+    return composed, ()
+
+
+def compose_each(model: str, choices: Sequence[Choice]) -> tuple[dict[str, Composed], Problems]:
+    """Those that compose, by their label, and what is wrong with the others."""
+    device = plan.detect_device()
+    composed, found = {}, Problems()
+    for choice in choices:
+        with found.of(choice.label):
+            composed[choice.label] = compose(model, choice.overrides, device=device)
+    return composed, found
+
+
+def with_equal_shards(
+    choices: Sequence[Choice], composed: dict[str, Composed], reference: Ledger | None
+) -> tuple[Choice, ...]:
+    """The choices, with the shards in which cells would differ: the reference's, else those of the largest dp or cp.
+
+    A value that the user gives stays, and so do cells of stock numerics, which have none.
+    """
+    for key in SHARDS:
+        shards = {label: getattr(one.config.numerics, key.partition(".")[2]) for label, one in composed.items()}
+        wanted = reference.header.identity.get(key) if reference else None
+        wanted = wanted or max((each for each in shards.values() if each is not None), default=None)
+        choices = [
+            one
+            if shards[one.label] in (None, wanted) or given(one.overrides, key)
+            else replace(one, overrides=(*one.overrides, parse(f"{key}={wanted}")))
+            for one in choices
+        ]
+    return tuple(choices)
+
+
+def named(choice: Choice, composed: Composed) -> Choice:
+    """The choice with a name. If no key has several values, the only cell is named by its tensor-parallel degree."""
+    tp = layout.of(composed.config).tp
+    return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
+
+
+def plan_cells(
+    choices: Sequence[Choice],
+    composed: Sequence[Composed],
+    where: MatrixDir,
+    progress: Callable[[int, int], None] | None,
+    here: bool,
+    dry: bool,
+) -> dict[str, Plan]:
+    """Plan each cell, by its name. Raises ConfigError with the problems of all; other TpiErrors as `plan.resolve`."""
+    plans, found = {}, Problems()
+    for choice, one in zip(choices, composed, strict=True):
+        with found.of(choice.label):
+            plans[choice.name] = plan.resolve(one, where.cell(choice.name), progress, here=here, dry=dry)
+    found.raise_any()
+    return plans
+
+
+def cell_of(choice: Choice, planned: Plan) -> Cell:
+    """The cell as it stands in the matrix."""
+    return Cell(
+        name=choice.name,
+        label=choice.label,
+        overrides=texts(choice.overrides),
+        ranks=planned.layout.world,
+        steps=planned.steps,
+        identity_hash=plan.identity_hash(planned.identity),
+        layout=planned.layout.as_dict(),
+        numerics=planned.config.section("numerics"),
+    )
+
+
+def lengths(plans: dict[str, Plan]) -> list[str]:
+    """Why these cells have not one length."""
+    steps = sorted({planned.steps for planned in plans.values()})
+    if len(steps) == 1:
+        return []
+    return [f"cells of {' and '.join(map(str, steps))} steps: a matrix has one length; give iters one value"]
+
+
+def environments(plans: dict[str, Plan]) -> list[str]:
+    """Why these cells cannot run in one process."""
+    first, *others = (planned.environment for planned in plans.values())
+    if all(environment == first for environment in others):
+        return []
+    return [
+        "these cells need different environment variables, which one process cannot have: run one, then the others; "
+        "tpi verify --against RUN compares them with it"
+    ]
+
+
+def identities(axes: Sequence[Axis], choices: Sequence[Choice], plans: dict[str, Plan]) -> list[str]:
+    """The reasons why cells are different experiments: the keys whose values alone change the identity."""
+    first = choices[0]
+    problems = []
+    for number, axis in enumerate(axes):
+        beside = [c for c in choices if [n for n, v in enumerate(c.values) if v != first.values[n]] == [number]]
+        fields = dict.fromkeys(key for c in beside for key in _changed(plans[first.name], plans[c.name]))
+        if fields:
+            problems.append(f"{axis.key}={','.join(axis.values)} makes different runs: {_few(list(fields))}")
+    others = [c for c in choices if not problems and _changed(plans[first.name], plans[c.name])]
+    problems += [
+        f"{first.label} and {c.label} are different runs: {_few(_changed(plans[first.name], plans[c.name]))}"
+        for c in others
+    ]
+    return [
+        f"{problem}; their ledgers are not comparable; to train each, without comparing bits: tpi sweep"
+        for problem in problems
+    ]
+
+
+def _changed(a: Plan, b: Plan) -> list[str]:
+    return [one.field for one in identity_differences(Header(identity=a.identity), Header(identity=b.identity))]
+
+
+def _few(fields: list[str]) -> str:
+    shown = ", ".join(fields[:3]) + (f" and {len(fields) - 3} more" if len(fields) > 3 else "")
+    return f"{shown} {'differs' if len(fields) == 1 else 'differ'}"
