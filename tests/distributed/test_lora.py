@@ -101,7 +101,7 @@ def _without(target: str) -> None:
     from tp_invariant_recipes.numerics.megatron import adapters
 
     rows = adapters.replacements
-    adapters.replacements = lambda config: tuple(row for row in rows(config) if not row.target.endswith(target))
+    adapters.replacements = lambda *run: tuple(row for row in rows(*run) if not row.target.endswith(target))
 
 
 # What is left out. A gradient's last bits show in its digest.

@@ -20,6 +20,7 @@ from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.ledger.run_files import Reason, RunFile
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import LedgerSettings
 from tp_invariant_recipes.training import heartbeat
@@ -137,7 +138,9 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
             callbacks = [*callbacks, DeterministicOverhead()]
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, config)), *callbacks, heartbeat.Last()]
         stack.enter_context(registry.applied(config))
-        rows = (*replacements.replacements(config.numerics), *adapters.replacements(config), NOTING)
+        rows = [*replacements.replacements(config.numerics), NOTING]
+        if peft.adapts(config):
+            rows += adapters.replacements(config.numerics, config.section("rng")["seed"], config.weights.folder)
         stack.enter_context(applied(rows))
         from megatron.bridge.training.gpt_step import forward_step
         from megatron.bridge.training.pretrain import pretrain as bridge_pretrain

@@ -11,13 +11,11 @@ is small:
 Bridge gathers x where this gathers A, which is smaller. Parameters, their names and checkpoints are Bridge's.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.bridge.peft.utils import ParallelLinearAdapter
@@ -29,10 +27,8 @@ from tp_invariant_recipes.numerics.layers.partial_linear import gathered_linear
 from tp_invariant_recipes.numerics.megatron import init
 from tp_invariant_recipes.numerics.megatron.base import OnMesh
 from tp_invariant_recipes.numerics.megatron.mamba_init import uniform
+from tp_invariant_recipes.numerics.settings import NumericsSettings
 from tp_invariant_recipes.replacement import Replacement
-
-if TYPE_CHECKING:
-    from tp_invariant_recipes.settings.run_config import RunConfig
 
 _SETUP = "megatron.bridge.training.setup"
 _GATED = "linear_fc1"  # whose rows are gate and up, each split over the ranks
@@ -71,12 +67,10 @@ class InvariantLinearAdapter(OnMesh, ParallelLinearAdapter):
 # --- How training begins ---
 
 
-def replacements(config: RunConfig) -> tuple[Replacement, ...]:
-    """What a run with LoRA replaces of Bridge; empty without."""
-    if config.sections.get("peft") is None:
-        return ()
+def replacements(numerics: NumericsSettings, seed: int, folder: str | None) -> tuple[Replacement, ...]:
+    """What a run with LoRA replaces of Bridge. folder: of the Hugging Face weights to adapt; None: a checkpoint."""
     rows = []
-    if config.numerics.invariant:
+    if numerics.invariant:
         rows.append(
             Replacement(
                 "megatron.bridge.peft.lora:ParallelLinearAdapter",
@@ -84,15 +78,15 @@ def replacements(config: RunConfig) -> tuple[Replacement, ...]:
                 "an adapter's products sum over features that ranks share",
             )
         )
-    if config.numerics.initial_weights == "invariant":
+    if numerics.initial_weights == "invariant":
         rows.append(
             Replacement(
                 f"{_SETUP}:_apply_peft_transformation",
-                lambda original: _initialised(original, config.section("rng")["seed"]),
+                lambda original: _initialised(original, seed),
                 "adapters would begin with other weights for every tp",
             )
         )
-    if config.weights.folder is not None:
+    if folder is not None:
         rows.append(
             Replacement(
                 f"{_SETUP}:_create_peft_pre_wrap_hook",
