@@ -78,7 +78,7 @@ class Header(Record):
     identity: model, data, optimizer and seed as flat keys such as `"model.num_layers": 36`
     numerics: mode, virtual shards …
     layout: degrees of parallelism by their short names
-    versions: of the packages that compute
+    versions: versions of the packages that compute
     device: name and compute capability, attention backend, [definition of a product](numerics.md#what-is-a-product)
     environment: the variables that numerics depend on
     notes: other facts, such as the tokenizer's convention; `resumed`: what each resume has changed
@@ -140,9 +140,9 @@ class StepRecord:
     ValueError: a count is negative or not an integer, a float is not bits as text, or a step that was not skipped
     has no loss or gradient norm.
 
-    step: completed steps, with this one
-    samples: consumed since the start of training, with those of this step
-    tokens: of this step
+    step: number of completed steps, with this one
+    samples: number of samples since the start of training, with this step's
+    tokens: number of tokens in this step
     loss: `bits`: width and IEEE 754 pattern in hexadecimal, the only part that is compared, so -0.0 is not 0.0;
         `value`: for people. Null: a skipped step has none
     grad_norm: as `loss`; the norm of all gradients before clipping
