@@ -23,4 +23,4 @@ def test_stock_experts_do_not(tpi):
     """Megatron's own: on one rank there is one optimizer."""
     tpi(*RUN, "tp=2", "ep=2", "numerics=stock", "run.dir=run", status=0)
     alone = tpi("train", "--resume", "run", "tp=1", "ep=1", "checkpoint.ckpt_step=2", status=2)
-    assert "it holds the optimizer state of experts apart from that of all else" in alone.stderr
+    assert "it holds the optimizer state of experts apart from all other state" in alone.stderr

@@ -213,7 +213,7 @@ def test_the_summary_cannot_lie(whole):
     manifest = json.loads(forged[MANIFEST])
     manifest["summary"]["steps"] = 300
     forged[MANIFEST] = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
-    assert "its summary is not that of its members" in refused(sealed(forged))
+    assert "its summary does not fit its members" in refused(sealed(forged))
     manifest["more"] = 1
     forged[MANIFEST] = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
     assert "more than a manifest does" in refused(sealed(forged))

@@ -30,7 +30,7 @@ def submit(
     ] = False,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Go on with this run in a job, from its newest finished checkpoint.", metavar="RUN"),
+        typer.Option(help="Continue this run in a job, from its newest finished checkpoint.", metavar="RUN"),
     ] = None,
     after: Annotated[
         list[str] | None,

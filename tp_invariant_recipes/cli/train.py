@@ -102,9 +102,7 @@ def train(
     arguments = with_option(arguments, "--launcher", "launcher", launcher)
     arguments = with_cluster_file(arguments, cluster_file)
     if resume is not None and go_on:
-        raise ConfigError(
-            "--resume RUN goes on with a run wherever it is, --continue with the one in run.dir: give one"
-        )
+        raise ConfigError("--resume RUN continues a run wherever it is, --continue with the one in run.dir: give one")
     needed.check("tpi train", needed.TRAINING)
     console = terminal.console_of_its_own()
     asked = tuple(parse_all(arguments))

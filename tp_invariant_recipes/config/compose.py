@@ -376,7 +376,7 @@ def _hinted(sections: dict[str, Any], wrong: dict[str, str]) -> dict[str, str]:
 
 
 def _as_by_default(sections: dict[str, Any], wrong: Iterable[str]) -> None:
-    """Put defaults where files hold what was said to be wrong, so that what else is wrong can be said as well."""
+    """Put defaults where files hold a refused value, so that a later check finds the other problems, too."""
     for section, _, name in (path.partition(".") for path in wrong):
         if section not in OWN_SECTIONS:
             sections.pop(section)

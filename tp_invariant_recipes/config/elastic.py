@@ -54,7 +54,7 @@ def problems(config: RunConfig) -> list[str]:
     if most != whole.nodes or fewest > most:
         return [f"slurm.nodes={config.slurm.nodes}: with this layout the run takes {whole}, so that is the most"]
     if not config.cluster.shared_files:
-        return ["slurm.nodes: a run goes on with other nodes from a checkpoint, so cluster.shared_files must be true"]
+        return ["slurm.nodes: a run continues on other nodes from a checkpoint, so cluster.shared_files must be true"]
     if data_parallel(config, fewest) is not None:
         return []
     enough = next(count for count in range(fewest, most + 1) if data_parallel(config, count) is not None)

@@ -76,12 +76,12 @@ def unreadable_state(
         return f"it holds the state of {kind}: optimizer.use_distributed_optimizer={str(distributed).lower()}"
     if apart == (True, False):
         return (
-            f"it holds the optimizer state of experts apart from that of all else, as Megatron does at "
+            f"it holds the optimizer state of experts apart from all other state, as Megatron does at "
             f"{_of_experts(before)}, and not at {_of_experts(now)}: continue with tp > 1 or ep > 1"
         )
     if apart == (False, True):
         return (
-            f"it holds the optimizer state of experts together with that of all else, as Megatron does at "
+            f"it holds the optimizer state of experts together with all other state, as Megatron does at "
             f"{_of_experts(before)} with numerics=stock alone: continue with numerics=stock {_of_experts(before)}"
         )
     changed = [name for name in _OF_BUCKETS if saved == BUCKETS and before.get(name) != now.get(name)]

@@ -198,7 +198,7 @@ DIST: dict[str, tuple[Values, str]] = {
     "nccl_communicator_config_path": (_only(None), "the file may choose how NCCL adds"),
     "use_tp_pp_dp_mapping": (OFF, "the owner of an expert follows from Megatron's default order of ranks"),
     "use_decentralized_pg": (OFF, "the invariant layers take their groups from Megatron's parallel state"),
-    "eval_context_parallel_size": (_only(None), "context parallelism is that of training"),
+    "eval_context_parallel_size": (_only(None), "evaluation has the context parallelism of training"),
     "enable_megatron_core_experimental": (OFF, "experimental layers have no invariant version"),
     "disable_jit_fuser": (BOOL, "fused functions compute every element alone"),
     "external_gpu_device_mapping": (BOOL, _PLACE),

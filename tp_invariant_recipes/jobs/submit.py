@@ -57,7 +57,7 @@ def train(
 def resume(
     run: Path, overrides: Sequence[str], *, after: Sequence[str] = (), dry: bool = False, progress: Progress = None
 ) -> PlannedSubmission:
-    """Plan a job that goes on with a run, wherever that was begun. Raises a TpiError that lists all problems.
+    """Plan a job that continues a run, wherever it began. Raises a TpiError that lists all problems.
 
     overrides: what is to change, as for `tpi train --resume`. after, dry, progress: as for `train`.
     """

@@ -118,25 +118,25 @@ def lanes(pieces: Sequence[Piece]) -> Tensor:
     return Lanes(pieces)()
 
 
-class Keys(NamedTuple):
+class DigestKeys(NamedTuple):
     """R, int32 [n, LANES], and C, int64 [n, LANES], of the rows and columns numbered 0 … n - 1; all without a sign."""
 
     rows: Tensor
     columns: Tensor
 
 
-def keys(length: int, device: torch.device) -> Keys:
+def keys(length: int, device: torch.device) -> DigestKeys:
     """The keys of `length` rows and columns or more."""
     return _keys(1 << (max(length, 1) - 1).bit_length(), device)
 
 
 @lru_cache(maxsize=4)
-def _keys(length: int, device: torch.device) -> Keys:
+def _keys(length: int, device: torch.device) -> DigestKeys:
     numbers = np.arange(length, dtype=np.uint64)
     row, *columns = (_splitmix(numbers + np.uint64(seed)) for seed in _SEEDS)
     rows = np.stack([row & np.uint64(0xFFFFFFFF), row >> np.uint64(32)], 1).astype(np.uint32) | np.uint32(1)
     odd = np.stack(columns, 1) | np.uint64(1)
-    return Keys(torch.from_numpy(rows.view(np.int32)).to(device), torch.from_numpy(odd.view(np.int64)).to(device))
+    return DigestKeys(torch.from_numpy(rows.view(np.int32)).to(device), torch.from_numpy(odd.view(np.int64)).to(device))
 
 
 def _splitmix(state: np.ndarray) -> np.ndarray:
@@ -217,7 +217,7 @@ def programs(rows: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Ten
 
 def launch(
     some: tuple[Tensor, Tensor],
-    of: Keys,
+    of: DigestKeys,
     result: Tensor,
     size: int,
     largest: Tensor | None = None,

@@ -293,7 +293,7 @@ def _going_on(
             f"checkpoint.ckpt_step=STEP"
         )
     if found and found.read_manifest().identity_hash != identity_hash(plan.identity):
-        raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run_dir.path}")
+        raise CheckpointError(f"{found.path} belongs to another run: its identity is not the one of {run_dir.path}")
     if found:
         _same_bits(asked, before, plan, found)
     return plan if found is None else replace(_from(plan, found), remark=_products(plan, found.step))

@@ -95,7 +95,7 @@ def open_certificate(file: Path, data: bytes) -> Certificate:
         ledger = parse(file, members[FILE_NAME])
         summary = manifest.summary
         if canonical(summary) != canonical(_summary(file, members, ledger)):
-            raise ValueError("its summary is not that of its members")
+            raise ValueError("its summary does not fit its members")
     except (ValueError, zipfile.BadZipFile) as error:
         raise LedgerError(f"{file} is not a whole certificate: {error}") from error
     return Certificate(file, hashlib.sha256(members[MANIFEST]).hexdigest(), summary, ledger)
@@ -207,7 +207,7 @@ def _unpack(data: bytes) -> dict[str, bytes]:
     """The members. ValueError or BadZipFile: the archive is damaged, or does not hold exactly these members."""
     body, seal = data[:-_SEAL_SIZE], data[-_SEAL_SIZE:]
     if not data.startswith(CERTIFICATE_START) or seal != _seal(body):
-        raise ValueError("it was altered or cut short: its seal is not that of its bytes")
+        raise ValueError("it was altered or cut short: its seal does not fit its bytes")
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
         names = [entry.filename for entry in entries]

@@ -234,7 +234,7 @@ def canonical(value: object) -> str:
 
 
 def check_bits(name: str, text: Any) -> None:
-    """ValueError, which names the value: the text is not that of bits."""
+    """ValueError, which names the value: the text does not state bits."""
     try:
         bits_float(text)
     except ValueError as error:

@@ -37,7 +37,7 @@ SHORT_KEYS = {
         ShortKey("seed", "rng.seed", int, "seed of weights and data order"),
         ShortKey("save", "checkpoint.save_interval", int, "steps between checkpoints; 0: only on SIGTERM"),
         ShortKey("project", "logging.project", str | None, "project of wandb and Comet, experiment of MLflow"),
-        ShortKey("name", "logging.name", str | None, "name of the run there (default: that of run.dir)"),
+        ShortKey("name", "logging.name", str | None, "name of the run there (default: run.dir's)"),
         ShortKey("weights", "weights.folder", str | None, "folder of the Hugging Face weights to start from"),
     )
 }

@@ -256,7 +256,7 @@ def _part(sharded: Any, owner: Tensor, offset: int) -> _Part:
     columns = data.shape[-1]
     stride = data.stride(-2) if data.dim() > 1 and data.shape[-2] > 1 else data.stride(0) // between
     if (columns > 1 and data.stride(-1) != 1) or not _regular(data, stride):
-        raise ValueError(f"stride {data.stride()} is not that of a table")
+        raise ValueError(f"stride {data.stride()} does not fit a table")
     place = GlobalSlice(row=start[0] * between, step=1, rows=rows, column=start[-1], columns=columns)
     return _Part(whole_name(sharded.key, sharded.global_offset[:axes]), shape, owner, offset, stride, place)
 

@@ -84,7 +84,7 @@ def _checkpoint(run_dir: RunDir, identity_hash: str, step: int | None) -> RunChe
     if found is None:
         raise CheckpointError(f"{run_dir.path} has no finished checkpoint; save=STEPS lets a run write some")
     if found.read_manifest().identity_hash != identity_hash:
-        raise CheckpointError(f"{found.path} belongs to another run: its identity is not that of {run_dir.path}")
+        raise CheckpointError(f"{found.path} belongs to another run: its identity is not the one of {run_dir.path}")
     return found
 
 

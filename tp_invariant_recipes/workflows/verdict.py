@@ -200,7 +200,7 @@ def _another_run(cell: Cell, ledger: Ledger) -> str | None:
     for resumed in header.notes.get("resumed", ()):
         changed = [key for key in resumed["changed"] if key.startswith(("layout.", "numerics."))]
         if changed:
-            return f"after step {resumed['after_step']} it went on with another {', '.join(changed)}"
+            return f"after step {resumed['after_step']} it continued with another {', '.join(changed)}"
     return None
 
 
