@@ -13,7 +13,6 @@ from tp_invariant_recipes.portable import conformance
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.usefixtures("settings_of_a_run"),
 ]
 BF16, FP32 = torch.bfloat16, torch.float32

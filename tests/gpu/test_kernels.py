@@ -5,36 +5,24 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.gpu.operands import normal
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels import cross_entropy, rms_norm, row_add, token_sum, tree_add
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.products import defined
 from tp_invariant_recipes.numerics.products.product import product
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settings_of_a_run")]
 DTYPES = (torch.float32, torch.bfloat16)
 SHARDS = 8
 DEGREES = (2, 4, 8)
-
-
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-    torch.backends.cuda.matmul.allow_tf32 = False
-
-
-def _random(*shape, dtype=torch.float32):
-    return torch.randn(shape, device="cuda").to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", (1, 2, 4, 8, 16, 32, 64, 128))
 def test_tree_add_has_the_bits_of_its_twin(width, dtype):
     for size in (5001, 4096):
-        partials, out = _random(3, width, size), torch.empty(3, size, dtype=dtype)
+        partials, out = normal(3, width, size), torch.empty(3, size, dtype=dtype)
         on_gpu = tree_add.tree_add(partials, out.cuda(), groups=3)
         assert same_bits(on_gpu.cpu(), tree_add.tree_add(partials.cpu(), out, groups=3))
 
@@ -46,8 +34,8 @@ def test_norm_of_a_slice_is_the_slice_of_the_norm(dtype, tokens, heads, width, b
     if by_heads and heads == 1:
         pytest.skip("one head is not divided")
     # As Megatron's keys are: heads with gaps between them.
-    x = _random(tokens, heads, 2 * width, dtype=dtype)[..., :width]
-    dy, weight = _random(tokens, heads, width, dtype=dtype), _random(width, dtype=dtype)
+    x = normal(tokens, heads, 2 * width, dtype=dtype)[..., :width]
+    dy, weight = normal(tokens, heads, width, dtype=dtype), normal(width, dtype=dtype)
     y, scale = rms_norm.rms_norm_forward(x, weight, 1e-6)
     dx, leaves = rms_norm.rms_norm_backward(dy, x, weight, scale, SHARDS, by_heads)
     dim = 1 if by_heads else 0
@@ -65,7 +53,7 @@ def test_norm_of_a_slice_is_the_slice_of_the_norm(dtype, tokens, heads, width, b
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norm_is_right(dtype):
-    x, dy, weight = _random(256, 1, 1000, dtype=dtype), _random(256, 1, 1000, dtype=dtype), _random(1000, dtype=dtype)
+    x, dy, weight = normal(256, 1, 1000, dtype=dtype), normal(256, 1, 1000, dtype=dtype), normal(1000, dtype=dtype)
     y, scale = rms_norm.rms_norm_forward(x, weight, 1e-6)
     dx, leaves = rms_norm.rms_norm_backward(dy, x, weight, scale, 4, False)
     x64, w64 = (t.double().requires_grad_() for t in (x, weight))
@@ -80,7 +68,7 @@ def test_norm_is_right(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cross_entropy_of_a_slice_is_the_slice_of_it(dtype):
     rows, size = 64, 8 * 19000
-    logits, gradient = _random(rows, size, dtype=dtype), _random(rows)
+    logits, gradient = normal(rows, size, dtype=dtype), normal(rows)
     target = torch.randint(size, (rows,), device="cuda")
     highest = logits.amax(-1).float()
     partials = cross_entropy.sum_of_exponentials(logits, highest, SHARDS)
@@ -102,7 +90,7 @@ def test_cross_entropy_of_a_slice_is_the_slice_of_it(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_token_sum_of_a_slice_is_the_slice_of_it(dtype):
-    values = _random(256, 1600, dtype=dtype)
+    values = normal(256, 1600, dtype=dtype)
     whole = token_sum.token_sum(values, 1)
     torch.testing.assert_close(whole.double().sum((0, 1)), values.double().sum(0), rtol=1e-4, atol=1e-4)
     for degree in DEGREES:
@@ -124,7 +112,7 @@ def test_added_rows_have_the_bits_of_the_cpu_and_of_slices(tokens, table, featur
     parts = {degree: [torch.zeros_like(part) for part in whole.chunk(degree)] for degree in DEGREES}
     twin = torch.zeros(table, features)
     for _ in range(2):
-        rows, at = _random(tokens, features, dtype=dtype), torch.randint(table, (tokens,), device="cuda")
+        rows, at = normal(tokens, features, dtype=dtype), torch.randint(table, (tokens,), device="cuda")
         at[::3] = 5
         row_add.add_rows(rows, at, whole, at_once)
         row_add.add_rows(rows.cpu(), at.cpu(), twin, at_once)
@@ -155,7 +143,7 @@ def test_product_of_slices_is_that_of_copies(monkeypatch, shape, degree, dtype):
     monkeypatch.setattr(defined, "_cublas_is_right", {})
     tokens, k, n = shape
     held = 4 // degree
-    x, w = _random(tokens, held * k, dtype=dtype), _random(n, held * k, dtype=dtype)
+    x, w = normal(tokens, held * k, dtype=dtype), normal(n, held * k, dtype=dtype)
     y = torch.zeros(tokens, held * n, dtype=dtype, device="cuda")
     first, second = slice(0, k), slice((held - 1) * k, held * k)
     plain = fixed_tile_product(x[:, second].clone(), w[:, second].clone().t(), torch.empty_like(y[:, -n:]))
@@ -176,7 +164,7 @@ def test_the_trial_takes_cublas(monkeypatch, dtype):
     """For shards of a model, without gaps and not added to anything: a trial that always refuses fails here."""
     monkeypatch.setattr(defined, "_cublas_is_right", {})
     for tokens, k, n in SHAPES:
-        x, w = _random(tokens, k, dtype=dtype), _random(n, k, dtype=dtype)
+        x, w = normal(tokens, k, dtype=dtype), normal(n, k, dtype=dtype)
         for out in (torch.empty(tokens, n, dtype=dtype, device="cuda"), torch.empty(tokens, n, device="cuda")):
             product(x, w.t(), out)
     decided = defined.shown()
@@ -198,7 +186,7 @@ def test_the_trial_refuses_another_order(monkeypatch, dtype):
         return whole(a[:, :half].contiguous(), b[:half].contiguous(), out, True)
 
     monkeypatch.setattr(defined, "CUBLAS", replace(defined.CUBLAS, compute=in_halves))
-    x, w, out = _random(128, 512, dtype=dtype), _random(96, 512, dtype=dtype), torch.empty(128, 96, device="cuda")
+    x, w, out = normal(128, 512, dtype=dtype), normal(96, 512, dtype=dtype), torch.empty(128, 96, device="cuda")
     product(x, w.t(), out)
     assert set(defined.shown().values()) == {False}
     assert same_bits(out, fixed_tile_product(x, w.t(), torch.empty_like(out)))

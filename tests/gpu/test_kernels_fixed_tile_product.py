@@ -3,13 +3,11 @@
 import pytest
 import torch
 
+from tests.gpu.operands import normal
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16)
 # m, k, n: Qwen3-0.6B and 8B with 2048 tokens (forward, input gradient, weight gradient), small and ragged ones.
 SHAPES = (
@@ -23,13 +21,8 @@ SHAPES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def _operands(m, k, n, dtype):
-    return torch.randn(m, k, device="cuda").to(dtype), torch.randn(k, n, device="cuda").to(dtype)
+    return normal(m, k, dtype=dtype), normal(k, n, dtype=dtype)
 
 
 def _product(a, b, dtype=torch.float32):
@@ -95,5 +88,5 @@ def test_elements_beyond_two_to_the_31st_have_their_place():
     for rows in (slice(0, 200), slice(m - 200, m)):
         assert same_bits(whole[rows], _product(a[rows], b, torch.bfloat16))
     there = whole.t()  # the same numbers by columns, as what is multiplied
-    few = torch.randn(8, n, device="cuda").bfloat16()
+    few = normal(8, n, dtype=torch.bfloat16)
     assert same_bits(_product(few, there)[:, -100:], _product(few, there[:, -100:].clone()))

@@ -17,7 +17,6 @@ from tp_invariant_recipes.portable import (
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.parametrize("kind", KINDS),
 ]
 DTYPES = (torch.bfloat16, torch.float32)

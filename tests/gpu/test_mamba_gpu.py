@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.distributed.ranks import joined
 from tests.operands import same_bits
 from tp_invariant_recipes.host import mamba as twin
 from tp_invariant_recipes.kernels import causal_conv, group_norm
@@ -14,10 +15,7 @@ from tp_invariant_recipes.numerics.megatron.init import place
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16)
 SHARDS = 8
 DEGREES = (2, 4, 8)
@@ -115,11 +113,6 @@ def _part(whole, sizes, dim, rank, size):
     return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges[dim]], dim).contiguous()
 
 
-def _joined(parts, sizes, dim):
-    split = [part.split([n // len(parts) for n in sizes], dim) for part in parts]
-    return torch.cat([torch.cat(slices, dim) for slices in zip(*split, strict=True)], dim)
-
-
 def _mixer(kind, rank, size, dtype):
     """A mixer as rank `rank` of `size` has it, without projections and process groups."""
     from megatron.core.ssm.mamba_context_parallel import MambaContextParallel
@@ -167,7 +160,10 @@ def _run(kind, size, dtype, batch):
         gradients = {name.removesuffix(".weight"): p.grad for name, p in mixer.named_parameters()}
         ranks.append({"y": y.detach(), "dx": x.grad} | {name: gradients[name] for name in PARAMETERS})
     split = {"y": ((INNER,), 2), "dx": (SEGMENTS, 2)} | {name: (sizes, 0) for name, (sizes, _) in PARAMETERS.items()}
-    return {name: _joined([rank[name] for rank in ranks], *how) for name, how in split.items()}
+    return {
+        name: joined([rank[name] for rank in ranks], dim, [n // size for n in sizes])
+        for name, (sizes, dim) in split.items()
+    }
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.gpu.operands import normal
 from tp_invariant_recipes.numerics.layers.linear import column_parallel, row_parallel
 from tp_invariant_recipes.numerics.products import cublas, defined
 from tp_invariant_recipes.numerics.products.probe import cancelling
@@ -15,7 +16,6 @@ from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.usefixtures("settings_of_a_run"),
 ]
 
@@ -60,7 +60,7 @@ def test_every_product_of_a_layer_holds_on_live_operands(monkeypatch, model, deg
 
 
 def _normal(tokens, k, n):
-    return torch.randn(tokens, 1, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16()
+    return normal(tokens, 1, k, dtype=torch.bfloat16), normal(n, k, dtype=torch.bfloat16)
 
 
 def _wide(tokens, k, n):

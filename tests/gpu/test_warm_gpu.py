@@ -6,11 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(300),
 ]
 MODEL = ("qwen3_toy", "seq=64", "gbs=2", "iters=3", "ledger.digests=1")
