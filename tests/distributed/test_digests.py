@@ -10,14 +10,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.distributed.small_models import DENSE, small
 from tp_invariant_recipes.kernels.digest import Piece, lanes
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.schema import DIGESTED
 
-SMALL = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=1", "iters=2", "numerics=stock")
-STAGES = ("pp=2", "gbs=2", "model.num_layers=2")
+SMALL = f"{DENSE} gbs=1 iters=2 numerics=stock"
+STAGES = "pp=2 gbs=2 model.num_layers=2"
 NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 
@@ -25,11 +26,17 @@ FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 STATES = ("fp32_param", "exp_avg", "exp_avg_sq")  # in a checkpoint
 
 
-def train(tpi, run, *overrides, before=None):
-    tpi("train", *SMALL, *overrides, f"run.dir={run}", before=before, status=0)
-    ledger = read(tpi.folder / run)
-    assert all(math.isfinite(bits_float(step.loss)) for step in ledger.steps)
-    return ledger
+@pytest.fixture
+def trained(scenario):
+    """Overrides, and a fault to plant -> the ledger of a small run with them."""
+
+    def train(*overrides, before=None):
+        run = scenario(SMALL, *overrides)
+        run = run.planted(before) if before else run
+        assert all(math.isfinite(bits_float(step.loss)) for step in run.ledger())
+        return read(run.run)
+
+    return train
 
 
 def differing(a, b, kind):
@@ -62,11 +69,11 @@ LAYOUTS = (
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_they_are_those_of_the_tensors_in_a_checkpoint(tpi, layout):
+def test_they_are_those_of_the_tensors_in_a_checkpoint(scenario, layout):
     """Megatron gathers the checkpoint by its own code; here it is read whole, by torch's."""
-    ours = ("numerics=stock", "save=2", "optimizer.use_distributed_optimizer=false")
-    ledger = train(tpi, "run", *layout.split(), *ours)
-    folder = tpi.folder / "run/checkpoints/iter_0000002"
+    run = scenario(SMALL, layout, "save=2 optimizer.use_distributed_optimizer=false")
+    header, last = run.header(), run.ledger()[-1]
+    folder = run.run / "checkpoints/iter_0000002"
     described = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     saved = {
         key: torch.empty(m.size, dtype=m.properties.dtype)
@@ -83,27 +90,25 @@ def test_they_are_those_of_the_tensors_in_a_checkpoint(tpi, layout):
         else:
             named = {key: tensor}
         expected |= {name: digest_of(value) for name, value in named.items()}
-    last = ledger.steps[-1]
     assert last.weights is None  # which are the master weights rounded
-    assert {p.name for p in ledger.header.parameters} == set(kept[""])
+    assert {p.name for p in header.parameters} == set(kept[""])
     assert last.masters == kept["fp32_param"]
     assert {n: d for n, d in last.moments.items() if not n.startswith("step/")} == {
         f"{state}/{name}": digest for state in STATES[1:] for name, digest in kept[state].items()
     }
-    dtypes = {(p.gradient, p.weight, p.master) for p in ledger.header.parameters}
+    dtypes = {(p.gradient, p.weight, p.master) for p in header.parameters}
     assert dtypes == {("float32", "bfloat16", "float32")}
 
 
 @pytest.mark.release  # in `make test`: test_invariance_data.py, with and without the distributed optimizer
-def test_gradients_do_not_depend_on_where_the_optimizer_keeps_them(tpi):
+def test_gradients_do_not_depend_on_where_the_optimizer_keeps_them(trained):
     """A distributed optimizer owns ranges of the flat gradients; two ranks add in one order either way.
 
     All but the gradient norm: stock sums it over what each rank owns, and whether that ends in the same bits depends on
     the processor. Nothing is clipped, so that it reaches nothing else.
     """
-    layout = ("tp=2", "dp=2", "gbs=2", "optimizer.clip_grad=1000.0", "ledger.state_digests=1")
-    whole = train(tpi, "whole", *layout, "optimizer.use_distributed_optimizer=false")
-    parts = train(tpi, "parts", *layout, "optimizer.use_distributed_optimizer=true")
+    layout = "tp=2 dp=2 gbs=2 optimizer.clip_grad=1000.0 ledger.state_digests=1"
+    whole, parts = (trained(layout, f"optimizer.use_distributed_optimizer={value}") for value in ("false", "true"))
     assert all(step.gradients and step.clipped and step.masters and step.moments for step in whole.steps)
     for a, b in zip(whole.steps, parts.steps, strict=True):
         assert dataclasses.replace(b, grad_norm=a.grad_norm) == a
@@ -138,34 +143,34 @@ def _flip(name, bit, *, master=False):
     return change
 
 
-def test_one_flipped_bit_of_a_master_weight_is_named(tpi):
+def test_one_flipped_bit_of_a_master_weight_is_named(trained):
     """In the shard of one rank, the lowest bit of the last element, which no weight in bf16 shows: that parameter's
     master weight differs at that step, and nothing else does.
     """
     flip = _flip("layers.0.mlp.linear_fc1.weight", 0, master=True)
-    sound = train(tpi, "sound", "tp=2")
-    flipped = train(tpi, "flipped", "tp=2", before=_at_step(2, 1, flip))
+    sound = trained("tp=2")
+    flipped = trained("tp=2", before=_at_step(2, 1, flip))
     assert differing(sound, flipped, "masters") == {1: [], 2: [FC1]}
     assert differing(sound, flipped, "gradients") == {1: [], 2: []}
     assert differing(sound, flipped, "clipped") == differing(sound, flipped, "moments") == {2: []}
     assert flipped.steps[1].diverged == ()
 
 
-def test_one_flipped_bit_of_a_weight_is_named(tpi):
+def test_one_flipped_bit_of_a_weight_is_named(trained):
     """The weight is no longer its master weight rounded; the ledger of the run alone says so."""
-    flipped = train(tpi, "flipped", "tp=2", before=_at_step(2, 1, _flip("layers.0.mlp.linear_fc1.weight", 0)))
+    flipped = trained("tp=2", before=_at_step(2, 1, _flip("layers.0.mlp.linear_fc1.weight", 0)))
     assert [step.diverged for step in flipped.steps] == [(), (("copies", FC1, ((1,),)),)]
 
 
 def test_a_replica_that_diverges_is_named_with_its_rank(tpi):
     flip = _flip("layers.0.input_layernorm.weight", 3, master=True)
-    done = tpi("train", *SMALL, "tp=4", "run.dir=run", before=_at_step(1, 2, flip), status=0)
+    done = tpi("train", *SMALL.split(), "tp=4", "run.dir=run", before=_at_step(1, 2, flip), status=0)
     assert "warning: replicas of a tensor disagree at step 1" in done.stderr
     ledger = read(tpi.folder / "run")
     assert ledger.steps[0].diverged == (("masters", NORM, ((0, 1, 3), (2,))),)
 
 
-def test_a_gradient_that_replicas_do_not_share_is_named(tpi):
+def test_a_gradient_that_replicas_do_not_share_is_named(trained):
     """Without sequence parallelism's all-reduce of norm gradients, ranks keep their own."""
 
     def forget():
@@ -174,7 +179,7 @@ def test_a_gradient_that_replicas_do_not_share_is_named(tpi):
         module = import_module("megatron.core.distributed.finalize_model_grads")  # the package has a function so named
         module._allreduce_non_tensor_model_parallel_grads = lambda *args, **kwargs: None
 
-    ledger = train(tpi, "run", "tp=2", "numerics=stock", before=forget)
+    ledger = trained("tp=2", before=forget)
     named = {parameter for of, parameter, _ in ledger.steps[0].diverged if of == "gradients"}
     assert NORM in named
     assert all("norm" in parameter for parameter in named)
@@ -216,13 +221,13 @@ def _noting(folder):
     return plant
 
 
-def test_nothing_runs_between_a_step_and_the_next_batch(tpi):
+def test_nothing_runs_between_a_step_and_the_next_batch(trained, tmp_path):
     """There the host waits for the GPU, and would wait for the kernels too. No stage of a pipeline waits for another in
     its forward pass: the all-reduce comes before the update.
     """
-    train(tpi, "run", *STAGES, "iters=3", "ledger.state_digests=2", before=_noting(tpi.folder))
+    trained(STAGES, "iters=3 ledger.state_digests=2", before=_noting(tmp_path))
     for rank in (0, 1):
-        events = (tpi.folder / f"events-{rank}").read_text().splitlines()
+        events = (tmp_path / f"events-{rank}").read_text().splitlines()
         gradients = masters = clipped = [LANES]
         weights, moments = [LANES], [LANES]
         assert events[events.index(BATCH) :] == [
@@ -234,7 +239,7 @@ def test_nothing_runs_between_a_step_and_the_next_batch(tpi):
 
 
 @pytest.mark.release
-def test_a_step_whose_forward_python_does_not_see_has_the_same_digests(tpi):
+def test_a_step_whose_forward_python_does_not_see_has_the_same_digests(trained):
     """As with a CUDA graph of the whole step: the kernels start before the update."""
 
     def plant():
@@ -242,8 +247,8 @@ def test_a_step_whose_forward_python_does_not_see_has_the_same_digests(tpi):
 
         Digests._on_forward = lambda *_: None
 
-    layout = (*STAGES, "iters=3", "ledger.state_digests=2")
-    seen, unseen = train(tpi, "seen", *layout), train(tpi, "unseen", *layout, before=plant)
+    layout = f"{STAGES} iters=3 ledger.state_digests=2"
+    seen, unseen = trained(layout), trained(layout, before=plant)
     assert seen.steps == unseen.steps
 
 
@@ -256,15 +261,15 @@ def test_a_lost_shard_is_refused(tpi):
         original = Shards.held
         Shards.held = lambda self, stored, **kind: original(self, stored, **kind)[dist.get_rank() == 1 :]
 
-    refused = tpi("train", *SMALL, "tp=2", "run.dir=run", before=lose, status=2)
+    refused = tpi("train", *SMALL.split(), "tp=2", "run.dir=run", before=lose, status=2)
     assert re.search(
         r"digests of gradients are not possible:\s+\S+: the ranks' parts do not cover its shape", refused.stderr
     )
     assert "ledger.digests=0" in refused.stderr
 
 
-def test_every_nth_step_or_none(tpi):
-    some = train(tpi, "some", "iters=7", "ledger.digests=2", "ledger.state_digests=3")
+def test_every_nth_step_or_none(trained):
+    some = trained("iters=7 ledger.digests=2 ledger.state_digests=3")
     recorded = {kind: [getattr(step, kind) is not None for step in some.steps] for kind in DIGESTED}
     assert recorded == {
         "gradients": [False, True, False, True, False, True, False],
@@ -273,38 +278,22 @@ def test_every_nth_step_or_none(tpi):
         "masters": [False, True, True, True, False, True, True],
         "weights": [False] * 7,
     }
-    none = train(tpi, "none", "iters=7", "ledger.digests=0")
+    none = trained("iters=7 ledger.digests=0")
     assert none.header.parameters == ()
     assert all(step.weights is None for step in none.steps)
     assert [step.loss for step in none.steps] == [step.loss for step in some.steps]
 
 
 @pytest.mark.parametrize("mode", ("tree", pytest.param("stock", marks=pytest.mark.release)))
-def test_digests_change_nothing_that_is_trained(tpi, mode):
+def test_digests_change_nothing_that_is_trained(trained, mode):
     """They find the gradient norm's largest on the way; without them it is looked for."""
-    with_, without = (
-        train(tpi, f"{mode}{n}", "tp=2", "iters=3", f"numerics={mode}", f"ledger.digests={n}") for n in (1, 0)
-    )
+    with_, without = (trained(f"tp=2 iters=3 numerics={mode} ledger.digests={n}") for n in (1, 0))
     assert [(s.loss, s.grad_norm) for s in with_.steps] == [(s.loss, s.grad_norm) for s in without.steps]
 
 
 @pytest.mark.release  # in `make test`: test_invariance_experts.py compares their digests
-def test_experts_have_their_numbers_in_every_layout(tpi):
-    tiny = (
-        "qwen3_moe_toy",
-        "seq=32",
-        "iters=1",
-        "model.num_layers=1",
-        "model.vocab_size=512",
-        "model.hidden_size=64",
-        "model.moe_ffn_hidden_size=64",
-        "numerics=stock",
-        "numerics.initial_weights=megatron",
-    )
-    ledgers = []
-    for layout in ("tp=1", "tp=2 ep=2"):
-        tpi("train", *tiny, *layout.split(), f"run.dir={layout.replace(' ', '-')}", status=0)
-        ledgers.append(read(tpi.folder / layout.replace(" ", "-")))
-    assert ledgers[0].header.parameters == ledgers[1].header.parameters
-    names = [p.name for p in ledgers[0].header.parameters]
-    assert "decoder.layers.0.mlp.experts.7.linear_fc2.weight" in names
+def test_experts_have_their_numbers_in_every_layout(scenario):
+    tiny = scenario(small("qwen3_moe_toy"), "iters=1 model.num_layers=1 numerics=stock")
+    one, other = (tiny(layout).header().parameters for layout in ("tp=1", "tp=2 ep=2"))
+    assert one == other
+    assert "decoder.layers.0.mlp.experts.7.linear_fc2.weight" in [p.name for p in one]

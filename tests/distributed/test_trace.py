@@ -1,19 +1,20 @@
 """Traces and dumps end to end: one trace for all layouts, that changes no bit, of the very tensors."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 import torch
 
 from tests.distributed.ranks import on_ranks
+from tests.distributed.scenario import STOCK, unequal
+from tests.distributed.small_models import small
 from tp_invariant_recipes.kernels.digest import Piece, lanes
 from tp_invariant_recipes.ledger.digests import tensor_digest
 from tp_invariant_recipes.ledger.dumps import distance, read_step, steps
 from tp_invariant_recipes.training.placement import Site
 
-SMALL = ("qwen3_toy", "seq=32", "gbs=2", "iters=3", "numerics=stock", "ledger.trace=1:2")
+SMALL = "qwen3_toy seq=32 gbs=2 iters=3 numerics=stock ledger.trace=1:2"
 RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
 
 # Each must have the trace of tp=1, every bit of it, as "tp=4" of `runs` must. Sequence parallelism is on where tp > 1
@@ -26,7 +27,7 @@ LAYOUTS = (
     pytest.param(f"tp=2 {RECOMPUTE}", marks=pytest.mark.release),
     pytest.param("tp=4 sp=false", marks=pytest.mark.release),
 )
-ONE_STEP = ("iters=1", "ledger.trace=1:1")
+ONE_STEP = "iters=1 ledger.trace=1:1"
 
 # Dumped in every run of `runs`: one of each kind of place.
 DUMPED = (
@@ -42,11 +43,6 @@ DUMPED = (
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def train(tpi, run, *overrides):
-    tpi("train", *SMALL, *overrides, f"run.dir={run}", status=0)
-    return tpi.ledger(run)
-
-
 def untraced(steps):
     return [dataclasses.replace(step, trace=None) for step in steps]
 
@@ -58,18 +54,21 @@ def by_name(trace):
 
 
 @pytest.fixture(scope="module")
-def runs(shared):
-    """The run that layouts are compared with, one of another layout with the same dumps, and one without a trace."""
+def tree(scenario):
+    """Runs whose traces all layouts must have."""
+    return scenario(SMALL, "numerics=tree")
+
+
+@pytest.fixture(scope="module")
+def runs(tree):
+    """The run that layouts are compared with, and one of another layout with the same dumps."""
     dump = f"ledger.dump=[{','.join(DUMPED)}]"
-    train(shared, "one", "numerics=tree", dump)
-    train(shared, "four", "numerics=tree", "tp=4", dump)
-    train(shared, "plain", "numerics=tree", "ledger.trace=null")
-    return shared
+    return {"one": tree(dump), "four": tree("tp=4", dump)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_trace_for_all_layouts(runs, layout):
-    first, other = runs.ledger("one"), train(runs, layout.replace(" ", "-")[:20], "numerics=tree", *layout.split())
+def test_one_trace_for_all_layouts(runs, tree, layout):
+    first, other = runs["one"].ledger(), tree(layout).ledger()
     for a, b in zip(first, other, strict=True):
         assert b.trace == a.trace
         assert (b.gradients, b.weights) == (a.gradients, a.weights)
@@ -78,8 +77,8 @@ def test_one_trace_for_all_layouts(runs, layout):
 
 
 def test_every_tensor_of_a_dense_model_has_a_digest(runs):
-    assert runs.ledger("four")[0].trace == runs.ledger("one")[0].trace
-    trace = by_name(runs.ledger("one")[0].trace)
+    assert runs["four"].ledger()[0].trace == runs["one"].ledger()[0].trace
+    trace = by_name(runs["one"].ledger()[0].trace)
     assert [name for name, traced in trace.items() if traced.digest is None] == []
     assert len(trace) > 120
     assert trace["forward/decoder.layers.1.mlp.linear_fc1/output"].shape == (32, 2, 512)
@@ -87,12 +86,11 @@ def test_every_tensor_of_a_dense_model_has_a_digest(runs):
 
 
 def test_a_header_names_the_attention_backend_that_runs(runs):
-    header = json.loads((runs.folder / "one" / "ledger.jsonl").read_text().splitlines()[0])
-    assert header["device"]["attention"] == "local"
+    assert runs["one"].header().device["attention"] == "local"
 
 
 def test_a_trace_is_in_the_order_of_execution(runs):
-    names = list(by_name(runs.ledger("four")[0].trace))
+    names = list(by_name(runs["four"].ledger()[0].trace))
     layer = "decoder.layers.1"
     expected = (
         "forward/embedding/output",
@@ -118,7 +116,7 @@ def test_a_trace_is_in_the_order_of_execution(runs):
 
 def test_a_module_sends_its_own_gradient_not_the_sum(runs):
     """The residual connection reads the same tensor as the norm does."""
-    trace = by_name(runs.ledger("one")[0].trace)
+    trace = by_name(runs["one"].ledger()[0].trace)
     norm, layer, before = (
         trace[f"backward/decoder.layers.{name}"].digest for name in ("1.input_layernorm/output", "1/output", "0/input")
     )
@@ -126,22 +124,22 @@ def test_a_module_sends_its_own_gradient_not_the_sum(runs):
     assert layer == before
 
 
-def test_a_trace_changes_no_bit(runs):
-    for run in ("one", "four"):
-        assert untraced(runs.ledger(run)) == runs.ledger("plain")
+def test_a_trace_changes_no_bit(runs, tree):
+    plain = tree("ledger.trace=null").ledger()
+    for run in runs.values():
+        assert unequal(untraced(run.ledger()), plain) == []
 
 
 @pytest.mark.release  # in `make test`: a trace of tree
 @pytest.mark.parametrize("layout", ("tp=2", f"tp=2 sp=false {RECOMPUTE}"))
-def test_a_trace_changes_no_bit_of_stock_numerics(tpi, layout):
-    traced = train(tpi, "traced", "numerics=stock", *layout.split())
-    assert untraced(traced) == train(tpi, "plain", "numerics=stock", *layout.split(), "ledger.trace=null")
+def test_a_trace_changes_no_bit_of_stock_numerics(scenario, layout):
+    traced, plain = (scenario(SMALL, layout, more).ledger() for more in ("", "ledger.trace=null"))
+    assert unequal(untraced(traced), plain) == []
 
 
-def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(tpi):
+def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(scenario):
     """From equal weights; what is before that sum matches, and after the backward pass's, too."""
-    fixed = ("numerics=stock", "numerics.initial_weights=invariant", *ONE_STEP)
-    one, two = (train(tpi, f"tp{tp}", *fixed, f"tp={tp}")[0] for tp in (1, 2))
+    one, two = (scenario(SMALL, STOCK, ONE_STEP, f"tp={tp}").ledger()[0] for tp in (1, 2))
     assert not two.diverged
     differs = [name for name, a in by_name(one.trace).items() if by_name(two.trace)[name] != a]
     assert differs[0] == "forward/decoder.layers.0.self_attention.linear_proj/output"
@@ -149,30 +147,30 @@ def test_stock_numerics_differ_from_the_first_sum_across_ranks_on(tpi):
 
 
 @pytest.mark.parametrize("layout", ("dp=2 tp=2 numerics.data_shards=2", "mbs=2"))
-def test_data_parallel_ranks_and_micro_batches_are_one_batch(runs, layout):
+def test_data_parallel_ranks_and_micro_batches_are_one_batch(runs, tree, layout):
     """The forward and the backward pass of a sequence are those of one rank that computes it alone."""
-    one = by_name(runs.ledger("one")[0].trace)
-    other = train(runs, layout.replace(" ", "-"), "numerics=tree", *layout.split(), *ONE_STEP)
+    one = by_name(runs["one"].ledger()[0].trace)
+    other = tree(layout, ONE_STEP).ledger()
     assert by_name(other[0].trace) == one
 
 
 @pytest.mark.release  # in `make test`: stock differs over tp, above
-def test_stock_gradients_have_a_factor(runs):
+def test_stock_gradients_have_a_factor(scenario):
     """The control: Megatron divides by the micro-batches of a rank."""
-    fixed = ("numerics=stock", "numerics.initial_weights=invariant", *ONE_STEP)
-    one, two = (by_name(train(runs, f"stock-dp{dp}", f"dp={dp}", *fixed)[0].trace) for dp in (1, 2))
+    one, two = (by_name(scenario(SMALL, STOCK, ONE_STEP, f"dp={dp}").ledger()[0].trace) for dp in (1, 2))
     assert list(one) == list(two)
     assert one["backward/output_layer/input"].shape == two["backward/output_layer/input"].shape
     assert one["backward/output_layer/input"] != two["backward/output_layer/input"]
 
 
 def test_digests_are_those_of_the_dumped_tensors(runs):
-    for run in ("one", "four"):
-        assert steps(runs.folder / run) == [1, 2]
+    for run in runs.values():
+        ledger = run.ledger()
+        assert steps(run.run) == [1, 2]
         for step in (1, 2):
-            dumps = read_step(runs.folder / run, step)
+            dumps = read_step(run.run, step)
             assert set(dumps.names) == set(DUMPED)
-            trace = by_name(runs.ledger(run)[step - 1].trace)
+            trace = by_name(ledger[step - 1].trace)
             for name in dumps.names:
                 whole = dumps.read(name)
                 bits = torch.from_numpy(whole.bits.view(whole.bits.dtype.str.replace("u", "i")))
@@ -182,34 +180,31 @@ def test_digests_are_those_of_the_dumped_tensors(runs):
 
 
 def test_dumps_of_two_layouts_are_equal(runs):
-    one, four = (read_step(runs.folder / run, 2) for run in ("one", "four"))
+    for run in runs.values():
+        run.ledger()
+    one, four = (read_step(run.run, 2) for run in runs.values())
     for name in DUMPED:
         assert distance(one.read(name), four.read(name)).differing == 0
     tokens = one.read("forward/embedding.word_embeddings/input").bits
     assert 0 < tokens.max() < 512
-    assert not np.array_equal(read_step(runs.folder / "one", 1).read(DUMPED[0]).bits, tokens)
+    assert not np.array_equal(read_step(runs["one"].run, 1).read(DUMPED[0]).bits, tokens)
 
 
 def test_a_tensor_that_cannot_be_dumped_ends_the_run(tpi):
-    failed = tpi("train", *SMALL, "ledger.dump=[forward/decoder.layers.0.mlp.linear_fc11/output]", "run.dir=run")
+    failed = tpi(
+        "train", *SMALL.split(), "ledger.dump=[forward/decoder.layers.0.mlp.linear_fc11/output]", "run.dir=run"
+    )
     assert failed.status == 2
     assert "did you mean 'forward/decoder.layers.0.mlp.linear_fc1/output'?" in failed.stderr
 
 
-SMALL_MOE = (
-    "qwen3_moe_toy seq=32 model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.num_query_groups=4 "
-    "model.kv_channels=16 model.ffn_hidden_size=64 model.moe_ffn_hidden_size=32 model.vocab_size=256 iters=1 gbs=2 "
-    "numerics=stock ledger.trace=1:1"
-)
-
-
 @pytest.mark.release
-def test_tokens_within_experts_have_no_place(tpi):
-    traces = {}
+def test_tokens_within_experts_have_no_place(scenario):
+    experts, traces = scenario(small("qwen3_moe_toy"), "gbs=2 numerics=stock", ONE_STEP), {}
     for name, layout in (("one", "dp=2"), ("two", "dp=2 ep=2"), ("tp2", "tp=2")):
-        tpi("train", *SMALL_MOE.split(), *layout.split(), f"run.dir={name}", status=0)
-        assert not tpi.ledger(name)[0].diverged
-        traces[name] = by_name(tpi.ledger(name)[0].trace)
+        step = experts(layout).ledger()[0]
+        assert not step.diverged
+        traces[name] = by_name(step.trace)
     for trace in traces.values():
         assert {traced.digest is None for name, traced in trace.items() if ".experts." in name} == {True}
         assert {traced.digest is None for name, traced in trace.items() if ".experts." not in name} == {False}
@@ -238,7 +233,7 @@ def _wrong_on_one_rank():
 
 
 def test_replicas_that_disagree_are_named(tpi):
-    arguments = (*SMALL, "numerics=tree", "tp=2", "sp=false", "run.dir=run")
+    arguments = (*SMALL.split(), "numerics=tree", "tp=2", "sp=false", "run.dir=run")
     tpi("train", *arguments, before=_wrong_on_one_rank, status=0)
     first, second, _ = tpi.ledger("run")
     assert first.diverged == ()
@@ -280,4 +275,4 @@ def test_hooks_are_gone_after_the_traced_steps(tpi):
 
         trace.Tracing.on_train_step_end = end
 
-    tpi("train", *SMALL, "run.dir=run", before=look, status=0)
+    tpi("train", *SMALL.split(), "run.dir=run", before=look, status=0)

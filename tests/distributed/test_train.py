@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.distributed.small_models import small
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.ledger.bits import bits_float
 
@@ -17,11 +18,6 @@ from tp_invariant_recipes.ledger.bits import bits_float
 LAYOUTS = ("tp=2 dp=2 mbs=2 precision=fp32", pytest.param("tp=8", marks=pytest.mark.release))
 
 TEXT = ("model.num_layers=1", "seq=64", "gbs=1", "data=text", "numerics=stock")
-
-SMALL_MOE = (
-    "qwen3_moe_toy seq=32 model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4 model.num_query_groups=4 "
-    "model.kv_channels=16 model.ffn_hidden_size=64 model.moe_ffn_hidden_size=32 model.vocab_size=256"
-)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +104,9 @@ def test_every_layout_trains(tpi, layout):
 
 @pytest.mark.parametrize("layout", ("dp=2 ep=2 gbs=2", pytest.param("tp=2", marks=pytest.mark.release)))
 def test_mixture_of_experts_trains(tpi, layout):
-    done = tpi("train", *SMALL_MOE.split(), "numerics=stock", "iters=2", *layout.split(), "run.dir=run", "--json")
+    done = tpi(
+        "train", *small("qwen3_moe_toy").split(), "numerics=stock", "iters=2", *layout.split(), "run.dir=run", "--json"
+    )
     assert done.status == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2
 
