@@ -3,6 +3,6 @@
 import torch
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def normal_on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Normal numbers, rounded to `dtype`."""
     return torch.randn(shape, device="cuda").to(dtype)

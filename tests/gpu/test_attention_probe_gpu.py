@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.gpu.operands import normal
+from tests.gpu.operands import normal_on_gpu
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.numerics.layers import attention as attentions
 from tp_invariant_recipes.numerics.layers.attention import TENSORS, Operands, attention, outcome, same
@@ -91,7 +91,7 @@ def mask():
 def operands(model, length, values):
     """Query, key, value and the output's gradient, of all heads."""
     heads, groups, width = MODELS[model]
-    made = [normal(length, 1, n, width, dtype=torch.bfloat16) for n in (heads, groups, groups, heads)]
+    made = [normal_on_gpu(length, 1, n, width, dtype=torch.bfloat16) for n in (heads, groups, groups, heads)]
     if values == "cancelling":
         cancelling_attention(*made, torch.Generator("cuda").manual_seed(1))
     if values == "wide":

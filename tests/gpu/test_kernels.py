@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gpu.operands import normal
+from tests.gpu.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels import cross_entropy, rms_norm, row_add, token_sum, tree_add
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
@@ -22,7 +22,7 @@ DEGREES = (2, 4, 8)
 @pytest.mark.parametrize("width", (1, 2, 4, 8, 16, 32, 64, 128))
 def test_tree_add_has_the_bits_of_its_twin(width, dtype):
     for size in (5001, 4096):
-        partials, out = normal(3, width, size), torch.empty(3, size, dtype=dtype)
+        partials, out = normal_on_gpu(3, width, size), torch.empty(3, size, dtype=dtype)
         on_gpu = tree_add.tree_add(partials, out.cuda(), groups=3)
         assert same_bits(on_gpu.cpu(), tree_add.tree_add(partials.cpu(), out, groups=3))
 
@@ -34,8 +34,8 @@ def test_norm_of_a_slice_is_the_slice_of_the_norm(dtype, tokens, heads, width, b
     if by_heads and heads == 1:
         pytest.skip("one head is not divided")
     # As Megatron's keys are: heads with gaps between them.
-    x = normal(tokens, heads, 2 * width, dtype=dtype)[..., :width]
-    dy, weight = normal(tokens, heads, width, dtype=dtype), normal(width, dtype=dtype)
+    x = normal_on_gpu(tokens, heads, 2 * width, dtype=dtype)[..., :width]
+    dy, weight = normal_on_gpu(tokens, heads, width, dtype=dtype), normal_on_gpu(width, dtype=dtype)
     y, scale = rms_norm.rms_norm_forward(x, weight, 1e-6)
     dx, leaves = rms_norm.rms_norm_backward(dy, x, weight, scale, SHARDS, by_heads)
     dim = 1 if by_heads else 0
@@ -53,7 +53,11 @@ def test_norm_of_a_slice_is_the_slice_of_the_norm(dtype, tokens, heads, width, b
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norm_is_right(dtype):
-    x, dy, weight = normal(256, 1, 1000, dtype=dtype), normal(256, 1, 1000, dtype=dtype), normal(1000, dtype=dtype)
+    x, dy, weight = (
+        normal_on_gpu(256, 1, 1000, dtype=dtype),
+        normal_on_gpu(256, 1, 1000, dtype=dtype),
+        normal_on_gpu(1000, dtype=dtype),
+    )
     y, scale = rms_norm.rms_norm_forward(x, weight, 1e-6)
     dx, leaves = rms_norm.rms_norm_backward(dy, x, weight, scale, 4, False)
     x64, w64 = (t.double().requires_grad_() for t in (x, weight))
@@ -68,7 +72,7 @@ def test_norm_is_right(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cross_entropy_of_a_slice_is_the_slice_of_it(dtype):
     rows, size = 64, 8 * 19000
-    logits, gradient = normal(rows, size, dtype=dtype), normal(rows)
+    logits, gradient = normal_on_gpu(rows, size, dtype=dtype), normal_on_gpu(rows)
     target = torch.randint(size, (rows,), device="cuda")
     highest = logits.amax(-1).float()
     partials = cross_entropy.sum_of_exponentials(logits, highest, SHARDS)
@@ -90,7 +94,7 @@ def test_cross_entropy_of_a_slice_is_the_slice_of_it(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_token_sum_of_a_slice_is_the_slice_of_it(dtype):
-    values = normal(256, 1600, dtype=dtype)
+    values = normal_on_gpu(256, 1600, dtype=dtype)
     whole = token_sum.token_sum(values, 1)
     torch.testing.assert_close(whole.double().sum((0, 1)), values.double().sum(0), rtol=1e-4, atol=1e-4)
     for degree in DEGREES:
@@ -112,7 +116,7 @@ def test_added_rows_have_the_bits_of_the_cpu_and_of_slices(tokens, table, featur
     parts = {degree: [torch.zeros_like(part) for part in whole.chunk(degree)] for degree in DEGREES}
     twin = torch.zeros(table, features)
     for _ in range(2):
-        rows, at = normal(tokens, features, dtype=dtype), torch.randint(table, (tokens,), device="cuda")
+        rows, at = normal_on_gpu(tokens, features, dtype=dtype), torch.randint(table, (tokens,), device="cuda")
         at[::3] = 5
         row_add.add_rows(rows, at, whole, at_once)
         row_add.add_rows(rows.cpu(), at.cpu(), twin, at_once)
@@ -143,7 +147,7 @@ def test_product_of_slices_is_that_of_copies(monkeypatch, shape, degree, dtype):
     monkeypatch.setattr(defined, "_cublas_is_right", {})
     tokens, k, n = shape
     held = 4 // degree
-    x, w = normal(tokens, held * k, dtype=dtype), normal(n, held * k, dtype=dtype)
+    x, w = normal_on_gpu(tokens, held * k, dtype=dtype), normal_on_gpu(n, held * k, dtype=dtype)
     y = torch.zeros(tokens, held * n, dtype=dtype, device="cuda")
     first, second = slice(0, k), slice((held - 1) * k, held * k)
     plain = fixed_tile_product(x[:, second].clone(), w[:, second].clone().t(), torch.empty_like(y[:, -n:]))
@@ -164,7 +168,7 @@ def test_the_trial_takes_cublas(monkeypatch, dtype):
     """For shards of a model, without gaps and not added to anything: a trial that always refuses fails here."""
     monkeypatch.setattr(defined, "_cublas_is_right", {})
     for tokens, k, n in SHAPES:
-        x, w = normal(tokens, k, dtype=dtype), normal(n, k, dtype=dtype)
+        x, w = normal_on_gpu(tokens, k, dtype=dtype), normal_on_gpu(n, k, dtype=dtype)
         for out in (torch.empty(tokens, n, dtype=dtype, device="cuda"), torch.empty(tokens, n, device="cuda")):
             product(x, w.t(), out)
     decided = defined.shown()
@@ -186,7 +190,11 @@ def test_the_trial_refuses_another_order(monkeypatch, dtype):
         return whole(a[:, :half].contiguous(), b[:half].contiguous(), out, True)
 
     monkeypatch.setattr(defined, "CUBLAS", replace(defined.CUBLAS, compute=in_halves))
-    x, w, out = normal(128, 512, dtype=dtype), normal(96, 512, dtype=dtype), torch.empty(128, 96, device="cuda")
+    x, w, out = (
+        normal_on_gpu(128, 512, dtype=dtype),
+        normal_on_gpu(96, 512, dtype=dtype),
+        torch.empty(128, 96, device="cuda"),
+    )
     product(x, w.t(), out)
     assert set(defined.shown().values()) == {False}
     assert same_bits(out, fixed_tile_product(x, w.t(), torch.empty_like(out)))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.operands import normal
+from tests.gpu.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product, grouped_weight_gradient
 from tp_invariant_recipes.kernels.row_sum import _row_sum_torch, row_sum
@@ -42,8 +42,8 @@ def _all(x, dy, weights, sizes):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_experts_products(case, dtype):
     sizes, n, k = case
-    x, dy = normal(sum(sizes), k, dtype=dtype), normal(sum(sizes), n, dtype=dtype)
-    weights = [normal(n, k, dtype=dtype) for _ in sizes]
+    x, dy = normal_on_gpu(sum(sizes), k, dtype=dtype), normal_on_gpu(sum(sizes), n, dtype=dtype)
+    weights = [normal_on_gpu(n, k, dtype=dtype) for _ in sizes]
     y, dx, outs = _all(x, dy, weights, sizes)
     at = 0
     for size, weight, out in zip(sizes, weights, outs, strict=True):
@@ -64,7 +64,7 @@ def test_a_library_product_does_depend_on_its_rows():
     """Why this is needed: cuBLAS chooses by the number of rows."""
     differs = False
     for n, k in ((1536, 2048), (2048, 768), (256, 8192), (4096, 12288)):
-        x, weight = normal(2048, k, dtype=torch.bfloat16), normal(n, k, dtype=torch.bfloat16)
+        x, weight = normal_on_gpu(2048, k, dtype=torch.bfloat16), normal_on_gpu(n, k, dtype=torch.bfloat16)
         whole = x @ weight.t()
         differs |= not all(same_bits(x[:rows] @ weight.t(), whole[:rows]) for rows in (1, 8, 60, 129, 512))
     assert differs
@@ -83,7 +83,7 @@ def test_row_sums_have_the_bits_of_the_cpu(dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations(kind, features, weights, dtype):
     width = features * (2 if kind == "swiglu" else 1)
-    x, dy = normal(700, width, dtype=dtype), normal(700, features, dtype=dtype)
+    x, dy = normal_on_gpu(700, width, dtype=dtype), normal_on_gpu(700, features, dtype=dtype)
     p = torch.rand(700, device="cuda").to(weights)
     y, (dx, dp) = weighted_activation(x, p, kind), weighted_activation_backward(dy, x, p, kind)
     twins = (_forward_torch(x.cpu(), p.cpu(), kind), *_backward_torch(dy.cpu(), x.cpu(), p.cpu(), kind))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.operands import normal
+from tests.gpu.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 
@@ -22,7 +22,7 @@ SHAPES = (
 
 
 def _operands(m, k, n, dtype):
-    return normal(m, k, dtype=dtype), normal(k, n, dtype=dtype)
+    return normal_on_gpu(m, k, dtype=dtype), normal_on_gpu(k, n, dtype=dtype)
 
 
 def _product(a, b, dtype=torch.float32):
@@ -88,5 +88,5 @@ def test_elements_beyond_two_to_the_31st_have_their_place():
     for rows in (slice(0, 200), slice(m - 200, m)):
         assert same_bits(whole[rows], _product(a[rows], b, torch.bfloat16))
     there = whole.t()  # the same numbers by columns, as what is multiplied
-    few = normal(8, n, dtype=torch.bfloat16)
+    few = normal_on_gpu(8, n, dtype=torch.bfloat16)
     assert same_bits(_product(few, there)[:, -100:], _product(few, there[:, -100:].clone()))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.gpu.operands import normal
+from tests.gpu.operands import normal_on_gpu
 from tp_invariant_recipes.numerics.layers.linear import column_parallel, row_parallel
 from tp_invariant_recipes.numerics.products import cublas, defined
 from tp_invariant_recipes.numerics.products.probe import cancelling
@@ -60,7 +60,7 @@ def test_every_product_of_a_layer_holds_on_live_operands(monkeypatch, model, deg
 
 
 def _normal(tokens, k, n):
-    return normal(tokens, 1, k, dtype=torch.bfloat16), normal(n, k, dtype=torch.bfloat16)
+    return normal_on_gpu(tokens, 1, k, dtype=torch.bfloat16), normal_on_gpu(n, k, dtype=torch.bfloat16)
 
 
 def _wide(tokens, k, n):

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.gpu.operands import normal
+from tests.gpu.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels import restarting_product as kernel
 from tp_invariant_recipes.kernels.restarting_product import Cut
@@ -35,8 +35,8 @@ CUTS = (
 
 def operands(m, n, size, cut, transposed):
     k = size * cut.of * cut.segments
-    a = normal(m, k, dtype=torch.bfloat16)
-    b = normal(n, k, dtype=torch.bfloat16).t() if transposed else normal(k, n, dtype=torch.bfloat16)
+    a = normal_on_gpu(m, k, dtype=torch.bfloat16)
+    b = normal_on_gpu(n, k, dtype=torch.bfloat16).t() if transposed else normal_on_gpu(k, n, dtype=torch.bfloat16)
     return a, b, torch.randn(m, n, device="cuda")
 
 
@@ -92,8 +92,8 @@ def test_other_borders_have_other_bits(cut):
 def test_a_rank_has_the_same_sums(monkeypatch, shards, segments):
     """Of all nodes, whatever computes them; and within the capture of a CUDA graph, after a trial."""
     mesh, sizes = VirtualMesh(shards, 1, 0, graphs=True), (256 * shards,) * segments
-    a = normal(512, sum(sizes), dtype=torch.bfloat16)
-    b = normal(sum(sizes), 384, dtype=torch.bfloat16)
+    a = normal_on_gpu(512, sum(sizes), dtype=torch.bfloat16)
+    b = normal_on_gpu(sum(sizes), 384, dtype=torch.bfloat16)
     monkeypatch.setattr(contraction, "_restarting_is_right", {})
     sums = contraction.nodes(a, b, mesh, sizes, products.product)
     assert list(contraction.shown().values()) == [True] * len(contraction.shown())
