@@ -12,7 +12,7 @@ from tp_invariant_recipes.config import describe
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.gpus import Gpu
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch import plan, record
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.patches.patch import Patch, PatchVerdict
 from tp_invariant_recipes.portable import conformance
@@ -259,7 +259,7 @@ def test_show_the_keys_that_differ(cli, no_gpus):
 
 def test_show_the_configuration_of_a_run(cli, here, no_gpus):
     planned = plan.new(compose("qwen3_toy", ["tp=2", "run.dir=run"], device="cpu"))
-    plan.write(planned)
+    record.write(planned)
     assert yaml.safe_load(cli("show", "--from", "run", "--key", "checkpoint").out) == planned.config.section(
         "checkpoint"
     )

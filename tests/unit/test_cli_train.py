@@ -5,7 +5,7 @@ import pytest
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch import plan, record, resume
 from tp_invariant_recipes.runs.lock import locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -74,20 +74,20 @@ def test_a_full_disk_is_said_before_anything_is_written(cli, here, monkeypatch):
 def test_a_plan_from_before_another_command_began_there_is_out_of_date(here):
     """Both found no run."""
     first, second = (plan.new(compose("qwen3_toy", ["run.dir=run"])) for _ in range(2))
-    plan.check_current(second)
-    plan.write(first, attempt=False)
+    record.check_current(second)
+    record.write(first, attempt=False)
     with pytest.raises(RunError, match="another command has begun to train in run since this one looked there"):
-        plan.check_current(second)
-    submitted = plan.resume_or_start(compose("qwen3_toy", ["run.dir=run"]))
-    plan.check_current(submitted)
-    plan.write(submitted)
+        record.check_current(second)
+    submitted = resume.resume_or_start(compose("qwen3_toy", ["run.dir=run"]))
+    record.check_current(submitted)
+    record.write(submitted)
     with pytest.raises(RunError, match="another command has begun"):
-        plan.check_current(submitted)
+        record.check_current(submitted)
 
 
 def test_a_run_of_another_model_is_not_resumed(cli, here):
     with locked(RunDir(here / "run")):
-        plan.write(plan.new(compose("qwen3_toy", ["run.dir=run"])))
+        record.write(plan.new(compose("qwen3_toy", ["run.dir=run"])))
     before = sorted((p.name, p.read_bytes()) for p in here.rglob("*") if p.is_file())
     ended = cli("train", "qwen3_8b", "--resume", "run")
     assert ended.status == 2

@@ -6,7 +6,7 @@ from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.jobs import slurm_client, submit
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.multinode import allocation_run
 from tp_invariant_recipes.workflows import verify
 
@@ -31,8 +31,8 @@ def compositions(monkeypatch) -> list[tuple[str, ...]]:
     return asked
 
 
-def request(*overrides: str, **how) -> plan.Request:
-    return plan.Request("qwen3_toy", tuple(parse_all(overrides)), **how)
+def request(*overrides: str, **how) -> Request:
+    return Request("qwen3_toy", tuple(parse_all(overrides)), **how)
 
 
 def test_the_counter_counts(compositions):
@@ -77,7 +77,7 @@ def test_a_matrix_composes_each_cell_once(compositions):
 
 
 def test_a_node_composes_once(compositions, tmp_path):
-    asked = request("tp=2", *CPUS, f"run.dir={tmp_path}/run", go_on=True)
+    asked = request("tp=2", *CPUS, f"run.dir={tmp_path}/run", continues=True)
     task = allocation_run.node_task(asked, 1, watch=None, remark=None)
     task.lead()
     task.follow(0)

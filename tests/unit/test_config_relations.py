@@ -11,7 +11,7 @@ from tp_invariant_recipes.config import bounds
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import ConfigError, TpiError
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch.request import Request
 
 
 def test_all_are_listed_at_once():
@@ -61,7 +61,7 @@ FOLDERS = (
 
 @pytest.mark.parametrize("path, why", FOLDERS)
 def test_weights_to_begin_with_must_be_there(here, path, why):
-    asked = plan.Request("qwen3_toy", tuple(parse_all([f"checkpoint.pretrained_checkpoint={path}"])))
+    asked = Request("qwen3_toy", tuple(parse_all([f"checkpoint.pretrained_checkpoint={path}"])))
     if why is None:
         asked.plan(asked.composed("cpu"))
         return
@@ -73,21 +73,21 @@ def test_weights_to_begin_with_must_be_there(here, path, why):
 
 def test_weights_in_the_home_folder_are_found(here, monkeypatch):
     monkeypatch.setenv("HOME", str(here))
-    asked = plan.Request("qwen3_toy", tuple(parse_all(["checkpoint.pretrained_checkpoint=~/some"])))
+    asked = Request("qwen3_toy", tuple(parse_all(["checkpoint.pretrained_checkpoint=~/some"])))
     planned = asked.plan(asked.composed("cpu"))
     assert planned.config.section("checkpoint")["pretrained_checkpoint"] == str(here / "some")
 
 
 @pytest.mark.parametrize("where, refused", (("other", True), ("./a/../run", False), ("run", False), ("null", True)))
 def test_a_resumed_run_stays_where_it_is(here, where, refused):
-    asked = plan.Request(None, tuple(parse_all([f"run.dir={where}"])), resume=Path("run"))
+    asked = Request(None, tuple(parse_all([f"run.dir={where}"])), resume=Path("run"))
     with pytest.raises(TpiError) as error:  # there is no run in either case
         asked.composed("cpu")
     assert ("--resume run goes on in run: leave out run.dir=" in str(error.value)) == refused
 
 
 def test_a_step_to_begin_at_needs_a_run(here):
-    asked = plan.Request("qwen3_toy", tuple(parse_all(["checkpoint.ckpt_step=5"])))
+    asked = Request("qwen3_toy", tuple(parse_all(["checkpoint.ckpt_step=5"])))
     with pytest.raises(ConfigError, match=r"checkpoint\.ckpt_step=5: a new run begins at step 0"):
         asked.plan(asked.composed("cpu"))
 

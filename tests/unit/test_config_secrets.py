@@ -8,7 +8,7 @@ import pytest
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError, TpiError
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch.request import Request
 
 SECRET = "hunter2-b0a1"
 FILE = "secret.txt"
@@ -121,7 +121,7 @@ def test_a_forged_run_with_one_is_not_resumed(tmp_path):
         json.dumps(before | {"overrides": overrides, "layout": {}, "identity_hash": "0" * 64})
     )
     with pytest.raises(TpiError, match=r"cluster\.environment\.TOKEN: .*not resolved") as refused:
-        plan.Request(None, (), resume=Path("forged")).composed()
+        Request(None, (), resume=Path("forged")).composed()
     assert SECRET not in str(refused.value)
 
 

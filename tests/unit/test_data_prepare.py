@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.unit.indexed_data import SUFFIXES, cheap_garbage_collection, count_parts, files_of  # noqa: F401
 from tp_invariant_recipes.cli.data import data_app
 from tp_invariant_recipes.data import source
-from tp_invariant_recipes.data.prepare import ensure_prepared, foresee, prepare
+from tp_invariant_recipes.data.prepare import ensure_prepared, find_prepared, prepare
 from tp_invariant_recipes.data.prepared import is_prepared, load
 from tp_invariant_recipes.errors import DataError
 
@@ -334,12 +334,12 @@ def test_ensure_prepared_caches_text_by_content_and_tokenizer(tmp_path, hf_folde
 def test_foreseeing_writes_nothing_and_finds_what_is_there(tmp_path):
     folder, cache = write(tmp_path / "text", a__txt="one"), tmp_path / "cache"
     before = sorted(tmp_path.rglob("*"))
-    assert foresee(folder, cache) == EOD + 1
+    assert find_prepared(folder, cache) == EOD + 1
     with pytest.raises(DataError, match="no file or folder of text"):
-        foresee(tmp_path / "nowhere", cache)
+        find_prepared(tmp_path / "nowhere", cache)
     assert sorted(tmp_path.rglob("*")) == before
     made = ensure_prepared(folder, cache)
-    assert foresee(folder, cache) == foresee(made.prefix, cache) == made
+    assert find_prepared(folder, cache) == find_prepared(made.prefix, cache) == made
 
 
 def test_ensure_prepared_with_dataset_beside_its_folder(tmp_path):

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import terminal
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.launch import plan, record
+from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.ledger import tail
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 from tp_invariant_recipes.runs import attempts, overview, places
@@ -40,14 +42,13 @@ def a_run(name: str, *overrides: str, steps: int = 3, outcome: str | None = "com
     """A run of three steps, of which the ledger has so many. outcome: of its only attempt; None: killed."""
     path = Path("runs", name)
     planned = plan.new(compose("qwen3_toy", ["iters=3", *overrides, f"run.dir={path}"], device="cpu"))
-    plan.write(planned)
+    record.write(planned)
     run = json.loads((path / "run.json").read_text())
     run["attempts"][0] |= {"outcome": outcome, "time": f"2026-01-01T00:{minute:02}:00+0000"}
     (path / "run.json").write_text(json.dumps(run))
     with LedgerWriter(path).create(Header(identity=planned.identity, layout=planned.layout.as_dict())) as ledger:
         for step, loss in enumerate(LOSSES[:steps], 1):
-            record = StepRecord(step, step, 1, loss, "f32:3fa00000", "f64:3f33a92a30553261")
-            ledger.append(record)
+            ledger.append(StepRecord(step, step, 1, loss, "f32:3fa00000", "f64:3f33a92a30553261"))
     return path
 
 
@@ -84,7 +85,7 @@ def test_a_run_that_is_being_trained_runs_and_a_copy_of_it_does_not():
 
 def test_a_submitted_run_has_not_started():
     planned = plan.new(compose("qwen3_toy", ["run.dir=runs/a"], device="cpu"))
-    plan.write(planned, attempt=False)
+    record.write(planned, attempt=False)
     (row,) = overview.rows(Path("runs"))
     assert (row.state, row.step, row.of) == ("not started", 0, None)
 
@@ -250,7 +251,7 @@ def test_a_longer_run_names_the_key_that_keeps_its_schedule(cli):
     assert ended.status == 2
     assert "scheduler.lr_decay_iters was 3 and is 6 now; set scheduler.lr_decay_iters=3" in ended.err
     # The key that it names is the one that helps: what is refused then is another thing.
-    composed = plan.Request(None, tuple(plan.parse_all(["iters=6", "scheduler.lr_decay_iters=3"])), Path("runs/a"))
+    composed = Request(None, tuple(parse_all(["iters=6", "scheduler.lr_decay_iters=3"])), Path("runs/a"))
     assert composed.plan(composed.composed()).steps == 6
 
 

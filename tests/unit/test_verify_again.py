@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.launch import local, plan
+from tp_invariant_recipes.launch import local, record
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
 from tp_invariant_recipes.runs import attempts, matrix_dir
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -28,7 +28,7 @@ def trains(monkeypatch, **ends) -> list[str]:
     def train(cell, planned, watch):
         trained.append(cell.name)
         end = ends.get(cell.name, SAME)
-        plan.write(planned)
+        record.write(planned)
         steps = {"failed": 0, "stopped": 1}.get(end, cell.steps)
         header = Header(
             identity=planned.identity, layout=planned.layout.as_dict(), numerics=planned.config.section("numerics")

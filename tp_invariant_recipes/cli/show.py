@@ -101,7 +101,7 @@ def _composed(model: str, overrides: "list[Override]") -> Mapping[str, Any]:
 
 def _of_run(run: Path, overrides: "list[Override]") -> Mapping[str, Any]:
     """What a run has recorded or, with overrides, what `--resume` would compose. Raises ConfigError, RunError."""
-    from tp_invariant_recipes.launch.plan import Request
+    from tp_invariant_recipes.launch.request import Request
     from tp_invariant_recipes.runs.run_dir import RunDir
 
     if overrides:

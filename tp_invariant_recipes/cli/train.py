@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from tp_invariant_recipes.config.compose import Composed
     from tp_invariant_recipes.config.overrides import Override
-    from tp_invariant_recipes.launch.plan import Plan, Request
+    from tp_invariant_recipes.launch.plan import Plan
+    from tp_invariant_recipes.launch.request import Request
 
 
 def train(
@@ -90,7 +91,7 @@ def train(
     inside an allocation (salloc); tpi submit makes a job of its own.
     """
     from tp_invariant_recipes.config.overrides import parse_all
-    from tp_invariant_recipes.launch import plan
+    from tp_invariant_recipes.launch.request import Request
 
     if verbose:
         os.environ[VERBOSE] = "1"
@@ -108,7 +109,7 @@ def train(
     asked = tuple(parse_all(arguments))
     if resume == LAST:
         resume = _latest(asked, console)
-    request = plan.Request(model, asked, resume, go_on, dry_run)
+    request = Request(model, asked, resume, go_on, dry_run)
     if dry_run:
         _only_check(request, console, as_json=as_json)
         return
@@ -147,9 +148,9 @@ def _only_check(request: "Request", console: "Console", *, as_json: bool) -> Non
 
     planned = _checked(request, request.composed(), console)
     if as_json:
-        terminal.print_json(launch.foreseen(planned))
+        terminal.print_json(launch.as_json(planned))
     else:
-        terminal.console(soft_wrap=True).print(_foreseen(planned))
+        terminal.console(soft_wrap=True).print(_plan_text(planned))
 
 
 def _here(request: "Request", console: "Console", *, verbose: bool) -> tuple[dict[str, Any], bool]:
@@ -227,7 +228,7 @@ def _opening(planned: "Plan") -> str:
     )
 
 
-def _foreseen(planned: "Plan") -> str:
+def _plan_text(planned: "Plan") -> str:
     from tp_invariant_recipes.launch.memory import table
     from tp_invariant_recipes.sizing import memory
 

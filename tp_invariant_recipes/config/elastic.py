@@ -7,7 +7,7 @@ that has the bits of the one asked for.
 import re
 from typing import Any
 
-from tp_invariant_recipes.config import going_on, job_rules
+from tp_invariant_recipes.config import job_rules, resume_rules
 from tp_invariant_recipes.config.overrides import Override, parse
 from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.ledger.layouts import words
@@ -63,7 +63,7 @@ def problems(config: RunConfig) -> list[str]:
 
 def kept(config: RunConfig) -> list[Override]:
     """What a job sets of its numerics, so that every number of nodes has the same."""
-    return [parse(text) for text in going_on.kept(config.section("numerics"))]
+    return [parse(text) for text in resume_rules.kept(config.section("numerics"))]
 
 
 def _why(config: RunConfig, nodes: int) -> str:
@@ -84,7 +84,7 @@ def _has_room(config: RunConfig, nodes: int) -> bool:
 
 def _wrong(config: RunConfig, dp: int) -> list[str]:
     other = with_dp(config, dp)
-    bits = going_on.other_gradients(_run(config), _run(other))
+    bits = resume_rules.other_gradients(_run(config), _run(other))
     return [*([bits] if bits else []), *layout.problems(other), *invariance.problems(other)]
 
 

@@ -72,7 +72,7 @@ def ensure_prepared(
     return _prepare(text, _prefix(path, cache, text), progress)
 
 
-def foresee(path: Path, cache: Path, *, tokenizer: str = BYTE, json_key: str = "text") -> PreparedData | int:
+def find_prepared(path: Path, cache: Path, *, tokenizer: str = BYTE, json_key: str = "text") -> PreparedData | int:
     """What `ensure_prepared` would return if it is there already, else the size of its vocabulary. Writes nothing.
 
     Raises DataError as `ensure_prepared` does, but for what only preparing finds out.

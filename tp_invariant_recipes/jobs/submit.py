@@ -12,7 +12,8 @@ from tp_invariant_recipes.errors import ConfigError, RunError, listed
 from tp_invariant_recipes.jobs import fitness, registry, script, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.script import CellStep, Job
-from tp_invariant_recipes.launch import memory, plan
+from tp_invariant_recipes.launch import memory, plan, record
+from tp_invariant_recipes.launch.resume import overrides_to_repeat, resume_run
 from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
@@ -51,7 +52,7 @@ def train(
     if dry:
         return found
     planned = plan.resolve(_in_the_job(composed, where), where, progress, here=False)
-    return replace(found, validate=partial(train_check, planned), write=partial(plan.write, planned, attempt=False))
+    return replace(found, validate=partial(train_check, planned), write=partial(record.write, planned, attempt=False))
 
 
 def resume(
@@ -65,14 +66,14 @@ def resume(
     before = where.read_run(RunFile)
     problems, sound = reserved.check("submit --resume", parse_all(overrides))
     model = before.model
-    composed = _composed(model, [*plan.asked_again(before), *sound], problems)
+    composed = _composed(model, [*overrides_to_repeat(before), *sound], problems)
     composed, configs = _layouts(composed, problems)
     fitness.check(configs, problems, dry=dry)
     if not dry:
         _idle(where)
     found = _single(composed, where, after)
     in_the_job = _in_the_job(composed, where)
-    planned = plan.resume_run(where.path, in_the_job, progress=progress, here=False, dry=dry)
+    planned = resume_run(where.path, in_the_job, progress=progress, here=False, dry=dry)
     about = f"{found.about}, from step {planned.start}"
     return replace(found, about=about, validate=partial(train_check, planned), resumed=True)
 
@@ -308,4 +309,4 @@ def _nothing() -> None:
 def _write_cells(found: verify.Verification) -> None:
     found.directory.write_matrix(found.matrix)
     for planned in found.plans.values():
-        plan.write(planned, attempt=False)
+        record.write(planned, attempt=False)

@@ -10,9 +10,10 @@ from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.errors import RunError, TpiError
 from tp_invariant_recipes.host.quiet import quiet
-from tp_invariant_recipes.launch import local, memory, plan
-from tp_invariant_recipes.launch.plan import Plan, Request
+from tp_invariant_recipes.launch import local, memory, record
+from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Stop
+from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.runs import attempts, checkpoints, places
@@ -27,7 +28,7 @@ def locked_run(request: Request, composed: Composed) -> Iterator[Lock | None]:
 
     Raises RunError when another process holds it.
     """
-    where = request.resume or (composed.config.run.dir if request.go_on else None)
+    where = request.resume or (composed.config.run.dir if request.continues else None)
     run_dir = RunDir(Path(where).expanduser()) if where else None
     if run_dir is None or not run_dir.run.exists():
         yield None
@@ -44,7 +45,7 @@ def check(planned: Plan) -> None:
         container.validate(container.build(planned.config), planned.layout.world, here=planned.here)
 
 
-def foreseen(planned: Plan) -> dict[str, Any]:
+def as_json(planned: Plan) -> dict[str, Any]:
     """A plan for machines. memory: as `launch.memory.as_dict` has it."""
     return {
         "model": planned.composed.model,
@@ -73,10 +74,10 @@ def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) 
 
 
 def _execute(planned: Plan, watch: Callable[[], None], stop: Stop | None) -> local.Outcome:
-    plan.check_current(planned)
+    record.check_current(planned)
     if planned.run_dir.checkpoints.exists():
         checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
-    plan.write(planned)
+    record.write(planned)
     try:
         outcome = ended(planned, local.run(planned, watch, stop=stop))
     except LockLost:

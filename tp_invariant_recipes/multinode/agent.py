@@ -26,7 +26,7 @@ from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import local, plan, ranks, train
+from tp_invariant_recipes.launch import local, ranks, record, train
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.ledger.run_files import AttemptJob
@@ -166,7 +166,7 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Ended:
         raise
     mine = [attempt for attempt in attempts.read_attempts(run_dir) if attempt.job and attempt.job.id == node.job]
     run_dir.ended.unlink(missing_ok=True)
-    plan.write(planned, job=job)
+    record.write(planned, job=job)
     try:
         ended = _attempt(rendezvous, task, planned, attempts.consecutive_failures(mine, planned.start) + 1)
     except LockLost:
@@ -286,7 +286,7 @@ def _follow(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> Ended:
         if port is None:
             raise _Over
         if not shared:
-            plan.write(planned, job=AttemptJob(rendezvous.node.job))
+            record.write(planned, job=AttemptJob(rendezvous.node.job))
         heartbeat = Heartbeat(rendezvous, planned, None if shared else Sender(rendezvous, planned.run_dir))
         address = rendezvous.node.address
         _run_ranks(rendezvous, planned, address, port, interface(address_towards(address)), heartbeat)

@@ -13,7 +13,8 @@ from tp_invariant_recipes.config import elastic, job_rules
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.overrides import cluster_files, parse
 from tp_invariant_recipes.errors import ConfigError, RunError, listed
-from tp_invariant_recipes.launch.plan import Plan, Request, for_nodes
+from tp_invariant_recipes.launch.plan import Plan, for_nodes
+from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.multinode import srun_command
 from tp_invariant_recipes.multinode.agent import NodeTask
 from tp_invariant_recipes.runs.lock import locked
@@ -46,7 +47,9 @@ def become(request: Request) -> NoReturn:
     if request.resume is None:
         asked = config.run.dir
         found = (
-            Path(asked) if asked and request.go_on else choose(asked, f"{request.model}-tp{layout.of(config).tp}").path
+            Path(asked)
+            if asked and request.continues
+            else choose(asked, f"{request.model}-tp{layout.of(config).tp}").path
         )
         path = found.expanduser().absolute()
         request = replace(request, overrides=(*request.overrides, parse(f"run.dir={path}")))

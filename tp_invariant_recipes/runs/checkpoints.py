@@ -35,7 +35,7 @@ class CheckpointManifest(Record):
     """A checkpoint that was written to the end.
 
     step:            completed when it was saved.
-    optimizer_state: its form, one of config/going_on.py.
+    optimizer_state: its form, one of config/resume_rules.py.
     experts_apart:   whether experts have an optimizer of their own.
     files:           path in the checkpoint → the file.
     """

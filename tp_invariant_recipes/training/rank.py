@@ -173,14 +173,14 @@ NOTING = Replacement(
 
 
 def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: RunFile, config: RunConfig) -> list:
-    from tp_invariant_recipes.config.going_on import experts_apart, optimizer_state
+    from tp_invariant_recipes.config.resume_rules import experts_separate, optimizer_state
     from tp_invariant_recipes.training.experiment_report import ExperimentReport
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
 
     manifest = []
     if rank_info.rank == 0:
-        apart = experts_apart(config.numerics.mode, config.model, run.layout)
-        manifest = [ManifestWriter(run.identity_hash, run.layout, optimizer_state(config), experts_apart=apart)]
+        separate = experts_separate(config.numerics.mode, config.model, run.layout)
+        manifest = [ManifestWriter(run.identity_hash, run.layout, optimizer_state(config), experts_apart=separate)]
     last = rank_info.rank == rank_info.world_size - 1
     figures = [ExperimentReport(run_dir, config.train["train_iters"])] if last else []
     return [*recording(run_dir, rank_info, run, config.ledger), *manifest, *figures]

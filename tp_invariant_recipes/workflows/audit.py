@@ -19,7 +19,7 @@ from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
 from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, listed
-from tp_invariant_recipes.launch import local, plan
+from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.runs import attempts
@@ -240,7 +240,7 @@ def _train(audit: Audit, name: str, watch: Watch, *, rounded_from: int | None = 
 def _train_locked(audit: Audit, name: str, watch: Watch, rounded_from: int | None) -> list[Norms]:
     planned, run = audit.plans[name], audit.directory.training(name)
     stopped = f"the audit was stopped before its end, in the training {name}: {run.path}"
-    plan.write(planned)
+    record.write(planned)
     run.write_task(AuditTask(rounded_from))
     try:
         with watch(name, planned) as tick:

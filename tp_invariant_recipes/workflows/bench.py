@@ -16,7 +16,7 @@ from tp_invariant_recipes.config.overrides import Override, parse_all, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import local, plan
+from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Figures, Pass
 from tp_invariant_recipes.runs.lock import locked_empty
@@ -102,7 +102,7 @@ def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
 
 def _execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
     for one in bench.plans.values():
-        plan.write(one)
+        record.write(one)
     bench.directory.write_passes(bench.passes)
     job = replace(bench.first, run_dir=bench.directory)
     stopped = f"the benchmark was stopped before its end; the steps it took: {bench.directory.figures(0)}"

@@ -20,7 +20,7 @@ from tp_invariant_recipes.compare.magnitude import magnitude_line, magnitude_rep
 from tp_invariant_recipes.compare.text import verdict_line
 from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError
 from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import local, plan, train
+from tp_invariant_recipes.launch import local, resume, train
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.open import read
@@ -161,7 +161,7 @@ def _again(ledger: Ledger, run_dir: RunDir, step: int, alike: int, dump: tuple[s
         f"ledger.dump=[{','.join(dump)}]",
     ]
     with _environment(variables):
-        planned = plan.rerun(original.path, run_dir, start, last_step=step, record=record)
+        planned = resume.rerun(original.path, run_dir, start, last_step=step, record=record)
     return Again(ledger, planned, _lines(ledger, planned.start), variables)
 
 

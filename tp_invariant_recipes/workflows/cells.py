@@ -134,7 +134,7 @@ def cell_of(choice: Choice, planned: Plan) -> Cell:
         overrides=texts(choice.overrides),
         ranks=planned.layout.world,
         steps=planned.steps,
-        identity_hash=plan.identity_hash(planned.identity),
+        identity_hash=planned.identity_hash,
         layout=planned.layout.as_dict(),
         numerics=planned.config.section("numerics"),
     )

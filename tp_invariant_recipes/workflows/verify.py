@@ -16,6 +16,7 @@ from tp_invariant_recipes.launch.local import Outcome as Ended
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Stop
+from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
@@ -151,7 +152,7 @@ def _planned_again(
     """The plan of a cell that begins anew; device None: that goes on. Raises ConfigError: it would be another run."""
     run = where.cell(cell.name)
     if device is None:
-        request = plan.Request(None, (), run.path)
+        request = Request(None, (), run.path)
         planned = request.plan(request.composed(), progress)
     else:
         composed = compose(asked.model, cell.overrides, device=device)

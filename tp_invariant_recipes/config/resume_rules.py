@@ -63,23 +63,23 @@ def unreadable_state(
     wanted: str,
     now: Mapping[str, Any],
     *,
-    apart: tuple[bool, bool] = (False, False),
+    separate: tuple[bool, bool] = (False, False),
 ) -> str | None:
     """Why a run cannot read a checkpoint's optimizer state; None: it can.
 
-    saved, wanted: the forms. before, now: the layouts in which it was written and is to be read. apart: whether the
-    state of experts lay apart then, and lies so now; `experts_apart` says so.
+    saved, wanted: the forms. before, now: the layouts in which it was written and is to be read. separate:
+    whether the experts' state was, and will be, separate from the other state (`experts_separate`).
     """
     distributed = saved != OF_EVERY_RANK
     if distributed != (wanted != OF_EVERY_RANK):
         kind = "a distributed optimizer" if distributed else "an optimizer that is not distributed"
         return f"it holds the state of {kind}: optimizer.use_distributed_optimizer={str(distributed).lower()}"
-    if apart == (True, False):
+    if separate == (True, False):
         return (
             f"it holds the optimizer state of experts apart from all other state, as Megatron does at "
             f"{_of_experts(before)}, and not at {_of_experts(now)}: continue with tp > 1 or ep > 1"
         )
-    if apart == (False, True):
+    if separate == (False, True):
         return (
             f"it holds the optimizer state of experts together with all other state, as Megatron does at "
             f"{_of_experts(before)} with numerics=stock alone: continue with numerics=stock {_of_experts(before)}"
@@ -95,7 +95,7 @@ def unreadable_state(
     )
 
 
-def experts_apart(name: str, model: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
+def experts_separate(name: str, model: Mapping[str, Any], layout: Mapping[str, Any]) -> bool:
     """Whether a run's experts have their own optimizer: with invariant numerics always (numerics/layers/experts.py).
 
     name: of the mode.

@@ -2,8 +2,14 @@
 
 import pytest
 
-from tp_invariant_recipes.config import going_on
-from tp_invariant_recipes.config.going_on import BUCKETS, DISTRIBUTED, OF_EVERY_RANK, other_gradients, unreadable_state
+from tp_invariant_recipes.config import resume_rules
+from tp_invariant_recipes.config.resume_rules import (
+    BUCKETS,
+    DISTRIBUTED,
+    OF_EVERY_RANK,
+    other_gradients,
+    unreadable_state,
+)
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 TREE = {"mode": "tree"}
@@ -56,7 +62,7 @@ def test_another_gradient_tree_is_refused(before, now, dp):
     ),
 )
 def test_the_form_of_an_optimizers_state(optimizer, checkpoint, form):
-    assert going_on.optimizer_state(RunConfig({"optimizer": optimizer, "checkpoint": checkpoint})) == form
+    assert resume_rules.optimizer_state(RunConfig({"optimizer": optimizer, "checkpoint": checkpoint})) == form
 
 
 EVERYTHING = layout(tp=2, pp=2, dp=4, ep=2)
@@ -82,9 +88,9 @@ UNREADABLE = (
 )
 
 
-@pytest.mark.parametrize("saved, before, wanted, now, apart, says", UNREADABLE)
-def test_a_state_that_cannot_be_read_is_refused(saved, before, wanted, now, apart, says):
-    problem = unreadable_state(saved, before, wanted, now, apart=apart)
+@pytest.mark.parametrize("saved, before, wanted, now, separate, says", UNREADABLE)
+def test_a_state_that_cannot_be_read_is_refused(saved, before, wanted, now, separate, says):
+    problem = unreadable_state(saved, before, wanted, now, separate=separate)
     assert problem is not None
     assert says in problem
 
@@ -100,6 +106,6 @@ APART = (
 )
 
 
-@pytest.mark.parametrize("mode, model, at, apart", APART)
-def test_whether_experts_have_an_optimizer_of_their_own(mode, model, at, apart):
-    assert going_on.experts_apart(mode, model, at) is apart
+@pytest.mark.parametrize("mode, model, at, separate", APART)
+def test_whether_experts_have_an_optimizer_of_their_own(mode, model, at, separate):
+    assert resume_rules.experts_separate(mode, model, at) is separate

@@ -1,0 +1,72 @@
+"""A command of `tpi train`: start a run, or resume one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.overrides import Override, given, texts
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.launch import plan, resume
+from tp_invariant_recipes.launch.plan import Plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model to train, or a run to resume. Compose it once, then call `plan` or `follow`.
+
+    continues: resume the run in run.dir if there is one.
+    dry: plan only; prepare no data.
+    """
+
+    model: str | None
+    overrides: tuple[Override, ...]
+    resume: Path | None = None
+    continues: bool = False
+    dry: bool = False
+
+    @property
+    def launcher(self) -> str:
+        """What starts the ranks: as typed, not yet checked."""
+        requested = given(self.overrides, "launcher.kind")
+        return requested.value if requested else "local"
+
+    def composed(self, device: str | None = None) -> Composed:
+        """The configuration alone. Raises ConfigError; RunError where there is no run to resume.
+
+        device: where neither the overrides nor the run to resume name one; None: this machine's.
+        """
+        if self.resume is not None:
+            self._check_run_dir(self.resume)
+            return resume.compose_resumed(self.resume, self.model, self.overrides)
+        if self.model is None:
+            raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
+        composed = compose(self.model, self.overrides, device=device or plan.detect_device())
+        return resume.with_recorded_numerics(composed) if self.continues else composed
+
+    def _check_run_dir(self, run: Path) -> None:
+        """Raises ConfigError where run.dir names another directory than the run's own."""
+        requested = given(self.overrides, "run.dir")
+        where = requested and requested.parsed and requested.parsed.value()
+        if requested and (where is None or Path(str(where)).expanduser().resolve() != run.resolve()):
+            raise ConfigError(f"--resume {run} goes on in {run}: leave out {requested.text}")
+
+    def plan(self, composed: Composed, progress: Callable[[int, int], None] | None = None) -> Plan:
+        """Plan the run. Raises a TpiError."""
+        if self.resume is not None:
+            return resume.resume_run(self.resume, composed, progress=progress, dry=self.dry)
+        if self.continues:
+            return resume.resume_or_start(composed, progress=progress, dry=self.dry)
+        return plan.new(composed, progress=progress, dry=self.dry)
+
+    def follow(self, composed: Composed, start: int) -> Plan:
+        """Plan a run that another machine has planned to start after step `start`. Raises a TpiError."""
+        if self.resume is not None:
+            return resume.resume_run(self.resume, composed, start=start)
+        return resume.resume_or_start(composed, start=start)
+
+    def words(self) -> list[str]:
+        """The arguments of `tpi train` for this request."""
+        resumed = [] if self.resume is None else ["--resume", str(self.resume.absolute())]
+        model = [] if self.model is None else [self.model]
+        return [*model, *texts(self.overrides), *resumed, *(["--continue"] if self.continues else [])]

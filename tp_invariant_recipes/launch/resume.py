@@ -1,0 +1,255 @@
+"""Resume a run, or repeat a part of it: the overrides it was made of, and the checks before it continues."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tp_invariant_recipes.compare import comparability
+from tp_invariant_recipes.config import relations, resume_rules
+from tp_invariant_recipes.config.compose import Composed, compose
+from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
+from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, parse, parse_all
+from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
+from tp_invariant_recipes.launch.plan import Plan, resolve
+from tp_invariant_recipes.ledger.open import read, streamed
+from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.runs import checkpoints
+from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
+from tp_invariant_recipes.runs.run_dir import RunDir, choose
+from tp_invariant_recipes.settings import peft
+from tp_invariant_recipes.settings.values import value_text
+
+# Overrides of one attempt and not of the run: the step it resumed from, and what started its ranks.
+OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind", *relations.REPLACED)
+# A repetition also has another directory.
+NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir")
+
+
+def resume_run(
+    run: Path,
+    composed: Composed,
+    *,
+    start: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    here: bool = True,
+    dry: bool = False,
+) -> Plan:
+    """Plan to resume a run from its newest finished checkpoint, or from the start if it has none.
+
+    composed: layout and length may differ from the run so far; what makes runs comparable may not.
+    start: the step to resume from, which another process has checked (0: from the beginning).
+    here: as in Plan. dry: as for `new`.
+    Raises a TpiError that names the fields, or the damaged files.
+    """
+    return _resume(f"--resume {run}", RunDir(run), composed, progress, start, here=here, dry=dry)
+
+
+def resume_or_start(
+    composed: Composed,
+    *,
+    start: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    dry: bool = False,
+) -> Plan:
+    """Plan to resume the run in `run.dir` if one is there, else to start it there.
+
+    For a command that a scheduler may repeat. start: as for `resume_run`. dry: as for `new`.
+    Raises a TpiError.
+    """
+    where = composed.config.run.dir
+    if where is None:
+        raise ConfigError("--continue needs the directory to go on in, or to begin in: run.dir=PATH")
+    run_dir = RunDir(Path(where).expanduser())
+    if run_dir.run.exists():
+        return _resume(f"--continue run.dir={where}", run_dir, composed, progress, start, dry=dry)
+    return resolve(composed, choose(where, composed.model), progress, dry=dry)
+
+
+def rerun(
+    run: Path,
+    run_dir: RunDir,
+    start: RunCheckpoint | None,
+    *,
+    last_step: int,
+    record: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> Plan:
+    """Plan to repeat a run in a directory of its own, up to `last_step` at least, as it last was, without checkpoints.
+
+    start:  a finished checkpoint of that run; None: from the beginning.
+    record: overrides of what the ledger records.
+    Raises a TpiError: this machine cannot carry it, or it would be another run.
+    """
+    before = RunDir(run).read_run(RunFile)
+    # The length stays: how often Megatron goes through the text, and in which order, depends on it. Bridge leaves
+    # without a word to callbacks, so the ledger has the digests of a step only if another one follows.
+    shorter = f"train.exit_interval={last_step + 1}"
+    changes = [*record, "save=0", "logging=none", shorter, "train.exit_duration_in_mins=null"]
+    composed = _compose_as(before, [*_recorded(before, NOT_REPEATED), *parse_all(changes)])
+    imported = _imported(before, composed) if start else None
+    plan = resolve(composed, run_dir, progress, imported=imported)
+    _check_identity(before.identity, plan.identity, f"{run} cannot be repeated: it would be another run now.")
+    plan = replace(plan, config=plan.config.with_fields("checkpoint", save=None))
+    return plan if start is None else _starting_at(plan, start)
+
+
+def compose_resumed(run: Path, model: str | None, overrides: Sequence[Override]) -> Composed:
+    """Compose a run with its recorded overrides and these. Raises ConfigError, RunError."""
+    before = RunDir(run).read_run(RunFile)
+    if model not in (None, before.model):
+        raise ConfigError(f"--resume {run} is a run of {before.model}, not of {model}")
+    kept = parse_all(resume_rules.kept(before.numerics))  # another layout has other defaults
+    return _compose_as(before, [*_recorded(before, OF_AN_ATTEMPT), *kept, *overrides])
+
+
+def with_recorded_numerics(composed: Composed) -> Composed:
+    """Compose with the numerics recorded in `run.dir`, if the default is another: a job may outlive a release."""
+    where = composed.config.run.dir
+    run_dir = RunDir(Path(where or "").expanduser())
+    if where is None or not run_dir.run.exists() or given(composed.overrides, "numerics.mode"):
+        return composed
+    numerics, device = run_dir.read_run(RunFile).numerics["mode"], composed.config.device.kind
+    if composed.config.numerics.mode == numerics:
+        return composed
+    return compose(composed.model, composed.overrides, device=device, numerics=numerics)
+
+
+def _compose_as(before: RunFile, overrides: Sequence[Override]) -> Composed:
+    """Compose with the device and numerics of an earlier attempt, whatever the defaults are here and now."""
+    return compose(before.model, overrides, device=before.device, numerics=before.numerics["mode"])
+
+
+def overrides_to_repeat(before: RunFile) -> list[Override]:
+    """The overrides that repeat a run elsewhere, including its device and numerics. before: its `run.json`."""
+    repeated = _recorded(before, NOT_REPEATED)
+    decided = {"device": before.device, "numerics": before.numerics["mode"]}
+    missing = {
+        group: option for group, option in decided.items() if not given(repeated, f"{group}.{DECIDED_BY[group]}")
+    }
+    return [*(parse(f"{group}={option}") for group, option in missing.items()), *repeated]
+
+
+def _recorded(before: RunFile, without: Sequence[str]) -> list[Override]:
+    """The overrides that a run was made of, but for some fields."""
+    return [override for override in parse_all(before.overrides) if override.field not in without]
+
+
+def _resume(
+    command: str,
+    run_dir: RunDir,
+    composed: Composed,
+    progress: Callable[[int, int], None] | None,
+    start: int | None = None,
+    *,
+    here: bool = True,
+    dry: bool = False,
+) -> Plan:
+    """command: its words, for messages. start, here: as for `resume_run`. dry: as for `new`."""
+    before = run_dir.read_run(RunFile)
+    imported = _imported(before, composed) if start or _has_checkpoint(run_dir) else None
+    plan = resolve(composed, run_dir, progress, here=here, dry=dry, imported=imported)
+    if plan.data_missing:
+        plan.identity["data.digest"] = before.identity.get("data.digest")  # not known before it is prepared
+    if composed.model != before.model:
+        raise ConfigError(f"{command} is a run of {before.model}, not of {composed.model}")
+    _check_identity(before.identity, plan.identity, f"{command} would continue another run.", composed.overrides)
+    if start is not None:
+        return _starting_at(plan, RunCheckpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
+    step = plan.config.section("checkpoint")["ckpt_step"]
+    found = checkpoints.select(run_dir.checkpoints, step, within=_steps_in_ledger(run_dir))
+    if found and found.step > plan.config.train["train_iters"]:
+        raise ConfigError(
+            f"{command} goes on at step {found.step}, after iters={plan.config.train['train_iters']}: raise iters, or "
+            f"checkpoint.ckpt_step=STEP"
+        )
+    if found and found.read_manifest().identity_hash != plan.identity_hash:
+        raise CheckpointError(f"{found.path} belongs to another run: its identity is not the one of {run_dir.path}")
+    if found is None:
+        return plan
+    _check_layout(command, before, plan, found)
+    return replace(_starting_at(plan, found), remark=_changed_products(plan, found.step))
+
+
+def _has_checkpoint(run_dir: RunDir) -> bool:
+    """Whether the run resumes from a checkpoint, so that weights of a folder are not read."""
+    recorded = _steps_in_ledger(run_dir)
+    return any(found.step <= recorded for found in checkpoints.finished(run_dir.checkpoints))
+
+
+def _imported(before: RunFile, composed: Composed) -> str | None:
+    """The digest of the weights that a run has started from, if the same are requested.
+
+    None: tpi has to read them. Checkpoints of adapters have no others.
+    """
+    if peft.adapts(composed.config):
+        return None
+    now, then = (given(texts, "weights.folder") for texts in (composed.overrides, parse_all(before.overrides)))
+    same = (now and now.value) == (then and then.value)
+    return before.identity.get(WEIGHTS_DIGEST) if same else None
+
+
+def _steps_in_ledger(run_dir: RunDir) -> int:
+    """Complete steps. A node that dies can take its last lines with it, when the checkpoint is already whole."""
+    return len(read(run_dir.ledger).steps) if run_dir.ledger.exists() else 0
+
+
+def _check_identity(
+    before: dict[str, Any], now: dict[str, Any], otherwise: str, overrides: Sequence[Override] = ()
+) -> None:
+    """Raises RunError that names each field of the identity that has changed, and the key that restores it."""
+    changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    if changed:
+        problems = [
+            f"{key} was {before.get(key)} and is {now.get(key)} now; {_remedy(key, before.get(key), overrides)}"
+            for key in changed
+        ]
+        raise RunError(f"{otherwise}\n{listed(problems)}")
+
+
+def _remedy(key: str, value: Any, overrides: Sequence[Override]) -> str:
+    """The override that gives a field of the identity its earlier value."""
+    override = given(overrides, key) or next((one for one in overrides if key.startswith(f"{one.path}.")), None)
+    if key == "data.digest":
+        return "data.path, data.tokenizer and data.json_key (dataset.dataset_root, tokenizer) must give the same tokens"
+    if key == WEIGHTS_DIGEST:
+        return "weights must name a folder with the same tensors" if value else "leave out weights"
+    if override is not None and override.value != value_text(value):
+        return f"leave out {override.text}, or set {key}={value_text(value)}"
+    return f"set {key}={value_text(value)}"
+
+
+def _check_layout(command: str, before: RunFile, plan: Plan, found: RunCheckpoint) -> None:
+    """Raises ConfigError: in this layout later steps would have other bits, or the checkpoint cannot be read."""
+    degrees, manifest = plan.layout.as_dict(), found.read_manifest()
+    separate = resume_rules.experts_separate(plan.config.numerics.mode, plan.config.model, degrees)
+    state = resume_rules.unreadable_state(
+        manifest.optimizer_state,
+        manifest.layout,
+        resume_rules.optimizer_state(plan.config),
+        degrees,
+        separate=(manifest.experts_apart, separate),
+    )
+    problems = [
+        resume_rules.other_gradients(vars(before), {"numerics": plan.config.section("numerics"), "layout": degrees}),
+        state and f"{found.path}: {state}",
+    ]
+    wrong = [problem for problem in problems if problem]
+    if wrong:
+        raise ConfigError(f"{command} cannot go on at step {found.step} in this layout.\n{listed(wrong)}", wrong)
+
+
+def _changed_products(plan: Plan, step: int) -> str | None:
+    """A sentence if products have another definition after `step` than before."""
+    version = mode.definition(plan.config.numerics.mode, plan.device)
+    return comparability.changed_products(streamed(plan.run_dir.ledger).header, version, step) if version else None
+
+
+def _starting_at(plan: Plan, found: RunCheckpoint) -> Plan:
+    """The plan, starting at a checkpoint of a run with the same identity."""
+    # The identity is the same, so the checkpoint's schedule is this run's: Megatron would refuse a longer run over the
+    # number of steps alone.
+    config = plan.config.with_fields("scheduler", use_checkpoint_opt_param_scheduler=True)
+    config = config.with_fields("checkpoint", ckpt_step=found.step, load=str(found.path.parent))
+    return replace(plan, config=config, start=found.step)
