@@ -40,8 +40,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 class Lines(griffe.Extension):
-    """A line `tokens: [rows, features], fp32` of a docstring stays a line of its own."""
+    """A line `tokens: [rows, features], fp32` of a docstring stays a line of its own; its links are as in docs/."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = re.sub(r"(?<!\n)\n(?=[\w, ]+: )", "  \n", obj.docstring.value)
+            text = re.sub(r"(?<!\n)\n(?=[\w, ]+: )", "  \n", obj.docstring.value)
+            obj.docstring.value = re.sub(r"\]\((?=[\w-]+\.md)", "](../docs/", text)
