@@ -17,6 +17,7 @@ from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.numerics.mode import DEFAULT
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.config.overrides import Override
@@ -286,9 +287,9 @@ def _recipes(*, families: bool, as_json: bool) -> None:
         return
     for row in rows:
         terminal.print_text(one_line(" ".join([f"{row['recipe']}: {row['tree']}", *row["keys"]])))
-        for why in row["why"] if row["tree"] != recipe_list.WITH else ():
+        for why in row["why"] if row[DEFAULT] != recipe_list.WITH else ():
             terminal.print_text(one_line(f"    {why.removeprefix('recipe=' + row['recipe'] + ': ')}"))
-    states = Counter(row["tree"] for row in rows)
+    states = Counter(row[DEFAULT] for row in rows)
     terminal.print_text(
         ", ".join(f"{count} {state}" for state, count in states.items())
         + "; covered with: tpi train recipe=NAME with these keys; refused: as the recipe is, and each line says why"

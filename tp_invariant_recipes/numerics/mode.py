@@ -25,7 +25,7 @@ MODES = {
     "gather": "tp_invariant_recipes.numerics.modes.gather",
     "portable": "tp_invariant_recipes.portable.mode",
 }
-STOCK = "stock"
+STOCK, DEFAULT = "stock", "tree"
 # The values of numerics.mode.
 if TYPE_CHECKING:
     type ModeName = str

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from tp_invariant_recipes.numerics.mode import Mode, ModeName, find
+from tp_invariant_recipes.numerics.mode import DEFAULT, Mode, ModeName, find
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class NumericsSettings:
                      tokens, each under the product of the next. Changes no bit.
     """
 
-    mode: ModeName = "tree"
+    mode: ModeName = DEFAULT
     virtual_shards: int | None = None
     data_shards: int | None = None
     context_shards: int | None = None

@@ -53,16 +53,17 @@ def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> Con
     from tp_invariant_recipes.config import container
     from tp_invariant_recipes.config.compose import compose
     from tp_invariant_recipes.config.overrides import parse_all
+    from tp_invariant_recipes.numerics import mode
 
     problems: list[str] = []
     asked = [*parse_all(overrides), *_of_keywords(parse_all(overrides), keys, problems)]
-    refused = [o for o in asked if o.path in ("numerics", "numerics.mode") and o.value != "stock"]
+    refused = [o for o in asked if o.path in ("numerics", "numerics.mode") and o.value != mode.STOCK]
     problems += [f"{override.text}: {NOT_HERE}" for override in refused]
     imported = [o for o in asked if o.path == "weights.folder" and o.value != "null"]
     problems += [f"{override.text}: {NO_WEIGHTS}" for override in imported]
     others = [o for o in asked if o not in (*refused, *imported)]
     try:
-        config = compose(model, others, device=device, numerics="stock").config
+        config = compose(model, others, device=device, numerics=mode.STOCK).config
     except ConfigError as error:
         problems += error.problems
     if problems:

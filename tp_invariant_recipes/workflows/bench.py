@@ -18,6 +18,7 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.numerics.mode import STOCK
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Figures, Pass
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
@@ -172,7 +173,7 @@ def _composed(
         try:
             numerics = mode.removesuffix(DIGESTS)
             recorded = f"ledger.digests={int(mode.endswith(DIGESTS))}"
-            read = [one for one in parse_all(overrides) if numerics != "stock" or one.path not in INVARIANT]
+            read = [one for one in parse_all(overrides) if numerics != STOCK or one.path not in INVARIANT]
             composed[mode] = compose(model, [*read, f"numerics={numerics}", recorded], device=device)
         except ConfigError as error:
             problems += (problem for problem in error.problems if problem not in (*problems, OR_STOCK))

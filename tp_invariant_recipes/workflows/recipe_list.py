@@ -9,6 +9,7 @@ from typing import Any
 
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError
+from tp_invariant_recipes.numerics.mode import DEFAULT
 from tp_invariant_recipes.sources import recipe_source
 
 COVERED, WITH, REFUSED, ABSENT = "covered", "covered with", "refused", "not here"
@@ -60,7 +61,7 @@ def row_of(name: str, hf_folder: str | None = None) -> dict[str, Any]:
     return {
         "recipe": name,
         "family": recipe_source.family(name),
-        "tree": state,
+        DEFAULT: state,
         "why": left if state == REFUSED else why,
         "keys": keys if state == WITH else [],
     }
@@ -68,7 +69,7 @@ def row_of(name: str, hf_folder: str | None = None) -> dict[str, Any]:
 
 def _problems(model: str, overrides: Sequence[str]) -> list[str]:
     try:
-        compose(model, overrides, device="gpu", numerics="tree")
+        compose(model, overrides, device="gpu", numerics=DEFAULT)
     except ConfigError as error:
         return [problem for problem in error.problems if problem != OR_STOCK]
     return []
@@ -117,8 +118,8 @@ def families(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "family": family,
-            **{state: sum(row["tree"] == state for row in rows) for state in STATES},
-            "why": Counter(why for row in rows if row["tree"] == REFUSED for why in {*map(reason, row["why"])}),
+            **{state: sum(row[DEFAULT] == state for row in rows) for state in STATES},
+            "why": Counter(why for row in rows if row[DEFAULT] == REFUSED for why in {*map(reason, row["why"])}),
         }
         for family, rows in sorted(grouped.items())
     ]

@@ -1,0 +1,39 @@
+"""Whatever depends on the mode of numerics asks its value: no module compares a mode's name."""
+
+import ast
+from pathlib import Path
+
+import tp_invariant_recipes
+from tp_invariant_recipes.numerics import mode
+
+PACKAGE = Path(tp_invariant_recipes.__file__).parent
+NAMES = {mode.STOCK, *mode.MODES}
+
+
+def compared(source: str) -> list[int]:
+    """The lines of a module that compare something with the name of a mode, or look one up in a table by it."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        sides = [*node.comparators, node.left] if isinstance(node, ast.Compare) else []
+        sides += node.keys if isinstance(node, ast.Dict) else []
+        words = [
+            each for side in sides if side is not None for each in ast.walk(side) if isinstance(each, ast.Constant)
+        ]
+        found += [node.lineno for word in words if word.value in NAMES]
+    return sorted(found)
+
+
+def test_a_comparison_is_found():
+    assert compared('if mode == "portable" or mode in ("tree", "gather"):\n    pass\nTABLE = {"stock": 1}\n') == [
+        1,
+        1,
+        1,
+        3,
+    ]
+
+
+def test_no_module_compares_the_name_of_a_mode():
+    found = {file: compared(file.read_text()) for file in PACKAGE.rglob("*.py")}
+    table = PACKAGE / "numerics" / "mode.py"
+    assert found.pop(table)
+    assert {str(file.relative_to(PACKAGE)): lines for file, lines in found.items() if lines} == {}
