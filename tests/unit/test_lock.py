@@ -59,7 +59,7 @@ def named(run: RunDir, **changes) -> dict:
     """Write a holder into the lock: this process, but for the changes."""
     run.path.mkdir(exist_ok=True)
     run.lock.touch()
-    holder = lock._me(run.lock.stat().st_ino, 1) | changes
+    holder = lock._me(run.lock.stat().st_ino, 1).as_json() | changes
     run.lock.write_text(json.dumps(holder))
     return holder
 
@@ -87,7 +87,7 @@ def test_the_job_is_named_where_there_is_one(run, monkeypatch):
         pass
     named(run, job="77", pid=1, started=lock._started(1))
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert held.me["job"] == "77"
+    assert held.me.job == "77"
     assert refusal(run).endswith("(SLURM job 77)")
 
 
@@ -216,7 +216,7 @@ def test_a_later_try_of_the_same_job_takes_over_at_once(run, monkeypatch):
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     named(run, **ELSEWHERE, job="77", restart=0, nodes=2)
     with locked(run, nodes=2) as held:
-        assert held.me["restart"] == 1
+        assert held.me.restart == 1
     named(run, **ELSEWHERE, job="77", restart=1)
     assert "(SLURM job 77)" in refusal(run)
     named(run, **ELSEWHERE, job="78", restart=0)

@@ -96,7 +96,7 @@ class ProgressLine(Record):
 
     loss, grad_norm: null: the step was skipped.
     seconds:         of the step. time: its end, in seconds since 1970.
-    peak_memory:     the most bytes allocated on the last rank's GPU so far.
+    peak_memory:     the most bytes allocated on the last rank's GPU so far; 0: not measured, as on a CPU.
     """
 
     step: Count
@@ -105,7 +105,7 @@ class ProgressLine(Record):
     learning_rate: float | None = None
     tokens: Count
     seconds: float
-    peak_memory: Count | None = None
+    peak_memory: Count = 0
     time: float | None = None
 
 

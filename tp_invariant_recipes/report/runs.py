@@ -11,21 +11,12 @@ from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.ledger import reader, run_files
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, Progress
+from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.reading import checked, parse_json, read_limited
 
 PROGRESS = "progress.jsonl"
 RUN = "run.json"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Time and memory of a step. peak_memory: bytes; 0: not measured, as on a CPU."""
-
-    step: int
-    seconds: float
-    tokens: int
-    peak_memory: int
 
 
 @dataclass(frozen=True)
@@ -41,7 +32,7 @@ class Run:
     letter: str
     name: str
     ledger: Ledger
-    timings: tuple[Timing, ...]
+    timings: tuple[ProgressLine, ...]
     planned: int | None
     unread: int
 
@@ -121,16 +112,16 @@ def _names(ledgers: Iterable[Ledger]) -> list[str]:
     return [one_line(ends[path]) for path in whole]
 
 
-def _timings(file: Path) -> tuple[tuple[Timing, ...], int]:
+def _timings(file: Path) -> tuple[tuple[ProgressLine, ...], int]:
     """The timings by step. A step repeated after a resume counts with its last time."""
     found, unread = {}, 0
     for line in _bytes(file).splitlines():
         try:
-            step = checked(run_files.ProgressLine, parse_json(line, constants=True))
+            step = checked(ProgressLine, parse_json(line, constants=True))
         except ValueError:
             unread += 1
         else:
-            found[step.step] = Timing(step.step, step.seconds, step.tokens, step.peak_memory or 0)
+            found[step.step] = step
     return tuple(found[step] for step in sorted(found)), unread
 
 

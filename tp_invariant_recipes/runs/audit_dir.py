@@ -1,12 +1,11 @@
 """The files of an audit's directory."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.compare.norm_ratios import Norms
 from tp_invariant_recipes.reading import Count, Record, parse_json
-from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs.run_dir import File, RunDir
 
 
 @dataclass(frozen=True)
@@ -20,15 +19,8 @@ class AuditTask(Record):
 class AuditedRun(RunDir):
     """One training of an audit: a run directory with the gradient norms of every step."""
 
-    @property
-    def task(self) -> Path:
-        """What its ranks do beside training."""
-        return self.path / "audit" / "task.json"
-
-    @property
-    def norms(self) -> Path:
-        """Gradient norms, one line a step."""
-        return self.path / "audit" / "norms.jsonl"
+    task = File("audit/task.json")  # what its ranks do beside training
+    norms = File("audit/norms.jsonl")  # gradient norms, one line a step
 
     def write_task(self, task: AuditTask) -> None:
         """Write the task. Raises RunError."""
@@ -51,10 +43,7 @@ def _lines(data: bytes) -> list[Any]:
 class AuditDir(RunDir):
     """A directory with one run directory for each training of an audit."""
 
-    @property
-    def result(self) -> Path:
-        """What the audit found."""
-        return self.path / "audit.json"
+    result = File("audit.json")  # what the audit found
 
     def training(self, name: str) -> AuditedRun:
         """The run directory of a training."""

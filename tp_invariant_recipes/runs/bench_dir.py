@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tp_invariant_recipes.reading import Count, Record, Seconds, parse_json
-from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs.run_dir import File, RunDir
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,8 @@ class Pass(Record):
 class BenchDir(RunDir):
     """A benchmark's directory: the logs of a run directory, and below it one run directory for each mode."""
 
-    @property
-    def result(self) -> Path:
-        """What the benchmark found."""
-        return self.path / "bench.json"
-
-    @property
-    def passes(self) -> Path:
-        """The passes in their order, as the ranks read them."""
-        return self.path / "bench" / "passes.json"
+    result = File("bench.json")  # what the benchmark found
+    passes = File("bench/passes.json")  # the passes in their order, as the ranks read them
 
     def figures(self, rank: int) -> Path:
         """Seconds and memory of every step, as one rank saw them."""

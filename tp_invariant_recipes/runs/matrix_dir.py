@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.ledger.run_files import LARGEST
 from tp_invariant_recipes.reading import Bounds, Hash, Layout, Listed, Record, checked, parse_json, read_limited
-from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.runs.run_dir import File, RunDir
 
 SCHEMA = 1
 
@@ -93,25 +93,10 @@ class Matrix(Record):
 class MatrixDir(RunDir):
     """A directory with one run directory for each cell."""
 
-    @property
-    def matrix(self) -> Path:
-        """The cells, written before anything starts."""
-        return self.path / "matrix.json"
-
-    @property
-    def result(self) -> Path:
-        """What the comparison found."""
-        return self.path / "verify.json"
-
-    @property
-    def sweep(self) -> Path:
-        """How the runs of a sweep ended."""
-        return self.path / "sweep.json"
-
-    @property
-    def page(self) -> Path:
-        """The runs of a sweep side by side."""
-        return self.path / "report.html"
+    matrix = File("matrix.json")  # the cells, written before anything starts
+    result = File("verify.json")  # what the comparison found
+    sweep = File("sweep.json")  # how the runs of a sweep ended
+    page = File("report.html")  # the runs of a sweep side by side
 
     def cell(self, name: str) -> RunDir:
         """The run directory of a cell."""

@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -83,20 +83,10 @@ class RunRow:
 
     def as_dict(self) -> dict[str, Any]:
         """The row as JSON; documented in docs/running.md."""
-        return {
-            "run": str(self.run),
-            "state": self.state,
-            "why": self.why,
-            "step": self.step,
-            "of": self.of,
-            "loss": None if self.loss is None else {"bits": self.loss, "value": readable(self.loss)},
-            "model": self.model,
-            "numerics": self.numerics,
-            "device": self.device,
-            "layout": self.layout,
-            "identity_hash": self.identity_hash,
-            "began": self.began or None,
-        }
+        loss = None if self.loss is None else {"bits": self.loss, "value": readable(self.loss)}
+        found = asdict(self) | {"run": str(self.run), "loss": loss, "began": self.began or None}
+        del found["command"]
+        return found
 
 
 def rows(folder: Path) -> list[RunRow]:

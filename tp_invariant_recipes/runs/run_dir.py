@@ -16,101 +16,41 @@ from tp_invariant_recipes.reading import checked, parse_json, parse_yaml, read_l
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 
+class File:
+    """A row of a directory's table of files: the path of a name in it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, directory: "RunDir", owner: type) -> Path:
+        return directory.path / self.name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """A run directory. Nothing is touched by making this object."""
 
     path: Path
 
-    @property
-    def config(self) -> Path:
-        """The composed configuration, as the ranks read it."""
-        return self.path / "config.yaml"
-
-    @property
-    def run(self) -> Path:
-        """Model, overrides, command and every attempt at this run."""
-        return self.path / "run.json"
-
-    @property
-    def environment(self) -> Path:
-        """Environment variables that numerics depend on."""
-        return self.path / "environment.json"
-
-    @property
-    def versions(self) -> Path:
-        """Versions of everything that computes."""
-        return self.path / "versions.json"
-
-    @property
-    def ledger(self) -> Path:
-        """Exact bits, step by step."""
-        return self.path / "ledger.jsonl"
-
-    @property
-    def progress(self) -> Path:
-        """Step, loss and seconds as they come: what a progress bar reads, and nothing that is compared."""
-        return self.path / "progress.jsonl"
-
-    @property
-    def logs(self) -> Path:
-        """One log a rank, and Bridge's."""
-        return self.path / "logs"
-
-    @property
-    def bridge_log(self) -> Path:
-        """What Bridge prints, of all ranks that print."""
-        return self.logs / "bridge.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Megatron's distributed checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def mlflow(self) -> Path:
-        """What `logging=mlflow` keeps where there is no server: a store of files."""
-        return self.path / "mlflow"
-
-    @property
-    def comet(self) -> Path:
-        """What `logging=comet` keeps without a key: one archive for each attempt."""
-        return self.path / "comet"
-
-    @property
-    def index_cache(self) -> Path:
-        """Sample indices that Megatron builds for a dataset."""
-        return self.path / "index-cache"
-
-    @property
-    def lock(self) -> Path:
-        """Who writes here now (runs/lock.py)."""
-        return self.path / "write.lock"
-
-    @property
-    def script(self) -> Path:
-        """The sbatch script of the run's job."""
-        return self.path / "job.sbatch"
-
-    @property
-    def submission(self) -> Path:
-        """Command, time and job ids of `tpi submit`."""
-        return self.path / "submission.json"
-
-    @property
-    def token(self) -> Path:
-        """By it the nodes of a job find out whether they share this directory; removed once all have arrived."""
-        return self.path / ".job.token"
-
-    @property
-    def ended(self) -> Path:
-        """How the last attempt in a job ended, for the job's script (`Ended.word` in multinode/agent.py)."""
-        return self.path / "job.ended"
+    config = File("config.yaml")  # the composed configuration, as the ranks read it
+    run = File("run.json")  # model, overrides, command and every attempt at this run
+    environment = File("environment.json")  # environment variables that numerics depend on
+    versions = File("versions.json")  # versions of everything that computes
+    ledger = File("ledger.jsonl")  # exact bits, step by step
+    progress = File("progress.jsonl")  # step, loss and seconds for a progress bar; comparisons do not read them
+    logs = File("logs")  # one log a rank, and Bridge's
+    bridge_log = File("logs/bridge.log")  # what Bridge prints, of all ranks that print
+    checkpoints = File("checkpoints")  # Megatron's distributed checkpoints
+    tensorboard = File("tensorboard")  # TensorBoard's event files
+    mlflow = File("mlflow")  # the store of `logging=mlflow` without a server
+    comet = File("comet")  # archives of `logging=comet` without a key, one for each attempt
+    index_cache = File("index-cache")  # sample indices that Megatron builds for a dataset
+    lock = File("write.lock")  # who writes here now (runs/lock.py)
+    script = File("job.sbatch")  # the sbatch script of the run's job
+    submission = File("submission.json")  # command, time and job ids of `tpi submit`
+    # Nodes of a job read it to find out whether they share this directory; removed once all have arrived.
+    token = File(".job.token")
+    ended = File("job.ended")  # for the job's script: how the last attempt ended (`Ended.word` in multinode/agent.py)
 
     def is_empty(self) -> bool:
         """Whether a command may begin here: nothing is there, or what one left that was killed before `run.json`."""
