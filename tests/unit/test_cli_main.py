@@ -147,7 +147,7 @@ def test_only_what_needs_torch_imports_it(tmp_path):
 
 
 # What a person would wait for at every press of TAB: modules that take 20 ms or more to import.
-WAITED_FOR = ("pydantic", "yaml", "hydra", "omegaconf", "numpy", "xxhash", "markdown_it", "pygments", "jinja2")
+WAITED_FOR = ("pydantic", "yaml", "hydra", "omegaconf", "numpy", "xxhash", "jinja2")
 WAITED_FOR += ("matplotlib", "numba", "asyncio", "multiprocessing", "torch", "megatron.core", "transformers")
 
 AT_ONCE = """
@@ -197,22 +197,6 @@ def test_help_and_completion_import_nothing_slow(words, line, says, tmp_path):
 def test_a_command_that_reads_a_configuration_does_import_them(tmp_path):
     """The control: the names above are those of modules that commands use."""
     assert {"pydantic", "yaml", "hydra", "omegaconf"} <= imported_for(["show", "qwen3_toy", "lr=1e-3"], "", tmp_path)[1]
-
-
-def test_an_error_of_usage_is_printed_by_the_same_module_of_typers():
-    """Where rich's Markdown and Traceback stand in, asking one for an attribute or an object gives the real one."""
-    program = """
-import sys
-from tp_invariant_recipes.cli import rich_help
-rich_help.prepare()
-from typer import rich_utils
-assert not {"rich.markdown", "rich.traceback"} & set(sys.modules)
-made = rich_utils.Markdown("# text")
-import rich.markdown, rich.traceback
-assert type(made) is rich.markdown.Markdown
-assert rich_utils.Traceback.from_exception.__func__ is rich.traceback.Traceback.from_exception.__func__
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_the_module_is_the_command():

@@ -299,13 +299,6 @@ def test_mup_starts_the_output_layer_like_the_embedding(as_rank):
     assert values["decoder.layers.0.mlp.linear_fc1.weight"].std() < 0.1
 
 
-def test_std_of_can_be_given(as_rank):
-    made = model(1)
-    initialise([made], seed=5, std_of=lambda rule, config: 7.0 if "word_embeddings" in rule.name else 0.0)
-    assert made.embedding.word_embeddings.weight.std() > 5
-    assert (made.output_layer.weight == 0).all()
-
-
 def test_parameters_without_a_rule_are_named_and_nothing_is_changed(as_rank):
     made = model(1)
     made.decoder.layers[2].mlp.gate = Holder(weight=parameter(4, HIDDEN))

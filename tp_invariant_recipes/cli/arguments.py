@@ -1,7 +1,7 @@
 """Arguments that several commands share. cli/completion.py completes them by their metavars."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,19 @@ Model = Annotated[
         help="A model of `tpi models`, or recipe=NAME.", metavar="MODEL", show_default=False, callback=of_model
     ),
 ]
+
+
+def optional_model(unless: str) -> Any:
+    """The MODEL of a command that needs none where an option says which. unless: "needed with --resume"."""
+    help_ = f"A model of `tpi models`, or recipe=NAME; not {unless}."
+    return typer.Argument(help=help_, metavar="MODEL", show_default=False, callback=of_model)
+
+
+def directory_option(default: str) -> Any:
+    """--dir of a command that writes a directory. default: its name below runs."""
+    return typer.Option("--dir", metavar="DIR", help=f"Where to write; default runs/{default}.")
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -32,6 +45,7 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 
 ClusterFile = Annotated[

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Model, Overrides
+from tp_invariant_recipes.cli.arguments import Json, Model, Overrides, directory_option
 from tp_invariant_recipes.host import needed, terminal
 
 _COLOURS = {"same": "green", "equal": "green", "rounding": "green", "different": "red"}
@@ -29,10 +29,7 @@ def audit(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of each training; default 8. The same as iters=N.")] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the run directories even if nothing differs.")] = False,
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", help="Where to write; default runs/audit-MODEL-tpN-DATE-TIME.", metavar="DIR"),
-    ] = None,
+    directory: Annotated[Path | None, directory_option("audit-MODEL-tpN-DATE-TIME")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare the gradients of replayed CUDA graphs and eager code.

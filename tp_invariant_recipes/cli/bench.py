@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Model, Overrides
+from tp_invariant_recipes.cli.arguments import Json, Model, Overrides, directory_option
 from tp_invariant_recipes.host import needed, terminal
 
 
@@ -32,10 +32,7 @@ def bench(
             "--profile", help="Then trace two steps of each mode and list the kernels that take the extra time."
         ),
     ] = False,
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", help="Where to write; default runs/bench-MODEL-tpN-DATE-TIME.", metavar="DIR"),
-    ] = None,
+    directory: Annotated[Path | None, directory_option("bench-MODEL-tpN-DATE-TIME")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure step time, memory and tokens/s of numerics modes.

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.cli.arguments import Json, Verbose, directory_option
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
 
@@ -20,12 +20,8 @@ def bisect(
     run_b: Annotated[
         Path, typer.Argument(metavar="RUN_B", help="Another run directory, which differs.", show_default=False)
     ],
-    directory: Annotated[
-        Path | None, typer.Option("--dir", metavar="DIR", help="Where to write; default runs/bisect-DATE-TIME.")
-    ] = None,
-    verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
-    ] = False,
+    directory: Annotated[Path | None, directory_option("bisect-DATE-TIME")] = None,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Find the operation at which two runs first differ.

@@ -24,7 +24,6 @@ from tp_invariant_recipes.cli import (
     export,
     jobs,
     report,
-    rich_help,
     runs,
     show,
     submit,
@@ -100,7 +99,6 @@ def main() -> None:
     if completion.asked():
         terminal.print_text(completion.answer(typer.main.get_command(app)), end="")
         sys.exit(0)
-    rich_help.prepare()
     try:
         status = app(standalone_mode=False)
     except Interrupted as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model
+from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model, optional_model
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import needed, terminal
@@ -24,15 +24,7 @@ if TYPE_CHECKING:
 
 
 def show(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model of `tpi models`, or recipe=NAME; not with --from.",
-            metavar="MODEL",
-            show_default=False,
-            callback=of_model,
-        ),
-    ] = None,
+    model: Annotated[str | None, optional_model("with --from")] = None,
     overrides: Overrides = None,
     key: Annotated[
         str | None,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, of_model, with_cluster_file
+from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, optional_model, with_cluster_file
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import terminal
 
@@ -14,14 +14,7 @@ if TYPE_CHECKING:
 
 
 def submit(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model of `tpi models`, or recipe=NAME; not needed with --resume.",
-            metavar="MODEL",
-            callback=of_model,
-        ),
-    ] = None,
+    model: Annotated[str | None, optional_model("needed with --resume")] = None,
     overrides: Overrides = None,
     cluster_file: ClusterFile = None,
     dry_run: Annotated[

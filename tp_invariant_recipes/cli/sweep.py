@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli import matrix
-from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model
+from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directory_option, optional_model
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
@@ -21,26 +21,14 @@ if TYPE_CHECKING:
 
 
 def sweep(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model of `tpi models`, or recipe=NAME; not needed with --results.",
-            metavar="MODEL",
-            callback=of_model,
-        ),
-    ] = None,
+    model: Annotated[str | None, optional_model("needed with --results")] = None,
     overrides: Overrides = None,
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", metavar="DIR", help="Where to write; default runs/sweep-MODEL-DATE-TIME."),
-    ] = None,
+    directory: Annotated[Path | None, directory_option("sweep-MODEL-DATE-TIME")] = None,
     results: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Train nothing; list the runs in this directory of an earlier sweep."),
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
-    ] = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Train a model with several learning rates, seeds or sizes.

@@ -11,7 +11,15 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import ClusterFile, Json, Overrides, of_model, with_cluster_file, with_option
+from tp_invariant_recipes.cli.arguments import (
+    ClusterFile,
+    Json,
+    Overrides,
+    Verbose,
+    optional_model,
+    with_cluster_file,
+    with_option,
+)
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.host.quiet import VERBOSE
@@ -28,14 +36,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model of `tpi models`, or recipe=NAME; not needed with --resume.",
-            metavar="MODEL",
-            callback=of_model,
-        ),
-    ] = None,
+    model: Annotated[str | None, optional_model("needed with --resume")] = None,
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
@@ -65,9 +66,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan and its memory, and write nothing.")
     ] = False,
-    verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
-    ] = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Train a model and record the exact bits of every step.

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tp_invariant_recipes.cli import matrix
-from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model
+from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directory_option, optional_model
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import needed, terminal
@@ -27,14 +27,7 @@ _COLOURS = {"identical": "green", "different": "red", "reference": "dim"}
 
 
 def verify(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model of `tpi models`, or recipe=NAME; not needed with --recheck.",
-            metavar="MODEL",
-            callback=of_model,
-        ),
-    ] = None,
+    model: Annotated[str | None, optional_model("needed with --recheck")] = None,
     overrides: Overrides = None,
     against: Annotated[
         Path | None,
@@ -43,10 +36,7 @@ def verify(
             help="Compare all runs with this certificate, run directory or ledger instead of the first run.",
         ),
     ] = None,
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", metavar="DIR", help="Where to write; default runs/verify-MODEL-DATE-TIME."),
-    ] = None,
+    directory: Annotated[Path | None, directory_option("verify-MODEL-DATE-TIME")] = None,
     exitfirst: Annotated[
         bool, typer.Option("-x", "--exitfirst", help="Stop at the first run that fails or differs.")
     ] = False,
@@ -63,9 +53,7 @@ def verify(
         Path | None,
         typer.Option(metavar="DIR", help="Train nothing; compare the runs in this directory of an earlier verify."),
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")
-    ] = False,
+    verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
     """Train a model in several layouts and compare their bits.

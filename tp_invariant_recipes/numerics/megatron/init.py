@@ -113,12 +113,9 @@ def megatron_std(rule: InitRule, config: Any) -> float:
 
 
 @torch.no_grad()
-def initialise(
-    model_chunks: list[Any], *, seed: int, std_of: Callable[[InitRule, Any], float] = megatron_std
-) -> list[Any]:
+def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
     """Set every parameter of this rank's GPTModel chunks; a Megatron-Bridge pre-wrap hook.
 
-    std_of: the standard deviation for a rule and the model's config.
     returns: the same chunks. Raises ConfigError with the list of parameters without a rule; then it changes none.
     """
     from megatron.core import parallel_state
@@ -139,7 +136,7 @@ def initialise(
                 plan.append((name, parameter, rule, chunk.config))
     if problems:
         raise ConfigError("initial weights would depend on the layout:\n  " + "\n  ".join(problems))
-    stds = [std_of(rule, config) if rule.value == "normal" else 0.0 for _, _, rule, config in plan]
+    stds = [megatron_std(rule, config) if rule.value == "normal" else 0.0 for _, _, rule, config in plan]
 
     for (name, parameter, rule, config), std in zip(plan, stds, strict=True):
         if _is_drawn(rule):
