@@ -103,7 +103,7 @@ TYPOS = (
         "optimizer.clip_gard: no such field of OptimizerConfig; did you mean 'optimizer.clip_grad'?",
     ),
     ("profiling.use_nsys=1", "profiling.use_nsys: no such field of ProfilingConfig"),
-    ("mixed_precision.bf17=true", "mixed_precision.bf17=true: mixed_precision=bf16_mixed is a whole"),
+    ("mixed_precision.bf17=true", "mixed_precision.bf17=true: mixed_precision=bf16_mixed is a preset"),
     ("model.num_layers=abc", "model.num_layers=abc: expected int"),
     ("ddp.overlap_grad_reduce=2", "ddp.overlap_grad_reduce=2: expected bool"),
     ("model.transformer_impl=locl", "model.transformer_impl=locl: expected one of"),

@@ -47,7 +47,7 @@ def test_the_exponential_is_accurate():
 
 def test_the_bits_are_these_for_ever():
     drawn = {
-        function.__name__: init.drawn((3,), [[(0, 3)]], function, seed=1234, name="decoder.layers.0.mixer.A_log")
+        function.__name__: init.sample((3,), [[(0, 3)]], function, seed=1234, name="decoder.layers.0.mixer.A_log")
         for function in (mamba_init.conv, mamba_init.a_log, mamba_init.dt_bias)
     }
     assert {name: [value.hex() for value in values.tolist()] for name, values in drawn.items()} == BITS
@@ -64,12 +64,12 @@ BITS = {
 def test_segments_of_unlike_sizes_are_split_each_on_its_own(size):
     """x, B and C of a convolution's channels."""
     sizes = (16, 8, 4)
-    whole = init.drawn((28, 1, 4), [[(0, 28)], [(0, 1)], [(0, 4)]], mamba_init.conv, seed=1, name="w")
+    whole = init.sample((28, 1, 4), [[(0, 28)], [(0, 1)], [(0, 4)]], mamba_init.conv, seed=1, name="w")
     x, b, c = whole.split(sizes)
     for rank in range(size):
         shape, ranges = init.place((28 // size, 1, 4), 0, rank, size, [n // size for n in sizes])
         assert shape == [28, 1, 4]
-        local = init.drawn(shape, ranges, mamba_init.conv, seed=1, name="w")
+        local = init.sample(shape, ranges, mamba_init.conv, seed=1, name="w")
         assert same_bits(local, torch.cat([part.chunk(size)[rank] for part in (x, b, c)]))
 
 

@@ -63,11 +63,11 @@ def with_option(arguments: list[str], option: str, key: str, value: str | None) 
 
     if value is None:
         return arguments
-    asked = parse(f"{key}={value}")
-    other = given(parse_all(arguments), asked.field)
-    if other is not None and other.value != asked.value:
+    requested = parse(f"{key}={value}")
+    other = given(parse_all(arguments), requested.field)
+    if other is not None and other.value != requested.value:
         raise ConfigError(f"{option} {value} and {other.text} contradict each other; give one of them")
-    return [*arguments, asked.text]
+    return [*arguments, requested.text]
 
 
 def with_cluster_file(arguments: list[str], file: Path | None) -> list[str]:

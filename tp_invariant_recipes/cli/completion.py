@@ -80,7 +80,7 @@ PLACES: dict[str, tuple[str, tuple[str, str] | None]] = {
 }
 
 
-def asked() -> bool:
+def requested() -> bool:
     """Whether a shell asks what may follow."""
     return SHELL in os.environ
 
@@ -107,11 +107,11 @@ def split(line: str) -> tuple[list[str], str]:
     words: list[str] = []
     try:
         words.extend(lexer)
-        begun = not line[-1:].isspace() and bool(words)
+        started = not line[-1:].isspace() and bool(words)
     except ValueError:  # an open quote, or a backslash at the end
         words.append(lexer.token or "")
-        begun = True
-    return (words[:-1], words[-1]) if begun else (words, "")
+        started = True
+    return (words[:-1], words[-1]) if started else (words, "")
 
 
 def install() -> str:

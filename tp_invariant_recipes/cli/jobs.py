@@ -127,10 +127,10 @@ def cancel(names: Jobs) -> None:
     for state in before:
         words = f"cancelled (was {state.text})" if state.alive else f"has ended already: {state.text}"
         _print(f"{state.part.id} {state.part.name}: {words}")
-    begun = [state for state in before if state.alive and state.step is not None]
-    if begun:
+    started = [state for state in before if state.alive and state.step is not None]
+    if started:
         _print("a run that can save in time does; continue it:")
-    for state in begun:
+    for state in started:
         task = [] if state.part.task is None else [f"--array={state.part.task}"]
         _print(f"  {shlex.join(['sbatch', *task, str(RunDir(state.part.directory).script)])}")
 

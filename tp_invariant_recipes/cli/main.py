@@ -96,7 +96,7 @@ def _root(
 def main() -> None:
     """Entry point: run a command; print a mistake on one screen and exit with status 2."""
     terminal.install()
-    if completion.asked():
+    if completion.requested():
         terminal.print_text(completion.answer(typer.main.get_command(app)), end="")
         sys.exit(0)
     try:

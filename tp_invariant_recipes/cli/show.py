@@ -67,12 +67,12 @@ def show(
         arguments.insert(0, model)
         model = None
     compared = [word for word in arguments if not _is_override(word)] if diff else []
-    asked = parse_all(word for word in arguments if word not in compared)
+    requested = parse_all(word for word in arguments if word not in compared)
     if [model is not None, run is not None, diff].count(True) != 1:
         raise ConfigError("name one: a model (tpi models lists them), --from RUN, or --diff A B")
     if diff:
-        raise typer.Exit(_diff(compared, asked, key, as_json=as_json))
-    sections = _of_run(run.expanduser(), asked) if run is not None else _composed(str(model), asked)
+        raise typer.Exit(_diff(compared, requested, key, as_json=as_json))
+    sections = _of_run(run.expanduser(), requested) if run is not None else _composed(str(model), requested)
     if key is not None:
         _print_key(sections, key, as_json=as_json)
     else:

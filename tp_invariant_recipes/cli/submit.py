@@ -70,21 +70,21 @@ def submit(
     """
     from tp_invariant_recipes.launch import progress
 
-    asked = list(overrides or [])
+    requested = list(overrides or [])
     if resume is not None and model is not None:  # typer gives the first word to MODEL
-        asked.insert(0, model)
+        requested.insert(0, model)
         model = None
-    asked = with_cluster_file(asked, cluster_file)
+    requested = with_cluster_file(requested, cluster_file)
     to_person = terminal.console_of_its_own()
     with progress.preparing(to_person) as report:
         kind = {"--resume": resume is not None, "--verify": verify, "--sweep": sweep}
-        planned = _planned(kind, model, asked, resume, against, directory, after or [], dry_run, report)
+        planned = _planned(kind, model, requested, resume, against, directory, after or [], dry_run, report)
     console = terminal.console(stderr=True, soft_wrap=True, markup=False)
     if dry_run and as_json:
-        terminal.print_json(planned.foreseen(), indent=2)
+        terminal.print_json(planned.as_json(), indent=2)
         return
     if dry_run:
-        console.print(_foreseen(planned))
+        console.print(_plan_text(planned))
         terminal.print_text(_scripts(planned), end="")
         return
     _submit(planned, to_person, console, as_json=as_json)
@@ -93,7 +93,7 @@ def submit(
 def _planned(
     kind: dict[str, bool],
     model: str | None,
-    asked: list[str],
+    requested: list[str],
     resume: Path | None,
     against: Path | None,
     directory: Path | None,
@@ -112,16 +112,16 @@ def _planned(
     if directory is not None and not (kind["--verify"] or kind["--sweep"]):
         raise ConfigError("--dir belongs to --verify and --sweep; the directory of a single run is run.dir=PATH")
     if resume is not None:
-        return launch.resume(resume, asked, after=after, dry=dry, progress=progress)
+        return launch.resume(resume, requested, after=after, dry=dry, progress=progress)
     if model is None:
         raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
     if kind["--verify"]:
         return launch.verification(
-            model, asked, against=against, directory=directory, after=after, dry=dry, progress=progress
+            model, requested, against=against, directory=directory, after=after, dry=dry, progress=progress
         )
     if kind["--sweep"]:
-        return launch.sweep(model, asked, directory=directory, after=after, dry=dry, progress=progress)
-    return launch.train(model, asked, after=after, dry=dry, progress=progress)
+        return launch.sweep(model, requested, directory=directory, after=after, dry=dry, progress=progress)
+    return launch.train(model, requested, after=after, dry=dry, progress=progress)
 
 
 def _submit(planned: "PlannedSubmission", to_person: Any, console: Any, *, as_json: bool) -> None:
@@ -146,7 +146,7 @@ def _scripts(planned: "PlannedSubmission") -> str:
     return first.text + "".join(f"# ---- {one.file.name}\n{one.text}" for one in others)
 
 
-def _foreseen(planned: "PlannedSubmission") -> str:
+def _plan_text(planned: "PlannedSubmission") -> str:
     return "\n".join(
         [
             f"{planned.about}; nothing is written",

@@ -105,10 +105,10 @@ def train(
         raise ConfigError("--resume RUN continues a run wherever it is, --continue with the one in run.dir: give one")
     needed.check("tpi train", needed.TRAINING)
     console = terminal.console_of_its_own()
-    asked = tuple(parse_all(arguments))
+    requested = tuple(parse_all(arguments))
     if resume == LAST:
-        resume = _latest(asked, console)
-    request = Request(model, asked, resume, go_on, dry_run)
+        resume = _latest(requested, console)
+    request = Request(model, requested, resume, go_on, dry_run)
     if dry_run:
         _only_check(request, console, as_json=as_json)
         return
@@ -126,7 +126,7 @@ def train(
         raise typer.Exit(130)
 
 
-def _latest(asked: "tuple[Override, ...]", console: "Console") -> Path:
+def _latest(requested: "tuple[Override, ...]", console: "Console") -> Path:
     """The run of `--resume last`, which is printed. Raises ConfigError, RunError."""
     from tp_invariant_recipes.config.overrides import given
     from tp_invariant_recipes.runs import overview
@@ -135,7 +135,7 @@ def _latest(asked: "tuple[Override, ...]", console: "Console") -> Path:
         raise ConfigError(
             f"--resume {LAST}: there is such a directory here, too; for that one: --resume {LAST.absolute()}"
         )
-    iters = given(asked, "train.train_iters")
+    iters = given(requested, "train.train_iters")
     found = overview.latest_to_resume(Path("runs"), int(iters.value) if iters and iters.value.isdigit() else None)
     console.print(Text(f"--resume last: {found.run}, {found.state} at step {found.step}"), soft_wrap=True)
     return found.run

@@ -44,7 +44,7 @@ class Composed:
     """A run as composed.
 
     model:     the model's name.
-    overrides: what was asked for.
+    overrides: as requested.
     config:    plain dicts and lists, interpolations resolved.
     """
 
@@ -65,16 +65,16 @@ def compose(
     """
     groups = conf_files.groups()
     problems = conf_files.problems()
-    asked = parse_all(overrides)
+    requested = parse_all(overrides)
     known = model in groups["model"]
     if recipe_source.is_recipe(model):
         model = recipe_source.absolute(model) or model
-        known = _readable(model, asked, problems)
+        known = _readable(model, requested, problems)
     elif not known:
         problems.append(f"unknown model '{model}'{nearest(model, groups['model']) or '; tpi models lists all'}")
-    problems += _of_recipes(model, asked)
+    problems += _of_recipes(model, requested)
     # A faulty override is reported and left out, so that what is wrong beside it is found in the same breath.
-    sound = _sound(asked, groups, problems)
+    sound = _sound(requested, groups, problems)
     defaults = {"device": device, "numerics": numerics}
     sound += [
         parse(f"{group}={option}")
@@ -102,7 +102,7 @@ def compose(
             problems += [problem for rule in rules for problem in rule.problems(config)]
     if problems:
         raise ConfigError(listed(problems), problems)
-    return Composed(model, tuple(asked), config)
+    return Composed(model, tuple(requested), config)
 
 
 @contextmanager
@@ -137,24 +137,26 @@ def _layer(model: str, overrides: Sequence[Override]) -> str:
 
 def _hf_folder(overrides: Sequence[Override]) -> str | None:
     """The absolute path of `recipe.hf_folder`. Raises ConfigError: there is no configuration."""
-    asked = given(overrides, "recipe.hf_folder")
-    if asked is None or asked.parsed is None or asked.sweep or asked.parsed.value() is None:
+    requested = given(overrides, "recipe.hf_folder")
+    if requested is None or requested.parsed is None or requested.sweep or requested.parsed.value() is None:
         return None
-    folder = Path(str(asked.parsed.value())).expanduser().absolute()
+    folder = Path(str(requested.parsed.value())).expanduser().absolute()
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{asked.text}: {'no config.json there' if folder.is_dir() else 'there is no such folder'}")
+        raise ConfigError(
+            f"{requested.text}: {'no config.json there' if folder.is_dir() else 'there is no such folder'}"
+        )
     return str(folder)
 
 
 def _of_recipes(model: str, overrides: Sequence[Override]) -> list[str]:
     """What is wrong with overrides that only a recipe has, or that tpi fills in."""
-    asked = [one for one in overrides if one.path.startswith("recipe.")]
+    requested = [one for one in overrides if one.path.startswith("recipe.")]
     kinds = [one for one in overrides if one.path == "data.kind" and one.value == "recipe"]
     if kinds:
         return [f"{one.text}: a recipe with data of its own decides it; data=mock or data=text" for one in kinds]
     if not recipe_source.is_recipe(model):
-        return [f"{one.text}: {model} is no recipe; recipe=NAME replaces the name of a model" for one in asked]
-    filled = [one for one in asked if one.path != "recipe.hf_folder"]
+        return [f"{one.text}: {model} is no recipe; recipe=NAME replaces the name of a model" for one in requested]
+    filled = [one for one in requested if one.path != "recipe.hf_folder"]
     return [f"{one.text}: tpi fills {one.path} in; leave it out" for one in filled]
 
 
@@ -235,7 +237,7 @@ def _problem(override: Override, groups: dict[str, tuple[str, ...]]) -> str | No
 
 
 def _converted(override: Override) -> Override:
-    """The value of a short key as its type has it: interpolations and rules build on it, and sp=off is no string.
+    """Convert the value of a short key: interpolations and rules build on it, and sp=off is no string.
 
     Raises WrongType.
     """
@@ -329,7 +331,7 @@ def _check_fields(sections: dict[str, Any], overrides: Iterable[Override]) -> di
     The other sections are as files have them; they are checked when the container is built.
     """
     short = {key.path for key in SHORT_KEYS.values()}
-    asked = [o.path.split(".") for o in overrides if not o.group and o.path not in short]
+    requested = [o.path.split(".") for o in overrides if not o.group and o.path not in short]
     wrong = {
         section: f"{section}: no such section{nearest(section, schema.SECTIONS)}"
         for section in sections
@@ -339,7 +341,7 @@ def _check_fields(sections: dict[str, Any], overrides: Iterable[Override]) -> di
     table = field_table.read()
     for section in sorted(schema.SECTIONS & sections.keys()):
         if isinstance(sections[section], dict):
-            names = [path[1] for path in asked if path[0] == section and len(path) > 1]
+            names = [path[1] for path in requested if path[0] == section and len(path) > 1]
             values, problems = schema.check_section(section, sections, names, table)
             sections[section] |= {name: value for name, value in values.items() if type(value) in (bool, int, float)}
             wrong |= problems

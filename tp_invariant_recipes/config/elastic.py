@@ -1,7 +1,7 @@
-"""Jobs that take as many nodes as there are, `slurm.nodes=2-4`, and the layout that they have on each number of nodes.
+"""Elastic jobs, `slurm.nodes=2-4`: the layout for each number of nodes.
 
-tp, pp, cp and ep stay. dp is the largest up to the one asked for that the nodes take, that divides what it must, and
-that has the bits of the one asked for.
+tp, pp, cp and ep stay. dp is the largest up to the requested dp that the nodes take, that divides what it must, and
+that has the same bits.
 """
 
 import re
@@ -18,16 +18,16 @@ _SPAN = re.compile(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", re.ASCII)
 
 
 def span(config: RunConfig) -> tuple[int, int] | None:
-    """The fewest and the most nodes of a job that takes what there is; None: its layout decides.
+    """The fewest and the most nodes of an elastic job; None: its layout decides.
 
     ValueError: slurm.nodes is no range.
     """
-    asked = config.slurm.nodes
-    if asked is None:
+    requested = config.slurm.nodes
+    if requested is None:
         return None
-    match = _SPAN.fullmatch(asked)
+    match = _SPAN.fullmatch(requested)
     if match is None:
-        raise ValueError(f"slurm.nodes={asked}: give the fewest and the most nodes, as in slurm.nodes=2-4")
+        raise ValueError(f"slurm.nodes={requested}: give the fewest and the most nodes, as in slurm.nodes=2-4")
     fewest = int(match[1])
     return fewest, int(match[2] or fewest)
 
@@ -45,12 +45,12 @@ def data_parallel(config: RunConfig, nodes: int) -> int | None:
 def problems(config: RunConfig) -> list[str]:
     """Everything that is wrong with slurm.nodes of a job of this run."""
     try:
-        asked = span(config)
+        requested = span(config)
     except ValueError as error:
         return [str(error)]
-    if asked is None:
+    if requested is None:
         return []
-    (fewest, most), whole = asked, allocation.of(config)
+    (fewest, most), whole = requested, allocation.of(config)
     if most != whole.nodes or fewest > most:
         return [f"slurm.nodes={config.slurm.nodes}: with this layout the run takes {whole}, so that is the most"]
     if not config.cluster.shared_files:

@@ -41,10 +41,10 @@ class Limits:
 
 def limits(config: RunConfig) -> Limits | None:
     """The limits of a run; None: off."""
-    asked, dist = config.run.hang_timeout, config.section("dist")
-    if asked == "off":
+    requested, dist = config.run.hang_timeout, config.section("dist")
+    if requested == "off":
         return None
-    seconds = asked if isinstance(asked, int) else 0
+    seconds = requested if isinstance(requested, int) else 0
     of_collectives = dist.get("distributed_timeout_seconds_after_init") or 60 * dist.get(
         "distributed_timeout_minutes", 10
     )
@@ -60,14 +60,14 @@ def takes_long(config: RunConfig, step: int, start: int) -> bool:
     done, model, trace = step - 1 - start, config.model, config.ledger.trace
     if done < SETTLING or (trace and step in recording.steps(trace)):
         return True
-    if not cuda_graphs.asked_for(model):
+    if not cuda_graphs.requested(model):
         return False
     return 0 <= done + 1 - (model.get("cuda_graph_warmup_steps") or 0) <= SETTLING
 
 
 def problems(config: RunConfig) -> list[str]:
     """What is wrong with the key."""
-    asked = config.run.hang_timeout
-    if isinstance(asked, int) and asked < 1:
-        return [f"run.hang_timeout={asked}: must be at least 1 second, auto, or off"]
+    requested = config.run.hang_timeout
+    if isinstance(requested, int) and requested < 1:
+        return [f"run.hang_timeout={requested}: must be at least 1 second, auto, or off"]
     return []

@@ -1,4 +1,4 @@
-"""What Hydra is asked for: one tree out of `conf/`, the user's own tree and at most one cluster's file."""
+"""Hydra composes one configuration from `conf/`, the user's own files and at most one cluster's file."""
 
 import re
 import tempfile

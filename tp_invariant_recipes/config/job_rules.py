@@ -123,7 +123,7 @@ def _srun_options(config: RunConfig) -> Iterator[str]:
                 yield f"cluster.srun_options: {option} is of pyxis, and cluster.container_runtime=apptainer"
 
 
-def _unfit_options(key: str, options: Sequence[str], what: str, taken: Mapping[str, str]) -> Iterator[str]:
+def _unfit_options(key: str, options: Sequence[str], what: str, allocated: Mapping[str, str]) -> Iterator[str]:
     """What is wrong with options as typed. taken: those that the job or step has itself -> what to set instead."""
     for option in options:
         name = re.split(r"[=\s]", option, maxsplit=1)[0]
@@ -132,8 +132,8 @@ def _unfit_options(key: str, options: Sequence[str], what: str, taken: Mapping[s
         elif not option.isprintable():
             yield f"{key}: {option!r} does not fit one line"
         # SLURM takes any beginning of a name that fits no other.
-        elif ours := next((t for t in (name, *taken) if t in taken and t.startswith(name)), None):
-            yield f"{key}: {option}: the {what} says {ours} itself; {taken[ours]}"
+        elif ours := next((t for t in (name, *allocated) if t in allocated and t.startswith(name)), None):
+            yield f"{key}: {option}: the {what} says {ours} itself; {allocated[ours]}"
 
 
 FITTING: tuple[Callable[[RunConfig], Iterator[str]], ...] = (

@@ -53,10 +53,10 @@ def _trace(config: RunConfig) -> str | None:
 
 
 def _graphs(config: RunConfig) -> str | None:
-    if config.ledger.trace is None or not cuda_graphs.asked_for(config.model):
+    if config.ledger.trace is None or not cuda_graphs.requested(config.model):
         return None
-    asked = f"model.cuda_graph_impl={config.model['cuda_graph_impl']}"
-    return f"ledger.trace: a replayed CUDA graph calls no module, and {asked}; cuda_graph=off"
+    requested = f"model.cuda_graph_impl={config.model['cuda_graph_impl']}"
+    return f"ledger.trace: a replayed CUDA graph calls no module, and {requested}; cuda_graph=off"
 
 
 def _dump(config: RunConfig) -> str | None:

@@ -151,14 +151,15 @@ def _mask(config: RunConfig) -> str | None:
 
 
 def _param_gather(config: RunConfig) -> str | None:
-    asked = [
+    requested = [
         f"{section}.overlap_param_gather=true"
         for section in ("ddp", "optimizer")
         if config.section(section).get("overlap_param_gather")
     ]
-    if not asked or config.section("optimizer").get("use_distributed_optimizer"):
+    if not requested or config.section("optimizer").get("use_distributed_optimizer"):
         return None
-    return f"{', '.join(asked)}: only a distributed optimizer gathers weights; optimizer.use_distributed_optimizer=true"
+    need = "optimizer.use_distributed_optimizer=true"
+    return f"{', '.join(requested)}: only a distributed optimizer gathers weights; {need}"
 
 
 def _precision_aware(config: RunConfig) -> str | None:

@@ -213,8 +213,8 @@ def problems(config: RunConfig) -> list[str]:
         return []
     if not config.numerics.invariant:
         return _unread(config)
-    said_by_layout = _ranks(config) if layout.splits_unevenly(config) else []
-    found = [limit for limit in limits(config) if limit not in said_by_layout]
+    layout_problems = _ranks(config) if layout.splits_unevenly(config) else []
+    found = [limit for limit in limits(config) if limit not in layout_problems]
     return [*found, OR_STOCK] if found else []
 
 
@@ -248,10 +248,10 @@ def _unread(config: RunConfig) -> list[str]:
 
 def _overlaps(config: RunConfig) -> list[str]:
     """What of the section `comm_overlap` is set. Where it is null, Bridge decides by the layout."""
-    asked = {name: value for name, value in config.section("comm_overlap").items() if value}
-    if not asked:
+    requested = {name: value for name, value in config.section("comm_overlap").items() if value}
+    if not requested:
         return []
-    off = [f"comm_overlap.{name}={'false' if value is True else 'null'}" for name, value in asked.items()]
+    off = [f"comm_overlap.{name}={'false' if value is True else 'null'}" for name, value in requested.items()]
     return [f"overlapped collectives add in an order of their own; {', '.join(off)}"]
 
 

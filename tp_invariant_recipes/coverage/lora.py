@@ -48,7 +48,7 @@ LIMITS = (
         "LoRA has no version with context shards; cp=1, and leave numerics.context_shards out",
     ),
     _row(
-        lambda t, _: cuda_graphs.asked_for(t.model),
+        lambda t, _: cuda_graphs.requested(t.model),
         "adapters have not been captured in CUDA graphs; cuda_graph=off",
     ),
     _row(

@@ -38,14 +38,14 @@ def check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> No
 
 def unfit(config: RunConfig, there: Sequence[Partition]) -> list[str]:
     """The reasons why a job of this tree would wait forever in its partitions, although SLURM accepts it."""
-    asked = config.slurm.partition or os.environ.get("SBATCH_PARTITION")
-    names = asked.split(",") if asked else [p.name for p in there if p.default]
+    requested = config.slurm.partition or os.environ.get("SBATCH_PARTITION")
+    names = requested.split(",") if requested else [p.name for p in there if p.default]
     known = {partition.name: partition for partition in there}
     listing = ", ".join(f"{p.name}{' (default)' if p.default else ''}" for p in there)
     if not names:
         return [f"this cluster has no default partition; set slurm.partition to one of: {listing}"]
     problems = [
-        f"slurm.partition={asked}: there is no {name}{nearest(name, known)}; there are: {listing}"
+        f"slurm.partition={requested}: there is no {name}{nearest(name, known)}; there are: {listing}"
         for name in names
         if name not in known
     ]
@@ -59,16 +59,16 @@ def _too_long(config: RunConfig, chosen: Sequence[Partition], names: str) -> str
     limits = [partition.seconds for partition in chosen]
     longest = None if None in limits else max(seconds for seconds in limits if seconds is not None)
     try:
-        asked = job_rules.parse_time(config.slurm.time or "")
+        requested = job_rules.parse_time(config.slurm.time or "")
     except ValueError:  # it has been said already
         return None
-    if longest is None or asked <= longest:
+    if longest is None or requested <= longest:
         return None
     return f"slurm.time={config.slurm.time}: partition {names} allows {timedelta(seconds=longest)}"
 
 
 def _too_many(config: RunConfig, chosen: Sequence[Partition], names: str) -> str | None:
-    taken, most = allocation.of(config), max(partition.nodes for partition in chosen)
-    if taken.nodes <= most:
+    allocated, most = allocation.of(config), max(partition.nodes for partition in chosen)
+    if allocated.nodes <= most:
         return None
-    return f"{taken} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"
+    return f"{allocated} are needed, and partition {names} has {most}; lower tp, pp, cp or dp"

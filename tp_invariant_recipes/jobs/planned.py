@@ -43,7 +43,7 @@ class PlannedSubmission:
     kind: str
     model: str
     about: str
-    taken: Allocation
+    allocated: Allocation
     memory: str
     directory: RunDir
     cells: tuple[str, ...]
@@ -70,7 +70,7 @@ class PlannedSubmission:
             shlex.join(["sbatch", "--parsable", *self.options(number, "JOB"), str(s.file)]) for number, s in numbered
         ]
 
-    def foreseen(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """What a dry run prints as JSON; documented in slurm/README.md."""
         return {
             "schema": registry.SCHEMA,
@@ -78,9 +78,9 @@ class PlannedSubmission:
             "model": self.model,
             "directory": str(self.directory.path),
             "resumed": self.resumed,
-            "nodes": self.taken.nodes,
-            "ranks_per_node": self.taken.ranks,
-            "gpus_per_node": self.taken.gpus,
+            "nodes": self.allocated.nodes,
+            "ranks_per_node": self.allocated.ranks,
+            "gpus_per_node": self.allocated.gpus,
             "memory": self.memory,
             "after": list(self.after),
             "cells": list(self.cells),

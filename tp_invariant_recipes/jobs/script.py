@@ -61,7 +61,7 @@ class CellStep:
     overrides: tuple[str, ...]
 
 
-def training(config: RunConfig, taken: Allocation, *, name: str, about: str, log: str) -> Job:
+def training(config: RunConfig, allocated: Allocation, *, name: str, about: str, log: str) -> Job:
     """The job of a run of this configuration. taken: the part of the cluster that it needs."""
     cluster, slurm = config.cluster, config.slurm
     assert slurm.time is not None  # config/job_rules.py refuses a job without
@@ -69,11 +69,11 @@ def training(config: RunConfig, taken: Allocation, *, name: str, about: str, log
     return Job(
         name=name,
         about=about,
-        nodes=slurm.nodes or taken.nodes,
-        gres=f"{kind}:{taken.gpus}" if taken.gpus else None,
-        cpus=None if taken.gpus else taken.ranks,  # on a CPU one thread a rank computes
+        nodes=slurm.nodes or allocated.nodes,
+        gres=f"{kind}:{allocated.gpus}" if allocated.gpus else None,
+        cpus=None if allocated.gpus else allocated.ranks,  # on a CPU one thread a rank computes
         # By default SLURM would give a node's only task one processor, and memory in proportion.
-        whole=slurm.exclusive or taken.ranks == ranks_per_node(config),
+        whole=slurm.exclusive or allocated.ranks == ranks_per_node(config),
         time=slurm.time,
         account=slurm.account,
         partition=slurm.partition,

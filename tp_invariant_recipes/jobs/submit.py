@@ -94,16 +94,16 @@ def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[Ru
 def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedSubmission:
     """The job of one run; nothing validates or writes it yet."""
     config, model = composed.config, composed.model
-    taken = allocation.of(config)
-    about = f"{model}: {taken}" + (", or as many of them as there are" if config.slurm.nodes else "")
+    allocated = allocation.of(config)
+    about = f"{model}: {allocated}" + (", or as many of them as there are" if config.slurm.nodes else "")
     log = _log(config, where, "job-%j.log")
-    job = script.training(config, taken, name=f"tpi-{where.path.name}", about=about, log=log)
+    job = script.training(config, allocated, name=f"tpi-{where.path.name}", about=about, log=log)
     text = script.train(job, config, model, _of_the_run(composed), where.path)
     return PlannedSubmission(
         kind=registry.TRAIN,
         model=model,
         about=about,
-        taken=taken,
+        allocated=allocated,
         memory=memory.summary(config, here=False),
         directory=where,
         cells=(),
@@ -187,8 +187,8 @@ def _array(
     path = choose_for_several(directory, f"{kind}-{model}").absolute()
 
     def on(device: str) -> verify.Verification:
-        asked = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
-        return planning(model, asked, directory=path)
+        requested = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
+        return planning(model, requested, directory=path)
 
     found = plan.for_nodes(on, lambda found: next(iter(found.plans.values())).config, sound)
     configs = {name: planned.composed.config for name, planned in found.plans.items()}
@@ -198,11 +198,11 @@ def _array(
     if not config.cluster.shared_files:
         problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
     fitness.check(list(configs.values()), problems, dry=dry)
-    taken = _largest(map(allocation.of, configs.values()))
-    about = f"{model}: an array of {len(configs)} cells, {taken} at most"
+    allocated = _largest(map(allocation.of, configs.values()))
+    about = f"{model}: an array of {len(configs)} cells, {allocated} at most"
     name = f"tpi-{path.name}"
     where = found.directory
-    job = script.training(config, taken, name=name, about=about, log=_log(config, where, "job-%A_%a.log"))
+    job = script.training(config, allocated, name=name, about=about, log=_log(config, where, "job-%A_%a.log"))
     reference = [] if found.matrix.against is None else [Path(found.matrix.against)]
     needed = [path, *cluster_files(sound)]
     steps = [
@@ -219,7 +219,7 @@ def _array(
         kind=kind,
         model=model,
         about=about,
-        taken=taken,
+        allocated=allocated,
         memory=memory.summary(fullest, here=False),
         directory=where,
         cells=tuple(configs),

@@ -119,12 +119,12 @@ class HangWatch:
         """
         alive = [n for n, process in enumerate(processes) if process.is_alive()]
         states = {n: stacks.state(processes[n].pid) for n in alive}
-        asked = [n for n in alive if self.signs[n].count and states[n] not in STOPPED]
-        before = {n: (logs[n], stacks.size_of(logs[n])) for n in asked}
-        for n in asked:
+        requested = [n for n in alive if self.signs[n].count and states[n] not in STOPPED]
+        before = {n: (logs[n], stacks.size_of(logs[n])) for n in requested}
+        for n in requested:
             with suppress(ProcessLookupError):
                 os.kill(processes[n].pid, WRITE_FRAMES)
-        found = stacks.answers(before, {n: self.signs[n].thread for n in asked})
+        found = stacks.answers(before, {n: self.signs[n].thread for n in requested})
         return [self._stand(n, states[n], found.get(n)) for n in alive]
 
     def _stand(self, n: int, state: str, stack: stacks.Stack | None) -> Stand:

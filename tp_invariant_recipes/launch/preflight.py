@@ -65,8 +65,8 @@ def _gpus(config: RunConfig) -> list[str]:
     degrees = f"tp={at.tp} * pp={at.pp} * cp={at.cp} * dp={at.dp} = {at.world} ranks"
     ranks = at.world
     if config.launcher.kind == "slurm":
-        taken = allocation.of(config)
-        ranks, degrees = taken.ranks, f"{degrees} on {taken.nodes} nodes, {taken.ranks} on each"
+        allocated = allocation.of(config)
+        ranks, degrees = allocated.ranks, f"{degrees} on {allocated.nodes} nodes, {allocated.ranks} on each"
     problems = []
     if not found:
         problems.append("device=gpu, but this machine shows no GPU; device=cpu runs the toy models (tpi doctor)")

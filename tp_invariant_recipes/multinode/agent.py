@@ -344,11 +344,11 @@ def _differences(theirs: Agreed, ours: Agreed, node: NodeInfo) -> list[str]:
 
 
 def _check_node_count(planned: Plan, node: NodeInfo) -> None:
-    taken = allocation.of(planned.config)
-    if taken.nodes != node.count:
+    allocated = allocation.of(planned.config)
+    if allocated.nodes != node.count:
         raise ConfigError(
-            f"this run takes {taken}, and srun started it on "
-            f"{node.count}: srun --nodes={taken.nodes}, or change cluster.ranks_per_node or the layout"
+            f"this run takes {allocated}, and srun started it on "
+            f"{node.count}: srun --nodes={allocated.nodes}, or change cluster.ranks_per_node or the layout"
         )
 
 

@@ -39,17 +39,17 @@ def become(request: Request) -> NoReturn:
     config = _fitting(composed)
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
     config = _for_nodes(request, composed, given)[1].config
-    if (taken := allocation.of(config)).nodes > given:
+    if (allocated := allocation.of(config)).nodes > given:
         raise ConfigError(
-            f"this run takes {taken}, and the allocation has {given}: "
-            f"salloc --nodes={taken.nodes}, or change the layout or cluster.ranks_per_node"
+            f"this run takes {allocated}, and the allocation has {given}: "
+            f"salloc --nodes={allocated.nodes}, or change the layout or cluster.ranks_per_node"
         )
     if request.resume is None:
-        asked = config.run.dir
+        requested = config.run.dir
         found = (
-            Path(asked)
-            if asked and request.continues
-            else choose(asked, f"{request.model}-tp{layout.of(config).tp}").path
+            Path(requested)
+            if requested and request.continues
+            else choose(requested, f"{request.model}-tp{layout.of(config).tp}").path
         )
         path = found.expanduser().absolute()
         request = replace(request, overrides=(*request.overrides, parse(f"run.dir={path}")))
@@ -95,10 +95,10 @@ def node_task(
 def _for_nodes(request: Request, composed: Composed, nodes: int) -> tuple[Request, Composed]:
     """What is asked for, with the dp that so many nodes take where slurm.nodes is a range. Raises ConfigError."""
     try:
-        asked = elastic.span(composed.config)
+        requested = elastic.span(composed.config)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if asked is None:
+    if requested is None:
         return request, composed
     dp = elastic.data_parallel(composed.config, nodes)
     if dp is None:

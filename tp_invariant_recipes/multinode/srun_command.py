@@ -17,11 +17,11 @@ def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
 
     needed: as for `container`.
     """
-    taken = allocation.of(config)
+    allocated = allocation.of(config)
     if elastic.span(config):  # all nodes that the job has got this time
         options = ["--ntasks-per-node=1", f"--wait={WAIT}"]
     else:
-        options = [f"--nodes={taken.nodes}", f"--ntasks={taken.nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
+        options = [f"--nodes={allocated.nodes}", f"--ntasks={allocated.nodes}", "--ntasks-per-node=1", f"--wait={WAIT}"]
     return [*options, *config.cluster.srun_options, *container(config, needed)]
 
 

@@ -56,12 +56,12 @@ def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> Con
     from tp_invariant_recipes.numerics import mode
 
     problems: list[str] = []
-    asked = [*parse_all(overrides), *_of_keywords(parse_all(overrides), keys, problems)]
-    refused = [o for o in asked if o.path in ("numerics", "numerics.mode") and o.value != mode.STOCK]
+    requested = [*parse_all(overrides), *_of_keywords(parse_all(overrides), keys, problems)]
+    refused = [o for o in requested if o.path in ("numerics", "numerics.mode") and o.value != mode.STOCK]
     problems += [f"{override.text}: {NOT_HERE}" for override in refused]
-    imported = [o for o in asked if o.path == "weights.folder" and o.value != "null"]
+    imported = [o for o in requested if o.path == "weights.folder" and o.value != "null"]
     problems += [f"{override.text}: {NO_WEIGHTS}" for override in imported]
-    others = [o for o in asked if o not in (*refused, *imported)]
+    others = [o for o in requested if o not in (*refused, *imported)]
     try:
         config = compose(model, others, device=device, numerics=mode.STOCK).config
     except ConfigError as error:

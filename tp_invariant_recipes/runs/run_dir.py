@@ -56,8 +56,8 @@ class RunDir:
         """Whether a command may begin here: nothing is there, or what one left that was killed before `run.json`."""
         there = {file.name for file in self.path.iterdir()} if self.path.exists() else set()
         before_run = {file.name for file in (self.lock, self.config, self.environment, self.versions)}
-        begun = {name for name in there if name in before_run or (name.startswith(".") and name.endswith(UNFINISHED))}
-        return not there or (self.lock.name in there and there == begun)
+        started = {name for name in there if name in before_run or (name.startswith(".") and name.endswith(UNFINISHED))}
+        return not there or (self.lock.name in there and there == started)
 
     def rank_log(self, rank: int) -> Path:
         """Standard output and error of one rank."""

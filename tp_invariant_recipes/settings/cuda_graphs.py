@@ -17,7 +17,7 @@ TE, FULL = "transformer_engine", "full_iteration"
 IMPLEMENTATIONS = {TE: "te", FULL: "full"}
 
 
-def asked_for(model: Model) -> bool:
+def requested(model: Model) -> bool:
     """Whether a model's configuration has CUDA graphs of any kind."""
     return model.get("cuda_graph_impl") not in (None, "none")
 
@@ -238,14 +238,16 @@ def problems(config: RunConfig) -> list[str]:
         return replaced
     if implementation not in IMPLEMENTATIONS:
         return [*replaced, f"model.cuda_graph_impl={implementation}: cuda_graph=off, cuda_graph=te or cuda_graph=full"]
-    asked = f"cuda_graph={IMPLEMENTATIONS[implementation]}"
+    requested = f"cuda_graph={IMPLEMENTATIONS[implementation]}"
     if config.device.kind != "gpu":
-        return [*replaced, f"{asked}: CUDA graphs need a GPU; device=gpu, or cuda_graph=off"]
+        return [*replaced, f"{requested}: CUDA graphs need a GPU; device=gpu, or cuda_graph=off"]
     warmup = model.get("cuda_graph_warmup_steps", 3)
     steps = [] if type(warmup) is int and warmup >= 1 else [_of_warmup(warmup)]
-    rules = [f"{asked}: {rule.why}" for rule in RULES if implementation in rule.implementations and rule.wrong(config)]
+    rules = [
+        f"{requested}: {rule.why}" for rule in RULES if implementation in rule.implementations and rule.wrong(config)
+    ]
     modules = (
-        [f"{asked}: {problem}" for problem in _modules(model, config.numerics.invariant)]
+        [f"{requested}: {problem}" for problem in _modules(model, config.numerics.invariant)]
         if implementation == TE
         else []
     )

@@ -126,20 +126,20 @@ def convert_section(section: str, sections: Mapping[str, Any]) -> tuple[dict[str
 
 
 def check_section(
-    section: str, sections: Mapping[str, Any], asked: Collection[str], table: field_table.Hints
+    section: str, sections: Mapping[str, Any], requested: Collection[str], table: field_table.Hints
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Convert as `convert_section` does; Bridge is imported only where the table lacks the class, or the type of a
-    field that is asked for.
+    requested field.
 
-    asked: the fields that the user has set. A section that only Bridge can check stays as it is where there are none.
+    requested: fields that the user has set. Without any, a section that only Bridge can check stays as it is.
     table: as `field_table.read` has it.
     """
     if section in OWN_SECTIONS:
         return convert_section(section, sections)
     path = _path(section, sections)
-    if path in table and all(table[path].get(name, Any) is not None for name in asked):
+    if path in table and all(table[path].get(name, Any) is not None for name in requested):
         return _converted(section, sections, path.rpartition(".")[2], table[path])
-    return convert_section(section, sections) if asked else ({}, {})
+    return convert_section(section, sections) if requested else ({}, {})
 
 
 def _converted(

@@ -227,8 +227,8 @@ def _gradient(config: RunConfig, half: int) -> int:
     precision = config.sections["mixed_precision"]
     if isinstance(precision, str):  # Bridge's recipes of this name decide, not the section ddp
         return half if precision.startswith("fp16") else FP32
-    asked: Any = config.section("ddp") if precision is None else precision
-    return FP32 if asked.get("grad_reduce_in_fp32", True) else half
+    requested: Any = config.section("ddp") if precision is None else precision
+    return FP32 if requested.get("grad_reduce_in_fp32", True) else half
 
 
 def _of_optimizer(optimizer: Mapping[str, Any], half: int) -> int:

@@ -20,8 +20,8 @@ def _kind(config: RunConfig) -> str | None:
 
 
 def _source(config: RunConfig) -> str | None:
-    if asked := [name for name in sft.DOWNLOADS if sft.field(config, name) not in (None, False)]:
-        named = ", ".join(f"dataset.{name}" for name in asked)
+    if requested := [name for name in sft.DOWNLOADS if sft.field(config, name) not in (None, False)]:
+        named = ", ".join(f"dataset.{name}" for name in requested)
         return f"{named}: tpi downloads no examples; leave it out, dataset.dataset_root=FOLDER has {sft.TRAINING}"
     if sft.field(config, "dataset_root") is None:
         return (
@@ -31,12 +31,12 @@ def _source(config: RunConfig) -> str | None:
 
 
 def _packing(config: RunConfig) -> str | None:
-    asked = [name for name in ("enable_offline_packing", "offline_packing_specs") if sft.field(config, name)]
-    if not asked:
+    requested = [name for name in ("enable_offline_packing", "offline_packing_specs") if sft.field(config, name)]
+    if not requested:
         return None
     return (
-        f"dataset.{asked[0]}: packed sequences need attention that ends with each example, which tpi does not cover; "
-        f"dataset.enable_offline_packing=false"
+        f"dataset.{requested[0]}: packed sequences need attention that ends with each example, which tpi does not "
+        f"cover; dataset.enable_offline_packing=false"
     )
 
 

@@ -67,7 +67,7 @@ def _methods(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
     return next((f"peft.{n}={v}: adapters begin with {', '.join(peft.METHODS)} only" for n, v in wrong.items()), None)
 
 
-def _drawn(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
+def _initial_adapters(config: RunConfig, fields: Mapping[str, Any]) -> str | None:
     if config.numerics.invariant or config.numerics.initial_weights != "invariant":
         return None
     if lora.dense(config) and {*peft.targets(fields)} <= {*peft.TARGETS}:
@@ -83,5 +83,5 @@ RULES: tuple[Callable[[RunConfig, Mapping[str, Any]], str | None], ...] = (
     _divided,
     _base,
     _methods,
-    _drawn,
+    _initial_adapters,
 )

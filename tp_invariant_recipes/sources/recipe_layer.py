@@ -252,7 +252,7 @@ def _sizes(layer: dict[str, Any]) -> None:
 
 def _graphs(model: dict[str, Any]) -> None:
     """The modules of CUDA graphs by the present name of their field."""
-    if not cuda_graphs.asked_for(model):
+    if not cuda_graphs.requested(model):
         model.pop("cuda_graph_scope", None)
     elif isinstance(model.get("cuda_graph_scope"), list):
         model["cuda_graph_modules"] = model.pop("cuda_graph_scope")
@@ -294,15 +294,15 @@ def without_defaults(model: dict[str, Any]) -> dict[str, Any]:
     return {n: v for n, v in model.items() if n in stated or n not in defaults or v != recipe_fields.spelt(defaults[n])}
 
 
-def without_ours(dataset: dict[str, Any], asked: Collection[str]) -> dict[str, Any]:
+def without_ours(dataset: dict[str, Any], requested: Collection[str]) -> dict[str, Any]:
     """A section `dataset` without the fields of conf/config.yaml that are of pretraining, where it is of examples.
 
-    asked: the paths that the command line sets.
+    requested: the paths that the command line sets.
     """
     if not sft.is_sft(dataset):
         return dataset
     own = schema.fields(schema.bridge_class(schema.SFT_DATASET))
-    ours = {n for n in _conf()["dataset"] if n not in own and f"dataset.{n}" not in asked}
+    ours = {n for n in _conf()["dataset"] if n not in own and f"dataset.{n}" not in requested}
     return {name: value for name, value in dataset.items() if name not in ours}
 
 
@@ -323,9 +323,9 @@ def restore(container: ConfigContainer, recipe: RecipeSettings) -> None:
         setattr(holder, name, getattr(of, name))
 
 
-def without_overridden(kept: Sequence[str], asked: Collection[str]) -> list[str]:
-    """`recipe.kept` without the fields that the command line sets: its value counts. asked: its paths."""
-    return [path for path in kept if path not in asked]
+def without_overridden(kept: Sequence[str], requested: Collection[str]) -> list[str]:
+    """`recipe.kept` without the fields that the command line sets: its value counts. requested: its paths."""
+    return [path for path in kept if path not in requested]
 
 
 def problems(config: RunConfig) -> list[str]:

@@ -192,13 +192,13 @@ def call(model: str, hf_folder: str | None) -> Any:
         raise ConfigError(f"{model}: a recipe is called without arguments, and this function needs {', '.join(needs)}")
     from megatron.bridge.training.config import ConfigContainer
 
-    asked: list[str] = []
+    requested: list[str] = []
     try:
-        with quiet(), offline(hf_folder, asked):
+        with quiet(), offline(hf_folder, requested):
             container = function()
     except Exception as error:  # another one's code may raise anything
-        if asked:
-            raise ConfigError(_to_fetch(model, asked[-1], hf_folder, error)) from error
+        if requested:
+            raise ConfigError(_to_fetch(model, requested[-1], hf_folder, error)) from error
         if isinstance(error, OSError) and "huggingface.co" in str(error):  # it asked transformers itself
             raise ConfigError(
                 f"{model}: {NEEDS} a model that is not in this machine's cache (HF_HOME): {_said(error)}"
@@ -233,10 +233,10 @@ def _to_fetch(model: str, repository: str, hf_folder: str | None, error: Excepti
 
 
 @contextmanager
-def offline(hf_folder: str | None, asked: list[str]) -> Iterator[None]:
+def offline(hf_folder: str | None, requested: list[str]) -> Iterator[None]:
     """In the block, models of Hugging Face come from a folder or the cache.
 
-    asked: receives the name of each model whose configuration cannot be loaded.
+    requested: receives the name of each model whose configuration cannot be loaded.
     """
 
     def one_try(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -244,7 +244,7 @@ def offline(hf_folder: str | None, asked: list[str]) -> Iterator[None]:
             try:
                 return load(path, *args, **(kwargs | {"max_retries": 0}))
             except Exception:
-                asked.append(names_now[-1] if names_now else str(path))
+                requested.append(names_now[-1] if names_now else str(path))
                 raise
 
         return loaded

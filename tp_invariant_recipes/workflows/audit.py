@@ -87,11 +87,11 @@ def new(
     against: overrides of the second training; none: it replays the CUDA graphs that the first does not.
     steps:   of each training; None: the value of `iters`, or 8. progress: as for `plan.new`.
     """
-    asked, differing = parse_all(overrides), parse_all(against)
+    requested, differing = parse_all(overrides), parse_all(against)
     pair = _against(texts(differing)) if against else _graphs()
-    problems, sound = reserved.check("audit", asked)
+    problems, sound = reserved.check("audit", requested)
     problems += reserved.check("audit", differing)[0]
-    length_given = given(asked, "train.train_iters") is not None
+    length_given = given(requested, "train.train_iters") is not None
     problems += _steps_problems(length_given, steps)
     problems += [f"--against {o.text}: both train for as long" for o in differing if o.path == "train.train_iters"]
     length = [] if length_given else [f"iters={steps if steps and 0 < steps <= LARGEST else STEPS}"]
@@ -195,7 +195,7 @@ def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
 
 def _replay_problems(config: RunConfig) -> list[str]:
     """The reasons why the second training would replay nothing."""
-    if not cuda_graphs.asked_for(config.model):
+    if not cuda_graphs.requested(config.model):
         return [
             "nothing is replayed with cuda_graph=off; cuda_graph=te or cuda_graph=full, or another pair of trainings: "
             "--against KEY=VALUE"

@@ -101,8 +101,8 @@ def new(
 
     The keys may be any; the values of one make other experiments or not. progress, here, dry: as for `plan.resolve`.
     """
-    asked = parse_all(overrides)
-    problems, sound = reserved.check("sweep", asked)
+    requested = parse_all(overrides)
+    problems, sound = reserved.check("sweep", requested)
     axes, choices = matrix.spread(sound, problems)
     if not axes and not problems:
         problems.append(f"no key has several values: lr=1e-3,3e-4 gives two runs; one run is tpi train {model} …")
@@ -113,7 +113,7 @@ def new(
     if here and (problems := environments(plans)):
         raise ConfigError(listed(problems), problems)
     cells = tuple(cell_of(one, plans[one.name]) for one in choices)
-    return Verification(where, Matrix(model, texts(asked), axes, cells, None, left_out, "sweep"), plans)
+    return Verification(where, Matrix(model, texts(requested), axes, cells, None, left_out, "sweep"), plans)
 
 
 def execute(planned: Verification, watch: Watch) -> Swept:

@@ -80,8 +80,8 @@ def new(
     against: a run directory, ledger or certificate to compare all cells with, instead of the first cell.
     progress: as for `plan.new`. here, dry: as for `plan.resolve`.
     """
-    asked = parse_all(overrides)
-    problems, sound = reserved.check("verify", asked)
+    requested = parse_all(overrides)
+    problems, sound = reserved.check("verify", requested)
     axes, choices = matrix.spread(sound, problems)
     reference = _reference(against, problems)
     if len(choices) == 1 and not problems and against is None:
@@ -105,7 +105,7 @@ def new(
         raise ConfigError(listed(problems), problems)
     cells = tuple(cell_of(one, plans[one.name]) for one in choices)
     path = None if against is None else str(against.expanduser().absolute())
-    return Verification(where, Matrix(model, texts(asked), axes, cells, path, left_out), plans)
+    return Verification(where, Matrix(model, texts(requested), axes, cells, path, left_out), plans)
 
 
 def again(
@@ -119,35 +119,37 @@ def again(
     against: as for `judge`. progress: as for `plan.new`.
     """
     where = MatrixDir(directory)
-    asked = where.read_matrix()
+    requested = where.read_matrix()
     if against is not None:
-        asked = replace(asked, against=str(against.expanduser().absolute()))
-    verdict = judge(directory, _against_path(asked))
+        requested = replace(requested, against=str(against.expanduser().absolute()))
+    verdict = judge(directory, _against_path(requested))
     states = {row.run: row.state for row in verdict.rows}
-    cells = [cell for cell in asked.cells if states[where.cell(cell.name).path] not in PASSED]
+    cells = [cell for cell in requested.cells if states[where.cell(cell.name).path] not in PASSED]
     if not cells:
         return verdict
-    device, found, plans = _device(where, asked), Problems(), {}
+    device, found, plans = _device(where, requested), Problems(), {}
     anew = frozenset(cell.name for cell in cells if states[where.cell(cell.name).path] != STOPPED)
     for cell in cells:
         with found.of(cell.label):
-            plans[cell.name] = _planned_again(asked, cell, where, progress, None if cell.name not in anew else device)
+            plans[cell.name] = _planned_again(
+                requested, cell, where, progress, None if cell.name not in anew else device
+            )
     found.raise_any()
     if problems := environments(plans):
         raise ConfigError(listed(problems), problems)
-    return Verification(where, asked, plans, anew, again=True)
+    return Verification(where, requested, plans, anew, again=True)
 
 
-def _device(where: MatrixDir, asked: Matrix) -> str:
+def _device(where: MatrixDir, requested: Matrix) -> str:
     """The device of the cells that have run; where none has, what is here."""
-    for cell in asked.cells:
+    for cell in requested.cells:
         with suppress(RunError):
             return where.cell(cell.name).read_run(RunFile).device
     return plan.detect_device()
 
 
 def _planned_again(
-    asked: Matrix, cell: Cell, where: MatrixDir, progress: Callable[[int, int], None] | None, device: str | None
+    requested: Matrix, cell: Cell, where: MatrixDir, progress: Callable[[int, int], None] | None, device: str | None
 ) -> Plan:
     """The plan of a cell that begins anew; device None: that goes on. Raises ConfigError: it would be another run."""
     run = where.cell(cell.name)
@@ -155,7 +157,7 @@ def _planned_again(
         request = Request(None, (), run.path)
         planned = request.plan(request.composed(), progress)
     else:
-        composed = compose(asked.model, cell.overrides, device=device)
+        composed = compose(requested.model, cell.overrides, device=device)
         planned = replace(plan.resolve(composed, run, progress), attempts=None)
     now = cell_of(Choice(cell.name, cell.label, (), tuple(parse_all(cell.overrides))), planned)
     if changed := [
@@ -220,8 +222,8 @@ def _passes(verification: Verification, cell: Cell) -> bool:
     return next(row.state for row in rows if row.run == where.cell(cell.name).path) in PASSED
 
 
-def _against_path(asked: Matrix) -> Path | None:
-    return None if asked.against is None else Path(asked.against)
+def _against_path(requested: Matrix) -> Path | None:
+    return None if requested.against is None else Path(requested.against)
 
 
 def _set_aside(where: MatrixDir, cell: Cell) -> None:

@@ -140,7 +140,7 @@ def initialise(model_chunks: list[Any], *, seed: int, methods: dict[str, str]) -
             shape, ranges = init.place(parameter.shape, dim, rank, size, 2 if gated else 1)
             values = _quantile(methods[found[2]], shape)
             parameter.copy_(
-                init.drawn(shape, ranges, values, seed=seed, name=name, dtype=parameter.dtype, device=parameter.device)
+                init.sample(shape, ranges, values, seed=seed, name=name, dtype=parameter.dtype, device=parameter.device)
             )
 
 

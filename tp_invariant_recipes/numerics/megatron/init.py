@@ -145,7 +145,7 @@ def initialise(model_chunks: list[Any], *, seed: int) -> list[Any]:
             at, of = (0, 1) if rule.whole else (rank, size)
             shape, ranges = place(parameter.shape, rule.dim, at, of, segments)
             parameter.copy_(
-                drawn(shape, ranges, _quantile(rule, std), seed=seed, name=name,
+                sample(shape, ranges, _quantile(rule, std), seed=seed, name=name,
                       dtype=parameter.dtype, device=parameter.device)
             )  # fmt: skip
         else:
@@ -230,14 +230,14 @@ def normal(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """A part of the normally distributed tensor `name`, as `drawn` draws it."""
-    return drawn(
+    """A part of the normally distributed tensor `name`, as `sample` has it."""
+    return sample(
         shape_global, index_ranges, lambda bits: _ppnd16(bits) * std + mean,
         seed=seed, name=name, dtype=dtype, device=device,
     )  # fmt: skip
 
 
-def drawn(
+def sample(
     shape_global: Sequence[int],
     index_ranges: Sequence[Segments],
     quantile: Callable[[Tensor], Tensor],
