@@ -99,15 +99,20 @@ def one_product_a_rank() -> None:
     partial_linear._start_weight_gradient = one
 
 
-def without_conformance() -> None:
-    """Let numerics=portable train on a machine of other arithmetic."""
-    from tp_invariant_recipes.portable import definition
-
-    definition.require_conformance = lambda gpu: None
-
-
 def one_kept_bit_less() -> None:
     """Let a product of numerics=portable keep a bit less of each sum."""
     from tp_invariant_recipes.kernels import tensor_core_cpu
 
     tensor_core_cpu.KEPT -= 1
+
+
+def unchecked(arithmetic: Callable[[], None]) -> Callable[[], None]:
+    """Other arithmetic of numerics=portable, with which it trains all the same."""
+
+    def plant() -> None:
+        from tp_invariant_recipes.portable import definition
+
+        definition.require_conformance = lambda gpu: None
+        arithmetic()
+
+    return plant

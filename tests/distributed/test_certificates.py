@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.faults import one_kept_bit_less, without_conformance
+from tests.distributed.faults import one_kept_bit_less, unchecked
 from tp_invariant_recipes.ledger import certificate
 
 pytestmark = pytest.mark.usefixtures("portable_loops")
@@ -100,8 +100,7 @@ def test_this_cpu_computes_two_steps_of_a_real_model(shared):
 def test_one_kept_bit_less_differs(shared):
     def plant():
         all_documents()
-        without_conformance()
-        one_kept_bit_less()
+        unchecked(one_kept_bit_less)()
 
     file = H200[-1]
     done = verify(shared, file, "tp=1", "train.exit_interval=2", before=plant, name="less")

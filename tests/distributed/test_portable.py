@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.faults import one_kept_bit_less, without_conformance
+from tests.distributed.faults import one_kept_bit_less, unchecked
 from tests.distributed.scenario import agree, unequal
 from tests.distributed.small_models import small
 
@@ -104,12 +104,8 @@ def _name(plant) -> str:
     "arithmetic", (pytest.param(one_kept_bit_less, marks=pytest.mark.release), _steps_of_eight), ids=_name
 )
 def test_other_products_have_another_ledger(scenario, arithmetic):
-    def plant() -> None:
-        without_conformance()
-        arithmetic()
-
     one = scenario(SMALL, "tp=1")
-    assert one.planted(plant).ledger()[0].gradients != one.ledger()[0].gradients
+    assert one.planted(unchecked(arithmetic)).ledger()[0].gradients != one.ledger()[0].gradients
 
 
 @pytest.mark.parametrize(
@@ -162,14 +158,9 @@ def _copies_in_reverse_order() -> None:
     _beside_large_copies(reverse=True)
 
 
-def _one_bit_less_for_experts() -> None:
-    without_conformance()
-    one_kept_bit_less()
-
-
 def test_other_products_of_experts_have_another_ledger(scenario):
     one = scenario(EXPERTS, "tp=1")
-    assert one.planted(_one_bit_less_for_experts).ledger()[0].gradients != one.ledger()[0].gradients
+    assert one.planted(unchecked(one_kept_bit_less)).ledger()[0].gradients != one.ledger()[0].gradients
 
 
 # A token's copies are of four experts, and its sum is changed.
