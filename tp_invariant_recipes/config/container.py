@@ -75,7 +75,7 @@ def build(config: RunConfig) -> ConfigContainer:
         for name, values in converted.items()
         if name in schema.BRIDGE_SECTIONS or name == "mixed_precision"
     }
-    parts.setdefault("mixed_precision", config.sections["mixed_precision"])
+    parts.setdefault("mixed_precision", config.mixed_precision)
     _numerics(parts["model"], config)
     if peft.adapts(config) and config.weights.folder is not None:  # Bridge asks where the base weights are
         parts["checkpoint"].pretrained_checkpoint = config.weights.folder

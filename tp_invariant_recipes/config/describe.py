@@ -25,7 +25,7 @@ def bridge_overrides(config: RunConfig) -> list[str]:
         for field, value in config.section(section).items()
         if field != "_target_" and f"{section}.{field}" not in OWN_KEYS
     ]
-    return [*lines, f"mixed_precision={value_text(config.sections['mixed_precision'])}"]
+    return [*lines, f"mixed_precision={value_text(config.mixed_precision)}"]
 
 
 def models() -> list[dict[str, Any]]:

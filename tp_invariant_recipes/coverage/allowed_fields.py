@@ -24,7 +24,7 @@ def _only(*values: Any) -> Values:
     # To Python True is 1, and False is 0.
     return Values(
         lambda value: any(_plain(value) == v and isinstance(value, bool) is isinstance(v, bool) for v in values),
-        "{key}=" + " or ".join(map(_spelt, values)),
+        "{key}=" + " or ".join(map(_as_text, values)),
     )
 
 
@@ -35,7 +35,7 @@ def _plain(value: Any) -> Any:
     return str(value).removeprefix("torch.") if isinstance(value, str) or type(value).__name__ == "dtype" else value
 
 
-def _spelt(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """A value as the command line has it."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
@@ -234,5 +234,5 @@ def refused(section: str, given: Mapping[str, Any]) -> list[str]:
         # Without a row nobody has read what the field does.
         values, why = SECTIONS[section].get(name, (NONE, "the invariant numerics do not know this field"))
         if not values.accepts(value):
-            lines.append(f"{key}={_spelt(value)}: {why}; {values.remedy.format(key=key)}")
+            lines.append(f"{key}={_as_text(value)}: {why}; {values.remedy.format(key=key)}")
     return lines

@@ -152,7 +152,7 @@ LIMITS = (
         "YaRN has no version with context shards; cp=1, and leave numerics.context_shards out",
     ),
     Limit(
-        lambda t: t.sections.get("mixed_precision") not in (None, "bf16_mixed") and not low_precision.enabled(t),
+        lambda t: t.mixed_precision not in (None, "bf16_mixed") and not low_precision.enabled(t),
         "of Bridge's precisions only bf16_mixed is covered; precision=bf16 or precision=fp32",
     ),
     Limit(

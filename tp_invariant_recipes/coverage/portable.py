@@ -57,7 +57,7 @@ LIMITS = (
         "Transformer Engine's layers have a library's arithmetic; model.transformer_impl=local",
     ),
     _row(
-        lambda t: t.sections.get("mixed_precision") != "bf16_mixed",
+        lambda t: t.mixed_precision != "bf16_mixed",
         "attention and products are stated for bf16 only; precision=bf16",
     ),
     _row(

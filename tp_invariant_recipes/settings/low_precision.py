@@ -8,7 +8,7 @@ WORDS = ("fp8", "fp4")  # parts of the names of Bridge's recipes for them, also 
 
 def enabled(config: RunConfig) -> bool:
     """Whether any product is in FP8 or FP4."""
-    precision, model = config.sections.get("mixed_precision"), config.model
+    precision, model = config.mixed_precision, config.model
     if isinstance(precision, str):
         return any(word in precision or model.get(word) for word in WORDS)
     return any((precision or {}).get(word) or model.get(word) for word in WORDS)

@@ -63,6 +63,11 @@ class RunConfig:
         """The fields of Bridge's TrainingConfig."""
         return self.section("train")
 
+    @property
+    def mixed_precision(self) -> Any:
+        """The name of a recipe of Bridge's, fields of its MixedPrecisionConfig, or None: fp32."""
+        return self.sections.get("mixed_precision")
+
     def with_fields(self, section: str, **fields: Any) -> "RunConfig":
         """The configuration with other values of some fields of a section."""
         return RunConfig({**self.sections, section: {**self.section(section), **fields}})

@@ -97,7 +97,7 @@ def sequences(config: RunConfig) -> int:
 
 def element(config: RunConfig) -> int:
     """Bytes of a weight and of an activation."""
-    return FP32 if config.sections["mixed_precision"] is None and not _half(config) else 2
+    return FP32 if config.mixed_precision is None and not _half(config) else 2
 
 
 def _half(config: RunConfig) -> bool:

@@ -224,7 +224,7 @@ def _sharded(config: RunConfig) -> bool:
 
 def _gradient(config: RunConfig, half: int) -> int:
     """Bytes of a gradient in Megatron's buffer."""
-    precision = config.sections["mixed_precision"]
+    precision = config.mixed_precision
     if isinstance(precision, str):  # Bridge's recipes of this name decide, not the section ddp
         return half if precision.startswith("fp16") else FP32
     requested: Any = config.section("ddp") if precision is None else precision

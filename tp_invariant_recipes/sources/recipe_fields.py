@@ -76,10 +76,10 @@ def _equal(value: Any, default: Any) -> bool:
 
 
 def plain(value: Any, hint: Any) -> Any:
-    """A value as a tree holds it, which the hint turns into the same again; MISSING: there is no such text."""
+    """A value as a configuration file holds it, which the hint converts back; MISSING: there is none."""
     if hint is bool and type(value) is int:  # Bridge's own recipes have 100 for a yes
         return bool(value)
-    text_of_it = spelt(value)
+    text_of_it = serialize(value)
     if text_of_it is MISSING:
         return MISSING
     try:
@@ -89,8 +89,8 @@ def plain(value: Any, hint: Any) -> Any:
     return text_of_it if again is value or again == value or _listed(again) == _listed(value) else MISSING
 
 
-def spelt(value: Any) -> Any:
-    """A value as a tree has it; MISSING: a tree cannot have it."""
+def serialize(value: Any) -> Any:
+    """A value as a configuration file has it; MISSING: no file can hold it."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, str) and "${" in value:  # Hydra would resolve it
@@ -98,14 +98,14 @@ def spelt(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        parts = [spelt(one) for one in value]
+        parts = [serialize(one) for one in value]
         return MISSING if MISSING in parts else parts
     if isinstance(value, Mapping):
-        parts_of = {key: spelt(one) for key, one in value.items()}
+        parts_of = {key: serialize(one) for key, one in value.items()}
         plain = all(isinstance(key, str) for key in parts_of) and MISSING not in parts_of.values()
         return parts_of if plain else MISSING
     if dataclasses.is_dataclass(value) and not isinstance(value, type):  # of examples: how they become tokens
-        return spelt({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+        return serialize({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     if type(value).__name__ == "dtype":
         return str(value).removeprefix("torch.")
     path = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"

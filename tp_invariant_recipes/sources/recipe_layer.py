@@ -291,7 +291,9 @@ def without_defaults(model: dict[str, Any]) -> dict[str, Any]:
     fields = dataclasses.fields(schema.bridge_class(model[schema.PROVIDER]))
     defaults = {field.name: recipe_fields.default(field) for field in fields}
     stated = RULED | (_conf()["model"]).keys()
-    return {n: v for n, v in model.items() if n in stated or n not in defaults or v != recipe_fields.spelt(defaults[n])}
+    return {
+        n: v for n, v in model.items() if n in stated or n not in defaults or v != recipe_fields.serialize(defaults[n])
+    }
 
 
 def without_ours(dataset: dict[str, Any], requested: Collection[str]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def problems(config: RunConfig) -> list[str]:
     new = peft.adapts(config)  # adapters, which the folder does not have
     if not config.numerics.invariant and config.numerics.initial_weights == "invariant" and not new:
         found.append(f"numerics.initial_weights=invariant: weights={folder} has them; leave out one")
-    precision = config.sections.get("mixed_precision")
+    precision = config.mixed_precision
     if isinstance(precision, dict) and (precision.get("fp8_param") or precision.get("fp8_param_gather")):
         found.append(f"weights={folder}: weights are not imported into fp8; mixed_precision.fp8_param_gather=false")
     found += [

@@ -58,7 +58,7 @@ def export(run: Path, folder: Path, step: int | None = None, *, masters: bool = 
     family = hf_models.family_of(config.model)
     if isinstance(family, str):
         raise ConfigError(f"{run} cannot be exported: {family}")
-    if masters and config.sections.get("mixed_precision") is None:
+    if masters and config.mixed_precision is None:
         raise ConfigError(f"{run} has no master weights: its weights are fp32; leave out --masters")
     found = _checkpoint(run_dir, before.identity_hash, step)
     folder = folder.expanduser().absolute()
@@ -94,7 +94,7 @@ def _describe(folder: Path, config: RunConfig, family: hf_models.Family, *, mast
     Returns the names of the files that were copied.
     """
     source = config.weights.folder
-    dtype = "float32" if masters or config.sections.get("mixed_precision") is None else "bfloat16"
+    dtype = "float32" if masters or config.mixed_precision is None else "bfloat16"
     written = hf_models.config_of(family, config.model, dtype)
     copied = []
     if source is not None and _same_model(Path(source), config.model):
