@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def steps(tail: Tail) -> list[int]:
-    return [event["step"] for event in tail.new()]
+    return [event.step for event in tail.new()]
 
 
 def test_half_a_line_waits_for_its_end(file):

@@ -185,9 +185,9 @@ def _furthest(name: str, pairs: Pairs, allowed: list[dict[str, float]] | None) -
     """
     group = parameter_group(name)
     limits = [one[group] for one in allowed[: len(pairs)]] if allowed else [0.0] * len(pairs)
-    apart = [deviation(a.norms[name], b.norms[name]) for a, b in pairs]
-    beyond = [pair[0].step for pair, far, limit in zip(pairs, apart, limits, strict=True) if far > limit]
-    at = max(range(len(pairs)), key=lambda n: _excess(apart[n], limits[n]))
+    deviations = [deviation(a.norms[name], b.norms[name]) for a, b in pairs]
+    beyond = [pair[0].step for pair, far, limit in zip(pairs, deviations, limits, strict=True) if far > limit]
+    at = max(range(len(pairs)), key=lambda n: _excess(deviations[n], limits[n]))
     a, b = pairs[at]
     return Ratio(
         name=name,
@@ -195,16 +195,16 @@ def _furthest(name: str, pairs: Pairs, allowed: list[dict[str, float]] | None) -
         step=a.step,
         first=a.norms[name],
         second=b.norms[name],
-        ratio=1.0 if apart[at] == 0 else None if math.isinf(apart[at]) else b.norms[name] / a.norms[name],
-        deviation=apart[at],
+        ratio=1.0 if deviations[at] == 0 else None if math.isinf(deviations[at]) else b.norms[name] / a.norms[name],
+        deviation=deviations[at],
         allowed=limits[at] if allowed else None,
         since=beyond[0] if beyond else None,
     )
 
 
-def _excess(apart: float, limit: float) -> float:
+def _excess(found: float, limit: float) -> float:
     """A deviation as a multiple of the allowed one, which may be 0."""
-    return apart / limit if limit else math.inf if apart else 0.0
+    return found / limit if limit else math.inf if found else 0.0
 
 
 def _aside(rounded: Pairs, before: Pairs) -> dict[str, SetAside]:

@@ -69,13 +69,13 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
     sentences += [f"{run_name(ledger)}: {_layouts(ledger)}." for ledger in (a, b) if changes(ledger.header)]
     if a.path.resolve() == b.path.resolve():
         sentences.append("Both are the same file, so this proves nothing.")
-    apart = magnitude_line(comparison)
-    if comparison.first and apart:
-        sentences.append(f"{comparison.first.name}: {apart}.")
+    distance = magnitude_line(comparison)
+    if comparison.first and distance:
+        sentences.append(f"{comparison.first.name}: {distance}.")
     if comparison.verdict is not Verdict.NOT_COMPARABLE:
         sentences += [*machine_remark(comparison), *_later_replicas(comparison)]
         sentences += [*_undigested(comparison), *_untraced(comparison)]
-        sentences += _next_command(comparison, dumped=apart is not None)
+        sentences += _next_command(comparison, dumped=distance is not None)
     return tuple(sentences)
 
 

@@ -155,8 +155,8 @@ def distance(a: Dumped, b: Dumped) -> Distance:
     ranks = _rank(left), _rank(right)
     ulp = int((np.maximum(*ranks) - np.minimum(*ranks)).max())
     with np.errstate(over="ignore"):
-        apart = float(np.abs(_values(left, a.dtype) - _values(right, a.dtype)).max())
-    return Distance(a.bits.size, len(where), ulp, apart, nans, first)
+        largest = float(np.abs(_values(left, a.dtype) - _values(right, a.dtype)).max())
+    return Distance(a.bits.size, len(where), ulp, largest, nans, first)
 
 
 # dtype -> bits of the fraction; the remaining bits are the sign and the exponent.

@@ -107,8 +107,8 @@ def _diverged(merging: Merging, merged: np.ndarray, alone: bool) -> Diverged:
         return ()
     lanes = dict(zip(merging.own, merging.lanes.tolist(), strict=True))
     counts = dict(zip(merging.own, merging.unlike.tolist(), strict=True))
-    asked = {n: (lanes[n], counts[n]) for n in {*unequal, *unlike} if n in lanes}
-    everyone = [] if alone else gathered(asked)
+    requested = {n: (lanes[n], counts[n]) for n in {*unequal, *unlike} if n in lanes}
+    everyone = [] if alone else gathered(requested)
     named = [(one.kind, name) for one in merging.sums for name, _ in one.parts]
     replicas = [
         (*named[n], by_value({rank: held[n][0] for rank, held in enumerate(everyone) if n in held})) for n in unequal

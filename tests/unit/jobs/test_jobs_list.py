@@ -15,7 +15,7 @@ def test_the_table_of_a_verify(cli, slurm, submitted):
     now(made.steps(20, "tp1"))
     degrees = {"tp": 2, "pp": 1, "dp": 4, "sp": True}
     for dp in (4, 4, 2):
-        again = made.attempt("tp2", job={"id": "14", "restart": 2, "nodes": ["n2"]}, layout=degrees | {"dp": dp})
+        again = made.attempt("tp2", job={"id": "14", "restart": 2, "nodes": "n2"}, layout=degrees | {"dp": dp})
     now(again)
     now(made.steps(7, "tp2", torn='{"step": 8, "lo'))
     ended = cli("jobs")
