@@ -56,12 +56,12 @@ def norms(*graphs: int) -> list[Norms]:
 
 
 def test_an_audit_in_which_nothing_was_replayed_proves_nothing():
-    audit._replayed(norms(0, 0, 0, 0), norms(0, 0, 7, 7), counts_from=3)
+    audit._check_replayed(norms(0, 0, 0, 0), norms(0, 0, 7, 7), counts_from=3)
     for second in (norms(0, 0, 0, 0), norms(0, 0, 7, 0), norms(0, 0, 0, 7)):
         with pytest.raises(RunError, match="no CUDA graph was replayed at step"):
-            audit._replayed(norms(0, 0, 0, 0), second, counts_from=3)
+            audit._check_replayed(norms(0, 0, 0, 0), second, counts_from=3)
     with pytest.raises(RunError, match="the eager training replayed CUDA graphs too"):
-        audit._replayed(norms(0, 0, 7, 7), norms(0, 0, 7, 7), counts_from=3)
+        audit._check_replayed(norms(0, 0, 7, 7), norms(0, 0, 7, 7), counts_from=3)
 
 
 def test_a_training_of_which_steps_are_missing_is_no_answer(tmp_path):

@@ -1,11 +1,13 @@
 """Arguments that several commands share. cli/completion.py completes them by their metavars."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.host.quiet import VERBOSE
 
 
 def of_model(model: str | None) -> str | None:
@@ -15,6 +17,12 @@ def of_model(model: str | None) -> str | None:
     from tp_invariant_recipes.sources import recipe_source
 
     return recipe_source.absolute(model)
+
+
+def _show_output(verbose: bool) -> bool:
+    if verbose:
+        os.environ[VERBOSE] = "1"
+    return verbose
 
 
 Model = Annotated[
@@ -45,7 +53,10 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.")]
+Verbose = Annotated[
+    bool,
+    typer.Option("-v", "--verbose", help="Show the output of Megatron and the libraries.", callback=_show_output),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")]
 
 ClusterFile = Annotated[

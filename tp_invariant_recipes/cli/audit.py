@@ -1,8 +1,6 @@
 """`tpi audit`."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,13 +55,7 @@ def audit(
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
     console.print(Text(f"audit directory {planned.directory.path}"), soft_wrap=True)
-
-    @contextmanager
-    def watch(name: str, run: Any) -> Iterator[Any]:
-        console.print(Text(name, style="bold") + Text(f", {run.steps} steps"))
-        with progress.watcher(run, console) as tick:
-            yield tick
-
+    watch = progress.headed(console, lambda name, run: Text(name, style="bold") + Text(f", {run.steps} steps"))
     found = launch.execute(planned, watch, keep=keep)
     if as_json:
         terminal.print_json(found)

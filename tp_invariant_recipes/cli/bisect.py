@@ -1,9 +1,6 @@
 """`tpi bisect`."""
 
-import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +9,6 @@ from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Verbose, directory_option
 from tp_invariant_recipes.host import needed, terminal
-from tp_invariant_recipes.host.quiet import VERBOSE
 
 
 def bisect(
@@ -40,8 +36,6 @@ def bisect(
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import bisect as launch
 
-    if verbose:
-        os.environ[VERBOSE] = "1"
     found = launch.new(run_a.expanduser(), run_b.expanduser(), directory)
     if isinstance(found, Comparison):
         if as_json:
@@ -53,13 +47,7 @@ def bisect(
     console = terminal.console_of_its_own()
     console.print(Text(f"recorded: {verdict_line(found.first)}"), soft_wrap=True)
     console.print(Text(f"training step {found.step} again in {found.directory.path}"), soft_wrap=True)
-
-    @contextmanager
-    def watch(label: str, planned: Any) -> Iterator[Any]:
-        console.print(Text(label, style="bold"), soft_wrap=True)
-        with progress.watcher(planned, console, verbose=verbose) as tick:
-            yield tick
-
+    watch = progress.headed(console, lambda label, _: Text(label, style="bold"), verbose=verbose)
     result = launch.execute(found, watch)
     if as_json:
         terminal.print_json(result)

@@ -133,8 +133,8 @@ def _print_parameters(console: Console, comparison: "Comparison", every: bool) -
     # Not a table of rich: names are copied from here, so they are never folded.
     table = [("parameter", "gradient from", "moments from", "weight from", "steps")]
     for row in shown:
-        first = (_step(row.gradient), _step(row.moments), _step(row.weight))
-        table.append((one_line(row.name), *first, str(row.steps)))
+        gradient, moments, weight = ("" if n is None else str(n) for n in (row.gradient, row.moments, row.weight))
+        table.append((one_line(row.name), gradient, moments, weight, str(row.steps)))
     width = max(len(name) for name, *_ in table)
     console.print()
     for name, gradient, moments, weight, steps in table:
@@ -142,10 +142,6 @@ def _print_parameters(console: Console, comparison: "Comparison", every: bool) -
     console.print()
     if len(shown) < len(rows):
         console.print(f"and {len(rows) - len(shown)} more (--all)")
-
-
-def _step(step: int | None) -> str:
-    return "" if step is None else str(step)
 
 
 def _table(comparison: "Comparison", rows: tuple[tuple[str, str, str], ...]) -> Table:

@@ -11,9 +11,5 @@ def help_text(command: Callable[..., Any]) -> str:
     A paragraph that begins with a line of `\\b` keeps its line breaks: examples.
     """
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
-    return "\n\n".join(_kept(text) if text.startswith("\b\n") else " ".join(text.split()) for text in paragraphs)
-
-
-def _kept(paragraph: str) -> str:
-    """The mark alone on its line would be an empty line."""
-    return paragraph.replace("\b\n", "\b", 1)
+    # The mark alone on its line would be an empty line.
+    return "\n\n".join("\b" + p[2:] if p.startswith("\b\n") else " ".join(p.split()) for p in paragraphs)

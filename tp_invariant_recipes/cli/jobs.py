@@ -64,7 +64,10 @@ def jobs(
         _say(f"warning: SLURM was not asked: {found.unavailable}")
     console = terminal.console()
     if not rows:
-        _print("no job was submitted yet" if everything else "none in the queue or ended within a day; --all lists all")
+        nothing = (
+            "no job was submitted yet" if everything else "none in the queue or ended within a day; --all lists all"
+        )
+        terminal.print_text(nothing)
         return
     console.print(_table(rows))
     notes = [state for state in rows if state.note] if names else []
@@ -126,13 +129,13 @@ def cancel(names: Jobs) -> None:
     before = [state for one in launch(find(names)) for state in one]
     for state in before:
         words = f"cancelled (was {state.text})" if state.alive else f"has ended already: {state.text}"
-        _print(f"{state.part.id} {state.part.name}: {words}")
+        terminal.print_text(f"{state.part.id} {state.part.name}: {words}")
     started = [state for state in before if state.alive and state.step is not None]
     if started:
-        _print("a run that can save in time does; continue it:")
+        terminal.print_text("a run that can save in time does; continue it:")
     for state in started:
         task = [] if state.part.task is None else [f"--array={state.part.task}"]
-        _print(f"  {shlex.join(['sbatch', *task, str(RunDir(state.part.directory).script)])}")
+        terminal.print_text(f"  {shlex.join(['sbatch', *task, str(RunDir(state.part.directory).script)])}")
 
 
 def wait(
@@ -157,7 +160,7 @@ def wait(
 
     found = follow.wait(find(names), _say, timeout)
     for states in found:
-        _print(_closing(states))
+        terminal.print_text(_closing(states))
     _leave(found)
 
 
@@ -225,10 +228,6 @@ def _clock(seconds: int) -> str:
     """As SLURM writes it: 1-02:03:04."""
     minutes, hours, days = seconds // 60 % 60, seconds // 3600 % 24, seconds // 86400
     return (f"{days}-" if days else "") + f"{hours:02}:{minutes:02}:{seconds % 60:02}"
-
-
-def _print(text: str) -> None:
-    terminal.console().print(Text(text), soft_wrap=True)
 
 
 def _say(text: str) -> None:

@@ -1,8 +1,7 @@
 """What `tpi verify` and `tpi sweep` show while they train the runs of a matrix."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -10,6 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from tp_invariant_recipes.launch.local import Watch
+    from tp_invariant_recipes.launch.plan import Plan
     from tp_invariant_recipes.workflows.verify import Verification
 
 
@@ -28,12 +28,9 @@ def trained[T](
     console.print(Text(f"{runs} run{'s' * (runs != 1)} in {planned.directory.path}"), soft_wrap=True)
     labels = [cell.label for cell in planned.cells]
 
-    @contextmanager
-    def watch(label: str, run: Any) -> Iterator[Any]:
+    def heading(label: str, run: "Plan") -> Text:
         ranks = f"{run.layout.world} {run.device} rank{'s' if run.layout.world > 1 else ''}"
         number = f"{labels.index(label) + 1} of {len(labels)}"
-        console.print(Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {run.steps} steps"))
-        with progress.watcher(run, console, verbose=verbose) as tick:
-            yield tick
+        return Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {run.steps} steps")
 
-    return execute(planned, watch)
+    return execute(planned, progress.headed(console, heading, verbose=verbose))

@@ -1,6 +1,5 @@
 """`tpi sweep`."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +13,6 @@ from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directo
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
-from tp_invariant_recipes.host.quiet import VERBOSE
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.workflows.sweep import Swept
@@ -64,8 +62,6 @@ def _run(model: str, overrides: list[str], directory: Path | None, verbose: bool
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import sweep as launch
 
-    if verbose:
-        os.environ[VERBOSE] = "1"
     console = terminal.console_of_its_own()
     with progress.preparing(console) as report:
         planned = launch.new(model, overrides, directory=directory, progress=report)

@@ -22,7 +22,6 @@ from tp_invariant_recipes.cli.arguments import (
 )
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.host import needed, terminal
-from tp_invariant_recipes.host.quiet import VERBOSE
 
 LAST = Path("last")  # of --resume
 
@@ -92,8 +91,6 @@ def train(
     from tp_invariant_recipes.config.overrides import parse_all
     from tp_invariant_recipes.launch.request import Request
 
-    if verbose:
-        os.environ[VERBOSE] = "1"
     arguments = list(overrides or [])
     if resume is not None and model is not None and "=" in model:  # typer gives the first word to MODEL
         arguments.insert(0, model)

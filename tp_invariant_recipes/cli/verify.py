@@ -1,6 +1,5 @@
 """`tpi verify`."""
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,6 @@ from tp_invariant_recipes.cli.arguments import Json, Overrides, Verbose, directo
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import needed, terminal
-from tp_invariant_recipes.host.quiet import VERBOSE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -128,8 +126,6 @@ def _again(directory: Path | None, against: Path | None, *, verbose: bool, exitf
 def _train(planned: "Verification", console: "Console", *, verbose: bool, exitfirst: bool) -> "MatrixVerdict":
     from tp_invariant_recipes.workflows import verify as launch
 
-    if verbose:
-        os.environ[VERBOSE] = "1"
     return matrix.trained(planned, console, partial(launch.execute, exitfirst=exitfirst), verbose=verbose)
 
 

@@ -32,43 +32,40 @@ def execute(submission: PlannedSubmission) -> dict[str, Any]:
     If SLURM refuses, the directory is removed, so that the corrected command can be repeated.
     """
     where = submission.directory
-    made = not where.path.exists()
-    with locked(where) if submission.resumed else locked_empty(where):
-        return _execute(submission, made=made)
-
-
-def _execute(submission: PlannedSubmission, *, made: bool) -> dict[str, Any]:
-    where = submission.directory
+    new = not where.path.exists()
     ids: list[str] = []
-    earlier = {f: f.read_bytes() for f in (where.script, where.submission) if submission.resumed and f.exists()}
-    try:
-        submission.write()
-        where.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not create it, and a job without its log fails
-        for one in submission.scripts:
-            where.write_text(one.file, one.text)
-        where.write(where.submission, submission.as_dict())
-        for number, one in enumerate(submission.scripts):
-            ids.append(slurm_client.sbatch(one.file, submission.options(number, *ids)))
-    except BaseException as error:
+    with locked(where) if submission.resumed else locked_empty(where):
+        earlier = {f: f.read_bytes() for f in (where.script, where.submission) if submission.resumed and f.exists()}
         try:
-            slurm_client.cancel(ids)
-        except RunError as other:
-            raise RunError(f"{error}\nand job {ids[0]}, submitted before it, could not be ended: {other}") from error
-        if submission.resumed:
-            _put_back(where, earlier)
-        else:
-            _remove(where.path, whole=made)
-        raise
-    found = submission.as_dict(ids)
-    try:
-        registry.remember(where.path, ids)
-        where.write(where.submission, found)
-    except RunError as error:
-        raise RunError(f"job {' and '.join(ids)} is submitted, but tpi jobs may not find it: {error}") from error
-    return found
+            submission.write()
+            where.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not create it, and a job without its log fails
+            for one in submission.scripts:
+                where.write_text(one.file, one.text)
+            where.write(where.submission, submission.as_dict())
+            for number, one in enumerate(submission.scripts):
+                ids.append(slurm_client.sbatch(one.file, submission.options(number, *ids)))
+        except BaseException as error:
+            try:
+                slurm_client.cancel(ids)
+            except RunError as other:
+                raise RunError(
+                    f"{error}\nand job {ids[0]}, submitted before it, could not be ended: {other}"
+                ) from error
+            if submission.resumed:
+                _restore(where, earlier)
+            else:
+                _remove(where.path, whole=new)
+            raise
+        found = submission.as_dict(ids)
+        try:
+            registry.remember(where.path, ids)
+            where.write(where.submission, found)
+        except RunError as error:
+            raise RunError(f"job {' and '.join(ids)} is submitted, but tpi jobs may not find it: {error}") from error
+        return found
 
 
-def _put_back(where: RunDir, earlier: dict[Path, bytes]) -> None:
+def _restore(where: RunDir, earlier: dict[Path, bytes]) -> None:
     """The files of an earlier submission, as they were."""
     for file in (where.script, where.submission):
         if file in earlier:

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,18 +133,19 @@ def _render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"q": _quoted, "words": _words, "s": _sbatch, "option": _option, "comment": one_line}
+    environment.filters |= {
+        "q": _quoted,
+        "words": lambda values: " ".join(map(_quoted, values)),
+        "s": _sbatch,
+        "option": _option,
+        "comment": one_line,
+    }
     return environment.get_template(f"{template}.sbatch.j2").render(values)
 
 
 def _quoted(value: object) -> str:
     """One word of bash."""
     return shlex.quote(str(value))
-
-
-def _words(values: Iterable[object]) -> str:
-    """Words of bash, separated by spaces."""
-    return " ".join(map(_quoted, values))
 
 
 def _sbatch(value: object) -> str:

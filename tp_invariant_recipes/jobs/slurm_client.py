@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tp_invariant_recipes.config import job_rules
 from tp_invariant_recipes.errors import RunError
@@ -118,16 +119,9 @@ def accounting(jobs: Iterable[str]) -> dict[str, Accounted]:
     ids = ",".join(jobs)
     if not ids:
         return {}
-    command = [
-        "sacct",
-        "--noheader",
-        "--parsable2",
-        "--allocations",
-        "--format=JobID,State,ExitCode",
-        f"--jobs={ids}",
-    ]
+    options = ["--noheader", "--parsable2", "--allocations", "--format=JobID,State,ExitCode", f"--jobs={ids}"]
     try:
-        lines = _run(command).splitlines()
+        lines = _run(["sacct", *options]).splitlines()
     except RunError:  # without accounts, the run directory still shows how a run ended
         return {}
     found = {}
@@ -158,28 +152,27 @@ def _run(command: Sequence[str], environment: Mapping[str, str] | None = None, *
 
     forgotten: an id that the controller no longer knows, or never knew, gives an empty answer instead of an error.
     """
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     try:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-        )
+        process = subprocess.Popen(command, env=environment, text=True, **pipes)
+    except FileNotFoundError:
+        raise RunError(NOT_INSTALLED.format(command=command[0])) from None
     except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            raise RunError(NOT_INSTALLED.format(command=command[0])) from None
         raise RunError(f"{command[0]} cannot be started: {error}") from error
     with process:
         try:
             out, stderr = _communicate(process)
         except subprocess.TimeoutExpired as late:
             process.kill()
-            raise RunError(_late(command[0], (late.stderr or b"").decode(errors="replace"))) from None
+            stderr = (late.stderr or b"").decode(errors="replace")
+            if stderr.strip():
+                raise RunError(_error_message(command[0], stderr, None)) from None
+            raise RunError(
+                f"{command[0]} gave no answer in {TIMEOUT:.0f} s; look with squeue --me before you repeat the command"
+            ) from None
     if process.returncode == 0 or (forgotten and "Invalid job id specified" in stderr):
         return out
-    raise RunError(_mistake(command[0], stderr, process.returncode))
+    raise RunError(_error_message(command[0], stderr, process.returncode))
 
 
 def _communicate(process: "subprocess.Popen[str]") -> tuple[str, str]:
@@ -192,13 +185,7 @@ def _communicate(process: "subprocess.Popen[str]") -> tuple[str, str]:
     return process.communicate(timeout=TIMEOUT - PATIENCE)
 
 
-def _late(command: str, stderr: str) -> str:
-    if stderr.strip():
-        return _mistake(command, stderr, None)
-    return f"{command} gave no answer in {TIMEOUT:.0f} s; look with squeue --me before you repeat the command"
-
-
-def _mistake(command: str, stderr: str, status: int | None) -> str:
+def _error_message(command: str, stderr: str, status: int | None) -> str:
     """SLURM's own message, and the remedy."""
     words = [re.sub(rf"^{command}: (error: )?", "", line) for line in stderr.splitlines() if line.strip()]
     own = "; ".join(dict.fromkeys(words)) or f"exit status {status}, without a word"

@@ -112,9 +112,17 @@ class Overview:
     unavailable: str | None
 
 
-def overview(submissions: Sequence[Submission]) -> Overview:
-    """The states of these submissions, with or without SLURM."""
-    return _overview(submissions)
+def overview(submissions: Sequence[Submission], known: SlurmStatus | None = None) -> Overview:
+    """The states of these submissions, with or without SLURM. known: SLURM's status; None: query it."""
+    status = known or SlurmStatus()
+    if status.unavailable is None:
+        try:
+            status = status_query.query(
+                [part for one in submissions for part in one.parts], known.queued if known else None
+            )
+        except RunError as error:
+            status = SlurmStatus(unavailable=str(error))
+    return Overview(tuple(states(one, status) for one in submissions), status.unavailable)
 
 
 def overview_of_recent(*, everything: bool = False) -> Overview:
@@ -128,20 +136,7 @@ def overview_of_recent(*, everything: bool = False) -> Overview:
         queued = any(known.queued_row(part) for part in one.parts)
         return queued or (one.note is None and (everything or _recent(one)))
 
-    return _overview([one for one in all_submissions() if wanted(one)], known)
-
-
-def _overview(submissions: Sequence[Submission], known: SlurmStatus | None = None) -> Overview:
-    """known: SLURM's status; None: query it."""
-    status = known or SlurmStatus()
-    if status.unavailable is None:
-        try:
-            status = status_query.query(
-                [part for one in submissions for part in one.parts], known.queued if known else None
-            )
-        except RunError as error:
-            status = SlurmStatus(unavailable=str(error))
-    return Overview(tuple(states(one, status) for one in submissions), status.unavailable)
+    return overview([one for one in all_submissions() if wanted(one)], known)
 
 
 def _recent(submission: Submission) -> bool:
@@ -201,16 +196,14 @@ def _ended(part: JobPart, word: str | None, last: Attempt | None) -> End:
         silent = "it recorded no exit status" if last else "it recorded no start"
         said = elsewhere or _silent(part, silent)
         settled = elsewhere is not None or word not in (None, *_OF_SCRIPTS)
-        return End(word or UNKNOWN, _status(word == "COMPLETED"), settled, said if part.ours else f"{_TAKEN}; {said}")
+        return End(
+            word or UNKNOWN, 0 if word == "COMPLETED" else 2, settled, said if part.ours else f"{_TAKEN}; {said}"
+        )
     settled, note = True, last.why
     if last.requeued:  # unless it was cancelled, SLURM has started another try, whose end is still to come
         settled = word not in (None, *_OF_SCRIPTS)
         note = "; ".join(filter(None, (note, "it was to be queued again, and is in the queue no more")))
-    return End(word or last.outcome, _status(last.outcome == COMPLETED), settled, note)
-
-
-def _status(completed: bool) -> int:
-    return 0 if completed else 2
+    return End(word or last.outcome, 0 if last.outcome == COMPLETED else 2, settled, note)
 
 
 def _judged(part: JobPart, word: str | None) -> End:

@@ -1,6 +1,6 @@
 """`tpi submit` plans: compose for the cluster's nodes, check, render the scripts. `execution.py` submits them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from tp_invariant_recipes.config.overrides import Override, cluster_files, given
 from tp_invariant_recipes.errors import ConfigError, RunError, listed
 from tp_invariant_recipes.jobs import fitness, registry, script, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
-from tp_invariant_recipes.jobs.script import CellStep, Job
+from tp_invariant_recipes.jobs.script import CellStep
 from tp_invariant_recipes.launch import memory, plan, record
 from tp_invariant_recipes.launch.resume import overrides_to_repeat, resume_run
 from tp_invariant_recipes.launch.train import check as train_check
@@ -47,7 +47,8 @@ def train(
     composed = _composed(model, sound, problems)
     composed, configs = _layouts(composed, problems)
     fitness.check(configs, problems, dry=dry)
-    where = _absolute(choose(composed.config.run.dir, f"{model}-tp{layout.of(composed.config).tp}"))
+    path = choose(composed.config.run.dir, f"{model}-tp{layout.of(composed.config).tp}").path
+    where = RunDir(path.absolute())
     found = _single(composed, where, after)
     if dry:
         return found
@@ -62,7 +63,7 @@ def resume(
 
     overrides: what is to change, as for `tpi train --resume`. after, dry, progress: as for `train`.
     """
-    where = _absolute(RunDir(run.expanduser()))
+    where = RunDir(run.expanduser().absolute())
     before = where.read_run(RunFile)
     problems, sound = reserved.check("submit --resume", parse_all(overrides))
     model = before.model
@@ -108,8 +109,8 @@ def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedS
         directory=where,
         cells=(),
         scripts=(JobScript(registry.TRAIN, where.script, text),),
-        validate=_nothing,
-        write=_nothing,
+        validate=lambda: None,
+        write=lambda: None,
         after=_ids(after),
         unseen=tuple(job_rules.unseen(config)),
     )
@@ -198,7 +199,8 @@ def _array(
     if not config.cluster.shared_files:
         problems.append("cluster.shared_files=false: the job that compares the cells would not see their ledgers")
     fitness.check(list(configs.values()), problems, dry=dry)
-    allocated = _largest(map(allocation.of, configs.values()))
+    cells = [allocation.of(one) for one in configs.values()]
+    allocated = Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
     about = f"{model}: an array of {len(configs)} cells, {allocated} at most"
     name = f"tpi-{path.name}"
     where = found.directory
@@ -210,8 +212,18 @@ def _array(
         for cell in found.matrix.cells
     ]
     does = "compares" if kind == "verify" else "lists"
-    judge = _judging(
-        job, name=f"{name}-judge", about=f"{model}: {does} the cells", log=_log(config, where, "job-%j.log")
+    shorter = job_rules.parse_time(job.time) < job_rules.parse_time(JUDGE_TIME)
+    judge = replace(
+        job,
+        name=f"{name}-judge",
+        about=f"{model}: {does} the cells",
+        nodes=1,
+        gres=None,
+        cpus=None,
+        whole=False,
+        time=job.time if shorter else JUDGE_TIME,
+        save_before=None,
+        log=_log(config, where, "job-%j.log"),
     )
     looks = script.judge(judge, config, LOOKS[kind], path, [path, *reference])
     fullest = max(configs.values(), key=lambda one: estimate(one).rank)
@@ -250,30 +262,11 @@ def _composed(model: str, overrides: Sequence[Override], problems: list[str]) ->
         raise ConfigError(listed(found), found) from error
 
 
-def _absolute(run_dir: RunDir) -> RunDir:
-    return RunDir(run_dir.path.absolute())
-
-
 def _log(config: RunConfig, where: RunDir, name: str) -> str:
     """The job's output: among the logs of the run; on the first node if the nodes do not share these."""
     if config.cluster.shared_files:
         return script.log_in(where.logs, name)
     return script.log_in(ON_THE_NODE, f"tpi-%u-{name}")
-
-
-def _largest(all_taken: Iterable[Allocation]) -> Allocation:
-    """Resources that are enough for each of these."""
-    cells = list(all_taken)
-    return Allocation(max(c.nodes for c in cells), max(c.ranks for c in cells), max(c.gpus for c in cells))
-
-
-def _judging(job: Job, *, name: str, about: str, log: str) -> Job:
-    """A judge's job: one processor of one node, for a limited time, in the cells' partition."""
-    shorter = job_rules.parse_time(job.time) < job_rules.parse_time(JUDGE_TIME)
-    limit = job.time if shorter else JUDGE_TIME
-    return replace(
-        job, name=name, about=about, nodes=1, gres=None, cpus=None, whole=False, time=limit, save_before=None, log=log
-    )
 
 
 def _ids(names: Sequence[str]) -> tuple[str, ...]:
@@ -300,10 +293,6 @@ def _idle(where: RunDir) -> None:
         raise RunError(
             f"{where.path} has job {job}, which is {alive[0].text}: wait for it, or end it: tpi cancel {job}"
         )
-
-
-def _nothing() -> None:
-    """A dry run checks nothing with Bridge, and writes nothing."""
 
 
 def _write_cells(found: verify.Verification) -> None:

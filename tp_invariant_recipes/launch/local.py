@@ -10,6 +10,7 @@ from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
+from tp_invariant_recipes.launch.stacks import size_of
 from tp_invariant_recipes.runs import lock
 
 # Takes the name of a training and its plan, and shows its progress.
@@ -34,6 +35,7 @@ def run(
     stop:           of a caller that notes signals itself. Default: they are noted while the ranks live, and Ctrl-C is
                     raised as KeyboardInterrupt once all ranks have ended.
     """
+    from tp_invariant_recipes.training.rank import RankInfo
 
     def watch() -> None:
         tick()
@@ -41,7 +43,10 @@ def run(
 
     os.environ.update(plan.environment)
     stores = [store() for _ in range(process_groups)]
-    rank_infos = _rank_infos(plan.layout.world, tuple(store.port for store in stores))
+    ports = tuple(store.port for store in stores)
+    prepare_environment("lo")
+    world = plan.layout.world
+    rank_infos = [RankInfo(rank, rank, world, world, "127.0.0.1", ports) for rank in range(world)]
     with ranks.stopping() if stop is None else nullcontext(stop) as noted:
         try:
             outcome = ranks.run(
@@ -65,12 +70,8 @@ def run(
 
 def _stepped(progress: Path) -> Callable[[], bool]:
     """Whether a step has been made since now. The ranks record each step before they save."""
-    before = _size(progress)
-    return lambda: _size(progress) != before
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0
+    before = size_of(progress)
+    return lambda: size_of(progress) != before
 
 
 def store() -> Any:
@@ -85,10 +86,3 @@ def prepare_environment(interface: str | None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: ranks share the processor
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # Gloo would look the host's name up; it may not resolve
-
-
-def _rank_infos(world: int, ports: tuple[int, ...]) -> list[Any]:
-    from tp_invariant_recipes.training.rank import RankInfo
-
-    prepare_environment("lo")
-    return [RankInfo(r, r, world, world, "127.0.0.1", ports) for r in range(world)]

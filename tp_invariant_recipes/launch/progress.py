@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -14,6 +14,9 @@ from rich.text import Text
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.reading import Record, checked, parse_json
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.launch.local import Watch
 
 WINDOW = 20  # steps over which tokens/s and the time left are averaged
 # rich would otherwise take over standard output and error, and ranks forked meanwhile would write to the terminal.
@@ -174,6 +177,18 @@ def watcher(plan: Plan, console: Console, *, verbose: bool = False) -> Bar | Lin
     if verbose:
         return Echo(plan, console)
     return Bar(plan, console) if console.is_terminal else Lines(plan, console)
+
+
+def headed(console: Console, heading: Callable[[str, Plan], Text], *, verbose: bool = False) -> "Watch":
+    """Print a heading before each training, then show its progress. heading: takes the training's name and plan."""
+
+    @contextmanager
+    def watch(name: str, plan: Plan) -> Iterator[Callable[[], None]]:
+        console.print(heading(name, plan), soft_wrap=True)
+        with watcher(plan, console, verbose=verbose) as tick:
+            yield tick
+
+    return watch
 
 
 def phase(console: Console, words: str) -> None:

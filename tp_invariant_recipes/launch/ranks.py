@@ -139,7 +139,8 @@ def run(
 
     from tp_invariant_recipes.training import rank
 
-    _remove_failures(run_dir, rank_infos)
+    for info in rank_infos:
+        run_dir.failure(info.rank).unlink(missing_ok=True)
     method = start_method(device)
     heartbeats = Heartbeats(len(rank_infos), torch.multiprocessing.get_context(method))
     arguments = (str(run_dir.path), rank_infos, rank_fn or rank.train, heartbeats, lock.Inherited())
@@ -251,11 +252,6 @@ def _signal(processes: Sequence[Any], number: int) -> set[int]:
     for process in alive.values():
         os.kill(process.pid, number)
     return set(alive)
-
-
-def _remove_failures(run_dir: RunDir, rank_infos: Sequence["RankInfo"]) -> None:
-    for info in rank_infos:
-        run_dir.failure(info.rank).unlink(missing_ok=True)
 
 
 def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:

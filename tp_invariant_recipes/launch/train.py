@@ -70,30 +70,26 @@ def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) 
     stop:  as for `local.run`; without it Ctrl-C is raised.
     """
     with locked(planned.run_dir):
-        return _execute(planned, watch, stop)
+        record.check_current(planned)
+        if planned.run_dir.checkpoints.exists():
+            checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
+        record.write(planned)
+        try:
+            outcome = check_completed(planned, local.run(planned, watch, stop=stop))
+        except LockLost:
+            raise
+        except TpiError as error:
+            with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
+                attempts.end(planned.run_dir, "failed", str(error))
+            raise
+        except KeyboardInterrupt:
+            attempts.end(planned.run_dir, local.Outcome.STOPPED.value)
+            raise
+        attempts.end(planned.run_dir, outcome.value)
+        return outcome
 
 
-def _execute(planned: Plan, watch: Callable[[], None], stop: Stop | None) -> local.Outcome:
-    record.check_current(planned)
-    if planned.run_dir.checkpoints.exists():
-        checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
-    record.write(planned)
-    try:
-        outcome = ended(planned, local.run(planned, watch, stop=stop))
-    except LockLost:
-        raise
-    except TpiError as error:
-        with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
-            attempts.end(planned.run_dir, "failed", str(error))
-        raise
-    except KeyboardInterrupt:
-        attempts.end(planned.run_dir, local.Outcome.STOPPED.value)
-        raise
-    attempts.end(planned.run_dir, outcome.value)
-    return outcome
-
-
-def ended(planned: Plan, outcome: local.Outcome) -> local.Outcome:
+def check_completed(planned: Plan, outcome: local.Outcome) -> local.Outcome:
     """How a run ended whose ranks all ended well. Raises RunError: before its last step, and nobody asked for it.
 
     Bridge leaves early with status 0 after train.exit_duration_in_mins, and on a signal that a rank got by itself.
@@ -121,6 +117,7 @@ def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
     run_dir = planned.run_dir
     steps = read(run_dir.ledger).steps if run_dir.ledger.exists() else ()
     last = steps[-1] if steps else None
+    saved = checkpoints.finished(run_dir.checkpoints)
     return {
         "run": str(run_dir.path),
         "outcome": outcome.value,
@@ -128,12 +125,7 @@ def summary(planned: Plan, outcome: local.Outcome) -> dict[str, Any]:
         "of": planned.steps,
         "loss": bits_float(last.loss) if last and last.loss else None,
         "grad_norm": bits_float(last.grad_norm) if last and last.grad_norm else None,
-        "checkpoint": _newest_checkpoint(planned),
+        "checkpoint": str(saved[-1].path) if saved else None,
         "diverged": next((step.step for step in steps if step.diverged), None),
         **places.of(run_dir),
     }
-
-
-def _newest_checkpoint(planned: Plan) -> str | None:
-    found = checkpoints.finished(planned.run_dir.checkpoints)
-    return str(found[-1].path) if found else None

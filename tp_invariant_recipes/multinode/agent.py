@@ -250,7 +250,7 @@ def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str |
         _wait_for_others(rendezvous, "ended", None, tick=heartbeat)
         heartbeat.look()  # the others' last files
         heartbeat.show()
-    return train.ended(planned, outcome)
+    return train.check_completed(planned, outcome)
 
 
 def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> RankFailed:
@@ -273,28 +273,25 @@ def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> R
 
 def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
     """It holds the lock of its own run directory if it shares none with the first node."""
-    with ExitStack() as stack:
-        return _follow(rendezvous, task, stack)
-
-
-def _follow(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> Ended:
-    rendezvous.set(f"joined/{rendezvous.node.number}", Nothing())
-    try:
-        planned, shared = _plan_as_ordered(rendezvous, task, locks)
-        # One blocking wait, no polling: the first node forks its ranks now, and its store's thread must have no work.
-        port = rendezvous.wait("next", NEXT).port
-        if port is None:
-            raise _Over
-        if not shared:
-            record.write(planned, job=AttemptJob(rendezvous.node.job))
-        heartbeat = Heartbeat(rendezvous, planned, None if shared else Sender(rendezvous, planned.run_dir))
-        address = rendezvous.node.address
-        _run_ranks(rendezvous, planned, address, port, interface(address_towards(address)), heartbeat)
-        over = _wait_for_first_node(rendezvous, "over", tick=heartbeat)
-    except (_Over, Stopped, PeerFailed, RankFailed):
-        over = _wait_for_first_node(rendezvous, "over")
-    rendezvous.set(f"left/{rendezvous.node.number}", Nothing())
-    return _ended(over)
+    with ExitStack() as locks:
+        rendezvous.set(f"joined/{rendezvous.node.number}", Nothing())
+        try:
+            planned, shared = _plan_as_ordered(rendezvous, task, locks)
+            # One blocking wait, no polling: the first node forks its ranks now, and its store's thread must have no
+            # work.
+            port = rendezvous.wait("next", NEXT).port
+            if port is None:
+                raise _Over
+            if not shared:
+                record.write(planned, job=AttemptJob(rendezvous.node.job))
+            heartbeat = Heartbeat(rendezvous, planned, None if shared else Sender(rendezvous, planned.run_dir))
+            address = rendezvous.node.address
+            _run_ranks(rendezvous, planned, address, port, interface(address_towards(address)), heartbeat)
+            over = _wait_for_first_node(rendezvous, "over", tick=heartbeat)
+        except (_Over, Stopped, PeerFailed, RankFailed):
+            over = _wait_for_first_node(rendezvous, "over")
+        rendezvous.set(f"left/{rendezvous.node.number}", Nothing())
+        return _ended(over)
 
 
 def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> tuple[Plan, bool]:

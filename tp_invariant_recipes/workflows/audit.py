@@ -88,7 +88,10 @@ def new(
     steps:   of each training; None: the value of `iters`, or 8. progress: as for `plan.new`.
     """
     requested, differing = parse_all(overrides), parse_all(against)
-    pair = _against(texts(differing)) if against else _graphs()
+    if against:
+        pair = Pair("first", "second", (), texts(differing), replays=False)
+    else:
+        pair = Pair("eager", "replayed", (f"model.cuda_graph_warmup_steps={NEVER}",), (), replays=True)
     problems, sound = reserved.check("audit", requested)
     problems += reserved.check("audit", differing)[0]
     length_given = given(requested, "train.train_iters") is not None
@@ -98,9 +101,7 @@ def new(
     numerics = [] if given(sound, "numerics.mode") else [NUMERICS]
     common: list[str | Override] = [*DEFAULTS, *numerics, *sound, *length, "save=0"]
     composed = _composed(model, common, pair, problems)
-    counts_from = 1
-    if pair.replays:
-        counts_from = _warmup(composed[pair.second].config) + 1
+    counts_from = _warmup(composed[pair.second].config) + 1 if pair.replays else 1
     where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(composed[pair.first].config).tp}"))
     names = {pair.first: pair.first, pair.second: pair.second, ROUNDED: pair.first}
     plans = {
@@ -125,22 +126,18 @@ def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]
     keep: keep the run directories even if no group differs.
     """
     with locked_empty(audit.directory):
-        return _execute(audit, watch, keep=keep)
-
-
-def _execute(audit: Audit, watch: Watch, *, keep: bool) -> dict[str, Any]:
-    first, second = (_train(audit, name, watch) for name in (audit.pair.first, audit.pair.second))
-    if audit.pair.replays:
-        _replayed(first, second, audit.counts_from)
-    alike = norm_ratios.same(first, second)
-    rounded = None if alike else _train(audit, ROUNDED, watch, rounded_from=audit.counts_from)
-    judged = norm_ratios.judge_ratios(first, second, rounded, counts_from=audit.counts_from)
-    found = result(audit, judged)
-    audit.directory.write(audit.directory.result, found)
-    if not (judged.different or keep):
-        for name in audit.plans:
-            shutil.rmtree(audit.directory.training(name).path, ignore_errors=True)
-    return found
+        first, second = (_train(audit, name, watch) for name in (audit.pair.first, audit.pair.second))
+        if audit.pair.replays:
+            _check_replayed(first, second, audit.counts_from)
+        equal = norm_ratios.same(first, second)
+        rounded = None if equal else _train(audit, ROUNDED, watch, rounded_from=audit.counts_from)
+        judged = norm_ratios.judge_ratios(first, second, rounded, counts_from=audit.counts_from)
+        found = result(audit, judged)
+        audit.directory.write(audit.directory.result, found)
+        if not (judged.different or keep):
+            for name in audit.plans:
+                shutil.rmtree(audit.directory.training(name).path, ignore_errors=True)
+        return found
 
 
 def result(audit: Audit, judged: Judged) -> dict[str, Any]:
@@ -165,22 +162,13 @@ def result(audit: Audit, judged: Judged) -> dict[str, Any]:
         "steps": first.steps,
         "counts_from": audit.counts_from,
         "margin": norm_ratios.MARGIN,
-        "groups": [_group(group) for group in judged.groups],
+        "groups": [asdict(group) | {"worst": _finite(asdict(group.worst))} for group in judged.groups],
         "parameters": [_finite(asdict(ratio)) for ratio in judged.ratios],
         "set_aside": [_numbers(asdict(one)) for one in judged.aside],
     }
 
 
 # --- Planning ---
-
-
-def _graphs() -> Pair:
-    delayed = f"model.cuda_graph_warmup_steps={NEVER}"
-    return Pair("eager", "replayed", (delayed,), (), replays=True)
-
-
-def _against(overrides: Sequence[str]) -> Pair:
-    return Pair("first", "second", (), tuple(overrides), replays=False)
 
 
 def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
@@ -233,31 +221,27 @@ def _composed(model: str, overrides: Sequence[str | Override], pair: Pair, probl
 
 def _train(audit: Audit, name: str, watch: Watch, *, rounded_from: int | None = None) -> list[Norms]:
     """The norms of every step."""
-    with locked(audit.directory.training(name)):
-        return _train_locked(audit, name, watch, rounded_from)
-
-
-def _train_locked(audit: Audit, name: str, watch: Watch, rounded_from: int | None) -> list[Norms]:
     planned, run = audit.plans[name], audit.directory.training(name)
     stopped = f"the audit was stopped before its end, in the training {name}: {run.path}"
-    record.write(planned)
-    run.write_task(AuditTask(rounded_from))
-    try:
-        with watch(name, planned) as tick:
-            outcome = local.run(planned, tick, rank_fn=rank.measure)
-    except LockLost:
-        raise
-    except TpiError as error:
-        with suppress(TpiError):  # usually a full disk, which the run's own error reports
-            attempts.end(run, "failed", str(error))
-        raise RunError(f"the training {name} failed, so that nothing can be compared\n{error}") from error
-    except KeyboardInterrupt:
-        attempts.end(run, local.Outcome.STOPPED.value)
-        raise Interrupted(stopped) from None
-    attempts.end(run, outcome.value)
-    if outcome is local.Outcome.STOPPED:
-        raise RunError(stopped)
-    return _complete(run, planned.steps)
+    with locked(run):
+        record.write(planned)
+        run.write_task(AuditTask(rounded_from))
+        try:
+            with watch(name, planned) as tick:
+                outcome = local.run(planned, tick, rank_fn=rank.measure)
+        except LockLost:
+            raise
+        except TpiError as error:
+            with suppress(TpiError):  # usually a full disk, which the run's own error reports
+                attempts.end(run, "failed", str(error))
+            raise RunError(f"the training {name} failed, so that nothing can be compared\n{error}") from error
+        except KeyboardInterrupt:
+            attempts.end(run, local.Outcome.STOPPED.value)
+            raise Interrupted(stopped) from None
+        attempts.end(run, outcome.value)
+        if outcome is local.Outcome.STOPPED:
+            raise RunError(stopped)
+        return _complete(run, planned.steps)
 
 
 def _complete(run: AuditedRun, steps: int) -> list[Norms]:
@@ -269,7 +253,7 @@ def _complete(run: AuditedRun, steps: int) -> list[Norms]:
     return norms
 
 
-def _replayed(first: Sequence[Norms], second: Sequence[Norms], counts_from: int) -> None:
+def _check_replayed(first: Sequence[Norms], second: Sequence[Norms], counts_from: int) -> None:
     """Raises RunError unless the second training replayed graphs at every judged step, and the first at none."""
     if any(one.graphs for one in first):
         raise RunError("the eager training replayed CUDA graphs too: there is nothing to compare with")
@@ -291,15 +275,12 @@ def _text(audit: Audit, judged: Judged) -> str:
         how = "bit for bit" if not rounding else f"but for rounding ({', '.join(rounding)})"
         counted = f"over steps {audit.counts_from} to {audit.first.steps}"
         if judged.aside:
-            counted += f"; set aside: {len(judged.aside)} of {_parameters(judged)} parameters"
+            parameters = {one.name for one in judged.ratios} | {one.name for one in judged.aside}
+            counted += f"; set aside: {len(judged.aside)} of {len(parameters)} parameters"
         return f"same: gradient norms of {pair.first} and {pair.second} are equal {how} {counted}"
     in_time = sorted(judged.different, key=lambda group: group.since or 0)
     named = ", ".join(f"{group.name} {_times(group)} from step {group.since}" for group in in_time)
     return f"different: gradients of {pair.second} are not those of {pair.first}: {named}"
-
-
-def _parameters(judged: Judged) -> int:
-    return len({one.name for one in judged.ratios} | {one.name for one in judged.aside})
 
 
 def _times(group: GroupRatio) -> str:
@@ -321,10 +302,6 @@ def _remarks(audit: Audit, judged: Judged) -> list[str]:
             f"trainings do not repeat themselves (model.deterministic_mode=true), and by how much counts as rounding"
         )
     return remarks
-
-
-def _group(group: GroupRatio) -> dict[str, Any]:
-    return asdict(group) | {"worst": _finite(asdict(group.worst))}
 
 
 def _finite(ratio: dict[str, Any]) -> dict[str, Any]:

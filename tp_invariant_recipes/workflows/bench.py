@@ -97,26 +97,22 @@ def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
 
     watch: called while the ranks live, to show progress.
     """
-    with locked_empty(bench.directory):
-        return _execute(bench, watch)
-
-
-def _execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
-    for one in bench.plans.values():
-        record.write(one)
-    bench.directory.write_passes(bench.passes)
     job = replace(bench.first, run_dir=bench.directory)
     stopped = f"the benchmark was stopped before its end; the steps it took: {bench.directory.figures(0)}"
-    try:
-        outcome = local.run(job, watch, rank_fn=rank.measure, process_groups=len(bench.passes))
-    except KeyboardInterrupt:
-        raise Interrupted(stopped) from None
-    if outcome is local.Outcome.STOPPED:
-        raise RunError(stopped)
-    _check_complete(bench)
-    found = result(bench)
-    bench.directory.write(bench.directory.result, found)
-    return found
+    with locked_empty(bench.directory):
+        for one in bench.plans.values():
+            record.write(one)
+        bench.directory.write_passes(bench.passes)
+        try:
+            outcome = local.run(job, watch, rank_fn=rank.measure, process_groups=len(bench.passes))
+        except KeyboardInterrupt:
+            raise Interrupted(stopped) from None
+        if outcome is local.Outcome.STOPPED:
+            raise RunError(stopped)
+        _check_complete(bench)
+        found = result(bench)
+        bench.directory.write(bench.directory.result, found)
+        return found
 
 
 def _check_complete(bench: Bench) -> None:
@@ -154,7 +150,11 @@ def result(bench: Bench) -> dict[str, Any]:
         "modes": _modes(bench),
     }
     traces = {one.mode: profile.read(bench.directory.trace(one.mode)) for one in bench.passes if one.profile}
-    return found | ({"profile": _profile(bench, traces)} if traces else {})
+    if not traces:
+        return found
+    base = next(iter(traces.values()))
+    modes = [_traced(bench, mode, trace, base) for mode, trace in traces.items()]
+    return found | {"profile": {"rank": 0, "steps": profile.TRACED, "modes": modes}}
 
 
 def _modes_problems(modes: Sequence[str]) -> list[str]:
@@ -197,13 +197,12 @@ def _device(first: Plan) -> dict[str, Any]:
 def _modes(bench: Bench) -> list[dict[str, Any]]:
     """One entry per mode, with its rounds and its costs relative to the first mode."""
     ranks = [bench.directory.read_figures(rank) for rank in range(bench.first.layout.world)]
-    taken = {mode: [_round(ranks, number) for number in _rounds(bench, mode)] for mode in bench.plans}
-    base = next(iter(taken.values()))
-    return [_mode(mode, rounds, base) for mode, rounds in taken.items()]
-
-
-def _rounds(bench: Bench, mode: str) -> list[int]:
-    return [number for number, one in enumerate(bench.passes) if one.mode == mode and not one.profile]
+    measured: dict[str, list[dict[str, Any]]] = {mode: [] for mode in bench.plans}
+    for number, one in enumerate(bench.passes):
+        if not one.profile:
+            measured[one.mode].append(_round(ranks, number))
+    base = next(iter(measured.values()))
+    return [_mode(mode, rounds, base) for mode, rounds in measured.items()]
 
 
 def _round(ranks: list[list[Figures]], number: int) -> dict[str, Any]:
@@ -237,15 +236,6 @@ def _mode(mode: str, rounds: list[dict[str, Any]], base: list[dict[str, Any]]) -
 
 def _ratio(base: list[dict[str, Any]], rounds: list[dict[str, Any]], figure: str) -> Spread:
     return ratio([one[figure] for one in base], [one[figure] for one in rounds])
-
-
-def _profile(bench: Bench, traces: dict[str, Trace]) -> dict[str, Any]:
-    base = next(iter(traces.values()))
-    return {
-        "rank": 0,
-        "steps": profile.TRACED,
-        "modes": [_traced(bench, mode, trace, base) for mode, trace in traces.items()],
-    }
 
 
 def _traced(bench: Bench, mode: str, trace: Trace, base: Trace) -> dict[str, Any]:

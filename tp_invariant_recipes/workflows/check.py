@@ -4,7 +4,6 @@ The run has dumped the module's input, the gradient that arrives at its output, 
 made of them. numerics=portable states every bit of that, so a CPU can tell whether a GPU computed it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,8 +136,8 @@ def _computed(
     shards = numerics.data_shards or 1
     outputs, slopes = [], []
     gradients = torch.zeros(shards, *weight.shape)
-    for number, shard in _sequences(x.shape[1], shards):
-        weight.main_grad = gradients[shard]
+    for number in range(x.shape[1]):
+        weight.main_grad = gradients[number * shards // x.shape[1]]
         mine = x[:, number : number + 1].contiguous().requires_grad_()
         if kind == "row":
             out = linear.row_parallel(mine, weight, mesh, False)
@@ -148,12 +147,6 @@ def _computed(
         outputs.append(out.detach())
         slopes.append(mine.grad)
     return torch.cat(outputs, 1), torch.cat(slopes, 1), tree_sum(gradients)
-
-
-def _sequences(count: int, shards: int) -> Iterator[tuple[int, int]]:
-    """Each sequence of a step and its data shard."""
-    for number in range(count):
-        yield number, number * shards // count
 
 
 def _tensor(found: Dumped) -> Any:
