@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.operands import same_bits
-from tests.unit.attention_interpreted import KINDS, NAMES, operands
+from tests.unit.attention_interpreted import KINDS, NAMES, finite_operands
 from tp_invariant_recipes.kernels import tensor_core_cpu
 from tp_invariant_recipes.portable.ieee_attention import attention_backward, attention_forward
 
@@ -19,7 +19,7 @@ def attention(tensors, scale, device):
 
 
 def different(shape, kind):
-    tensors, scale = operands(*shape, kind), float(np.float32(shape[-1] ** -0.5))
+    tensors, scale = finite_operands(*shape, kind), float(np.float32(shape[-1] ** -0.5))
     both = zip(NAMES, attention(tensors, scale, "cpu"), attention(tensors, scale, "cuda"), strict=True)
     return [name for name, here, there in both if not same_bits(here, there)]
 
@@ -31,7 +31,7 @@ def test_the_bits_are_those_of_a_cpu(shape, kind):
 
 
 def test_it_repeats_its_bits_and_no_head_depends_on_another():
-    tensors = [x.cuda() for x in operands(300, 1, 4, 2, 64, "cancelling")]
+    tensors = [x.cuda() for x in finite_operands(300, 1, 4, 2, 64, "cancelling")]
     whole = attention(tensors, 0.125, "cuda")
     assert all(same_bits(x, y) for x, y in zip(whole, attention(tensors, 0.125, "cuda"), strict=True))
     half = [x[:, :, : x.shape[2] // 2] for x in tensors]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.operands import same_bits
-from tests.unit.test_grad_norm import kernel_cases, spread
+from tests.unit.test_grad_norm import kernel_cases, spread_values
 from tp_invariant_recipes.kernels import grad_norm as kernels
 from tp_invariant_recipes.numerics.megatron import init
 from tp_invariant_recipes.numerics.megatron.init import normal
@@ -41,7 +41,9 @@ def same_norm(a: float, b: float) -> bool:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_types_and_strides_have_the_norm_of_a_cpu(dtype):
-    grads = [g.to(dtype) for g in (*spread(2, 70000, 8)[0].split(23333), spread(3, 5000, 0)[0].view(50, 100))]
+    grads = [
+        g.to(dtype) for g in (*spread_values(2, 70000, 8)[0].split(23333), spread_values(3, 5000, 0)[0].view(50, 100))
+    ]
     copies = [g.cuda() for g in grads]
     assert exact_grad_norm(copies) == exact_grad_norm(grads)
     assert exact_grad_norm([g.t() if g.dim() == 2 else g[:] for g in copies]) == exact_grad_norm(grads)
@@ -51,7 +53,7 @@ def test_types_and_strides_have_the_norm_of_a_cpu(dtype):
 
 def test_many_tensors():
     sizes = torch.randint(1, 3000, (2000,), generator=torch.Generator().manual_seed(5)).tolist()
-    flat, _ = spread(4, sum(sizes), 20)
+    flat, _ = spread_values(4, sum(sizes), 20)
     grads = list(flat.split(sizes))
     assert exact_grad_norm(on_gpu(grads)) == exact_grad_norm(list(flat.cuda().split(sizes))) == exact_grad_norm(grads)
 

@@ -41,13 +41,13 @@ def fused(self, a, b, c):
     return TensorHandle(numpy_fma(a.data, b.data, c.data), c.dtype.scalar)
 
 
-def rounded(self, source, target):
+def rounded_to_bf16(self, source, target):
     assert source.dtype.scalar == tl.float32
     assert target.scalar == tl.bfloat16
     return TensorHandle(ROUND(source.data).astype(np.uint16), tl.bfloat16)
 
 
-def operands(s, b, h, g, d, kind):
+def finite_operands(s, b, h, g, d, kind):
     """query, key, value and the gradient of the output, bf16 and finite."""
     kinds = {"tiny": "normal", "zeros": "normal", "opposite": "wide"}.get(kind, kind)
     shapes = (s, b, h, d), (s, b, g, d), (s, b, g, d), (s, b, h, d)
@@ -72,16 +72,16 @@ def operands(s, b, h, g, d, kind):
     return tensors
 
 
-def different(kept, s, b, h, g, d, kind):
+def differing_from_twin(kept, s, b, h, g, d, kind):
     """The names of the tensors with other bits."""
-    query, key, value, gradient = operands(s, b, h, g, d, kind)
+    query, key, value, gradient = finite_operands(s, b, h, g, d, kind)
     scale = float(np.float32(d**-0.5))
     attended = attention_forward(query, key, value, scale)
     twins = (*attended, *attention_backward(gradient, query, key, value, attended, scale))
     assert all(x.isfinite().all() for x in twins)
     found = tuple(torch.full_like(twin, 7) for twin in twins)
     InterpreterBuilder.create_dot = as_a_tensor_core(kept)
-    InterpreterBuilder.create_fma, InterpreterBuilder.create_fp_trunc = fused, rounded
+    InterpreterBuilder.create_fma, InterpreterBuilder.create_fp_trunc = fused, rounded_to_bf16
     c = _of_powers_of_two(scale)
     ieee_attention_triton.forward_triton(query, key, value, *found[:3], c)
     ieee_attention_triton.backward_triton(gradient, query, key, value, *twins[:3], *found[3:], c, scale)

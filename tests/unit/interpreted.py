@@ -380,13 +380,13 @@ def portable_functions_have_the_bits_of_their_twin():
 def portable_attention_has_the_bits_of_its_twin():
     """Tiles with a part beyond the end, four heads a group; with fewer bits, others."""
     shape = 70, 1, 4, 1, 24
-    assert attention_interpreted.different(25, *shape, "opposite") == []
-    assert attention_interpreted.different(20, *shape, "opposite")
+    assert attention_interpreted.differing_from_twin(25, *shape, "opposite") == []
+    assert attention_interpreted.differing_from_twin(20, *shape, "opposite")
 
 
 def portable_attention_of_more_shapes_has_the_bits_of_its_twin():
     for shape, kind in product(((5, 2, 4, 2, 16), (130, 1, 3, 1, 20), (128, 1, 2, 2, 64)), attention_interpreted.KINDS):
-        assert attention_interpreted.different(25, *shape, kind) == [], (shape, kind)
+        assert attention_interpreted.differing_from_twin(25, *shape, kind) == [], (shape, kind)
 
 
 KERNELS: dict[str, Callable[[], None]] = {

@@ -22,35 +22,35 @@ def accuracy():
 
 
 @pytest.fixture(scope="module")
-def rows(accuracy):
+def accuracy_rows(accuracy):
     return list(accuracy.measure("cpu"))
 
 
-def test_no_tree_is_worse_than_stock(accuracy, rows):
-    assert len(rows) == 2 * 5 * (3 + 3 + 3 + 2)
-    assert accuracy.worse(rows) == []
+def test_no_tree_is_worse_than_stock(accuracy, accuracy_rows):
+    assert len(accuracy_rows) == 2 * 5 * (3 + 3 + 3 + 2)
+    assert accuracy.worse(accuracy_rows) == []
 
 
-def test_sums_over_ranks_in_bf16_are_worse_than_a_tree(rows):
+def test_sums_over_ranks_in_bf16_are_worse_than_a_tree(accuracy_rows):
     found = {
         row.way: row.rms
-        for row in rows
+        for row in accuracy_rows
         if (row.operation, row.result, row.dtype) == ("row-parallel", "y", torch.bfloat16)
     }
     assert found["stock t=4"] > 1.5 * found["tree V=8"]
 
 
-def test_what_is_worse_is_named(accuracy, rows):
-    bad = next(n for n, r in enumerate(rows) if (r.dtype, r.way) == (torch.bfloat16, "tree V=4"))
-    for rms in (2 * rows[bad].rms, float("nan")):
-        found = accuracy.worse([*rows[:bad], replace(rows[bad], rms=rms), *rows[bad + 1 :]])
+def test_what_is_worse_is_named(accuracy, accuracy_rows):
+    bad = next(n for n, r in enumerate(accuracy_rows) if (r.dtype, r.way) == (torch.bfloat16, "tree V=4"))
+    for rms in (2 * accuracy_rows[bad].rms, float("nan")):
+        found = accuracy.worse([*accuracy_rows[:bad], replace(accuracy_rows[bad], rms=rms), *accuracy_rows[bad + 1 :]])
         assert len(found) == 3
         assert all(line.startswith("column-parallel y, torch.bfloat16: tree V=4") for line in found)
 
 
-def test_the_script_prints_a_table(accuracy, rows, monkeypatch, capsys):
+def test_the_script_prints_a_table(accuracy, accuracy_rows, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["accuracy", "cpu"])
-    monkeypatch.setattr(accuracy, "measure", {"cpu": rows}.__getitem__)  # measured once for all tests here
+    monkeypatch.setattr(accuracy, "measure", {"cpu": accuracy_rows}.__getitem__)  # measured once for all tests here
     assert accuracy.main() == 0
     said = capsys.readouterr().out
     assert "tree V=8" in said

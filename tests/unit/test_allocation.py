@@ -36,7 +36,7 @@ def job(tp: int = 1, dp: int = 1, *, device: str = "gpu", **fields) -> RunConfig
     return RunConfig(tree)
 
 
-def problems(*arguments, environ=None, **fields) -> list[str]:
+def job_problems(*arguments, environ=None, **fields) -> list[str]:
     return job_rules.problems(job(*arguments, **fields), environ or {})
 
 
@@ -54,7 +54,7 @@ TAKEN = (
 @pytest.mark.parametrize("tp, dp, fields, taken", TAKEN)
 def test_what_a_run_takes(tp, dp, fields, taken):
     assert allocation.of(job(tp, dp, **fields)) == taken
-    assert problems(tp, dp, **fields) == []
+    assert job_problems(tp, dp, **fields) == []
 
 
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 16))
@@ -83,11 +83,11 @@ def test_the_nearest_layouts_that_are_named_fit_and_none_between_does(tp, dp, mo
 
 
 def test_ranks_that_do_not_fill_nodes():
-    assert problems(4, 3) == [
+    assert job_problems(4, 3) == [
         "tp=4 * pp=1 * cp=1 * dp=3 = 12 ranks do not fill nodes of 8; the nearest that do: dp=2 (8 ranks) or dp=4 "
         "(16 ranks); or other nodes: cluster.ranks_per_node=N"
     ]
-    (problem,) = problems(8, 1, cluster__ranks_per_node=5)
+    (problem,) = job_problems(8, 1, cluster__ranks_per_node=5)
     assert "the nearest that do: dp=5 (40 ranks); or" in problem
 
 
@@ -117,7 +117,7 @@ MISFITS = (
 
 @pytest.mark.parametrize("fields, says", MISFITS, ids=[says for _, says in MISFITS])
 def test_what_does_not_fit_anywhere(fields, says):
-    (problem,) = problems(**fields)
+    (problem,) = job_problems(**fields)
     assert problem.startswith(says)
     assert misfits(job(**fields)) == [problem]
 
@@ -171,7 +171,7 @@ SUBMITTING = (
 
 @pytest.mark.parametrize("fields, says", SUBMITTING, ids=[says for _, says in SUBMITTING])
 def test_what_keeps_a_job_from_being_submitted(fields, says):
-    (problem,) = problems(**fields)
+    (problem,) = job_problems(**fields)
     assert problem.startswith(says)
     assert misfits(job(**fields)) == []
 
@@ -204,26 +204,26 @@ RIGHT = (
 
 @pytest.mark.parametrize("fields", RIGHT, ids=str)
 def test_a_job_that_can_be_submitted(fields):
-    assert problems(**fields) == []
+    assert job_problems(**fields) == []
 
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_the_job_says_itself_is_no_option(name):
-    (problem,) = problems(slurm__options=[f"{name}=1"])
+    (problem,) = job_problems(slurm__options=[f"{name}=1"])
     assert problem == f"slurm.options: {name}=1: the job says {name} itself; {WRITTEN[name]}"
 
 
 @pytest.mark.parametrize("name", ("WANDB_API_KEY", "HF_TOKEN"))
 def test_what_is_forwarded_must_be_set_and_is_not_shown(name):
-    assert problems(cluster__forward=[name], environ={name: "hunter2"}) == []
-    assert len(problems(cluster__forward=[name])) == 1
+    assert job_problems(cluster__forward=[name], environ={name: "hunter2"}) == []
+    assert len(job_problems(cluster__forward=[name])) == 1
 
 
 def test_mounts(tmp_path: Path):
     image = {"cluster__container": "image", "cluster__python": "python3"}
 
     def mounted(*mounts: str, shared: bool = True) -> list[str]:
-        return problems(**image, cluster__mounts=list(mounts), cluster__shared_files=shared)
+        return job_problems(**image, cluster__mounts=list(mounts), cluster__shared_files=shared)
 
     assert mounted(f"{tmp_path}:/data", f"{tmp_path}:{tmp_path}:ro", f"{tmp_path}:/x:x-create=dir+rw") == []
     wrong = ("/a", "a:/b", f"{tmp_path}:b", f"{tmp_path}:/a,/b:/c", f"{tmp_path}:/a b", "$HOME:/b", "~:/b", ":/a", "")
@@ -237,7 +237,7 @@ def test_mounts(tmp_path: Path):
 
 def test_what_this_host_lacks_is_left_to_the_nodes_and_named():
     there = {"cluster__container": "/lustre9/a.sqsh", "cluster__python": "p", "cluster__mounts": ["/usr/no:/a"]}
-    (refused,) = problems(**there)
+    (refused,) = job_problems(**there)
     assert refused.startswith("cluster.mounts: /usr/no:/a: ")
     assert job_rules.problems(job(**there), {}, dry=True) == []
     assert job_rules.unseen(job(**there)) == [
@@ -249,17 +249,17 @@ def test_what_this_host_lacks_is_left_to_the_nodes_and_named():
 
 @pytest.mark.parametrize("name", STEPPED)
 def test_what_the_step_says_itself_is_no_option_of_srun(name):
-    (problem,) = problems(cluster__srun_options=[f"{name}=1"])
+    (problem,) = job_problems(cluster__srun_options=[f"{name}=1"])
     assert problem == f"cluster.srun_options: {name}=1: the step says {name} itself; {STEPPED[name]}"
 
 
 def test_an_image_that_is_there(tmp_path: Path):
     (tmp_path / "a.sqsh").touch()
-    assert problems(cluster__container=f"{tmp_path}/a.sqsh", cluster__python="python3") == []
+    assert job_problems(cluster__container=f"{tmp_path}/a.sqsh", cluster__python="python3") == []
 
 
 def test_everything_is_said_at_once():
-    found = problems(
+    found = job_problems(
         3,
         5,
         cluster__ranks_per_node=9,

@@ -21,7 +21,7 @@ DEGREES = (1, 2, 4)
 DRAWS = 3
 
 
-def product(a, b, parts=1):
+def product_in_parts(a, b, parts=1):
     """a @ b in fp32, the inner dimension in so many parts that are added in order."""
     total = torch.zeros(a.shape[0], b.shape[1])
     for x, y in zip(a.float().chunk(parts, 1), b.float().chunk(parts), strict=True):
@@ -41,9 +41,9 @@ class Backend(torch.autograd.Function):
         for b in range(batch):
             for h in range(heads):
                 q, k, v = query[:, b, h], key[:, b, h // per_group], value[:, b, h // per_group]
-                scores = product(q.contiguous(), k.t().contiguous()) / width**0.5
+                scores = product_in_parts(q.contiguous(), k.t().contiguous()) / width**0.5
                 p = probabilities[b, h] = scores.masked_fill(future, -torch.inf).softmax(-1)
-                out[:, b, h] = product(p, v.contiguous(), parts["output"])
+                out[:, b, h] = product_in_parts(p, v.contiguous(), parts["output"])
         ctx.save_for_backward(query, key, value, out)
         ctx.probabilities, ctx.parts, ctx.per_group = probabilities, parts, per_group
         return out.flatten(2)
@@ -57,10 +57,10 @@ class Backend(torch.autograd.Function):
             g = h // ctx.per_group
             do, q, k, v = gradient[:, b, h], query[:, b, h], key[:, b, g], value[:, b, g]
             delta = (do.float() * out[:, b, h].float()).sum(-1, keepdim=True)
-            ds = p * (product(do.contiguous(), v.t().contiguous()) - delta) / query.shape[3] ** 0.5
-            grads["dQ"][:, b, h] = product(ds, k.contiguous(), ctx.parts["dQ"])
-            grads["dK"][:, b, g] += product(ds.t().contiguous(), q.contiguous(), ctx.parts["dK"])
-            grads["dV"][:, b, g] += product(p.t().contiguous(), do.contiguous(), ctx.parts["dV"])
+            ds = p * (product_in_parts(do.contiguous(), v.t().contiguous()) - delta) / query.shape[3] ** 0.5
+            grads["dQ"][:, b, h] = product_in_parts(ds, k.contiguous(), ctx.parts["dQ"])
+            grads["dK"][:, b, g] += product_in_parts(ds.t().contiguous(), q.contiguous(), ctx.parts["dK"])
+            grads["dV"][:, b, g] += product_in_parts(p.t().contiguous(), do.contiguous(), ctx.parts["dV"])
         return *(grads[name].to(query.dtype) for name in ("dQ", "dK", "dV")), None
 
 
@@ -93,7 +93,7 @@ def _undecided(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def operands(dtype, seed=0, length=48, values="normal"):
+def probe_operands(dtype, seed=0, length=48, values="normal"):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(length, 1, n, WIDTH) for n in (HEADS, GROUPS, GROUPS, HEADS)]
     made = Operands(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes))
@@ -113,32 +113,32 @@ def by_ranks(core, made, degree, form=attention):
     return [torch.cat(parts, dim) for parts, dim in zip(zip(*ranks, strict=True), (-1, 2, 2, 2), strict=True)]
 
 
-def different(a, b):
+def other_bits(a, b):
     return {name for name, x, y in zip(TENSORS, a, b, strict=True) if not attentions.same((x,), (y,))}
 
 
 @pytest.mark.parametrize("lie", ("", *TENSORS))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_result_for_every_tp(dtype, lie):
-    made = operands(dtype, values="cancelling")
+    made = probe_operands(dtype, values="cancelling")
     results = [by_ranks(Core(lie), made, degree) for degree in DEGREES]
-    assert all(different(one, other) == set() for one, other in pairwise(results))
+    assert all(other_bits(one, other) == set() for one, other in pairwise(results))
 
 
 @pytest.mark.parametrize("lie", TENSORS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_launch_of_a_backend_that_lies_depends_on_tp(dtype, lie):
     """The control: the same operands, without the trial."""
-    made = operands(dtype, values="cancelling")
+    made = probe_operands(dtype, values="cancelling")
     one, _, four = (by_ranks(Core(lie), made, degree, attentions._together) for degree in DEGREES)
     # The gradients of queries and keys contain the output's rounding.
-    assert lie in different(one, four)
+    assert lie in other_bits(one, four)
 
 
 @pytest.mark.parametrize("shards", (1, 2, 4))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_honest_backend_is_launched_once(dtype, shards):
-    core, made = Core(), operands(dtype)
+    core, made = Core(), probe_operands(dtype)
     held = [tensor[:, :, : tensor.shape[2] * shards // SHARDS] for tensor in made[:3]]
     attention(core, *held, None, shards)
     assert list(attentions.shown().values()) == [True]
@@ -148,7 +148,7 @@ def test_an_honest_backend_is_launched_once(dtype, shards):
 
 
 def test_a_capture_computes_as_defined_what_was_not_tried_before(monkeypatch):
-    core, made = Core(), operands(torch.float32)
+    core, made = Core(), probe_operands(torch.float32)
     monkeypatch.setattr(cublas, "capturing", lambda operand: True)
     attention(core, *made[:3], None, SHARDS)
     assert core.launches == SHARDS
@@ -160,7 +160,7 @@ def test_operands_that_cancel_show_what_normal_numbers_hide(lie):
     """The control of the operands: the share of numbers in bf16 that a lie changes, in every draw."""
 
     def changed(seed, values):
-        made = operands(torch.bfloat16, seed, values=values)
+        made = probe_operands(torch.bfloat16, seed, values=values)
         pair = (
             attentions.outcome(form, Core(lie), made, None, SHARDS)[TENSORS.index(lie)]
             for form in (attentions._together, attentions._defined)
@@ -179,7 +179,7 @@ def test_a_gradient_of_minus_zero_stays_one():
         def launch(self, query, key, value, mask):
             return ((query + (key + value).repeat_interleave(HEADS // GROUPS, 2)) * -0.0).flatten(2)
 
-    made = operands(torch.float32)
+    made = probe_operands(torch.float32)
     made.gradient.abs_()
     for degree in DEGREES:
         _, gradient, *_ = by_ranks(Minus(), made, degree, attentions._defined)
@@ -192,12 +192,12 @@ def test_a_backend_that_does_not_repeat_its_bits_is_an_error():
             return super().launch(query, key, value, mask) + self.launches * 2.0**-10
 
     with pytest.raises(RunError, match="does not repeat its own bits"):
-        attention(Restless(), *operands(torch.float32)[:3], None, SHARDS)
+        attention(Restless(), *probe_operands(torch.float32)[:3], None, SHARDS)
 
 
 def test_flash_attn_is_refused():
     with pytest.raises(RunError, match=r"attention ran flash 2\.8.*model\.attention_backend=fused or unfused"):
-        attention(Core(name="flash 2.8"), *operands(torch.float32)[:3], None, 1)
+        attention(Core(name="flash 2.8"), *probe_operands(torch.float32)[:3], None, 1)
     assert attentions.shown() == {}
 
 
@@ -213,9 +213,11 @@ def test_live_operands_are_checked_on_request(monkeypatch):
             return ()
 
     monkeypatch.setattr(attentions, "checking", lambda: True)
-    small, large = (operands(torch.float32)._replace(value=operands(torch.float32).value * n) for n in (1, 10000))
+    small, large = (
+        probe_operands(torch.float32)._replace(value=probe_operands(torch.float32).value * n) for n in (1, 10000)
+    )
     true = by_ranks(Core(), small, 2)
-    assert different(by_ranks(Large(), small, 2), true) == set()
+    assert other_bits(by_ranks(Large(), small, 2), true) == set()
     with pytest.raises(RunError, match=r"TPI_CHECK_PRODUCTS=1: dK of attention \[48, 1, 4, 16\] with 2 groups"):
         by_ranks(Large(), large, 2)
 
@@ -223,7 +225,7 @@ def test_live_operands_are_checked_on_request(monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_exact_results_of_the_trial_are_zero(dtype):
     """But for the first window, which sees itself, and what the last one's keys and values get, which none sees."""
-    made = operands(dtype, length=64, values="cancelling")
+    made = probe_operands(dtype, length=64, values="cancelling")
     wide = Operands(*(tensor.double() for tensor in made))
     query, key, value = (tensor.requires_grad_() for tensor in wide[:3])
     k, v = (tensor.repeat_interleave(HEADS // GROUPS, 2) for tensor in (key, value))

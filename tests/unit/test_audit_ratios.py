@@ -20,7 +20,7 @@ ROUTER, EMBEDDING = "decoder.layers.1.mlp.router.weight", "embedding.word_embedd
 ALL = (*NAMES, ROUTER, EMBEDDING)
 
 
-def training(steps: int = 4, **factors: float) -> list[Norms]:
+def norms_of_training(steps: int = 4, **factors: float) -> list[Norms]:
     """Norms of some steps, 1 × the parameter's number × the step's; a factor is of a name at one step: name@step."""
     own = {
         (name, step): (1 + n) * step * factors.get(f"{name}@{step}", 1.0)
@@ -31,25 +31,25 @@ def training(steps: int = 4, **factors: float) -> list[Norms]:
 
 
 # Rounding moves every parameter by a thousandth at each step that counts.
-ROUNDED = training(**{f"{name}@{step}": 1.001 for name in ALL for step in (3, 4)})
+ROUNDED = norms_of_training(**{f"{name}@{step}": 1.001 for name in ALL for step in (3, 4)})
 
 
-def states(second: list[Norms], rounded: list[Norms] | None = ROUNDED) -> dict[str, str]:
-    judged = judge_ratios(training(), second, rounded, counts_from=3)
+def states_by_group(second: list[Norms], rounded: list[Norms] | None = ROUNDED) -> dict[str, str]:
+    judged = judge_ratios(norms_of_training(), second, rounded, counts_from=3)
     return {group.name: group.state for group in judged.groups}
 
 
 def test_the_same_numbers_are_equal_and_need_no_third_training():
-    assert same(training(), training())
-    assert states(training(), None) == {"experts": "equal", "router": "equal", "embedding": "equal"}
-    assert states(training())["experts"] == "equal"
+    assert same(norms_of_training(), norms_of_training())
+    assert states_by_group(norms_of_training(), None) == {"experts": "equal", "router": "equal", "embedding": "equal"}
+    assert states_by_group(norms_of_training())["experts"] == "equal"
 
 
 @pytest.mark.parametrize("factor", (0.44, 2.0, 1.0041, 0.9959))
 @pytest.mark.parametrize("step", (3, 4))
 def test_one_expert_at_one_step_beyond_rounding_is_found(factor, step):
     name = NAMES[2]
-    judged = judge_ratios(training(), training(**{f"{name}@{step}": factor}), ROUNDED, counts_from=3)
+    judged = judge_ratios(norms_of_training(), norms_of_training(**{f"{name}@{step}": factor}), ROUNDED, counts_from=3)
     (group,) = judged.different
     assert (group.name, group.parameters) == ("experts", 4)
     assert (group.worst.name, group.worst.step, group.since) == (name, step, step)
@@ -60,57 +60,59 @@ def test_one_expert_at_one_step_beyond_rounding_is_found(factor, step):
 
 @pytest.mark.parametrize("factor", (1.0039, 0.9962))
 def test_what_rounding_can_do_is_no_difference(factor):
-    second = training(**{f"{ROUTER}@4": factor})
-    assert not same(training(), second)
-    assert states(second) == {"experts": "equal", "router": "rounding", "embedding": "equal"}
+    second = norms_of_training(**{f"{ROUTER}@4": factor})
+    assert not same(norms_of_training(), second)
+    assert states_by_group(second) == {"experts": "equal", "router": "rounding", "embedding": "equal"}
 
 
 def test_a_group_may_move_as_far_as_rounding_moves_it_and_no_further():
-    loose = training(**{f"{ROUTER}@3": 1.1} | {f"{name}@3": 1.001 for name in (*NAMES, EMBEDDING)})
-    assert states(training(**{f"{ROUTER}@4": 1.4}), loose)["router"] == "rounding"
-    assert states(training(**{f"{NAMES[0]}@4": 1.4}), loose)["experts"] == "different"
+    loose = norms_of_training(**{f"{ROUTER}@3": 1.1} | {f"{name}@3": 1.001 for name in (*NAMES, EMBEDDING)})
+    assert states_by_group(norms_of_training(**{f"{ROUTER}@4": 1.4}), loose)["router"] == "rounding"
+    assert states_by_group(norms_of_training(**{f"{NAMES[0]}@4": 1.4}), loose)["experts"] == "different"
 
 
 def test_what_rounding_does_later_excuses_nothing_before():
-    apart = training(**{f"{name}@3": 1.001 for name in ALL} | {f"{name}@4": 1.2 for name in ALL})
-    both = training(**{f"{ROUTER}@3": 1.1, f"{ROUTER}@4": 1.3, f"{EMBEDDING}@4": 1.3})
-    judged = judge_ratios(training(), both, apart, counts_from=3)
+    apart = norms_of_training(**{f"{name}@3": 1.001 for name in ALL} | {f"{name}@4": 1.2 for name in ALL})
+    both = norms_of_training(**{f"{ROUTER}@3": 1.1, f"{ROUTER}@4": 1.3, f"{EMBEDDING}@4": 1.3})
+    judged = judge_ratios(norms_of_training(), both, apart, counts_from=3)
     (router,) = judged.different
     assert (router.name, router.since, router.worst.step) == ("router", 3, 3)  # further at 4, but less beyond rounding
-    assert states(both, apart)["embedding"] == "rounding"
+    assert states_by_group(both, apart)["embedding"] == "rounding"
 
 
 def test_each_group_has_the_step_from_which_on_it_differs():
-    second = training(**{f"{NAMES[0]}@3": 0.4, f"{NAMES[0]}@4": 0.4, f"{ROUTER}@4": 1.1})
-    since = {group.name: group.since for group in judge_ratios(training(), second, ROUNDED, counts_from=3).groups}
+    second = norms_of_training(**{f"{NAMES[0]}@3": 0.4, f"{NAMES[0]}@4": 0.4, f"{ROUTER}@4": 1.1})
+    since = {
+        group.name: group.since for group in judge_ratios(norms_of_training(), second, ROUNDED, counts_from=3).groups
+    }
     assert since == {"experts": 3, "router": 4, "embedding": None}
 
 
 def test_a_single_parameter_that_rounding_left_alone_by_chance_may_move_as_the_others():
-    lucky = training(**{f"{name}@3": 1.001 for name in (*NAMES, EMBEDDING)})
-    assert states(training(**{f"{ROUTER}@4": 1.002}), lucky)["router"] == "rounding"
+    lucky = norms_of_training(**{f"{name}@3": 1.001 for name in (*NAMES, EMBEDDING)})
+    assert states_by_group(norms_of_training(**{f"{ROUTER}@4": 1.002}), lucky)["router"] == "rounding"
 
 
 def test_steps_before_those_that_count_are_no_difference_but_show_what_does_not_repeat():
-    second = training(**{f"{EMBEDDING}@1": 1.2, f"{EMBEDDING}@4": 1.3})
-    judged = judge_ratios(training(), second, ROUNDED, counts_from=3)
+    second = norms_of_training(**{f"{EMBEDDING}@1": 1.2, f"{EMBEDDING}@4": 1.3})
+    judged = judge_ratios(norms_of_training(), second, ROUNDED, counts_from=3)
     assert not judged.repeats
     assert judged.different == ()
-    assert judge_ratios(training(), training(), ROUNDED, counts_from=3).repeats
-    assert states(training(**{f"{EMBEDDING}@4": 1.3}))["embedding"] == "different"
+    assert judge_ratios(norms_of_training(), norms_of_training(), ROUNDED, counts_from=3).repeats
+    assert states_by_group(norms_of_training(**{f"{EMBEDDING}@4": 1.3}))["embedding"] == "different"
 
 
 def test_a_gradient_that_is_gone_or_no_number_differs_whatever_rounding_does():
     for factor in (0.0, math.nan, math.inf):
-        judged = judge_ratios(training(), training(**{f"{ROUTER}@3": factor}), ROUNDED, counts_from=3)
+        judged = judge_ratios(norms_of_training(), norms_of_training(**{f"{ROUTER}@3": factor}), ROUNDED, counts_from=3)
         (group,) = judged.different
         assert (group.name, group.worst.ratio, group.worst.deviation) == ("router", None, math.inf)
         assert group.low is None
 
 
 def test_gradients_that_are_0_in_both_are_equal():
-    gone = training(**{f"{name}@{step}": 0.0 for name in NAMES for step in (1, 2, 3, 4)})
-    rounded = training(**{f"{n}@{s}": 0.0 if n in NAMES else 1.01 for n in ALL for s in (3, 4)})
+    gone = norms_of_training(**{f"{name}@{step}": 0.0 for name in NAMES for step in (1, 2, 3, 4)})
+    rounded = norms_of_training(**{f"{n}@{s}": 0.0 if n in NAMES else 1.01 for n in ALL for s in (3, 4)})
     rounded = [*gone[:2], *rounded[2:]]
     judged = judge_ratios(gone, gone, rounded, counts_from=3)
     experts = judged.groups[0]
@@ -119,7 +121,7 @@ def test_gradients_that_are_0_in_both_are_equal():
 
 def idle(*steps: int, value: float = 0.0) -> list[Norms]:
     """The rounded training with an expert, of layer 4, that gets no token at these steps."""
-    return training(
+    return norms_of_training(
         **{f"{n}@{s}": value if n == IDLE and s in steps else 1.001 for n in ALL for s in (3, 4)},
         **{f"{IDLE}@{s}": value for s in steps if s < 3},
     )
@@ -130,68 +132,73 @@ IDLE = NAMES[2]
 
 @pytest.mark.parametrize("value", (0.0, math.nan, math.inf))
 def test_an_expert_without_tokens_by_rounding_is_set_aside_and_the_rest_is_judged(value):
-    second = training(**{f"{name}@{step}": 0.4 for name in NAMES for step in (3, 4)})
-    judged = judge_ratios(training(), second, idle(3, 4, value=value), counts_from=3)
+    second = norms_of_training(**{f"{name}@{step}": 0.4 for name in NAMES for step in (3, 4)})
+    judged = judge_ratios(norms_of_training(), second, idle(3, 4, value=value), counts_from=3)
     (aside,) = judged.aside
     assert (aside.name, aside.group, aside.since, aside.first) == (IDLE, "experts", 3, 9.0)
     (group,) = judged.different
     assert (group.name, group.parameters, group.since) == ("experts", 3, 3)
     assert group.worst.allowed == pytest.approx(MARGIN * math.log(1.001))
     assert [ratio.name for ratio in judged.ratios] == [name for name in ALL if name != IDLE]
-    assert states(training(**{f"{IDLE}@4": 0.4}), idle(3, 4, value=value))["experts"] == "equal"
+    assert states_by_group(norms_of_training(**{f"{IDLE}@4": 0.4}), idle(3, 4, value=value))["experts"] == "equal"
 
 
 def test_a_parameter_is_judged_at_the_steps_before_it_is_set_aside():
-    judged = judge_ratios(training(), training(**{f"{IDLE}@3": 0.4}), idle(4), counts_from=3)
+    judged = judge_ratios(norms_of_training(), norms_of_training(**{f"{IDLE}@3": 0.4}), idle(4), counts_from=3)
     assert (judged.aside[0].since, judged.different[0].worst.name, judged.different[0].since) == (4, IDLE, 3)
-    assert states(training(**{f"{IDLE}@4": 0.4}), idle(4))["experts"] == "equal"
-    assert states(training(**{f"{IDLE}@4": 0.4}), ROUNDED)["experts"] == "different"
+    assert states_by_group(norms_of_training(**{f"{IDLE}@4": 0.4}), idle(4))["experts"] == "equal"
+    assert states_by_group(norms_of_training(**{f"{IDLE}@4": 0.4}), ROUNDED)["experts"] == "different"
 
 
 def test_an_expert_without_tokens_in_the_first_training_alone_is_set_aside_too():
-    first = training(**{f"{IDLE}@3": 0.0})
-    judged = judge_ratios(first, training(**{f"{ROUTER}@4": 1.3}), ROUNDED, counts_from=3)
+    first = norms_of_training(**{f"{IDLE}@3": 0.0})
+    judged = judge_ratios(first, norms_of_training(**{f"{ROUTER}@4": 1.3}), ROUNDED, counts_from=3)
     assert [(one.name, one.first) for one in judged.aside] == [(IDLE, 0.0)]
     assert [group.name for group in judged.different] == ["router"]
 
 
 def test_steps_that_do_not_repeat_set_a_parameter_aside_for_good():
-    judged = judge_ratios(training(), training(**{f"{IDLE}@1": 0.0, f"{IDLE}@3": 0.4}), ROUNDED, counts_from=3)
+    judged = judge_ratios(
+        norms_of_training(), norms_of_training(**{f"{IDLE}@1": 0.0, f"{IDLE}@3": 0.4}), ROUNDED, counts_from=3
+    )
     assert [(one.name, one.since) for one in judged.aside] == [(IDLE, 3)]
     assert (judged.different, judged.repeats) == ((), False)
 
 
 def test_a_group_that_is_set_aside_whole_has_no_row():
-    rounded = training(**{f"{n}@{s}": 0.0 if n in NAMES else 1.001 for n in ALL for s in (3, 4)})
-    assert states(training(**{f"{NAMES[0]}@3": 0.4}), rounded) == {"router": "equal", "embedding": "equal"}
-    assert states(training(**{f"{ROUTER}@3": 0.4}), rounded)["router"] == "different"
+    rounded = norms_of_training(**{f"{n}@{s}": 0.0 if n in NAMES else 1.001 for n in ALL for s in (3, 4)})
+    assert states_by_group(norms_of_training(**{f"{NAMES[0]}@3": 0.4}), rounded) == {
+        "router": "equal",
+        "embedding": "equal",
+    }
+    assert states_by_group(norms_of_training(**{f"{ROUTER}@3": 0.4}), rounded)["router"] == "different"
 
 
 def test_the_result_names_what_was_set_aside():
     planned = SimpleNamespace(
         pair=Pair("eager", "replayed", (), (), replays=True), counts_from=3, first=SimpleNamespace(steps=4)
     )
-    judged = judge_ratios(training(), training(**{f"{ROUTER}@4": 1.001}), idle(4), counts_from=3)
+    judged = judge_ratios(norms_of_training(), norms_of_training(**{f"{ROUTER}@4": 1.001}), idle(4), counts_from=3)
     assert audit._text(planned, judged).endswith("over steps 3 to 4; set aside: 1 of 6 parameters")
     (remark,) = audit._remarks(planned, judged)
     assert remark.startswith(
         f"not judged from step 4 on: {IDLE}: rounding alone takes the norm of its gradient from 12 "
     )
-    none = judge_ratios(training(), training(**{f"{ROUTER}@4": 1.001}), ROUNDED, counts_from=3)
+    none = judge_ratios(norms_of_training(), norms_of_training(**{f"{ROUTER}@4": 1.001}), ROUNDED, counts_from=3)
     assert audit._text(planned, none).endswith("over steps 3 to 4")
     assert audit._remarks(planned, none) == []
 
 
 def test_what_cannot_be_judged_is_an_error():
     with pytest.raises(RunError, match="changed no gradient"):
-        judge_ratios(training(), training(**{f"{ROUTER}@3": 2.0}), training(), counts_from=3)
-    gone = training(**{f"{name}@3": 0.0 for name in ALL})
+        judge_ratios(norms_of_training(), norms_of_training(**{f"{ROUTER}@3": 2.0}), norms_of_training(), counts_from=3)
+    gone = norms_of_training(**{f"{name}@3": 0.0 for name in ALL})
     with pytest.raises(RunError, match=r"takes the gradient of every parameter, such as .* nothing can be judged"):
-        judge_ratios(training(), training(), gone, counts_from=3)
-    fewer = [Norms(one.step, 0, {k: v for k, v in one.norms.items() if k != ROUTER}) for one in training()]
-    for second in (training(3), fewer, []):
+        judge_ratios(norms_of_training(), norms_of_training(), gone, counts_from=3)
+    fewer = [Norms(one.step, 0, {k: v for k, v in one.norms.items() if k != ROUTER}) for one in norms_of_training()]
+    for second in (norms_of_training(3), fewer, []):
         with pytest.raises(RunError, match="other steps or parameters"):
-            judge_ratios(training(), second, None, counts_from=1)
+            judge_ratios(norms_of_training(), second, None, counts_from=1)
 
 
 @given(st.floats(1e-30, 1e30), st.floats(1e-30, 1e30))
@@ -202,7 +209,7 @@ def test_a_deviation_is_the_same_both_ways_and_that_of_the_ratio(a, b):
 
 
 def test_a_norm_of_a_group_is_that_of_all_its_parameters_in_the_mean_step():
-    (experts, *_) = judge_ratios(training(), training(), None, counts_from=3).groups
+    (experts, *_) = judge_ratios(norms_of_training(), norms_of_training(), None, counts_from=3).groups
     squares = sum((step * (1 + n)) ** 2 for step in (3, 4) for n in range(4))
     assert experts.first == experts.second == pytest.approx(math.sqrt(squares / 2))
 

@@ -31,7 +31,7 @@ HEADER = Header(
 )
 
 
-def record(step: int, **changes) -> StepRecord:
+def digested_step(step: int, **changes) -> StepRecord:
     digests = {PARAMETERS[0].name: f"{step:032x}"}
     values = dict(samples=4 * step, tokens=256, loss="f32:40c80000", grad_norm="f32:3fa00000", gradients=digests)
     values |= dict(weights=digests, learning_rate="f64:3f33a92a30553261")
@@ -43,7 +43,7 @@ def run_directory(folder: Path, steps: int = 3, of: int = 3, header: Header = HE
     folder.mkdir(parents=True)
     with LedgerWriter(folder).create(header) as writer:
         for step in range(1, steps + 1):
-            writer.append(record(step))
+            writer.append(digested_step(step))
     (folder / "config.yaml").write_text(yaml.safe_dump({"train": {"train_iters": of}}))
     run = {"model": "qwen3_toy", "identity_hash": header.identity_hash, "attempts": [{"host": "node"}]}
     (folder / "run.json").write_text(json.dumps(run))
@@ -54,16 +54,16 @@ def run_directory(folder: Path, steps: int = 3, of: int = 3, header: Header = HE
 
 
 @pytest.fixture
-def run(tmp_path):
+def run_to_certify(tmp_path):
     return run_directory(tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> bytes:
+def certificate_bytes(tmp_path_factory) -> bytes:
     return certify(run_directory(tmp_path_factory.mktemp("certificate") / "run"))
 
 
-def sealed(members: dict[str, bytes] | list[tuple[str, bytes]]) -> bytes:
+def sealed_archive(members: dict[str, bytes] | list[tuple[str, bytes]]) -> bytes:
     """An archive of these members with a right seal: what a forger can make."""
     pairs = list(members.items()) if isinstance(members, dict) else members
     stream = io.BytesIO()
@@ -79,27 +79,27 @@ def members(data: bytes) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
-def refused(data: bytes) -> str:
+def why_not_opened(data: bytes) -> str:
     with pytest.raises(LedgerError) as error:
         open_certificate(Path("a.tpicert"), data)
     assert str(error.value).startswith("a.tpicert")
     return str(error.value)
 
 
-def test_the_same_run_gives_the_same_bytes(run, tmp_path):
-    first = certify(run)
+def test_the_same_run_gives_the_same_bytes(run_to_certify, tmp_path):
+    first = certify(run_to_certify)
     copied = tmp_path / "copy"
-    shutil.copytree(run, copied)
+    shutil.copytree(run_to_certify, copied)
     assert certify(copied) == first
     assert list(members(first)) == [MANIFEST, *MEMBERS]
     with zipfile.ZipFile(io.BytesIO(first)) as archive:
         assert {entry.date_time for entry in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
-    assert all(members(first)[name] == (run / name).read_bytes() for name in MEMBERS)
+    assert all(members(first)[name] == (run_to_certify / name).read_bytes() for name in MEMBERS)
 
 
-def test_it_says_what_it_is_of(run):
-    found = open_certificate(Path("a.tpicert"), certify(run))
-    manifest = members(certify(run))[MANIFEST]
+def test_it_says_what_it_is_of(run_to_certify):
+    found = open_certificate(Path("a.tpicert"), certify(run_to_certify))
+    manifest = members(certify(run_to_certify))[MANIFEST]
     assert found.hash == hashlib.sha256(manifest).hexdigest()
     assert manifest == json.dumps(json.loads(manifest), sort_keys=True, separators=(",", ":")).encode()
     assert found.summary == {
@@ -125,40 +125,47 @@ def test_words_are_safe_to_print():
     assert words.startswith("a?[2Jb?, numerics=unknown")
 
 
-def test_every_changed_byte_is_seen(whole):
-    for place in range(len(whole)):
+def test_every_changed_byte_is_seen(certificate_bytes):
+    for place in range(len(certificate_bytes)):
         for bit in (0, 7):
-            changed = bytearray(whole)
+            changed = bytearray(certificate_bytes)
             changed[place] ^= 1 << bit
             with pytest.raises(LedgerError):
                 open_certificate(Path("a.tpicert"), bytes(changed))
 
 
 @given(st.data())
-def test_any_other_bytes_are_refused(whole, data):
-    start = data.draw(st.integers(0, len(whole)))
-    end = data.draw(st.integers(start, len(whole)))
+def test_any_other_bytes_are_refused(certificate_bytes, data):
+    start = data.draw(st.integers(0, len(certificate_bytes)))
+    end = data.draw(st.integers(start, len(certificate_bytes)))
     other = data.draw(st.binary(max_size=end - start + 4))
-    changed = whole[:start] + other + whole[end:]
-    if changed != whole:
-        refused(changed)
+    changed = certificate_bytes[:start] + other + certificate_bytes[end:]
+    if changed != certificate_bytes:
+        why_not_opened(changed)
 
 
-def test_cut_short_or_lengthened(whole):
-    for changed in (b"", whole[:4], whole[:-1], whole[1:], whole + b"\n", b"PK\x03\x04" + whole):
-        refused(changed)
+def test_cut_short_or_lengthened(certificate_bytes):
+    for changed in (
+        b"",
+        certificate_bytes[:4],
+        certificate_bytes[:-1],
+        certificate_bytes[1:],
+        certificate_bytes + b"\n",
+        b"PK\x03\x04" + certificate_bytes,
+    ):
+        why_not_opened(changed)
 
 
-def test_a_forged_seal_does_not_hide_a_changed_member(whole):
+def test_a_forged_seal_does_not_hide_a_changed_member(certificate_bytes):
     for name in MEMBERS:
-        forged = members(whole)
+        forged = members(certificate_bytes)
         forged[name] += b"\n"
-        assert f"{name} was altered" in refused(sealed(forged))
+        assert f"{name} was altered" in why_not_opened(sealed_archive(forged))
 
 
-def test_a_forged_manifest_has_another_hash(run, whole):
-    (run / "versions.json").write_text('{"torch": "2.12.0"}')
-    assert check_bytes(certify(run)).hash != check_bytes(whole).hash
+def test_a_forged_manifest_has_another_hash(run_to_certify, certificate_bytes):
+    (run_to_certify / "versions.json").write_text('{"torch": "2.12.0"}')
+    assert check_bytes(certify(run_to_certify)).hash != check_bytes(certificate_bytes).hash
 
 
 def check_bytes(data: bytes) -> certificate.Certificate:
@@ -176,56 +183,60 @@ def check_bytes(data: bytes) -> certificate.Certificate:
     ),
     ids=("another", "one missing", "a parent", "a root", "another order"),
 )
-def test_only_the_named_members_may_be_in_it(whole, change):
-    assert "and not just manifest.json, ledger.jsonl" in refused(sealed(change(members(whole))))
+def test_only_the_named_members_may_be_in_it(certificate_bytes, change):
+    assert "and not just manifest.json, ledger.jsonl" in why_not_opened(
+        sealed_archive(change(members(certificate_bytes)))
+    )
 
 
-def test_a_member_twice_is_refused(whole):
-    pairs = list(members(whole).items())
+def test_a_member_twice_is_refused(certificate_bytes):
+    pairs = list(members(certificate_bytes).items())
     with pytest.warns(UserWarning, match="Duplicate name"):
-        doubled = sealed([*pairs, pairs[1]])
-    assert "and not just" in refused(doubled)
+        doubled = sealed_archive([*pairs, pairs[1]])
+    assert "and not just" in why_not_opened(doubled)
 
 
-def test_nothing_hides_between_members(whole):
+def test_nothing_hides_between_members(certificate_bytes):
     """A gap that the central directory skips: the same members, with bytes that nobody is shown."""
-    body = whole[: -certificate._SEAL_SIZE]
+    body = certificate_bytes[: -certificate._SEAL_SIZE]
     start = body.index(b"PK\x01\x02")
     moved = bytearray(body[:start] + b"hidden" + body[start:])
     end = moved.rindex(b"PK\x05\x06")
     offset = int.from_bytes(moved[end + 16 : end + 20], "little") + len(b"hidden")
     moved[end + 16 : end + 20] = offset.to_bytes(4, "little")
-    assert "something stands beside" in refused(certificate._sealed(bytes(moved) + bytes(certificate._SEAL_SIZE)))
+    assert "something stands beside" in why_not_opened(
+        certificate._sealed(bytes(moved) + bytes(certificate._SEAL_SIZE))
+    )
 
 
-def test_members_lie_in_the_order_of_the_directory(whole):
+def test_members_lie_in_the_order_of_the_directory(certificate_bytes):
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in reversed(members(whole).items()):
+        for name, data in reversed(members(certificate_bytes).items()):
             archive.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
         archive.filelist.reverse()
         archive.comment = bytes(certificate._SEAL_SIZE)
-    assert "something stands beside manifest.json" in refused(certificate._sealed(stream.getvalue()))
+    assert "something stands beside manifest.json" in why_not_opened(certificate._sealed(stream.getvalue()))
 
 
-def test_the_summary_cannot_lie(whole):
-    forged = members(whole)
+def test_the_summary_cannot_lie(certificate_bytes):
+    forged = members(certificate_bytes)
     manifest = json.loads(forged[MANIFEST])
     manifest["summary"]["steps"] = 300
     forged[MANIFEST] = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
-    assert "its summary does not fit its members" in refused(sealed(forged))
+    assert "its summary does not fit its members" in why_not_opened(sealed_archive(forged))
     manifest["more"] = 1
     forged[MANIFEST] = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
-    assert "more than a manifest does" in refused(sealed(forged))
+    assert "more than a manifest does" in why_not_opened(sealed_archive(forged))
 
 
-def test_a_reordered_ledger_with_a_right_manifest_is_refused(whole):
-    forged = members(whole)
+def test_a_reordered_ledger_with_a_right_manifest_is_refused(certificate_bytes):
+    forged = members(certificate_bytes)
     first, *steps = forged["ledger.jsonl"].splitlines(keepends=True)
     forged["ledger.jsonl"] = b"".join([first, *reversed(steps)])
     summary = json.loads(forged[MANIFEST])["summary"]
     forged[MANIFEST] = certificate._manifest({name: forged[name] for name in MEMBERS}, summary)
-    assert "line 2: step 3 where step 1 belongs" in refused(sealed(forged))
+    assert "line 2: step 3 where step 1 belongs" in why_not_opened(sealed_archive(forged))
 
 
 def test_of_a_torn_or_unfinished_run_the_whole_steps_are_certified(tmp_path):
@@ -239,40 +250,40 @@ def test_of_a_torn_or_unfinished_run_the_whole_steps_are_certified(tmp_path):
     assert certificate.summary_words(found.summary).endswith("2 of 5 steps, gradients of 2 steps, weights of 2 steps")
 
 
-def test_files_that_do_not_belong_together_are_not_certified(run, tmp_path):
+def test_files_that_do_not_belong_together_are_not_certified(run_to_certify, tmp_path):
     other = run_directory(tmp_path / "other", header=replace(HEADER, identity={"rng.seed": 1}))
-    shutil.copy(other / "ledger.jsonl", run / "ledger.jsonl")
+    shutil.copy(other / "ledger.jsonl", run_to_certify / "ledger.jsonl")
     with pytest.raises(LedgerError, match="of different runs"):
-        certify(run)
+        certify(run_to_certify)
 
 
 @pytest.mark.parametrize("name", MEMBERS)
-def test_a_missing_or_broken_file_is_named(run, name):
-    (run / name).write_text("]")
+def test_a_missing_or_broken_file_is_named(run_to_certify, name):
+    (run_to_certify / name).write_text("]")
     with pytest.raises(LedgerError, match=name if name == "ledger.jsonl" else "not the files of a run"):
-        certify(run)
-    (run / name).unlink()
+        certify(run_to_certify)
+    (run_to_certify / name).unlink()
     with pytest.raises(LedgerError, match=f"{name} does not exist"):
-        certify(run)
+        certify(run_to_certify)
 
 
-def test_it_is_read_as_the_ledger_that_it_holds(run, tmp_path):
+def test_it_is_read_as_the_ledger_that_it_holds(run_to_certify, tmp_path):
     file = tmp_path / "a.tpicert"
-    file.write_bytes(certify(run))
+    file.write_bytes(certify(run_to_certify))
     ledger = read(file)
-    assert (ledger.header, ledger.steps) == (read(run).header, read(run).steps)
-    result = compare(read(run), ledger)
+    assert (ledger.header, ledger.steps) == (read(run_to_certify).header, read(run_to_certify).steps)
+    result = compare(read(run_to_certify), ledger)
     assert (result.verdict, result.steps_compared) == (Verdict.IDENTICAL, 3)
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(LedgerError, match="is not a whole certificate: it was altered or cut short"):
         read(file)
 
 
-def test_the_command_packs_and_checks(cli, run, monkeypatch):
-    monkeypatch.chdir(run.parent)
+def test_the_command_packs_and_checks(cli, run_to_certify, monkeypatch):
+    monkeypatch.chdir(run_to_certify.parent)
     made = cli("certify", "run")
     assert made.status == 0, made.err
-    file = run.parent / "run.tpicert"
+    file = run_to_certify.parent / "run.tpicert"
     digest = check(file).hash
     assert made.out == (
         "run.tpicert: qwen3_toy tp=2, numerics=tree, NVIDIA H200, 3 of 3 steps, gradients of 3 steps, weights of 3 "
@@ -284,7 +295,7 @@ def test_the_command_packs_and_checks(cli, run, monkeypatch):
     assert (checked.status, f"certificate hash {digest}, as expected" in checked.out) == (0, True)
     said = json.loads(cli("certify", "--check", "run.tpicert", "--json").out)
     assert (said["hash"], said["steps"], said["loss"]) == (digest, 3, {"bits": "f32:40c80000", "value": 6.25})
-    assert sorted(p.name for p in run.parent.glob("*.*")) == ["run.tpicert"]  # and nothing half written
+    assert sorted(p.name for p in run_to_certify.parent.glob("*.*")) == ["run.tpicert"]  # and nothing half written
     assert cli("compare", "run", "run.tpicert").status == 0
 
 
@@ -311,13 +322,13 @@ MISTAKES = (
 
 
 @pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a) or "nothing" for a, _ in MISTAKES])
-def test_a_mistake_is_one_line_and_leaves_nothing(cli, run, monkeypatch, arguments, says):
-    monkeypatch.chdir(run.parent)
-    Path("a.tpicert").write_bytes(certify(run))
+def test_a_mistake_is_one_line_and_leaves_nothing(cli, run_to_certify, monkeypatch, arguments, says):
+    monkeypatch.chdir(run_to_certify.parent)
+    Path("a.tpicert").write_bytes(certify(run_to_certify))
     Path("taken").write_text("mine")
     ended = cli("certify", *arguments)
     assert (ended.status, ended.out) == (2, "")
     assert ended.err.startswith("error: ")
     assert says in ended.err
     assert Path("taken").read_text() == "mine"
-    assert sorted(p.name for p in run.parent.iterdir()) == ["a.tpicert", "run", "taken"]
+    assert sorted(p.name for p in run_to_certify.parent.iterdir()) == ["a.tpicert", "run", "taken"]

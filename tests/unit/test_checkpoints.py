@@ -35,7 +35,7 @@ def save(folder: Path, step: int, files: dict[str, bytes] = FILES, *, manifest: 
     return path
 
 
-def problems(folder: Path) -> list[str]:
+def selection_problems(folder: Path) -> list[str]:
     """What `select` says is wrong with the newest checkpoint, one entry a file."""
     with pytest.raises(CheckpointError) as error:
         select(folder)
@@ -104,7 +104,7 @@ def test_each_damaged_file_is_named(tmp_path):
     (path / "__0_0.distcp").unlink()
     (path / "__1_0.distcp").write_bytes(b"weights of rank")
     (path / "run_config/run.yaml").write_bytes(b"a: 2\n")
-    assert problems(tmp_path) == [
+    assert selection_problems(tmp_path) == [
         "__0_0.distcp is missing",
         "__1_0.distcp has 15 bytes instead of 17",
         "run_config/run.yaml has changed since it was written",
@@ -114,7 +114,7 @@ def test_each_damaged_file_is_named(tmp_path):
 def test_only_the_one_to_be_used_has_to_be_whole(tmp_path):
     save(tmp_path, 5)
     (save(tmp_path, 10) / "__0_0.distcp").unlink()
-    assert problems(tmp_path) == ["__0_0.distcp is missing"]
+    assert selection_problems(tmp_path) == ["__0_0.distcp is missing"]
     assert select(tmp_path, 5).step == 5
 
 
@@ -138,7 +138,7 @@ def test_any_damage_to_any_file_is_found(files, data):
         if not damaged:
             assert select(Path(folder)).step == 1
             return
-        found = problems(Path(folder))
+        found = selection_problems(Path(folder))
         assert [line.split()[0] for line in found] == sorted(damaged)
         assert all(damaged[line.split()[0]] in line for line in found)
 

@@ -51,18 +51,18 @@ def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, arguments, says):
     assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
 
 
-def planned(**changes) -> bench.Bench:
+def planned_bench(**changes) -> bench.Bench:
     values = dict(rounds=2, warmup=1, steps=3, traced=False, directory=None)
     return bench.new("qwen3_toy", ["tp=2"], ["stock", "tree"], **values | changes)
 
 
 def test_modes_take_turns():
-    turns = [(one.mode, one.round, one.profile, one.steps) for one in planned().passes]
+    turns = [(one.mode, one.round, one.profile, one.steps) for one in planned_bench().passes]
     assert turns == [("stock", 1, False, 4), ("tree", 1, False, 4), ("stock", 2, False, 4), ("tree", 2, False, 4)]
 
 
 def test_traced_passes_come_after_all_rounds():
-    passes = planned(rounds=1, traced=True).passes
+    passes = planned_bench(rounds=1, traced=True).passes
     assert [(one.mode, one.profile) for one in passes] == [
         ("stock", False),
         ("tree", False),
@@ -84,12 +84,12 @@ def test_a_mode_records_digests_if_it_says_so():
 
 def test_each_mode_has_its_own_configuration_and_nothing_is_written(here):
     before = sorted(here.rglob("*"))
-    plans = planned().plans
+    plans = planned_bench().plans
     assert {mode: one.config.numerics.mode for mode, one in plans.items()} == {"stock": "stock", "tree": "tree"}
     for one in plans.values():
         assert one.config.section("checkpoint")["save_interval"] == 0
         assert one.config.train["train_iters"] == 4
         assert one.config.train["exit_signal_handler"] is False
-    assert planned().directory.path.parts[0] == "runs"
-    assert planned().directory.path.name.startswith("bench-qwen3_toy-tp2-")
+    assert planned_bench().directory.path.parts[0] == "runs"
+    assert planned_bench().directory.path.name.startswith("bench-qwen3_toy-tp2-")
     assert sorted(here.rglob("*")) == before

@@ -16,7 +16,7 @@ WIDTH = 80
 FRAME = "╭╰│"
 
 
-def commands() -> dict[str, typer.models.CommandInfo]:
+def commands_by_words() -> dict[str, typer.models.CommandInfo]:
     """Every command by the words that call it."""
     named = {info.name: info for info in main.app.registered_commands}
     named |= {f"data {info.name}": info for info in data.data_app.registered_commands}
@@ -57,7 +57,7 @@ def terminal(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
 
 
-def check(lines: list[str], kept: list[str]) -> None:
+def check_lines(lines: list[str], kept: list[str]) -> None:
     assert [line for line in lines if len(line) > WIDTH] == []
     assert [example for example in kept if f" {example}" not in lines] == []
     for paragraph in prose(lines):
@@ -66,18 +66,18 @@ def check(lines: list[str], kept: list[str]) -> None:
 
 
 def test_all_commands_are_looked_at():
-    assert {"train", "verify", "wait", "data prepare"} <= commands().keys()
-    assert sum(bool(examples(info.callback.__doc__)) for info in commands().values()) >= 12
+    assert {"train", "verify", "wait", "data prepare"} <= commands_by_words().keys()
+    assert sum(bool(examples(info.callback.__doc__)) for info in commands_by_words().values()) >= 12
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, id=name.replace(" ", "-")) for name in commands()])
+@pytest.mark.parametrize("name", [pytest.param(name, id=name.replace(" ", "-")) for name in commands_by_words()])
 def test_help_survives_80_columns(name):
-    check(rendered(main.app, *name.split()), examples(commands()[name].callback.__doc__))
+    check_lines(rendered(main.app, *name.split()), examples(commands_by_words()[name].callback.__doc__))
 
 
 @pytest.mark.parametrize("words", ((), ("data",)), ids=("tpi", "data"))
 def test_the_lists_of_commands_survive_80_columns(words):
-    check(rendered(main.app, *words), [])
+    check_lines(rendered(main.app, *words), [])
 
 
 def test_a_command_has_one_line_in_the_list():
@@ -85,7 +85,7 @@ def test_a_command_has_one_line_in_the_list():
     lines = rendered(main.app)
     listed = lines[next(number for number, line in enumerate(lines) if "─ Commands ─" in line) + 1 :]
     listed = [line.strip("│ ") for line in listed if line.startswith("│")]
-    assert {line.split()[0] for line in listed} == {name.split()[0] for name in commands()}
+    assert {line.split()[0] for line in listed} == {name.split()[0] for name in commands_by_words()}
     assert all(re.match(r"[a-z]+  +\S.*\.$", line) for line in listed), listed
 
 

@@ -27,7 +27,7 @@ def at(tree: dict, path: str):
     return tree
 
 
-def problems(*overrides: str, model: str = "qwen3_toy", device: str = "cpu") -> list[str]:
+def listed_problems(*overrides: str, model: str = "qwen3_toy", device: str = "cpu") -> list[str]:
     """What is wrong, one entry a problem."""
     with pytest.raises(ConfigError) as error:
         compose(model, overrides, device=device)
@@ -207,7 +207,7 @@ def test_a_model_is_a_file_and_numerics_precision_and_device_win_over_it(own_con
 
 def test_a_broken_file_is_a_message_beside_the_others(own_conf):
     (own_conf / "model" / "broken.yaml").write_text("# @package _global_\ndefaults:\n  - no_such_model\n")
-    wrong, broken = problems("tpp=2", model="broken")
+    wrong, broken = listed_problems("tpp=2", model="broken")
     assert "did you mean 'tp'?" in wrong
     assert "no_such_model" in broken
 
@@ -293,13 +293,13 @@ MISTAKES = (
 
 @pytest.mark.parametrize("overrides, says", MISTAKES, ids=[" ".join(o) for o, _ in MISTAKES])
 def test_a_mistake_is_one_line_that_names_the_key(overrides, says):
-    (problem,) = problems(*overrides)
+    (problem,) = listed_problems(*overrides)
     assert problem.startswith(says)
 
 
 def test_an_unknown_model_is_named_with_the_nearest():
-    assert problems(model="qwen3_8") == ["unknown model 'qwen3_8'; did you mean 'qwen3_8b'?"]
-    assert problems(model="gpt") == ["unknown model 'gpt'; tpi models lists all"]
+    assert listed_problems(model="qwen3_8") == ["unknown model 'qwen3_8'; did you mean 'qwen3_8b'?"]
+    assert listed_problems(model="gpt") == ["unknown model 'gpt'; tpi models lists all"]
 
 
 def test_all_mistakes_are_said_at_once():
@@ -315,7 +315,7 @@ def test_all_mistakes_are_said_at_once():
         "data=text",
         "~sp",
     ]
-    found = problems(*overrides)
+    found = listed_problems(*overrides)
     for beginning in (
         "tpp=2: unknown key",
         "lr=fast: peak learning rate",
@@ -332,12 +332,12 @@ def test_all_mistakes_are_said_at_once():
 
 
 def test_with_an_unknown_model_the_keys_are_checked_all_the_same():
-    assert [p.split(":")[0] for p in problems("tp=x", "devise=cpu", model="gpt2")[1:]] == ["tp=x", "devise=cpu"]
+    assert [p.split(":")[0] for p in listed_problems("tp=x", "devise=cpu", model="gpt2")[1:]] == ["tp=x", "devise=cpu"]
 
 
 def test_the_message_does_not_say_a_mistake_twice():
-    assert len(problems("lr=fast", "optimizer.lr=fast")) == 2
-    assert len(problems("tp=0")) == 1
+    assert len(listed_problems("lr=fast", "optimizer.lr=fast")) == 2
+    assert len(listed_problems("tp=0")) == 1
 
 
 @given(

@@ -16,7 +16,7 @@ from tp_invariant_recipes.sizing.memory import GRADIENTS
 from tp_invariant_recipes.training.placement import Site
 
 
-def tree(*overrides, model="qwen3_toy", device="cpu"):
+def config_of(*overrides, model="qwen3_toy", device="cpu"):
     return composed(model, overrides, device=device).config
 
 
@@ -30,18 +30,20 @@ def tree(*overrides, model="qwen3_toy", device="cpu"):
     ),
 )
 def test_the_default_is_cp(overrides, shards):
-    found = tree(*overrides)
+    found = config_of(*overrides)
     assert found.numerics.context_shards == shards
     assert identity(found, None).get(CONTEXT_SHARDS) == shards
 
 
 def test_a_rank_keeps_a_gradient_of_each_shard():
-    of_gradients = [memory.estimate(tree(f"cp={cp}", "numerics.context_shards=4")).parts[GRADIENTS] for cp in (1, 2, 4)]
+    of_gradients = [
+        memory.estimate(config_of(f"cp={cp}", "numerics.context_shards=4")).parts[GRADIENTS] for cp in (1, 2, 4)
+    ]
     assert of_gradients[0] == 2 * of_gradients[1] == 4 * of_gradients[2]
 
 
 def _header(*overrides):
-    return Header(identity=identity(tree(*overrides), None))
+    return Header(identity=identity(config_of(*overrides), None))
 
 
 def test_runs_of_other_shards_are_not_comparable_and_the_key_is_named():

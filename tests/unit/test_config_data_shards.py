@@ -13,7 +13,7 @@ from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GRADIENTS
 
 
-def tree(*overrides, model="qwen3_toy"):
+def composed_config(*overrides, model="qwen3_toy"):
     return composed(model, overrides, device="cpu").config
 
 
@@ -28,14 +28,14 @@ def tree(*overrides, model="qwen3_toy"):
     ),
 )
 def test_the_default_is_dp(overrides, shards):
-    found = tree(*overrides)
+    found = composed_config(*overrides)
     assert found.numerics.data_shards == shards
     assert identity(found, None).get(DATA_SHARDS) == shards
 
 
 def test_micro_batches_are_no_part_of_the_identity():
     for numerics in ("tree", "stock"):
-        one, two = (identity(tree("gbs=8", f"mbs={mbs}", f"numerics={numerics}"), None) for mbs in (1, 4))
+        one, two = (identity(composed_config("gbs=8", f"mbs={mbs}", f"numerics={numerics}"), None) for mbs in (1, 4))
         assert one == two
 
 
@@ -56,7 +56,7 @@ def test_stock_runs_are_comparable_with_any():
 def test_memory_grows_with_log2_of_the_shards_of_a_rank(sequences, less):
     """less: gradients that shards of one sequence save."""
     one, two, eight, four_ranks, two_ranks = (
-        memory.estimate(tree(f"gbs={sequences}", *overrides)).parts[GRADIENTS]
+        memory.estimate(composed_config(f"gbs={sequences}", *overrides)).parts[GRADIENTS]
         for overrides in (
             (),
             ("numerics.data_shards=2",),
@@ -71,7 +71,8 @@ def test_memory_grows_with_log2_of_the_shards_of_a_rank(sequences, less):
 def test_memory_of_sources_that_an_owner_of_experts_keeps_apart():
     """ep=2 over two data-parallel ranks: half of the experts, each with two gradients."""
     apart, over = (
-        memory.estimate(tree("dp=2", "gbs=2", f"ep={ep}", model="qwen3_moe_toy")).parts[GRADIENTS] for ep in (1, 2)
+        memory.estimate(composed_config("dp=2", "gbs=2", f"ep={ep}", model="qwen3_moe_toy")).parts[GRADIENTS]
+        for ep in (1, 2)
     )
     assert over == apart
 
@@ -79,7 +80,8 @@ def test_memory_of_sources_that_an_owner_of_experts_keeps_apart():
 def test_a_micro_batch_of_several_takes_the_memory_of_one():
     for numerics, grows in (("tree", False), ("stock", True)):
         one, four = (
-            memory.estimate(tree("gbs=8", f"mbs={mbs}", f"numerics={numerics}")).parts[ACTIVATIONS] for mbs in (1, 4)
+            memory.estimate(composed_config("gbs=8", f"mbs={mbs}", f"numerics={numerics}")).parts[ACTIVATIONS]
+            for mbs in (1, 4)
         )
         assert (four > one) is grows
 
@@ -99,7 +101,7 @@ def test_a_comparison_names_the_key():
     ),
 )
 def test_a_run_that_does_not_fit_is_told_what_lowers_its_memory(overrides, says, says_not):
-    config = tree("gbs=8", *overrides)
+    config = composed_config("gbs=8", *overrides)
     ways = "; ".join(room._ways(config, memory.estimate(config)))
     assert says in ways
     assert says_not not in ways

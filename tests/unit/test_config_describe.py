@@ -61,27 +61,27 @@ PUBLISHED = (
 
 
 @pytest.fixture
-def rows(models_table):
+def models_by_name(models_table):
     return {row["model"]: row for row in models_table}
 
 
-def test_every_model_is_in_the_table(rows):
-    assert sorted(rows) == sorted(MODELS) == sorted(model for model, *_ in PUBLISHED)
+def test_every_model_is_in_the_table(models_by_name):
+    assert sorted(models_by_name) == sorted(MODELS) == sorted(model for model, *_ in PUBLISHED)
 
 
 @pytest.mark.parametrize("model, count, degrees, cpu", PUBLISHED, ids=[model for model, *_ in PUBLISHED])
-def test_a_model_is_as_large_as_published(rows, model, count, degrees, cpu):
-    row = rows[model]
+def test_a_model_is_as_large_as_published(models_by_name, model, count, degrees, cpu):
+    row = models_by_name[model]
     assert row["parameters"] == pytest.approx(count, rel=0.005)
     assert row["tp"] == degrees
     assert row["cpu"] is cpu
 
 
-def test_a_row_says_what_the_file_says(rows):
-    assert rows["qwen3_8b"]["summary"] == "Qwen3-8B: 36 layers, untied embeddings."
-    assert (rows["qwen3_8b"]["layers"], rows["qwen3_8b"]["hidden_size"]) == (36, 4096)
-    assert rows["nemotron3_nano"]["layers"] == 52
-    assert all(row["summary"] for row in rows.values())
+def test_a_row_says_what_the_file_says(models_by_name):
+    assert models_by_name["qwen3_8b"]["summary"] == "Qwen3-8B: 36 layers, untied embeddings."
+    assert (models_by_name["qwen3_8b"]["layers"], models_by_name["qwen3_8b"]["hidden_size"]) == (36, 4096)
+    assert models_by_name["nemotron3_nano"]["layers"] == 52
+    assert all(row["summary"] for row in models_by_name.values())
 
 
 def test_dimensions_left_to_megatron_are_counted_as_it_derives_them():

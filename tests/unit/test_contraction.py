@@ -36,25 +36,25 @@ LAUNCHES = {
 }
 
 
-def product(a, b, out, *, add=False):
+def exact_product(a, b, out, *, add=False):
     return fixed_tile_product(a, b, out, add=add)
 
 
-def operands(shards, segments):
+def segmented_operands(shards, segments):
     generator = torch.Generator().manual_seed(shards)
     k = PIECE * shards * segments
     a, b = torch.randn(24, k, generator=generator), torch.randn(k, 20, generator=generator)
     return a.bfloat16(), b.bfloat16(), (k // segments,) * segments
 
 
-def whole(nodes):
+def folded_nodes(nodes):
     while len(nodes) > 1:
         nodes = nodes[::2] + nodes[1::2]
     return nodes[0]
 
 
 @pytest.fixture
-def use(monkeypatch):
+def kernel_stand_in(monkeypatch):
     """Have the function given stand for the kernel, on a CPU. returns: its launches, as they come."""
 
     def use(compute):
@@ -74,21 +74,21 @@ def use(monkeypatch):
 
 
 @pytest.mark.parametrize("shards, segments", LAUNCHES)
-def test_several_at_once_have_the_bits_of_one_by_one(use, shards, segments):
-    launches = use(kernel.in_order)
-    a, b, sizes = operands(shards, segments)
+def test_several_at_once_have_the_bits_of_one_by_one(kernel_stand_in, shards, segments):
+    launches = kernel_stand_in(kernel.in_order)
+    a, b, sizes = segmented_operands(shards, segments)
     mesh = VirtualMesh(shards, 1, 0, graphs=True)
-    contraction.nodes(a, b, mesh, sizes, product)  # with its trials
+    contraction.nodes(a, b, mesh, sizes, exact_product)  # with its trials
     launches.clear()
-    nodes = contraction.nodes(a, b, mesh, sizes, product)
+    nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
     cuts, places = LAUNCHES[shards, segments]
     assert [shards for shards, _, _ in launches] == cuts
     assert [to for _, to, _ in launches] == [nodes[place].data_ptr() for place in places]
     assert [add for _, _, add in launches] == [place in places[:n] for n, place in enumerate(places)]
-    separate = contraction._one_by_one(a, b, mesh, sizes, product, None)
-    assert same_bits(whole(nodes), whole(separate))
+    separate = contraction._one_by_one(a, b, mesh, sizes, exact_product, None)
+    assert same_bits(folded_nodes(nodes), folded_nodes(separate))
     exact = a.double() @ b.double()
-    torch.testing.assert_close(whole(nodes).double(), exact, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(folded_nodes(nodes).double(), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cut_is_walked_in_the_order_of_the_tree():
@@ -98,12 +98,12 @@ def test_a_cut_is_walked_in_the_order_of_the_tree():
 
 
 @pytest.mark.parametrize("shards, segments", ((1, 1), (2, 3), (2, 4)))
-def test_what_one_launch_cannot_add_goes_one_by_one(use, shards, segments):
-    launches = use(kernel.in_order)
-    a, b, sizes = operands(shards, segments)
+def test_what_one_launch_cannot_add_goes_one_by_one(kernel_stand_in, shards, segments):
+    launches = kernel_stand_in(kernel.in_order)
+    a, b, sizes = segmented_operands(shards, segments)
     if segments == 4:
         sizes = (*sizes[:2], sizes[2] - PIECE, sizes[3] + PIECE)  # segments of different sizes
-    nodes = contraction.nodes(a, b, VirtualMesh(shards, 1, 0, graphs=True), sizes, product)
+    nodes = contraction.nodes(a, b, VirtualMesh(shards, 1, 0, graphs=True), sizes, exact_product)
     assert launches == []
     assert nodes.shape == (shards, 24, 20)
 
@@ -113,25 +113,25 @@ PAYS = ((False, None, False), (True, None, True), (False, 24 * 64 * 20, True), (
 
 
 @pytest.mark.parametrize("graphs, worth, at_once", PAYS)
-def test_small_sums_go_one_by_one_unless_a_graph_launches_them(use, monkeypatch, graphs, worth, at_once):
-    launches = use(kernel.in_order)
+def test_small_sums_go_one_by_one_unless_a_graph_launches_them(kernel_stand_in, monkeypatch, graphs, worth, at_once):
+    launches = kernel_stand_in(kernel.in_order)
     if worth is not None:
         monkeypatch.setattr(contraction, "WORTH", worth)
-    a, b, sizes = operands(4, 1)
-    contraction.nodes(a, b, VirtualMesh(4, 1, 0, graphs=graphs), sizes, product)
+    a, b, sizes = segmented_operands(4, 1)
+    contraction.nodes(a, b, VirtualMesh(4, 1, 0, graphs=graphs), sizes, exact_product)
     assert bool(launches) == at_once
 
 
 @pytest.mark.parametrize("shards, segments", LAUNCHES)
 @pytest.mark.parametrize("graphs", (False, True))
-def test_all_nodes_together_are_one(use, shards, segments, graphs):
+def test_all_nodes_together_are_one(kernel_stand_in, shards, segments, graphs):
     """At once or one by one; without a copy where there is one node."""
-    launches = use(kernel.in_order)
-    a, b, sizes = operands(shards, segments)
+    launches = kernel_stand_in(kernel.in_order)
+    a, b, sizes = segmented_operands(shards, segments)
     mesh, out = VirtualMesh(shards, 1, 0, graphs=graphs), torch.full((24, 20), torch.nan)
-    assert contraction.node(a, b, mesh, sizes, product, out) is out
-    found = contraction.nodes(a, b, mesh, sizes, product)
-    assert same_bits(out, whole(found))
+    assert contraction.node(a, b, mesh, sizes, exact_product, out) is out
+    found = contraction.nodes(a, b, mesh, sizes, exact_product)
+    assert same_bits(out, folded_nodes(found))
     places = [to for _, to, _ in launches]
     assert bool(places) == (graphs and shards * segments > 1)
     assert not places or (out.data_ptr() in places) == (len(found) == 1)
@@ -182,49 +182,49 @@ WRONG = (without_borders, one_after_the_other, at_another_border)
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
-def test_a_wrong_kernel_is_refused_and_changes_nothing(use, wrong):
-    a, b, sizes = operands(4, 1)
+def test_a_wrong_kernel_is_refused_and_changes_nothing(kernel_stand_in, wrong):
+    a, b, sizes = segmented_operands(4, 1)
     mesh = VirtualMesh(4, 1, 0, graphs=True)
-    launches = use(wrong)
-    nodes = contraction.nodes(a, b, mesh, sizes, product)
+    launches = kernel_stand_in(wrong)
+    nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches
     assert list(contraction.shown().values()) == [False]
-    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, product, None))
+    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, exact_product, None))
     # The control: without the trial, the same kernel gives other bits.
     contraction._restarting_is_right = dict.fromkeys(contraction.shown(), True)
-    assert not same_bits(whole(contraction.nodes(a, b, mesh, sizes, product)), whole(nodes))
+    assert not same_bits(folded_nodes(contraction.nodes(a, b, mesh, sizes, exact_product)), folded_nodes(nodes))
 
 
-def test_a_capture_tries_nothing(use, monkeypatch):
-    launches = use(kernel.in_order)
-    a, b, sizes = operands(2, 1)
+def test_a_capture_tries_nothing(kernel_stand_in, monkeypatch):
+    launches = kernel_stand_in(kernel.in_order)
+    a, b, sizes = segmented_operands(2, 1)
     mesh, capturing = VirtualMesh(2, 1, 0, graphs=True), True
     monkeypatch.setattr(cublas, "capturing", lambda operand: capturing)
-    contraction.nodes(a, b, mesh, sizes, product)
+    contraction.nodes(a, b, mesh, sizes, exact_product)
     assert launches == []
     assert contraction.shown() == {}
     capturing = False
-    contraction.nodes(a, b, mesh, sizes, product)
+    contraction.nodes(a, b, mesh, sizes, exact_product)
     capturing = True
     launches.clear()
-    contraction.nodes(a, b, mesh, sizes, product)
+    contraction.nodes(a, b, mesh, sizes, exact_product)
     assert len(launches) == 1
 
 
-def test_live_operands_are_checked_on_request(use, monkeypatch):
+def test_live_operands_are_checked_on_request(kernel_stand_in, monkeypatch):
     def wrong_with_large_numbers(a, b, out, cut, add):
         (without_borders if a.abs().max() > 100 else kernel.in_order)(a, b, out, cut, add)
 
-    use(wrong_with_large_numbers)
-    a, b, sizes = operands(8, 1)
+    kernel_stand_in(wrong_with_large_numbers)
+    a, b, sizes = segmented_operands(8, 1)
     mesh = VirtualMesh(8, 1, 0, graphs=True)
     monkeypatch.setattr(cublas, "checking", lambda: True)
-    contraction.nodes(a, b, mesh, sizes, product)
+    contraction.nodes(a, b, mesh, sizes, exact_product)
     message = r"TPI_CHECK_PRODUCTS=1: the sum of 4 products \[24, 128\] @ \[128, 20\] in one launch has other bits"
     with pytest.raises(RunError, match=message):
-        contraction.nodes(a * 1000, b, mesh, sizes, product)
+        contraction.nodes(a * 1000, b, mesh, sizes, exact_product)
     monkeypatch.setattr(cublas, "checking", lambda: False)
-    contraction.nodes(a * 1000, b, mesh, sizes, product)  # the control: nobody asks
+    contraction.nodes(a * 1000, b, mesh, sizes, exact_product)  # the control: nobody asks
 
 
 def test_another_triton_is_not_tried(monkeypatch):
@@ -300,7 +300,7 @@ SHORT = ((2, True, False), (4, False, True))
 )
 def test_the_binary_adds_whole_pieces_and_nothing_else(pieces, transposed, add):
     """Compiled for sm_90 without a GPU: products by tensor cores, and one addition a number between pieces."""
-    binary = compiled(pieces, transposed, add)
+    binary = compiled_binary(pieces, transposed, add)
     found = ARITHMETIC.findall(binary.asm["ptx"])
     products = found.count("wgmma.mma_async")
     assert products == 2 * pieces * kernel.STEP // 16  # both halves of the rows
@@ -310,7 +310,7 @@ def test_the_binary_adds_whole_pieces_and_nothing_else(pieces, transposed, add):
     assert max(granted) + kernel.SECOND_REGISTERS.value + kernel.COPYING_REGISTERS.value <= 3 * 168
 
 
-def compiled(pieces, transposed, add):
+def compiled_binary(pieces, transposed, add):
     def descriptor(rows, columns, name, dtype):
         return f"tensordesc<{name}{[rows, columns]},{kernel._layout(rows, columns, dtype)!r}>"
 

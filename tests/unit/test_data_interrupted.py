@@ -19,7 +19,7 @@ FORK = multiprocessing.get_context("fork")  # a fresh process would spend second
 
 
 @pytest.fixture
-def folder(tmp_path):
+def five_texts(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     for i in range(5):
@@ -43,16 +43,16 @@ def prepare_and_die_at_byte(folder, prefix, byte):
     prepare(folder, prefix, part_bytes=1, progress=lambda done, total: die() if done >= byte else None)
 
 
-def test_killed_and_continued_without_redoing_finished_parts(tmp_path, folder, monkeypatch):
-    whole = prepare(folder, tmp_path / "whole")
+def test_killed_and_continued_without_redoing_finished_parts(tmp_path, five_texts, monkeypatch):
+    whole = prepare(five_texts, tmp_path / "whole")
     prefix = tmp_path / "out"
-    assert in_child(prepare_and_die_at_byte, folder, prefix, 60) == -signal.SIGKILL
+    assert in_child(prepare_and_die_at_byte, five_texts, prefix, 60) == -signal.SIGKILL
     finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "out.partial").glob("*.idx")}
     assert len(finished) == 3
     assert not list(tmp_path.glob("out.[bij]*"))
     assert not is_prepared(prefix)
     written = count_parts(monkeypatch)
-    prepare(folder, prefix, part_bytes=1)
+    prepare(five_texts, prefix, part_bytes=1)
     assert len(written) == 2
     assert files_of(prefix) == files_of(whole.prefix)
     assert sorted(p.name for p in tmp_path.glob("out*")) == ["out.bin", "out.idx", "out.json"]
@@ -69,15 +69,15 @@ def prepare_and_die_at_step(folder, prefix, step):
     prepare(folder, prefix, part_bytes=40)
 
 
-def test_killed_at_every_step(tmp_path, folder):
-    want = files_of(prepare(folder, tmp_path / "whole").prefix)
+def test_killed_at_every_step(tmp_path, five_texts):
+    want = files_of(prepare(five_texts, tmp_path / "whole").prefix)
     for step in range(1000):
         prefix = tmp_path / f"out{step}"
-        exit_code = in_child(prepare_and_die_at_step, folder, prefix, step)
+        exit_code = in_child(prepare_and_die_at_step, five_texts, prefix, step)
         if prefix.with_name(f"{prefix.name}.idx").exists():
             load(prefix, verify=True)
             assert files_of(prefix) == want
-        prepare(folder, prefix, part_bytes=40)
+        prepare(five_texts, prefix, part_bytes=40)
         assert files_of(prefix) == want
         assert sorted(p.name for p in tmp_path.glob(f"out{step}.*")) == [f"out{step}{s}" for s in sorted(SUFFIXES)]
         if exit_code == 0:
@@ -86,56 +86,56 @@ def test_killed_at_every_step(tmp_path, folder):
     assert step > 20  # it did die on the way
 
 
-def test_parts_of_other_input_are_discarded(tmp_path, folder):
+def test_parts_of_other_input_are_discarded(tmp_path, five_texts):
     prefix = tmp_path / "out"
-    in_child(prepare_and_die_at_byte, folder, prefix, 60)
-    for path in folder.iterdir():
+    in_child(prepare_and_die_at_byte, five_texts, prefix, 60)
+    for path in five_texts.iterdir():
         path.write_text(path.read_text().upper())
-    (folder / "3.txt").unlink()
-    made = prepare(folder, prefix, part_bytes=1)
-    assert files_of(prefix) == files_of(prepare(folder, tmp_path / "whole").prefix)
+    (five_texts / "3.txt").unlink()
+    made = prepare(five_texts, prefix, part_bytes=1)
+    assert files_of(prefix) == files_of(prepare(five_texts, tmp_path / "whole").prefix)
     assert made.documents == 4
 
 
-def test_discarded_parts_make_room_at_once(tmp_path, folder):
+def test_discarded_parts_make_room_at_once(tmp_path, five_texts):
     prefix = tmp_path / "out"
-    in_child(prepare_and_die_at_byte, folder, prefix, 60)
+    in_child(prepare_and_die_at_byte, five_texts, prefix, 60)
     old = set((tmp_path / "out.partial").iterdir())
-    for path in folder.iterdir():
+    for path in five_texts.iterdir():
         path.write_text(path.read_text().upper())
-    in_child(prepare_and_die_at_byte, folder, prefix, 60)
+    in_child(prepare_and_die_at_byte, five_texts, prefix, 60)
     new = set((tmp_path / "out.partial").iterdir())
     assert len(old) == len(new) == 6
     assert not old & new
 
 
-def test_parts_follow_a_file_that_is_renamed(tmp_path, folder, monkeypatch):
+def test_parts_follow_a_file_that_is_renamed(tmp_path, five_texts, monkeypatch):
     """Parts are known by content, so the file is not tokenized again, and still lands where it belongs."""
     prefix = tmp_path / "out"
-    in_child(prepare_and_die_at_byte, folder, prefix, 60)
-    (folder / "0.txt").rename(folder / "9.txt")
+    in_child(prepare_and_die_at_byte, five_texts, prefix, 60)
+    (five_texts / "0.txt").rename(five_texts / "9.txt")
     written = count_parts(monkeypatch)
-    prepare(folder, prefix, part_bytes=1)
+    prepare(five_texts, prefix, part_bytes=1)
     assert len(written) == 2
-    assert files_of(prefix) == files_of(prepare(folder, tmp_path / "whole").prefix)
+    assert files_of(prefix) == files_of(prepare(five_texts, tmp_path / "whole").prefix)
 
 
-def test_parts_of_another_tokenizer_are_discarded(tmp_path, folder, monkeypatch):
+def test_parts_of_another_tokenizer_are_discarded(tmp_path, five_texts, monkeypatch):
     """Stands for two tokenizers whose index has the same type, so that nothing else would notice."""
     prefix = tmp_path / "out"
-    in_child(prepare_and_die_at_byte, folder, prefix, 60)
+    in_child(prepare_and_die_at_byte, five_texts, prefix, 60)
     monkeypatch.setattr(
         "tp_invariant_recipes.data.prepare.identify", lambda name: tokenizer.Identity("other", "0" * 64, None)
     )
     written = count_parts(monkeypatch)
-    prepare(folder, prefix, part_bytes=1)
+    prepare(five_texts, prefix, part_bytes=1)
     assert len(written) == 5
 
 
 # A disk of 64 KiB: the first size does not fit at all, the second as parts but not merged.
 @pytest.mark.parametrize("document_bytes", (20_000, 3_000))
-def test_full_disk(tmp_path, folder, document_bytes):
-    for path in folder.iterdir():
+def test_full_disk(tmp_path, five_texts, document_bytes):
+    for path in five_texts.iterdir():
         path.write_text(path.name[0] * document_bytes)
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -143,21 +143,21 @@ def test_full_disk(tmp_path, folder, document_bytes):
         pytest.skip("needs the right to mount a tmpfs")
     try:
         with pytest.raises(DataError, match=r"the disk is full: .*out.bin.*\d MiB are free in .*disk.*out.partial"):
-            prepare(folder, disk / "out", part_bytes=1)
+            prepare(five_texts, disk / "out", part_bytes=1)
         assert not list(disk.glob("out.[bij]*"))
         assert not list(disk.glob("**/building*"))
         kept = len(list(disk.glob("out.partial/*.idx")))
         assert kept == (5 if document_bytes == 3_000 else 1)
         subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
-        prepare(folder, disk / "out", part_bytes=1)
-        assert files_of(disk / "out") == files_of(prepare(folder, tmp_path / "whole").prefix)
+        prepare(five_texts, disk / "out", part_bytes=1)
+        assert files_of(disk / "out") == files_of(prepare(five_texts, tmp_path / "whole").prefix)
     finally:
         subprocess.run(["umount", disk], check=True)
 
 
 @pytest.mark.parametrize("code", (errno.ENOSPC, errno.EDQUOT))
 @pytest.mark.parametrize("step", range(10))
-def test_full_disk_at_every_wait_for_it(tmp_path, folder, monkeypatch, code, step):
+def test_full_disk_at_every_wait_for_it(tmp_path, five_texts, monkeypatch, code, step):
     """As some file systems report it: only when the bytes go out."""
     calls = iter(range(10**6))
 
@@ -173,18 +173,18 @@ def test_full_disk_at_every_wait_for_it(tmp_path, folder, monkeypatch, code, ste
         for name in ("_sync", "sync_folder"):
             patch.setattr(files, name, failing(getattr(files, name)))
         with pytest.raises(DataError, match="the disk is full"):
-            prepare(folder, tmp_path / "out")
+            prepare(five_texts, tmp_path / "out")
     assert not (tmp_path / "out.idx").exists() or load(tmp_path / "out", verify=True)
     if step not in (2, 7, 8):  # those are between renames, where a .idx has no .bin beside it any more
         assert not list((tmp_path / "out.partial").glob("building*"))
-    prepare(folder, tmp_path / "out")
-    assert files_of(tmp_path / "out") == files_of(prepare(folder, tmp_path / "whole").prefix)
+    prepare(five_texts, tmp_path / "out")
+    assert files_of(tmp_path / "out") == files_of(prepare(five_texts, tmp_path / "whole").prefix)
 
 
-def test_other_write_errors_name_the_place(tmp_path, folder):
+def test_other_write_errors_name_the_place(tmp_path, five_texts):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot write .*file/out: .*File exists.*file"):
-        prepare(folder, tmp_path / "file" / "out")
+        prepare(five_texts, tmp_path / "file" / "out")
 
 
 def ensure_and_tell(folder, cache, log, start):
@@ -199,9 +199,11 @@ def ensure_and_tell(folder, cache, log, start):
         stream.write(f"made {made.digest}\n")
 
 
-def test_two_at_once(tmp_path, folder, monkeypatch):
+def test_two_at_once(tmp_path, five_texts, monkeypatch):
     log, start = tmp_path / "log", FORK.Barrier(2)
-    children = [FORK.Process(target=ensure_and_tell, args=(folder, tmp_path / "cache", log, start)) for _ in range(2)]
+    children = [
+        FORK.Process(target=ensure_and_tell, args=(five_texts, tmp_path / "cache", log, start)) for _ in range(2)
+    ]
     for child in children:
         child.start()
     for child in children:

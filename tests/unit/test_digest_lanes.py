@@ -16,7 +16,7 @@ MASK = (1 << 64) - 1
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
 
 
-def filled(rows, columns, dtype=torch.float32, seed=0):
+def random_bits(rows, columns, dtype=torch.float32, seed=0):
     size = torch.empty((), dtype=dtype).element_size()
     noise = torch.Generator().manual_seed(seed)
     return (
@@ -26,12 +26,12 @@ def filled(rows, columns, dtype=torch.float32, seed=0):
     )
 
 
-def whole(values):
+def lanes_of_all(values):
     return lanes([Piece(values, 0, 0)])[0].tolist()
 
 
 def test_lanes_are_the_sum_that_their_description_says():
-    values = filled(5, 7)
+    values = random_bits(5, 7)
     words = values.view(torch.int32).tolist()
     of = keys(7, torch.device("cpu"))
     rows, columns = of.rows.numpy().view(np.uint32).tolist(), of.columns.numpy().view(np.uint64).tolist()
@@ -39,7 +39,7 @@ def test_lanes_are_the_sum_that_their_description_says():
         sum((words[r][c] & 0xFFFFFFFF) * rows[r][lane] * columns[c][lane] for r in range(5) for c in range(7)) & MASK
         for lane in range(LANES)
     ]
-    assert [lane & MASK for lane in whole(values)] == sums
+    assert [lane & MASK for lane in lanes_of_all(values)] == sums
 
 
 def test_keys_are_odd_and_do_not_depend_on_how_many_there_are():
@@ -58,7 +58,7 @@ def test_keys_are_odd_and_do_not_depend_on_how_many_there_are():
     seed=st.integers(0, 99),
 )
 def test_parts_add_up_to_the_whole(rows, columns, cuts, dtype, seed):
-    values = filled(rows, columns, dtype, seed)
+    values = random_bits(rows, columns, dtype, seed)
     at = [
         sorted({0, size, *(cut for cut in some if cut < size)})
         for size, some in zip((rows, columns), cuts, strict=True)
@@ -67,14 +67,14 @@ def test_parts_add_up_to_the_whole(rows, columns, cuts, dtype, seed):
         Piece(values[top:bottom, left:right], top, left)
         for (top, bottom), (left, right) in itertools.product(*(itertools.pairwise(edges) for edges in at))
     ]
-    assert lanes(pieces).sum(0).tolist() == whole(values)
+    assert lanes(pieces).sum(0).tolist() == lanes_of_all(values)
 
 
 @given(rows=st.integers(1, 12), step=st.integers(1, 4), dtype=st.sampled_from(DTYPES))
 def test_every_nth_row_is_a_piece(rows, step, dtype):
-    values = filled(rows, 3, dtype)
+    values = random_bits(rows, 3, dtype)
     pieces = [Piece(values[first::step], first, 0, step) for first in range(min(step, rows))]
-    assert lanes(pieces).sum(0).tolist() == whole(values)
+    assert lanes(pieces).sum(0).tolist() == lanes_of_all(values)
 
 
 @given(
@@ -85,32 +85,32 @@ def test_every_nth_row_is_a_piece(rows, step, dtype):
     seed=st.integers(0, 99),
 )
 def test_any_flipped_bit_shows_in_both_lanes(dtype, row, column, bit, seed):
-    values = filled(6, 7, dtype, seed)
+    values = random_bits(6, 7, dtype, seed)
     changed = values.clone()
     size = values.element_size()
     bit %= 8 * size
     bytes_ = changed.view(torch.uint8).view(6, 7, size)
     bytes_[row, column, bit // 8] ^= 1 << bit % 8
     assert not same_bits(changed, values)
-    assert all(a != b for a, b in zip(whole(values), whole(changed), strict=True))
+    assert all(a != b for a, b in zip(lanes_of_all(values), lanes_of_all(changed), strict=True))
 
 
 @given(st.permutations(range(12)))
 def test_any_other_order_of_elements_shows(order):
     values = torch.arange(12, dtype=torch.float32).view(3, 4)
     moved = values.flatten()[list(order)].view(3, 4)
-    assert (whole(values) == whole(moved)) == same_bits(values, moved)
+    assert (lanes_of_all(values) == lanes_of_all(moved)) == same_bits(values, moved)
 
 
 def test_signs_alone_show():
-    values = filled(64, 64).abs()
+    values = random_bits(64, 64).abs()
     for seed in range(50):
         some = torch.rand(64, 64, generator=torch.Generator().manual_seed(seed)) < 0.5
-        assert whole(values) != whole(torch.where(some, -values, values))
+        assert lanes_of_all(values) != lanes_of_all(torch.where(some, -values, values))
 
 
 def test_memory_is_read_anew_and_the_largest_found():
-    values = filled(4, 4).nan_to_num(0, 1, 1)
+    values = random_bits(4, 4).nan_to_num(0, 1, 1)
     taken = Lanes([Piece(values, 0, 0)], magnitude=True)
     before = taken().clone()
     values[3, 3] = float("inf")
@@ -120,17 +120,17 @@ def test_memory_is_read_anew_and_the_largest_found():
 
 @given(seed=st.integers(0, 99), wrong=st.integers(0, 6))
 def test_copies_that_are_not_the_values_rounded_are_counted(seed, wrong):
-    values = filled(6, 7, seed=seed)
+    values = random_bits(6, 7, seed=seed)
     copy = values.to(torch.bfloat16)
     for at in range(wrong):
         copy.view(-1)[at] = 1.0 if values.view(-1)[at].to(torch.bfloat16) != 1.0 else 2.0
     taken = Lanes([Piece(values, 0, 0, 1, copy), Piece(values, 0, 0)])
-    assert taken().tolist() == [whole(values)] * 2
+    assert taken().tolist() == [lanes_of_all(values)] * 2
     assert taken.unlike.tolist() == [wrong, 0]
 
 
 def test_a_copy_is_a_bf16_table_of_the_same_shape():
-    values = filled(4, 4)
+    values = random_bits(4, 4)
     for copy in (values, values.to(torch.bfloat16)[:2], values.to(torch.float16)):
         with pytest.raises(ValueError, match="is not a copy of"):
             Lanes([Piece(values, 0, 0, 1, copy)])

@@ -19,11 +19,11 @@ NAME = "forward/decoder.layers.0/output"
 WIDTHS = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def whole(dtype=torch.bfloat16):
+def example_tensor(dtype=torch.bfloat16):
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def write(run, x, step=3, name=NAME):
+def write_dump(run, x, step=3, name=NAME):
     """Two ranks: one has the even rows, the other the odd ones, in two pieces."""
     dtype = str(x.dtype).removeprefix("torch.")
     pieces = (Piece(x[::2], 0, 0, 2),), (Piece(x[1::2, :3], 1, 0, 2), Piece(x[1::2, 3:], 1, 3, 2))
@@ -38,8 +38,8 @@ def write(run, x, step=3, name=NAME):
     "dtype", (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool)
 )
 def test_what_ranks_wrote_is_read_back_whole(tmp_path, dtype):
-    x = whole(torch.float32).to(dtype)
-    write(tmp_path, x)
+    x = example_tensor(torch.float32).to(dtype)
+    write_dump(tmp_path, x)
     dumps = read_step(tmp_path, 3)
     assert dumps.names == (NAME,)
     read = dumps.read(NAME)
@@ -52,7 +52,7 @@ def test_what_ranks_wrote_is_read_back_whole(tmp_path, dtype):
 
 
 def test_a_writer_goes_on_with_the_next_step(tmp_path):
-    x, y = whole(), whole() + 1
+    x, y = example_tensor(), example_tensor() + 1
     writer = DumpWriter(tmp_path, 0, 1)
     for step, values in ((1, x), (2, y)):
         writer.add(step, NAME, "bfloat16", (6, 8), Piece(values, 0, 0))
@@ -64,7 +64,7 @@ def test_a_writer_goes_on_with_the_next_step(tmp_path):
 
 
 def test_the_values_are_those_of_the_time_they_were_added(tmp_path):
-    x = whole()
+    x = example_tensor()
     writer = DumpWriter(tmp_path, 0, 1)
     writer.add(1, NAME, "bfloat16", (6, 8), Piece(x, 0, 0))
     expected = x.view(torch.int16).numpy().tobytes()
@@ -76,21 +76,21 @@ def test_the_values_are_those_of_the_time_they_were_added(tmp_path):
 def test_of_replicas_that_disagree_the_lowest_rank_counts(tmp_path):
     for rank in (0, 1):
         writer = DumpWriter(tmp_path, rank, 2)
-        writer.add(1, NAME, "float32", (6, 8), Piece(whole(torch.float32) + rank, 0, 0))
+        writer.add(1, NAME, "float32", (6, 8), Piece(example_tensor(torch.float32) + rank, 0, 0))
         writer.close_step(1)
-    assert read_step(tmp_path, 1).read(NAME).bits.tobytes() == whole(torch.float32).numpy().tobytes()
+    assert read_step(tmp_path, 1).read(NAME).bits.tobytes() == example_tensor(torch.float32).numpy().tobytes()
 
 
 def test_what_is_not_there_is_said(tmp_path):
     with pytest.raises(LedgerError, match=r"no dumps of step 3.*ledger\.trace=3:3"):
         read_step(tmp_path, 3)
-    write(tmp_path, whole())
+    write_dump(tmp_path, example_tensor())
     with pytest.raises(LedgerError, match=f"has no weights/x; it has {NAME}"):
         read_step(tmp_path, 3).read("weights/x")
 
 
 def test_a_missing_rank_is_named(tmp_path):
-    write(tmp_path, whole())
+    write_dump(tmp_path, example_tensor())
     file_of(tmp_path, 3, 0).unlink()
     with pytest.raises(LedgerError, match=r"rank-0\.safetensors is missing: 1 of 2 ranks"):
         read_step(tmp_path, 3)
@@ -98,9 +98,9 @@ def test_a_missing_rank_is_named(tmp_path):
 
 def test_pieces_that_are_not_the_whole_are_refused(tmp_path):
     writer = DumpWriter(tmp_path, 0, 1)
-    writer.add(1, NAME, "float32", (6, 8), Piece(whole(torch.float32)[:4], 0, 0))
-    writer.add(1, "hole", "float32", (6, 8), Piece(whole(torch.float32)[:1], 0, 0))
-    writer.add(1, "hole", "float32", (6, 8), Piece(whole(torch.float32)[5:], 5, 0))
+    writer.add(1, NAME, "float32", (6, 8), Piece(example_tensor(torch.float32)[:4], 0, 0))
+    writer.add(1, "hole", "float32", (6, 8), Piece(example_tensor(torch.float32)[:1], 0, 0))
+    writer.add(1, "hole", "float32", (6, 8), Piece(example_tensor(torch.float32)[5:], 5, 0))
     writer.close_step(1)
     for name in (NAME, "hole"):
         with pytest.raises(LedgerError, match=rf"step-0000001: the pieces of {name} are not the whole"):
@@ -108,7 +108,7 @@ def test_pieces_that_are_not_the_whole_are_refused(tmp_path):
 
 
 def test_every_torn_file_is_named(tmp_path):
-    write(tmp_path, whole())
+    write_dump(tmp_path, example_tensor())
     file = file_of(tmp_path, 3, 1)
     data = file.read_bytes()
     for length in (*range(0, len(data), 7), len(data) - 1):
@@ -120,7 +120,7 @@ def test_every_torn_file_is_named(tmp_path):
 def test_another_file_of_the_format_is_no_dump(tmp_path):
     from safetensors.numpy import save
 
-    write(tmp_path, whole())
+    write_dump(tmp_path, example_tensor())
     for metadata in (None, {"ranks": "2"}, {"ranks": "two"}, {"ranks": "2", "0": "[]"}):
         file_of(tmp_path, 3, 1).write_bytes(save({"0": np.zeros(3)}, metadata=metadata))
         with pytest.raises(LedgerError, match=r"rank-1\.safetensors is not a whole dump"):
@@ -133,7 +133,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
         DumpWriter(tmp_path, 0, 1).close_step(1)
 
 
-def dumped(dtype, patterns):
+def dump_of(dtype, patterns):
     return Dumped(dtype, (1, len(patterns)), np.array([patterns], dtype=f"u{WIDTHS[dtype]}"))
 
 
@@ -144,7 +144,7 @@ def dumped(dtype, patterns):
 @example([(0x7F7FFFFF, 0xFF7FFFFF)])
 def test_distance_of_float32_is_that_of_the_ledger(pairs):
     a, b = zip(*pairs, strict=True)
-    found = distance(dumped("float32", a), dumped("float32", b))
+    found = distance(dump_of("float32", a), dump_of("float32", b))
     apart = [(x, y) for x, y in pairs if x != y]
     each = [ulp_distance(f"f32:{x:08x}", f"f32:{y:08x}") for x, y in apart]
     numbers = [ulp for ulp in each if ulp is not None]
@@ -160,7 +160,7 @@ def test_distance_of_float32_is_that_of_the_ledger(pairs):
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 @example(0x7FEFFFFFFFFFFFFF, 0xFFEFFFFFFFFFFFFF)  # the largest and the smallest: more than 2^63 apart
 def test_distance_of_float64_is_that_of_the_ledger(a, b):
-    found = distance(dumped("float64", [a]), dumped("float64", [b]))
+    found = distance(dump_of("float64", [a]), dump_of("float64", [b]))
     assert found.max_ulp == (ulp_distance(f"f64:{a:016x}", f"f64:{b:016x}") if a != b else None)
 
 
@@ -175,12 +175,12 @@ def test_distance_of_float64_is_that_of_the_ledger(a, b):
     ),
 )
 def test_distance_of_two_bytes(dtype, a, b, ulp, gap):
-    assert distance(dumped(dtype, [7, a]), dumped(dtype, [7, b])) == Distance(2, 1, ulp, gap, 0, (0, 1))
+    assert distance(dump_of(dtype, [7, a]), dump_of(dtype, [7, b])) == Distance(2, 1, ulp, gap, 0, (0, 1))
 
 
 @pytest.mark.parametrize("dtype, nan", (("bfloat16", 0x7F81), ("float16", 0xFC01), ("float64", 0x7FF0000000000001)))
 def test_nans_are_counted_and_no_distance(dtype, nan):
-    assert distance(dumped(dtype, [nan, nan]), dumped(dtype, [nan, 0])) == Distance(2, 1, None, None, 1, (0, 1))
+    assert distance(dump_of(dtype, [nan, nan]), dump_of(dtype, [nan, 0])) == Distance(2, 1, None, None, 1, (0, 1))
 
 
 def test_the_first_index_is_that_of_the_whole_tensor():
@@ -196,9 +196,9 @@ def test_integers_have_no_ulp():
 
 def test_tensors_of_another_kind_have_no_distance():
     with pytest.raises(LedgerError, match="no distance between float32"):
-        distance(dumped("float32", [1]), dumped("float32", [1, 2]))
+        distance(dump_of("float32", [1]), dump_of("float32", [1, 2]))
     with pytest.raises(LedgerError, match="bfloat16"):
-        distance(dumped("float16", [1]), dumped("bfloat16", [1]))
+        distance(dump_of("float16", [1]), dump_of("bfloat16", [1]))
 
 
 def test_reading_dumps_needs_no_torch():

@@ -13,26 +13,26 @@ NODES = ("cluster.name=here", "cluster.gpus_per_node=0", "slurm.time=10", "devic
 STOCK = ("qwen3_toy", "tp=2", "dp=4", "gbs=8", "numerics=stock", "cluster.ranks_per_node=2", "slurm.nodes=1-4")
 
 
-def tree(model: str, *overrides: str) -> RunConfig:
+def elastic_config(model: str, *overrides: str) -> RunConfig:
     return compose(model, [*NODES, *overrides]).config
 
 
 @pytest.mark.parametrize("nodes, dp", ((1, 1), (2, 2), (3, 2), (4, 4), (5, 4)))
 def test_the_largest_dp_that_divides_and_fits(nodes, dp):
-    assert elastic.data_parallel(tree(*STOCK), nodes) == dp
-    assert elastic.problems(tree(*STOCK)) == []
+    assert elastic.data_parallel(elastic_config(*STOCK), nodes) == dp
+    assert elastic.problems(elastic_config(*STOCK)) == []
 
 
 def test_a_model_on_two_nodes_needs_two():
-    wide = tree(*STOCK, "tp=4", "dp=2", "slurm.nodes=2-4")
+    wide = elastic_config(*STOCK, "tp=4", "dp=2", "slurm.nodes=2-4")
     assert [elastic.data_parallel(wide, nodes) for nodes in (1, 2, 3, 4)] == [None, 1, 1, 2]
 
 
 def test_data_shards_are_those_of_the_most_nodes():
-    asked = tree(*STOCK, "numerics=tree")
+    asked = elastic_config(*STOCK, "numerics=tree")
     assert [elastic.data_parallel(asked, nodes) for nodes in (1, 2, 3, 4)] == [1, 2, 2, 4]
     assert elastic.kept(asked)[0].text == "numerics.data_shards=4"
-    assert elastic.kept(tree(*STOCK)) == []
+    assert elastic.kept(elastic_config(*STOCK)) == []
 
 
 def test_the_script_keeps_the_data_shards(tmp_path):
@@ -51,7 +51,7 @@ REFUSED = (
 
 @pytest.mark.parametrize("change, says", REFUSED)
 def test_refused_with_one_line(change, says):
-    (problem,) = elastic.problems(tree(*STOCK, *change.split()))
+    (problem,) = elastic.problems(elastic_config(*STOCK, *change.split()))
     assert says in problem
     with pytest.raises(ConfigError) as refused:
         submit.train(STOCK[0], [*NODES[:4], *STOCK[1:], *change.split()], dry=True)

@@ -16,7 +16,7 @@ OLD, NEW = b"old", b"new"
 
 
 @pytest.fixture
-def file(tmp_path):
+def file_alone(tmp_path):
     """A file with contents, alone in its folder."""
     path = tmp_path / "file.json"
     path.write_bytes(OLD)
@@ -33,10 +33,10 @@ def fails(error):
 
 
 @pytest.mark.parametrize("data, content", ((NEW, NEW), ("a文\n", "a文\n".encode()), ("", b"")))
-def test_bytes_and_text_are_written_and_nothing_stays_beside_them(file, data, content):
-    write_atomically(file, data)
-    assert file.read_bytes() == content
-    assert os.listdir(file.parent) == [file.name]
+def test_bytes_and_text_are_written_and_nothing_stays_beside_them(file_alone, data, content):
+    write_atomically(file_alone, data)
+    assert file_alone.read_bytes() == content
+    assert os.listdir(file_alone.parent) == [file_alone.name]
 
 
 def test_a_file_need_not_be_there(tmp_path):
@@ -46,27 +46,27 @@ def test_a_file_need_not_be_there(tmp_path):
         write_atomically(tmp_path / "no folder" / "first", NEW)
 
 
-def test_a_process_killed_between_write_and_rename_leaves_the_old_file(file):
+def test_a_process_killed_between_write_and_rename_leaves_the_old_file(file_alone):
     child = os.fork()
     if not child:
         os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        write_atomically(file, NEW)
+        write_atomically(file_alone, NEW)
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
-    assert file.read_bytes() == OLD
-    beside = [path for path in file.parent.iterdir() if path != file]
+    assert file_alone.read_bytes() == OLD
+    beside = [path for path in file_alone.parent.iterdir() if path != file_alone]
     assert [path.read_bytes() for path in beside] == [NEW]  # it had been written
-    write_atomically(file, NEW)
-    assert file.read_bytes() == NEW
+    write_atomically(file_alone, NEW)
+    assert file_alone.read_bytes() == NEW
 
 
-def test_the_file_is_synced_then_renamed_then_the_folder_is_synced(file, monkeypatch):
+def test_the_file_is_synced_then_renamed_then_the_folder_is_synced(file_alone, monkeypatch):
     steps = []
     sync, replace = os.fsync, os.replace
 
     def synced(descriptor):
         folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        steps.append(("sync", "folder" if folder else "file", file.read_bytes()))
+        steps.append(("sync", "folder" if folder else "file", file_alone.read_bytes()))
         sync(descriptor)
 
     def replaced(source, target):
@@ -75,18 +75,18 @@ def test_the_file_is_synced_then_renamed_then_the_folder_is_synced(file, monkeyp
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
-    write_atomically(file, NEW)
-    assert steps == [("sync", "file", OLD), ("rename", file.name, NEW), ("sync", "folder", NEW)]
+    write_atomically(file_alone, NEW)
+    assert steps == [("sync", "file", OLD), ("rename", file_alone.name, NEW), ("sync", "folder", NEW)]
 
 
 @pytest.mark.parametrize("call", ("fsync", "replace"))
-def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(file, monkeypatch, call):
+def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(file_alone, monkeypatch, call):
     monkeypatch.setattr(os, call, fails(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(OSError, match="No space left") as error:
-        write_atomically(file, NEW)
+        write_atomically(file_alone, NEW)
     assert error.value.errno == errno.ENOSPC
-    assert file.read_bytes() == OLD
-    assert os.listdir(file.parent) == [file.name]
+    assert file_alone.read_bytes() == OLD
+    assert os.listdir(file_alone.parent) == [file_alone.name]
 
 
 def test_a_file_system_that_cannot_sync_folders_is_no_reason_to_fail(tmp_path, monkeypatch):

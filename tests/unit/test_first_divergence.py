@@ -32,7 +32,7 @@ def entries() -> list[tuple[str, str, str]]:
     return [*forward, *(("backward", module, tensor) for _, module, tensor in forward[::-1])]
 
 
-def ledger(other: str | None = None, **changes) -> Ledger:
+def traced_ledger(other: str | None = None, **changes) -> Ledger:
     """Two traced steps of which the second is another in one value, called as in a comparison, or in fields."""
     kind, _, name = (other or "").partition("/")
     records = []
@@ -58,7 +58,7 @@ def ledger(other: str | None = None, **changes) -> Ledger:
 
 
 def parted(other: str | None = None, **changes) -> Comparison:
-    return compare(ledger(), ledger(other, **changes))
+    return compare(traced_ledger(), traced_ledger(other, **changes))
 
 
 # The first difference -> its module, the operation, and what is written out beside it.
@@ -155,9 +155,11 @@ REPETITIONS = (
 
 @pytest.mark.parametrize("recorded, again, repeats", REPETITIONS)
 def test_a_run_repeats_itself_also_where_its_replicas_disagree(recorded, again, repeats):
-    result = compare(ledger(**recorded), ledger(**again), repetition=True)
+    result = compare(traced_ledger(**recorded), traced_ledger(**again), repetition=True)
     assert (result.verdict is Verdict.IDENTICAL) is repeats
-    assert compare(ledger(**recorded), ledger(**again)).verdict is Verdict.DIFFERENT  # as between two runs
+    assert (
+        compare(traced_ledger(**recorded), traced_ledger(**again)).verdict is Verdict.DIFFERENT
+    )  # as between two runs
 
 
 @pytest.mark.parametrize("repeats", (True, False))
@@ -165,10 +167,10 @@ def test_bisect_names_the_update_that_made_replicas_disagree(tmp_path, monkeypat
     """Of the recorded runs one has replicas that disagree; it is trained again with the same result, or another."""
     apart = ("weights", f"{FC1}.weight", ((0, 2), (1,)))
     recorded = [
-        replace(ledger(trace=None), path=tmp_path / "a" / "ledger.jsonl"),
-        ledger(trace=None, diverged=(apart,)),
+        replace(traced_ledger(trace=None), path=tmp_path / "a" / "ledger.jsonl"),
+        traced_ledger(trace=None, diverged=(apart,)),
     ]
-    traced = [ledger(), ledger(diverged=(apart if repeats else UPDATED,))]
+    traced = [traced_ledger(), traced_ledger(diverged=(apart if repeats else UPDATED,))]
     first = compare(*recorded)
     found = bisect.Bisection(first, RunDir(tmp_path / "bisect"), first.first.step, ())
     planned = [
@@ -189,11 +191,11 @@ def test_bisect_names_the_update_that_made_replicas_disagree(tmp_path, monkeypat
 def test_an_input_without_a_digest_is_not_written_out():
     """A run that is to dump what has no place ends with an error."""
     name = f"forward/{FC1}/output"
-    b = ledger(name)
+    b = traced_ledger(name)
     trace = tuple(replace(t, digest=None) if (t.direction, t.module, t.tensor) == ("forward", FC1, "input") else t
                   for t in b.steps[1].trace)  # fmt: skip
     b = replace(b, steps=(b.steps[0], replace(b.steps[1], trace=trace)))
-    for placed in (compare(ledger(), b), compare(b, ledger())):
+    for placed in (compare(traced_ledger(), b), compare(b, traced_ledger())):
         assert worth_dumping(placed) == (name,)
         assert operation(placed) is None
 
@@ -208,7 +210,7 @@ def test_distances_of_all_that_was_written_out(tmp_path):
         other[1, 2] = last
         parts = {str(n): dumps.DumpedPart(name, "float32", (2, 3), 0, 1, 0).text() for n, name in enumerate(("x", "y"))}
         save_file({"0": other, "1": bits}, file, metadata={dumps.RANKS: "1", **parts})
-        runs.append(replace(ledger(), path=tmp_path / name / "ledger.jsonl"))
+        runs.append(replace(traced_ledger(), path=tmp_path / name / "ledger.jsonl"))
     found = distances(compare(*runs), 2, ["x", "y", "z"])
     assert {name: found[name].get("differing") for name in found} == {"x": 1, "y": 0, "z": None}
     assert (found["x"]["max_ulp"], found["x"]["first"]) == (1, (1, 2))
@@ -229,10 +231,10 @@ KNOWN = (
 
 @pytest.mark.parametrize("a, b, step, last", KNOWN)
 def test_runs_agree_for_certain_where_both_recorded_their_weights(a, b, step, last):
-    first = ledger().steps[0]
+    first = traced_ledger().steps[0]
     runs = [
         replace(
-            ledger(),
+            traced_ledger(),
             steps=tuple(replace(first, step=n, weights=first.weights if n in at else None) for n in range(1, 5)),
         )
         for at in (a, b)
@@ -261,7 +263,7 @@ def test_a_run_has_its_own_environment_but_the_machines(monkeypatch):
 
 def test_a_run_that_was_resumed_in_another_way_is_said():
     resumed = [{"after_step": 2, "changed": {"layout.tp": 2}}]
-    run = ledger()
+    run = traced_ledger()
     changed = replace(run, header=replace(run.header, notes={"resumed": resumed}))
     assert bisect._other_layouts([run]) == []
     assert bisect._other_layouts([run, changed]) == [

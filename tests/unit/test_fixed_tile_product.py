@@ -27,7 +27,7 @@ def layouts(matrix):
     yield from (matrix, matrix.t().contiguous().t(), wide.copy_(matrix))
 
 
-def product(a, b, dtype=torch.float32):
+def fixed_product(a, b, dtype=torch.float32):
     return fixed_tile_product(a, b, a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
 
 
@@ -36,9 +36,9 @@ def product(a, b, dtype=torch.float32):
 @pytest.mark.parametrize("shape", RAGGED, ids=str)
 def test_it_is_right_and_rounds_once(shape, dtype, out):
     a, b = operands(*shape, dtype)
-    wide = product(a, b)
+    wide = fixed_product(a, b)
     torch.testing.assert_close(wide.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
-    assert same_bits(product(a, b, out), wide.to(out))
+    assert same_bits(fixed_product(a, b, out), wide.to(out))
     there = torch.randn(wide.shape).to(out)
     expected = (wide + there).to(out)
     assert same_bits(fixed_tile_product(a, b, there, add=True), expected)
@@ -57,7 +57,7 @@ def slices_are_products_of_slices(multiply, shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", RAGGED, ids=str)
 def test_a_slice_of_the_product_is_the_product_of_slices(shape, dtype):
-    assert slices_are_products_of_slices(product, shape, dtype)
+    assert slices_are_products_of_slices(fixed_product, shape, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -69,7 +69,7 @@ def test_that_of_a_library_is_not(shape, dtype):
 
     def by_the_number_of_rows(a, b):
         first = a.shape[1] // (3 if len(a) < 20 else 2)
-        return product(a[:, :first], b[:first]) + product(a[:, first:], b[first:])
+        return fixed_product(a[:, :first], b[:first]) + fixed_product(a[:, first:], b[first:])
 
     assert not slices_are_products_of_slices(by_the_number_of_rows, shape, dtype)
 
@@ -77,7 +77,7 @@ def test_that_of_a_library_is_not(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_layout_in_memory_changes_no_bit(dtype):
     a, b = operands(64, 33, 129, dtype)
-    whole = product(a, b)
+    whole = fixed_product(a, b)
     for x in layouts(a):
         for y in layouts(b):
             for out in layouts(torch.zeros(64, 129)):

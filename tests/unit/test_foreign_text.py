@@ -45,7 +45,7 @@ def clean(ended) -> None:
     assert "\\x1b" in ended.out + ended.err or "\\u001b" in ended.out + ended.err
 
 
-def write(folder, name: str, header, **changes) -> None:
+def write_run_of(folder, name: str, header, **changes) -> None:
     (folder / name).mkdir()
     with LedgerWriter(folder / name / "ledger.jsonl").create(header) as writer:
         for step in (1, 2, 3):
@@ -58,14 +58,14 @@ def write(folder, name: str, header, **changes) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def runs_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
-    write(tmp_path, "a", HEADER)
+    write_run_of(tmp_path, "a", HEADER)
     return tmp_path
 
 
-def named(digest: str) -> dict:
+def with_evil_module(digest: str) -> dict:
     return {"trace": tuple(replace(one, module=one.module + EVIL, digest=digest) for one in trace(2))}
 
 
@@ -84,7 +84,7 @@ PLANTED = {
     "a version": ("b", replace(HEADER, versions={"torch": EVIL}), {}, HEADER, {}),
     "a note": ("b", replace(HEADER, notes={EVIL: EVIL}), {}, HEADER, {}),
     "a parameter": ("b", OWNED, weighed(ONE), OWNED, weighed(OTHER)),
-    "a trace": ("b", HEADER, named(ONE), HEADER, named(OTHER)),
+    "a trace": ("b", HEADER, with_evil_module(ONE), HEADER, with_evil_module(OTHER)),
     "diverged": ("b", HEADER, DIVERGED, HEADER, {}),
     "a label": (f"b{EVIL}", HEADER, {"loss": "f32:3f800000"}, HEADER, {}),
 }
@@ -98,8 +98,8 @@ REFUSED = ("a value of the layout", "a parameter", "a trace", "diverged")
 def test_names_with_control_characters_are_refused(cli, tmp_path, monkeypatch, where):
     name, header, changes, first, of_first = PLANTED[where]
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, "a", first, **of_first)
-    write(tmp_path, name, header, **changes)
+    write_run_of(tmp_path, "a", first, **of_first)
+    write_run_of(tmp_path, name, header, **changes)
     for command in (("compare", "a", name), ("compare", "a", name, "--json"), ("report", "a", name, "--no-png")):
         ended = cli(*command)
         assert ended.status == 2
@@ -115,33 +115,33 @@ def test_compare_shows_no_control_character_of_a_ledger(cli, tmp_path, monkeypat
     name, header, changes, first, of_first = PLANTED[where]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "400")
-    write(tmp_path, "a", first, **of_first)
-    write(tmp_path, name, header, **changes)
+    write_run_of(tmp_path, "a", first, **of_first)
+    write_run_of(tmp_path, name, header, **changes)
     clean(cli("compare", "a", name, "a"))
     as_json = cli("compare", "a", name, "--json")
     clean(as_json)
     json.loads(as_json.out)
 
 
-def test_a_page_shows_what_was_planted_as_text_and_no_control_character(cli, folder):
+def test_a_page_shows_what_was_planted_as_text_and_no_control_character(cli, runs_folder):
     """One page of all runs: drawing one takes a second."""
     runs = []
     for n, where in enumerate(READ):
         name, header, changes, first, of_first = PLANTED[where]
         assert (first, of_first) == (HEADER, {})  # as run a
         runs.append(f"{n}{name}")
-        write(folder, runs[-1], header, **changes)
+        write_run_of(runs_folder, runs[-1], header, **changes)
     reported = cli("report", "a", *runs, "--out", "page.html", "--no-png")
     assert reported.status == 0, reported.err
-    page = (folder / "page.html").read_text()
+    page = (runs_folder / "page.html").read_text()
     for text in (reported.out, reported.err, page):
         assert not any(one in text for one in CONTROLS)
     assert "tp\\x1b]0;owned" in page
 
 
-def test_a_ledger_cannot_write_a_verdict(cli, folder):
+def test_a_ledger_cannot_write_a_verdict(cli, runs_folder):
     """A line break in a name does not begin a line."""
-    write(folder, "b", replace(HEADER, identity={"rng.seed": 1, "x\nidentical: 3 steps": 1}))
+    write_run_of(runs_folder, "b", replace(HEADER, identity={"rng.seed": 1, "x\nidentical: 3 steps": 1}))
     ended = cli("compare", "a", "b")
     assert ended.status == 2
     assert not any(line.startswith("identical") for line in ended.out.splitlines())
@@ -207,14 +207,14 @@ JOB = (
 )
 def test_commands_print_through_one_module(file):
     """host/terminal.py, which makes text visible; logs write to its stream what jobs/follow.py has made visible."""
-    assert others(file.read_text()) == set()
+    assert other_prints(file.read_text()) == set()
 
 
-def others(source: str) -> set[str]:
+def other_prints(source: str) -> set[str]:
     """Calls that print in another way."""
     calls = {ast.unparse(one.func) for one in ast.walk(ast.parse(source)) if isinstance(one, ast.Call)}
     return calls & {"print", "Console", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write"}
 
 
 def test_another_way_is_seen():
-    assert others("print(1)\ntyper.echo(2)\nConsole().print(3)") == {"print", "typer.echo", "Console"}
+    assert other_prints("print(1)\ntyper.echo(2)\nConsole().print(3)") == {"print", "typer.echo", "Console"}

@@ -78,16 +78,16 @@ def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
 
 def forged(value: Any) -> Iterator[tuple[str, bytes]]:
     """What was done, and the text: every value mutated or left out, every key renamed, and the text cut in places."""
-    whole = text(value)
+    whole = as_json(value)
     for path in places(value):
         for name, mutation in MUTATIONS.items():
             yield (
                 f"{path} is {name}",
-                text(changed(value, path, lambda inner, key, to=mutation: inner.__setitem__(key, to))),
+                as_json(changed_at(value, path, lambda inner, key, to=mutation: inner.__setitem__(key, to))),
             )
-        yield f"{path} is missing", text(changed(value, path, lambda inner, key: inner.pop(key)))
+        yield f"{path} is missing", as_json(changed_at(value, path, lambda inner, key: inner.pop(key)))
         if isinstance(path[-1], str):
-            yield f"{path} is renamed", text(changed(value, path, rename))
+            yield f"{path} is renamed", as_json(changed_at(value, path, rename))
             yield (
                 f"{path} is there twice",
                 whole.replace(f'"{path[-1]}":'.encode(), f'"{path[-1]}": 1, "{path[-1]}":'.encode(), 1),
@@ -96,10 +96,10 @@ def forged(value: Any) -> Iterator[tuple[str, bytes]]:
         yield f"cut after {at} bytes", whole[:at]
         yield f"another byte at {at}", whole[:at] + b"\xff" + whole[at + 1 :]
     for name, mutation in MUTATIONS.items():
-        yield f"all of it is {name}", text(mutation)
+        yield f"all of it is {name}", as_json(mutation)
 
 
-def changed(value: Any, path: tuple, change: Callable[[Any, Any], Any]) -> Any:
+def changed_at(value: Any, path: tuple, change: Callable[[Any, Any], Any]) -> Any:
     value = copy.deepcopy(value)
     inner = value
     for key in path[:-1]:
@@ -112,7 +112,7 @@ def rename(inner: dict, key: str) -> None:
     inner["\udfff"] = inner.pop(key)
 
 
-def text(value: Any) -> bytes:
+def as_json(value: Any) -> bytes:
     return json.dumps(value).replace(f'"{DEEP}"', "[" * 50_000 + "]" * 50_000, 1).encode()
 
 
@@ -364,7 +364,7 @@ def valid(kind: str, folder: Path) -> Any:
     return json.loads(MatrixDir(folder).matrix.read_bytes())
 
 
-def refusal(read: Callable[[Path, bytes], None], folder: Path, data: bytes, what: str) -> str | None:
+def refused_with(read: Callable[[Path, bytes], None], folder: Path, data: bytes, what: str) -> str | None:
     """The message of the TpiError with which a file is refused. None: it was read."""
     try:
         read(folder, data)
@@ -380,11 +380,11 @@ def test_a_forged_file_is_read_or_refused_with_one_message(kind, tmp_path):
     read, _ = KINDS[kind]
     whole = valid(kind, tmp_path)
     if kind != "manifest":  # its files are not there
-        read(tmp_path, text(whole))
+        read(tmp_path, as_json(whole))
     refused = tried = 0
     for what, data in forged(whole):
         tried += 1
-        message = refusal(read, tmp_path, data, f"{kind}: {what}")
+        message = refused_with(read, tmp_path, data, f"{kind}: {what}")
         refused += message is not None
         assert kind == "manifest" or message is None or len(message.splitlines()) == 1, (what, message)
     assert tried > 60
@@ -416,7 +416,7 @@ def test_a_matrix_that_compares_a_run_with_itself_is_refused(change, words, tmp_
     assert words in str(caught.value)
 
 
-def sealed(files: dict[str, bytes]) -> bytes:
+def archive_of(files: dict[str, bytes]) -> bytes:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, data in files.items():
@@ -426,7 +426,7 @@ def sealed(files: dict[str, bytes]) -> bytes:
 
 
 CONFIG = b"train: {train_iters: 1}\n"
-MEMBERS = {"ledger.jsonl": HEAD + STEP, "config.yaml": CONFIG, "run.json": text(RUN), "versions.json": b"{}"}
+MEMBERS = {"ledger.jsonl": HEAD + STEP, "config.yaml": CONFIG, "run.json": as_json(RUN), "versions.json": b"{}"}
 MEMBERS |= {"environment.json": b"{}"}
 CONFIGS = (
     b"[" * 100_000,
@@ -452,14 +452,14 @@ def test_a_certificate_with_a_forged_configuration_is_refused(config):
     members = MEMBERS | {"config.yaml": config}
     manifest = certificate._manifest(members, {})
     with pytest.raises(LedgerError) as caught:
-        certificate.open_certificate(Path("a.tpicert"), sealed({certificate.MANIFEST: manifest} | members))
+        certificate.open_certificate(Path("a.tpicert"), archive_of({certificate.MANIFEST: manifest} | members))
     assert str(caught.value).startswith("a.tpicert: not the files of a run: config.yaml: ")
 
 
 @pytest.mark.parametrize("name", ("ledger.jsonl", "run.json"))
 def test_a_certificate_that_would_swell_is_refused_before_it_is_decompressed(name, monkeypatch):
     members = {certificate.MANIFEST: b"{}"} | MEMBERS | {name: b" " * (65 << 20)}
-    data = sealed(members)
+    data = archive_of(members)
     assert len(data) < 1 << 20
     monkeypatch.setattr(certificate, "_content", lambda *_: pytest.fail("decompressed"))
     with pytest.raises(LedgerError, match=f"{name} claims 68157440 bytes, too many"):

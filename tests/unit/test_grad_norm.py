@@ -34,18 +34,18 @@ def fp32(bits: int) -> float:
     return struct.unpack("<f", struct.pack("<I", bits))[0]
 
 
-def bits(value: float) -> int:
+def bits_of_float(value: float) -> int:
     return struct.unpack("<I", struct.pack("<f", value))[0]
 
 
-def pieces(flat: Tensor, generator: torch.Generator) -> list[Tensor]:
+def random_pieces(flat: Tensor, generator: torch.Generator) -> list[Tensor]:
     """A tensor's elements in random order, cut at random places."""
     flat = flat[torch.randperm(len(flat), generator=generator)]
     cuts = torch.randint(0, len(flat) + 1, (5,), generator=generator).sort()[0]
     return list(torch.tensor_split(flat, cuts))
 
 
-def spread(seed: int, count: int, width: float) -> tuple[Tensor, torch.Generator]:
+def spread_values(seed: int, count: int, width: float) -> tuple[Tensor, torch.Generator]:
     """Normal numbers times powers of two from 2^-width to 2^width."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.rand(count, generator=generator) * 2 * width - width
@@ -54,7 +54,7 @@ def spread(seed: int, count: int, width: float) -> tuple[Tensor, torch.Generator
 
 def place(value: float) -> int:
     """x of value = m · 2^x, from its bits."""
-    return max(bits(value) >> 23 & 255, 1) - 150
+    return max(bits_of_float(value) >> 23 & 255, 1) - 150
 
 
 def counted(values: list[float]) -> Fraction:
@@ -65,31 +65,31 @@ def counted(values: list[float]) -> Fraction:
 
 def nearest(result: float, square: Fraction) -> bool:
     """Whether no fp32 number is closer to the root of `square` than `result`; no root is taken."""
-    here = bits(result)
+    here = bits_of_float(result)
     below = (Fraction(fp32(here)) + Fraction(fp32(here - 1))) / 2 if here else Fraction(0)
-    above = (Fraction(fp32(here)) + Fraction(fp32(here + 1) if here < bits(MAX) else 2**128)) / 2
+    above = (Fraction(fp32(here)) + Fraction(fp32(here + 1) if here < bits_of_float(MAX) else 2**128)) / 2
     return below**2 <= square <= above**2
 
 
 @given(seed=seeds, count=st.integers(1, 3000), width=st.sampled_from((0, 3, 40)), dtype=st.sampled_from(DTYPES))
 @settings(max_examples=60, deadline=None)
 def test_the_norm_has_one_value_for_all_shards_orders_and_buckets(seed, count, width, dtype):
-    flat, generator = spread(seed, count, min(width, 10) if dtype == torch.float16 else width)
+    flat, generator = spread_values(seed, count, min(width, 10) if dtype == torch.float16 else width)
     flat = flat.to(dtype)
     whole = exact_grad_norm([flat])
-    assert exact_grad_norm(pieces(flat, generator)) == whole
-    assert exact_grad_norm(pieces(flat.float(), generator)) == whole
+    assert exact_grad_norm(random_pieces(flat, generator)) == whole
+    assert exact_grad_norm(random_pieces(flat.float(), generator)) == whole
     assert exact_grad_norm([flat.repeat_interleave(2)[::2]]) == whole
 
 
 def test_a_sum_of_floats_has_not():
-    flat, _ = spread(0, 1 << 16, 3)
+    flat, _ = spread_values(0, 1 << 16, 3)
     sums = {sum((p * p).sum() for p in flat.chunk(n)).sqrt().item() for n in (1, 2, 4, 8, 16, 32)}
     assert len(sums) > 1
 
 
 def test_chunks_do_not_show(monkeypatch):
-    flat, _ = spread(1, 600, 30)
+    flat, _ = spread_values(1, 600, 30)
     whole = exact_grad_norm([flat])
     for size in (1, 7, 512):
         monkeypatch.setattr(kernels, "CHUNK", size)
@@ -115,7 +115,7 @@ def test_the_norm_is_the_nearest_fp32_to_its_definition(values):
 @given(seed=seeds, width=st.sampled_from((3, 8, 16, 40)))
 @settings(max_examples=30, deadline=None)
 def test_what_is_cut_off_is_within_the_bound(seed, width):
-    values = spread(seed, 500, width)[0].tolist()
+    values = spread_values(seed, 500, width)[0].tolist()
     whole, kept = sum(Fraction(v) ** 2 for v in values), counted(values)
     assert kept <= whole <= kept * (1 + Fraction(len(values), 2**60))
 
@@ -123,7 +123,7 @@ def test_what_is_cut_off_is_within_the_bound(seed, width):
 @given(seed=seeds, count=st.integers(1, 2000), width=st.sampled_from((0, 5, 20)))
 @settings(max_examples=40, deadline=None)
 def test_the_norm_agrees_with_fsum_to_the_rounding_of_fp32(seed, count, width):
-    values = spread(seed, count, width)[0]
+    values = spread_values(seed, count, width)[0]
     reference = math.sqrt(math.fsum(v * v for v in values.tolist()))
     result = exact_grad_norm([values])
     assert abs(result - reference) <= (0.5 + 1e-6) * math.ulp(reference) * 2.0**29
@@ -134,14 +134,14 @@ def test_the_norm_agrees_with_fsum_to_the_rounding_of_fp32(seed, count, width):
 def test_the_norm_is_within_an_ulp_of_fp64_at_all_magnitudes(values):
     reference = torch.tensor(values, dtype=torch.float64).square().sum().sqrt()
     assume(reference <= MAX)
-    assert abs(bits(exact_grad_norm([torch.tensor(values)])) - bits(reference.float().item())) <= 1
+    assert abs(bits_of_float(exact_grad_norm([torch.tensor(values)])) - bits_of_float(reference.float().item())) <= 1
 
 
 @given(seed=seeds, width=st.sampled_from((0, 5, 20)))
 @settings(max_examples=20, deadline=None)
 def test_the_norm_of_many_is_within_an_ulp_of_fp64(seed, width):
-    flat, _ = spread(seed, 1 << 16, width)
-    assert abs(bits(exact_grad_norm([flat])) - bits(flat.double().norm().float().item())) <= 1
+    flat, _ = spread_values(seed, 1 << 16, width)
+    assert abs(bits_of_float(exact_grad_norm([flat])) - bits_of_float(flat.double().norm().float().item())) <= 1
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_the_norm_of_many_is_within_an_ulp_of_fp64(seed, width):
         ([TINY], TINY),
         ([TINY] * 9, 3 * TINY),
         ([-(2.0**-126), TINY], 2.0**-126),
-        ([1e-38, 0.0], fp32(bits(1e-38))),
+        ([1e-38, 0.0], fp32(bits_of_float(1e-38))),
         ([MAX], MAX),
         ([MAX, MAX], math.inf),
-        ([1.0] * 1000 + [1e-30] * 1000, fp32(bits(math.sqrt(1000)))),
+        ([1.0] * 1000 + [1e-30] * 1000, fp32(bits_of_float(math.sqrt(1000)))),
         ([1.0, math.inf], math.inf),
         ([-math.inf], math.inf),
         ([1.0, math.nan], math.nan),
@@ -187,13 +187,13 @@ def test_subnormals_count_even_where_the_cpu_flushes_them():
 def test_elements_too_small_for_the_scale_are_cut_alike_everywhere():
     flat = torch.cat((torch.ones(1), torch.full((1000,), 2.0**-50 * 1.7), torch.full((1000,), 2.0**-80)))
     generator = torch.Generator().manual_seed(3)
-    assert {exact_grad_norm(pieces(flat, generator)) for _ in range(10)} == {exact_grad_norm([flat])} == {1.0}
+    assert {exact_grad_norm(random_pieces(flat, generator)) for _ in range(10)} == {exact_grad_norm([flat])} == {1.0}
 
 
 @given(seed=seeds, down=st.integers(0, 40))
 @settings(max_examples=60, deadline=None)
 def test_small_elements_beside_a_large_one_are_cut_as_defined(seed, down):
-    small = spread(seed, 300, 0)[0] * 2.0**-down
+    small = spread_values(seed, 300, 0)[0] * 2.0**-down
     values = torch.cat((torch.tensor([1.9999999]), small)).tolist()
     largest = kernels.largest([torch.tensor(values)])
     limbs = kernels.square_limbs([torch.tensor(values)], largest).tolist()
@@ -224,7 +224,7 @@ def test_other_types_are_refused():
 def kernel_cases() -> list[list[Tensor]]:
     """Lists of fp32 gradients that kernel and plain torch must agree on; also for tests/gpu."""
     special = (0.0, -0.0, TINY, -TINY, 2.0**-126, MAX, -MAX, math.inf, -math.inf, math.nan)
-    wide, narrow = spread(0, 3 * kernels.CHUNK + 5, 40)[0], spread(1, 70001, 0)[0]
+    wide, narrow = spread_values(0, 3 * kernels.CHUNK + 5, 40)[0], spread_values(1, 70001, 0)[0]
     return [
         [wide],
         [narrow, wide],
@@ -282,9 +282,9 @@ def test_every_module_that_imported_megatrons_function_gets_ours():
 @given(seed=seeds, count=st.integers(1, 2000), width=st.sampled_from((0, 5, 20)))
 @settings(max_examples=20, deadline=None)
 def test_the_fp64_norm_is_within_an_ulp_of_the_exact_one(seed, count, width):
-    flat, generator = spread(seed, count, width)
-    norm = grad_norm._fp64_grad_norm(pieces(flat, generator), [])
-    assert abs(bits(norm) - bits(exact_grad_norm([flat]))) <= 1
+    flat, generator = spread_values(seed, count, width)
+    norm = grad_norm._fp64_grad_norm(random_pieces(flat, generator), [])
+    assert abs(bits_of_float(norm) - bits_of_float(exact_grad_norm([flat]))) <= 1
 
 
 def test_the_fp64_sum_depends_on_its_order():

@@ -60,7 +60,7 @@ def wait_in_a_collective() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=2)
 
 
-def deaf() -> None:
+def deaf_rank() -> None:
     """As a rank in a system call that nothing interrupts."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     sleep_for_ever()
@@ -103,7 +103,7 @@ def test_a_stopped_rank_cannot_say_where_it_stands(launched):
 @TOO_SLOW
 def test_a_rank_that_does_not_answer_is_named(launched, monkeypatch):
     monkeypatch.setattr(stacks, "ANSWER", 0.5)
-    said = failure(launched, wait_in_a_collective, deaf)
+    said = failure(launched, wait_in_a_collective, deaf_rank)
     assert "  rank 1 in step 4, it does not say where" in said
 
 

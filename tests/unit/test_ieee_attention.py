@@ -18,7 +18,7 @@ EXPONENTIAL, EXP2, ROUND = (numpy_version(name) for name in ("exponential", "exp
 SHAPES = ((5, 1, 2, 1, 16), (70, 2, 4, 2, 24), (64, 1, 1, 1, 32), (130, 1, 3, 3, 16))  # s, b, heads, groups, d
 
 
-def operands(s, b, h, g, d, size=1.0):
+def attention_operands(s, b, h, g, d, size=1.0):
     generator = torch.Generator().manual_seed(s)
     shapes = (s, b, h, d), (s, b, g, d), (s, b, g, d), (s, b, h, d)
     return [(size * torch.randn(*shape, generator=generator)).bfloat16() for shape in shapes]
@@ -28,7 +28,7 @@ def words(x):
     return x.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
-def product(a, b):
+def exact_bf16_product(a, b):
     return bf16_product(a, b).view(np.float32)
 
 
@@ -36,11 +36,11 @@ def bf16(x):
     return ROUND(x).astype(np.uint16)
 
 
-def wide(bits):
+def widened_bits(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def in_lanes(rows):
+def added_in_lanes(rows):
     """[n, m] → [n]."""
     count = -(-rows.shape[1] // LANES)
     rows = np.pad(rows, ((0, 0), (0, count * LANES - rows.shape[1]))).reshape(rows.shape[0], count, LANES)
@@ -56,19 +56,19 @@ def defined(q, k, v, do, scale):
     after = np.triu(np.ones((len(k), len(k)), bool), 1)
     outs, inverses, dqs, dks, dvs = [], [], [], [], []
     for query, gradient in zip(q, do, strict=True):
-        s = product(query, k.T)
+        s = exact_bf16_product(query, k.T)
         top = np.where(after, -np.inf, s).max(1, keepdims=True).astype(np.float32) * c
         e = np.where(after, np.float32(0), EXPONENTIAL(s, c, top))
-        inverse = np.float32(1) / in_lanes(e)[:, None]
-        out = bf16(product(bf16(e), v) * inverse)
-        along = folded(wide(gradient) * wide(out))[:, None]
+        inverse = np.float32(1) / added_in_lanes(e)[:, None]
+        out = bf16(exact_bf16_product(bf16(e), v) * inverse)
+        along = folded(widened_bits(gradient) * widened_bits(out))[:, None]
         p = e * inverse
-        ds = np.where(after, 0, bf16((product(gradient, v.T) - along) * p)).astype(np.uint16)
+        ds = np.where(after, 0, bf16((exact_bf16_product(gradient, v.T) - along) * p)).astype(np.uint16)
         outs.append(out)
         inverses.append(inverse[:, 0])
-        dqs.append(bf16(product(ds, k) * scale))
-        dks.append(product(ds.T, query))
-        dvs.append(product(bf16(p).T, gradient))
+        dqs.append(bf16(exact_bf16_product(ds, k) * scale))
+        dks.append(exact_bf16_product(ds.T, query))
+        dvs.append(exact_bf16_product(bf16(p).T, gradient))
     return outs, inverses, dqs, bf16(of_heads(dks) * scale), bf16(of_heads(dvs))
 
 
@@ -77,10 +77,10 @@ def of_heads(parts):
     return functools.reduce(np.add, parts)
 
 
-def different(shape, size):
+def differing_from_definition(shape, size):
     """The names of the tensors that the compiled attention gives other bits than the definition."""
     _, b, h, g, d = shape
-    query, key, value, gradient = operands(*shape, size)
+    query, key, value, gradient = attention_operands(*shape, size)
     scale = d**-0.5
     attended = attention_forward(query, key, value, scale)
     grads = attention_backward(gradient, query, key, value, attended, scale)
@@ -105,7 +105,7 @@ def different(shape, size):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("size", (1.0, 12.0))
 def test_the_compiled_attention_is_the_definition(shape, size):
-    assert different(shape, size) == set()
+    assert differing_from_definition(shape, size) == set()
 
 
 def _unfused(score, scale, top):
@@ -117,7 +117,7 @@ def _unfused(score, scale, top):
 ALL = {"inverse", "out", "dq", "dk", "dv"}
 OTHERS = (
     pytest.param("EXPONENTIAL", _unfused, ALL, 130, id="no FMA"),
-    pytest.param("in_lanes", folded, ALL, 300, id="no lanes"),
+    pytest.param("added_in_lanes", folded, ALL, 300, id="no lanes"),
     pytest.param(
         "of_heads", lambda parts: functools.reduce(np.add, parts[::-1]), {"dk", "dv"}, 130, id="last head first"
     ),
@@ -127,11 +127,11 @@ OTHERS = (
 @pytest.mark.parametrize("name, other, shown, positions", OTHERS)
 def test_another_definition_has_other_bits(monkeypatch, name, other, shown, positions):
     monkeypatch.setitem(globals(), name, other)
-    assert shown >= different((positions, 1, 8, 1, 16), 0.3) != set()
+    assert shown >= differing_from_definition((positions, 1, 8, 1, 16), 0.3) != set()
 
 
 def test_attention_is_attention():
-    query, key, value, gradient = operands(70, 2, 4, 2, 24)
+    query, key, value, gradient = attention_operands(70, 2, 4, 2, 24)
     leaves = [x.double().requires_grad_() for x in (query, key, value)]
     q, k, v = (x.permute(1, 2, 0, 3) for x in leaves)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2, enable_gqa=True)
@@ -144,7 +144,7 @@ def test_attention_is_attention():
 
 
 def test_neither_heads_beside_nor_threads_change_a_bit():
-    query, key, value, gradient = operands(70, 2, 4, 2, 24)
+    query, key, value, gradient = attention_operands(70, 2, 4, 2, 24)
 
     def outcome(heads, groups):
         parts = [x[:, :, n] for x, n in ((query, heads), (key, groups), (value, groups), (gradient, heads))]
@@ -164,7 +164,7 @@ def test_neither_heads_beside_nor_threads_change_a_bit():
 
 @pytest.mark.parametrize("kept", (20, 24))
 def test_other_arithmetic_gives_other_bits(kept, monkeypatch):
-    query, key, value, gradient = operands(130, 1, 3, 3, 16, 12.0)
+    query, key, value, gradient = attention_operands(130, 1, 3, 3, 16, 12.0)
 
     def outcome():
         attended = attention_forward(query, key, value, 0.25)
@@ -176,7 +176,7 @@ def test_other_arithmetic_gives_other_bits(kept, monkeypatch):
 
 
 def test_other_operands_are_refused():
-    query, key, value, _ = operands(5, 1, 2, 1, 16)
+    query, key, value, _ = attention_operands(5, 1, 2, 1, 16)
     with pytest.raises(TypeError, match="bf16"):
         attention_forward(query.float(), key, value, 0.25)
     with pytest.raises(ValueError, match="attention of"):

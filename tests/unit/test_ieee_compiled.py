@@ -114,7 +114,7 @@ ROUNDED |= {f"{name}.rn.f32x2" for name in ("add", "sub", "mul")}  # Blackwell: 
 
 
 @functools.cache
-def compiled(kernel, architecture, **options):
+def ptx_of(kernel, architecture, **options):
     """The kernel's PTX."""
     types, constants = KERNELS[kernel]
     names = kernel.kernel.arg_names
@@ -131,19 +131,19 @@ def compiled(kernel, architecture, **options):
 
 
 def float_operations(kernel, architecture, options):
-    ptx = compiled(kernel, architecture, **options)
+    ptx = ptx_of(kernel, architecture, **options)
     return {name for name in OPERATION.findall(ptx) if "f" in name.replace("fma", "", 1)}
 
 
 LONG = {ieee_attention_triton.BACKWARD_QUERY, ieee_attention_triton.BACKWARD_KEY}  # ptxas takes 10 s for one
 
 
-def rows(kernels):
+def kernel_rows(kernels):
     return [pytest.param(one, marks=pytest.mark.release) if one in LONG else one for one in kernels]
 
 
 @pytest.mark.parametrize("architecture", (90, pytest.param(100, marks=pytest.mark.release)))
-@pytest.mark.parametrize("kernel", rows(KERNELS), ids=lambda kernel: kernel.kernel.__name__)
+@pytest.mark.parametrize("kernel", kernel_rows(KERNELS), ids=lambda kernel: kernel.kernel.__name__)
 def test_every_operation_rounds_once(kernel, architecture):
     assert kernel.options == UNFUSED
     found = float_operations(kernel, architecture, kernel.options)
@@ -151,9 +151,9 @@ def test_every_operation_rounds_once(kernel, architecture):
     assert found <= (ROUNDED | {"fma.rn.f32", "fma.rn.f32x2"} if kernel in FUSED else ROUNDED)
 
 
-@pytest.mark.parametrize("kernel", rows(FUSED), ids=lambda kernel: kernel.kernel.__name__)
+@pytest.mark.parametrize("kernel", kernel_rows(FUSED), ids=lambda kernel: kernel.kernel.__name__)
 def test_what_is_written_as_fused_is_fused_and_nothing_else(kernel):
-    ptx = compiled(kernel, 90, **kernel.options)
+    ptx = ptx_of(kernel, 90, **kernel.options)
     exponentials = len(re.findall(r"max\.NaN\.f32", ptx))
     assert exponentials
     assert len(re.findall(r"fma\.rn\.f32 ", ptx)) == FUSED[kernel] * exponentials
@@ -170,12 +170,12 @@ def test_without_the_option_it_would_not(kernel):
 
 @pytest.mark.parametrize(
     "kernel",
-    rows(kernel for kernel in KERNELS if kernel in {ieee_attention_triton.FORWARD, *LONG}),
+    kernel_rows(kernel for kernel in KERNELS if kernel in {ieee_attention_triton.FORWARD, *LONG}),
     ids=lambda kernel: kernel.kernel.__name__,
 )
 def test_a_hopper_multiplies_attention_in_the_instructions_that_were_recorded(kernel):
     """bf16 products in steps of 16, and no other: neither TF32 nor the pipes of fp32. No atomics."""
-    ptx = compiled(kernel, 90, **kernel.options)
+    ptx = ptx_of(kernel, 90, **kernel.options)
     found = set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync[\w.]*", ptx))
     assert found
     assert all("k16.f32.bf16.bf16" in one or "k16.row.col.f32.bf16.bf16" in one for one in found), found

@@ -34,16 +34,16 @@ MOST = {"exp": 88.7, "sigmoid": np.inf}  # where a result is finite, if not up t
 ALL = ("canonical", "bf16_bits", *EXACT)
 
 
-def bits(x):
+def bits_of_array(x):
     return np.asarray(x, np.float32).view(np.uint32)
 
 
 def canonical_bits(x):
-    return np.where(np.isnan(x), np.uint32(NAN), bits(x))
+    return np.where(np.isnan(x), np.uint32(NAN), bits_of_array(x))
 
 
 @cache
-def compiled(name):
+def compiled_loop(name):
     function = numba_version(name)
 
     @njit
@@ -121,7 +121,7 @@ def test_special_values(name):
 @pytest.mark.parametrize("name", ALL)
 def test_numba_rounds_every_operation(name):
     x = np.concatenate([EVERY_BF16, SPECIAL, any_bits(50_000), np.linspace(-20, 20, 50_000, dtype=np.float32)])
-    found, expected = compiled(name)(x), numpy_version(name)(x)
+    found, expected = compiled_loop(name)(x), numpy_version(name)(x)
     if name == "bf16_bits":
         assert ((found & 0xFFFF) == (expected & 0xFFFF)).all()
     else:
@@ -159,15 +159,15 @@ def test_an_fma_rounds_once():
 
     found = np.empty_like(a)
     loop(a, b, c, found)
-    assert (bits(found) == bits(expected)).all()
-    assert (bits(one_source.numpy_fma(a, b, c)) == bits(expected)).all()
-    assert (bits((a.astype(np.float64) * b + c).astype(np.float32)) != bits(expected)).any()
+    assert (bits_of_array(found) == bits_of_array(expected)).all()
+    assert (bits_of_array(one_source.numpy_fma(a, b, c)) == bits_of_array(expected)).all()
+    assert (bits_of_array((a.astype(np.float64) * b + c).astype(np.float32)) != bits_of_array(expected)).any()
 
 
 def test_canonical_changes_nan_only():
     x = np.concatenate([SPECIAL, any_bits(10_000)])
-    assert (bits(compiled("canonical")(x)) == canonical_bits(x)).all()
-    assert (bits(x) != canonical_bits(x)).any()
+    assert (bits_of_array(compiled_loop("canonical")(x)) == canonical_bits(x)).all()
+    assert (bits_of_array(x) != canonical_bits(x)).any()
 
 
 def test_bf16_is_rounded_to_nearest_even():

@@ -21,12 +21,12 @@ HIDDEN, HEADS, GROUPS, HEAD, FFN, VOCAB, LAYERS = 16, 8, 4, 4, 24, 32, 4
 STD = 0.02
 
 
-def whole(shape, **options) -> Tensor:
+def whole_weight(shape, **options) -> Tensor:
     return normal(shape, [[(0, n)] for n in shape], **{"seed": 1, "name": "w", "std": 1.0} | options)
 
 
 @st.composite
-def parts(draw):
+def shapes_and_segments(draw):
     """A shape, and segments of each dimension."""
     shape = draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
     ranges = []
@@ -36,12 +36,12 @@ def parts(draw):
     return shape, ranges
 
 
-@given(part=parts(), chunk=st.sampled_from((1, 5, 64, 1 << 17)))
+@given(part=shapes_and_segments(), chunk=st.sampled_from((1, 5, 64, 1 << 17)))
 @settings(max_examples=settings.default.max_examples // 2, deadline=None)
 def test_a_shard_is_a_slice_of_the_whole(part, chunk):
     shape, ranges = part
     chunk = max(chunk, math.prod(sum(b - a for a, b in segments) for segments in ranges) // 100)  # each takes its time
-    expected = whole(shape)
+    expected = whole_weight(shape)
     for dim, segments in enumerate(ranges):
         expected = torch.cat([expected.narrow(dim, start, stop - start) for start, stop in segments], dim)
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +50,7 @@ def test_a_shard_is_a_slice_of_the_whole(part, chunk):
 
 
 def test_gate_and_up_are_two_segments():
-    full = whole((24, 8))
+    full = whole_weight((24, 8))
     for rank in range(2):
         shape, ranges = init.place((12, 8), 0, rank, 2, segments=2)
         assert shape == [24, 8]
@@ -59,7 +59,7 @@ def test_gate_and_up_are_two_segments():
 
 
 def test_more_rows_change_none():
-    assert same_bits(whole((100, 6))[:37], whole((37, 6)))  # a vocabulary padded differently
+    assert same_bits(whole_weight((100, 6))[:37], whole_weight((37, 6)))  # a vocabulary padded differently
 
 
 def test_a_shard_per_stock_generator_is_not_a_slice():
@@ -85,9 +85,9 @@ def test_the_bits_are_these_for_ever():
 
 
 def test_names_and_seeds_differ():
-    tensors = [whole((64, 64))]
-    tensors += [whole((64, 64), seed=s) for s in (0, 2, 1 << 32, (1 << 64) - 1)]
-    tensors += [whole((64, 64), name=n) for n in ("v", "")]
+    tensors = [whole_weight((64, 64))]
+    tensors += [whole_weight((64, 64), seed=s) for s in (0, 2, 1 << 32, (1 << 64) - 1)]
+    tensors += [whole_weight((64, 64), name=n) for n in ("v", "")]
     stacked = torch.stack([t.flatten() for t in tensors])
     assert (torch.corrcoef(stacked) - torch.eye(len(tensors))).abs().max() < 5 / 64
 
@@ -95,7 +95,7 @@ def test_names_and_seeds_differ():
 def test_seeds_and_ranges_out_of_bounds_are_refused():
     for seed in (-1, 1 << 64):
         with pytest.raises(ValueError, match="seed"):
-            whole((2,), seed=seed)
+            whole_weight((2,), seed=seed)
     for ranges in ([[(0, 3)]], [[(-1, 1)]], [[(1, 0)]], []):
         with pytest.raises(ValueError, match="range"):
             normal((2,), ranges, seed=1, name="w", std=1.0)
@@ -103,15 +103,15 @@ def test_seeds_and_ranges_out_of_bounds_are_refused():
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
 def test_types_are_rounded_from_fp32(dtype):
-    assert same_bits(whole((33, 5), dtype=dtype), whole((33, 5)).to(dtype))
+    assert same_bits(whole_weight((33, 5), dtype=dtype), whole_weight((33, 5)).to(dtype))
 
 
 def test_mean_and_std():
-    assert torch.allclose(whole((100, 10), mean=3.0, std=0.5), whole((100, 10)) * 0.5 + 3, atol=1e-6)
+    assert torch.allclose(whole_weight((100, 10), mean=3.0, std=0.5), whole_weight((100, 10)) * 0.5 + 3, atol=1e-6)
 
 
 def test_the_numbers_are_normal():
-    x = whole((512, 512)).double()
+    x = whole_weight((512, 512)).double()
     n = x.numel()
     assert abs(x.mean()) < 4 / math.sqrt(n)
     assert abs(x.var() - 1) < 4 * math.sqrt(2 / n)
@@ -172,7 +172,7 @@ class Holder(nn.Module):
             setattr(self, name, member)
 
 
-def layer(number: int, t: int, gated: bool) -> Holder:
+def rank_layer(number: int, t: int, gated: bool) -> Holder:
     qkv, fc1 = (HEADS + 2 * GROUPS) * HEAD, FFN * (2 if gated else 1)
     made = Holder(
         input_layernorm=Holder(weight=parameter(HIDDEN), bias=parameter(HIDDEN)),
@@ -191,9 +191,9 @@ def layer(number: int, t: int, gated: bool) -> Holder:
     return made
 
 
-def model(t: int, layers: range = range(LAYERS), *, gated: bool = True, tied: bool = False, **settings) -> Holder:
+def rank_model(t: int, layers: range = range(LAYERS), *, gated: bool = True, tied: bool = False, **settings) -> Holder:
     """A pipeline stage of a GPTModel as one of t ranks sees it: the same names, shapes and attributes."""
-    made = Holder(decoder=Holder(layers=nn.ModuleList([layer(n, t, gated) for n in layers])))
+    made = Holder(decoder=Holder(layers=nn.ModuleList([rank_layer(n, t, gated) for n in layers])))
     first, last = 0 in layers, LAYERS - 1 in layers
     if first:
         made.embedding = Holder(word_embeddings=Holder(weight=parameter(VOCAB // t, HIDDEN, dim=0)))
@@ -248,11 +248,11 @@ def together(name: str, shards: list[Tensor], gated: bool) -> Tensor:
 @pytest.mark.parametrize("gated", (True, False))
 @pytest.mark.parametrize("tied", (True, False))
 def test_all_degrees_start_with_one_model(as_rank, t, gated, tied):
-    expected = initialised([model(1, gated=gated, tied=tied)])
+    expected = initialised([rank_model(1, gated=gated, tied=tied)])
     ranks = []
     for rank in range(t):
         as_rank(rank, t)
-        ranks.append(initialised([model(t, gated=gated, tied=tied)]))
+        ranks.append(initialised([rank_model(t, gated=gated, tied=tied)]))
     assert not any(value.isnan().any() for value in expected.values())
     for name, value in expected.items():
         assert same_bits(together(name, [r[name] for r in ranks], gated), value), name
@@ -261,21 +261,23 @@ def test_all_degrees_start_with_one_model(as_rank, t, gated, tied):
 @pytest.mark.parametrize("stages", ([range(4)], [range(1), range(1, 4)], [range(2), range(2, 3), range(3, 4)]))
 @pytest.mark.parametrize("tied", (True, False))
 def test_all_pipelines_start_with_one_model(as_rank, stages, tied):
-    expected = initialised([model(1, tied=tied)])
-    as_one_rank = initialised([model(1, layers, tied=tied) for layers in stages])  # interleaved, or one after another
+    expected = initialised([rank_model(1, tied=tied)])
+    as_one_rank = initialised(
+        [rank_model(1, layers, tied=tied) for layers in stages]
+    )  # interleaved, or one after another
     assert as_one_rank.keys() == expected.keys()
     assert all(same_bits(as_one_rank[name], value) for name, value in expected.items())
 
 
 def test_the_last_stages_tied_copy_is_the_embedding(as_rank):
-    first, last = model(1, range(2), tied=True), model(1, range(2, 4), tied=True)
+    first, last = rank_model(1, range(2), tied=True), rank_model(1, range(2, 4), tied=True)
     initialise([first], seed=5)
     initialise([last], seed=5)
     assert same_bits(first.embedding.word_embeddings.weight.detach(), last.output_layer.weight.detach())
 
 
 def test_values(as_rank):
-    values = initialised([model(1)])
+    values = initialised([rank_model(1)])
     for name, value in values.items():
         if name.endswith("norm.weight") or name.endswith("layer_norm_weight"):
             assert (value == 1).all(), name
@@ -289,18 +291,18 @@ def test_values(as_rank):
 
 
 def test_zero_centred_norms_start_at_zero(as_rank):
-    values = initialised([model(1, layernorm_zero_centered_gamma=True)])
+    values = initialised([rank_model(1, layernorm_zero_centered_gamma=True)])
     assert (values["decoder.final_layernorm.weight"] == 0).all()
 
 
 def test_mup_starts_the_output_layer_like_the_embedding(as_rank):
-    values = initialised([model(1, use_mup=True, embedding_init_method=partial(nn.init.normal_, std=1.0))])
+    values = initialised([rank_model(1, use_mup=True, embedding_init_method=partial(nn.init.normal_, std=1.0))])
     assert values["output_layer.weight"].std() > 0.8
     assert values["decoder.layers.0.mlp.linear_fc1.weight"].std() < 0.1
 
 
 def test_parameters_without_a_rule_are_named_and_nothing_is_changed(as_rank):
-    made = model(1)
+    made = rank_model(1)
     made.decoder.layers[2].mlp.gate = Holder(weight=parameter(4, HIDDEN))
     made.embedding.position_embeddings = Holder(weight=parameter(8, HIDDEN))
     with pytest.raises(ConfigError) as refused:
@@ -312,7 +314,7 @@ def test_parameters_without_a_rule_are_named_and_nothing_is_changed(as_rank):
 
 def test_a_weight_that_is_not_split_as_expected_is_refused(as_rank):
     as_rank(1, 2)
-    made = model(2)
+    made = rank_model(2)
     made.decoder.layers[1].mlp.linear_fc2.weight.partition_dim = 0
     made.decoder.layers[3].self_attention.linear_qkv.weight.tensor_model_parallel = False
     with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.linear_fc2.*\n.*layers\.3\.self_attention\.linear_qkv"):
@@ -321,13 +323,13 @@ def test_a_weight_that_is_not_split_as_expected_is_refused(as_rank):
 
 def test_a_weight_without_memory_is_refused(as_rank):
     with pytest.raises(ConfigError, match=r"embeddings\.weight: has no memory"):
-        initialise([model(1).to("meta")], seed=5)
+        initialise([rank_model(1).to("meta")], seed=5)
 
 
 @pytest.mark.parametrize("method", (nn.init.xavier_uniform_, partial(nn.init.normal_, mean=1.0, std=1.0)))
 def test_other_distributions_are_refused(as_rank, method):
     with pytest.raises(ConfigError, match=r"model\.init_method"):
-        initialise([model(1, init_method=method)], seed=5)
+        initialise([rank_model(1, init_method=method)], seed=5)
 
 
 QKV = "self_attention.linear_qkv.bias"

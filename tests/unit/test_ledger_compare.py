@@ -21,15 +21,15 @@ HEADER = Header(identity={"model.num_layers": 36, "rng.seed": 1234}, layout={"tp
 FLOATS = {"loss": "loss", "grad_norm": "gradient norm (norm)", "learning_rate": "learning rate (update)"}
 
 
-def record(step: int, **changes) -> StepRecord:
+def wide_step(step: int, **changes) -> StepRecord:
     """A plausible step, with a width of each kind among its floats."""
     values = dict(samples=4 * step, tokens=256, loss="f32:40c80000", grad_norm="f64:3ff4000000000000")
     return StepRecord(**{"step": step, "learning_rate": "f64:3f33a92a30553261", **values, **changes})
 
 
-def ledger(steps: int = 5, name: str = "a", header: Header = HEADER, torn: bool = False, **changes) -> Ledger:
+def plain_ledger(steps: int = 5, name: str = "a", header: Header = HEADER, torn: bool = False, **changes) -> Ledger:
     """A ledger in memory; `changes` are those of step 3."""
-    records = tuple(record(step, **(changes if step == 3 else {})) for step in range(1, steps + 1))
+    records = tuple(wide_step(step, **(changes if step == 3 else {})) for step in range(1, steps + 1))
     return Ledger(header, records, Path(name) / "ledger.jsonl", torn)
 
 
@@ -39,16 +39,16 @@ def flipped(text: str, bit: int) -> str:
 
 
 def test_equal_runs_are_identical():
-    result = compare(ledger(), ledger(name="b"))
+    result = compare(plain_ledger(), plain_ledger(name="b"))
     assert (result.verdict, result.exit_status, result.steps_compared, result.first) == (Verdict.IDENTICAL, 0, 5, None)
     assert verdict_line(result) == "identical: 5 steps, loss, gradient norm and learning rate equal bit for bit"
 
 
 @given(st.sampled_from(sorted(FLOATS)), st.data())
 def test_one_flipped_bit_is_found_and_named(name, data):
-    value = getattr(record(3), name)
+    value = getattr(wide_step(3), name)
     other = flipped(value, data.draw(st.integers(0, int(value[1:3]) - 1)))
-    result = compare(ledger(), ledger(name="b", **{name: other}))
+    result = compare(plain_ledger(), plain_ledger(name="b", **{name: other}))
     assert (result.verdict, result.exit_status, result.steps_differing) == (Verdict.DIFFERENT, 1, 1)
     assert (result.first.step, result.first.name) == (3, name)
     assert (result.first.a, result.first.b) == (value, other)
@@ -60,7 +60,7 @@ def test_one_flipped_bit_is_found_and_named(name, data):
 
 @pytest.mark.parametrize("name, other", (("samples", 13), ("tokens", 255), ("skipped", True)))
 def test_counts_are_compared_too(name, other):
-    result = compare(ledger(), ledger(**{name: other}))
+    result = compare(plain_ledger(), plain_ledger(**{name: other}))
     assert (result.verdict, result.first.name, result.first.ulp) == (Verdict.DIFFERENT, name, None)
 
 
@@ -68,7 +68,7 @@ def test_counts_are_compared_too(name, other):
 def test_the_first_field_in_execution_order_is_named(names):
     others = dict(samples=13, tokens=255, loss="f32:40c80001", grad_norm="f32:3fa00000", skipped=True)
     others["learning_rate"] = "f64:3f33a92a30553262"
-    result = compare(ledger(), ledger(**{name: others[name] for name in names}))
+    result = compare(plain_ledger(), plain_ledger(**{name: others[name] for name in names}))
     order = ["samples", "tokens", "loss", "grad_norm", "skipped", "learning_rate"]
     assert result.first.name == min(names, key=order.index)
 
@@ -85,7 +85,7 @@ def test_the_first_field_in_execution_order_is_named(names):
     ),
 )
 def test_bits_decide(a, b, ulp, same):
-    result = compare(ledger(loss=a), ledger(loss=b))
+    result = compare(plain_ledger(loss=a), plain_ledger(loss=b))
     assert (result.verdict is Verdict.IDENTICAL) == same
     if not same:
         assert result.first.ulp == ulp
@@ -94,17 +94,17 @@ def test_bits_decide(a, b, ulp, same):
 
 def test_a_skipped_step():
     gone = dict(loss=None, grad_norm=None, skipped=True)
-    both = compare(ledger(**gone), ledger(**gone))
+    both = compare(plain_ledger(**gone), plain_ledger(**gone))
     assert both.verdict is Verdict.IDENTICAL
     assert "; 1 of them skipped by both" in verdict_line(both)
-    one = compare(ledger(), ledger(**gone))
+    one = compare(plain_ledger(), plain_ledger(**gone))
     assert "loss f32:40c80000 6.25 vs none; 1 of 5 steps differ" in verdict_line(one)
     assert (both.steps_skipped, one.steps_skipped) == (1, 0)
 
 
 @pytest.mark.parametrize("lengths", ((5, 3), (3, 5)))
 def test_a_shorter_run_is_identical_over_the_common_steps_and_says_so(lengths):
-    result = compare(ledger(lengths[0], "a"), ledger(lengths[1], "b"))
+    result = compare(plain_ledger(lengths[0], "a"), plain_ledger(lengths[1], "b"))
     assert result.exit_status == 0
     shorter = "ab"[lengths.index(3)]
     assert verdict_line(result).startswith("identical: 3 of 5 steps, ")
@@ -112,13 +112,13 @@ def test_a_shorter_run_is_identical_over_the_common_steps_and_says_so(lengths):
 
 
 def test_steps_after_the_common_ones_do_not_count():
-    assert compare(ledger(2), ledger(5, loss="f32:00000000")).verdict is Verdict.IDENTICAL
-    assert compare(ledger(3), ledger(5, loss="f32:00000000")).verdict is Verdict.DIFFERENT
+    assert compare(plain_ledger(2), plain_ledger(5, loss="f32:00000000")).verdict is Verdict.IDENTICAL
+    assert compare(plain_ledger(3), plain_ledger(5, loss="f32:00000000")).verdict is Verdict.DIFFERENT
 
 
 @pytest.mark.parametrize("lengths, who", (((0, 5), "a"), ((5, 0), "b"), ((0, 0), "a and b")))
 def test_no_common_step_is_not_comparable(lengths, who):
-    result = compare(ledger(lengths[0], "a"), ledger(lengths[1], "b"))
+    result = compare(plain_ledger(lengths[0], "a"), plain_ledger(lengths[1], "b"))
     assert (result.verdict, result.exit_status) == (Verdict.NOT_COMPARABLE, 2)
     assert verdict_line(result) == f"not comparable: no common step, none recorded in {who}"
 
@@ -136,7 +136,7 @@ def test_no_common_step_is_not_comparable(lengths, who):
 )
 def test_another_identity_is_refused_and_named(identity, words):
     other = replace(HEADER, identity=HEADER.identity | identity)
-    result = compare(ledger(), ledger(header=other))
+    result = compare(plain_ledger(), plain_ledger(header=other))
     assert (result.verdict, result.exit_status, result.steps_compared) == (Verdict.NOT_COMPARABLE, 2, 0)
     assert verdict_line(result).startswith("not comparable: ")
     assert verdict_line(result).endswith(words)
@@ -146,7 +146,7 @@ def test_another_identity_is_refused_and_named(identity, words):
 
 @pytest.mark.parametrize("part", ("numerics", "layout", "versions", "device", "environment", "notes"))
 def test_the_rest_of_the_header_only_informs(part):
-    result = compare(ledger(), ledger(header=replace(HEADER, **{part: {"k": "x"}})))
+    result = compare(plain_ledger(), plain_ledger(header=replace(HEADER, **{part: {"k": "x"}})))
     assert result.verdict is Verdict.IDENTICAL
     assert f"{part}.k" in {difference.field for difference in result.informed}
 
@@ -155,7 +155,7 @@ def test_the_rest_of_the_header_only_informs(part):
 
 
 @pytest.fixture
-def runs(tmp_path, monkeypatch):
+def five_runs(tmp_path, monkeypatch):
     """Five run directories: a and b agree, c differs at step 2, d has another seed, e is not a ledger."""
     monkeypatch.chdir(tmp_path)
     seed = replace(HEADER, identity=HEADER.identity | {"rng.seed": 1235})
@@ -165,7 +165,7 @@ def runs(tmp_path, monkeypatch):
         Path(name).mkdir()
         with LedgerWriter(name).create(header) as writer:
             for step in (1, 2, 3):
-                writer.append(record(step, **(changes if step > 1 else {})))
+                writer.append(wide_step(step, **(changes if step > 1 else {})))
     Path("e").mkdir()
     Path("e/ledger.jsonl").write_text("no ledger\n")
     return tmp_path
@@ -191,14 +191,14 @@ STATUSES = (
 
 @pytest.mark.parametrize("arguments, status", STATUSES)
 @pytest.mark.parametrize("option", ((), ("--json",)), ids=("text", "json"))
-def test_exit_status(runs, arguments, status, option):
+def test_exit_status(five_runs, arguments, status, option):
     result = tpi_compare(*arguments.split(), *option)
     assert result.exit_code == status, result.output
     if option and arguments:
         assert json.loads(result.stdout)["exit_status"] == status
 
 
-def test_text(runs):
+def test_text(five_runs):
     lines = tpi_compare("a", "b").stdout.splitlines()
     assert lines[0] == "identical: 3 steps, loss, gradient norm and learning rate equal bit for bit"
     assert any("layout.tp" in line and "1" in line and "4" in line for line in lines)
@@ -211,7 +211,7 @@ def test_text(runs):
     assert tpi_compare("a", "c").stdout.endswith("To find the module and the operation: tpi bisect a c\n")
 
 
-def test_a_long_verdict_stays_on_one_line(runs):
+def test_a_long_verdict_stays_on_one_line(five_runs):
     name = "long-" * 40
     Path("b").rename(name)
     with open(f"{name}/ledger.jsonl", "rb+") as stream:
@@ -222,19 +222,19 @@ def test_a_long_verdict_stays_on_one_line(runs):
     assert f"{name}: the last line is torn; the run was killed, or is writing it now." in rest
 
 
-def test_comparing_a_run_with_itself_says_so(runs):
+def test_comparing_a_run_with_itself_says_so(five_runs):
     Path("link").symlink_to("a")
     assert "proves nothing" in tpi_compare("a", "link").stdout
     assert "proves nothing" not in tpi_compare("a", "b").stdout
 
 
-def test_an_unreadable_ledger_is_named(runs):
+def test_an_unreadable_ledger_is_named(five_runs):
     result = tpi_compare("a", "e")
     assert result.stderr == "not comparable: e/ledger.jsonl line 1: not a ledger\n"
     assert result.stdout == ""
 
 
-def test_json(runs):
+def test_json(five_runs):
     output = json.loads(tpi_compare("--json", "a", "b", "c", "d").stdout)
     assert output.keys() == {"schema", "exit_status", "error", "compared_fields", "comparisons"}
     assert (output["schema"], output["error"]) == (2, None)
@@ -263,13 +263,13 @@ def test_json(runs):
     assert refused["refused"] == [{"field": "rng.seed", "a": 1234, "b": 1235}]
 
 
-def test_json_tells_a_field_that_is_not_set_from_null(runs):
+def test_json_tells_a_field_that_is_not_set_from_null(five_runs):
     LedgerWriter("f.jsonl").create(replace(HEADER, layout={}, notes={"n": None})).close()
     (comparison,) = json.loads(tpi_compare("--json", "a", "f.jsonl").stdout)["comparisons"]
     assert comparison["informed"] == [{"field": "layout.tp", "a": 1}, {"field": "notes.n", "b": None}]
 
 
-def test_json_of_an_unreadable_ledger(runs):
+def test_json_of_an_unreadable_ledger(five_runs):
     output = json.loads(tpi_compare("--json", "a", "none").stdout)
     assert output["error"] == "none does not exist"
     assert (output["comparisons"], output["exit_status"]) == ([], 2)

@@ -19,19 +19,19 @@ def test_degrees_above_one(degrees, said):
     assert words(degrees) == said
 
 
-def header(*resumed):
+def resumed_header(*resumed):
     notes = {"resumed": [{"after_step": step, "changed": changed} for step, changed in resumed]}
     return replace(HEADER, layout=LAYOUT, notes=notes)
 
 
 def test_what_changed_and_when():
     """Changes are those from the header's own layout; a change of anything else is none of these."""
-    found = changes(header((2, {"layout.dp": 1, "layout.pp": 2}), (4, {}), (6, {"versions.torch": "2"})))
+    found = changes(resumed_header((2, {"layout.dp": 1, "layout.pp": 2}), (4, {}), (6, {"versions.torch": "2"})))
     assert found == [(1, "tp=4 dp=2"), (3, "tp=4 pp=2"), (5, "tp=4 dp=2")]
-    assert changes(header((2, {"versions.torch": "2"}))) == changes(replace(HEADER, layout=LAYOUT)) == []
+    assert changes(resumed_header((2, {"versions.torch": "2"}))) == changes(replace(HEADER, layout=LAYOUT)) == []
 
 
 def test_a_comparison_says_so():
-    resumed = ledger("b", header=header((2, {"layout.dp": 1})))
+    resumed = ledger("b", header=resumed_header((2, {"layout.dp": 1})))
     said = remarks(compare(A, resumed))
     assert any(line.endswith(": tp=4 dp=2, from step 3 on tp=4.") for line in said), said

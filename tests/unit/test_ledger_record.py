@@ -33,24 +33,24 @@ F64_TEXTS = st.integers(0, 2**64 - 1).map("f64:{:016x}".format)
 TEXTS = F32_TEXTS | F64_TEXTS
 
 
-def record(step: int, **changes) -> StepRecord:
+def numbered_step(step: int, **changes) -> StepRecord:
     """A plausible step; the loss of every step is another."""
     values = dict(samples=4 * step, tokens=256, loss=f"f32:{0x40C80000 + step:08x}", grad_norm="f32:3fa00000")
     return StepRecord(**{"step": step, "learning_rate": "f64:3f33a92a30553261", **values, **changes})
 
 
-def lines(steps: int = 5, header: Header = HEADER) -> list[bytes]:
-    return [encode_header(header), *(encode_step(record(step), HEADER) for step in range(1, steps + 1))]
+def ledger_lines(steps: int = 5, header: Header = HEADER) -> list[bytes]:
+    return [encode_header(header), *(encode_step(numbered_step(step), HEADER) for step in range(1, steps + 1))]
 
 
-def write(path: Path, steps: int) -> bytes:
+def write_steps(path: Path, steps: int) -> bytes:
     with LedgerWriter(path).create(HEADER) as writer:
         for step in range(1, steps + 1):
-            writer.append(record(step))
+            writer.append(numbered_step(step))
     return path.read_bytes()
 
 
-ZERO = encode_step(record(1, loss="f32:00000000"), HEADER)
+ZERO = encode_step(numbered_step(1, loss="f32:00000000"), HEADER)
 
 
 @st.composite
@@ -72,17 +72,17 @@ def test_what_is_written_is_read_back(steps):
 
 
 def test_read_takes_the_run_directory_or_the_file(tmp_path):
-    assert write(tmp_path / "ledger.jsonl", 3) == b"".join(lines(3))
+    assert write_steps(tmp_path / "ledger.jsonl", 3) == b"".join(ledger_lines(3))
     assert read(tmp_path) == read(tmp_path / "ledger.jsonl")
-    assert read(str(tmp_path)).steps == tuple(record(step) for step in (1, 2, 3))
+    assert read(str(tmp_path)).steps == tuple(numbered_step(step) for step in (1, 2, 3))
 
 
 def test_a_line_shows_bits_beside_a_number():
-    line = json.loads(encode_step(record(1, loss="f32:40c80000", grad_norm=None, skipped=True), HEADER))
+    line = json.loads(encode_step(numbered_step(1, loss="f32:40c80000", grad_norm=None, skipped=True), HEADER))
     assert list(line) == ["step", "samples", "tokens", "loss", "grad_norm", "learning_rate", "skipped"]
     assert line["loss"] == {"bits": "f32:40c80000", "value": 6.25}
     assert line["grad_norm"] is None
-    assert json.loads(encode_step(record(1, loss="f32:7fc00001"), HEADER))["loss"]["value"] == "nan"
+    assert json.loads(encode_step(numbered_step(1, loss="f32:7fc00001"), HEADER))["loss"]["value"] == "nan"
 
 
 def test_header_text_does_not_depend_on_the_order_of_keys():
@@ -109,7 +109,7 @@ def test_header_text_does_not_depend_on_the_order_of_keys():
 )
 def test_a_record_refuses_what_is_not_exact(changes):
     with pytest.raises(ValueError, match=next(iter(changes))):
-        replace(record(1), **changes)
+        replace(numbered_step(1), **changes)
 
 
 @pytest.mark.parametrize("identity", ({}, {"model": {"layers": 1}}, {"a": float("nan")}, [], None), ids=str)
@@ -149,14 +149,14 @@ def test_an_identity_is_flat_json_and_not_empty(identity):
 )
 def test_damage_is_refused_and_named_by_line(damage, line, words):
     with pytest.raises(LedgerError) as caught:
-        parse(FILE, b"".join(damage(lines())))
+        parse(FILE, b"".join(damage(ledger_lines())))
     assert str(caught.value).startswith(f"run/ledger.jsonl line {line}: ")
     assert words in str(caught.value)
 
 
 @given(st.permutations(range(5)))
 def test_only_the_right_order_is_read(order):
-    header, *steps = lines()
+    header, *steps = ledger_lines()
     data = b"".join([header, *(steps[index] for index in order)])
     if list(order) == sorted(order):
         assert len(parse(FILE, data).steps) == 5
@@ -165,10 +165,10 @@ def test_only_the_right_order_is_read(order):
             parse(FILE, data)
 
 
-@given(st.integers(0, len(b"".join(lines()))))
+@given(st.integers(0, len(b"".join(ledger_lines()))))
 def test_every_prefix_is_an_error_or_a_valid_prefix(size):
     """A run may be killed after any byte."""
-    whole = lines()
+    whole = ledger_lines()
     data = b"".join(whole)[:size]
     if size < len(whole[0]):
         with pytest.raises(LedgerError, match="line 1"):
@@ -176,13 +176,13 @@ def test_every_prefix_is_an_error_or_a_valid_prefix(size):
         return
     ledger = parse(FILE, data)
     complete = data.count(b"\n") - 1
-    assert ledger.steps == tuple(record(step) for step in range(1, complete + 1))
+    assert ledger.steps == tuple(numbered_step(step) for step in range(1, complete + 1))
     assert ledger.torn == (not data.endswith(b"\n"))
 
 
 @pytest.mark.parametrize("tail", (b'{"step": 6, "samp\n', b"\x00\x00\x00\n", b"\xff\xfe", b"{", b"\n"))
 def test_a_torn_last_line_is_reported(tail):
-    ledger = parse(FILE, b"".join(lines()) + tail)
+    ledger = parse(FILE, b"".join(ledger_lines()) + tail)
     assert ledger.torn
     assert len(ledger.steps) == 5
 
@@ -191,8 +191,8 @@ def test_a_torn_last_line_is_reported(tail):
 @pytest.mark.parametrize("stride", (5, pytest.param(1, marks=pytest.mark.release)))
 def test_a_flipped_bit_anywhere_in_the_file_is_noticed(stride):
     """Refused, or reported as a difference; unless JSON itself gives the flip no meaning, as e and E in a number."""
-    written = b"".join(lines(3))
-    meaning = [json.loads(line) for line in lines(3)]
+    written = b"".join(ledger_lines(3))
+    meaning = [json.loads(line) for line in ledger_lines(3)]
     whole = parse(FILE, written)
     unnoticed = []
     for position in range(0, 8 * len(written), stride):
@@ -217,7 +217,7 @@ def test_a_missing_or_empty_ledger_is_named(tmp_path, make):
 
 
 def test_create_refuses_an_existing_file(tmp_path):
-    before = write(tmp_path / "ledger.jsonl", 2)
+    before = write_steps(tmp_path / "ledger.jsonl", 2)
     with pytest.raises(LedgerError, match="exists already"):
         LedgerWriter(tmp_path).create(HEADER)
     assert (tmp_path / "ledger.jsonl").read_bytes() == before
@@ -226,11 +226,11 @@ def test_create_refuses_an_existing_file(tmp_path):
 @pytest.mark.parametrize("step", (1, 2, 4))
 def test_append_refuses_a_step_out_of_order(tmp_path, step):
     writer = LedgerWriter(tmp_path).create(HEADER)
-    writer.append(record(1))
-    writer.append(record(2))
+    writer.append(numbered_step(1))
+    writer.append(numbered_step(2))
     with pytest.raises(ValueError, match=f"step {step} cannot follow step 2"):
-        writer.append(record(step))
-    writer.append(record(3))
+        writer.append(numbered_step(step))
+    writer.append(numbered_step(3))
     assert len(read(tmp_path).steps) == 3
 
 
@@ -238,7 +238,8 @@ def test_every_line_is_in_the_file_at_once(tmp_path):
     """Nothing is buffered: a process that is killed has written what it appended."""
     script = (
         "import os, sys; sys.path.insert(0, sys.argv[2]); from test_ledger_record import *;"
-        "w = LedgerWriter(sys.argv[1]).create(HEADER); w.append(record(1)); w.append(record(2)); os._exit(9)"
+        "w = LedgerWriter(sys.argv[1]).create(HEADER); "
+        "w.append(numbered_step(1)); w.append(numbered_step(2)); os._exit(9)"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "ledger.jsonl"), str(Path(__file__).parent)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -252,22 +253,22 @@ def test_a_full_disk_names_the_file(tmp_path, monkeypatch):
     writer = LedgerWriter(tmp_path).create(HEADER)
     writer._descriptor = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(RunError, match=f"{tmp_path}/ledger.jsonl.*No space"):
-        writer.append(record(1))
+        writer.append(numbered_step(1))
     assert writer.last_step == 0
     with pytest.raises(RunError, match="not open"):
-        writer.append(record(1))
+        writer.append(numbered_step(1))
 
 
 def test_half_a_line_ends_the_writing(tmp_path, monkeypatch):
     real = os.write
     writer = LedgerWriter(tmp_path).create(HEADER)
-    writer.append(record(1))
+    writer.append(numbered_step(1))
     monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:20]))
     with pytest.raises(RunError, match="only part"):
-        writer.append(record(2))
+        writer.append(numbered_step(2))
     monkeypatch.undo()
     with pytest.raises(RunError, match="not open"):
-        writer.append(record(2))
+        writer.append(numbered_step(2))
     assert read(tmp_path).torn
     assert len(read(tmp_path).steps) == 1
 
@@ -288,24 +289,24 @@ def test_a_missing_directory_is_a_run_error(tmp_path):
 @pytest.mark.parametrize("step", range(6))
 def test_a_resumed_run_leaves_the_file_of_an_uninterrupted_one(tmp_path, step, tail):
     file = tmp_path / "ledger.jsonl"
-    uninterrupted = write(tmp_path / "other.jsonl", 8)
-    interrupted = write(file, 5) + tail
+    uninterrupted = write_steps(tmp_path / "other.jsonl", 8)
+    interrupted = write_steps(file, 5) + tail
     file.write_bytes(interrupted)
     with resume(tmp_path, HEADER, step) as writer:
         for next_step in range(step + 1, 9):
-            writer.append(record(next_step))
+            writer.append(numbered_step(next_step))
     assert file.read_bytes() == uninterrupted
     kept = tmp_path / "ledger.replaced-1.jsonl"
-    assert kept.exists() == (interrupted != b"".join(lines(step)))
+    assert kept.exists() == (interrupted != b"".join(ledger_lines(step)))
     assert not kept.exists() or kept.read_bytes() == interrupted
     assert {path.name for path in tmp_path.iterdir()} <= {"ledger.jsonl", "other.jsonl", kept.name}
 
 
 def test_every_replaced_file_is_kept(tmp_path):
     file = tmp_path / "ledger.jsonl"
-    first = write(file, 5)
+    first = write_steps(file, 5)
     with resume(file, HEADER, 3) as writer:
-        writer.append(record(4))
+        writer.append(numbered_step(4))
     second = file.read_bytes()
     resume(file, HEADER, 2).close()
     assert (tmp_path / "ledger.replaced-1.jsonl").read_bytes() == first
@@ -315,7 +316,7 @@ def test_every_replaced_file_is_kept(tmp_path):
 
 
 def test_the_old_file_survives_a_disk_that_fills_up_on_resume(tmp_path, monkeypatch):
-    before = write(tmp_path / "ledger.jsonl", 5)
+    before = write_steps(tmp_path / "ledger.jsonl", 5)
     monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(RunError, match="No space"):
         resume(tmp_path, HEADER, 3)
@@ -323,7 +324,7 @@ def test_the_old_file_survives_a_disk_that_fills_up_on_resume(tmp_path, monkeypa
 
 
 def test_the_old_file_is_put_aside_before_it_is_replaced(tmp_path, monkeypatch):
-    before = write(tmp_path / "ledger.jsonl", 5)
+    before = write_steps(tmp_path / "ledger.jsonl", 5)
     monkeypatch.setattr(os, "replace", lambda source, target: (_ for _ in ()).throw(OSError(5, "crash")))
     with pytest.raises(RunError, match="crash"):
         resume(tmp_path, HEADER, 3)
@@ -331,11 +332,11 @@ def test_the_old_file_is_put_aside_before_it_is_replaced(tmp_path, monkeypatch):
     assert (tmp_path / "ledger.replaced-1.jsonl").read_bytes() == before
     monkeypatch.undo()
     resume(tmp_path, HEADER, 3).close()
-    assert read(tmp_path).steps == tuple(record(step) for step in (1, 2, 3))
+    assert read(tmp_path).steps == tuple(numbered_step(step) for step in (1, 2, 3))
 
 
 def test_resume_refuses_another_identity_and_names_it(tmp_path):
-    before = write(tmp_path / "ledger.jsonl", 5)
+    before = write_steps(tmp_path / "ledger.jsonl", 5)
     identity = {**HEADER.identity, "rng.seed": 1235, "model.new": True}
     del identity["data.digest"]
     with pytest.raises(LedgerError) as caught:
@@ -349,16 +350,16 @@ def test_resume_refuses_another_identity_and_names_it(tmp_path):
 
 @pytest.mark.parametrize("step", (-1, 6))
 def test_resume_refuses_a_step_the_ledger_does_not_have(tmp_path, step):
-    write(tmp_path / "ledger.jsonl", 5)
+    write_steps(tmp_path / "ledger.jsonl", 5)
     with pytest.raises(LedgerError, match=f"ends at step 5 and cannot go on after step {step}"):
         resume(tmp_path, HEADER, step)
 
 
 def test_resume_on_another_layout_is_noted(tmp_path):
-    write(tmp_path / "ledger.jsonl", 5)
+    write_steps(tmp_path / "ledger.jsonl", 5)
     wider = replace(HEADER, layout={"tp": 4})
     with resume(tmp_path, wider, 5) as writer:
-        writer.append(record(6))
+        writer.append(numbered_step(6))
     note = {"after_step": 5, "changed": {"layout.pp": None, "layout.tp": 4}}
     assert read(tmp_path).header == replace(HEADER, notes=HEADER.notes | {"resumed": [note]})
     resume(tmp_path, wider, 6).close()

@@ -32,7 +32,7 @@ with locked(RunDir(Path(sys.argv[1]))):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def locked_run(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "run")
 
 
@@ -44,10 +44,10 @@ def _impatient(monkeypatch):
 
 
 @pytest.fixture
-def other(run):
+def other(locked_run):
     """Another process that holds the lock."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, run.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, locked_run.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout.readline() == "held\n"
     yield process
@@ -55,7 +55,7 @@ def other(run):
     process.communicate()
 
 
-def named(run: RunDir, **changes) -> dict:
+def write_holder(run: RunDir, **changes) -> dict:
     """Write a holder into the lock: this process, but for the changes."""
     run.path.mkdir(exist_ok=True)
     run.lock.touch()
@@ -72,52 +72,52 @@ def refusal(run: RunDir) -> str:
     return str(error.value)
 
 
-def test_a_second_process_is_refused_with_the_pid_the_host_and_the_time(run, other):
+def test_a_second_process_is_refused_with_the_pid_the_host_and_the_time(locked_run, other):
     since = time.strftime("%Y-%m-%d %H:%M")
-    said = refusal(run)
+    said = refusal(locked_run)
     assert said.startswith(
-        f"{run.path} is being trained by pid {other.pid} on {os.uname().nodename} since {since[:13]}"
+        f"{locked_run.path} is being trained by pid {other.pid} on {os.uname().nodename} since {since[:13]}"
     )
-    assert [file.name for file in run.path.iterdir()] == ["write.lock"]
+    assert [file.name for file in locked_run.path.iterdir()] == ["write.lock"]
 
 
-def test_the_job_is_named_where_there_is_one(run, monkeypatch):
+def test_the_job_is_named_where_there_is_one(locked_run, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-    with locked(run) as held:
+    with locked(locked_run) as held:
         pass
-    named(run, job="77", pid=1, started=lock._started(1))
+    write_holder(locked_run, job="77", pid=1, started=lock._started(1))
     monkeypatch.delenv("SLURM_JOB_ID")
     assert held.me.job == "77"
-    assert refusal(run).endswith("(SLURM job 77)")
+    assert refusal(locked_run).endswith("(SLURM job 77)")
 
 
-def test_a_lock_that_was_released_leaves_no_trace_but_an_empty_file(run):
-    with locked(run) as held:
-        assert json.loads(run.lock.read_text())["pid"] == os.getpid()
-        with locked(RunDir(run.path / ".." / "run")) as again:  # one directory, one lock
+def test_a_lock_that_was_released_leaves_no_trace_but_an_empty_file(locked_run):
+    with locked(locked_run) as held:
+        assert json.loads(locked_run.lock.read_text())["pid"] == os.getpid()
+        with locked(RunDir(locked_run.path / ".." / "run")) as again:  # one directory, one lock
             assert again is held
-    assert run.lock.read_bytes() == b""
-    with locked(run) as held:
+    assert locked_run.lock.read_bytes() == b""
+    with locked(locked_run) as held:
         assert held.remark is None
-    assert choose(str(run.path), "qwen3_toy") == run  # still as good as empty
+    assert choose(str(locked_run.path), "qwen3_toy") == locked_run  # still as good as empty
 
 
-def test_an_error_in_the_block_releases_it_too(run):
-    with pytest.raises(KeyboardInterrupt), locked(run):
+def test_an_error_in_the_block_releases_it_too(locked_run):
+    with pytest.raises(KeyboardInterrupt), locked(locked_run):
         raise KeyboardInterrupt
-    assert run.lock.read_bytes() == b""
+    assert locked_run.lock.read_bytes() == b""
 
 
-def test_the_lock_of_a_killed_process_is_taken_over_with_a_remark(run, other):
+def test_the_lock_of_a_killed_process_is_taken_over_with_a_remark(locked_run, other):
     other.kill()
     other.wait()
-    with locked(run) as held:
+    with locked(locked_run) as held:
         assert f"by pid {other.pid} on " in held.remark
         assert held.remark.endswith("which has ended without a word: taken over")
-        assert json.loads(run.lock.read_text())["pid"] == os.getpid()
+        assert json.loads(locked_run.lock.read_text())["pid"] == os.getpid()
 
 
-def test_a_process_that_nobody_has_waited_for_is_dead(run, other):
+def test_a_process_that_nobody_has_waited_for_is_dead(locked_run, other):
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
     assert lock._started(other.pid) is None
@@ -130,41 +130,41 @@ def _linger(ready, inherited) -> None:
 
 
 @pytest.mark.parametrize("method", ("fork", "spawn"))
-def test_a_rank_that_outlives_its_launcher_keeps_the_lock(run, method):
+def test_a_rank_that_outlives_its_launcher_keeps_the_lock(locked_run, method):
     """As for a launcher killed by SIGKILL, whose ranks are still writing."""
     context = multiprocessing.get_context(method)
     ready = context.Event()
-    with locked(run):
+    with locked(locked_run):
         rank = context.Process(target=_linger, args=(ready, lock.Inherited()))
         rank.start()
         assert ready.wait(20)
     # The launcher has gone, and has not released anything.
-    named(run, started=1)
-    assert refusal(run).endswith("; it has ended, but ranks of it still run")
+    write_holder(locked_run, started=1)
+    assert refusal(locked_run).endswith("; it has ended, but ranks of it still run")
     rank.kill()
     rank.join()
-    with locked(run) as held:
+    with locked(locked_run) as held:
         assert held.remark
 
 
-def test_a_process_that_inherited_nothing_does_not(run):
+def test_a_process_that_inherited_nothing_does_not(locked_run):
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
-    with locked(run):
+    with locked(locked_run):
         rank = context.Process(target=_linger, args=(ready, None))
         rank.start()
         assert ready.wait(20)
-    with locked(run):
+    with locked(locked_run):
         pass
     rank.kill()
     rank.join()
 
 
-def test_a_lock_that_names_nobody_yet_is_waited_for(run, monkeypatch):
-    run.path.mkdir()
-    descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT)
+def test_a_lock_that_names_nobody_yet_is_waited_for(locked_run, monkeypatch):
+    locked_run.path.mkdir()
+    descriptor = os.open(locked_run.lock, os.O_RDWR | os.O_CREAT)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    assert refusal(run) == f"{run.path} is being trained: another process holds {run.lock}"
+    assert refusal(locked_run) == f"{locked_run.path} is being trained: another process holds {locked_run.lock}"
     os.close(descriptor)
 
 
@@ -172,58 +172,58 @@ ELSEWHERE = {"host": "n7", "boot": "another"}
 
 
 @pytest.mark.parametrize("holder", (ELSEWHERE, {"host": "n7", "pids": 1}), ids=("host", "container"))
-def test_a_holder_that_cannot_be_seen_from_here_is_judged_by_its_heartbeat(run, holder):
+def test_a_holder_that_cannot_be_seen_from_here_is_judged_by_its_heartbeat(locked_run, holder):
     now = time.time()
-    named(run, **holder, heartbeat=now - 60)
-    assert "by pid " in refusal(run)
-    assert "on n7 since" in refusal(run)
-    assert "; its last sign of life was 60 s ago, and 120 s count as dead" in refusal(run)
-    named(run, **holder, heartbeat=now + 3600)  # its clock is fast: it is not taken for dead
-    refusal(run)
-    named(run, **holder, heartbeat=now - lock.STALE - 1)
-    with locked(run) as held:
+    write_holder(locked_run, **holder, heartbeat=now - 60)
+    assert "by pid " in refusal(locked_run)
+    assert "on n7 since" in refusal(locked_run)
+    assert "; its last sign of life was 60 s ago, and 120 s count as dead" in refusal(locked_run)
+    write_holder(locked_run, **holder, heartbeat=now + 3600)  # its clock is fast: it is not taken for dead
+    refusal(locked_run)
+    write_holder(locked_run, **holder, heartbeat=now - lock.STALE - 1)
+    with locked(locked_run) as held:
         assert "on n7 since" in held.remark
 
 
-def test_a_holder_with_a_slow_clock_is_seen_to_live(run, monkeypatch):
+def test_a_holder_with_a_slow_clock_is_seen_to_live(locked_run, monkeypatch):
     old = time.time() - 2 * lock.STALE
-    named(run, **ELSEWHERE, heartbeat=old)
+    write_holder(locked_run, **ELSEWHERE, heartbeat=old)
     looks = iter(range(10_000))
 
     def beating(_: float) -> None:
         if next(looks) == 5:
-            named(run, **ELSEWHERE, heartbeat=time.time())
+            write_holder(locked_run, **ELSEWHERE, heartbeat=time.time())
 
     monkeypatch.setattr(lock.time, "sleep", beating)
-    with pytest.raises(RunError, match="on n7 since"), locked(run):
+    with pytest.raises(RunError, match="on n7 since"), locked(locked_run):
         pass
 
 
-def test_a_run_on_several_nodes_is_not_dead_with_its_first_process(run):
+def test_a_run_on_several_nodes_is_not_dead_with_its_first_process(locked_run):
     """Other nodes' ranks end when they miss it, not at once."""
-    named(run, started=1, nodes=2)
-    assert "its last sign of life was 0 s ago" in refusal(run)
-    named(run, started=1, nodes=2, heartbeat=time.time() - lock.STALE - 1)
-    with locked(run):
+    write_holder(locked_run, started=1, nodes=2)
+    assert "its last sign of life was 0 s ago" in refusal(locked_run)
+    write_holder(locked_run, started=1, nodes=2, heartbeat=time.time() - lock.STALE - 1)
+    with locked(locked_run):
         pass
-    named(run, started=1, nodes=1)
-    with locked(run):
+    write_holder(locked_run, started=1, nodes=1)
+    with locked(locked_run):
         pass
 
 
-def test_a_later_try_of_the_same_job_takes_over_at_once(run, monkeypatch):
+def test_a_later_try_of_the_same_job_takes_over_at_once(locked_run, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    named(run, **ELSEWHERE, job="77", restart=0, nodes=2)
-    with locked(run, nodes=2) as held:
+    write_holder(locked_run, **ELSEWHERE, job="77", restart=0, nodes=2)
+    with locked(locked_run, nodes=2) as held:
         assert held.me.restart == 1
-    named(run, **ELSEWHERE, job="77", restart=1)
-    assert "(SLURM job 77)" in refusal(run)
-    named(run, **ELSEWHERE, job="78", restart=0)
-    assert "(SLURM job 78)" in refusal(run)
+    write_holder(locked_run, **ELSEWHERE, job="77", restart=1)
+    assert "(SLURM job 77)" in refusal(locked_run)
+    write_holder(locked_run, **ELSEWHERE, job="78", restart=0)
+    assert "(SLURM job 78)" in refusal(locked_run)
 
 
-def test_an_earlier_try_that_still_runs_is_asked_to_leave(run, monkeypatch):
+def test_an_earlier_try_that_still_runs_is_asked_to_leave(locked_run, monkeypatch):
     """SLURM took its node for dead."""
     monkeypatch.setattr(lock, "LEAVING", 30.0)
     monkeypatch.setenv("SLURM_JOB_ID", "77")
@@ -232,25 +232,25 @@ def test_an_earlier_try_that_still_runs_is_asked_to_leave(run, monkeypatch):
     )
     code = "import tp_invariant_recipes.runs.lock as l; l.HEARTBEAT = 0.05\n" + code
     first = subprocess.Popen(
-        [sys.executable, "-c", code, run.path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, locked_run.path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert first.stdout.readline() == "held\n"
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with locked(run) as held:
+    with locked(locked_run) as held:
         _, said = first.communicate()
-        assert f"LockLost: {run.path} was taken over by pid {os.getpid()} on " in said
+        assert f"LockLost: {locked_run.path} was taken over by pid {os.getpid()} on " in said
         assert f"pid {first.pid} on" in held.remark
-        assert json.loads(run.lock.read_text())["pid"] == os.getpid()
+        assert json.loads(locked_run.lock.read_text())["pid"] == os.getpid()
 
 
-def test_an_earlier_try_that_does_not_leave_is_left_alone(run, other, monkeypatch):
-    holder = json.loads(run.lock.read_text()) | {"job": "77", "restart": 0}
-    run.lock.write_text(json.dumps(holder))
+def test_an_earlier_try_that_does_not_leave_is_left_alone(locked_run, other, monkeypatch):
+    holder = json.loads(locked_run.lock.read_text()) | {"job": "77", "restart": 0}
+    locked_run.lock.write_text(json.dumps(holder))
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    with pytest.raises(RunError, match=r"being trained by pid .* \(SLURM job 77\)"), locked(run):
+    with pytest.raises(RunError, match=r"being trained by pid .* \(SLURM job 77\)"), locked(locked_run):
         pass
-    assert json.loads(run.lock.read_text()) == holder
+    assert json.loads(locked_run.lock.read_text()) == holder
 
 
 @pytest.fixture
@@ -263,12 +263,12 @@ def no_locks(monkeypatch):
     monkeypatch.setattr(lock.fcntl, "flock", refuse)
 
 
-def test_without_locks_of_the_file_system_the_process_decides(run, other, no_locks):
-    assert f"by pid {other.pid} on " in refusal(run)
+def test_without_locks_of_the_file_system_the_process_decides(locked_run, other, no_locks):
+    assert f"by pid {other.pid} on " in refusal(locked_run)
     other.kill()
     other.wait()
-    with locked(run):
-        assert "by pid " in refusal_of_another(run)
+    with locked(locked_run):
+        assert "by pid " in refusal_of_another(locked_run)
 
 
 def refusal_of_another(run: RunDir) -> str:
@@ -280,42 +280,45 @@ def refusal_of_another(run: RunDir) -> str:
         lock._held = kept
 
 
-def test_the_lock_of_a_copied_directory_is_nobodys(run, other, no_locks):
-    copy = RunDir(run.path.with_name("copy"))
+def test_the_lock_of_a_copied_directory_is_nobodys(locked_run, other, no_locks):
+    copy = RunDir(locked_run.path.with_name("copy"))
     copy.path.mkdir()
-    copy.lock.write_bytes(run.lock.read_bytes())
+    copy.lock.write_bytes(locked_run.lock.read_bytes())
     with locked(copy):
         pass
 
 
-def test_a_holder_notices_that_another_has_taken_over(run, monkeypatch):
+def test_a_holder_notices_that_another_has_taken_over(locked_run, monkeypatch):
     monkeypatch.setattr(lock, "HEARTBEAT", 0.01)
-    with locked(run) as held:
-        first = json.loads(run.lock.read_text())["heartbeat"]
-        while json.loads(run.lock.read_text() or "{}").get("heartbeat", first) == first:
+    with locked(locked_run) as held:
+        first = json.loads(locked_run.lock.read_text())["heartbeat"]
+        while json.loads(locked_run.lock.read_text() or "{}").get("heartbeat", first) == first:
             time.sleep(0.01)
         lock.check()
-        taken = named(run, **ELSEWHERE, pid=12)
+        taken = write_holder(locked_run, **ELSEWHERE, pid=12)
         while held.lost is None:
             time.sleep(0.01)
         with pytest.raises(LockLost, match="was taken over by pid 12 on n7 since"):
             lock.check()
-    assert json.loads(run.lock.read_text()) == taken
+    assert json.loads(locked_run.lock.read_text()) == taken
     lock.check()
 
 
 @pytest.mark.parametrize("text", ("", "{", "[]", '{"pid": "1"}', "x" * 9000, '{"pid": 1, "host": "n1"}'))
-def test_a_lock_file_that_names_nobody_is_free(run, text):
-    run.path.mkdir()
-    run.lock.write_text(text)
-    with locked(run) as held:
+def test_a_lock_file_that_names_nobody_is_free(locked_run, text):
+    locked_run.path.mkdir()
+    locked_run.lock.write_text(text)
+    with locked(locked_run) as held:
         assert held.remark is None
 
 
-def test_a_directory_that_another_command_has_filled_since_is_refused(run):
-    with locked_empty(run):
-        (run.path / "matrix.json").touch()
-    with pytest.raises(RunError, match="is not empty any more: another command has begun there"), locked_empty(run):
+def test_a_directory_that_another_command_has_filled_since_is_refused(locked_run):
+    with locked_empty(locked_run):
+        (locked_run.path / "matrix.json").touch()
+    with (
+        pytest.raises(RunError, match="is not empty any more: another command has begun there"),
+        locked_empty(locked_run),
+    ):
         pass
 
 
@@ -329,13 +332,13 @@ EXECUTED = {
 
 
 @pytest.mark.parametrize("module", EXECUTED)
-def test_commands_that_make_several_runs_take_the_lock_of_their_directory(run, other, module, monkeypatch):
+def test_commands_that_make_several_runs_take_the_lock_of_their_directory(locked_run, other, module, monkeypatch):
     """Before they write, so that a plan of nothing but a directory is enough to be refused, or to be taken."""
-    execute, planned = import_module(module).execute, SimpleNamespace(directory=run, resumed=False, again=False)
+    execute, planned = import_module(module).execute, SimpleNamespace(directory=locked_run, resumed=False, again=False)
     monkeypatch.setattr(f"{module}._planned", lambda _: (0, []), raising=False)  # of bisect
     with pytest.raises(RunError, match=f"is being trained by pid {other.pid} on "):
         execute(planned, *EXECUTED[module])
-    assert [file.name for file in run.path.iterdir()] == ["write.lock"]
+    assert [file.name for file in locked_run.path.iterdir()] == ["write.lock"]
     other.kill()
     other.wait()
     with pytest.raises(AttributeError):  # it goes on, and misses the rest of its plan

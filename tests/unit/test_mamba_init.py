@@ -12,7 +12,7 @@ LAST = (1 << 52) - 1
 
 
 @pytest.fixture(scope="module")
-def bits():
+def drawn_bits():
     drawn = torch.randint(0, LAST, (1 << 15,), generator=torch.Generator().manual_seed(0))
     return torch.cat((torch.arange(512), LAST - torch.arange(512), drawn))[None]
 
@@ -21,9 +21,9 @@ def _exact(bits):
     return (2 * bits + 1).double() * 2.0**-53
 
 
-def test_values_are_those_of_the_formulas(bits):
+def test_values_are_those_of_the_formulas(drawn_bits):
     """As Megatron's mixer computes them, in fp64 and with a library's functions."""
-    u = _exact(bits)
+    u = _exact(drawn_bits)
     dt = torch.exp(u * (math.log(0.1) - math.log(0.001)) + math.log(0.001))
     expected = {
         mamba_init.conv: u - 0.5,
@@ -31,11 +31,11 @@ def test_values_are_those_of_the_formulas(bits):
         mamba_init.dt_bias: dt + torch.log(-torch.expm1(-dt)),
     }
     for function, values in expected.items():
-        torch.testing.assert_close(function(bits), values, rtol=2e-15, atol=2e-15)
+        torch.testing.assert_close(function(drawn_bits), values, rtol=2e-15, atol=2e-15)
 
 
-def test_softplus_of_the_bias_is_a_step(bits):
-    steps = torch.nn.functional.softplus(mamba_init.dt_bias(bits))
+def test_softplus_of_the_bias_is_a_step(drawn_bits):
+    steps = torch.nn.functional.softplus(mamba_init.dt_bias(drawn_bits))
     assert 0.001 * (1 - 1e-12) <= steps.min() < 0.0011
     assert 0.09 < steps.max() <= 0.1 * (1 + 1e-12)
 

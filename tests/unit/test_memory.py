@@ -117,15 +117,15 @@ def test_a_measured_node_is_met(overrides, peak):
 
 
 @functools.cache
-def parts(model: str, overrides: str = "", device: str = "gpu") -> dict[str, int]:
+def memory_parts(model: str, overrides: str = "", device: str = "gpu") -> dict[str, int]:
     return dict(estimate(model, overrides, device=device).parts)
 
 
 def test_states_of_a_model_are_bytes_of_its_parameters():
     """Qwen3-8B has 8,190,735,360 parameters, and at tp=1 a rank has them all."""
-    found = parts("qwen3_8b")
+    found = memory_parts("qwen3_8b")
     assert (found[WEIGHTS], found[GRADIENTS], found[OPTIMIZER]) == tuple(8_190_735_360 * b for b in (2, 4, 12))
-    wide = parts("qwen3_8b", "precision=fp32")
+    wide = memory_parts("qwen3_8b", "precision=fp32")
     assert (wide[WEIGHTS], wide[GRADIENTS], wide[OPTIMIZER]) == tuple(8_190_735_360 * b for b in (4, 4, 8))
 
 
@@ -141,23 +141,23 @@ OF_OPTIMIZER = (
 
 @pytest.mark.parametrize("overrides, each", OF_OPTIMIZER)
 def test_the_optimizers_state(overrides, each):
-    assert parts("qwen3_8b", overrides)[OPTIMIZER] == pytest.approx(8_190_735_360 * each, rel=1e-6)
+    assert memory_parts("qwen3_8b", overrides)[OPTIMIZER] == pytest.approx(8_190_735_360 * each, rel=1e-6)
 
 
 def test_experts_are_divided_by_ep_and_etp_and_their_state_among_the_rest():
     """128 experts of 3 * 2048 * 768 parameters in each of 48 layers."""
     experts = 48 * 128 * 3 * 2048 * 768
-    alone = parts("qwen3_30b_a3b", "dp=2 gbs=2 numerics=stock")
-    spread = parts("qwen3_30b_a3b", "dp=2 gbs=2 ep=2 numerics=stock")
+    alone = memory_parts("qwen3_30b_a3b", "dp=2 gbs=2 numerics=stock")
+    spread = memory_parts("qwen3_30b_a3b", "dp=2 gbs=2 ep=2 numerics=stock")
     assert alone[WEIGHTS] - spread[WEIGHTS] == experts // 2 * 2
     assert alone[OPTIMIZER] == spread[OPTIMIZER]  # either divided among two ranks
 
 
 def test_a_stage_of_a_pipeline_has_its_layers_and_its_micro_batches():
     """Stage 0 of two has half the layers and one of two embeddings, and keeps two micro-batches."""
-    whole, stage = parts("qwen3_8b"), parts("qwen3_8b", "pp=2 gbs=8 numerics=stock")
+    whole, stage = memory_parts("qwen3_8b"), memory_parts("qwen3_8b", "pp=2 gbs=8 numerics=stock")
     assert stage[WEIGHTS] == pytest.approx(whole[WEIGHTS] / 2, rel=0.001)
-    once = parts("qwen3_8b", "pp=2 gbs=1 numerics=stock")
+    once = memory_parts("qwen3_8b", "pp=2 gbs=1 numerics=stock")
     assert stage[ACTIVATIONS] == pytest.approx(2 * once[ACTIVATIONS], rel=0.02)
 
 
@@ -170,41 +170,43 @@ def test_a_stage_has_a_layer_less_for_the_embedding_or_the_loss():
 def test_recomputing_keeps_a_layers_input_alone():
     """36 layers, 2048 tokens, 4096 features of 2 bytes; and what the final norm keeps."""
     full = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
-    assert parts("qwen3_8b", full)[ACTIVATIONS] == (36 + 2) * 2048 * 4096 * 2
-    assert parts("qwen3_8b")[ACTIVATIONS] > 10 * parts("qwen3_8b", full)[ACTIVATIONS]
+    assert memory_parts("qwen3_8b", full)[ACTIVATIONS] == (36 + 2) * 2048 * 4096 * 2
+    assert memory_parts("qwen3_8b")[ACTIVATIONS] > 10 * memory_parts("qwen3_8b", full)[ACTIVATIONS]
     mlp = "model.recompute_granularity=selective model.recompute_modules=[mlp]"
-    less = parts("qwen3_8b")[ACTIVATIONS] - parts("qwen3_8b", mlp)[ACTIVATIONS]
+    less = memory_parts("qwen3_8b")[ACTIVATIONS] - memory_parts("qwen3_8b", mlp)[ACTIVATIONS]
     assert less == 36 * 2048 * 3 * 12288 * 2  # gate and up, and their product
 
 
 def test_activations_follow_the_tokens():
-    once = parts("qwen3_8b")
-    stock = parts("qwen3_8b", "numerics=stock")[ACTIVATIONS]
-    assert parts("qwen3_8b", "mbs=2 gbs=2 numerics=stock")[ACTIVATIONS] == 2 * stock
-    assert parts("qwen3_8b", "mbs=2 gbs=2")[ACTIVATIONS] == once[ACTIVATIONS]
-    assert parts("qwen3_8b", "tp=2")[ACTIVATIONS] == once[ACTIVATIONS] // 2
-    assert parts("qwen3_8b", "tp=2 sp=false")[ACTIVATIONS] > once[ACTIVATIONS] // 2
+    once = memory_parts("qwen3_8b")
+    stock = memory_parts("qwen3_8b", "numerics=stock")[ACTIVATIONS]
+    assert memory_parts("qwen3_8b", "mbs=2 gbs=2 numerics=stock")[ACTIVATIONS] == 2 * stock
+    assert memory_parts("qwen3_8b", "mbs=2 gbs=2")[ACTIVATIONS] == once[ACTIVATIONS]
+    assert memory_parts("qwen3_8b", "tp=2")[ACTIVATIONS] == once[ACTIVATIONS] // 2
+    assert memory_parts("qwen3_8b", "tp=2 sp=false")[ACTIVATIONS] > once[ACTIVATIONS] // 2
 
 
 def test_scores_of_unfused_attention_grow_with_the_square_of_the_sequence():
     """On a CPU: of each head softmax in fp32 and its bf16 copy."""
-    short, long = (parts("qwen3_8b", f"seq={n}", device="cpu")[ACTIVATIONS] for n in (2048, 4096))
+    short, long = (memory_parts("qwen3_8b", f"seq={n}", device="cpu")[ACTIVATIONS] for n in (2048, 4096))
     scores = 36 * 32 * 2048**2 * 6
     assert long - 2 * short == 2 * scores
 
 
 def test_tree_and_portable_try_their_products():
-    assert parts("qwen3_8b", "numerics=stock")[FIRST_STEP] == 0
-    assert parts("qwen3_8b", "numerics=gather")[FIRST_STEP] == 0
-    assert parts("qwen3_8b")[FIRST_STEP] > 2 * 151936 * 4096 * 4
-    assert parts("qwen3_8b", "numerics=portable")[FIRST_STEP] == parts("qwen3_8b")[FIRST_STEP]
-    assert parts("qwen3_8b")[LOSS] != parts("qwen3_8b", "numerics=stock")[LOSS]
+    assert memory_parts("qwen3_8b", "numerics=stock")[FIRST_STEP] == 0
+    assert memory_parts("qwen3_8b", "numerics=gather")[FIRST_STEP] == 0
+    assert memory_parts("qwen3_8b")[FIRST_STEP] > 2 * 151936 * 4096 * 4
+    assert memory_parts("qwen3_8b", "numerics=portable")[FIRST_STEP] == memory_parts("qwen3_8b")[FIRST_STEP]
+    assert memory_parts("qwen3_8b")[LOSS] != memory_parts("qwen3_8b", "numerics=stock")[LOSS]
 
 
 @pytest.mark.timeout(20)
 def test_a_slip_of_the_keyboard_is_estimated_at_once():
     """Each number at its bound (config/bounds.py)."""
-    found = parts("qwen3_8b", "model.num_layers=2147483647 model.pipeline_model_parallel_size=65536 seq=134217728")
+    found = memory_parts(
+        "qwen3_8b", "model.num_layers=2147483647 model.pipeline_model_parallel_size=65536 seq=134217728"
+    )
     assert found[WEIGHTS] > 2**40
 
 

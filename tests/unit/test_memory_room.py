@@ -14,7 +14,7 @@ from tp_invariant_recipes.sizing.memory import GIB
 
 
 @pytest.fixture
-def machine(monkeypatch):
+def machine_memory(monkeypatch):
     """Make this machine one with GPUs of so many GiB, or with so many GiB for processes."""
 
     def make(*, gpu: float = 0, count: int = 8, node: float | None = None):
@@ -25,7 +25,7 @@ def machine(monkeypatch):
     return make
 
 
-def problems(model: str, overrides: str = "", device: str = "gpu", *, here: bool = True) -> list[str]:
+def memory_problems(model: str, overrides: str = "", device: str = "gpu", *, here: bool = True) -> list[str]:
     return memory.problems(compose(model, overrides.split(), device=device).config, here=here)
 
 
@@ -40,25 +40,25 @@ ON_H200 = (
 
 
 @pytest.mark.parametrize("model, overrides, fits", ON_H200)
-def test_a_gpu(machine, model, overrides, fits):
-    machine(gpu=139.8)
-    found = problems(model, overrides)
+def test_a_gpu(machine_memory, model, overrides, fits):
+    machine_memory(gpu=139.8)
+    found = memory_problems(model, overrides)
     assert (not found) is fits
     if not fits:
         assert "a GPU of this machine has 139.8 GiB" in found[0]
         assert "device.check_memory=false" in found[0]
 
 
-def test_a_key_starts_it_anyway(machine):
-    machine(gpu=20)
-    assert problems("qwen3_8b") != []
-    assert problems("qwen3_8b", "device.check_memory=false") == []
+def test_a_key_starts_it_anyway(machine_memory):
+    machine_memory(gpu=20)
+    assert memory_problems("qwen3_8b") != []
+    assert memory_problems("qwen3_8b", "device.check_memory=false") == []
 
 
-def test_the_message_has_the_figures_and_the_keys(machine):
+def test_the_message_has_the_figures_and_the_keys(machine_memory):
     """Figures of 8.19e9 parameters: 2, 4 and 12 bytes each."""
-    machine(gpu=79.6)
-    (found,) = problems("qwen3_8b", "mbs=2 gbs=2 numerics=stock")
+    machine_memory(gpu=79.6)
+    (found,) = memory_problems("qwen3_8b", "mbs=2 gbs=2 numerics=stock")
     lines = dict(line.split()[:2] for line in found.splitlines()[1:8])
     assert float(lines["weights"]) == pytest.approx(8.19e9 * 2 / GIB, rel=0.001)
     assert float(lines["gradients"]) == pytest.approx(8.19e9 * 4 / GIB, rel=0.001)
@@ -67,10 +67,10 @@ def test_the_message_has_the_figures_and_the_keys(machine):
         assert key in found
 
 
-def test_experts_are_spread_by_ep(machine):
-    machine(gpu=79.6)
-    assert "ep=" in problems("qwen3_30b_a3b")[0]
-    assert "ep=" not in problems("qwen3_8b")[0]
+def test_experts_are_spread_by_ep(machine_memory):
+    machine_memory(gpu=79.6)
+    assert "ep=" in memory_problems("qwen3_30b_a3b")[0]
+    assert "ep=" not in memory_problems("qwen3_8b")[0]
 
 
 # Overrides, ranks, and GiB of a node that one rank fits and all together do not.
@@ -78,28 +78,28 @@ NODES = (("tp=4", 4, 100), ("dp=2 gbs=2", 2, 250))
 
 
 @pytest.mark.parametrize("overrides, ranks, size", NODES)
-def test_ranks_on_a_cpu_share_the_memory_of_their_node(machine, overrides, ranks, size):
-    machine(node=size)
-    (found,) = problems("qwen3_8b", overrides, "cpu")
+def test_ranks_on_a_cpu_share_the_memory_of_their_node(machine_memory, overrides, ranks, size):
+    machine_memory(node=size)
+    (found,) = memory_problems("qwen3_8b", overrides, "cpu")
     assert f"a node, {ranks} ranks" in found
     assert f"this machine has {size}.0 GiB" in found
-    machine(node=size * ranks)
-    assert problems("qwen3_8b", overrides, "cpu") == []
+    machine_memory(node=size * ranks)
+    assert memory_problems("qwen3_8b", overrides, "cpu") == []
 
 
-def test_what_nobody_knows_is_not_refused(machine):
-    machine(node=None)
-    assert problems("qwen3_8b", device="cpu") == []
-    assert problems("qwen3_8b", here=False) == []
+def test_what_nobody_knows_is_not_refused(machine_memory):
+    machine_memory(node=None)
+    assert memory_problems("qwen3_8b", device="cpu") == []
+    assert memory_problems("qwen3_8b", here=False) == []
 
 
-def test_a_job_is_for_the_gpus_of_its_cluster(machine):
-    machine()
-    assert "a GPU of cluster=h100 has 79.6 GiB" in problems("qwen3_8b", "tp=1 cluster=h100", here=False)[0]
-    assert "139.8" in problems("qwen3_8b", "tp=1 cluster=h200", here=False)[0]
-    assert problems("qwen3_8b", "tp=1 cluster=b300", here=False) == []
-    assert problems("qwen3_8b", "tp=4 cluster=h100", here=False) == []
-    assert problems("qwen3_8b", "tp=4 cluster=h100 cluster.gpu_memory=24", here=False) != []
+def test_a_job_is_for_the_gpus_of_its_cluster(machine_memory):
+    machine_memory()
+    assert "a GPU of cluster=h100 has 79.6 GiB" in memory_problems("qwen3_8b", "tp=1 cluster=h100", here=False)[0]
+    assert "139.8" in memory_problems("qwen3_8b", "tp=1 cluster=h200", here=False)[0]
+    assert memory_problems("qwen3_8b", "tp=1 cluster=b300", here=False) == []
+    assert memory_problems("qwen3_8b", "tp=4 cluster=h100", here=False) == []
+    assert memory_problems("qwen3_8b", "tp=4 cluster=h100 cluster.gpu_memory=24", here=False) != []
 
 
 def test_a_dry_submission_says_it_and_a_submission_is_refused_for_it(cli, no_gpus):
@@ -113,8 +113,8 @@ def test_a_dry_submission_says_it_and_a_submission_is_refused_for_it(cli, no_gpu
     assert "slurm.time=never" in refused.err
 
 
-def test_the_cells_of_a_matrix_are_refused_by_name(cli, machine, here):
-    machine(gpu=30)
+def test_the_cells_of_a_matrix_are_refused_by_name(cli, machine_memory, here):
+    machine_memory(gpu=30)
     ended = cli("verify", "qwen3_8b", "tp=4,8")
     assert (ended.status, ended.out) == (2, "")
     assert "tp=4: this run needs about 40.7 GiB" in ended.err
@@ -123,29 +123,29 @@ def test_the_cells_of_a_matrix_are_refused_by_name(cli, machine, here):
 
 
 @pytest.mark.parametrize("command", ("train", "bench", "audit --against seed=2"))
-def test_every_command_that_trains_refuses(cli, machine, here, command):
-    machine(node=23)
+def test_every_command_that_trains_refuses(cli, machine_memory, here, command):
+    machine_memory(node=23)
     ended = cli(*command.split(), "qwen3_8b", "tp=2", "device=cpu")
     assert (ended.status, ended.out) == (2, "")
     assert "this machine has 23.0 GiB" in ended.err
     assert [file.name for file in here.iterdir()] == ["taken"]
 
 
-def test_only_what_clearly_does_not_fit_is_refused(machine):
+def test_only_what_clearly_does_not_fit_is_refused(machine_memory):
     """What is counted does not fit, or what is estimated does not even if it is less by the estimate's error."""
     config = compose("qwen3_8b", ["tp=4", "seq=8192"], device="gpu").config
     need = estimates.estimate(config)
     counted = sum(need.parts[part] for part in estimates.COUNTED)
     least = (counted + (need.rank - counted) * (1 - memory.ERROR)) / GIB
     assert least < 0.97 * need.rank / GIB
-    machine(gpu=least + 0.1)
+    machine_memory(gpu=least + 0.1)
     assert memory.problems(config, here=True) == []
-    machine(gpu=least - 0.1)
+    machine_memory(gpu=least - 0.1)
     assert memory.problems(config, here=True) != []
 
 
-def test_parts_that_a_key_moves_elsewhere_do_not_count(machine):
-    machine(gpu=80)
+def test_parts_that_a_key_moves_elsewhere_do_not_count(machine_memory):
+    machine_memory(gpu=80)
     config = compose("qwen3_8b", ["tp=1"], device="gpu").config
     assert memory.problems(config, here=True) != []
     offloaded = config.with_fields("optimizer", optimizer_cpu_offload=True)
@@ -153,8 +153,8 @@ def test_parts_that_a_key_moves_elsewhere_do_not_count(machine):
     assert memory.table(estimates.estimate(offloaded))[-1].startswith("optimizer.optimizer_cpu_offload:")
 
 
-def test_it_stands_in_the_one_list(machine, tmp_path, monkeypatch):
-    machine(node=23)
+def test_it_stands_in_the_one_list(machine_memory, tmp_path, monkeypatch):
+    machine_memory(node=23)
     monkeypatch.setattr(preflight, "free_bytes", lambda path: 0)
     composed = compose("qwen3_8b", ["tp=2"], device="cpu")
     with pytest.raises(ConfigError) as error:

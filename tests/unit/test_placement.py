@@ -63,7 +63,7 @@ def zigzag(x, dim, cp, rank):
     return x if cp == 1 else torch.cat([chunks[rank], chunks[2 * cp - 1 - rank]], dim)
 
 
-def parts(kind, whole, site, micro_batches):
+def parts_of_rank(kind, whole, site, micro_batches):
     """(micro-batch, tensor, module) of one rank."""
     batch, sequence, cut = KINDS[kind][2:]
     for m in range(micro_batches):
@@ -116,7 +116,7 @@ def test_parts_have_the_digest_of_the_whole(kind, layout, seed):
     held = {}
     for site in sites(tp, cp, dp, samples, sequence_parallel):
         total, places = torch.zeros(2, dtype=torch.int64), ()
-        for m, x, module in parts(kind, whole, site, B // (dp * samples)):
+        for m, x, module in parts_of_rank(kind, whole, site, B // (dp * samples)):
             placed = lie(x, module, m, site)
             assert placed.shape == shape
             total += lanes(placed.pieces).sum(0)

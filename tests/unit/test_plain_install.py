@@ -93,7 +93,7 @@ MISTAKES = (
 
 
 @pytest.fixture
-def folder(tmp_path_factory) -> Path:
+def two_runs(tmp_path_factory) -> Path:
     """Two runs that are equal, and a text."""
     path = tmp_path_factory.mktemp("plain")
     for name in "ab":
@@ -110,7 +110,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def commands(folder: Path, interpreter: list[str], lines: list[list[str]], **variables: str) -> list[list]:
+def run_commands(folder: Path, interpreter: list[str], lines: list[list[str]], **variables: str) -> list[list]:
     """Exit status, standard output and error of each."""
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ended = subprocess.run(
@@ -126,7 +126,7 @@ def commands(folder: Path, interpreter: list[str], lines: list[list[str]], **var
     return found
 
 
-def check(found: list[list]) -> None:
+def check_rows(found: list[list]) -> None:
     rows = [*((w, 0, o) for w, o in WORK), *((w, 2, e) for w, e in NEED), *((w, 2, e) for w, e in MISTAKES)]
     wrong = []
     for (words, status, says), (code, out, err) in zip(rows, found, strict=True):
@@ -142,17 +142,17 @@ ALL = [words for words, _ in (*WORK, *NEED, *MISTAKES)]
 
 
 @pytest.fixture
-def site(tmp_path) -> str:
+def hiding_site(tmp_path) -> str:
     """A folder for PYTHONPATH in which `sitecustomize` hides what a plain install lacks, and this package."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
     return os.pathsep.join((str(tmp_path / "site"), str(ROOT)))
 
 
-def test_commands_without_megatron_and_torch(folder, site):
-    check(commands(folder, [sys.executable], ALL, PYTHONPATH=site))
-    assert not (folder / "data").exists()
-    assert sorted(run.name for run in (folder / "runs").iterdir()) == ["a", "b"]
+def test_commands_without_megatron_and_torch(two_runs, hiding_site):
+    check_rows(run_commands(two_runs, [sys.executable], ALL, PYTHONPATH=hiding_site))
+    assert not (two_runs / "data").exists()
+    assert sorted(run.name for run in (two_runs / "runs").iterdir()) == ["a", "b"]
 
 
 def _pip(interpreter: Path | str, *words: str) -> None:
@@ -164,7 +164,7 @@ def _pip(interpreter: Path | str, *words: str) -> None:
 
 @pytest.mark.release
 @pytest.mark.timeout(1200)
-def test_the_wheel_in_an_empty_environment(folder, tmp_path):
+def test_the_wheel_in_an_empty_environment(two_runs, tmp_path):
     """What `pip install` of the built wheel brings: conf/, the templates of slurm/, and no torch."""
     _pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT))
     (wheel,) = tmp_path.glob("*.whl")
@@ -174,7 +174,7 @@ def test_the_wheel_in_an_empty_environment(folder, tmp_path):
     found = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, text=True, check=True)
     names = {package["name"].replace("-", "_") for package in json.loads(found.stdout)}
     assert not names & {"torch", "triton", "megatron_core", "megatron_bridge", "transformer_engine"}
-    check(commands(folder, [str(python)], ALL))
+    check_rows(run_commands(two_runs, [str(python)], ALL))
     listed = subprocess.run([tmp_path / "venv" / "bin" / "tpi", "models"], capture_output=True, text=True, cwd=tmp_path)
     assert (listed.returncode, listed.stderr) == (0, "")
     assert "nemotron3_nano_toy" in listed.stdout

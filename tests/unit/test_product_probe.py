@@ -80,20 +80,20 @@ def library(monkeypatch):
     return use
 
 
-def operands(shape, dtype, out_dtype=None):
+def empty_operands(shape, dtype, out_dtype=None):
     m, k, n = shape
     return torch.empty(m, k, dtype=dtype), torch.empty(k, n, dtype=dtype), torch.empty(m, n, dtype=out_dtype or dtype)
 
 
-def filled(shape, dtype, out_dtype=None):
+def cancelling_operands(shape, dtype, out_dtype=None):
     """Numbers of a run, where there is something to add to."""
-    a, b, out = operands(shape, dtype, out_dtype)
+    a, b, out = empty_operands(shape, dtype, out_dtype)
     cancelling(a, b, torch.Generator().manual_seed(1))
     return a, b, out.fill_(2.0**-12)
 
 
 def accepted(shape, dtype, *, add=False, out_dtype=None) -> bool:
-    return defined._right(*operands(shape, dtype, out_dtype), add)
+    return defined._right(*empty_operands(shape, dtype, out_dtype), add)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -142,7 +142,7 @@ DECISIONS = (
 @pytest.mark.parametrize("cublas, way", DECISIONS, ids=lambda value: getattr(value, "__name__", value))
 def test_what_computes_a_product(library, monkeypatch, cublas, way, dtype, add):
     ran = library(cublas)
-    a, b, out = filled((33, 64, 40), dtype, torch.float32)
+    a, b, out = cancelling_operands((33, 64, 40), dtype, torch.float32)
     expected = in_order(a, b, out.clone(), add)
     capturing = True
     monkeypatch.setattr(cublas_product, "capturing", lambda operand: capturing)
@@ -160,14 +160,14 @@ def test_what_computes_a_product(library, monkeypatch, cublas, way, dtype, add):
 
 def test_nothing_computes_it_on_another_device():
     with pytest.raises(ConfigError, match="nothing computes the defined product on meta"):
-        defined.compute(*(tensor.to("meta") for tensor in operands((4, 4, 4), torch.float32)), False)
+        defined.compute(*(tensor.to("meta") for tensor in empty_operands((4, 4, 4), torch.float32)), False)
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float64), ids=str)
 def test_other_dtypes_are_refused(library, dtype):
     library(in_order)
     with pytest.raises(TypeError, match="both must be bf16, or both fp32"):
-        defined.compute(*filled((8, 8, 8), dtype), False)
+        defined.compute(*cancelling_operands((8, 8, 8), dtype), False)
 
 
 def test_every_draw_shows_what_normal_numbers_hide():
@@ -175,7 +175,7 @@ def test_every_draw_shows_what_normal_numbers_hide():
     shown = {"cancelling": 0, "normal": 0}
     for seed in range(DRAWS):
         generator = torch.Generator().manual_seed(seed)
-        a, b, out = operands((128, 16, 128), torch.bfloat16)
+        a, b, out = empty_operands((128, 16, 128), torch.bfloat16)
         for kind in shown:
             if kind == "cancelling":
                 cancelling(a, b, generator)
@@ -189,7 +189,7 @@ def test_every_draw_shows_what_normal_numbers_hide():
 
 
 def test_every_exact_result_is_zero():
-    a, b, _ = operands((8, 33, 8), torch.bfloat16)
+    a, b, _ = empty_operands((8, 33, 8), torch.bfloat16)
     cancelling(a, b, torch.Generator().manual_seed(0))
     assert not (a.double() @ b.double()).abs().gt(1e-12).any()
     assert a.ne(0).sum() == 8 * 32
@@ -223,7 +223,7 @@ def test_settings_of_torch_tell_products_apart():
 @pytest.mark.parametrize("add", (False, True))
 def test_live_operands_are_checked_on_request(library, monkeypatch, add):
     library(lies_about_large_numbers)
-    a, b, out = filled((16, 64, 16), torch.bfloat16, torch.float32)
+    a, b, out = cancelling_operands((16, 64, 16), torch.bfloat16, torch.float32)
     expected = in_order(a, b, out.clone(), add)
     monkeypatch.setattr(cublas_product, "checking", lambda: True)
     assert same_bits(defined.compute(a, b, out, add), expected)

@@ -13,7 +13,7 @@ from tp_invariant_recipes.sources import recipe_source
 
 
 @pytest.fixture
-def file(tmp_path, monkeypatch) -> Path:
+def recipe_file(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     made = tmp_path / "mine.py"
     made.write_text("def small():\n    return None\n")
@@ -25,14 +25,14 @@ def test_a_name_is_one_of_bridges():
     assert (found.module, found.file, found.function) == (recipe_source.BRIDGE, None, "qwen3_8b_pretrain_config")
 
 
-def test_a_module_and_a_file(file):
+def test_a_module_and_a_file(recipe_file):
     assert recipe_source.parse("recipe=my.own:small").module == "my.own"
     found = recipe_source.parse("recipe=mine.py:small")
-    assert (found.file, found.function) == (file, "small")
+    assert (found.file, found.function) == (recipe_file, "small")
 
 
-def test_the_path_of_a_file_becomes_whole(file):
-    assert recipe_source.absolute("recipe=mine.py:small") == f"recipe={file}:small"
+def test_the_path_of_a_file_becomes_whole(recipe_file):
+    assert recipe_source.absolute("recipe=mine.py:small") == f"recipe={recipe_file}:small"
     assert recipe_source.absolute("recipe=qwen3_8b_pretrain_config") == "recipe=qwen3_8b_pretrain_config"
     assert recipe_source.absolute("recipe=none.py:small") == "recipe=none.py:small"
     assert recipe_source.absolute("qwen3_toy") == "qwen3_toy"
@@ -58,7 +58,7 @@ def no_megatron(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("recipe, words", WRONG, ids=[recipe for recipe, _ in WRONG])
-def test_what_names_nothing_is_said_without_bridge(file, monkeypatch, no_megatron, recipe, words):
+def test_what_names_nothing_is_said_without_bridge(recipe_file, monkeypatch, no_megatron, recipe, words):
     monkeypatch.setattr(recipe_source.needed, "there", lambda module: True)
     monkeypatch.setattr(recipe_source.bridge, "load", lambda: pytest.fail("imported Bridge"))
     with pytest.raises(ConfigError, match="recipe=") as caught:
@@ -66,14 +66,14 @@ def test_what_names_nothing_is_said_without_bridge(file, monkeypatch, no_megatro
     assert words in str(caught.value)
 
 
-def test_other_problems_are_said_in_the_same_message(file):
+def test_other_problems_are_said_in_the_same_message(recipe_file):
     with pytest.raises(ConfigError) as caught:
         compose("recipe=none.py:small", ["tpp=2", "recipe.name=x"])
     assert len(caught.value.problems) == 3
     assert any("tpi fills recipe.name in" in problem for problem in caught.value.problems)
 
 
-def test_a_folder_without_a_configuration(tmp_path, file):
+def test_a_folder_without_a_configuration(tmp_path, recipe_file):
     with pytest.raises(ConfigError, match="there is no such folder"):
         compose("recipe=mine.py:small", [f"recipe.hf_folder={tmp_path / 'none'}"])
     with pytest.raises(ConfigError, match=r"no config\.json there"):

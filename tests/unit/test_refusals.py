@@ -15,11 +15,11 @@ AS_TYPED = [(family, words) for family, words in ROWS if family in ("NUMBERS", "
 SPARING = [row if n % 6 == 0 else pytest.param(*row, marks=pytest.mark.release) for n, row in enumerate(AS_TYPED)]
 
 
-def named(rows):
+def ids_of(rows):
     return [" ".join(row) for row in rows]
 
 
-def others(family: Family, words: str, found: list[str]) -> list[str]:
+def own_problems(family: Family, words: str, found: list[str]) -> list[str]:
     """The problems that are not those that the family has beside this row."""
     beside = family.beside.get(words, ())
     rest = [problem for problem in found if not problem.startswith(beside)]
@@ -27,32 +27,32 @@ def others(family: Family, words: str, found: list[str]) -> list[str]:
     return rest
 
 
-@pytest.mark.parametrize("family, words", ROWS, ids=named(ROWS))
+@pytest.mark.parametrize("family, words", ROWS, ids=ids_of(ROWS))
 def test_a_row_is_refused_with_its_words_alone(family, words):
     rows = FAMILIES[family]
     found = problems(f"{rows.run} {words}") if rows.typed else problems(rows.run, words)
-    (problem,) = others(rows, words, found)
+    (problem,) = own_problems(rows, words, found)
     assert fits(problem, rows.refused[words], rows.begins), problem
 
 
-@pytest.mark.parametrize("family, words", SPARING, ids=named(AS_TYPED))
+@pytest.mark.parametrize("family, words", SPARING, ids=ids_of(AS_TYPED))
 def test_hydra_gives_the_same_problem(family, words):
     (problem,) = problems(f"{FAMILIES[family].run} {words}")
     assert fits(problem, FAMILIES[family].refused[words])
 
 
-@pytest.mark.parametrize("family, words, mode", MODES, ids=named(MODES))
+@pytest.mark.parametrize("family, words, mode", MODES, ids=ids_of(MODES))
 def test_other_numerics_take_it(family, words, mode):
     rows = FAMILIES[family]
     run = rows.run.replace("numerics=tree", f"numerics={mode}")
     assert run != rows.run
-    assert others(rows, words, problems(run, words)) == []
+    assert own_problems(rows, words, problems(run, words)) == []
 
 
 @pytest.mark.parametrize("words", refusals.INVARIANCE.refused)
 def test_gather_refuses_the_same_but_takes_a_norm_in_fp64(words):
     rows = refusals.INVARIANCE
-    found = others(rows, words, problems("qwen3_toy numerics=gather", words))
+    found = own_problems(rows, words, problems("qwen3_toy numerics=gather", words))
     assert [fits(problem, rows.refused[words], "numerics=gather: ") for problem in found] == (
         [] if "grad_norm" in words else [True]
     )
@@ -64,12 +64,12 @@ def test_a_model_without_experts_may_have_the_settings_of_experts(words):
     assert not [problem for problem in found if problem.startswith("numerics=")]
 
 
-@pytest.mark.parametrize("family, words", TAKEN, ids=named(TAKEN))
+@pytest.mark.parametrize("family, words", TAKEN, ids=ids_of(TAKEN))
 def test_a_neighbour_composes(family, words):
     assert problems(f"{FAMILIES[family].run} {words}") == []
 
 
-@pytest.mark.parametrize("family, words", TAKEN_FIELDS, ids=named(TAKEN_FIELDS))
+@pytest.mark.parametrize("family, words", TAKEN_FIELDS, ids=ids_of(TAKEN_FIELDS))
 def test_a_neighbouring_field_is_taken(family, words):
     assert problems(FAMILIES[family].run, words) == []
 

@@ -25,7 +25,7 @@ EQUAL, OTHER = "0" * 32, "f" * 32
 NAN, NEGATIVE_NAN = "f32:7fc00000", "f32:ffc00000"
 
 
-def ledger(steps: int, names=LAYERS, differing=(), every: int = 1, losses=None) -> Ledger:
+def ledger_with_digests(steps: int, names=LAYERS, differing=(), every: int = 1, losses=None) -> Ledger:
     """differing: (step, parameter) pairs whose gradient has another digest. every: how often digests are recorded."""
     header = Header(
         identity={"rng.seed": 1}, parameters=tuple(Parameter(n, (2,), "float32", "bfloat16") for n in names)
@@ -73,7 +73,7 @@ def test_what_is_no_finite_number_is_a_gap_and_counted():
 
 def test_recorded_values_are_the_bits():
     losses = [float_bits(1.5, 32), None, NAN]
-    (one, value), (two, nothing), (three, nan) = recorded(ledger(3, losses=losses), "loss")
+    (one, value), (two, nothing), (three, nan) = recorded(ledger_with_digests(3, losses=losses), "loss")
     assert (one, value, two, nothing, three) == (1, 1.5, 2, None, 3)
     assert math.isnan(nan)
 
@@ -90,7 +90,7 @@ def test_recorded_values_are_the_bits():
     ),
 )
 def test_distances_are_in_ulp(a, b, ulp):
-    assert distances(ledger(1, losses=[a]), ledger(1, losses=[b]), "loss") == [(1, ulp)]
+    assert distances(ledger_with_digests(1, losses=[a]), ledger_with_digests(1, losses=[b]), "loss") == [(1, ulp)]
 
 
 # --- maps ---------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_distances_are_in_ulp(a, b, ulp):
 
 @given(st.sets(st.tuples(st.integers(1, 9), st.sampled_from(LAYERS)), min_size=1))
 def test_a_map_shows_every_difference_where_it_is(apart):
-    found = map_of(ledger(9), ledger(9, differing=apart))
+    found = map_of(ledger_with_digests(9), ledger_with_digests(9, differing=apart))
     rows = [row.label for row in found.rows]
     assert rows == list(LAYERS)
     for row, name in enumerate(rows):
@@ -115,7 +115,7 @@ def test_a_map_shows_every_difference_where_it_is(apart):
 @given(st.integers(1, 5000), st.data())
 def test_one_difference_among_many_steps_is_seen(steps, data):
     step = data.draw(st.integers(1, steps))
-    found = map_of(ledger(steps, LAYERS[:2]), ledger(steps, LAYERS[:2], [(step, LAYERS[1])]))
+    found = map_of(ledger_with_digests(steps, LAYERS[:2]), ledger_with_digests(steps, LAYERS[:2], [(step, LAYERS[1])]))
     assert len(found.columns) <= COLUMNS
     assert [first for first, _ in found.columns[1:]] == [last + 1 for _, last in found.columns[:-1]]
     (column,) = (n for n, (first, last) in enumerate(found.columns) if first <= step <= last)
@@ -130,7 +130,7 @@ def test_one_difference_among_thousands_of_parameters_is_seen(layers, experts):
     names = [f"decoder.layers.{n}.mlp.experts.linear_fc{k}.weight{e}" for n in range(layers) for e in range(experts)
              for k in (1, 2)]  # fmt: skip
     culprit = names[len(names) // 3]
-    found = map_of(ledger(2, names), ledger(2, names, [(2, culprit)]))
+    found = map_of(ledger_with_digests(2, names), ledger_with_digests(2, names, [(2, culprit)]))
     assert len(found.rows) <= ROWS
     assert sorted(name for row in found.rows for name in row.parameters) == sorted(names)
     (row,) = (n for n, row in enumerate(found.rows) if culprit in row.parameters)
@@ -141,14 +141,14 @@ def test_one_difference_among_thousands_of_parameters_is_seen(layers, experts):
 
 
 def test_steps_at_which_one_run_alone_has_digests_are_left_out():
-    found = map_of(ledger(12, every=2), ledger(12, every=3))
+    found = map_of(ledger_with_digests(12, every=2), ledger_with_digests(12, every=3))
     assert found.columns == ((6, 6), (12, 12))
     assert (found.steps_compared, found.steps_alone) == (2, 6)
-    assert map_of(ledger(3), ledger(3, every=4)) is None
+    assert map_of(ledger_with_digests(3), ledger_with_digests(3, every=4)) is None
 
 
 def test_a_parameter_that_one_run_lacks_is_not_compared():
-    found = map_of(ledger(2), ledger(2, LAYERS[:-1]))
+    found = map_of(ledger_with_digests(2), ledger_with_digests(2, LAYERS[:-1]))
     assert (found.states[:-1] == CellState.IDENTICAL).all()
     assert (found.states[-1] == CellState.NOT_COMPARED).all()
 
@@ -156,7 +156,11 @@ def test_a_parameter_that_one_run_lacks_is_not_compared():
 def test_dumps_say_how_far_apart():
     distance = Distance(4, 2, 7, 0.5, 0, (0,))
     measured = (Measured(2, f"gradients/{LAYERS[1]}", distance), Measured(2, f"weights/{LAYERS[0]}", distance))
-    found = map_of(ledger(2), ledger(2, differing=[(2, LAYERS[1])]), dumped=largest(measured, "gradients"))
+    found = map_of(
+        ledger_with_digests(2),
+        ledger_with_digests(2, differing=[(2, LAYERS[1])]),
+        dumped=largest(measured, "gradients"),
+    )
     assert found.ulp[1, 1] == 7
     assert np.isnan(found.ulp).sum() == found.ulp.size - 1
 

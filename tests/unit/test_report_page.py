@@ -28,7 +28,9 @@ NAMES = ("embedding.word_embeddings.weight", "decoder.layers.0.mlp.linear_fc1.we
 HOSTILE = "</td></svg><script>alert(1)</script>&amp;\"'"
 
 
-def write(folder: Path, steps: int = 6, differs_from: int | None = None, names=NAMES, every: int = 1, **header) -> Path:
+def write_run(
+    folder: Path, steps: int = 6, differs_from: int | None = None, names=NAMES, every: int = 1, **header
+) -> Path:
     """A run directory. differs_from: the step from which loss, last gradient and weights are others."""
     folder.mkdir(parents=True)
     parameters = tuple(Parameter(name, (2, 4), "float32", "bfloat16") for name in names)
@@ -82,12 +84,12 @@ class Reader(HTMLParser):
 
 
 @pytest.fixture
-def different(tmp_path) -> tuple[Path, Path]:
+def differing_runs(tmp_path) -> tuple[Path, Path]:
     return _differing(tmp_path)
 
 
 def _differing(folder: Path) -> tuple[Path, Path]:
-    return write(folder / "tp1"), write(folder / "tp2", differs_from=4, layout={"tp": 2})
+    return write_run(folder / "tp1"), write_run(folder / "tp2", differs_from=4, layout={"tp": 2})
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +125,7 @@ def test_a_different_pair(html):
 
 
 def test_an_identical_pair(tmp_path):
-    read = Reader(html_of(write(tmp_path / "tp1"), write(tmp_path / "tp2")))
+    read = Reader(html_of(write_run(tmp_path / "tp1"), write_run(tmp_path / "tp2")))
     assert "B tp2 : identical: 6 steps, loss, gradient norm" in read.text
     assert "Losses and gradient norms are equal at all compared steps: distance 0." in read.text
     assert "All 18 digests of gradients that both runs recorded are identical." in read.text
@@ -132,8 +134,8 @@ def test_an_identical_pair(tmp_path):
 
 
 def test_runs_that_are_not_comparable(tmp_path):
-    other = write(tmp_path / "seed", identity={"rng.seed": 7})
-    read = Reader(html_of(write(tmp_path / "tp1"), other))
+    other = write_run(tmp_path / "seed", identity={"rng.seed": 7})
+    read = Reader(html_of(write_run(tmp_path / "tp1"), other))
     assert "not comparable: rng.seed is 1234 and 7" in read.text
     assert "Loss, gradient norm and learning rate" not in read.text  # a title of figures is no text of the page
     assert not {"gradients", "weights", "apart"} & set(read.values("id"))
@@ -141,34 +143,34 @@ def test_runs_that_are_not_comparable(tmp_path):
 
 
 def test_one_run_alone(tmp_path):
-    read = Reader(html_of(write(tmp_path / "tp1")))
+    read = Reader(html_of(write_run(tmp_path / "tp1")))
     assert "One run of 6 steps; nothing to compare it with." in read.text
     assert {"training", "cost"} <= set(read.values("id"))
 
 
 def test_a_run_that_has_only_begun(tmp_path):
-    begun = write(tmp_path / "begun", steps=0)
+    begun = write_run(tmp_path / "begun", steps=0)
     assert "One run of 0 steps" in html_of(begun)
-    read = Reader(html_of(write(tmp_path / "tp1"), begun))
+    read = Reader(html_of(write_run(tmp_path / "tp1"), begun))
     assert "not comparable: no common step" in read.text
     assert "B begun: no step has a loss." in read.text
     assert png(page.sections(gather([begun]))[0].drawings)
 
 
-def test_three_runs_are_compared_with_the_first(different, tmp_path):
-    read = Reader(html_of(*different, write(tmp_path / "tp4", steps=5)))
+def test_three_runs_are_compared_with_the_first(differing_runs, tmp_path):
+    read = Reader(html_of(*differing_runs, write_run(tmp_path / "tp4", steps=5)))
     assert "B tp2 : different at step 4" in read.text
     assert "C tp4 : identical: 5 of 6 steps" in read.text
     assert {"gradients-B-alt", "gradients-C-alt"} <= set(read.values("id"))
 
 
 def test_runs_without_digests_say_so(tmp_path):
-    read = Reader(html_of(write(tmp_path / "a", every=7), write(tmp_path / "b")))
+    read = Reader(html_of(write_run(tmp_path / "a", every=7), write_run(tmp_path / "b")))
     assert "at no step did both runs record digests of gradients" in read.text
 
 
 def test_an_unfinished_torn_run_is_shown_with_a_remark(tmp_path):
-    run = write(tmp_path / "tp1")
+    run = write_run(tmp_path / "tp1")
     (run / "run.json").write_text(json.dumps({"attempts": [{"to_step": 9}, {"to_step": 20}]}))
     with (run / "ledger.jsonl").open("a") as stream:
         stream.write('{"step": 7, "sam')
@@ -176,33 +178,33 @@ def test_an_unfinished_torn_run_is_shown_with_a_remark(tmp_path):
     assert "unfinished: the ledger has 6 of 20 steps; the last line of the ledger is torn" in read.text
 
 
-def test_dumps_say_how_far_apart_tensors_are(different):
+def test_dumps_say_how_far_apart_tensors_are(differing_runs):
     name = f"gradients/{NAMES[1]}"
-    for run, last in zip(different, (0x3F800000, 0x3F800009), strict=True):
+    for run, last in zip(differing_runs, (0x3F800000, 0x3F800009), strict=True):
         bits = np.array([[0x3F800000] * 7 + [last]], dtype=np.uint32)
         part = dumps.DumpedPart(name, "float32", (2, 4), 0, 1, 0)
         file = dumps.file_of(run, 4, 0)
         file.parent.mkdir(parents=True)
         save_file({"0": bits}, file, {dumps.RANKS: "1", "0": part.text()})
-    html = html_of(*different)
+    html = html_of(*differing_runs)
     assert f"{name} 4 1 of 8 9 1.07e-06" in Reader(html).text
     assert "the colour of a square shows the largest distance in ULP" in html
     assert all(re.match("#|data:image/png;base64,", target) for target in Reader(html).values("href"))
-    dumps.file_of(different[1], 4, 0).write_bytes(b"torn")
-    assert "The dumps cannot be compared: " in html_of(*different)
+    dumps.file_of(differing_runs[1], 4, 0).write_bytes(b"torn")
+    assert "The dumps cannot be compared: " in html_of(*differing_runs)
 
 
 # --- runs ---------------------------------------------------------------------------------------------------
 
 
 def test_names_are_as_short_as_they_can_be(tmp_path):
-    runs = [write(tmp_path / name) for name in ("x/tp1", "y/tp1", "y/tp2")]
+    runs = [write_run(tmp_path / name) for name in ("x/tp1", "y/tp1", "y/tp2")]
     assert [run.label for run in gather(runs).runs] == ["A x/tp1", "B y/tp1", "C tp2"]
     assert [run.label for run in gather([runs[0], runs[0]]).runs] == ["A tp1", "B tp1"]
 
 
 def test_of_a_step_that_ran_twice_the_last_time_counts(tmp_path):
-    run = write(tmp_path / "tp1", steps=2)
+    run = write_run(tmp_path / "tp1", steps=2)
     with (run / "progress.jsonl").open("a") as stream:
         stream.write('{"step": 2, "sec{"step": 3, "seconds": 8}\n')  # killed in the middle of a line, then resumed
         stream.write('{"step": 2, "loss": 6.0, "seconds": 9.0, "tokens": 64, "peak_memory": 0}\n')
@@ -212,7 +214,7 @@ def test_of_a_step_that_ran_twice_the_last_time_counts(tmp_path):
 
 
 def test_a_ledger_file_of_another_name_has_no_times_of_its_neighbour(tmp_path):
-    run = write(tmp_path / "tp1")
+    run = write_run(tmp_path / "tp1")
     (run / "ledger.replaced-1.jsonl").write_bytes((run / "ledger.jsonl").read_bytes())
     (read,) = gather([run / "ledger.replaced-1.jsonl"]).runs
     assert (read.name, read.timings) == ("ledger.replaced-1.jsonl", ())
@@ -258,7 +260,7 @@ def test_every_figure_is_whole_has_a_text_beside_it_and_the_colours_of_the_page(
 
 def test_what_comes_from_ledgers_is_escaped(tmp_path):
     runs = [
-        write(tmp_path / name, notes={"note": HOSTILE}, names=("decoder.layers.0.x", HOSTILE), differs_from=differs)
+        write_run(tmp_path / name, notes={"note": HOSTILE}, names=("decoder.layers.0.x", HOSTILE), differs_from=differs)
         for name, differs in (("<i>a", None), ("<script>b", 3))
     ]
     html = html_of(*runs)
@@ -302,7 +304,10 @@ MUCH = (
 @pytest.mark.parametrize("steps, parameters, every, kib, point", MUCH)
 def test_a_page_of_much_stays_small(tmp_path, steps, parameters, every, kib, point):
     names = [f"decoder.layers.{n % 48}.mlp.experts.linear_fc1.weight{n // 48}" for n in range(parameters)]
-    runs = [write(tmp_path / "a", steps, None, names, every), write(tmp_path / "b", steps, steps // 2, names, every)]
+    runs = [
+        write_run(tmp_path / "a", steps, None, names, every),
+        write_run(tmp_path / "b", steps, steps // 2, names, every),
+    ]
     html = html_of(*runs)
     assert len(html) < kib * 1024
     assert "A row is a group of parameters" in html
@@ -326,7 +331,7 @@ def test_the_command_writes_a_page_and_an_image(cli, pair, html, monkeypatch, tm
 
 
 def test_nothing_is_written_over_unless_told(cli, tmp_path):
-    run = write(tmp_path / "tp1", steps=1)
+    run = write_run(tmp_path / "tp1", steps=1)
     out, image = tmp_path / "x.html", tmp_path / "x.png"
     out.write_text("mine")
     image.write_text("mine too")
@@ -341,25 +346,25 @@ def test_nothing_is_written_over_unless_told(cli, tmp_path):
 
 
 @pytest.mark.parametrize("options", (("--out", "x.png"), ("--out", "x.html", "--png", "../here/x.html", "--force")))
-def test_page_and_image_are_two_files(cli, different, tmp_path, monkeypatch, options):
+def test_page_and_image_are_two_files(cli, differing_runs, tmp_path, monkeypatch, options):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    done = cli("report", *different, *options)
+    done = cli("report", *differing_runs, *options)
     assert done.status == 2
     assert "--out and --png name the same file, " in done.err
     assert not list((tmp_path / "here").iterdir())
 
 
-def test_a_run_that_cannot_be_read_is_named(cli, different, tmp_path):
-    done = cli("report", different[0], tmp_path / "none", "--out", tmp_path / "x.html")
+def test_a_run_that_cannot_be_read_is_named(cli, differing_runs, tmp_path):
+    done = cli("report", differing_runs[0], tmp_path / "none", "--out", tmp_path / "x.html")
     assert done.status == 2
     assert "none does not exist" in done.err
     assert not (tmp_path / "x.html").exists()
 
 
-def test_a_page_that_cannot_be_written_leaves_nothing(cli, different, tmp_path):
+def test_a_page_that_cannot_be_written_leaves_nothing(cli, differing_runs, tmp_path):
     (tmp_path / "file").touch()
-    done = cli("report", *different, "--out", tmp_path / "file" / "x.html")
+    done = cli("report", *differing_runs, "--out", tmp_path / "file" / "x.html")
     assert done.status == 2
     assert "cannot write" in done.err
     assert {file.name for file in tmp_path.iterdir()} == {"tp1", "tp2", "file"}
@@ -392,7 +397,7 @@ def test_whatever_scrolls_has_a_shadow_where_it_goes_on(html):
 
 
 def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
-    runs = [write(tmp_path / name) for name in "ab"]
+    runs = [write_run(tmp_path / name) for name in "ab"]
     monkeypatch.setattr(progress, "PATIENCE", 1e9)
     quick = cli("report", *runs, "--out", tmp_path / "quick.html")
     monkeypatch.setattr(progress, "PATIENCE", 0.0)

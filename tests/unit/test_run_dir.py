@@ -16,7 +16,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir, choose, free_bytes
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def empty_folder(tmp_path, monkeypatch):
     """The current directory, empty."""
     folder = tmp_path / "here"
     folder.mkdir()
@@ -24,11 +24,11 @@ def here(tmp_path, monkeypatch):
     return folder
 
 
-def everything(folder) -> list[str]:
+def tree_of_files(folder) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def test_a_new_run_gets_a_name_of_its_own(here, monkeypatch):
+def test_a_new_run_gets_a_name_of_its_own(empty_folder, monkeypatch):
     monkeypatch.setattr(run_dir.time, "strftime", lambda form: "20260102-030405")
     chosen = []
     for _ in range(3):
@@ -41,21 +41,21 @@ def test_a_new_run_gets_a_name_of_its_own(here, monkeypatch):
     ]
 
 
-def test_choosing_touches_nothing(here):
+def test_choosing_touches_nothing(empty_folder):
     choose(None, "name")
     choose("somewhere/else", "name")
-    assert everything(here) == []
+    assert tree_of_files(empty_folder) == []
 
 
-def test_the_directory_asked_for_is_taken_if_it_holds_nothing(here):
-    (here / "empty").mkdir()
+def test_the_directory_asked_for_is_taken_if_it_holds_nothing(empty_folder):
+    (empty_folder / "empty").mkdir()
     assert choose("empty", "name").path == choose("empty/", "name").path
     assert str(choose("new/one", "name").path) == "new/one"
 
 
 @pytest.mark.parametrize("content", ("file", ".hidden", "folder/"))
-def test_a_directory_that_holds_something_is_refused(here, content):
-    target = here / "run" / content
+def test_a_directory_that_holds_something_is_refused(empty_folder, content):
+    target = empty_folder / "run" / content
     target.parent.mkdir()
     target.mkdir() if content.endswith("/") else target.touch()
     with pytest.raises(RunError, match=r"run\.dir=run is not empty: continue it \(--resume run\) or choose another"):
@@ -65,44 +65,44 @@ def test_a_directory_that_holds_something_is_refused(here, content):
 BEGUN = ("write.lock", "config.yaml", "environment.json", ".versions.json.12.new")  # of a launcher killed as it began
 
 
-def test_what_a_killed_launcher_left_before_it_began_is_in_nobodys_way(here):
-    target = here / "run"
+def test_what_a_killed_launcher_left_before_it_began_is_in_nobodys_way(empty_folder):
+    target = empty_folder / "run"
     target.mkdir()
     for name in BEGUN:
         (target / name).touch()
-        assert choose("run", "name").path == RunDir(target.relative_to(here)).path
+        assert choose("run", "name").path == RunDir(target.relative_to(empty_folder)).path
     (target / "run.json").touch()
     with pytest.raises(RunError, match="is not empty"):
         choose("run", "name")
 
 
-def test_files_of_such_names_without_a_lock_are_somebodys(here):
-    (here / "run").mkdir()
-    (here / "run" / "config.yaml").touch()
+def test_files_of_such_names_without_a_lock_are_somebodys(empty_folder):
+    (empty_folder / "run").mkdir()
+    (empty_folder / "run" / "config.yaml").touch()
     with pytest.raises(RunError, match="is not empty"):
         choose("run", "name")
 
 
-def test_a_file_is_refused(here):
-    (here / "run").touch()
+def test_a_file_is_refused(empty_folder):
+    (empty_folder / "run").touch()
     with pytest.raises(RunError, match=r"run\.dir=run is a file"):
         choose("run", "name")
 
 
-def test_the_home_folder_may_be_a_tilde(here, monkeypatch):
-    monkeypatch.setenv("HOME", str(here))
-    assert choose("~/run", "name").path == here / "run"
-    (here / "run").touch()
+def test_the_home_folder_may_be_a_tilde(empty_folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(empty_folder))
+    assert choose("~/run", "name").path == empty_folder / "run"
+    (empty_folder / "run").touch()
     with pytest.raises(RunError, match="is a file"):
         choose("~/run", "name")
 
 
-def test_every_file_has_a_place_of_its_own(here):
-    run = RunDir(here)
+def test_every_file_has_a_place_of_its_own(empty_folder):
+    run = RunDir(empty_folder)
     places = [getattr(run, name) for name, value in vars(RunDir).items() if isinstance(value, property)]
     places += [run.rank_log(0), run.rank_log(1), run.failure(0), run.failure(1)]
     assert len({str(place) for place in places}) == len(places)
-    assert all(here in place.parents for place in places)
+    assert all(empty_folder in place.parents for place in places)
 
 
 FINITE = (
@@ -128,19 +128,19 @@ def test_what_is_written_is_read_back(config, facts):
     assert run.read_run() == facts
 
 
-def test_a_config_keeps_the_order_and_a_json_ends_its_line(here):
-    run = RunDir(here / "run")
+def test_a_config_keeps_the_order_and_a_json_ends_its_line(empty_folder):
+    run = RunDir(empty_folder / "run")
     run.write(run.config, {"b": 1, "a": {"z": None, "c": "x"}})
     run.write(run.versions, {"torch": None})
     assert run.config.read_text() == "b: 1\na:\n  z: null\n  c: x\n"
     assert run.versions.read_text() == '{\n  "torch": null\n}\n'
-    assert everything(here / "run") == ["config.yaml", "versions.json"]
+    assert tree_of_files(empty_folder / "run") == ["config.yaml", "versions.json"]
 
 
 @pytest.mark.parametrize("file", ("config", "run"))
-def test_a_file_is_whole_or_not_there(here, monkeypatch, file):
+def test_a_file_is_whole_or_not_there(empty_folder, monkeypatch, file):
     """Whoever looks while a file is written sees the old one, and what fails leaves it."""
-    run = RunDir(here)
+    run = RunDir(empty_folder)
     path = getattr(run, file)
     run.write(path, {"old": True})
     before = path.read_text()
@@ -157,23 +157,25 @@ def test_a_file_is_whole_or_not_there(here, monkeypatch, file):
     assert path.read_text() == before
 
 
-def test_a_full_disk_is_said_with_what_is_free_and_what_to_change(here, monkeypatch):
+def test_a_full_disk_is_said_with_what_is_free_and_what_to_change(empty_folder, monkeypatch):
     usage = namedtuple("usage", "total used free")(10 * 2**20, 9 * 2**20, 2**20)
     monkeypatch.setattr(run_dir.shutil, "disk_usage", lambda path: usage)
     monkeypatch.setattr(os, "fsync", lambda d: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
     with pytest.raises(RunError) as error:
-        RunDir(here).write(RunDir(here).run, {})
-    assert str(error.value) == f"cannot write {here}/run.json: the disk is full (1.0 MiB free); set run.dir=PATH"
+        RunDir(empty_folder).write(RunDir(empty_folder).run, {})
+    assert (
+        str(error.value) == f"cannot write {empty_folder}/run.json: the disk is full (1.0 MiB free); set run.dir=PATH"
+    )
 
 
-def test_a_place_that_cannot_be_written_is_named(here):
-    (here / "file").touch()
-    run = RunDir(here / "file" / "run")
+def test_a_place_that_cannot_be_written_is_named(empty_folder):
+    (empty_folder / "file").touch()
+    run = RunDir(empty_folder / "file" / "run")
     with pytest.raises(RunError, match=f"cannot write {run.config}: Not a directory"):
         run.write(run.config, {})
 
 
-def test_free_space_is_that_of_the_disk_where_a_directory_would_be(here, monkeypatch):
+def test_free_space_is_that_of_the_disk_where_a_directory_would_be(empty_folder, monkeypatch):
     asked = []
 
     def disk_usage(path):
@@ -181,14 +183,14 @@ def test_free_space_is_that_of_the_disk_where_a_directory_would_be(here, monkeyp
         return namedtuple("usage", "free")(123)
 
     monkeypatch.setattr(run_dir.shutil, "disk_usage", disk_usage)
-    assert free_bytes(here / "not" / "yet") == 123
+    assert free_bytes(empty_folder / "not" / "yet") == 123
     assert free_bytes(run_dir.Path("not/yet")) == 123
-    assert asked == [here, here]
+    assert asked == [empty_folder, empty_folder]
 
 
 @pytest.mark.parametrize("content", (None, "{", "[1", "\x00"), ids=("missing", "cut", "cut list", "garbage"))
-def test_what_is_no_run_directory_is_said_so(here, content):
-    run = RunDir(here)
+def test_what_is_no_run_directory_is_said_so(empty_folder, content):
+    run = RunDir(empty_folder)
     for path, read in ((run.config, run.read_config), (run.run, run.read_run)):
         if content is not None:
             path.write_text(content)
@@ -196,8 +198,8 @@ def test_what_is_no_run_directory_is_said_so(here, content):
             read()
 
 
-def test_the_files_are_what_other_programs_read(here):
-    run = RunDir(here)
+def test_the_files_are_what_other_programs_read(empty_folder):
+    run = RunDir(empty_folder)
     run.write(run.config, {"a": [1, {"b": None}]})
     run.write(run.environment, {"NCCL_ALGO": "Ring"})
     assert yaml.safe_load(run.config.read_text()) == {"a": [1, {"b": None}]}

@@ -17,13 +17,13 @@ pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 LOSSES = ("f32:40c80000", "f32:40b80000", "f32:40c00000", "f32:7fc00000")  # 6.25, 5.75, 6, NaN
 
 
-def planned(*overrides: str) -> verify.Verification:
+def planned_sweep(*overrides: str) -> verify.Verification:
     return sweep.new("qwen3_toy", overrides, directory=Path("s"))
 
 
 def finished(*losses: str, steps: int = 2) -> MatrixDir:
     """A sweep over as many learning rates whose runs have these last losses; the last of four steps is planned."""
-    found = planned(f"lr={','.join(f'{n}e-2' for n in range(1, len(losses) + 1))}", "iters=2")
+    found = planned_sweep(f"lr={','.join(f'{n}e-2' for n in range(1, len(losses) + 1))}", "iters=2")
     found.directory.path.mkdir()
     found.directory.write_matrix(found.matrix)
     for cell, loss in zip(found.matrix.cells, losses, strict=True):
@@ -61,7 +61,7 @@ def test_a_mistake_is_one_message_and_leaves_nothing(cli, here, arguments, says)
 
 
 def test_every_combination_is_a_run_whatever_its_identity_and_length(here):
-    found = planned("lr=1e-3,3e-4", "seed=1,2", "iters=3")
+    found = planned_sweep("lr=1e-3,3e-4", "seed=1,2", "iters=3")
     assert [cell.label for cell in found.matrix.cells] == [
         "lr=0.001 seed=1",
         "lr=0.001 seed=2",
@@ -69,11 +69,11 @@ def test_every_combination_is_a_run_whatever_its_identity_and_length(here):
         "lr=0.0003 seed=2",
     ]
     assert len({cell.identity_hash for cell in found.matrix.cells}) == 4
-    assert [cell.steps for cell in planned("iters=3,4").matrix.cells] == [3, 4]
+    assert [cell.steps for cell in planned_sweep("iters=3,4").matrix.cells] == [3, 4]
 
 
 def test_an_impossible_combination_is_left_out_and_named(here):
-    found = planned("tp=1,2", "sp=true,false", "seed=1,2")
+    found = planned_sweep("tp=1,2", "sp=true,false", "seed=1,2")
     assert len(found.matrix.cells) == 6
     assert [one.label for one in found.matrix.left_out] == ["tp=1 sp=true seed=1", "tp=1 sp=true seed=2"]
     assert all(one.why.startswith("sp=true needs tp > 1") for one in found.matrix.left_out)

@@ -53,7 +53,7 @@ def ours(a, b):
     return tensor_core_cpu.product(a, b).numpy().view(np.uint32)
 
 
-def operands(kind):
+def bf16_operands(kind):
     """[64, 64] and [64, 8] bf16; "edges" has every magnitude, subnormal ones too, and results of each."""
     if kind != "edges":
         return sample(kind, 64, 64, dtype=torch.bfloat16), sample(kind, 64, 8, dtype=torch.bfloat16, seed=1)
@@ -67,7 +67,7 @@ def operands(kind):
 @pytest.mark.parametrize("kind", (*KINDS, "edges"))
 @pytest.mark.parametrize("model", MODELS)
 def test_the_definition_is_their_model(sim, model, kind):
-    a, b = operands(kind)
+    a, b = bf16_operands(kind)
     assert (ours(a, b) == modelled(sim, MODELS[model], a, b)).all()
 
 
@@ -75,12 +75,12 @@ def test_the_definition_is_their_model(sim, model, kind):
     "kind", ("normal", *(pytest.param(kind, marks=pytest.mark.release) for kind in ("wide", "cancelling")))
 )
 def test_their_ampere_differs(sim, kind):
-    a, b = operands(kind)
+    a, b = bf16_operands(kind)
     assert (ours(a, b) != modelled(sim, AMPERE, a, b)).any()
 
 
 def test_their_ampere_is_our_sum_of_24_bits_in_steps_of_8(sim):
-    a, b = operands("wide")
+    a, b = bf16_operands("wide")
     words = [x.view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
     assert (bf16_product(*words, kept=24, step=8) == modelled(sim, AMPERE, a, b)).all()
 

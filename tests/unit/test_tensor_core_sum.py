@@ -33,7 +33,7 @@ def fp32(bits):
     return torch.from_numpy(bits.view(np.float32).copy())
 
 
-def bits(result):
+def result_bits(result):
     return result.numpy().view(np.uint32)
 
 
@@ -93,20 +93,20 @@ def test_a_multiplication_and_an_addition_are_no_fma():
 
 @pytest.mark.parametrize("case", PLAIN)
 def test_the_compiled_sum_gives_the_bits_of_an_h200(case):
-    ours = bits(tensor_core_cpu.product(bf16(NUMBERS[f"a_{case}"]), bf16(NUMBERS[f"b_{case}"])))
+    ours = result_bits(tensor_core_cpu.product(bf16(NUMBERS[f"a_{case}"]), bf16(NUMBERS[f"b_{case}"])))
     assert (ours == NUMBERS[f"c_{case}_mmawg"]).all()
 
 
 @pytest.mark.parametrize("case", BF16_EDGES)
 def test_the_compiled_sum_gives_the_bits_of_an_h200_at_the_edges(case):
     a, b, expected = edge("bf16", case)
-    assert (bits(tensor_core_cpu.product(bf16(a), bf16(b))) == expected).all()
+    assert (result_bits(tensor_core_cpu.product(bf16(a), bf16(b))) == expected).all()
 
 
 @pytest.mark.parametrize("case", FP32_EDGES)
 def test_the_compiled_fma_gives_the_bits_of_an_h200(case):
     a, b, expected = edge("fp32", case)
-    assert (bits(tensor_core_cpu.product(fp32(a), fp32(b))) == canonical(expected)).all()
+    assert (result_bits(tensor_core_cpu.product(fp32(a), fp32(b))) == canonical(expected)).all()
 
 
 @pytest.mark.parametrize("shape", ((1, 1, 1), (3, 5, 7), (64, 33, 129), (2, 0, 3), (130, 160, 96)), ids=str)
@@ -121,7 +121,7 @@ def test_the_compiled_sum_is_the_definition(shape, scale):
 
     a, b = drawn(m, k), drawn(k, n)
     numbers = [x.view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
-    assert (bits(tensor_core_cpu.product(a, b)) == bf16_product(*numbers)).all()
+    assert (result_bits(tensor_core_cpu.product(a, b)) == bf16_product(*numbers)).all()
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)

@@ -20,21 +20,21 @@ from tp_invariant_recipes.workflows.verdict import judge
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
 
-def spread(*overrides: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[str]]:
+def spread_cells(*overrides: str) -> tuple[list[tuple[str, str, tuple[str, ...]]], list[str]]:
     problems: list[str] = []
     _, choices = matrix.spread(parse_all(overrides), problems)
     return [(one.name, one.label, texts(one.overrides)) for one in choices], problems
 
 
 def test_several_values_are_a_cell_each_in_the_order_given():
-    assert spread("seq=64", "tp=1,4,2", "iters=3") == (
+    assert spread_cells("seq=64", "tp=1,4,2", "iters=3") == (
         [(f"tp{tp}", f"tp={tp}", ("seq=64", f"tp={tp}", "iters=3")) for tp in (1, 4, 2)],
         [],
     )
 
 
 def test_several_keys_are_every_combination_and_the_last_changes_fastest():
-    cells, problems = spread("tp=2,4", "sp=true,false")
+    cells, problems = spread_cells("tp=2,4", "sp=true,false")
     assert problems == []
     assert [(name, label) for name, label, _ in cells] == [
         ("tp2-sp-true", "tp=2 sp=true"),
@@ -63,7 +63,7 @@ SWEEPS = (
 
 @pytest.mark.parametrize("text, values, names", SWEEPS, ids=[text for text, _, _ in SWEEPS])
 def test_hydras_ways_to_give_several_values(text, values, names):
-    cells, problems = spread(text)
+    cells, problems = spread_cells(text)
     key = text.partition("=")[0]
     assert problems == []
     assert [overrides for _, _, overrides in cells] == [(f"{key}={value}",) for value in values]
@@ -72,7 +72,7 @@ def test_hydras_ways_to_give_several_values(text, values, names):
 
 @pytest.mark.parametrize("text", ("data.path=a,b", "iters=3", "model.x=[1,2]", "model.x='1,2'", "no override", "~tp"))
 def test_one_value_is_no_axis(text):
-    assert spread(text) == ([("", "", (text,))], [])
+    assert spread_cells(text) == ([("", "", (text,))], [])
 
 
 # Arguments of `tpi verify`, and what must stand in the message.
@@ -130,13 +130,13 @@ def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, arguments, says):
     assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
 
 
-def planned(*overrides: str, against: Path | None = None) -> verify.Verification:
+def planned_matrix(*overrides: str, against: Path | None = None) -> verify.Verification:
     return verify.new("qwen3_toy", overrides, against=against, directory=None)
 
 
 def test_each_cell_is_a_run_of_its_own_and_nothing_is_written_yet(here):
     before = sorted(here.rglob("*"))
-    found = planned("tp=1,2", "dp=1,2", "iters=3", "numerics=tree")
+    found = planned_matrix("tp=1,2", "dp=1,2", "iters=3", "numerics=tree")
     assert found.directory.path.parent == Path("runs")
     assert found.directory.path.name.startswith("verify-qwen3_toy-")
     assert str(found.matrix) == "tp=1, 2 × dp=1, 2"
@@ -155,13 +155,13 @@ def test_each_cell_is_a_run_of_its_own_and_nothing_is_written_yet(here):
 
 
 def test_the_matrix_is_read_back_as_it_was_written(here):
-    found = planned("tp=1,2", "sp=false", "numerics=tree")
+    found = planned_matrix("tp=1,2", "sp=false", "numerics=tree")
     found.directory.write_matrix(found.matrix)
     assert MatrixDir(found.directory.path).read_matrix() == found.matrix
 
 
 def test_an_impossible_combination_is_left_out_and_named(here):
-    found = planned("tp=1,2", "sp=true,false", "iters=3")
+    found = planned_matrix("tp=1,2", "sp=true,false", "iters=3")
     assert [cell.label for cell in found.matrix.cells] == ["tp=1 sp=false", "tp=2 sp=true", "tp=2 sp=false"]
     assert [(one.label, one.why) for one in found.matrix.left_out] == [
         ("tp=1 sp=true", "sp=true needs tp > 1; leave sp out or set tp")
@@ -183,15 +183,15 @@ def test_a_value_that_fits_no_combination_is_a_mistake(cli):
 
 
 def test_one_cell_against_a_ledger_is_named_by_its_degree(here):
-    identity = planned("tp=1,2", "iters=3").plans["tp1"].identity
+    identity = planned_matrix("tp=1,2", "iters=3").plans["tp1"].identity
     write_ledger(here / "ledger.jsonl", Header(identity=identity), 3)
-    found = planned("tp=2", "iters=3", against=Path("ledger.jsonl"))
+    found = planned_matrix("tp=2", "iters=3", against=Path("ledger.jsonl"))
     assert [(cell.name, cell.label) for cell in found.matrix.cells] == [("tp2", "tp=2")]
     assert found.matrix.against == str(here / "ledger.jsonl")
 
 
 def test_a_ledger_of_another_seed_or_without_steps_is_refused_before_anything_starts(cli, here):
-    identity = planned("tp=1,2", "iters=3").plans["tp1"].identity
+    identity = planned_matrix("tp=1,2", "iters=3").plans["tp1"].identity
     write_ledger(here / "seed.jsonl", Header(identity=identity | {"rng.seed": 7}), 3)
     write_ledger(here / "empty.jsonl", Header(identity=identity), 0)
     refused = cli("verify", "qwen3_toy", "tp=2", "iters=3", "--against", "seed.jsonl")
@@ -217,7 +217,7 @@ HEADER = Header(
 )
 
 
-def record(step: int, *, digests: bool = True, **changes) -> StepRecord:
+def cell_step(step: int, *, digests: bool = True, **changes) -> StepRecord:
     values = dict(samples=4 * step, tokens=256, loss="f32:40c80000", grad_norm="f32:3fa00000")
     values |= dict(learning_rate="f64:3f33a92a30553261")
     if digests:
@@ -231,21 +231,21 @@ def write_ledger(file: Path, header: Header, steps: int, **changes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with LedgerWriter(file).create(header) as writer:
         for step in range(1, steps + 1):
-            writer.append(record(step, digests=digests, **(changes if step == 2 else {})))
+            writer.append(cell_step(step, digests=digests, **(changes if step == 2 else {})))
 
 
-def layout(tp: int) -> dict:
+def cell_layout(tp: int) -> dict:
     return {"tp": tp, "pp": 1, "dp": 1, "sp": tp > 1}
 
 
-def header(tp: int, mode: str = "tree", **changes) -> Header:
-    return replace(HEADER, layout=layout(tp), numerics={"mode": mode}, **changes)
+def cell_header(tp: int, mode: str = "tree", **changes) -> Header:
+    return replace(HEADER, layout=cell_layout(tp), numerics={"mode": mode}, **changes)
 
 
 def a_matrix(folder: Path, *degrees: int, mode: str = "tree", against: str | None = None) -> MatrixDir:
     """A directory whose cells have not run."""
     cells = tuple(
-        Cell(f"tp{tp}", f"tp={tp}", (f"tp={tp}",), tp, 3, HEADER.identity_hash, layout(tp), {"mode": mode})
+        Cell(f"tp{tp}", f"tp={tp}", (f"tp={tp}",), tp, 3, HEADER.identity_hash, cell_layout(tp), {"mode": mode})
         for tp in degrees
     )
     where = MatrixDir(folder)
@@ -254,18 +254,18 @@ def a_matrix(folder: Path, *degrees: int, mode: str = "tree", against: str | Non
     return where
 
 
-def ran(where: MatrixDir, tp: int, steps: int = 3, mode: str = "tree", **changes) -> None:
-    write_ledger(where.cell(f"tp{tp}").ledger, header(tp, mode), steps, **changes)
+def run_cell(where: MatrixDir, tp: int, steps: int = 3, mode: str = "tree", **changes) -> None:
+    write_ledger(where.cell(f"tp{tp}").ledger, cell_header(tp, mode), steps, **changes)
 
 
-def states(judged: verdict.MatrixVerdict) -> list[tuple[str, str]]:
+def states_of_rows(judged: verdict.MatrixVerdict) -> list[tuple[str, str]]:
     return [(row.label, row.words) for row in judged.rows]
 
 
 def test_equal_runs_are_identical(here):
     where = a_matrix(here / "m", 1, 2, 4)
     for tp in (1, 2, 4):
-        ran(where, tp)
+        run_cell(where, tp)
     judged = judge(where.path)
     assert (judged.verdict, judged.exit_status, judged.advice) == ("identical", 0, None)
     assert judged.remarks == (
@@ -273,32 +273,32 @@ def test_equal_runs_are_identical(here):
     )
     assert judged.line.startswith("identical: tp=1, 2, 4 computed the same bits over 3 steps (loss, gradient norm")
     assert "2 parameters)" in judged.line
-    assert states(judged) == [("tp=1", "reference"), ("tp=2", "identical"), ("tp=4", "identical")]
+    assert states_of_rows(judged) == [("tp=1", "reference"), ("tp=2", "identical"), ("tp=4", "identical")]
     assert json.loads(where.result.read_text()) == judged.as_dict()
 
 
 def test_the_earliest_difference_is_named_with_the_next_command(here):
     where = a_matrix(here / "m", 1, 2, 4)
-    ran(where, 1)
+    run_cell(where, 1)
     digests = {PARAMETERS[0].name: "0" * 32, PARAMETERS[1].name: f"{2:032x}"}
     for tp in (2, 4):
-        ran(where, tp, weights=digests)
+        run_cell(where, tp, weights=digests)
     judged = judge(where.path)
     assert (judged.verdict, judged.exit_status) == ("different", 1)
     assert judged.line.startswith("different: tp=2 computed other bits than tp=1 at step 2: ")
     assert "embedding.word_embeddings.weight" in judged.line
     assert judged.advice == f"tpi bisect {where.path}/tp1 {where.path}/tp2"
-    assert states(judged)[2] == ("tp=4", "different at step 2: weights/embedding.word_embeddings.weight")
+    assert states_of_rows(judged)[2] == ("tp=4", "different at step 2: weights/embedding.word_embeddings.weight")
 
 
 def test_of_several_that_differ_the_earliest_counts(here):
     where = a_matrix(here / "m", 1, 2, 4)
     for tp in (1, 2):
-        ran(where, tp)
-    write_ledger(where.cell("tp4").ledger, header(4), 3, loss="f32:40c80001")
-    with LedgerWriter(where.path / "later").create(header(2)) as writer:
+        run_cell(where, tp)
+    write_ledger(where.cell("tp4").ledger, cell_header(4), 3, loss="f32:40c80001")
+    with LedgerWriter(where.path / "later").create(cell_header(2)) as writer:
         for step in (1, 2, 3):
-            writer.append(record(step, **({"loss": "f32:40c80001"} if step == 3 else {})))
+            writer.append(cell_step(step, **({"loss": "f32:40c80001"} if step == 3 else {})))
     (where.path / "later").replace(where.cell("tp2").ledger)
     judged = judge(where.path)
     assert judged.line.startswith("different: tp=4 computed other bits than tp=1 at step 2: loss ")
@@ -308,8 +308,8 @@ def test_of_several_that_differ_the_earliest_counts(here):
 def test_stock_numerics_over_degrees_get_a_hint_and_others_do_not(here):
     for mode, hinted in (("stock", True), ("tree", False)):
         where = a_matrix(here / mode, 1, 2, mode=mode)
-        ran(where, 1, mode=mode)
-        ran(where, 2, mode=mode, loss="f32:40c80001")
+        run_cell(where, 1, mode=mode)
+        run_cell(where, 2, mode=mode, loss="f32:40c80001")
         judged = judge(where.path)
         assert judged.exit_status == 1
         assert any("numerics=tree is" in sentence for sentence in judged.remarks) is hinted
@@ -317,16 +317,16 @@ def test_stock_numerics_over_degrees_get_a_hint_and_others_do_not(here):
 
 def test_stock_numerics_in_one_degree_get_no_hint(here):
     where = a_matrix(here / "m", 2, mode="stock", against=str(here / "other.jsonl"))
-    write_ledger(here / "other.jsonl", header(2, "stock"), 3, loss="f32:40c80001")
-    ran(where, 2, mode="stock")
+    write_ledger(here / "other.jsonl", cell_header(2, "stock"), 3, loss="f32:40c80001")
+    run_cell(where, 2, mode="stock")
     assert judge(where.path).exit_status == 1
     assert judge(where.path).remarks == ()
 
 
 def test_without_digests_the_verdict_says_so(here):
     where = a_matrix(here / "m", 1, 2)
-    ran(where, 1)
-    ran(where, 2, digests=False)
+    run_cell(where, 1)
+    run_cell(where, 2, digests=False)
     judged = judge(where.path)
     assert judged.exit_status == 0
     assert "; gradients and weights themselves were not compared)" in judged.line
@@ -335,17 +335,17 @@ def test_without_digests_the_verdict_says_so(here):
 
 # How a cell fails -> what its row says, whatever the others found.
 def _short(where):
-    ran(where, 4, steps=2)
+    run_cell(where, 4, steps=2)
 
 
 def _torn(where):
-    ran(where, 4, steps=2)
+    run_cell(where, 4, steps=2)
     with where.cell("tp4").ledger.open("ab") as stream:
         stream.write(b'{"step": 3')
 
 
 def _altered(where):
-    ran(where, 4)
+    run_cell(where, 4)
     file = where.cell("tp4").ledger
     file.write_text(file.read_text().replace("6.25", "6.26"))
 
@@ -357,11 +357,11 @@ def _copied(where):
 
 def _resumed_elsewhere(where):
     notes = {"resumed": [{"after_step": 1, "changed": {"layout.tp": 2}}]}
-    write_ledger(where.cell("tp4").ledger, replace(header(4), notes=notes), 3)
+    write_ledger(where.cell("tp4").ledger, replace(cell_header(4), notes=notes), 3)
 
 
 def _another_seed(where):
-    write_ledger(where.cell("tp4").ledger, replace(header(4), identity={"rng.seed": 7}), 3)
+    write_ledger(where.cell("tp4").ledger, replace(cell_header(4), identity={"rng.seed": 7}), 3)
 
 
 def attempted(run, *outcomes):
@@ -371,12 +371,12 @@ def attempted(run, *outcomes):
 
 
 def _failed_late(where):
-    ran(where, 4)
+    run_cell(where, 4)
     attempted(where.cell("tp4"), ("failed", "rank 1 was killed"))
 
 
 def _stopped(where):
-    ran(where, 4, steps=1)
+    run_cell(where, 4, steps=1)
     attempted(where.cell("tp4"), ("stopped", None))
 
 
@@ -398,25 +398,25 @@ FAULTS = {
 def test_a_cell_that_is_not_whole_is_never_identical(here, fault, second):
     plant, words, line = FAULTS[fault]
     where = a_matrix(here / "m", 1, 2, 4)
-    ran(where, 1)
-    ran(where, 2, **({"loss": "f32:40c80001"} if second == "different" else {}))
+    run_cell(where, 1)
+    run_cell(where, 2, **({"loss": "f32:40c80001"} if second == "different" else {}))
     plant(where)
     judged = judge(where.path)
     assert (judged.verdict, judged.exit_status) == ("incomplete", 2)
     assert judged.line.startswith(f"incomplete: {line}; ")
     said = "tp=1, tp=2 computed the same bits over 3 steps (" if second == "identical" else "different: tp=2 computed"
     assert said in judged.line
-    assert states(judged)[:2] == [
+    assert states_of_rows(judged)[:2] == [
         ("tp=1", "reference"),
         ("tp=2", "identical" if second == "identical" else "different at step 2: loss"),
     ]
-    assert words in states(judged)[2][1]
+    assert words in states_of_rows(judged)[2][1]
 
 
 def test_where_the_first_cell_failed_the_others_are_compared_with_the_second(here):
     where = a_matrix(here / "m", 1, 2, 4)
     for tp in (2, 4):
-        ran(where, tp)
+        run_cell(where, tp)
     judged = judge(where.path)
     assert judged.exit_status == 2
     assert [row.state for row in judged.rows] == ["not run", "reference", "identical"]
@@ -431,7 +431,7 @@ def test_where_all_failed_nothing_is_said_to_be_equal(here):
 def test_a_failure_no_longer_counts_once_the_cell_was_resumed(here):
     where = a_matrix(here / "m", 1, 2)
     for tp in (1, 2):
-        ran(where, tp)
+        run_cell(where, tp)
         attempted(where.cell(f"tp{tp}"), ("completed", None))
     attempted(where.cell("tp2"), ("stopped", None))
     stopped = judge(where.path)
@@ -442,10 +442,10 @@ def test_a_failure_no_longer_counts_once_the_cell_was_resumed(here):
 
 
 def test_all_cells_are_compared_with_another_ledger(here):
-    write_ledger(here / "other.jsonl", replace(header(8), device={"name": "another"}), 3)
+    write_ledger(here / "other.jsonl", replace(cell_header(8), device={"name": "another"}), 3)
     where = a_matrix(here / "m", 1, 2, against=str(here / "other.jsonl"))
     for tp in (1, 2):
-        ran(where, tp)
+        run_cell(where, tp)
     judged = judge(where.path)
     assert judged.exit_status == 0
     assert [(row.state, row.ranks) for row in judged.rows] == [("reference", 8), ("identical", 1), ("identical", 2)]
@@ -453,37 +453,37 @@ def test_all_cells_are_compared_with_another_ledger(here):
 
 
 def test_what_differs_from_another_ledger_is_compared_since_a_file_cannot_be_bisected(here):
-    write_ledger(here / "other.jsonl", header(8), 3, loss="f32:40c80001")
+    write_ledger(here / "other.jsonl", cell_header(8), 3, loss="f32:40c80001")
     where = a_matrix(here / "m", 1, 2, against=str(here / "other.jsonl"))
     for tp in (1, 2):
-        ran(where, tp)
+        run_cell(where, tp)
     judged = judge(where.path)
     assert (judged.exit_status, [row.state for row in judged.rows]) == (1, ["reference", "different", "different"])
     assert judged.advice == f"tpi compare other.jsonl {where.path}/tp1"
 
 
 def test_a_shorter_ledger_to_compare_with_is_said_to_be_shorter(here):
-    write_ledger(here / "other.jsonl", header(8), 2)
+    write_ledger(here / "other.jsonl", cell_header(8), 2)
     where = a_matrix(here / "m", 1, against=str(here / "other.jsonl"))
-    ran(where, 1)
+    run_cell(where, 1)
     judged = judge(where.path)
     assert judged.exit_status == 0
     assert "over 2 of 3 steps (" in judged.line
-    assert states(judged)[1] == ("tp=1", "identical, 2 of 3 steps")
+    assert states_of_rows(judged)[1] == ("tp=1", "identical, 2 of 3 steps")
 
 
 def test_the_steps_in_the_line_are_those_that_every_cell_has(here):
-    write_ledger(here / "other.jsonl", header(8), 5)
+    write_ledger(here / "other.jsonl", cell_header(8), 5)
     where = a_matrix(here / "m", 1, 2, against=str(here / "other.jsonl"))
-    ran(where, 1, steps=5)  # resumed beyond what was planned
-    ran(where, 2)
+    run_cell(where, 1, steps=5)  # resumed beyond what was planned
+    run_cell(where, 2)
     assert "over 3 of 5 steps (" in judge(where.path).line
 
 
 def test_a_ledger_of_another_experiment_is_not_comparable(here):
-    write_ledger(here / "other.jsonl", replace(header(8), identity={"rng.seed": 7}), 3)
+    write_ledger(here / "other.jsonl", replace(cell_header(8), identity={"rng.seed": 7}), 3)
     where = a_matrix(here / "m", 1, against=str(here / "other.jsonl"))
-    ran(where, 1)
+    run_cell(where, 1)
     judged = judge(where.path)
     assert (judged.verdict, judged.exit_status) == ("not comparable", 2)
     assert judged.line.startswith("not comparable: model.num_layers is not set and 2, rng.seed is 7 and 1234")
@@ -491,10 +491,10 @@ def test_a_ledger_of_another_experiment_is_not_comparable(here):
 
 def test_a_ledger_that_moved_can_be_named_again(here):
     where = a_matrix(here / "m", 1, against=str(here / "gone.jsonl"))
-    ran(where, 1)
+    run_cell(where, 1)
     with pytest.raises(LedgerError, match=r"gone\.jsonl does not exist; name it again: --against FILE"):
         judge(where.path)
-    write_ledger(here / "moved.jsonl", header(8), 3)
+    write_ledger(here / "moved.jsonl", cell_header(8), 3)
     judged = judge(where.path, here / "moved.jsonl")
     assert judged.exit_status == 0
     assert "the same bits as moved.jsonl over 3 steps" in judged.line
@@ -511,8 +511,8 @@ def test_a_damaged_matrix_is_an_error(here):
 
 def test_the_command_prints_a_table_a_line_and_json(cli, here):
     where = a_matrix(here / "m", 1, 2)
-    ran(where, 1)
-    ran(where, 2, loss="f32:40c80001")
+    run_cell(where, 1)
+    run_cell(where, 2, loss="f32:40c80001")
     judged = cli("verify", "--recheck", "m")
     assert (judged.status, judged.err) == (1, "")
     head, _rule, *rows = judged.out.splitlines()[1:5]

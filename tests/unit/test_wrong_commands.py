@@ -30,7 +30,7 @@ main()
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stocked_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What the lines find: a text, a cluster's file, an empty folder, no SLURM."""
     folder = tmp_path / "here"
     (folder / "a").mkdir(parents=True)
@@ -56,32 +56,32 @@ def problem(status: int, out: str, err: str) -> str | None:
 
 @pytest.mark.parametrize("count", (FEW, pytest.param(ALL, marks=pytest.mark.release)))
 @pytest.mark.timeout(600)
-def test_each_is_one_message_and_leaves_nothing(cli, here, count):
-    before = contents(here)
+def test_each_is_one_message_and_leaves_nothing(cli, stocked_folder, count):
+    before = contents(stocked_folder)
     wrong = {}
     for words in wrong_commands.lines(count, SEED):
         ended = cli(*words)
         found = problem(ended.status, ended.out, ended.err)
-        if contents(here) != before:
-            found, before = "files", contents(here)
+        if contents(stocked_folder) != before:
+            found, before = "files", contents(stocked_folder)
         if found:
             wrong[" ".join(map(ascii, words))] = found
     assert wrong == {}
 
 
 @pytest.mark.parametrize("count", (1, pytest.param(40, marks=pytest.mark.release)))
-def test_real_processes_end_alike(here, count):
+def test_real_processes_end_alike(stocked_folder, count):
     field_table.in_cache().parent.mkdir(parents=True)
     shutil.copy(field_table.in_environment(), field_table.in_cache())
     typo = ["train", "qwen3_toy", "model.num_layer=3"]
-    before = contents(here)
+    before = contents(stocked_folder)
     for words in [typo, *wrong_commands.lines(count, SEED + 1)]:
         ended = subprocess.run(
             [sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, errors="replace"
         )
         message, _, heavy = ended.stderr.rpartition("heavy: ")
         assert (problem(ended.returncode, ended.stdout, message), heavy) == (None, "[]\n"), (words, ended.stderr)
-        assert contents(here) == before, words
+        assert contents(stocked_folder) == before, words
 
 
 def test_the_lines_are_the_same_for_the_same_seed():

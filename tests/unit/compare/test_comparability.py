@@ -22,40 +22,44 @@ ARM = CPU | {"machine": "aarch64"}
 H200 = {"name": "NVIDIA H200", "compute_capability": "9.0", "attention": "portable 1"}
 
 
-def header(mode, device):
+def header_of_mode(mode, device):
     return Header(identity={"rng.seed": 1}, numerics={"mode": mode}, device=device)
 
 
 @pytest.mark.parametrize("other", (ARM, H200), ids=("arm", "gpu"))
 def test_portable_promises_equal_bits(other):
-    said = across_machines(header("portable", CPU), header("portable", other), True)
+    said = across_machines(header_of_mode("portable", CPU), header_of_mode("portable", other), True)
     assert "numerics=portable promises equal bits there" in said
     assert "defect" in said
-    assert "with the equal bits" in across_machines(header("portable", CPU), header("portable", other), False)
+    assert "with the equal bits" in across_machines(
+        header_of_mode("portable", CPU), header_of_mode("portable", other), False
+    )
 
 
 @pytest.mark.parametrize("modes", (("tree", "tree"), ("portable", "tree"), ("stock", "stock")))
 def test_other_modes_do_not(modes):
-    said = across_machines(header(modes[0], CPU), header(modes[1], H200), True)
+    said = across_machines(header_of_mode(modes[0], CPU), header_of_mode(modes[1], H200), True)
     assert "cpu x86_64; NVIDIA H200 9.0" in said
     assert "equal bits are not promised there, and this difference is no defect" in said
     assert said.endswith("numerics=portable promises them.")
 
 
 def test_neither_do_two_versions_of_the_definition():
-    said = across_machines(header("portable", CPU), header("portable", ARM | {"attention": "portable 2"}), True)
+    said = across_machines(
+        header_of_mode("portable", CPU), header_of_mode("portable", ARM | {"attention": "portable 2"}), True
+    )
     assert said.endswith("(portable 1; portable 2): not promised.")
 
 
 @pytest.mark.parametrize("mode", ("portable", "tree"))
 def test_one_architecture_needs_no_word(mode):
-    assert across_machines(header(mode, CPU), header(mode, CPU | {"attention": "local"}), True) is None
+    assert across_machines(header_of_mode(mode, CPU), header_of_mode(mode, CPU | {"attention": "local"}), True) is None
 
 
 # --- products of tree on a GPU ---
 
 H200_ATTENTION = {"name": "NVIDIA H200", "compute_capability": "9.0", "attention": "fused 1"}
-OF_LAST_YEAR = header("tree", H200_ATTENTION | {"product": "fixed tiles 0"})
+OF_LAST_YEAR = header_of_mode("tree", H200_ATTENTION | {"product": "fixed tiles 0"})
 OF_TODAY = replace(OF_LAST_YEAR, device=OF_LAST_YEAR.device | {"product": ON_GPU})
 # One that began with last year's products and has today's from step 4 on.
 OF_BOTH = replace(OF_LAST_YEAR, notes={"resumed": [{"after_step": 3, "changed": {"device.product": ON_GPU}}]})
@@ -84,7 +88,7 @@ def test_one_definition_needs_no_word(found):
 
 @pytest.mark.parametrize("mode, device", (("portable", H200), ("stock", H200), ("tree", CPU)))
 def test_other_runs_need_none(mode, device):
-    assert other_products(header(mode, device), header(mode, device | {"product": ON_GPU}), 1) is None
+    assert other_products(header_of_mode(mode, device), header_of_mode(mode, device | {"product": ON_GPU}), 1) is None
 
 
 def test_initial_weights_do_not_come_from_products():

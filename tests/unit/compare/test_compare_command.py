@@ -30,7 +30,7 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import LedgerWriter
 
 
-def write(ledger: Ledger) -> None:
+def write_ledger_of(ledger: Ledger) -> None:
     """Into the directory that its path names."""
     ledger.path.parent.mkdir(exist_ok=True)
     with LedgerWriter(ledger.path).create(ledger.header) as writer:
@@ -39,15 +39,15 @@ def write(ledger: Ledger) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def ledger_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(A)
+    write_ledger_of(A)
     return tmp_path
 
 
-def test_a_table_shows_the_first_parameters_and_all_on_request(folder):
+def test_a_table_shows_the_first_parameters_and_all_on_request(ledger_folder):
     order = in_order(NAMES)
-    write(grown(*(("weights", name, 2 + n % 2) for n, name in enumerate(order[:-1]))))
+    write_ledger_of(grown(*(("weights", name, 2 + n % 2) for n, name in enumerate(order[:-1]))))
     result = tpi_compare("a", "b")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
@@ -62,17 +62,19 @@ def test_a_table_shows_the_first_parameters_and_all_on_request(folder):
     assert "--all" not in everything
 
 
-def test_a_table_that_would_repeat_one_line_is_left_out(folder):
-    write(grown(*(("weights", name, 2) for name in NAMES)))
+def test_a_table_that_would_repeat_one_line_is_left_out(ledger_folder):
+    write_ledger_of(grown(*(("weights", name, 2) for name in NAMES)))
     result = tpi_compare("a", "b").stdout
     assert "all 14 parameters differ: weights from step 2\n" in result
     assert result.count(NAMES[3]) == 0
     assert tpi_compare("a", "b", "--all").stdout.count(NAMES[3]) == 1
 
 
-def test_json_has_everything(folder):
-    write(ledger("b", traced=(3,), **with_other(3, gradients=NAMES[1], weights=NAMES[2])))
-    write(ledger("c", header=replace(HEADER, parameters=(replace(PARAMETERS[0], shape=(1, 128)), *PARAMETERS[1:]))))
+def test_json_has_everything(ledger_folder):
+    write_ledger_of(ledger("b", traced=(3,), **with_other(3, gradients=NAMES[1], weights=NAMES[2])))
+    write_ledger_of(
+        ledger("c", header=replace(HEADER, parameters=(replace(PARAMETERS[0], shape=(1, 128)), *PARAMETERS[1:])))
+    )
     different, model = json.loads(tpi_compare("--json", "a", "b", "c").stdout)["comparisons"]
     assert different["first_difference"] == {
         "step": 3,
@@ -110,11 +112,11 @@ def dump(run: str, *values: float, shape: tuple[int, ...] = (2, 2), name: str = 
 
 
 @pytest.fixture
-def traced_runs(folder):
+def traced_runs(ledger_folder):
     """Runs a and b, traced at step 3, where an output differs."""
     Path("a/ledger.jsonl").unlink()
-    write(ledger("a", traced=(2, 3)))
-    write(ledger("b", traced=(2, 3), **with_trace(3, f"forward/{FC2}/output")))
+    write_ledger_of(ledger("a", traced=(2, 3)))
+    write_ledger_of(ledger("b", traced=(2, 3), **with_trace(3, f"forward/{FC2}/output")))
 
 
 def said(*arguments: str) -> list[str]:
@@ -159,13 +161,13 @@ def test_dumps_of_other_shapes_are_said(traced_runs):
     assert "no distance between float32 [2, 2] and float32 [4, 1]" in said()[0]
 
 
-def test_a_ledger_on_its_own_cannot_be_bisected(folder):
-    write(replace(ledger(**with_other(3, gradients=NAMES[1])), path=Path("b/other.jsonl")))
+def test_a_ledger_on_its_own_cannot_be_bisected(ledger_folder):
+    write_ledger_of(replace(ledger(**with_other(3, gradients=NAMES[1])), path=Path("b/other.jsonl")))
     assert "bisect" not in tpi_compare("a", "b/other.jsonl").stdout
 
 
-def test_a_torn_line_hides_no_difference_before_it(folder):
-    write(ledger("b", **with_other(3, weights=NAMES[2])))
+def test_a_torn_line_hides_no_difference_before_it(ledger_folder):
+    write_ledger_of(ledger("b", **with_other(3, weights=NAMES[2])))
     with open("b/ledger.jsonl", "rb+") as stream:
         stream.truncate(stream.seek(0, 2) - 10)
     result = tpi_compare("a", "b")
@@ -174,8 +176,8 @@ def test_a_torn_line_hides_no_difference_before_it(folder):
     assert "b: the last line is torn" in result.stdout
 
 
-def test_reordered_lines_are_refused(folder):
-    write(ledger("b"))
+def test_reordered_lines_are_refused(ledger_folder):
+    write_ledger_of(ledger("b"))
     lines = Path("b/ledger.jsonl").read_bytes().splitlines(keepends=True)
     lines[2], lines[3] = lines[3], lines[2]
     Path("b/ledger.jsonl").write_bytes(b"".join(lines))

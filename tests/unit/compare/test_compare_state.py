@@ -31,7 +31,7 @@ def line(step, *, state, bare=False, **changes):
     return replace(record(step), **values | changes)
 
 
-def ledger(name="b", *, bare=False, state=(2, 5), at=2, **changes):
+def ledger_with_state(name="b", *, bare=False, state=(2, 5), at=2, **changes):
     """Of step `at` these changes: kind → names of digests that are others."""
     records = []
     for step in range(1, STEPS + 1):
@@ -43,11 +43,11 @@ def ledger(name="b", *, bare=False, state=(2, 5), at=2, **changes):
     return Ledger(BARE if bare else HEADER, tuple(records), Path(name) / "ledger.jsonl", torn=False)
 
 
-A = ledger("a")
+A = ledger_with_state("a")
 
 
 def test_the_verdict_says_what_was_compared():
-    found = compare(A, ledger())
+    found = compare(A, ledger_with_state())
     assert verdict_line(found) == (
         "identical: 5 steps, loss, gradient norm, learning rate, gradients and master weights of 14 parameters and "
         "clipped gradients and optimizer moments of 14 parameters (at steps 2 and 5) equal bit for bit"
@@ -57,13 +57,13 @@ def test_the_verdict_says_what_was_compared():
 
 
 def test_and_what_was_not():
-    never = compare(ledger("a", state=()), ledger(state=()))
+    never = compare(ledger_with_state("a", state=()), ledger_with_state(state=()))
     assert remarks(never) == (
         "Not compared: clipped gradients and optimizer moments, of which neither run has digests at a common step.",
     )
-    alone = compare(ledger("a", state=(2,)), ledger(state=()))
+    alone = compare(ledger_with_state("a", state=(2,)), ledger_with_state(state=()))
     assert remarks(alone) == ("Not compared: clipped gradients and optimizer moments, of which b has no digests.",)
-    apart = compare(ledger("a", state=(2,)), ledger(state=(3,)))
+    apart = compare(ledger_with_state("a", state=(2,)), ledger_with_state(state=(3,)))
     assert remarks(apart) == (
         "Digests of clipped gradients and optimizer moments are compared at 0 of 5 steps; a alone has them at 1; b "
         "alone has them at 1.",
@@ -87,7 +87,7 @@ def test_and_what_was_not():
     ),
 )
 def test_the_first_difference_is_named_as_what_it_is(kind, name, words):
-    found = compare(A, ledger(**{kind: (name,)}))
+    found = compare(A, ledger_with_state(**{kind: (name,)}))
     assert (found.verdict, found.first.step, found.first.phase) == (Verdict.DIFFERENT, 2, "update")
     assert (found.first.kind, found.first.name) == (kind, f"{kind}/{name}")
     assert words in verdict_line(found)
@@ -99,12 +99,12 @@ def test_the_first_difference_is_named_as_what_it_is(kind, name, words):
 def test_the_update_comes_in_the_order_of_its_execution():
     kinds = {"masters": (FC1,), "moments": (f"step/{FC1}",), "clipped": (FC1,)}
     for kind in ("clipped", "moments", "masters"):
-        assert compare(A, ledger(**kinds)).first.kind == kind
+        assert compare(A, ledger_with_state(**kinds)).first.kind == kind
         del kinds[kind]
 
 
 def test_weights_that_do_not_follow_are_a_difference_even_in_both_runs():
-    wrong = ledger(diverged=(("copies", FC1, ((1, 3),)),))
+    wrong = ledger_with_state(diverged=(("copies", FC1, ((1, 3),)),))
     found = compare(A, wrong)
     assert (found.verdict, found.first.kind) == (Verdict.DIFFERENT, "copies")
     assert f"b: weights of {FC1} are not its master weights rounded, on ranks 1, 3" in verdict_line(found)
@@ -113,14 +113,14 @@ def test_weights_that_do_not_follow_are_a_difference_even_in_both_runs():
 
 
 def test_master_weights_against_a_ledger_without_are_not_compared_and_not_different():
-    found = compare(A, ledger(bare=True))
+    found = compare(A, ledger_with_state(bare=True))
     assert found.verdict is Verdict.IDENTICAL
     assert remarks(found) == (
         "Not compared: clipped gradients, optimizer moments and master weights, of which b has no digests; "
         "weights, of which a has no digests.",
     )
     assert compared_values(found) == "loss, gradient norm, learning rate and gradients of 14 parameters"
-    assert compare(A, ledger(bare=True, gradients=(FC1,))).verdict is Verdict.DIFFERENT
+    assert compare(A, ledger_with_state(bare=True, gradients=(FC1,))).verdict is Verdict.DIFFERENT
 
 
 def test_clipped_gradients_that_nothing_clipped_take_no_room():

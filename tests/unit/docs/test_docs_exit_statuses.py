@@ -20,7 +20,7 @@ STATUSES = {
 MEANING = {0: "done or identical", 1: "different", 2: "a mistake", 130: "Ctrl-C"}
 
 
-def rows() -> list[tuple[str, int, str]]:
+def documented_statuses() -> list[tuple[str, int, str]]:
     """Document, status and what it means there, of every table of exit statuses."""
     return [
         (document.name, int(row[0]), row[1].strip("`"))
@@ -32,10 +32,12 @@ def rows() -> list[tuple[str, int, str]]:
 
 
 def test_there_are_tables():
-    assert {"docs/verify.md", "docs/ledger.md", "docs/bisect.md", "docs/audit.md"} <= {name for name, _, _ in rows()}
+    assert {"docs/verify.md", "docs/ledger.md", "docs/bisect.md", "docs/audit.md"} <= {
+        name for name, _, _ in documented_statuses()
+    }
 
 
-@pytest.mark.parametrize("name, status, meaning", rows())
+@pytest.mark.parametrize("name, status, meaning", documented_statuses())
 def test_a_documented_status_is_the_codes(name, status, meaning):
     assert status in MEANING
     known = [verdict for verdict in STATUSES if re.match(rf"{verdict}\b", meaning)]

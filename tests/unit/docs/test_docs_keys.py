@@ -28,7 +28,7 @@ def code(document) -> str:
 EVERYTHING = "\n".join(map(code, DOCUMENTS))
 
 
-def named(text: str) -> set[str]:
+def keys_named(text: str) -> set[str]:
     """Our own keys that a text names, without what follows a mapping's key."""
     found = {(section, rest) for section, rest in NAMED.findall(text) if not FILES.search(rest)}
     return {f"{section}.{re.split('[.-]', rest)[0]}" for section, rest in found}
@@ -37,12 +37,12 @@ def named(text: str) -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_a_key_of_ours_exists(document):
     messages = [row[0] for header, rows in document.tables if header[0] == "message" for row in rows]  # of mistakes
-    assert named(code(document)) - named("\n".join(messages)) - {*KEYS, *OWN_KEYS} == set()
+    assert keys_named(code(document)) - keys_named("\n".join(messages)) - {*KEYS, *OWN_KEYS} == set()
 
 
 def test_a_key_that_does_not_exist_is_seen():
     text = "`slurm.tires=3 cluster.environment.NCCL_DEBUG=x` run.json docs/numerics.md ledger.replaced-1.jsonl"
-    assert named(text) == {"slurm.tires", "cluster.environment"}
+    assert keys_named(text) == {"slurm.tires", "cluster.environment"}
 
 
 @pytest.mark.parametrize("key", (*KEYS, *OWN_KEYS))

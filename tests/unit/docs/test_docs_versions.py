@@ -35,7 +35,7 @@ CALLED = {
 NAMED = re.compile(rf"\b({'|'.join(CALLED)})\b(?:\*\*|`)?:? ?(?:==)?\s?(\d+\.\d+\.\d+)")
 
 
-def named(text: str) -> list[tuple[str, str]]:
+def versions_named(text: str) -> list[tuple[str, str]]:
     """Distributions and versions that a text names."""
     return [(CALLED[name], version) for name, version in NAMED.findall(text)]
 
@@ -63,12 +63,12 @@ def test_what_the_doctor_asks_for_is_pinned_and_locked(needed):
 @pytest.mark.parametrize("name", ("README.md", "docs/install.md"))
 def test_a_version_in_the_documents_is_the_locked_one(name):
     (document,) = (one for one in DOCUMENTS if one.name == name)
-    assert [(what, version) for what, version in named(document.text) if LOCKED[what] != version] == []
+    assert [(what, version) for what, version in versions_named(document.text) if LOCKED[what] != version] == []
 
 
 def test_versions_in_sentences_are_seen():
     text = "Bridge 0.6.2, **torchvision**: 0.1.2; Transformer Engine 2.20.2 and `megatron-bridge==1.2.3`"
-    assert named(text) == [
+    assert versions_named(text) == [
         ("megatron-bridge", "0.6.2"),
         ("torchvision", "0.1.2"),
         ("transformer-engine", "2.20.2"),
