@@ -54,7 +54,12 @@ def plain_step(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
 
 def everywhere(size, shards, tensors, function=step) -> tuple[Tensor, Tensor]:
     """Loss, the same on all ranks, and dlogits put together."""
-    loss, dlogits = zip(*on_ranks(size, shards, function, *tensors), strict=True)
+    return together(on_ranks(size, shards, function, *tensors))
+
+
+def together(ranks) -> tuple[Tensor, Tensor]:
+    """Loss, the same on all ranks, and dlogits put together."""
+    loss, dlogits = zip(*ranks, strict=True)
     assert all(same_bits(loss[0], other) for other in loss)
     return loss[0], torch.cat(dlogits, -1)
 
@@ -66,11 +71,68 @@ def assert_same(results) -> None:
             assert same_bits(a, b), name
 
 
+def special(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """NaN and infinities as logits, of the target too, and as gradients."""
+    logits, target, gradient = inputs(dtype, (16, 1, 72))
+    for row, (value, place) in enumerate((v, p) for v in (math.nan, math.inf, -math.inf) for p in (0, 40, 71)):
+        logits[row, 0, place] = value
+        target[row] = place if row % 2 else 5
+    logits[9] = -math.inf
+    logits[10, 0, 3], logits[10, 0, 60] = math.nan, -math.nan
+    gradient[11], gradient[12] = math.nan, math.inf
+    return logits, target, gradient
+
+
+def zeros(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros of both signs, and all of the probability on a target."""
+    logits = torch.zeros(4, 2, 16, dtype=dtype)
+    logits[0, :, ::2] = -0.0
+    logits[1] = -0.0
+    logits[2, :, 1:] = -math.inf  # all of the probability on the target: loss 0
+    logits[3, :, :15] = -math.inf
+    return logits, torch.tensor([[0, 1], [14, 15], [0, 0], [15, 15]]), -torch.ones(4, 2)
+
+
+def outside(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Targets that are not in the vocabulary."""
+    logits, target, gradient = inputs(dtype, (4, 1, 32))
+    target[0], target[1] = -100, 32
+    return logits, target, gradient
+
+
+def plain(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return inputs(dtype, (8, 2, 1016))
+
+
+# (operands, dtype, V): all of them on one set of ranks, since a fork costs more than what it computes.
+CASES = (
+    *((make, dtype, shards) for make in (plain, special) for dtype in DTYPES for shards in (4, 8)),
+    *((zeros, dtype, 8) for dtype in DTYPES),
+    (outside, torch.float32, 8),
+)
+
+
+def every_case(mesh) -> dict[tuple, tuple[Tensor, Tensor]]:
+    return {
+        case: step(VirtualMesh(case[2], mesh.size, mesh.rank, mesh.group), *case[0](case[1]))
+        for case in CASES
+        if mesh.size <= case[2]
+    }
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Case -> the loss and dlogits of the whole, of every degree."""
+    ranks = [on_ranks(size, size, every_case) for size in SIZES]
+    return {case: [together([rank[case] for rank in found]) for found in ranks if case in found[0]] for case in CASES}
+
+
 @pytest.mark.parametrize("shards", (4, 8))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_result_for_all_degrees(dtype, shards):
-    tensors = inputs(dtype, (8, 2, 1016))
-    assert_same(everywhere(t, shards, tensors) for t in degrees(shards))
+def test_one_result_for_all_degrees(results, dtype, shards):
+    found = results[plain, dtype, shards]
+    assert len(found) == len(degrees(shards))
+    assert_same(found)
 
 
 @pytest.mark.release  # in `make test`: the shapes of the other tests of this file
@@ -135,17 +197,10 @@ def test_accuracy(dtype):
 
 @pytest.mark.parametrize("shards", (4, 8))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_nan_and_infinity_are_the_same_everywhere(dtype, shards):
-    logits, target, gradient = inputs(dtype, (16, 1, 72))
-    for row, (value, place) in enumerate((v, p) for v in (math.nan, math.inf, -math.inf) for p in (0, 40, 71)):
-        logits[row, 0, place] = value
-        target[row] = place if row % 2 else 5
-    logits[9] = -math.inf
-    logits[10, 0, 3], logits[10, 0, 60] = math.nan, -math.nan
-    gradient[11], gradient[12] = math.nan, math.inf
-    results = [everywhere(t, shards, (logits, target, gradient)) for t in degrees(shards)]
-    assert_same(results)
-    loss, dlogits = results[0]
+def test_nan_and_infinity_are_the_same_everywhere(results, dtype, shards):
+    found = results[special, dtype, shards]
+    assert_same(found)
+    loss, dlogits = found[0]
     ours, rows = loss[:, 0], torch.arange(16)
     assert rows[ours.isnan()].tolist() == [0, 1, 2, 3, 4, 5, 9, 10]
     assert rows[ours.isposinf()].tolist() == [7]  # the target's logit is -inf
@@ -154,25 +209,18 @@ def test_nan_and_infinity_are_the_same_everywhere(dtype, shards):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_zeros_of_both_signs_are_the_same_everywhere(dtype):
-    logits = torch.zeros(4, 2, 16, dtype=dtype)
-    logits[0, :, ::2] = -0.0
-    logits[1] = -0.0
-    logits[2, :, 1:] = -math.inf  # all of the probability on the target: loss 0
-    logits[3, :, :15] = -math.inf
-    target = torch.tensor([[0, 1], [14, 15], [0, 0], [15, 15]])
-    results = [everywhere(t, 8, (logits, target, -torch.ones(4, 2))) for t in SIZES]
-    assert_same(results)
-    assert results[0][0][2:].tolist() == [[0.0, 0.0]] * 2
+def test_zeros_of_both_signs_are_the_same_everywhere(results, dtype):
+    found = results[zeros, dtype, 8]
+    assert_same(found)
+    assert found[0][0][2:].tolist() == [[0.0, 0.0]] * 2
 
 
-def test_a_target_outside_the_vocabulary_picks_nothing():
-    logits, target, gradient = inputs(torch.float32, (4, 1, 32))
-    target[0], target[1] = -100, 32
-    results = [everywhere(t, 8, (logits, target, gradient)) for t in SIZES]
-    assert_same(results)
+def test_a_target_outside_the_vocabulary_picks_nothing(results):
+    found = results[outside, torch.float32, 8]
+    assert_same(found)
+    logits, _, gradient = outside(torch.float32)
     softmax = logits.softmax(-1) * gradient.unsqueeze(-1)
-    torch.testing.assert_close(results[0][1][:2], softmax[:2])
+    torch.testing.assert_close(found[0][1][:2], softmax[:2])
 
 
 def transposed(mesh, logits, target, gradient) -> tuple[Tensor, Tensor]:
