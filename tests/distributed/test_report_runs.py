@@ -122,6 +122,7 @@ def test_what_goes_wrong_is_a_warning_in_the_log_of_the_rank(tpi):
         def fail(*_, **__):
             raise OSError("no such service")
 
+        assert wandb.Image  # which imports wandb: it waits until somebody asks for it
         wandb.Image = fail
 
     tpi(*RUN, "logging=wandb", "run.dir=run", before=plant, status=0)
