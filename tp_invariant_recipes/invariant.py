@@ -70,7 +70,7 @@ def _rows(shards: int) -> tuple[Replacement, ...]:
         ),
         Replacement(
             "megatron.core.models.common.language_module.language_module:LanguageModule.__init__",
-            _only("megatron.core.models.gpt:GPTModel", "has no invariant version; only GPTModel has"),
+            _only_subclasses_of("megatron.core.models.gpt:GPTModel", "has no invariant version; only GPTModel has"),
             "other models have layers with no invariant version",
         ),
         Replacement(
@@ -80,12 +80,12 @@ def _rows(shards: int) -> tuple[Replacement, ...]:
         ),
         Replacement(
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-            lambda original: _checked(original, shards),
+            lambda original: _checked_ddp(original, shards),
             "some ways to reduce gradients are not covered",
         ),
         Replacement(
             "megatron.core.distributed.data_parallel_base:_BaseDataParallel.__init__",
-            _only(
+            _only_subclasses_of(
                 "megatron.core.distributed:DistributedDataParallel",
                 "reduces gradients in an order of its own; use DistributedDataParallel",
             ),
@@ -137,7 +137,7 @@ def _checked_and_initialised(original: Callable[..., None], shards: int) -> Call
     return __init__
 
 
-def _only(target: str, refusal: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _only_subclasses_of(target: str, refusal: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Wrap the constructor of a base class: of its subclasses only `target`, MODULE:CLASS, can be built."""
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
@@ -162,7 +162,7 @@ def _invariant_layers(original: Callable[..., Any]) -> Callable[..., Any]:
     return submodules
 
 
-def _checked(original: Callable[..., None], shards: int) -> Callable[..., None]:
+def _checked_ddp(original: Callable[..., None], shards: int) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
         import torch
@@ -198,7 +198,7 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
     """
     from megatron.core import parallel_state
 
-    model = {name: value for name, value in _given(config).items() if name != "hybrid_layer_pattern"} | {
+    model = {name: value for name, value in _relevant_fields(config).items() if name != "hybrid_layer_pattern"} | {
         "vocab_size": vocab_size or shards,
         "seq_length": shards * VECTORS,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
@@ -221,7 +221,7 @@ def _problems(config: Any, shards: int, vocab_size: int | None = None, ddp: dict
     return found
 
 
-def _given(config: Any) -> dict[str, Any]:
+def _relevant_fields(config: Any) -> dict[str, Any]:
     """The fields of a TransformerConfig without those that no rule knows and that have their default."""
     defaults = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields(config)}
     known = (*model_fields.KNOWN, *invariance.OFF, *experts.OFF)

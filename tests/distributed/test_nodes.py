@@ -242,7 +242,7 @@ def test_a_node_that_does_not_come_is_said(nodes):
 
 def test_a_node_that_falls_silent_ends_the_run(nodes):
     def impatient() -> None:
-        heartbeat.LOST, agent.LAST_WORDS = 3.0, 1.0
+        heartbeat.LOST, agent.END_TIMEOUT = 3.0, 1.0
 
     started = nodes.start(*here(nodes), "slurm.tries=1", "iters=2000", before={0: impatient})
     started[0].until(lambda: recorded(nodes, 1))

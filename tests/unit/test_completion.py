@@ -204,7 +204,7 @@ def test_a_real_bash_completes(typed, keys, line):
 def test_the_script_is_installed_where_the_shell_loads_it(cli, monkeypatch, tmp_path, shell):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
-    place, loaded = shells.PLACES[shell]
+    place, loaded = shells.INSTALL_PATHS[shell]
     for _ in range(2):  # a second time changes nothing
         ended = cli("--install-completion")
         assert ended.status == 0, ended.err

@@ -90,7 +90,7 @@ def test_whoever_becomes_srun_composes_once(compositions, monkeypatch, tmp_path)
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
     monkeypatch.setattr(allocation_run.shutil, "which", lambda name: name)
     monkeypatch.setattr(allocation_run.os, "execvp", lambda _, given: words.extend(given))
-    allocation_run.become(request("tp=2", *CPUS, "launcher=slurm"))
+    allocation_run.exec_srun(request("tp=2", *CPUS, "launcher=slurm"))
     assert len(compositions) == 1
     after = words[words.index("train") :]
     assert after[:3] == ["train", "qwen3_toy", "device=cpu"]

@@ -239,7 +239,7 @@ def test_runs_agree_for_certain_where_both_recorded_their_weights(a, b, step, la
         )
         for at in (a, b)
     ]
-    assert bisect._last_alike(runs, step) == last
+    assert bisect._last_equal(runs, step) == last
 
 
 def test_a_run_has_its_own_environment_but_the_machines(monkeypatch):

@@ -72,18 +72,18 @@ def _compare_all(runs: list[Path]) -> "tuple[Comparison, ...] | tuple[LogCompari
 
     if len(runs) < 2:
         raise LedgerError("a comparison needs two runs: tpi compare RUN_A RUN_B")
-    with progress.signs_of_life(terminal.console(stderr=True)) as signs:
+    with progress.slow_progress(terminal.console(stderr=True)) as slow:
         read = {run: read_log(run) for run in runs}
         logs = [log for run in runs if (log := read[run])]
         if len(logs) == len(runs):
             return tuple(compare_logs(logs[0], other) for other in logs[1:])
-        first, *others = [streamed(run, progress=signs.reading(run)) for run in runs if not read[run]]
+        first, *others = [streamed(run, progress=slow.reading(run)) for run in runs if not read[run]]
         if logs:
             raise LedgerError(
                 f"{logs[0].path} is a text log, and {first.path} a ledger: compare logs with logs; a run of tpi has "
                 "its log in logs/bridge.log"
             )
-        return compare_all(first, others, progress=signs.counting("comparing: step"))
+        return compare_all(first, others, progress=slow.counting("comparing: step"))
 
 
 def _print(comparisons: "tuple[Comparison, ...] | tuple[LogComparison, ...]", every: bool) -> None:
@@ -91,7 +91,7 @@ def _print(comparisons: "tuple[Comparison, ...] | tuple[LogComparison, ...]", ev
     from tp_invariant_recipes.compare.text import header_rows
 
     console = terminal.console()
-    said = set()
+    printed = set()
     for one in comparisons:
         name, verdict, words, sentences = _words(one)
         line = Text(one_line(words))
@@ -104,9 +104,9 @@ def _print(comparisons: "tuple[Comparison, ...] | tuple[LogComparison, ...]", ev
             if rows:
                 console.print(_table(one, rows))
         for sentence in sentences:
-            if sentence not in said:
+            if sentence not in printed:
                 console.print(Text(one_line(sentence), style="dim"), soft_wrap=True)
-            said.add(sentence)
+            printed.add(sentence)
 
 
 def _words(one: "Comparison | LogComparison") -> tuple[str, str, str, tuple[str, ...]]:

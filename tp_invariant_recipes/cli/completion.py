@@ -35,18 +35,18 @@ complete -o default -o nosort -F _tpi_completion tpi
 ZSH = """\
 #compdef tpi
 _tpi() {
-    local -a answer begun whole
+    local -a answer partial whole
     local line value
     answer=("${(@f)$(_TPI_COMPLETE=zsh _TPI_LINE="${words[1,CURRENT-1]} $PREFIX" $words[1] 2>/dev/null)}")
     for line in "${(@)answer[2,-1]}"; do
         value=${line%%$'\\t'*}
         if [[ $value == *[=.] ]]; then
-            begun+=("${value//:/\\\\:}:${line#*$'\\t'}")
+            partial+=("${value//:/\\\\:}:${line#*$'\\t'}")
         else
             whole+=("${value//:/\\\\:}:${line#*$'\\t'}")
         fi
     done
-    (( ${#begun} )) && _describe -V key begun -S ''
+    (( ${#partial} )) && _describe -V key partial -S ''
     (( ${#whole} )) && _describe -V value whole
     if [[ $answer[1] == files ]]; then
         compset -P '*='
@@ -72,8 +72,8 @@ complete --command tpi --no-files --keep-order --arguments '(__tpi_complete)'
 """
 
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
-# Where each script is written, below the home directory, and what must stand in which file for the shell to load it.
-PLACES: dict[str, tuple[str, tuple[str, str] | None]] = {
+# Where each script is written below the home directory, and the file and the line that load it.
+INSTALL_PATHS: dict[str, tuple[str, tuple[str, str] | None]] = {
     "bash": (".bash_completions/tpi.sh", (".bashrc", "source '{file}'")),
     "zsh": (".zfunc/_tpi", (".zshrc", "fpath+=~/.zfunc; autoload -Uz compinit; compinit")),
     "fish": (".config/fish/completions/tpi.fish", None),
@@ -117,7 +117,7 @@ def split(line: str) -> tuple[list[str], str]:
 def install() -> str:
     """Write the script where the shell of $SHELL loads it; returns what was done. Raises RunError."""
     shell = _shell()
-    place, loaded = PLACES[shell]
+    place, loaded = INSTALL_PATHS[shell]
     file = Path.home() / place
     done = [f"wrote {file}"]
     try:

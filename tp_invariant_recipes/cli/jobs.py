@@ -61,7 +61,7 @@ def jobs(
         )
         return
     if found.unavailable:
-        _say(f"warning: SLURM was not asked: {found.unavailable}")
+        _print_status(f"warning: SLURM was not asked: {found.unavailable}")
     console = terminal.console()
     if not rows:
         nothing = (
@@ -105,11 +105,13 @@ def logs(
     if not following:
         launch.show(submission, sources, sys.stdout.buffer)
         return
-    states = launch.follow(submission, sources, sys.stdout.buffer, lambda line: _say(f"[{line}]"), terminal.reader_gone)
+    states = launch.follow(
+        submission, sources, sys.stdout.buffer, lambda line: _print_status(f"[{line}]"), terminal.reader_gone
+    )
     if states is None:
         return
-    _say(_closing(states))
-    _leave([states])
+    _print_status(_closing(states))
+    _exit([states])
 
 
 def cancel(names: Jobs) -> None:
@@ -158,13 +160,13 @@ def wait(
     from tp_invariant_recipes.jobs import follow
     from tp_invariant_recipes.jobs.registry import find
 
-    found = follow.wait(find(names), _say, timeout)
+    found = follow.wait(find(names), _print_status, timeout)
     for states in found:
         terminal.print_text(_closing(states))
-    _leave(found)
+    _exit(found)
 
 
-def _leave(found: "Iterable[Sequence[JobState]]") -> None:
+def _exit(found: "Iterable[Sequence[JobState]]") -> None:
     from tp_invariant_recipes.jobs.states import exit_status
 
     raise typer.Exit(max(exit_status(states) or 0 for states in found))
@@ -174,9 +176,9 @@ def _closing(states: "Sequence[JobState]") -> str:
     """How a submission ended: the verdict if there is one, and every failure."""
     from tp_invariant_recipes.jobs.registry import JUDGE
 
-    faulty = [state for state in states if state.exit_status == 2]
-    told = [state for state in states if state.part.role == JUDGE] or states
-    return "\n".join(_ending(state) for state in states if state in told or state in faulty)
+    failed = [state for state in states if state.exit_status == 2]
+    shown = [state for state in states if state.part.role == JUDGE] or states
+    return "\n".join(_ending(state) for state in states if state in shown or state in failed)
 
 
 def _ending(state: "JobState") -> str:
@@ -230,5 +232,5 @@ def _clock(seconds: int) -> str:
     return (f"{days}-" if days else "") + f"{hours:02}:{minutes:02}:{seconds % 60:02}"
 
 
-def _say(text: str) -> None:
+def _print_status(text: str) -> None:
     terminal.console(stderr=True).print(Text(text), soft_wrap=True)

@@ -133,7 +133,7 @@ def _fail_defect() -> NoReturn:
 
 
 # Options of Hydra's that people try -> what to use instead.
-OF_HYDRA = {
+HYDRA_OPTIONS = {
     **dict.fromkeys(
         ("-m", "--multirun"),
         "For several runs: tpi sweep MODEL lr=1e-3,3e-4, or tpi verify MODEL tp=1,2 to compare bits",
@@ -145,7 +145,7 @@ OF_HYDRA = {
 def _fail_usage(error: Any) -> NoReturn:
     """Say what is wrong with a command line as typer does, but with control characters as text."""
     message = one_line(error.format_message())
-    if hint := OF_HYDRA.get(getattr(error, "option_name", "")):
+    if hint := HYDRA_OPTIONS.get(getattr(error, "option_name", "")):
         message = f"{message.partition(' Did you mean')[0].rstrip('.')}. {hint}."
     from typer import rich_utils
 

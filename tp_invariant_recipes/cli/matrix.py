@@ -1,4 +1,4 @@
-"""What `tpi verify` and `tpi sweep` show while they train the runs of a matrix."""
+"""The output of `tpi verify` and `tpi sweep` while they train the runs of a matrix."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tp_invariant_recipes.workflows.verify import Verification
 
 
-def trained[T](
+def train_matrix[T](
     planned: "Verification", console: "Console", execute: "Callable[[Verification, Watch], T]", *, verbose: bool
 ) -> T:
     """Check the runs, name those left out, and return what `execute` does. Raises a TpiError."""

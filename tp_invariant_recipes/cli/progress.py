@@ -1,4 +1,4 @@
-"""Signs of life of a command that reads or computes for long: after two seconds, on standard error."""
+"""The progress of a command that reads or computes for more than two seconds, on standard error."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,49 +10,49 @@ from rich.text import Text
 
 from tp_invariant_recipes.foreign_text import one_line
 
-PATIENCE = 2.0  # seconds without a word
-ON_A_TERMINAL, ELSEWHERE = 0.5, 10.0  # seconds between two words
+PATIENCE = 2.0  # seconds before the first report
+ON_A_TERMINAL, ELSEWHERE = 0.5, 10.0  # seconds between two reports
 
 ProgressFn = Callable[[int, int], None]  # done, of how many
 
 
-class Signs:
-    """Says how far a command is, if it takes long. A terminal shows one line that is written over."""
+class SlowProgress:
+    """Reports how far a slow command is. On a terminal each report overwrites the last one."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._said, self._pause = time.monotonic(), PATIENCE
+        self._reported, self._pause = time.monotonic(), PATIENCE
         self.shown = False
 
     def reading(self, file: Path) -> ProgressFn:
-        """The function to tell how many bytes of a file are read, and how many it has."""
-        return lambda done, total: self._say(
+        """A function that reports the bytes read of a file. It takes their number and the file's size."""
+        return lambda done, total: self._report(
             lambda: f"reading {one_line(str(file))}: {done / total:.0%} of {total / 2**20:,.0f} MiB"
         )
 
     def counting(self, what: str) -> ProgressFn:
-        """The function to tell how many of something are done, as in "comparing: step 2 of 50". what: words before."""
-        return lambda done, total: self._say(lambda: f"{what} {done:,} of {total:,}")
+        """A function that reports a count, as in "comparing: step 2 of 50". what: the text before it."""
+        return lambda done, total: self._report(lambda: f"{what} {done:,} of {total:,}")
 
-    def _say(self, words: Callable[[], str]) -> None:
+    def _report(self, line: Callable[[], str]) -> None:
         now = time.monotonic()
-        if now - self._said < self._pause:
+        if now - self._reported < self._pause:
             return
-        self._said, self._pause, self.shown = now, ON_A_TERMINAL if self._console.is_terminal else ELSEWHERE, True
+        self._reported, self._pause, self.shown = now, ON_A_TERMINAL if self._console.is_terminal else ELSEWHERE, True
         if self._console.is_terminal:
-            text = Text(words())
+            text = Text(line())
             text.truncate(self._console.width - 1, pad=True)  # over a longer line
             self._console.print(text, end="\r", soft_wrap=True)
         else:
-            self._console.print(Text(words()), soft_wrap=True)
+            self._console.print(Text(line()), soft_wrap=True)
 
 
 @contextmanager
-def signs_of_life(console: Console) -> Iterator[Signs]:
-    """A terminal's line disappears at the end."""
-    signs = Signs(console)
+def slow_progress(console: Console) -> Iterator[SlowProgress]:
+    """Report the progress of the block. The last report disappears from a terminal at the end."""
+    slow = SlowProgress(console)
     try:
-        yield signs
+        yield slow
     finally:
-        if signs.shown and console.is_terminal:
+        if slow.shown and console.is_terminal:
             console.print(" " * (console.width - 1), end="\r", soft_wrap=True)

@@ -38,15 +38,15 @@ def report(
 
     image = None if no_png else png or out.with_suffix(".png")
     files.check({"--out": out, "--png": image}, force)
-    with progress.signs_of_life(terminal.console(stderr=True)) as signs:
-        gathered = gather(runs, reading=signs.reading, comparing=signs.counting("comparing: step"))
+    with progress.slow_progress(terminal.console(stderr=True)) as slow:
+        gathered = gather(runs, reading=slow.reading, comparing=slow.counting("comparing: step"))
         parts = page.sections(gathered)
-        drawn = signs.counting("drawing: figure")
+        drawn = slow.counting("drawing: figure")
         files.write(out, visible(page.page(gathered, parts, drawn)).encode())
         if image:
             drawings = [drawing for part in parts for drawing in part.drawings]
             title = "\n".join(map(one_line, page.verdicts(gathered)))
-            files.write(image, render.png(drawings, title, signs.counting("drawing the image: figure")))
+            files.write(image, render.png(drawings, title, slow.counting("drawing the image: figure")))
     for line in page.verdicts(gathered):
         terminal.print_text(one_line(line))
     for file in filter(None, (out, image)):

@@ -72,7 +72,7 @@ def show(
         raise ConfigError("name one: a model (tpi models lists them), --from RUN, or --diff A B")
     if diff:
         raise typer.Exit(_diff(compared, requested, key, as_json=as_json))
-    sections = _of_run(run.expanduser(), requested) if run is not None else _composed(str(model), requested)
+    sections = _run_sections(run.expanduser(), requested) if run is not None else _composed(str(model), requested)
     if key is not None:
         _print_key(sections, key, as_json=as_json)
     else:
@@ -92,18 +92,18 @@ def _composed(model: str, overrides: "list[Override]") -> Mapping[str, Any]:
     return compose(model, overrides, device=detect_device()).config.sections
 
 
-def _of_run(run: Path, overrides: "list[Override]") -> Mapping[str, Any]:
+def _run_sections(run: Path, overrides: "list[Override]") -> Mapping[str, Any]:
     """What a run has recorded or, with overrides, what `--resume` would compose. Raises ConfigError, RunError."""
     from tp_invariant_recipes.launch.request import Request
     from tp_invariant_recipes.runs.run_dir import RunDir
 
     if overrides:
         return Request(None, tuple(overrides), run).composed().config.sections
-    with _of_this_version():
+    with _config_errors():
         return json.loads(json.dumps(RunDir(run).read_config(), default=str))  # YAML has dates
 
 
-def _either(text: str, overrides: "list[Override]") -> Mapping[str, Any]:
+def _sections_of(text: str, overrides: "list[Override]") -> Mapping[str, Any]:
     """The configuration of a run directory, or of a model with its overrides. Raises a TpiError."""
     from tp_invariant_recipes.config.overrides import parse_all
 
@@ -113,14 +113,14 @@ def _either(text: str, overrides: "list[Override]") -> Mapping[str, Any]:
         raise ConfigError(f"--diff {text}: {error}") from None
     path = Path(text).expanduser()
     if not text.startswith("recipe=") and ("/" in text or (path.is_dir() and (path / "run.json").exists())):
-        return _of_run(path, overrides)
+        return _run_sections(path, overrides)
     if not words:
         raise ConfigError("--diff takes two: run directories, models, or a model with overrides in quotes")
     return _composed(str(of_model(words[0])), [*parse_all(words[1:]), *overrides])
 
 
 @contextmanager
-def _of_this_version() -> Iterator[None]:
+def _config_errors() -> Iterator[None]:
     """Raises ConfigError where a run's configuration lacks a field that this version needs, or is forged."""
     try:
         yield
@@ -154,10 +154,10 @@ def _diff(pair: list[str], overrides: "list[Override]", key: str | None, *, as_j
         both = _recipe_and_run(pair[0], overrides)
         pair = [pair[0], "the run"]
     elif len(pair) == 2:
-        both = [_either(text, overrides) for text in pair]
+        both = [_sections_of(text, overrides) for text in pair]
     else:
         raise ConfigError("--diff takes two: run directories, models, or a model with overrides in quotes")
-    with _of_this_version():
+    with _config_errors():
         changed = lookup.differences(*both)
     if key is not None:
         path = SHORT_KEYS[key].path if key in SHORT_KEYS else key
@@ -204,7 +204,7 @@ def _print(sections: Mapping[str, Any], *, as_json: bool) -> None:
     from tp_invariant_recipes.settings.run_config import RunConfig
     from tp_invariant_recipes.sizing import memory
 
-    with _of_this_version():
+    with _config_errors():
         config = RunConfig(sections)
         need = memory.estimate(config)
         lines = describe.bridge_overrides(config)

@@ -129,11 +129,11 @@ def _submit(planned: "PlannedSubmission", to_person: Any, console: Any, *, as_js
     from tp_invariant_recipes.launch import progress
 
     with progress.busy(to_person, "importing Megatron-Bridge and checking the configuration"):
-        unasked = execution.check(planned)
-    if unasked is not None:
-        console.print(unasked)
+        unvalidated = execution.check(planned)
+    if unvalidated is not None:
+        console.print(unvalidated)
     submitted = execution.execute(planned)
-    console.print(_said(planned, submitted))
+    console.print(_confirmation(planned, submitted))
     if as_json:
         terminal.print_json(submitted)
     else:
@@ -159,13 +159,13 @@ def _plan_text(planned: "PlannedSubmission") -> str:
 
 
 def _remarks(planned: "PlannedSubmission") -> list[str]:
-    """What it waits for, what was left out, and what this host cannot check."""
+    """The jobs that it waits for, the combinations left out, and the checks that this host cannot make."""
     waits = [f"waits until job {' and '.join(planned.after)} has ended well"] if planned.after else []
     left_out = [f"left out: {one.label}: {one.why}" for one in planned.left_out]
     return [*waits, *left_out, *(f"not checked: {line}" for line in planned.unseen)]
 
 
-def _said(planned: "PlannedSubmission", submitted: dict[str, Any]) -> str:
+def _confirmation(planned: "PlannedSubmission", submitted: dict[str, Any]) -> str:
     first, *others = (job["id"] for job in submitted["jobs"])
     does = "compares" if planned.kind == "verify" else "lists them"
     judged = f"; job {others[0]} {does} when all have ended" if others else ""

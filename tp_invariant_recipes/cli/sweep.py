@@ -65,7 +65,7 @@ def _run(model: str, overrides: list[str], directory: Path | None, verbose: bool
     console = terminal.console_of_its_own()
     with progress.preparing(console) as report:
         planned = launch.new(model, overrides, directory=directory, progress=report)
-    return matrix.trained(planned, console, launch.execute, verbose=verbose)
+    return matrix.train_matrix(planned, console, launch.execute, verbose=verbose)
 
 
 def _print(swept: "Swept") -> None:

@@ -107,18 +107,18 @@ def train(
         resume = _latest(requested, console)
     request = Request(model, requested, resume, go_on, dry_run)
     if dry_run:
-        _only_check(request, console, as_json=as_json)
+        _dry_run(request, console, as_json=as_json)
         return
     if request.launcher == "slurm" and as_json:
         raise ConfigError("--json is for runs of this process; with launcher=slurm, run.dir/run.json says how it ended")
     if request.launcher == "slurm":
-        _on_nodes(request, console, verbose=verbose)
+        _train_on_nodes(request, console, verbose=verbose)
         return
-    summary, interrupted = _here(request, console, verbose=verbose)
+    summary, interrupted = _train_here(request, console, verbose=verbose)
     if as_json:
         terminal.print_json(summary)
     else:
-        console.print(Text(_closing(summary)), soft_wrap=True)
+        console.print(Text(_end_text(summary)), soft_wrap=True)
     if interrupted:
         raise typer.Exit(130)
 
@@ -138,7 +138,7 @@ def _latest(requested: "tuple[Override, ...]", console: "Console") -> Path:
     return found.run
 
 
-def _only_check(request: "Request", console: "Console", *, as_json: bool) -> None:
+def _dry_run(request: "Request", console: "Console", *, as_json: bool) -> None:
     """Plan and check a run, write nothing, and print what would start."""
     from tp_invariant_recipes.launch import train as launch
 
@@ -149,7 +149,7 @@ def _only_check(request: "Request", console: "Console", *, as_json: bool) -> Non
         terminal.console(soft_wrap=True).print(_plan_text(planned))
 
 
-def _here(request: "Request", console: "Console", *, verbose: bool) -> tuple[dict[str, Any], bool]:
+def _train_here(request: "Request", console: "Console", *, verbose: bool) -> tuple[dict[str, Any], bool]:
     """Train on this machine. Returns the summary, and whether Ctrl-C stopped the run."""
     from tp_invariant_recipes.launch import progress, ranks
     from tp_invariant_recipes.launch import train as launch
@@ -159,7 +159,7 @@ def _here(request: "Request", console: "Console", *, verbose: bool) -> tuple[dic
         if lock and lock.remark:
             console.print(Text(lock.remark), soft_wrap=True)
         planned = _checked(request, composed, console)
-        console.print(_opening(planned), soft_wrap=True)
+        console.print(_start_text(planned), soft_wrap=True)
         with ranks.stopping() as stop, progress.watcher(planned, console, verbose=verbose) as watch:
             outcome = launch.execute(planned, watch, stop)
         return launch.summary(planned, outcome), stop.interrupted
@@ -177,19 +177,19 @@ def _checked(request: "Request", composed: "Composed", console: "Console") -> "P
     return planned
 
 
-def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
-    """Run this node's part of the run. Outside of srun, become srun, which starts this command on every node."""
+def _train_on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
+    """Run this node's part of the run. Outside of a step, replace this process by srun, which starts all nodes."""
     from tp_invariant_recipes.launch import progress, ranks
     from tp_invariant_recipes.multinode import agent, allocation_run, rendezvous
     from tp_invariant_recipes.runs import places
 
     place = rendezvous.node_info(os.environ)
     if place is None:
-        allocation_run.become(request)
+        allocation_run.exec_srun(request)
 
     @contextmanager
     def watch(planned: "Plan") -> Iterator[Callable[[], None]]:
-        console.print(_opening(planned), soft_wrap=True)
+        console.print(_start_text(planned), soft_wrap=True)
         with progress.watcher(planned, console, verbose=verbose) as tick:
             yield tick
 
@@ -198,20 +198,20 @@ def _on_nodes(request: "Request", console: "Console", *, verbose: bool) -> None:
 
     with ranks.stopping() as stop:  # from here on: SLURM may ask to stop while Bridge is imported
         task = allocation_run.node_task(request, place.count, watch, remark)
-        ended = agent.run(place, task, stop)
-    if ended.outcome is None and place.first:
-        raise RunError(ended.why or "the run failed")
-    if ended.outcome is None:
-        raise typer.Exit(2)  # the first node says why, once for all
+        result = agent.run(place, task, stop)
+    if result.outcome is None and place.first:
+        raise RunError(result.why or "the run failed")
+    if result.outcome is None:
+        raise typer.Exit(2)  # the first node prints the reason
     if place.first:
-        console.print(ended.word)
-        for line in [] if ended.requeued else places.lines(places.of(task.run_dir)):
+        console.print(result.word)
+        for line in [] if result.requeued else places.lines(places.of(task.run_dir)):
             remark(line)
     if stop.interrupted:
         raise typer.Exit(130)
 
 
-def _opening(planned: "Plan") -> str:
+def _start_text(planned: "Plan") -> str:
     ranks = planned.layout.world
     save = planned.config.section("checkpoint")["save_interval"]
     kept = f"every {save} steps and on SIGTERM" if save else "on SIGTERM only (save=N: every N steps)"
@@ -231,7 +231,7 @@ def _plan_text(planned: "Plan") -> str:
     prepared = ["its text would be prepared first"] if planned.data_missing else []
     return "\n".join(
         [
-            _opening(planned),
+            _start_text(planned),
             *prepared,
             "memory of the fullest rank, about:",
             *(f"  {line}" for line in table(memory.estimate(planned.composed.config))),
@@ -240,7 +240,7 @@ def _plan_text(planned: "Plan") -> str:
     )
 
 
-def _closing(summary: dict) -> str:
+def _end_text(summary: dict) -> str:
     from tp_invariant_recipes.runs import places
 
     figures = (

@@ -126,7 +126,7 @@ def _again(directory: Path | None, against: Path | None, *, verbose: bool, exitf
 def _train(planned: "Verification", console: "Console", *, verbose: bool, exitfirst: bool) -> "MatrixVerdict":
     from tp_invariant_recipes.workflows import verify as launch
 
-    return matrix.trained(planned, console, partial(launch.execute, exitfirst=exitfirst), verbose=verbose)
+    return matrix.train_matrix(planned, console, partial(launch.execute, exitfirst=exitfirst), verbose=verbose)
 
 
 def _print(verdict: "MatrixVerdict") -> None:

@@ -1,4 +1,4 @@
-"""Whether nodes and partitions take the jobs of some runs: all that is wrong, in one message."""
+"""Checks that the cluster's nodes and partitions accept the jobs of some runs, and lists every problem."""
 
 import os
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def _too_long(config: RunConfig, chosen: Sequence[Partition], names: str) -> str
     longest = None if None in limits else max(seconds for seconds in limits if seconds is not None)
     try:
         requested = job_rules.parse_time(config.slurm.time or "")
-    except ValueError:  # it has been said already
+    except ValueError:  # job_rules reports it
         return None
     if longest is None or requested <= longest:
         return None

@@ -97,7 +97,7 @@ def sbatch(script: Path, options: Sequence[str] = (), *, environment: Mapping[st
     options: in addition to the script's. environment: the submitter's, which the job gets; None: this process's.
     Raises RunError. While the queue is full, sbatch tries again for PATIENCE seconds.
     """
-    given = _of_the_script(script, os.environ if environment is None else environment)
+    given = _script_environment(script, os.environ if environment is None else environment)
     return _run(["sbatch", "--parsable", *options, str(script)], given).strip().partition(";")[0]
 
 
@@ -215,10 +215,10 @@ def _hosts(listed: str) -> tuple[str, ...]:
 # Options whose variable has a different name.
 _VARIABLES = {"time": "TIMELIMIT", "array": "ARRAY_INX"}
 # Variables of an allocation that stay: they give SLURM's location and the user's identity.
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+_KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 
-def _of_the_script(script: Path, environment: Mapping[str, str]) -> dict[str, str]:
+def _script_environment(script: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without variables that would turn this script into another job.
 
     For sbatch a variable such as SBATCH_PARTITION overrides the script. Inside another job, variables like
@@ -232,5 +232,5 @@ def _of_the_script(script: Path, environment: Mapping[str, str]) -> dict[str, st
         for name, value in environment.items()
         if name not in stated
         and name not in ("SBATCH_WAIT", "SBATCH_TEST_ONLY")
-        and not (outer and name.startswith("SLURM_") and name not in _KEPT)
+        and not (outer and name.startswith("SLURM_") and name not in _KEPT_VARIABLES)
     }

@@ -21,8 +21,8 @@ COMPLETED, UNKNOWN = "completed", "unknown"
 
 RECENT = 24 * 3600  # seconds
 # SLURM's words for jobs that ended by themselves; their run directories say how.
-_OF_SCRIPTS = ("COMPLETED", "FAILED")
-_TAKEN = "its id is another job's now"
+_ENDED_BY_SCRIPT = ("COMPLETED", "FAILED")
+_ID_REUSED = "its id is another job's now"
 _LAST_BYTES = 4096  # of progress.jsonl: more than two lines
 
 
@@ -174,7 +174,7 @@ def _state(part: JobPart, status: SlurmStatus) -> JobState:
         "nodes": queued.nodes if queued else (),
     }
     if queued is not None and not queued.over:
-        note = None if last or queued.state == "PENDING" else _elsewhere(part, queued.nodes)
+        note = None if last or queued.state == "PENDING" else _files_elsewhere(part, queued.nodes)
         return JobState(**facts, word=queued.state, reason=_reason(queued), seconds_left=queued.seconds_left, note=note)
     word = queued.state if queued else accounted.state if accounted else None
     if word not in slurm_client.OVER:
@@ -192,16 +192,16 @@ def _reason(queued: Queued) -> str | None:
 def _ended(part: JobPart, word: str | None, last: Attempt | None) -> End:
     """The end of a run whose job SLURM no longer knows. word: SLURM's; last: the last attempt by a job."""
     if last is None or last.outcome is None:
-        elsewhere = None if last else _elsewhere(part)
+        elsewhere = None if last else _files_elsewhere(part)
         silent = "it recorded no exit status" if last else "it recorded no start"
-        said = elsewhere or _silent(part, silent)
-        settled = elsewhere is not None or word not in (None, *_OF_SCRIPTS)
+        text = elsewhere or _with_log(part, silent)
+        settled = elsewhere is not None or word not in (None, *_ENDED_BY_SCRIPT)
         return End(
-            word or UNKNOWN, 0 if word == "COMPLETED" else 2, settled, said if part.ours else f"{_TAKEN}; {said}"
+            word or UNKNOWN, 0 if word == "COMPLETED" else 2, settled, text if part.ours else f"{_ID_REUSED}; {text}"
         )
     settled, note = True, last.why
     if last.requeued:  # unless it was cancelled, SLURM has started another try, whose end is still to come
-        settled = word not in (None, *_OF_SCRIPTS)
+        settled = word not in (None, *_ENDED_BY_SCRIPT)
         note = "; ".join(filter(None, (note, "it was to be queued again, and is in the queue no more")))
     return End(word or last.outcome, 0 if last.outcome == COMPLETED else 2, settled, note)
 
@@ -212,15 +212,15 @@ def _judged(part: JobPart, word: str | None) -> End:
         found = MatrixDir(part.directory).read_result()
         return End(found.verdict, found.exit_status, True, found.text)
     except RunError:
-        settled = word not in (None, *_OF_SCRIPTS)
-        return End(word or UNKNOWN, 2, settled, _silent(part, "it left no verdict"))
+        settled = word not in (None, *_ENDED_BY_SCRIPT)
+        return End(word or UNKNOWN, 2, settled, _with_log(part, "it left no verdict"))
 
 
-def _silent(part: JobPart, words: str) -> str:
+def _with_log(part: JobPart, words: str) -> str:
     return f"{words}; its log: {part.log}" if part.log.exists() else f"{words}, and no log"
 
 
-def _elsewhere(part: JobPart, nodes: Sequence[str] = ()) -> str | None:
+def _files_elsewhere(part: JobPart, nodes: Sequence[str] = ()) -> str | None:
     """The place of a job's files if the job does not write them here; None: it does."""
     try:
         shared = part.run.read_run_config().cluster.shared_files

@@ -26,8 +26,8 @@ from tp_invariant_recipes.workflows import matrix, verify
 from tp_invariant_recipes.workflows import sweep as sweeping
 
 IN_A_JOB = "launcher=slurm"
-# Sections of which a verify has one value a key: its cells are tasks of one array, which asks for the same for all.
-OF_THE_ARRAY = ("cluster", "slurm")
+# The cells of a matrix are tasks of one array, so all of them have the same values in these sections.
+ARRAY_SECTIONS = ("cluster", "slurm")
 
 JUDGE_TIME = "30:00"  # time limit of the comparison, or the cells' time limit if that is shorter
 ON_THE_NODE = Path("/tmp")  # folder of the logs if nodes do not share the run directory
@@ -52,7 +52,7 @@ def train(
     found = _single(composed, where, after)
     if dry:
         return found
-    planned = plan.resolve(_in_the_job(composed, where), where, progress, here=False)
+    planned = plan.resolve(_job_run(composed, where), where, progress, here=False)
     return replace(found, validate=partial(train_check, planned), write=partial(record.write, planned, attempt=False))
 
 
@@ -71,9 +71,9 @@ def resume(
     composed, configs = _layouts(composed, problems)
     fitness.check(configs, problems, dry=dry)
     if not dry:
-        _idle(where)
+        _check_no_live_job(where)
     found = _single(composed, where, after)
-    in_the_job = _in_the_job(composed, where)
+    in_the_job = _job_run(composed, where)
     planned = resume_run(where.path, in_the_job, progress=progress, here=False, dry=dry)
     about = f"{found.about}, from step {planned.start}"
     return replace(found, about=about, validate=partial(train_check, planned), resumed=True)
@@ -99,7 +99,7 @@ def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedS
     about = f"{model}: {allocated}" + (", or as many of them as there are" if config.slurm.nodes else "")
     log = _log(config, where, "job-%j.log")
     job = script.training(config, allocated, name=f"tpi-{where.path.name}", about=about, log=log)
-    text = script.train(job, config, model, _of_the_run(composed), where.path)
+    text = script.train(job, config, model, _run_overrides(composed), where.path)
     return PlannedSubmission(
         kind=registry.TRAIN,
         model=model,
@@ -116,13 +116,13 @@ def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedS
     )
 
 
-def _of_the_run(composed: Composed) -> list[Override]:
+def _run_overrides(composed: Composed) -> list[Override]:
     return [one for one in composed.overrides if one.field not in ("run.dir", "launcher.kind")]
 
 
-def _in_the_job(composed: Composed, where: RunDir) -> Composed:
+def _job_run(composed: Composed, where: RunDir) -> Composed:
     """The run composed with the overrides that the job's script has."""
-    return replace(composed, overrides=(*_of_the_run(composed), parse(f"run.dir={where.path}"), parse(IN_A_JOB)))
+    return replace(composed, overrides=(*_run_overrides(composed), parse(f"run.dir={where.path}"), parse(IN_A_JOB)))
 
 
 def verification(
@@ -139,8 +139,8 @@ def verification(
 
     against, directory: as for `verify.new`. after, dry, progress: as for `train`.
     """
-    planning = partial(verify.new, against=against, progress=progress, here=False, dry=dry)
-    return _array("verify", planning, model, overrides, directory, after, dry=dry)
+    plan_cells = partial(verify.new, against=against, progress=progress, here=False, dry=dry)
+    return _array("verify", plan_cells, model, overrides, directory, after, dry=dry)
 
 
 def sweep(
@@ -156,17 +156,17 @@ def sweep(
 
     directory: as for `sweep.new`. after, dry, progress: as for `train`.
     """
-    planning = partial(sweeping.new, progress=progress, here=False, dry=dry)
-    return _array("sweep", planning, model, overrides, directory, after, dry=dry)
+    plan_cells = partial(sweeping.new, progress=progress, here=False, dry=dry)
+    return _array("sweep", plan_cells, model, overrides, directory, after, dry=dry)
 
 
-# Command of several runs -> the words of the job that looks at them when all have ended.
-LOOKS = {"verify": ("verify", "--recheck"), "sweep": ("sweep", "--results")}
+# Command of several runs -> the command of the job that summarizes them when all have ended.
+SUMMARY_COMMANDS = {"verify": ("verify", "--recheck"), "sweep": ("sweep", "--results")}
 
 
 def _array(
     kind: str,
-    planning: Callable[..., verify.Verification],
+    plan_cells: Callable[..., verify.Verification],
     model: str,
     overrides: Sequence[str],
     directory: Path | None,
@@ -174,14 +174,14 @@ def _array(
     *,
     dry: bool,
 ) -> PlannedSubmission:
-    """kind: a key of LOOKS. planning: `verify.new` or `sweep.new`, but for model, overrides and directory."""
+    """kind: a key of SUMMARY_COMMANDS. plan_cells: `verify.new` or `sweep.new`, partially applied."""
     problems, sound = reserved.check("submit", parse_all(overrides))
     axes, _ = matrix.spread(sound, [])
     problems += [
         f"{axis}: the cells are one array of jobs, which has one {axis.key}; submit one {kind} for each"
         + (", and compare them with --against" if kind == "verify" else "")
         for axis in axes
-        if axis.key.partition(".")[0] in OF_THE_ARRAY
+        if axis.key.partition(".")[0] in ARRAY_SECTIONS
     ]
     if problems:
         raise ConfigError(listed(problems), problems)
@@ -189,7 +189,7 @@ def _array(
 
     def on(device: str) -> verify.Verification:
         requested = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
-        return planning(model, requested, directory=path)
+        return plan_cells(model, requested, directory=path)
 
     found = plan.for_nodes(on, lambda found: next(iter(found.plans.values())).config, sound)
     configs = {name: planned.composed.config for name, planned in found.plans.items()}
@@ -225,7 +225,7 @@ def _array(
         save_before=None,
         log=_log(config, where, "job-%j.log"),
     )
-    looks = script.judge(judge, config, LOOKS[kind], path, [path, *reference])
+    judge_script = script.judge(judge, config, SUMMARY_COMMANDS[kind], path, [path, *reference])
     fullest = max(configs.values(), key=lambda one: estimate(one).rank)
     return PlannedSubmission(
         kind=kind,
@@ -237,7 +237,7 @@ def _array(
         cells=tuple(configs),
         scripts=(
             JobScript(registry.CELLS, where.script, script.array(job, config, model, steps, path)),
-            JobScript(registry.JUDGE, path / "judge.sbatch", looks),
+            JobScript(registry.JUDGE, path / "judge.sbatch", judge_script),
         ),
         validate=partial(verify.check, found),
         write=partial(_write_cells, found),
@@ -248,12 +248,12 @@ def _array(
 
 
 def _composed(model: str, overrides: Sequence[Override], problems: list[str]) -> Composed:
-    """Raises ConfigError that lists `problems` and what is wrong beside them."""
+    """Compose a run. Raises ConfigError that lists `problems` and those of the composition."""
     in_a_job = parse(IN_A_JOB)
 
     def composing(device: str) -> Composed:
-        said = [] if given(overrides, "device.kind") else [parse(f"device={device}")]
-        return compose(model, [*overrides, *said, in_a_job])
+        device_override = [] if given(overrides, "device.kind") else [parse(f"device={device}")]
+        return compose(model, [*overrides, *device_override, in_a_job])
 
     try:
         return plan.for_nodes(composing, lambda composed: composed.config, overrides)
@@ -270,7 +270,7 @@ def _log(config: RunConfig, where: RunDir, name: str) -> str:
 
 
 def _ids(names: Sequence[str]) -> tuple[str, ...]:
-    """SLURM's ids of jobs to wait for: of a submission of several jobs the last, which looks at the others.
+    """SLURM's ids of jobs to wait for: of a submission of several jobs the last, which judge_script at the others.
 
     Raises RunError. Digits that tpi has not submitted are an id of SLURM's.
     """
@@ -282,8 +282,8 @@ def _ids(names: Sequence[str]) -> tuple[str, ...]:
     return (*foreign, *(one.parts[-1].id for one in ours))
 
 
-def _idle(where: RunDir) -> None:
-    """Raises RunError where a job of this run waits or runs: two would train in one directory."""
+def _check_no_live_job(where: RunDir) -> None:
+    """Raises RunError if a job of this run waits or runs: two jobs would train in one directory."""
     if not where.submission.exists():
         return
     found = states.overview(registry.find([str(where.path)]))

@@ -1,4 +1,4 @@
-"""Where a run logs to Weights & Biases, MLflow or Comet: what this machine must have, and what it fills in."""
+"""Logging to Weights & Biases, MLflow or Comet: the packages, fields and variables that it needs."""
 
 import os
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 class Service:
     """One value of `logging=`.
 
-    module: what Bridge imports. extra: of this package, which brings it. named: Bridge's field for the run's name.
+    module: what Bridge imports. extra: of this package, which brings it. run_name: Bridge's field for the run's name.
     """
 
     module: str
     extra: str
-    named: str
+    run_name: str
 
 
 SERVICES = {
@@ -28,7 +28,7 @@ SERVICES = {
 
 
 def problems(config: RunConfig) -> list[str]:
-    """What the ranks of a run would find missing on this machine."""
+    """The packages that logging needs and this machine lacks."""
     kind = config.logging.kind
     if kind not in SERVICES or needed.there(SERVICES[kind].module):
         return []
@@ -46,7 +46,7 @@ def logger_fields(config: RunConfig, run_dir: RunDir) -> dict[str, str]:
         return {}
     fields = {"tensorboard_dir": str(run_dir.tensorboard)}  # Bridge logs nowhere without a writer of TensorBoard
     if kind in SERVICES:
-        fields[SERVICES[kind].named] = config.logging.name or run_dir.path.name
+        fields[SERVICES[kind].run_name] = config.logging.name or run_dir.path.name
     if kind == "wandb":
         fields["wandb_save_dir"] = str(run_dir.path)
     if kind == "mlflow":
@@ -62,6 +62,6 @@ def variables(config: RunConfig) -> dict[str, str]:
     if kind == "wandb" and "WANDB_API_KEY" not in os.environ:
         return {"WANDB_MODE": os.environ.get("WANDB_MODE", "offline")}
     if kind == "mlflow":
-        # MLflow 3.17 asks for this word. A database in a file, its default, is unsafe on a network file system.
+        # MLflow 3.17 requires this variable. A database in a file, its default, is unsafe on a network file system.
         return {"MLFLOW_ALLOW_FILE_STORE": os.environ.get("MLFLOW_ALLOW_FILE_STORE", "true")}
     return {}

@@ -1,4 +1,4 @@
-"""Notices that ranks hang, by the time since their last signs of life, and says which one the others wait for."""
+"""Detects hanging ranks by the time since their last heartbeat, and names the rank that the others wait for."""
 
 import os
 import time
@@ -37,7 +37,7 @@ PHASES: dict[Phase, _Words] = {
     Phase.DONE: ("at its end", "is done, and its process has not ended", "alone"),
 }
 
-# How a rank stands: who cannot run is to blame, then who does anything but wait.
+# A rank's state: a stopped rank causes the hang, or else a rank that does anything but wait.
 Standing = Literal["stopped", "silent", "busy", "waits"]
 
 
@@ -68,7 +68,7 @@ class Stand(Record):
 
 
 class HangWatch:
-    """Looks at the ranks of this machine. Every look is cheap."""
+    """Watches the heartbeats of this machine's ranks. A check is cheap."""
 
     def __init__(self, heartbeats: Heartbeats, ranks: Sequence[int], limits: Limits | None) -> None:
         """ranks: their numbers. limits: None: no rank is ever overdue."""
@@ -146,7 +146,7 @@ class HangWatch:
 
 
 def suspects(stands: Sequence[Stand]) -> list[Stand]:
-    """Those for whom the others wait: stopped ranks; else, of those furthest behind, those that do anything but wait.
+    """The ranks that the others wait for: stopped ranks, or else the ranks furthest behind that do not wait.
 
     Empty: all are equally far and wait, so no one is to blame alone.
     """
@@ -155,8 +155,8 @@ def suspects(stands: Sequence[Stand]) -> list[Stand]:
         return stopped
     fewest = min(one.count for one in stands)
     behind = [one for one in stands if one.count == fewest]
-    guilty = [one for one in behind if one.standing != "waits"]
-    return guilty or (behind if len(behind) < len(stands) else [])
+    busy = [one for one in behind if one.standing != "waits"]
+    return busy or (behind if len(behind) < len(stands) else [])
 
 
 def message(stands: Sequence[Stand]) -> str:

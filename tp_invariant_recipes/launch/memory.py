@@ -1,4 +1,4 @@
-"""Whether a run fits the memory of the GPUs or nodes that it is for, as far as that can be told before it starts."""
+"""Estimates before the start whether a run fits the memory of its GPUs or nodes."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ ERROR = 0.15
 
 @dataclass(frozen=True)
 class Room:
-    """What there is. size: bytes. what: of what, for messages. whole: of a node for all its ranks, not of a GPU."""
+    """Available memory. size: bytes. what: its owner, for messages. whole: a node's for all its ranks, not a GPU's."""
 
     size: float
     what: str
@@ -24,7 +24,7 @@ class Room:
 
 
 def room(config: RunConfig, *, here: bool) -> Room | None:
-    """The memory of what the run is for. None: not known.
+    """The memory of the run's GPUs or node. None: not known.
 
     here: whether its ranks will run on this machine.
     """

@@ -1,4 +1,4 @@
-"""What this machine must have for a run, checked before anything is written."""
+"""Checks, before anything is written, that this machine has what a run needs."""
 
 import os
 from collections.abc import Iterable

@@ -150,10 +150,10 @@ def run(
     if started:
         started()
     heartbeats.let_all_begin()
-    return _end_of(run_dir, rank_infos, tick, stop, processes, heartbeats, stepped, limits)
+    return _supervise(run_dir, rank_infos, tick, stop, processes, heartbeats, stepped, limits)
 
 
-def _end_of(
+def _supervise(
     run_dir: RunDir,
     rank_infos: Sequence["RankInfo"],
     tick: Callable[[], None],

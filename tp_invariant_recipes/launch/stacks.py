@@ -1,4 +1,4 @@
-"""Where a rank's threads stand: asked by a signal, which also a rank stuck in C answers, and read from its log.
+"""The stacks of a rank's threads, requested by a signal and read from its log. A rank stuck in C answers, too.
 
 Python's faulthandler answers. It writes Python frames and no C frames, so a rank that waits for its GPU stands at the
 line that waits.

@@ -1,4 +1,4 @@
-"""What one node of a job does: join the rendezvous, agree on the run, run this node's ranks, end with the other nodes.
+"""One node of a job: join the rendezvous, agree on the run, run this node's ranks, end with the other nodes.
 
 The first node decides from which step the run starts, whether all nodes would compute the same, and whether the job is
 queued again. The keys of the rendezvous, in the order in which nodes set them:
@@ -51,25 +51,25 @@ from tp_invariant_recipes.runs.lock import LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import allocation, sft
 
-NEXT = 600.0  # seconds that the first node may take to start its ranks once all nodes have arrived
-LAST_WORDS = 10.0  # seconds for the other nodes to report their end after a failure, and to leave after "over"
+START_TIMEOUT = 600.0  # seconds that the first node may take to start its ranks once all nodes have arrived
+END_TIMEOUT = 10.0  # seconds for the other nodes to report their end after a failure, and to leave after "over"
 
-# What the job's script reads in `RunDir.ended`, besides an outcome's own word.
+# The job's script reads one of these in `RunDir.ended`, or the value of an Outcome.
 FAILED = "failed"
 REQUEUE = "requeue"
 
 
 @dataclass(frozen=True)
 class NodeTask:
-    """What the command asks for; every node runs the same command.
+    """The command that every node runs.
 
     run_dir:     of the run.
-    nodes:       how many the run takes; those beyond wait for its end.
+    nodes:       how many the run uses; spare nodes wait for its end.
     environment: variables to set before torch is imported.
     lead:        plans the run, on the first node.
     follow:      plans it on the others, from the step that the first has chosen.
     rendezvous_timeout: seconds to wait for the others.
-    tries:       how many attempts of one job in a row may come to nothing.
+    tries:       how many attempts of one job may fail in a row without another checkpoint.
     watch:       on the first node, shows the progress.
     remark:      on the first node, shows a line.
     """
@@ -99,7 +99,7 @@ class Ended:
         return REQUEUE if self.requeued else self.outcome.value if self.outcome else FAILED
 
 
-class _Over(Exception):
+class _RunOver(Exception):
     """The first node ended the run while this node waited for another key."""
 
 
@@ -112,18 +112,18 @@ def run(node: NodeInfo, task: NodeTask, stop: Stop) -> Ended:
 
     os.environ.update(task.environment)
     if node.number >= task.nodes:
-        return _spare(Rendezvous(node, stop, task.rendezvous_timeout))
+        return _run_spare_node(Rendezvous(node, stop, task.rendezvous_timeout))
     node = replace(node, count=min(node.count, task.nodes))
     bridge.load()  # now, while the other nodes do the same
     rendezvous = Rendezvous(node, stop, task.rendezvous_timeout)
     return _run_first_node(rendezvous, task) if node.first else _run_other_node(rendezvous, task)
 
 
-def _spare(rendezvous: Rendezvous) -> Ended:
+def _run_spare_node(rendezvous: Rendezvous) -> Ended:
     """Wait for the end of a run that does without this node: srun would end the others if this one left."""
     try:
         over = _wait_for_first_node(rendezvous, "over")
-    except (RunError, _Over):  # the first node does not wait for this one
+    except (RunError, _RunOver):  # the first node does not wait for this one
         return Ended(Outcome.STOPPED)
     return _ended(over)
 
@@ -148,8 +148,8 @@ def _run_first_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
         outcome: Any = ended.outcome and ended.outcome.value
         rendezvous.set("over", Over(outcome, ended.requeued, ended.why))
         rendezvous.set("next", Next(None))
-        _wait_for_others(rendezvous, "joined", LAST_WORDS)
-        _wait_for_others(rendezvous, "left", LAST_WORDS)
+        _wait_for_others(rendezvous, "joined", END_TIMEOUT)
+        _wait_for_others(rendezvous, "left", END_TIMEOUT)
     return ended
 
 
@@ -198,7 +198,7 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
         outcome = Outcome.STOPPED
     except (RunError, PeerFailed) as error:
         cause = _first_cause(rendezvous, planned.run_dir, error)
-        # A rank may fail of the signal that was to stop it; then nobody wants the run to go on by itself.
+        # A rank may fail because of the signal that stops it; then the run must not restart by itself.
         again = number < task.tries and not cause.ours and not rendezvous.stop.requests
         more = "it is queued again" if again else "no more"
         return Ended(None, again, f"{cause}\n(try {number} of {task.tries} from step {planned.start}; {more})")
@@ -256,7 +256,7 @@ def _train(rendezvous: Rendezvous, task: NodeTask, planned: Plan, reached: str |
 def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> RankFailed:
     """The earliest failure of a rank on any node; if none failed, which ranks of all nodes hang; else `error`."""
     _set_failing(rendezvous, hang=False)
-    _wait_for_others(rendezvous, "ended", LAST_WORDS)
+    _wait_for_others(rendezvous, "ended", END_TIMEOUT)
     found = [rendezvous.get(f"failed/{number}") for number in range(rendezvous.node.count)]
     failures: list[Failed] = [one for one in found if one]
     first = min((one for one in failures if not one.stands), key=lambda one: one.cause, default=None)
@@ -279,23 +279,23 @@ def _run_other_node(rendezvous: Rendezvous, task: NodeTask) -> Ended:
             planned, shared = _plan_as_ordered(rendezvous, task, locks)
             # One blocking wait, no polling: the first node forks its ranks now, and its store's thread must have no
             # work.
-            port = rendezvous.wait("next", NEXT).port
+            port = rendezvous.wait("next", START_TIMEOUT).port
             if port is None:
-                raise _Over
+                raise _RunOver
             if not shared:
                 record.write(planned, job=AttemptJob(rendezvous.node.job))
             heartbeat = Heartbeat(rendezvous, planned, None if shared else Sender(rendezvous, planned.run_dir))
             address = rendezvous.node.address
             _run_ranks(rendezvous, planned, address, port, interface(address_towards(address)), heartbeat)
             over = _wait_for_first_node(rendezvous, "over", tick=heartbeat)
-        except (_Over, Stopped, PeerFailed, RankFailed):
+        except (_RunOver, Stopped, PeerFailed, RankFailed):
             over = _wait_for_first_node(rendezvous, "over")
         rendezvous.set(f"left/{rendezvous.node.number}", Nothing())
         return _ended(over)
 
 
 def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -> tuple[Plan, bool]:
-    """Plan from the step in "orders" and set "arrived". Raises _Over when this node cannot take part.
+    """Plan from the step in "orders" and set "arrived". Raises _RunOver when this node cannot take part.
 
     Returns the plan, and whether this node shares the run directory with the first.
     """
@@ -319,7 +319,7 @@ def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -
         problems.append(f"{node.name}: {error}")
     rendezvous.set(f"arrived/{node.number}", Arrived(node.name, tuple(problems), node.address))
     if problems:
-        raise _Over
+        raise _RunOver
     return planned, shared
 
 
@@ -415,10 +415,10 @@ def _set_failing(rendezvous: Rendezvous, *, hang: bool) -> None:
 def _wait_for_first_node(
     rendezvous: Rendezvous, key: str, *, tick: Callable[[], None] | None = None, stoppable: bool = False
 ) -> Any:
-    """Wait for a key of the first node. Raises _Over when it ends the run instead, Stopped when a signal comes."""
+    """Wait for a key of the first node. Raises _RunOver when it ends the run instead, Stopped when a signal comes."""
     while (found := rendezvous.get(key)) is None:
         if rendezvous.has("over"):
-            raise _Over
+            raise _RunOver
         if stoppable and rendezvous.stop.signals:
             raise Stopped
         if tick:

@@ -1,4 +1,4 @@
-"""A run inside an allocation that is there: become srun, with one task a node, and what each task is asked for."""
+"""A run inside an existing allocation: start one task a node with srun, and build what each task runs."""
 
 import os
 import shutil
@@ -26,19 +26,19 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 UNBOUND = {"SLURM_CPU_BIND": "none"}
 
 
-def become(request: Request) -> NoReturn:
+def exec_srun(request: Request) -> NoReturn:
     """Replace this process by srun, which starts the same command on every node. Raises a TpiError."""
     if "SLURM_JOB_ID" not in os.environ:
         raise ConfigError("launcher=slurm needs an allocation of SLURM: salloc, or tpi submit, which makes a job")
     if shutil.which("srun") is None:
         raise RunError("launcher=slurm: srun is not on PATH here, though this is an allocation of SLURM")
     composed = for_nodes(request.composed, lambda composed: composed.config, request.overrides)
-    if request.resume is None:  # said outright, for the nodes too
+    if request.resume is None:  # explicit, so that every node uses it
         device = composed.config.device.kind
         request = replace(request, overrides=(parse(f"device={device}"), *request.overrides))
-    config = _fitting(composed)
+    config = _checked_config(composed)
     given = int(os.environ["SLURM_JOB_NUM_NODES"])
-    config = _for_nodes(request, composed, given)[1].config
+    config = _with_node_dp(request, composed, given)[1].config
     if (allocated := allocation.of(config)).nodes > given:
         raise ConfigError(
             f"this run takes {allocated}, and the allocation has {given}: "
@@ -70,12 +70,12 @@ def node_task(
     watch: Callable[[Plan], AbstractContextManager[Callable[[], None]]],
     remark: Callable[[str], None],
 ) -> NodeTask:
-    """What the task of each node is asked for. nodes: how many there are. watch, remark: as in NodeTask.
+    """The task of each node. nodes: how many there are. watch, remark: as in NodeTask.
 
     Raises ConfigError.
     """
-    request, composed = _for_nodes(request, request.composed(), nodes)
-    config = _fitting(composed)
+    request, composed = _with_node_dp(request, request.composed(), nodes)
+    config = _checked_config(composed)
     where = request.resume or config.run.dir
     if where is None:
         raise ConfigError("launcher=slurm: each node would choose a run directory of its own; set run.dir=PATH")
@@ -92,8 +92,8 @@ def node_task(
     )
 
 
-def _for_nodes(request: Request, composed: Composed, nodes: int) -> tuple[Request, Composed]:
-    """What is asked for, with the dp that so many nodes take where slurm.nodes is a range. Raises ConfigError."""
+def _with_node_dp(request: Request, composed: Composed, nodes: int) -> tuple[Request, Composed]:
+    """The request with the dp for this number of nodes, where slurm.nodes is a range. Raises ConfigError."""
     try:
         requested = elastic.span(composed.config)
     except ValueError as error:
@@ -110,8 +110,8 @@ def _for_nodes(request: Request, composed: Composed, nodes: int) -> tuple[Reques
     return request, request.composed()
 
 
-def _fitting(composed: Composed) -> RunConfig:
-    """What is composed. Raises ConfigError when the cluster's nodes cannot carry it."""
+def _checked_config(composed: Composed) -> RunConfig:
+    """The composed configuration. Raises ConfigError when it does not fit the cluster's nodes."""
     problems = job_rules.misfits(composed.config)
     if problems:
         raise ConfigError(listed(problems), problems)

@@ -1,4 +1,4 @@
-"""What a node does for the others while its ranks train: send a heartbeat, notice failures, forward files."""
+"""While its ranks train, a node sends heartbeats, notices failures of other nodes and forwards files."""
 
 import time
 from collections.abc import Callable

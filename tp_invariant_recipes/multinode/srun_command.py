@@ -1,4 +1,4 @@
-"""srun's command line for a run: how many nodes and tasks, in which container, and the words that run `tpi` there."""
+"""srun's command line for a run: how many nodes and tasks, in which container, and how to run `tpi` there."""
 
 import sys
 from collections.abc import Sequence
@@ -12,8 +12,7 @@ WAIT = 60  # seconds that srun gives the other nodes when one has ended
 
 
 def arguments(config: RunConfig, needed: Sequence[Path] = ()) -> list[str]:
-    """What follows srun, up to the words that run `tpi`: as many nodes as it takes, one task on each, in the cluster's
-    container if any.
+    """srun's arguments before `tpi`: the run's nodes, one task on each, in the cluster's container if any.
 
     needed: as for `container`.
     """
@@ -34,7 +33,7 @@ def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
     cluster = config.cluster
     if not cluster.container:
         return []
-    paths = [*needed, *_of_recipe(config)]
+    paths = [*needed, *_recipe_folders(config)]
     mounts = [*cluster.mounts, *(f"{path}:{path}" for path in paths if cluster.shared_files)]
     if cluster.container_runtime == "apptainer":
         gpus = ["--nv"] if config.device.kind == "gpu" else []
@@ -45,7 +44,7 @@ def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
     return [f"--container-image={cluster.container}", *options]
 
 
-def _of_recipe(config: RunConfig) -> list[Path]:
+def _recipe_folders(config: RunConfig) -> list[Path]:
     """The folder of a recipe's file, which may import files beside it, and what stands for its Hugging Face models."""
     file = Path((config.recipe.name or "").rpartition(":")[0])
     folders = [file.parent] if file.is_absolute() else []

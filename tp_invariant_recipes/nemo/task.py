@@ -39,7 +39,7 @@ def pretrain(config: Any, forward_step_func: Callable[..., Any], callbacks: Any 
     holds another run.
     """
     with _environment() as original:
-        _recorded(original, config, forward_step_func, callbacks)
+        _pretrain_recorded(original, config, forward_step_func, callbacks)
 
 
 def main(words: Sequence[str]) -> int:
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
 
             def counted(*arguments: Any, **keywords: Any) -> None:
                 calls.append(None)
-                _recorded(original, *arguments, **keywords)
+                _pretrain_recorded(original, *arguments, **keywords)
 
             places = [name for name, m in list(sys.modules.items()) if _holds(m, original)]
             rows = [Replacement(f"{place}:pretrain", lambda _: counted, "it writes the ledger") for place in places]
@@ -108,7 +108,7 @@ def _environment() -> Iterator[Callable[..., None]]:
         yield original
 
 
-def _recorded(
+def _pretrain_recorded(
     original: Callable[..., None], config: Any, forward_step_func: Callable[..., Any], callbacks: Any = None
 ) -> None:
     from megatron.bridge.training.callbacks import CallbackManager

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from tp_invariant_recipes.config.overrides import Override
 
-# Of the names; the prefix keeps them apart from Bridge's own.
+# Of the names; the prefix distinguishes them from Bridge's own.
 PREFIX, SUFFIX = "tpi_", "_pretrain_config"
 
 NOT_HERE = (
@@ -56,7 +56,7 @@ def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> Con
     from tp_invariant_recipes.numerics import mode
 
     problems: list[str] = []
-    requested = [*parse_all(overrides), *_of_keywords(parse_all(overrides), keys, problems)]
+    requested = [*parse_all(overrides), *_keyword_overrides(parse_all(overrides), keys, problems)]
     refused = [o for o in requested if o.path in ("numerics", "numerics.mode") and o.value != mode.STOCK]
     problems += [f"{override.text}: {NOT_HERE}" for override in refused]
     imported = [o for o in requested if o.path == "weights.folder" and o.value != "null"]
@@ -71,8 +71,8 @@ def recipe(model: str, *overrides: str, device: str = "gpu", **keys: Any) -> Con
     return container.build(config)
 
 
-def _of_keywords(texts: Sequence[Override], keys: Mapping[str, Any], problems: list[str]) -> list[Override]:
-    """The overrides that keywords stand for. What is wrong with others is added to `problems`."""
+def _keyword_overrides(texts: Sequence[Override], keys: Mapping[str, Any], problems: list[str]) -> list[Override]:
+    """The overrides that keywords stand for. Problems of other keywords are appended to `problems`."""
     from tp_invariant_recipes.config.overrides import given, parse
     from tp_invariant_recipes.settings.values import value_text
 

@@ -34,7 +34,7 @@ STEPS = 8  # the default number of steps of each training
 NEVER = 1_000_000  # warm-up steps that a training never completes, so that it captures nothing
 ROUNDED = "rounded"  # the third training
 
-# An audit looks at the norms; digests are recorded where they are asked for.
+# An audit compares norms, so it records digests only on request.
 DEFAULTS = ("ledger.digests=0",)
 # The defects that an audit looks for are those of Megatron's and Transformer Engine's own layers.
 NUMERICS = "numerics=stock"

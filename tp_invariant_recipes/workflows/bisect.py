@@ -35,11 +35,11 @@ from tp_invariant_recipes.workflows.first_divergence import distances, module_of
 SCHEMA = 1
 SIDES = ("a", "b")
 # The variables of a run's recorded environment that belong to the machine; they keep this machine's values.
-OF_THE_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "*_DIR")
+MACHINE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "*_DIR")
 
 
 @dataclass(frozen=True)
-class Again:
+class Rerun:
     """A run to be trained again up to a step.
 
     copied:      the lines of its ledger that the new ledger starts with.
@@ -81,17 +81,17 @@ def new(a: Path, b: Path, directory: Path | None) -> Bisection | Comparison:
     return Bisection(comparison, where, first.step, (*_other_versions(comparison), *_other_layouts(ledgers)))
 
 
-def plans(found: Bisection, name: str, step: int, alike: int, dump: tuple[str, ...] = ()) -> list[Again]:
+def plans(found: Bisection, name: str, step: int, equal_until: int, dump: tuple[str, ...] = ()) -> list[Rerun]:
     """Both runs again up to `step`, in `DIRECTORY/name-a` and `-b`. Raises RunError that lists why they cannot run.
 
-    alike: the last step after which both are known to be in the same state; they start at it or before.
+    equal_until: the last step after which both are known to be in the same state; they start at it or before.
     """
     problems: list[str] = []
     made = []
     for side, ledger in zip(SIDES, (found.first.a, found.first.b), strict=True):
         run_dir = RunDir(found.directory.path / f"{name}-{side}")
         try:
-            made.append(_again(ledger, run_dir, step, alike, dump))
+            made.append(_rerun(ledger, run_dir, step, equal_until, dump))
         except TpiError as error:
             wrong = error.problems if isinstance(error, ConfigError) else (str(error),)
             problems += (problem for problem in wrong if problem not in problems)
@@ -106,31 +106,31 @@ def execute(found: Bisection, watch: Watch) -> dict[str, Any]:
     watch: as for `tpi verify`.
     """
     try:
-        alike, both = _planned(found)
+        equal_until, both = _planned(found)
         with locked_empty(found.directory):
-            result = _bisected(found, watch, alike, both)
+            result = _bisected(found, watch, equal_until, both)
             found.directory.write(found.directory.path / "bisect.json", result)
     except KeyboardInterrupt:
         raise Interrupted(_stopped(found.directory.path)) from None
     return result
 
 
-def _planned(found: Bisection) -> tuple[int, list[Again]]:
+def _planned(found: Bisection) -> tuple[int, list[Rerun]]:
     """The last step after which both runs are known to agree, and both again from there. It writes nothing."""
-    alike = min(found.step - 1, _last_alike((found.first.a, found.first.b), found.step))
-    both = plans(found, "traced", found.step, alike)
+    equal_until = min(found.step - 1, _last_equal((found.first.a, found.first.b), found.step))
+    both = plans(found, "traced", found.step, equal_until)
     for again in both:
         with _environment(again.environment):
             train.check(again.plan)
-    return alike, both
+    return equal_until, both
 
 
-def _bisected(found: Bisection, watch: Watch, alike: int, both: list[Again]) -> dict[str, Any]:
+def _bisected(found: Bisection, watch: Watch, equal_until: int, both: list[Rerun]) -> dict[str, Any]:
     originals = (found.first.a, found.first.b)
     remarks = list(found.remarks)
     step = found.step
-    if alike < step - 1:
-        remarks.append(f"not both recorded digests at every step: known to agree up to step {alike}")
+    if equal_until < step - 1:
+        remarks.append(f"not both recorded digests at every step: known to agree up to step {equal_until}")
     while True:
         traced = [_train(again, step, watch, remarks) for again in both]
         repeats = [compare(*pair, repetition=True) for pair in zip(originals, traced, strict=True)]
@@ -140,20 +140,20 @@ def _bisected(found: Bisection, watch: Watch, alike: int, both: list[Again]) -> 
             break
         # They first differ at a step without recorded digests: trace that step.
         step = placed.first.step
-        alike = step - 1
-        both = plans(found, f"traced-step-{step}", step, alike)
+        equal_until = step - 1
+        both = plans(found, f"traced-step-{step}", step, equal_until)
     dump = worth_dumping(placed) if placed.first and placed.first.step == step else ()
     if not dump:
         return _result(found, step, both, repeats, placed, None, (), remarks)
-    again_dumped = plans(found, "dumped", step, alike, dump)
+    again_dumped = plans(found, "dumped", step, equal_until, dump)
     dumped = compare(*(_train(again, step, watch, remarks) for again in again_dumped))
     return _result(found, step, both, repeats, placed, dumped, dump, remarks)
 
 
-def _again(ledger: Ledger, run_dir: RunDir, step: int, alike: int, dump: tuple[str, ...]) -> Again:
+def _rerun(ledger: Ledger, run_dir: RunDir, step: int, equal_until: int, dump: tuple[str, ...]) -> Rerun:
     original = RunDir(ledger.path.parent)
     variables = original.read_environment()
-    start = _start(original, ledger, alike)
+    start = _start(original, ledger, equal_until)
     record = [
         "ledger.digests=1",
         "ledger.state_digests=1",
@@ -162,7 +162,7 @@ def _again(ledger: Ledger, run_dir: RunDir, step: int, alike: int, dump: tuple[s
     ]
     with _environment(variables):
         planned = resume.rerun(original.path, run_dir, start, last_step=step, record=record)
-    return Again(ledger, planned, _lines(ledger, planned.start), variables)
+    return Rerun(ledger, planned, _lines(ledger, planned.start), variables)
 
 
 @contextmanager
@@ -170,7 +170,7 @@ def _environment(recorded: dict[str, str]) -> Iterator[None]:
     """Set the recorded environment variables of a run, except those of the machine."""
 
     def of_a_run(variables: Mapping[str, str]) -> dict[str, str]:
-        return {k: v for k, v in variables.items() if not any(fnmatchcase(k, pattern) for pattern in OF_THE_MACHINE)}
+        return {k: v for k, v in variables.items() if not any(fnmatchcase(k, pattern) for pattern in MACHINE_VARIABLES)}
 
     before = dict(os.environ)
     for name in of_a_run(environment.recorded(before)):
@@ -183,18 +183,22 @@ def _environment(recorded: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _last_alike(originals: Sequence[Ledger], step: int) -> int:
+def _last_equal(originals: Sequence[Ledger], step: int) -> int:
     """The last step before `step` after which both runs recorded weights, and equal ones; 0: the start.
 
     An equal loss or norm does not prove equal weights.
     """
     pairs = zip(*(ledger.steps[: step - 1] for ledger in originals), strict=True)
-    known = (a.step for a, b in pairs if any(None not in (a_, b_) for a_, b_ in zip(_of(a), _of(b), strict=True)))
+    known = (
+        a.step
+        for a, b in pairs
+        if any(None not in (a_, b_) for a_, b_ in zip(_state_digests(a), _state_digests(b), strict=True))
+    )
     return max(known, default=0)
 
 
-def _of(record: StepRecord) -> tuple[Mapping[str, str] | None, ...]:
-    """The digests of what a step leaves of parameters."""
+def _state_digests(record: StepRecord) -> tuple[Mapping[str, str] | None, ...]:
+    """The digests of the parameters after a step."""
     return record.masters, record.weights
 
 
@@ -220,7 +224,7 @@ def _lines(ledger: Ledger, steps: int) -> bytes:
     return b"".join(line + b"\n" for line in contents(ledger.path).split(b"\n")[: steps + 1])
 
 
-def _train(again: Again, step: int, watch: Watch, remarks: list[str]) -> Ledger:
+def _train(again: Rerun, step: int, watch: Watch, remarks: list[str]) -> Ledger:
     """The ledger of the run, up to `step`. Raises RunError: it failed before, or was stopped."""
     planned = again.plan
     run_dir = planned.run_dir
@@ -249,7 +253,7 @@ def _stopped(directory: Path) -> str:
 def _result(
     found: Bisection,
     step: int,
-    both: Sequence[Again],
+    both: Sequence[Rerun],
     repeats: Sequence[Comparison],
     placed: Comparison,
     dumped: Comparison | None,
@@ -286,16 +290,16 @@ def _result(
 
 def _text(repeats: Sequence[Comparison], placed: Comparison) -> str:
     """The result in words: first the runs that do not repeat themselves, then the first difference."""
-    said = [
+    lines = [
         f"{run_name(repeated.a)} does not repeat itself here: {verdict_line(repeated)}"
         for repeated in repeats
         if repeated.verdict is not Verdict.IDENTICAL
     ]
-    if not said:
+    if not lines:
         return verdict_line(placed)
     if placed.verdict is Verdict.IDENTICAL:
-        return "\n".join([*said, "trained again, the two do not differ: their difference is not reproducible here"])
-    return "\n".join([*said, f"trained again, the two are {verdict_line(placed)}"])
+        return "\n".join([*lines, "trained again, the two do not differ: their difference is not reproducible here"])
+    return "\n".join([*lines, f"trained again, the two are {verdict_line(placed)}"])
 
 
 def _can_be_trained(ledger: Ledger) -> bool:
@@ -305,7 +309,7 @@ def _can_be_trained(ledger: Ledger) -> bool:
 
 def _other_versions(comparison: Comparison) -> list[str]:
     """Runs recorded with other versions than those installed, which may compute other bits."""
-    said = []
+    lines = []
     now = versions()
     now.pop("git_commit", None)  # most commits do not change computations
     for ledger in (comparison.a, comparison.b):
@@ -314,8 +318,8 @@ def _other_versions(comparison: Comparison) -> list[str]:
             f"{name} {then[name]} then and {now[name]} now" for name in now if name in then and then[name] != now[name]
         ]
         if other:
-            said.append(f"{run_name(ledger)} was recorded with other versions: {', '.join(other)}")
-    return said
+            lines.append(f"{run_name(ledger)} was recorded with other versions: {', '.join(other)}")
+    return lines
 
 
 def _other_layouts(ledgers: Sequence[Ledger]) -> list[str]:

@@ -20,8 +20,8 @@ from tp_invariant_recipes.settings import environment, peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import hf_models, weights
 
-# What a folder has beside config.json and weights, copied from the one that a run has started from.
-BESIDE = (
+# Files copied from the Hugging Face folder that a run started from.
+COPIED_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json"),
 )
@@ -101,7 +101,7 @@ def _describe(folder: Path, config: RunConfig, family: hf_models.Family, *, mast
         before = json.loads((Path(source) / weights.CONFIG).read_bytes())
         before.pop("torch_dtype", None)  # the earlier name
         written = before | {"dtype": dtype}
-        for name in BESIDE:
+        for name in COPIED_FILES:
             if (Path(source) / name).is_file():
                 shutil.copyfile(Path(source) / name, folder / name)
                 copied.append(name)

@@ -1,4 +1,4 @@
-"""What `numerics=tree` says of each recipe of the installed Bridge, for `tpi models --bridge`."""
+"""Whether `numerics=tree` covers each recipe of the installed Bridge, for `tpi models --bridge`."""
 
 import re
 from collections import Counter
@@ -15,9 +15,9 @@ from tp_invariant_recipes.sources import recipe_source
 COVERED, WITH, REFUSED, ABSENT = "covered", "covered with", "refused", "not here"
 STATES = (COVERED, WITH, REFUSED, ABSENT)
 
-# What a run gives where a recipe leaves it open: the folder of examples, their tokenizer, the weights that LoRA adapts,
-# the size of its vocabulary.
-OPEN = {
+# Part of a message -> the override that solves it. Recipes leave these settings to the run: the folder of examples,
+# their tokenizer, the weights that LoRA adapts, the size of its vocabulary.
+PLACEHOLDERS = {
     "model.vocab_size=0: ": "model.vocab_size=131072",
     "tokenizer.vocab_size=0: ": "tokenizer.vocab_size=131072",
     "dataset.dataset_root=FOLDER": "dataset.dataset_root=examples",
@@ -87,9 +87,9 @@ def _named(problem: str, dp: int = 1) -> list[str]:
     """The overrides at the end of a message; of alternatives the first. dp: of the run that it is about."""
     if ranks := _RANKS.search(problem):
         return [f"dp={dp * max(1, int(ranks[1]) // int(ranks[2]))}", f"gbs={8 * int(ranks[1])}"]
-    for said, given in OPEN.items():
-        if said in problem:
-            return [given]
+    for phrase, override in PLACEHOLDERS.items():
+        if phrase in problem:
+            return [override]
     _, semicolon, closing = problem.rpartition(";")
     if not semicolon:
         return []
@@ -102,8 +102,8 @@ def reason(problem: str) -> str:
     text = re.sub(r"^(recipe=\S+|numerics=\w+): ", "", problem)
     if recipe_source.NEEDS in text:
         return f"{recipe_source.NEEDS} its model"
-    key, colon, said = text.partition(": ")
-    text = said if colon and re.fullmatch(r"[\w.]+(=\S*)?", key) else text
+    key, colon, message = text.partition(": ")
+    text = message if colon and re.fullmatch(r"[\w.]+(=\S*)?", key) else text
     text = re.sub(r"(=|\b)\d+\b", r"\g<1>N", text.partition("; ")[0])
     if key.startswith("model.") and "do not know" in text:
         return f"{key}: {text}"
@@ -130,7 +130,7 @@ def markdown(found: Iterable[dict[str, Any]], most: int = 3) -> str:
     lines = [f"| family | {' | '.join(STATES)} | refused because |", f"| --- |{' --- |' * len(STATES)} --- |"]
     for one in families(found):
         counts = " | ".join(str(one[state] or "") for state in STATES)
-        frequent = sorted(one["why"].items(), key=lambda said: (-said[1], said[0]))[:most]
+        frequent = sorted(one["why"].items(), key=lambda pair: (-pair[1], pair[0]))[:most]
         why = "; ".join(f"{text} ({count})" for text, count in frequent)
         lines.append(f"| {one['family']} | {counts} | {why.replace('|', '/')} |")
     return "\n".join(lines)
