@@ -11,7 +11,7 @@ from tp_invariant_recipes.cli.train import _start_text
 from tp_invariant_recipes.compare.comparability import across_machines, other_products
 from tp_invariant_recipes.compare.compare import compare
 from tp_invariant_recipes.compare.text import remarks
-from tp_invariant_recipes.launch import resume
+from tp_invariant_recipes.launch import resume as launch_resume
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, resume
 from tp_invariant_recipes.numerics.mode import definition
 from tp_invariant_recipes.numerics.modes.tree import ON_GPU
@@ -127,13 +127,13 @@ def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
         )
         return SimpleNamespace(device=device, config=config, run_dir=SimpleNamespace(ledger=file, path=tmp_path))
 
-    said = resume._changed_products(planned("gpu"), 3)
+    said = launch_resume._changed_products(planned("gpu"), 3)
     assert said.startswith(f"products: up to step 3 their definition is fixed tiles 0, from step 4 on {ON_GPU};")
-    assert resume._changed_products(planned("cpu"), 3) is None
-    assert resume._changed_products(planned("gpu", "portable"), 3) is None
+    assert launch_resume._changed_products(planned("cpu"), 3) is None
+    assert launch_resume._changed_products(planned("gpu", "portable"), 3) is None
     resume(file, OF_TODAY, 3).close()
-    assert resume._changed_products(planned("gpu"), 4) is None
-    assert resume._changed_products(planned("gpu"), 3) == said
+    assert launch_resume._changed_products(planned("gpu"), 4) is None
+    assert launch_resume._changed_products(planned("gpu"), 3) == said
     shown = vars(planned("gpu")) | {"layout": SimpleNamespace(world=1), "steps": 5, "start": 3}
     opening = _start_text(SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy"), remark=said))
     assert opening.endswith(f"\n{said}")
