@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse
@@ -68,6 +70,14 @@ def problems(run: str, changes: str = "") -> list[str]:
     return []
 
 
+def problems_of(*overrides: str, model: str = "qwen3_toy", device: str = "cpu") -> list[str]:
+    """The problems of overrides that Hydra composes, each a part of the one message. It fails where there is none."""
+    with pytest.raises(ConfigError) as refused:
+        compose(model, overrides, device=device)
+    assert all(problem in str(refused.value) for problem in refused.value.problems)
+    return list(refused.value.problems)
+
+
 def fits(problem: str, says: str, begins: str = "") -> bool:
     """Whether a problem has the words of a row."""
     if says.startswith(ANYWHERE):
@@ -80,12 +90,12 @@ def each(names: Sequence[str], value: str, says: str, **others: str) -> dict[str
     return {f"{path}={others.get(path.rpartition('.')[2], value)}": says.format(path) for path in names}
 
 
-def own(says: str, settings: str) -> dict[str, str]:
+def own_words(says: str, settings: str) -> dict[str, str]:
     """A row for each of several settings that a message begins with, followed by `says`."""
     return {one: f"{one}: {says}" for one in settings.split()}
 
 
-def of(section: str, names: Sequence[str]) -> list[str]:
+def paths_in(section: str, names: Sequence[str]) -> list[str]:
     return [f"{section}.{name}" for name in names]
 
 
@@ -97,22 +107,22 @@ OTHER_MODES = ("gather", "portable")
 NUMBERS = Family(
     "qwen3_toy numerics=stock",
     {
-        **own(
+        **own_words(
             "must be at least 1",
             "tokenizer.vocab_size=-1 seq=0 model.num_layers=0 model.num_query_groups=0 logger.log_interval=0 "
             "train.exit_interval=0 dist.distributed_timeout_minutes=0 slurm.tries=0",
         ),
-        **own(
+        **own_words(
             "must be at least 0",
             "optimizer.clip_grad=-1 save=-1 optimizer.weight_decay=-0.1 scheduler.lr_warmup_iters=-1 "
             "validation.eval_iters=-1",
         ),
-        **own("must be at least 0 and below 1", "model.attention_dropout=2 optimizer.adam_beta2=1.0"),
-        **own("must be a finite number", "optimizer.clip_grad=nan lr=inf"),
+        **own_words("must be at least 0 and below 1", "model.attention_dropout=2 optimizer.adam_beta2=1.0"),
+        **own_words("must be a finite number", "optimizer.clip_grad=nan lr=inf"),
         "lr=1e400": "lr=inf: must be a finite number",
-        **own("must be above 0", "optimizer.adam_eps=0"),
-        **own("must be a multiple of 8; the next that is: 8", "model.hidden_size=7"),
-        **own("must be from 1 to 4278190080", "seed=0"),
+        **own_words("must be above 0", "optimizer.adam_eps=0"),
+        **own_words("must be a multiple of 8; the next that is: 8", "model.hidden_size=7"),
+        **own_words("must be from 1 to 4278190080", "seed=0"),
         "rng.seed=-5": "seed=-5: must be from 1 to 4278190080",
     },
     taken=(
@@ -186,7 +196,7 @@ INVARIANCE = Family(
         "model.gtp_weight_remat_size=2": "weights spread over more ranks",
         "model.position_embedding_type=learned_absolute": "only rotary positions",
         **each(
-            of("model", invariance.OFF),
+            paths_in("model", invariance.OFF),
             "true",
             "{} is not covered",
             experimental_attention_variant="dsa",
@@ -234,7 +244,7 @@ EXPERTS = Family(
         "model.moe_router_dtype=fp64": "only model.moe_router_dtype=fp32 or null",
         "model.moe_token_dispatcher_type=flex": "the flex dispatcher",
         "model.add_bias_linear=true": "experts with biases",
-        **each(of("model", experts.OFF), "1", "{} is not covered", moe_input_jitter_eps="0.5"),
+        **each(paths_in("model", experts.OFF), "1", "{} is not covered", moe_input_jitter_eps="0.5"),
     },
     begins=TREE,
     beside={
@@ -259,7 +269,7 @@ LATENT = Family(
         "model.mtp_num_layers=1": "multi-token prediction is not covered",
         "model.moe_shared_expert_overlap=true": "model.moe_shared_expert_overlap is not covered",
         "model.moe_shared_expert_gate=true": "model.moe_shared_expert_gate is not covered",
-        **each(of("model", latent.OFF), "true", "{} is not covered"),
+        **each(paths_in("model", latent.OFF), "true", "{} is not covered"),
     },
     begins=TREE,
     beside={
@@ -288,7 +298,7 @@ LORA = Family(
         "model.cuda_graph_impl=full_iteration": "adapters have not been captured in CUDA graphs; cuda_graph=off",
         "model.pipeline_model_parallel_layout=Et*2L": "a stage without layers has no adapter",
         **each(
-            of("peft", lora_coverage.OFF),
+            paths_in("peft", lora_coverage.OFF),
             "[x]",
             "{} is not covered; leave it unset",
             a2a_experimental="true",

@@ -11,7 +11,7 @@ from tp_invariant_recipes.workflows import doctor
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch):
+def own_package(tmp_path, monkeypatch):
     """A package without bytecode, which alone is looked at, where Python writes bytecode."""
     source = tmp_path / "a_package_of_a_test" / "__init__.py"
     source.parent.mkdir()
@@ -22,36 +22,36 @@ def package(tmp_path, monkeypatch):
     return source
 
 
-def test_bytecode_that_will_be_written_is_not_missing(package):
+def test_bytecode_that_will_be_written_is_not_missing(own_package):
     assert bytecode.compiled_at_every_start() == []
     assert doctor._bytecode().state == "ok"
 
 
-def test_bytecode_that_python_may_not_write(package, monkeypatch):
+def test_bytecode_that_python_may_not_write(own_package, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert bytecode.compiled_at_every_start() == [package.parent.name]
+    assert bytecode.compiled_at_every_start() == [own_package.parent.name]
     finding = doctor._bytecode()
     assert (finding.found, finding.state) == (None, "optional")
-    assert f"compiles {package.parent.name} again" in finding.advice
-    py_compile.compile(str(package))
+    assert f"compiles {own_package.parent.name} again" in finding.advice
+    py_compile.compile(str(own_package))
     assert bytecode.compiled_at_every_start() == []
 
 
-def test_bytecode_in_a_folder_that_is_read_only(package, monkeypatch):
+def test_bytecode_in_a_folder_that_is_read_only(own_package, monkeypatch):
     asked = []
     monkeypatch.setattr(os, "access", lambda folder, mode: asked.append(folder) or False)
-    assert bytecode.compiled_at_every_start() == [package.parent.name]
-    assert asked == [package.parent]
+    assert bytecode.compiled_at_every_start() == [own_package.parent.name]
+    assert asked == [own_package.parent]
 
 
-def test_a_folder_for_all_bytecode_counts(package, tmp_path, monkeypatch):
+def test_a_folder_for_all_bytecode_counts(own_package, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "cache"))
-    assert bytecode.compiled_at_every_start() == [package.parent.name]
-    py_compile.compile(str(package))
+    assert bytecode.compiled_at_every_start() == [own_package.parent.name]
+    py_compile.compile(str(own_package))
     assert bytecode.compiled_at_every_start() == []
 
 
-def test_nothing_is_imported(package):
+def test_nothing_is_imported(own_package):
     bytecode.compiled_at_every_start()
-    assert package.parent.name not in sys.modules
+    assert own_package.parent.name not in sys.modules

@@ -95,7 +95,7 @@ def test_models_as_json(cli, composed_models):
 
 
 @pytest.fixture
-def machine(monkeypatch):
+def machine_shown(monkeypatch):
     """Make this machine one with these GPUs and versions; with a patch of every kind."""
 
     class Need:
@@ -124,12 +124,12 @@ def machine(monkeypatch):
     return make
 
 
-def states(ended) -> dict[str, str]:
+def states_shown(ended) -> dict[str, str]:
     return {row["what"]: row["state"] for row in json.loads(ended.out)}
 
 
-def test_doctor_as_json(cli, machine):
-    machine([H200, H200])
+def test_doctor_as_json(cli, machine_shown):
+    machine_shown([H200, H200])
     ended = cli("doctor", "--json")
     assert (ended.status, ended.err) == (0, "")
     rows = json.loads(ended.out)
@@ -146,57 +146,57 @@ def test_doctor_as_json(cli, machine):
         assert found[f"patch {state.replace(' ', '-')}"] == state
     assert {"Python", "C compiler", "free disk here"} < found.keys()
     assert {needed.distribution for needed in doctor.NEEDED} < found.keys()
-    assert {what for what, state in states(ended).items() if state != "ok"} == {"patch refused"}
+    assert {what for what, state in states_shown(ended).items() if state != "ok"} == {"patch refused"}
     (applies,) = (row for row in rows if row["what"] == "patch applies")
     assert (applies["reason"], applies["versions"], applies["advice"]) == ("package 1.9", "package <2", "joins")
     assert applies["upstream"].endswith("/issues/3051")
 
 
-def test_doctor_shows_the_patches_with_whole_links(cli, machine, monkeypatch):
+def test_doctor_shows_the_patches_with_whole_links(cli, machine_shown, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    machine([H200])
+    machine_shown([H200])
     lines = cli("doctor").out.splitlines()
     assert "patch refused: refused (package 1.9)" in lines
     assert "patch not-needed: not needed (package 1.9)" in lines
     assert [line.strip() for line in lines].count("https://github.com/NVIDIA/TransformerEngine/issues/3051") == 3
 
 
-def test_doctor_of_a_machine_without_gpus_misses_nothing_that_needs_one(cli, machine):
-    machine(versions={"transformer-engine": None, "mamba-ssm": None, "causal-conv1d": None})
+def test_doctor_of_a_machine_without_gpus_misses_nothing_that_needs_one(cli, machine_shown):
+    machine_shown(versions={"transformer-engine": None, "mamba-ssm": None, "causal-conv1d": None})
     ended = cli("doctor", "--json")
     assert ended.status == 0
-    optional = {what for what, state in states(ended).items() if state == "optional"}
+    optional = {what for what, state in states_shown(ended).items() if state == "optional"}
     assert optional == {"GPUs", "transformer-engine", "mamba-ssm", "causal-conv1d"}
 
 
-def test_doctor_of_a_machine_with_gpus_does(cli, machine):
-    machine([H200], versions={"transformer-engine": None})
+def test_doctor_of_a_machine_with_gpus_does(cli, machine_shown):
+    machine_shown([H200], versions={"transformer-engine": None})
     ended = cli("doctor", "--json")
     assert ended.status == 2
-    assert states(ended)["transformer-engine"] == "missing"
+    assert states_shown(ended)["transformer-engine"] == "missing"
 
 
-def test_doctor_names_what_is_missing_and_how_to_get_it(cli, machine):
-    machine(versions={"torch": None})
+def test_doctor_names_what_is_missing_and_how_to_get_it(cli, machine_shown):
+    machine_shown(versions={"torch": None})
     ended = cli("doctor")
     assert ended.status == 2
     assert "missing" in ended.out
     assert "scripts/lock" in ended.out
 
 
-def test_a_version_nobody_has_tried_is_said_so_and_no_reason_to_fail(cli, machine):
-    machine(versions={"megatron-core": "0.20.0", "torch": "2.11.0+cu130"})
+def test_a_version_nobody_has_tried_is_said_so_and_no_reason_to_fail(cli, machine_shown):
+    machine_shown(versions={"megatron-core": "0.20.0", "torch": "2.11.0+cu130"})
     ended = cli("doctor", "--json")
     assert ended.status == 0
-    assert states(ended)["megatron-core"] == "other"
-    assert states(ended)["torch"] == "ok"
+    assert states_shown(ended)["megatron-core"] == "other"
+    assert states_shown(ended)["torch"] == "ok"
 
 
-def test_doctor_without_megatron_says_nothing_of_patches(cli, machine):
-    machine(versions={"megatron-core": None})
+def test_doctor_without_megatron_says_nothing_of_patches(cli, machine_shown):
+    machine_shown(versions={"megatron-core": None})
     ended = cli("doctor", "--json")
     assert ended.status == 2
-    assert not any(what.startswith("patch") for what in states(ended))
+    assert not any(what.startswith("patch") for what in states_shown(ended))
 
 
 def test_doctor_knows_the_versions_of_pyproject():
@@ -207,16 +207,16 @@ def test_doctor_knows_the_versions_of_pyproject():
         assert needed.distribution in pins["gpu" if needed.gpu_only else "megatron"]
 
 
-def test_doctor_without_its_own_metadata_takes_no_version_as_proven(cli, machine, monkeypatch):
-    machine()
+def test_doctor_without_its_own_metadata_takes_no_version_as_proven(cli, machine_shown, monkeypatch):
+    machine_shown()
     monkeypatch.setattr(doctor, "proven", dict)
     ended = cli("doctor", "--json")
     assert ended.status == 0
-    assert states(ended)["torch"] == "other"
+    assert states_shown(ended)["torch"] == "other"
 
 
-def test_doctor_and_the_docs_name_the_same_needs_and_models(cli, machine, models_table):
-    machine(versions={"transformer-engine": None})
+def test_doctor_and_the_docs_name_the_same_needs_and_models(cli, machine_shown, models_table):
+    machine_shown(versions={"transformer-engine": None})
     advice = {row["what"]: row["advice"] for row in json.loads(cli("doctor", "--json").out)}
     text = " ".join((ROOT / "docs/install.md").read_text().replace("`", "").split())
     trained = [row["model"] for row in models_table if row["cpu"]]

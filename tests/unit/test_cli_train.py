@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("no_gpus")
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def empty_here(tmp_path, monkeypatch):
     """The current directory, empty, as is the cache."""
     folder = tmp_path / "here"
     folder.mkdir()
@@ -38,9 +38,9 @@ MISTAKES = (
 
 
 @pytest.mark.parametrize("arguments, says", MISTAKES, ids=[" ".join(a) for a, _ in MISTAKES])
-def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, arguments, says):
-    (here / "taken").mkdir()
-    (here / "taken" / "file").touch()
+def test_a_mistake_is_one_screen_and_leaves_nothing(cli, empty_here, arguments, says):
+    (empty_here / "taken").mkdir()
+    (empty_here / "taken" / "file").touch()
     ended = cli("train", *arguments)
     assert (ended.status, ended.out) == (2, "")
     assert ended.err.startswith("error: ")
@@ -48,10 +48,10 @@ def test_a_mistake_is_one_screen_and_leaves_nothing(cli, here, arguments, says):
     assert len(ended.err.splitlines()) < 24
     for part in says:
         assert part in ended.err
-    assert sorted(p.name for p in here.rglob("*")) == ["file", "taken"]
+    assert sorted(p.name for p in empty_here.rglob("*")) == ["file", "taken"]
 
 
-def test_an_environment_that_would_change_the_bits_is_refused(cli, here, monkeypatch):
+def test_an_environment_that_would_change_the_bits_is_refused(cli, empty_here, monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     ended = cli("train", "qwen3_toy")
@@ -60,18 +60,18 @@ def test_an_environment_that_would_change_the_bits_is_refused(cli, here, monkeyp
         "NCCL_ALGO",
         "OMP_NUM_THREADS",
     ]
-    assert list(here.iterdir()) == []
+    assert list(empty_here.iterdir()) == []
 
 
-def test_a_full_disk_is_said_before_anything_is_written(cli, here, monkeypatch):
+def test_a_full_disk_is_said_before_anything_is_written(cli, empty_here, monkeypatch):
     monkeypatch.setattr("tp_invariant_recipes.launch.preflight.free_bytes", lambda path: 1000)
     ended = cli("train", "qwen3_toy")
     assert ended.status == 2
     assert "MiB free and this run writes at least" in ended.err
-    assert list(here.iterdir()) == []
+    assert list(empty_here.iterdir()) == []
 
 
-def test_a_plan_from_before_another_command_began_there_is_out_of_date(here):
+def test_a_plan_from_before_another_command_began_there_is_out_of_date(empty_here):
     """Both found no run."""
     first, second = (plan.new(compose("qwen3_toy", ["run.dir=run"])) for _ in range(2))
     record.check_current(second)
@@ -85,10 +85,10 @@ def test_a_plan_from_before_another_command_began_there_is_out_of_date(here):
         record.check_current(submitted)
 
 
-def test_a_run_of_another_model_is_not_resumed(cli, here):
-    with locked(RunDir(here / "run")):
+def test_a_run_of_another_model_is_not_resumed(cli, empty_here):
+    with locked(RunDir(empty_here / "run")):
         record.write(plan.new(compose("qwen3_toy", ["run.dir=run"])))
-    before = sorted((p.name, p.read_bytes()) for p in here.rglob("*") if p.is_file())
+    before = sorted((p.name, p.read_bytes()) for p in empty_here.rglob("*") if p.is_file())
     ended = cli("train", "qwen3_8b", "--resume", "run")
     assert ended.status == 2
     assert "--resume run is a run of qwen3_toy, not of qwen3_8b" in ended.err
@@ -96,7 +96,7 @@ def test_a_run_of_another_model_is_not_resumed(cli, here):
     assert ended.status == 2
     assert "rng.seed was 1234 and is 1 now" in ended.err
     assert "optimizer.lr was 0.003 and is 0.1 now" in ended.err
-    assert sorted((p.name, p.read_bytes()) for p in here.rglob("*") if p.is_file()) == before
+    assert sorted((p.name, p.read_bytes()) for p in empty_here.rglob("*") if p.is_file()) == before
 
 
 def test_the_device_is_what_the_driver_shows(monkeypatch):

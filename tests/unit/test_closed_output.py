@@ -28,7 +28,7 @@ def broken_pipe() -> int:
     return writing
 
 
-def tpi(folder, *arguments: str, closed: bool = False) -> tuple[int, bytes]:
+def tpi_process(folder, *arguments: str, closed: bool = False) -> tuple[int, bytes]:
     """Exit status and standard error of a process of its own, whose end flushes its output, too.
 
     closed: standard output is closed from the start; else its reader has gone.
@@ -58,13 +58,13 @@ def tpi(folder, *arguments: str, closed: bool = False) -> tuple[int, bytes]:
     ),
 )
 def test_a_command_whose_reader_has_gone_keeps_its_exit_status(ledgers, command, status):
-    ended = tpi(ledgers, *command.split())
+    ended = tpi_process(ledgers, *command.split())
     assert ended[0] == status
     assert (b"missing" in ended[1]) if status == 2 else ended[1] == b""
 
 
 def test_a_closed_standard_output_is_no_file_of_ours(ledgers):
-    assert tpi(ledgers, "compare", "a", "b", closed=True) == (1, b"")
+    assert tpi_process(ledgers, "compare", "a", "b", closed=True) == (1, b"")
 
 
 def test_what_is_written_after_the_reader_has_gone_is_dropped_and_what_others_write_there_too():

@@ -19,7 +19,7 @@ from tp_invariant_recipes.settings.keys import SHORT_KEYS
 TPI = f'#!/bin/sh\nexec {sys.executable} -m tp_invariant_recipes "$@"\n'
 
 
-def words(incomplete: str, *, several: bool = False) -> list[str]:
+def words_completed(incomplete: str, *, several: bool = False) -> list[str]:
     return [word for word, _ in completion.overrides(incomplete, several=several)]
 
 
@@ -66,19 +66,19 @@ OFFERED = (
 
 @pytest.mark.parametrize("typed, offered", OFFERED, ids=[typed for typed, _ in OFFERED])
 def test_an_override_is_offered_as_it_begins(typed, offered):
-    assert words(typed) == offered
+    assert words_completed(typed) == offered
 
 
 def test_further_values_are_offered_where_a_key_may_have_several():
-    assert words("tp=1,", several=True) == ["tp=1,2", "tp=1,4", "tp=1,8"]
-    assert words("numerics=tree,s", several=True) == ["numerics=tree,stock"]
-    assert words("tp=1,") == []
+    assert words_completed("tp=1,", several=True) == ["tp=1,2", "tp=1,4", "tp=1,8"]
+    assert words_completed("numerics=tree,s", several=True) == ["numerics=tree,stock"]
+    assert words_completed("tp=1,") == []
 
 
 def test_without_bridges_table_only_its_fields_are_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(field_table, "in_environment", lambda: tmp_path / "none")
-    assert words("model.num") == []
-    assert words("slurm.ti") == ["slurm.time="]
+    assert words_completed("model.num") == []
+    assert words_completed("slurm.ti") == ["slurm.time="]
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def read(terminal: int, until: str, seconds: float = 60) -> str:
 
 
 @pytest.fixture(scope="module")
-def typed(tmp_path_factory) -> Iterator[Callable[[str], str]]:
+def typed_in_bash(tmp_path_factory) -> Iterator[Callable[[str], str]]:
     """Type into an interactive bash that has loaded `tpi --show-completion`; the command line that is there then."""
     folder = tmp_path_factory.mktemp("bash")
     (folder / "tpi").write_text(TPI)
@@ -196,8 +196,8 @@ KEYS = (
 
 
 @pytest.mark.parametrize("keys, line", KEYS, ids=[keys.strip() for keys, _ in KEYS])
-def test_a_real_bash_completes(typed, keys, line):
-    assert typed(keys) == line
+def test_a_real_bash_completes(typed_in_bash, keys, line):
+    assert typed_in_bash(keys) == line
 
 
 @pytest.mark.parametrize("shell", shells.SCRIPTS)

@@ -1,6 +1,7 @@
 """Clusters: what those that come with tpi say, a user's own tree, and a file that lies anywhere."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -10,6 +11,7 @@ from hydra.errors import HydraException
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.refusals import problems_of
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import plan
@@ -22,12 +24,7 @@ def cluster(*overrides: str, device: str = "gpu") -> dict:
     return compose("qwen3_toy", overrides, device=device).config.section("cluster")
 
 
-def problems(*overrides: str, device: str = "gpu") -> list[str]:
-    with pytest.raises(ConfigError) as error:
-        compose("qwen3_toy", overrides, device=device)
-    assert all(problem in str(error.value) for problem in error.value.problems)
-    return list(error.value.problems)
-
+gpu_problems = partial(problems_of, device="gpu")
 
 # Ours
 
@@ -99,7 +96,7 @@ def test_a_clusters_value_is_refused_where_the_shells_is(device):
 
 
 def test_a_refused_value_is_a_problem_of_the_configuration():
-    (problem,) = problems("cluster.environment.NCCL_ALGO=NVLS")
+    (problem,) = gpu_problems("cluster.environment.NCCL_ALGO=NVLS")
     assert problem.startswith("cluster.environment.NCCL_ALGO=NVLS: ")
 
 
@@ -139,14 +136,14 @@ SECRETS = ("WANDB_API_KEY", "hf_token", "MY_SECRET", "DB_PASSWORD", "AWS_CREDENT
 def test_a_secret_in_a_file_is_refused_and_never_shown(tmp_path, value):
     file = tmp_path / "site.yaml"
     file.write_text("environment:\n" + "".join(f"  {name}: {value}\n" for name in SECRETS))
-    found = problems(f"cluster={file}")
+    found = gpu_problems(f"cluster={file}")
     for name in SECRETS:
         assert any(problem.startswith(f"cluster.environment.{name}: ") for problem in found), name
     assert not any(value.strip("'") in problem for problem in found)
 
 
 def test_a_secret_on_the_command_line_is_refused_and_never_shown():
-    found = problems(*(f"cluster.environment.{name}=hunter2" for name in SECRETS))
+    found = gpu_problems(*(f"cluster.environment.{name}=hunter2" for name in SECRETS))
     assert [problem.split(": ")[0] for problem in found] == [f"cluster.environment.{name}" for name in SECRETS]
     assert all("cluster.forward" in problem and "hunter2" not in problem for problem in found)
 
@@ -160,7 +157,7 @@ def test_what_only_sounds_like_a_secret_is_none():
 
 
 @pytest.fixture
-def own() -> Path:
+def own_clusters() -> Path:
     """The user's own tree, with a folder for clusters; the home of configuration has a space and more in its name."""
     folder = conf_files.user_dir() / "cluster"
     folder.mkdir(parents=True)
@@ -168,12 +165,12 @@ def own() -> Path:
 
 
 @pytest.fixture(params=("in the user's tree", "anywhere"))
-def site(request, own, tmp_path):
+def site(request, own_clusters, tmp_path):
     """Write a file; the override that chooses it."""
 
     def write(text: str | bytes, name: str = "mysite") -> str:
         anywhere = request.param == "anywhere"
-        file = (tmp_path / "it's, [a] = b" if anywhere else own) / f"{name}.yaml"
+        file = (tmp_path / "it's, [a] = b" if anywhere else own_clusters) / f"{name}.yaml"
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(text.encode() if isinstance(text, str) else text)
         return f"cluster={file}" if anywhere else f"cluster={name}"
@@ -259,7 +256,7 @@ WRONG = (
 @anywhere
 @pytest.mark.parametrize("text, says", WRONG, ids=[repr(text) for text, _ in WRONG])
 def test_what_is_wrong_in_a_file_is_said_with_everything_else(site, text, says):
-    found = problems(site(text), "tp=3", "seq=126", "lr=fast", device="cpu")
+    found = gpu_problems(site(text), "tp=3", "seq=126", "lr=fast", device="cpu")
     for beginning in (*says, "tp=3 does not divide", "lr=fast: "):
         assert sum(problem.startswith(beginning) for problem in found) == 1, beginning
     assert len(found) == len(says) + 2
@@ -281,7 +278,7 @@ UNREADABLE = (
 @pytest.mark.parametrize("text, says", UNREADABLE, ids=[repr(text) for text, _ in UNREADABLE])
 def test_a_file_that_cannot_be_read_is_named(site, text, says):
     mine = site(text)
-    first, second, *_ = problems("lr=fast", mine)
+    first, second, *_ = gpu_problems("lr=fast", mine)
     assert first.startswith("lr=fast")
     assert f"mysite.yaml: {says}" in second
 
@@ -289,28 +286,30 @@ def test_a_file_that_cannot_be_read_is_named(site, text, says):
 @pytest.mark.parametrize("text", ("# @package _global_\ncluster: 5\n", "# @package _global_\ncluster:\n"))
 def test_a_value_in_the_place_of_a_section(site, text):
     for more in ((), ("cluster.ranks_per_node=8",)):
-        assert problems(site(text), *more) == ["cluster: a file puts a value where fields belong, as in cluster.FIELD"]
+        assert gpu_problems(site(text), *more) == [
+            "cluster: a file puts a value where fields belong, as in cluster.FIELD"
+        ]
 
 
 def test_a_base_that_is_not_there(site):
-    (problem,) = problems(site("defaults: [h10]\n"))
+    (problem,) = gpu_problems(site("defaults: [h10]\n"))
     assert "mysite" in problem
     assert problem.endswith("Could not load 'cluster/h10'.")
 
 
 def test_a_list_in_the_place_of_variables(site):
-    (problem,) = problems(site("environment: [A]\n"))
+    (problem,) = gpu_problems(site("environment: [A]\n"))
     assert "mysite" in problem
     assert problem.endswith("Cannot merge DictConfig with ListConfig")
 
 
 def test_a_reference_that_leads_nowhere(site):
-    assert problems(site("gpu_type: ${nope.x}\n")) == ["cluster.gpu_type: Interpolation key 'nope.x' not found"]
+    assert gpu_problems(site("gpu_type: ${nope.x}\n")) == ["cluster.gpu_type: Interpolation key 'nope.x' not found"]
 
 
 @pytest.mark.parametrize("path", ("/no/such.yaml", "no/such", "such.yaml", "such.yml", "~nobody-of-this-name/x.yaml"))
 def test_a_file_that_is_not_there(path):
-    first, second = problems(f"cluster={path}", "tp=3", "seq=126")
+    first, second = gpu_problems(f"cluster={path}", "tp=3", "seq=126")
     assert first.startswith("cluster=/" if not path.startswith("~") else "cluster=")
     assert first.endswith(f"{path}: No such file or directory")
     assert second.startswith("tp=3")
@@ -319,13 +318,13 @@ def test_a_file_that_is_not_there(path):
 def test_a_folder_for_temporary_files_that_is_not_there(tmp_path, monkeypatch):
     (tmp_path / "site.yaml").write_text("")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no"))
-    (problem,) = problems(f"cluster={tmp_path}/site.yaml")
+    (problem,) = gpu_problems(f"cluster={tmp_path}/site.yaml")
     assert problem.startswith(f"{tmp_path}/no/")
     assert problem.endswith(": No such file or directory")
 
 
 def test_a_folder_is_no_file(tmp_path):
-    assert problems(f"cluster={tmp_path}/") == [f"cluster={tmp_path}: Is a directory"]
+    assert gpu_problems(f"cluster={tmp_path}/") == [f"cluster={tmp_path}: Is a directory"]
 
 
 def test_a_file_is_found_from_where_one_is_and_from_home(tmp_path, monkeypatch):
@@ -350,25 +349,25 @@ def test_whatever_file_is_typed_is_at_worst_a_configuration_error(text):
 # The user's tree
 
 
-def test_the_users_own_options_are_offered_beside_ours(own, cli):
-    (own / "mysite.yaml").write_text(MINE)
-    (own / "_base.yaml").write_text("")
-    (own / ".#mysite.yaml").write_text("[")
+def test_the_users_own_options_are_offered_beside_ours(own_clusters, cli):
+    (own_clusters / "mysite.yaml").write_text(MINE)
+    (own_clusters / "_base.yaml").write_text("")
+    (own_clusters / ".#mysite.yaml").write_text("[")
     assert conf_files.groups()["cluster"] == ("b300", "h100", "h200", "local", "mysite")
     assert conf_files.summary("cluster", "mysite") == "Ours."
     assert conf_files.summary("cluster", "h100") == "Nodes of eight H100 GPUs (Hopper)."
     assert "gpu_type: hopper" in cli("show", "qwen3_8b", "cluster=mysite", "device=gpu").out
 
 
-def test_other_groups_are_taken_from_it_as_well(own):
-    (own.parent / "model").mkdir()
-    (own.parent / "model" / "mine.yaml").write_text(
+def test_other_groups_are_taken_from_it_as_well(own_clusters):
+    (own_clusters.parent / "model").mkdir()
+    (own_clusters.parent / "model" / "mine.yaml").write_text(
         "# @package _global_\n# Three layers.\ndefaults:\n  - qwen3_toy\nmodel:\n  num_layers: 3\n"
     )
     tree = compose("mine", device="cpu").config.sections
     assert (tree["model"]["num_layers"], tree["model"]["hidden_size"]) == (3, 128)
     assert "mine" in conf_files.groups()["model"]
-    (own.parent / "model" / "mine.yaml").write_text("# @package _global_\ndefaults: [qwen3_toy]\nmodle: {}\n")
+    (own_clusters.parent / "model" / "mine.yaml").write_text("# @package _global_\ndefaults: [qwen3_toy]\nmodle: {}\n")
     with pytest.raises(ConfigError, match="modle: no such section; did you mean 'model'"):
         compose("mine", device="cpu")
 
@@ -408,7 +407,7 @@ def test_files_that_would_be_passed_over_are_errors():
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("gpus_per_node: 3\n")
-    *found, last = problems("tp=3", "seq=126")
+    *found, last = gpu_problems("tp=3", "seq=126")
     assert sorted(found) == sorted(f"{file}: {says}" for file, (_, says) in zip(files, PASSED_OVER, strict=True))
     assert last.startswith("tp=3")
     for file in files:
@@ -416,15 +415,15 @@ def test_files_that_would_be_passed_over_are_errors():
     assert compose("qwen3_toy").model == "qwen3_toy"
 
 
-def test_a_broken_file_that_nobody_asked_for_stands_in_nobodys_way(own):
-    (own / "broken.yaml").write_text("a: [")
+def test_a_broken_file_that_nobody_asked_for_stands_in_nobodys_way(own_clusters):
+    (own_clusters / "broken.yaml").write_text("a: [")
     assert cluster("cluster=h100")["name"] == "h100"
-    (problem,) = problems("cluster=broken")
-    assert problem.startswith(f"{own}/broken.yaml: not YAML")
+    (problem,) = gpu_problems("cluster=broken")
+    assert problem.startswith(f"{own_clusters}/broken.yaml: not YAML")
 
 
-def test_a_broken_base_is_named(own):
-    (own / "_base.yaml").write_text("a: [")
-    (own / "mysite.yaml").write_text("defaults: [_base]\n")
-    (problem,) = problems("cluster=mysite")
-    assert problem.startswith(f"{own}/_base.yaml: not YAML")
+def test_a_broken_base_is_named(own_clusters):
+    (own_clusters / "_base.yaml").write_text("a: [")
+    (own_clusters / "mysite.yaml").write_text("defaults: [_base]\n")
+    (problem,) = gpu_problems("cluster=mysite")
+    assert problem.startswith(f"{own_clusters}/_base.yaml: not YAML")

@@ -39,17 +39,17 @@ def test_micro_batches_are_no_part_of_the_identity():
         assert one == two
 
 
-def _header(**fields):
+def _header_with(**fields):
     return Header(identity={"rng.seed": 1} | fields)
 
 
 def test_runs_of_other_data_shards_are_not_comparable():
-    (difference,) = identity_differences(_header(**{DATA_SHARDS: 2}), _header(**{DATA_SHARDS: 4}))
+    (difference,) = identity_differences(_header_with(**{DATA_SHARDS: 2}), _header_with(**{DATA_SHARDS: 4}))
     assert (difference.field, difference.a, difference.b) == (DATA_SHARDS, "2", "4")
 
 
 def test_stock_runs_are_comparable_with_any():
-    assert identity_differences(_header(**{DATA_SHARDS: 2}), _header()) == ()
+    assert identity_differences(_header_with(**{DATA_SHARDS: 2}), _header_with()) == ()
 
 
 @pytest.mark.parametrize("sequences, less", ((16, 0), (8, 1)))
@@ -87,7 +87,7 @@ def test_a_micro_batch_of_several_takes_the_memory_of_one():
 
 
 def test_a_comparison_names_the_key():
-    two, four = (ledger(header=_header(**{DATA_SHARDS: shards})) for shards in (2, 4))
+    two, four = (ledger(header=_header_with(**{DATA_SHARDS: shards})) for shards in (2, 4))
     line = verdict_line(compare(two, four))
     assert line.endswith(f"{DATA_SHARDS} is 2 and 4; train both with {DATA_SHARDS}=4")
 

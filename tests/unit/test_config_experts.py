@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 from tests.trees import with_fields
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.coverage import experts, invariance
-from tp_invariant_recipes.settings.run_config import RunConfig
 
 TREE = compose("qwen3_moe_toy", ["numerics=tree"], device="cpu").config
-
-
-def changed(**fields) -> RunConfig:
-    return with_fields(TREE, **fields)
 
 
 @pytest.mark.parametrize("model", ("qwen3_moe_toy", "qwen3_30b_a3b", "nemotron3_nano_toy", "nemotron3_nano"))
@@ -26,16 +21,16 @@ def test_the_recipes_are_covered(model, layout):
 
 def test_what_says_how_experts_are_computed_has_a_value_that_is_covered():
     for field in experts.HOW:
-        (problem,) = invariance.limits(changed(**{f"model__{field}": True}))
+        (problem,) = invariance.limits(with_fields(TREE, **{f"model__{field}": True}))
         assert problem.endswith(f"; model.{field}=false")
-        assert invariance.limits(changed(**{f"model__{field}": False})) == []
+        assert invariance.limits(with_fields(TREE, **{f"model__{field}": False})) == []
 
 
 def test_shared_experts_on_a_cpu_are_whole_vectors():
     """As every width that is divided among ranks and followed by an activation."""
-    (problem,) = invariance.limits(changed(model__moe_shared_expert_intermediate_size=64))
+    (problem,) = invariance.limits(with_fields(TREE, model__moe_shared_expert_intermediate_size=64))
     assert problem == "model.moe_shared_expert_intermediate_size=64: on a CPU it must be a multiple of 128"
-    assert invariance.limits(changed(model__moe_shared_expert_intermediate_size=128)) == []
+    assert invariance.limits(with_fields(TREE, model__moe_shared_expert_intermediate_size=128)) == []
 
 
 @given(

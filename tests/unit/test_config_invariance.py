@@ -10,14 +10,8 @@ from tests.trees import with_fields
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.settings.run_config import RunConfig
 
 TREE = compose("qwen3_toy", ["numerics=tree"], device="cpu").config
-
-
-def changed(**fields) -> RunConfig:
-    """The toy under numerics=tree with other fields, named section__field."""
-    return with_fields(TREE, **fields)
 
 
 def test_composing_says_it_beside_the_rest():
@@ -29,7 +23,7 @@ def test_composing_says_it_beside_the_rest():
 
 @pytest.mark.parametrize("shards", (None, 0, -2, 3, 6, 12, "8"))
 def test_the_number_of_shards_is_a_power_of_two(shards):
-    assert invariance.limits(changed(numerics__virtual_shards=shards)) == [
+    assert invariance.limits(with_fields(TREE, numerics__virtual_shards=shards)) == [
         f"numerics.virtual_shards={shards}: must be a power of two"
     ]
 
@@ -41,11 +35,11 @@ DIMENSIONS = st.fixed_dictionaries({f"model__{name}": NUMBERS for name in invari
 @given(DIMENSIONS, st.sampled_from((1, 2, 4, 8, 16)), st.sampled_from((1, 2, 3, 4, 8, 16)))
 def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp):
     fields = dimensions | {"model__tensor_model_parallel_size": tp, "device__kind": "gpu"}
-    found = invariance.limits(changed(**fields, numerics__virtual_shards=shards))
+    found = invariance.limits(with_fields(TREE, **fields, numerics__virtual_shards=shards))
     fits = all((number / shards).is_integer() for number in dimensions.values())
     assert bool(found) == (not fits or not (shards / tp).is_integer())
     if match := re.search(r"the largest that fits is numerics\.virtual_shards=(\d+)$", "\n".join(found)):
-        again = invariance.limits(changed(**fields, numerics__virtual_shards=int(match[1])))
+        again = invariance.limits(with_fields(TREE, **fields, numerics__virtual_shards=int(match[1])))
         assert not any(" does not divide model." in line or "power of two" in line for line in again)
     elif found:
         assert found == [
@@ -55,8 +49,8 @@ def test_shards_divide_the_model_and_ranks_divide_shards(dimensions, shards, tp)
 
 def test_a_cpu_wants_whole_vectors():
     says = "model.ffn_hidden_size=192: on a CPU it must be a multiple of 256"
-    assert invariance.limits(changed(model__ffn_hidden_size=192)) == [says]
-    assert invariance.limits(changed(model__ffn_hidden_size=192, device__kind="gpu")) == []
+    assert invariance.limits(with_fields(TREE, model__ffn_hidden_size=192)) == [says]
+    assert invariance.limits(with_fields(TREE, model__ffn_hidden_size=192, device__kind="gpu")) == []
 
 
 def test_invariant_numerics_are_the_default_and_stock_is_asked_for():
@@ -98,8 +92,8 @@ def test_what_stock_numerics_would_refuse_too_does_not_end_with_stock(override):
 
 def test_a_field_of_the_model_that_no_rule_knows_is_refused_by_name():
     unknown = {"model__test_mode": True, "model__a_field_of_a_later_release": 1, "model__use_mup": None}
-    assert invariance.limits(changed(**unknown)) == [
+    assert invariance.limits(with_fields(TREE, **unknown)) == [
         f"numerics=tree: model.{name}: the invariant numerics do not know this field; leave it unset"
         for name in ("a_field_of_a_later_release", "test_mode", "use_mup")
     ]
-    assert invariance.limits(changed(**unknown, numerics__mode="stock")) == []
+    assert invariance.limits(with_fields(TREE, **unknown, numerics__mode="stock")) == []

@@ -6,14 +6,9 @@ from tests.trees import with_fields
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.settings import schema
-from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing.size import ATTENTION, weights
 
 TREE = compose("deepseek_v3_toy", ["numerics=tree"], device="cpu").config
-
-
-def changed(**fields) -> RunConfig:
-    return with_fields(TREE, **fields)
 
 
 @pytest.mark.parametrize("model", ("deepseek_v3_toy", "moonlight_toy", "deepseek_v3", "moonlight_16b_a3b", "kimi_k2"))
@@ -30,7 +25,7 @@ def test_the_fused_rotation_is_for_other_attention():
 
 def test_the_field_alone_does_not_make_another_provider_have_it():
     of_gpt = {"model___target_": schema.PROVIDERS[0], "model__moe_layer_freq": 1}
-    (problem,) = invariance.limits(changed(**of_gpt))
+    (problem,) = invariance.limits(with_fields(TREE, **of_gpt))
     assert problem.startswith("numerics=tree: multi-latent attention is covered for MLAModelProvider")
 
 
@@ -46,4 +41,4 @@ def test_dense_layers_are_refused_where_bridge_would_make_none(frequency, refuse
     tree = with_fields(compose("qwen3_moe_toy", device="cpu").config, model__moe_layer_freq=frequency)
     says = "numerics=tree: Bridge's GPTModelProvider makes every layer one of experts"
     assert [problem.startswith(says) for problem in invariance.limits(tree)] == [True] * refused
-    assert invariance.limits(changed(model__moe_layer_freq=[0, 1, 1, 1])) == []
+    assert invariance.limits(with_fields(TREE, model__moe_layer_freq=[0, 1, 1, 1])) == []

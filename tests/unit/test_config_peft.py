@@ -6,7 +6,6 @@ from tests.trees import with_fields
 from tp_invariant_recipes.config import identity
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.settings import peft
-from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import memory
 from tp_invariant_recipes.sizing.size import ATTENTION, EXPERTS, MLP, adapters
 from tp_invariant_recipes.sources import lora
@@ -14,10 +13,6 @@ from tp_invariant_recipes.sources import lora
 BASE = ("peft=lora", "checkpoint.pretrained_checkpoint=base")
 TREE = compose("qwen3_toy", [*BASE, "numerics=tree"], device="cpu").config
 EXPERTS_TREE = compose("qwen3_moe_toy", [*BASE, "numerics=stock"], device="cpu").config
-
-
-def changed(**fields) -> RunConfig:
-    return with_fields(TREE, **fields)
 
 
 @pytest.mark.parametrize("device", ("cpu", "gpu"))

@@ -42,7 +42,7 @@ def _paths(section: str, names: str) -> list[str]:
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
+def folders_here(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("no checkpoint")
     (tmp_path / "empty").mkdir()
@@ -60,7 +60,7 @@ FOLDERS = (
 
 
 @pytest.mark.parametrize("path, why", FOLDERS)
-def test_weights_to_begin_with_must_be_there(here, path, why):
+def test_weights_to_begin_with_must_be_there(folders_here, path, why):
     asked = Request("qwen3_toy", tuple(parse_all([f"checkpoint.pretrained_checkpoint={path}"])))
     if why is None:
         asked.plan(asked.composed("cpu"))
@@ -68,25 +68,25 @@ def test_weights_to_begin_with_must_be_there(here, path, why):
     with pytest.raises(ConfigError) as refused:
         asked.plan(asked.composed("cpu"))
     assert str(refused.value).startswith(f"checkpoint.pretrained_checkpoint={path}: {why}")
-    assert not (here / "runs").exists()
+    assert not (folders_here / "runs").exists()
 
 
-def test_weights_in_the_home_folder_are_found(here, monkeypatch):
-    monkeypatch.setenv("HOME", str(here))
+def test_weights_in_the_home_folder_are_found(folders_here, monkeypatch):
+    monkeypatch.setenv("HOME", str(folders_here))
     asked = Request("qwen3_toy", tuple(parse_all(["checkpoint.pretrained_checkpoint=~/some"])))
     planned = asked.plan(asked.composed("cpu"))
-    assert planned.config.section("checkpoint")["pretrained_checkpoint"] == str(here / "some")
+    assert planned.config.section("checkpoint")["pretrained_checkpoint"] == str(folders_here / "some")
 
 
 @pytest.mark.parametrize("where, refused", (("other", True), ("./a/../run", False), ("run", False), ("null", True)))
-def test_a_resumed_run_stays_where_it_is(here, where, refused):
+def test_a_resumed_run_stays_where_it_is(folders_here, where, refused):
     asked = Request(None, tuple(parse_all([f"run.dir={where}"])), resume=Path("run"))
     with pytest.raises(TpiError) as error:  # there is no run in either case
         asked.composed("cpu")
     assert ("--resume run goes on in run: leave out run.dir=" in str(error.value)) == refused
 
 
-def test_a_step_to_begin_at_needs_a_run(here):
+def test_a_step_to_begin_at_needs_a_run(folders_here):
     asked = Request("qwen3_toy", tuple(parse_all(["checkpoint.ckpt_step=5"])))
     with pytest.raises(ConfigError, match=r"checkpoint\.ckpt_step=5: a new run begins at step 0"):
         asked.plan(asked.composed("cpu"))
@@ -104,13 +104,13 @@ CONTRADICTING = (
 
 
 @pytest.mark.parametrize("words, says", CONTRADICTING)
-def test_an_option_and_an_override_that_contradict(cli, here, words, says):
+def test_an_option_and_an_override_that_contradict(cli, folders_here, words, says):
     ended = cli("train", *([] if "--resume" in words else ["qwen3_toy"]), *words.split())
     assert ended.status == 2
     assert ended.err.startswith(f"error: {says}")
     assert ended.err.endswith("contradict each other; give one of them\n")
 
 
-def test_an_option_and_an_override_that_agree(cli, here):
+def test_an_option_and_an_override_that_agree(cli, folders_here):
     ended = cli("train", "qwen3_toy", "--trace", "1:2", "ledger.trace=1:2", "iters=1")
     assert ended.err == "error: ledger.trace=1:2: the run ends at step 1; raise iters or trace less\n"

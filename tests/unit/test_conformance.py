@@ -22,7 +22,7 @@ CASES = len(conformance.read().cases)
 
 
 @functools.cache
-def other(**arithmetic):
+def other_bits_of(**arithmetic):
     """A GPU that computes fp32 as ours and bf16 in another way. It computes a product once: numpy takes a second."""
     known = {}
 
@@ -57,7 +57,7 @@ def test_the_definition_conforms():
 @pytest.mark.parametrize("arithmetic", ({"kept": 24}, {"step": 8}), ids=str)
 def test_a_gpu_that_adds_in_another_way_differs(arithmetic):
     some = conformance.Recording("", tuple(c for c in conformance.read().cases if c.name.endswith("512_wide")))
-    (difference,) = conformance.differences(some, other(**arithmetic))
+    (difference,) = conformance.differences(some, other_bits_of(**arithmetic))
     assert f"bf16/512_wide: {difference.count} of 1024 outputs differ" in str(difference)
     assert difference.recorded != difference.computed
 
@@ -130,7 +130,7 @@ def test_without_a_gpu_it_checks_the_cpu(monkeypatch, cli):
     done = cli("conformance")
     assert done.status == 0
     assert re.match(rf"this CPU \(\w+\) adds as an H200 does: all bits of {CASES} cases are equal", done.out)
-    monkeypatch.setattr(conformance, "by_definition", other(kept=24))
+    monkeypatch.setattr(conformance, "by_definition", other_bits_of(kept=24))
     done = cli("conformance")
     assert done.status == 1
     assert re.match(rf"this CPU \(\w+\) adds in another way: \d+ of {CASES} cases differ\n  bf16/512_wide: ", done.out)
@@ -146,7 +146,7 @@ def test_without_a_gpu_there_is_nothing_to_record(monkeypatch, cli, tmp_path):
 
 def test_a_recording_of_a_gpu_is_written_and_checked(a_gpu, cli, tmp_path):
     """A B300 that adds in another way: its owner sends the file, and it says so everywhere."""
-    a_gpu(other(kept=24))
+    a_gpu(other_bits_of(kept=24))
     file = tmp_path / "b300.safetensors"
     done = cli("conformance", "--record", str(file))
     assert done.status == 1
@@ -183,7 +183,7 @@ def test_doctor_and_conformance_pass_a_gpu_that_conforms(a_gpu, cli):
 
 
 def test_doctor_and_conformance_name_a_gpu_that_adds_in_another_way(a_gpu, cli):
-    a_gpu(other(kept=24))
+    a_gpu(other_bits_of(kept=24))
     row = arithmetic_row()
     assert (row.state, row.found) == ("other", "GPU 0 adds in another way")
     done = cli("conformance")
@@ -217,7 +217,7 @@ def test_a_run_on_a_gpu_that_conforms_starts(gpu_0):
 
 
 def test_a_run_on_a_gpu_that_adds_in_another_way_is_refused(gpu_0):
-    gpu_0(other(kept=24))
+    gpu_0(other_bits_of(kept=24))
     with pytest.raises(RunError) as refused:
         definition.require_conformance(0)
     message = str(refused.value)

@@ -164,7 +164,7 @@ def without_borders(a, b, out, cut, add):
     fixed_tile_product(a, b, out, add=add)
 
 
-def one_after_the_other(a, b, out, cut, add):
+def added_in_turn(a, b, out, cut, add):
     total = torch.zeros_like(out)
     for k in cut.slices(a.shape[1]):
         fixed_tile_product(a[:, k], b[k], total, add=True)
@@ -178,7 +178,7 @@ def at_another_border(a, b, out, cut, add):
     kernel.in_order(a, b, out, SimpleNamespace(slices=lambda k: moved), add)
 
 
-WRONG = (without_borders, one_after_the_other, at_another_border)
+WRONG = (without_borders, added_in_turn, at_another_border)
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)

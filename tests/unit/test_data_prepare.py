@@ -35,7 +35,7 @@ def ids(*documents: bytes) -> list[list[int]]:
     return [[*document, EOD] for document in documents]
 
 
-def write(folder: Path, **files: str | bytes) -> Path:
+def write_texts(folder: Path, **files: str | bytes) -> Path:
     """Files of a folder; in names `__` stands for `.` and `___` for `/`."""
     for name, content in files.items():
         path = folder / name.replace("___", "/").replace("__", ".")
@@ -45,7 +45,7 @@ def write(folder: Path, **files: str | bytes) -> Path:
 
 
 def test_folder_in_sorted_order_and_only_files_that_count(tmp_path):
-    folder = write(
+    folder = write_texts(
         tmp_path / "in",
         b__txt="zwei\r\n",
         a___z__md="# eins é",
@@ -54,7 +54,7 @@ def test_folder_in_sorted_order_and_only_files_that_count(tmp_path):
         e__ndjson='{"text": "drei"}\n\n{"text": ""}\n{"text": "vier"}',
         _hidden="no",
     )
-    write(folder, **{"__git___x__txt": "hidden"})
+    write_texts(folder, **{"__git___x__txt": "hidden"})
     (folder / "f.txt.gz").write_bytes(gzip.compress(b"gepackt"))
     made = prepare(folder, tmp_path / "out" / "my.set")
     want = ids("# eins é".encode(), b"zwei\r\n", b"drei", b"vier", b"gepackt")
@@ -79,7 +79,7 @@ def test_any_cut_gives_the_same_documents_and_files(lines_a, lines_b, text, part
             "".join(json.dumps({"text": t}, ensure_ascii=ascii_only) + "\n" if t is not None else " \r\n" for t in x)
             for x in (lines_a, lines_b)
         ]
-        write(folder, a__jsonl=as_lines[0], b__txt=text, c__jsonl=as_lines[1])
+        write_texts(folder, a__jsonl=as_lines[0], b__txt=text, c__jsonl=as_lines[1])
         if not want:
             with pytest.raises(DataError, match="every document is empty"):
                 prepare(folder, Path(name, "cut"), part_bytes=part_bytes)
@@ -104,7 +104,7 @@ def test_large_gz_jsonl_is_cut_and_read_in_one_sweep(tmp_path, monkeypatch):
 
 
 def test_progress_counts_bytes_of_text(tmp_path):
-    folder = write(tmp_path / "in", a__txt="12345", b__txt="123")
+    folder = write_texts(tmp_path / "in", a__txt="12345", b__txt="123")
     seen = []
     prepare(folder, tmp_path / "out", part_bytes=1, progress=lambda done, total: seen.append((done, total)))
     assert seen == [(0, 8), (5, 8), (8, 8)]
@@ -123,7 +123,7 @@ def hf_folder(tmp_path):
 
 
 def test_hugging_face_folder(tmp_path, hf_folder):
-    text = write(tmp_path / "in", a__txt="ein haus", b__txt="haus anders ein")
+    text = write_texts(tmp_path / "in", a__txt="ein haus", b__txt="haus anders ein")
     made = prepare(text, tmp_path / "out", tokenizer=str(hf_folder))
     assert read_back(made.prefix) == [[1, 2, 3], [2, 0, 1, 3]]
     assert (made.tokenizer, made.vocab_size, made.eod, made.tokens) == ("hf:words", 4, 3, 7)
@@ -139,7 +139,7 @@ def test_only_the_files_that_make_tokens_tell_tokenizers_apart(tmp_path, hf_fold
         shutil.copytree(hf_folder, folder)
     (same / "model.safetensors").write_bytes(b"weights")
     _edit(other / "tokenizer.json", lambda c: c["model"]["vocab"].update(ein=2, haus=1))
-    text = write(tmp_path / "in", a__txt="ein haus")
+    text = write_texts(tmp_path / "in", a__txt="ein haus")
     made = prepare(text, tmp_path / "out", tokenizer=str(hf_folder))
     assert prepare(text, tmp_path / "out", tokenizer=str(same)) == made
     with pytest.raises(DataError, match="made from another tokenizer"):
@@ -158,7 +158,7 @@ def test_only_the_files_that_make_tokens_tell_tokenizers_apart(tmp_path, hf_fold
     ),
 )  # fmt: skip
 def test_bad_hugging_face_folder(tmp_path, hf_folder, mend, message):
-    text = write(tmp_path / "in", a__txt="ein haus")
+    text = write_texts(tmp_path / "in", a__txt="ein haus")
     mend(hf_folder)
     with pytest.raises(DataError, match=message):
         prepare(text, tmp_path / "out", tokenizer=str(hf_folder))
@@ -201,20 +201,20 @@ BAD = {
 def test_bad_input_is_one_clear_error_and_leaves_nothing(tmp_path, name):
     files, message = BAD[name]
     with pytest.raises(DataError) as caught:
-        prepare(write(tmp_path / "in", **files), tmp_path / "out")
+        prepare(write_texts(tmp_path / "in", **files), tmp_path / "out")
     assert message in str(caught.value)
     assert not list(tmp_path.glob("out*"))
 
 
 def test_file_of_unknown_kind(tmp_path):
-    write(tmp_path, a__parquet="x")
+    write_texts(tmp_path, a__parquet="x")
     with pytest.raises(DataError, match="known suffixes"):
         prepare(tmp_path / "a.parquet", tmp_path / "out")
 
 
 def test_too_long_documents(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "MAX_DOCUMENT_BYTES", 30)
-    folder = write(tmp_path / "in", a__txt="x" * 31, b__jsonl=json.dumps({"text": "x" * 60}), c__txt="x" * 30)
+    folder = write_texts(tmp_path / "in", a__txt="x" * 31, b__jsonl=json.dumps({"text": "x" * 60}), c__txt="x" * 30)
     with pytest.raises(DataError) as caught:
         prepare(folder, tmp_path / "out", part_bytes=8)
     assert "a.txt: a document of more than 30" in str(caught.value)
@@ -223,7 +223,7 @@ def test_too_long_documents(tmp_path, monkeypatch):
 
 
 def test_all_problems_at_once_and_good_parts_are_kept(tmp_path, monkeypatch):
-    folder = write(tmp_path / "in", a__txt="good", b__txt=b"\xff", c__jsonl="{}\n[]\n", d__txt="good too")
+    folder = write_texts(tmp_path / "in", a__txt="good", b__txt=b"\xff", c__jsonl="{}\n[]\n", d__txt="good too")
     with pytest.raises(DataError) as caught:
         prepare(folder, tmp_path / "out", part_bytes=1)
     listed = str(caught.value).splitlines()[1:]
@@ -232,7 +232,7 @@ def test_all_problems_at_once_and_good_parts_are_kept(tmp_path, monkeypatch):
         "c.jsonl, line 1",
         "c.jsonl, line 2",
     ]
-    write(folder, b__txt="mended", c__jsonl='{"text": "c"}')
+    write_texts(folder, b__txt="mended", c__jsonl='{"text": "c"}')
     written = count_parts(monkeypatch)
     made = prepare(folder, tmp_path / "out", part_bytes=1)
     assert read_back(made.prefix) == ids(b"good", b"mended", b"c", b"good too")
@@ -240,7 +240,7 @@ def test_all_problems_at_once_and_good_parts_are_kept(tmp_path, monkeypatch):
 
 
 def test_unreadable_paths_are_listed_together(tmp_path):
-    folder = write(tmp_path / "in", a__txt="good")
+    folder = write_texts(tmp_path / "in", a__txt="good")
     for name in ("b.txt", "c.md"):
         (folder / name).symlink_to(tmp_path / "gone")
     with pytest.raises(DataError) as caught:
@@ -250,14 +250,14 @@ def test_unreadable_paths_are_listed_together(tmp_path):
 
 
 def test_input_that_changes_meanwhile(tmp_path):
-    folder = write(tmp_path / "in", a__txt="one", b__txt="two")
+    folder = write_texts(tmp_path / "in", a__txt="one", b__txt="two")
     with pytest.raises(DataError, match=r"b.txt changed while"):
-        prepare(folder, tmp_path / "out", part_bytes=1, progress=lambda done, total: write(folder, b__txt="2!!"))
+        prepare(folder, tmp_path / "out", part_bytes=1, progress=lambda done, total: write_texts(folder, b__txt="2!!"))
     assert not (tmp_path / "out.idx").exists()
 
 
 def test_finished_data_is_returned_and_other_data_never_overwritten(tmp_path, monkeypatch):
-    folder = write(tmp_path / "in", a__jsonl='{"text": "a", "b": "c"}')
+    folder = write_texts(tmp_path / "in", a__jsonl='{"text": "a", "b": "c"}')
     made = prepare(folder, tmp_path / "out")
     before = files_of(made.prefix)
     written = count_parts(monkeypatch)
@@ -265,7 +265,7 @@ def test_finished_data_is_returned_and_other_data_never_overwritten(tmp_path, mo
     assert not written
     with pytest.raises(DataError, match="made from another --json-key"):
         prepare(folder, tmp_path / "out", json_key="b")
-    write(folder, a__jsonl='{"text": "other"}')
+    write_texts(folder, a__jsonl='{"text": "other"}')
     with pytest.raises(DataError, match=r"made from other text.*--output"):
         prepare(folder, tmp_path / "out")
     assert files_of(made.prefix) == before
@@ -273,7 +273,7 @@ def test_finished_data_is_returned_and_other_data_never_overwritten(tmp_path, mo
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_foreign_files_are_never_overwritten(tmp_path, suffix):
-    folder = write(tmp_path / "in", a__txt="a")
+    folder = write_texts(tmp_path / "in", a__txt="a")
     (tmp_path / f"out{suffix}").write_text("mine")
     with pytest.raises(DataError, match="in the way"):
         prepare(folder, tmp_path / "out")
@@ -282,7 +282,7 @@ def test_foreign_files_are_never_overwritten(tmp_path, suffix):
 
 
 def test_load_finds_damage(tmp_path):
-    prefix = prepare(write(tmp_path / "in", a__txt="abc"), tmp_path / "out").prefix
+    prefix = prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out").prefix
     (tmp_path / "out.bin").write_bytes(b"\0" * 8)
     load(prefix)  # the size is right
     with pytest.raises(DataError, match="changed after it was prepared"):
@@ -312,27 +312,27 @@ def test_load_finds_damage(tmp_path):
 
 @pytest.mark.parametrize("name", ("out", "out.idx", "out.bin"))
 def test_ensure_prepared_takes_a_prefix(tmp_path, name):
-    made = prepare(write(tmp_path / "in", a__txt="abc"), tmp_path / "out")
+    made = prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out")
     assert ensure_prepared(tmp_path / name, tmp_path / "cache") == made
     assert is_prepared(tmp_path / name)
     assert not (tmp_path / "cache").exists()
 
 
 def test_ensure_prepared_caches_text_by_content_and_tokenizer(tmp_path, hf_folder):
-    folder = write(tmp_path / "in", a__txt="ein haus")
+    folder = write_texts(tmp_path / "in", a__txt="ein haus")
     cache = tmp_path / "cache"
     first = ensure_prepared(folder, cache)
     assert first.prefix.parent == cache
     assert first.prefix.name.startswith("in-")
     assert ensure_prepared(folder, cache) == first
     words = ensure_prepared(folder, cache, tokenizer=str(hf_folder))
-    write(folder, a__txt="other")
+    write_texts(folder, a__txt="other")
     other = ensure_prepared(folder, cache)
     assert len({first.prefix, words.prefix, other.prefix}) == 3
 
 
 def test_foreseeing_writes_nothing_and_finds_what_is_there(tmp_path):
-    folder, cache = write(tmp_path / "text", a__txt="one"), tmp_path / "cache"
+    folder, cache = write_texts(tmp_path / "text", a__txt="one"), tmp_path / "cache"
     before = sorted(tmp_path.rglob("*"))
     assert find_prepared(folder, cache) == EOD + 1
     with pytest.raises(DataError, match="no file or folder of text"):
@@ -343,10 +343,10 @@ def test_foreseeing_writes_nothing_and_finds_what_is_there(tmp_path):
 
 
 def test_ensure_prepared_with_dataset_beside_its_folder(tmp_path):
-    folder = write(tmp_path / "in", a__txt="abc")
+    folder = write_texts(tmp_path / "in", a__txt="abc")
     made = prepare(folder, folder)
     assert ensure_prepared(folder, tmp_path / "cache") == made
-    write(folder, a__txt="newer text")
+    write_texts(folder, a__txt="newer text")
     with pytest.raises(DataError, match=r"made from other text.*in.idx to use it"):
         ensure_prepared(folder, tmp_path / "cache")
     assert ensure_prepared(tmp_path / "in.idx", tmp_path / "cache") == made
@@ -359,17 +359,17 @@ def test_ensure_prepared_of_nothing(tmp_path):
 
 def test_tokenizer_must_be_byte_or_a_folder(tmp_path):
     with pytest.raises(DataError, match="tpi downloads nothing"):
-        prepare(write(tmp_path / "in", a__txt="abc"), tmp_path / "out", tokenizer="Qwen/Qwen3-8B")
+        prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out", tokenizer="Qwen/Qwen3-8B")
 
 
 def test_output_needs_a_name(tmp_path):
     with pytest.raises(DataError, match="needs a name"):
-        prepare(write(tmp_path / "in", a__txt="abc"), Path("."))
+        prepare(write_texts(tmp_path / "in", a__txt="abc"), Path("."))
 
 
 def test_command_prints_and_lets_errors_through(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path, corpus__jsonl='{"body": "abc"}')
+    write_texts(tmp_path, corpus__jsonl='{"body": "abc"}')
     run = CliRunner().invoke
     shown = run(data_app, ["prepare", "corpus.jsonl", "--json-key", "body", "--json"])
     assert shown.exit_code == 0, shown.output
@@ -385,5 +385,5 @@ def test_command_prints_and_lets_errors_through(tmp_path, monkeypatch):
 def test_index_type_is_megatrons_choice(tmp_path):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    made = prepare(write(tmp_path / "in", a__txt="abc"), tmp_path / "out")
+    made = prepare(write_texts(tmp_path / "in", a__txt="abc"), tmp_path / "out")
     assert IndexedDataset(str(made.prefix))[0].dtype == np.uint16

@@ -39,7 +39,7 @@ def _counted(counter, gradient, values, late=False):
     return gradient.clone()
 
 
-def _tree(values):
+def _added_in_tree(values):
     sums = values[:, 0].clone()
     for micro_batch in range(1, values.shape[1]):
         sums += values[:, micro_batch]
@@ -53,10 +53,10 @@ def test_shards_are_added_as_a_tree(shards, each):
     counter = ShardCounter(shards, each, lambda: [gradient])
     values = _micro_batches(shards, each)
     for _ in range(2):  # a second step begins anew
-        assert same_bits(_counted(counter, gradient, values), _tree(values))
+        assert same_bits(_counted(counter, gradient, values), _added_in_tree(values))
     if shards * each > 2:
-        assert not same_bits(values.flatten(0, 1).sum(0), _tree(values))
-        assert not same_bits(_counted(counter, gradient, values, late=True), _tree(values))
+        assert not same_bits(values.flatten(0, 1).sum(0), _added_in_tree(values))
+        assert not same_bits(_counted(counter, gradient, values, late=True), _added_in_tree(values))
     levels = shards.bit_length() - (2 if each == 1 else 1)
     assert [len(some) for some in counter._levels.values()] == [levels] * (levels > 0)
 
@@ -66,7 +66,7 @@ def test_a_rank_that_has_half_of_the_shards_has_half_of_the_tree():
     for half in values.chunk(2):
         gradient = torch.zeros(40)
         nodes.append(_counted(ShardCounter(4, EACH, lambda gradient=gradient: [gradient]), gradient, half))
-    assert same_bits(nodes[0] + nodes[1], _tree(values))
+    assert same_bits(nodes[0] + nodes[1], _added_in_tree(values))
 
 
 @pytest.mark.parametrize("first", range(8))
@@ -88,8 +88,8 @@ def test_a_buffer_that_appears_late_has_had_nothing_before(each, first):
             counter.end_micro_batch()
     for gradient in found:
         counter.finish(gradient)
-    assert same_bits(always, _tree(values))
-    assert same_bits(late, _tree(expected))
+    assert same_bits(always, _added_in_tree(values))
+    assert same_bits(late, _added_in_tree(expected))
 
 
 def test_one_shard_keeps_nothing():

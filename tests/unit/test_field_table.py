@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.unit.refusals import problems_of
 from tp_invariant_recipes.config import compose as composing
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import conf_files, field_table, schema
@@ -31,7 +32,7 @@ def package(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def written(file: Path) -> dict[str, Any]:
+def written_table(file: Path) -> dict[str, Any]:
     cls = dataclasses.make_dataclass("Settings", SETTINGS, module="megatron.bridge.settings")
     field_table.write(file, {"megatron.bridge.settings.Settings": (cls, SETTINGS)})
     return dict(field_table.read())
@@ -39,12 +40,12 @@ def written(file: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", (field_table.in_cache, lambda: field_table.in_environment()), ids=("cache", "venv"))
 def test_what_is_written_is_read(package, place):
-    found = written(place())
+    found = written_table(place())
     assert found == {"megatron.bridge.settings.Settings": SETTINGS | {"other": None}}
 
 
 def test_no_path_of_the_machine_is_in_it(package, tmp_path):
-    written(field_table.in_cache())
+    written_table(field_table.in_cache())
     assert str(tmp_path) not in field_table.in_cache().read_text()
 
 
@@ -53,21 +54,21 @@ def test_without_a_file_there_is_none(package):
 
 
 def test_it_does_not_count_when_bridge_has_changed(package):
-    assert written(field_table.in_cache())
+    assert written_table(field_table.in_cache())
     (package / "settings.py").write_text("class Settings: steps: int\n")
     assert field_table.read() == {}
-    assert written(field_table.in_cache())
+    assert written_table(field_table.in_cache())
     os.utime(package / "settings.py", ns=(1, 1))
     assert field_table.read() == {}
-    assert written(field_table.in_cache())
+    assert written_table(field_table.in_cache())
     (package / "settings.py").unlink()
     assert field_table.read() == {}
 
 
 def test_the_one_in_the_cache_counts_where_that_of_the_environment_does_not(package):
-    written(field_table.in_environment())
+    written_table(field_table.in_environment())
     os.utime(package / "settings.py", ns=(1, 1))
-    assert written(field_table.in_cache())
+    assert written_table(field_table.in_cache())
 
 
 DAMAGED = ("", "{", "[]", '{"sources": {}}', '{"sources": {}, "classes": {"a": {"b": ["complex"]}}}', "\xff" * 10)
@@ -89,12 +90,6 @@ def test_every_provider_of_a_model_is_in_it():
     assert {*schema.BRIDGE_SECTIONS.values(), schema.MIXED_PRECISION} - {schema.PROVIDER} <= field_table.read().keys()
 
 
-def problems(*overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as refused:
-        composing.compose("qwen3_toy", overrides, device="cpu")
-    return list(refused.value.problems)
-
-
 # These compose in a folder of tests that lets nobody import Bridge.
 TYPOS = (
     ("model.num_layer=3", "model.num_layer: no such field of GPTModelProvider; did you mean 'model.num_layers'?"),
@@ -113,7 +108,7 @@ TYPOS = (
 
 @pytest.mark.parametrize("override, says", TYPOS, ids=[row[0] for row in TYPOS])
 def test_a_typo_needs_no_bridge(override, says):
-    (problem,) = problems(override)
+    (problem,) = problems_of(override)
     assert problem.startswith(says)
 
 
@@ -143,7 +138,7 @@ def test_what_the_table_cannot_answer_is_asked_of_bridge(monkeypatch, override):
         monkeypatch.setattr(field_table, "read", dict)
     schema.bridge_class.cache_clear()
     monkeypatch.setattr(schema.bridge, "load", load)
-    assert problems(override) == ["Bridge was asked"]
+    assert problems_of(override) == ["Bridge was asked"]
 
 
 def test_an_unwritable_cache_is_no_error(monkeypatch):

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu"
 
 
 @pytest.fixture
-def script(monkeypatch):
+def rows_script(monkeypatch):
     loader = SourceFileLoader("gpu_rows", str(SCRIPT))
     spec = spec_from_loader("gpu_rows", loader)
     module = module_from_spec(spec)
@@ -40,8 +40,8 @@ def runs(command: str) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.release
-def test_every_row_composes_and_fits_the_gpus_that_it_names(script):
-    for name, row in script.ROWS.items():
+def test_every_row_composes_and_fits_the_gpus_that_it_names(rows_script):
+    for name, row in rows_script.ROWS.items():
         assert len(row.commands) == len(row.status), name
         found = [run for command in row.commands for run in runs(command)]
         ranks = [layout.of(compose(model, overrides, device="gpu").config).world for model, overrides in found]
@@ -49,24 +49,24 @@ def test_every_row_composes_and_fits_the_gpus_that_it_names(script):
 
 
 @pytest.fixture
-def fake(script, monkeypatch, tmp_path):
+def fake(rows_script, monkeypatch, tmp_path):
     """A `tpi` that writes down what it was asked, and ends with the status that the model's name says."""
     said = tmp_path / "said"
     tpi = tmp_path / "tpi"
     tpi.write_text(f'#!/bin/sh\necho "$@" >> {said}\nexit ${{2#status}}\n')
     tpi.chmod(tpi.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(script, "TPI", [str(tpi)])
+    monkeypatch.setattr(rows_script, "TPI", [str(tpi)])
     rows = {
-        "small": script.Row(2, "", ("train status0 run.dir={}/0", "compare status1"), (0, 1)),
-        "large": script.Row(8, "", ("train status0",), (0,)),
-        "wrong": script.Row(2, "", ("train status2", "compare status0"), (0, 0)),
+        "small": rows_script.Row(2, "", ("train status0 run.dir={}/0", "compare status1"), (0, 1)),
+        "large": rows_script.Row(8, "", ("train status0",), (0,)),
+        "wrong": rows_script.Row(2, "", ("train status2", "compare status0"), (0, 0)),
     }
-    monkeypatch.setattr(script, "ROWS", rows)
+    monkeypatch.setattr(rows_script, "ROWS", rows)
 
     def run(*arguments: str) -> tuple[int, list[str]]:
         monkeypatch.setattr(sys, "argv", ["gpu", "--dir", str(tmp_path / "runs"), *arguments])
         said.write_text("")
-        return script.main(), said.read_text().splitlines()
+        return rows_script.main(), said.read_text().splitlines()
 
     return run
 

@@ -30,7 +30,7 @@ finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 seeds = st.integers(0, 2**32)
 
 
-def fp32(bits: int) -> float:
+def fp32_of_bits(bits: int) -> float:
     return struct.unpack("<f", struct.pack("<I", bits))[0]
 
 
@@ -66,8 +66,10 @@ def counted(values: list[float]) -> Fraction:
 def nearest(result: float, square: Fraction) -> bool:
     """Whether no fp32 number is closer to the root of `square` than `result`; no root is taken."""
     here = bits_of_float(result)
-    below = (Fraction(fp32(here)) + Fraction(fp32(here - 1))) / 2 if here else Fraction(0)
-    above = (Fraction(fp32(here)) + Fraction(fp32(here + 1) if here < bits_of_float(MAX) else 2**128)) / 2
+    below = (Fraction(fp32_of_bits(here)) + Fraction(fp32_of_bits(here - 1))) / 2 if here else Fraction(0)
+    above = (
+        Fraction(fp32_of_bits(here)) + Fraction(fp32_of_bits(here + 1) if here < bits_of_float(MAX) else 2**128)
+    ) / 2
     return below**2 <= square <= above**2
 
 
@@ -153,10 +155,10 @@ def test_the_norm_of_many_is_within_an_ulp_of_fp64(seed, width):
         ([TINY], TINY),
         ([TINY] * 9, 3 * TINY),
         ([-(2.0**-126), TINY], 2.0**-126),
-        ([1e-38, 0.0], fp32(bits_of_float(1e-38))),
+        ([1e-38, 0.0], fp32_of_bits(bits_of_float(1e-38))),
         ([MAX], MAX),
         ([MAX, MAX], math.inf),
-        ([1.0] * 1000 + [1e-30] * 1000, fp32(bits_of_float(math.sqrt(1000)))),
+        ([1.0] * 1000 + [1e-30] * 1000, fp32_of_bits(bits_of_float(math.sqrt(1000)))),
         ([1.0, math.inf], math.inf),
         ([-math.inf], math.inf),
         ([1.0, math.nan], math.nan),

@@ -15,7 +15,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 MODELS = ("qwen3_8b", "qwen3_moe_toy", "nemotron3_nano_toy")
 
 
-def of(model: str, *overrides: str, device: str = "gpu") -> dict:
+def identity_of(model: str, *overrides: str, device: str = "gpu") -> dict:
     return identity(compose(model, overrides, device=device).config, None)
 
 
@@ -37,7 +37,7 @@ SAME = (
 def test_a_run_of_another_layout_is_the_same_run(model, overrides):
     # These are part of the identity, and here for both.
     batch = [o for o in overrides if o.startswith(("gbs=", "numerics"))]
-    assert of(model, *overrides) == of(model, *batch)
+    assert identity_of(model, *overrides) == identity_of(model, *batch)
 
 
 # Override, and the keys that it changes.
@@ -56,14 +56,14 @@ OTHER = (
 
 @pytest.mark.parametrize("override, keys", OTHER, ids=[o for o, _ in OTHER])
 def test_a_run_with_another_result_is_another_run(override, keys):
-    before, after = of("qwen3_8b"), of("qwen3_8b", override)
+    before, after = identity_of("qwen3_8b"), identity_of("qwen3_8b", override)
     changed = {key for key in before | after if before.get(key) != after.get(key)}
     assert keys <= changed
     assert changed - keys <= {"optimizer.bf16", "optimizer.fp16"}
 
 
 def test_models_differ():
-    assert len({repr(of(model)) for model in MODELS}) == len(MODELS)
+    assert len({repr(identity_of(model)) for model in MODELS}) == len(MODELS)
 
 
 def test_data_is_known_by_its_content_and_not_by_its_place():
@@ -80,7 +80,7 @@ def test_data_is_known_by_its_content_and_not_by_its_place():
 
 
 def test_an_unset_decay_is_as_long_as_the_run():
-    assert of("qwen3_8b", "iters=7")["scheduler.lr_decay_iters"] == 7
+    assert identity_of("qwen3_8b", "iters=7")["scheduler.lr_decay_iters"] == 7
     tree = compose("qwen3_8b", ["iters=7"]).config.sections
     tree["scheduler"]["lr_decay_iters"] = 50
     assert identity(RunConfig(tree), None)["scheduler.lr_decay_iters"] == 50
@@ -132,7 +132,7 @@ LEFT_OUT = {
 }
 
 
-def fields(tree: dict) -> dict:
+def fields_of(tree: dict) -> dict:
     """Every `section.field` of the sections that count, and its value."""
     sections = {name: tree[name] for name in table.SECTIONS if isinstance(tree[name], dict)}
     return {f"{name}.{field}": value for name, section in sections.items() for field, value in section.items()}
@@ -140,14 +140,16 @@ def fields(tree: dict) -> dict:
 
 def test_what_is_left_out_is_what_this_list_says():
     trees = [compose(model, device=device).config.sections for model in MODELS for device in ("cpu", "gpu")]
-    assert {key for tree in trees for key in fields(tree).keys() - identity(RunConfig(tree), None).keys()} == LEFT_OUT
+    assert {
+        key for tree in trees for key in fields_of(tree).keys() - identity(RunConfig(tree), None).keys()
+    } == LEFT_OUT
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_other_field_counts(model):
     tree = compose(model, device="gpu").config.sections
     before = identity(RunConfig(tree), None)
-    for key in fields(tree).keys() - LEFT_OUT:
+    for key in fields_of(tree).keys() - LEFT_OUT:
         section, field = key.split(".")
         changed = tree | {section: tree[section] | {field: "another"}}
         after = identity(RunConfig(changed), None)

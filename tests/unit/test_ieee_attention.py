@@ -24,7 +24,7 @@ def attention_operands(s, b, h, g, d, size=1.0):
     return [(size * torch.randn(*shape, generator=generator)).bfloat16() for shape in shapes]
 
 
-def words(x):
+def words_of(x):
     return x.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 
@@ -32,7 +32,7 @@ def exact_bf16_product(a, b):
     return bf16_product(a, b).view(np.float32)
 
 
-def bf16(x):
+def to_bf16(x):
     return ROUND(x).astype(np.uint16)
 
 
@@ -60,16 +60,16 @@ def defined(q, k, v, do, scale):
         top = np.where(after, -np.inf, s).max(1, keepdims=True).astype(np.float32) * c
         e = np.where(after, np.float32(0), EXPONENTIAL(s, c, top))
         inverse = np.float32(1) / added_in_lanes(e)[:, None]
-        out = bf16(exact_bf16_product(bf16(e), v) * inverse)
+        out = to_bf16(exact_bf16_product(to_bf16(e), v) * inverse)
         along = folded(widened_bits(gradient) * widened_bits(out))[:, None]
         p = e * inverse
-        ds = np.where(after, 0, bf16((exact_bf16_product(gradient, v.T) - along) * p)).astype(np.uint16)
+        ds = np.where(after, 0, to_bf16((exact_bf16_product(gradient, v.T) - along) * p)).astype(np.uint16)
         outs.append(out)
         inverses.append(inverse[:, 0])
-        dqs.append(bf16(exact_bf16_product(ds, k) * scale))
+        dqs.append(to_bf16(exact_bf16_product(ds, k) * scale))
         dks.append(exact_bf16_product(ds.T, query))
-        dvs.append(exact_bf16_product(bf16(p).T, gradient))
-    return outs, inverses, dqs, bf16(of_heads(dks) * scale), bf16(of_heads(dvs))
+        dvs.append(exact_bf16_product(to_bf16(p).T, gradient))
+    return outs, inverses, dqs, to_bf16(of_heads(dks) * scale), to_bf16(of_heads(dvs))
 
 
 def of_heads(parts):
@@ -84,9 +84,9 @@ def differing_from_definition(shape, size):
     scale = d**-0.5
     attended = attention_forward(query, key, value, scale)
     grads = attention_backward(gradient, query, key, value, attended, scale)
-    found = [words(x) for x in (attended.out, *grads)]
+    found = [words_of(x) for x in (attended.out, *grads)]
     per, names = h // g, set()
-    q, k, v, do = map(words, (query, key, value, gradient))
+    q, k, v, do = map(words_of, (query, key, value, gradient))
     for sample in range(b):
         for group in range(g):
             heads = range(group * per, (group + 1) * per)

@@ -38,7 +38,7 @@ RECORD = StepRecord(
 )
 
 
-def read_back(header: Header, *records: StepRecord):
+def read_back_ledger(header: Header, *records: StepRecord):
     return parse(FILE, b"".join([encode_header(header), *(encode_step(record, header) for record in records)]))
 
 
@@ -53,7 +53,7 @@ def test_what_is_written_is_read_back(gradients, weights, initial, traced, diver
     record = replace(RECORD, gradients=gradients, weights=weights)
     record = replace(record, trace=RECORD.trace if traced else None, diverged=RECORD.diverged if diverged else ())
     header = replace(HEADER, initial=initial)
-    ledger = read_back(header, record)
+    ledger = read_back_ledger(header, record)
     assert (ledger.header, ledger.steps) == (header, (record,))
 
 

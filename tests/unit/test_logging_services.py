@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.unit.refusals import problems_of
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.relations import EXPERIMENTS
-from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import needed
 from tp_invariant_recipes.launch import experiments
 from tp_invariant_recipes.runs import places
@@ -24,12 +24,6 @@ def filled(tmp_path, *words: str) -> tuple[dict, dict[str, str]]:
     composed = compose("qwen3_toy", words, device="cpu")
     fields = experiments.logger_fields(composed.config, RunDir(tmp_path / "run"))
     return composed.config.section("logger") | fields, experiments.variables(composed.config)
-
-
-def problems(*words: str) -> list[str]:
-    with pytest.raises(ConfigError) as refused:
-        compose("qwen3_toy", words, device="cpu")
-    return list(refused.value.problems)
 
 
 @pytest.mark.parametrize("kind", EXPERIMENTS)
@@ -86,7 +80,7 @@ SECRETS = (
 @pytest.mark.parametrize("override, says", SECRETS)
 def test_a_secret_is_refused_without_its_value(override, says):
     kind = "comet" if "comet" in override else "mlflow"
-    (problem,) = problems(f"logging={kind}", override)
+    (problem,) = problems_of(f"logging={kind}", override)
     assert problem.startswith(says)
     assert "hunter2" not in problem
 
@@ -102,7 +96,7 @@ def test_a_secret_is_refused_without_its_value(override, says):
     ),
 )
 def test_what_no_service_would_read_is_refused(words, says):
-    (problem,) = problems(*words)
+    (problem,) = problems_of(*words)
     assert problem.startswith(says)
 
 

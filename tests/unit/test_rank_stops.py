@@ -34,7 +34,7 @@ def deaf():
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch):
+def _short_waits(monkeypatch):
     monkeypatch.setattr(ranks, "PATIENCE", 0.3)
     monkeypatch.setattr(ranks, "POLL", 0.01)
 

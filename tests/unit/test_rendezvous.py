@@ -27,7 +27,7 @@ STEP = {
 
 
 @pytest.fixture(autouse=True)
-def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def names_joined(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Names that have an address; no other has one."""
     known: dict[str, str] = {}
 
@@ -51,8 +51,8 @@ def test_a_place_is_what_srun_says():
 @pytest.mark.parametrize(
     "listed, first", (("n[03-05,7]", "n03"), ("m1,n[2-3]", "m1"), ("gpu-a[7],b1", "gpu-a7"), ("alone", "alone"))
 )
-def test_the_first_node_is_found_by_its_name(names, listed, first):
-    names[first] = "10.9.9.9"
+def test_the_first_node_is_found_by_its_name(names_joined, listed, first):
+    names_joined[first] = "10.9.9.9"
     assert rendezvous.node_info(STEP | {"SLURM_STEP_NODELIST": listed}).address == "10.9.9.9"
 
 

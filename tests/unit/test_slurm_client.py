@@ -43,7 +43,7 @@ def command(tmp_path, monkeypatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def asked(tmp_path) -> Callable[[], list]:
+def asked_of_slurm(tmp_path) -> Callable[[], list]:
     """What the commands were called with: words and environment of each call."""
     return lambda: [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
 
@@ -57,7 +57,7 @@ ROWS = """\
 """
 
 
-def test_the_queue_is_read(command, asked):
+def test_the_queue_is_read(command, asked_of_slurm):
     command("squeue", ROWS)
     command("scontrol", "n2\nn3\n")
     assert slurm_client.queue() == [
@@ -67,15 +67,15 @@ def test_the_queue_is_read(command, asked):
         Queued("9", None, "x", "RUNNING", "None", None, ("n1", "m4")),
         Queued("10", None, "y", "COMPLETED", "None", None, ("n1",)),
     ]
-    assert "--me" in asked()[0][0]
-    assert asked()[1][0] == ["show", "hostnames", "n[2-3]"]
+    assert "--me" in asked_of_slurm()[0][0]
+    assert asked_of_slurm()[1][0] == ["show", "hostnames", "n[2-3]"]
 
 
-def test_only_what_is_asked_for_is_looked_up(command, asked):
+def test_only_what_is_asked_for_is_looked_up(command, asked_of_slurm):
     command("squeue")
     assert slurm_client.queue(["7", "8_0"]) == []
     assert slurm_client.queue([]) == []
-    assert [words for words, _ in asked()] == [
+    assert [words for words, _ in asked_of_slurm()] == [
         ["--noheader", "--states=all", "--format=%F|%K|%T|%r|%L|%N|%j", "--jobs=7,8_0"]
     ]
 
@@ -95,7 +95,7 @@ def test_a_job_that_has_ended_is_over(state):
     assert Queued("7", None, "x", state, "None", None, ()).over
 
 
-def test_the_accounts_are_read(command, asked):
+def test_the_accounts_are_read(command, asked_of_slurm):
     command("sacct", "7|COMPLETED|0:0\n8_0|FAILED|2:0\n8_1|CANCELLED by 1000|0:15\n9|RUNNING|0:0\n")
     assert slurm_client.accounting(["7", "8", "9"]) == {
         "7": Accounted("COMPLETED", 0),
@@ -103,7 +103,7 @@ def test_the_accounts_are_read(command, asked):
         "8_1": Accounted("CANCELLED", 143),
         "9": Accounted("RUNNING", 0),
     }
-    assert asked()[0][0][-1] == "--jobs=7,8,9"
+    assert asked_of_slurm()[0][0][-1] == "--jobs=7,8,9"
 
 
 def test_without_accounts_nothing_is_known(command):
@@ -122,10 +122,10 @@ def test_the_partitions_are_read(command):
     ]
 
 
-def test_cancelling_asks_for_each_job_and_forgives_those_that_are_gone(command, asked):
+def test_cancelling_asks_for_each_job_and_forgives_those_that_are_gone(command, asked_of_slurm):
     command("scancel", err="scancel: error: Kill job error on job id 7: Invalid job id specified\n", status=1)
     slurm_client.cancel(["7", "8_0"])
-    assert [words for words, _ in asked()] == [["7"], ["8_0"]]
+    assert [words for words, _ in asked_of_slurm()] == [["7"], ["8_0"]]
 
 
 def test_a_job_of_somebody_else_is_not_cancelled_in_silence(command):
@@ -146,30 +146,30 @@ def script(tmp_path):
 
 
 @pytest.mark.parametrize("answer", ("12\n", "12;cluster\n"))
-def test_submitting_gives_the_id(command, asked, script, answer):
+def test_submitting_gives_the_id(command, asked_of_slurm, script, answer):
     command("sbatch", answer)
     assert slurm_client.sbatch(script, ["--dependency=afterany:7"]) == "12"
-    assert asked()[0][0] == ["--parsable", "--dependency=afterany:7", str(script)]
+    assert asked_of_slurm()[0][0] == ["--parsable", "--dependency=afterany:7", str(script)]
 
 
-def test_the_script_says_more_than_variables(command, asked, script, monkeypatch):
+def test_the_script_says_more_than_variables(command, asked_of_slurm, script, monkeypatch):
     command("sbatch", "12\n")
     dropped = ("SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_TEST_ONLY")
     kept = ("SBATCH_ACCOUNT", "SLURM_CONF", "SLURM_MEM_PER_NODE", "MY_OWN")
     for name in (*dropped, *kept):
         monkeypatch.setenv(name, "x")
     slurm_client.sbatch(script, [])
-    given = asked()[0][1]
+    given = asked_of_slurm()[0][1]
     assert [name for name in dropped if name in given] == []
     assert [name for name in kept if name not in given] == []
 
 
-def test_a_job_submitted_in_a_job_is_not_a_part_of_it(command, asked, script, monkeypatch):
+def test_a_job_submitted_in_a_job_is_not_a_part_of_it(command, asked_of_slurm, script, monkeypatch):
     command("sbatch", "12\n")
     for name in ("SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "SLURM_NTASKS", "SLURM_CONF"):
         monkeypatch.setenv(name, "x")
     slurm_client.sbatch(script, [])
-    assert [name for name in asked()[0][1] if name.startswith("SLURM")] == ["SLURM_CONF"]
+    assert [name for name in asked_of_slurm()[0][1] if name.startswith("SLURM")] == ["SLURM_CONF"]
 
 
 # SLURM's words on standard error, and what the message must advise beside them.

@@ -51,7 +51,7 @@ def verified(*, exitfirst: bool = False) -> MatrixVerdict:
     return verify.execute(planned, lambda *_: nullcontext(), exitfirst=exitfirst)
 
 
-def states(verdict: MatrixVerdict) -> list[str]:
+def cell_states(verdict: MatrixVerdict) -> list[str]:
     return [row.state for row in verdict.rows]
 
 
@@ -59,7 +59,7 @@ def test_every_cell_runs_unless_asked_otherwise(monkeypatch):
     trained = trains(monkeypatch, tp2=OTHER)
     verdict = verified()
     assert trained == ["tp1", "tp2", "tp4"]
-    assert (verdict.exit_status, states(verdict)) == (1, ["reference", "different", "identical"])
+    assert (verdict.exit_status, cell_states(verdict)) == (1, ["reference", "different", "identical"])
 
 
 def test_it_ends_with_the_first_that_differs_and_says_different(monkeypatch):
@@ -67,7 +67,7 @@ def test_it_ends_with_the_first_that_differs_and_says_different(monkeypatch):
     verdict = verified(exitfirst=True)
     assert trained == ["tp1", "tp2"]
     assert (verdict.verdict, verdict.exit_status) == ("different", 1)
-    assert states(verdict) == ["reference", "different", "not run"]
+    assert cell_states(verdict) == ["reference", "different", "not run"]
     assert verdict.remarks[-1] == "--exitfirst: tp=4 did not run; tpi verify --last-failed --dir m trains the rest."
     assert judge(Path("m")).exit_status == 2  # of the directory alone, a cell is missing
 
@@ -91,7 +91,7 @@ def test_what_has_not_passed_is_planned_again_and_the_rest_is_kept(monkeypatch):
     trained = trains(monkeypatch)
     verdict = verify.execute(again, lambda *_: nullcontext())
     assert trained == ["tp2", "tp4"]
-    assert (verdict.exit_status, states(verdict)) == (0, ["reference", "identical", "identical"])
+    assert (verdict.exit_status, cell_states(verdict)) == (0, ["reference", "identical", "identical"])
     assert Path("m/tp1/ledger.jsonl").stat().st_mtime_ns == kept
     assert len(attempts.read_attempts(RunDir(Path("m/tp2")))) == 1
     assert len(attempts.read_attempts(RunDir(Path("m/tp4")))) == 2

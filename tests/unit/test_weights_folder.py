@@ -107,7 +107,7 @@ def _other_head(config, tensors):
     tensors["lm_head.weight"] = (dtype, shape, data[::-1])
 
 
-def _missing(config, tensors):
+def _missing_tensor(config, tensors):
     for number in range(2):
         del tensors[f"model.layers.{number}.mlp.up_proj.weight"]
 
@@ -141,7 +141,7 @@ CHANGED = {
     _window: "its config.json has use_sliding_window=true, and tpi imports no such model",
     _untied: "its tie_word_embeddings is false; model.share_embeddings_and_output_weights=false, not true",
     _other_head: "lm_head.weight and model.embed_tokens.weight differ, and its config.json ties them",
-    _missing: "there is no tensor model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight",
+    _missing_tensor: "there is no tensor model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight",
     _more: "no place in the model for the tensor model.layers.2.mlp.up_proj.weight",
     _narrow: "the shape of model.layers.0.mlp.up_proj.weight [128, 256] instead of [256, 128]",
     _quantised: "model.norm.weight is F8_E4M3, and tpi takes BF16, F16, F32",

@@ -75,7 +75,7 @@ def commands(rng: random.Random) -> Iterator[Words]:
         yield [_typo(rng, rng.choice(known), known.__contains__), "qwen3_toy"]
 
 
-def options(rng: random.Random) -> Iterator[Words]:
+def option_typos(rng: random.Random) -> Iterator[Words]:
     known = ("--json", "--trace", "--resume", "--continue", "--launcher", "--verbose", "--dir", "--steps", "--help")
     taken = {*known, "--seq"}
     while True:
@@ -91,7 +91,7 @@ def keys(rng: random.Random) -> Iterator[Words]:
         yield _composing(rng, f"{key}={rng.choice(('1', '2', 'true', 'x'))}")
 
 
-def fields(rng: random.Random) -> Iterator[Words]:
+def field_typos(rng: random.Random) -> Iterator[Words]:
     while True:
         section = rng.choice(COMMON)
         known = SECTIONS[section]
@@ -422,9 +422,9 @@ def option_values(rng: random.Random) -> Iterator[Words]:
 
 CLASSES = (
     commands,
-    options,
+    option_typos,
     keys,
-    fields,
+    field_typos,
     models,
     choices,
     types,
