@@ -78,9 +78,13 @@ LATE = (
     "multiprocessing.popen_fork",
     "multiprocessing.sharedctypes",
     "omegaconf._impl",
+    "pydantic.dataclasses",
     "pydantic.type_adapter",
+    "pydantic.types",
     "rich._emoji_codes",
     "tp_invariant_recipes.host.cpu",
+    "typer._adapters",
+    "typer._click.decorators",
 )
 
 # Packages of ours that a launcher or its ranks import.
