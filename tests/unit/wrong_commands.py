@@ -147,19 +147,9 @@ def ranges(rng: random.Random) -> Iterator[Words]:
 
 def short_numbers(rng: random.Random) -> Iterator[Words]:
     values = (
-        "-1",
-        "nan",
-        "inf",
-        "-inf",
-        "1e400",
-        "99999999999999999999999999",
-        "1.5",
-        "abc",
-        "[1]",
-        "true",
-        "null",
+        "-1", "nan", "inf", "-inf", "1e400", "99999999999999999999999999", "1.5", "abc", "[1]", "true", "null",
         "0x",
-    )
+    )  # fmt: skip
     while True:
         key = rng.choice([key.name for key in SHORT_KEYS.values() if key.type is int])
         yield _composing(rng, f"{key}={rng.choice(values)}")
@@ -264,18 +254,8 @@ def missing(rng: random.Random) -> Iterator[Words]:
 
 def unicode(rng: random.Random) -> Iterator[Words]:
     rows = (
-        "ｔｐ=2",
-        "tp=２",
-        "tр=2",
-        "tp\u200b=2",
-        "\u202etp=2",
-        "tp=2\u00a0",
-        "tp＝2",
-        "🎉=1",
-        "seed=٣",
-        "tp=½",
-        "е=1",
-    )
+        "ｔｐ=2", "tp=２", "tр=2", "tp\u200b=2", "\u202etp=2", "tp=2\u00a0", "tp＝2", "🎉=1", "seed=٣", "tp=½", "е=1",
+    )  # fmt: skip
     rows += ("model.num_layers=二", "tp=\udcff", "\udcfe=1", "tp=2\u2028pp=2", "ﬁeld=1", "tp=−2", "lr=1e−3", "lr=1，5")
     while True:
         yield _composing(rng, rng.choice(rows), *rng.choice(([], ["iters=3"], ["seed=5"])))
@@ -293,21 +273,9 @@ def controls(rng: random.Random) -> Iterator[Words]:
 
 def empty(rng: random.Random) -> Iterator[Words]:
     rows = (
-        "",
-        "=",
-        "=2",
-        "tp=",
-        "tp",
-        " ",
-        "\t",
-        "tp= =2",
-        "==",
-        "lr=",
-        "model.=1",
-        ".num_layers=1",
-        "model=",
+        "", "=", "=2", "tp=", "tp", " ", "\t", "tp= =2", "==", "lr=", "model.=1", ".num_layers=1", "model=",
         "numerics=",
-    )
+    )  # fmt: skip
     rows += ("model..num_layers=2", "data=", "model.num_layers=", "seed=", "+", "++", "++=1", "mixed_precision.=x")
     while True:
         yield _composing(rng, rng.choice(rows), *rng.choice(([], ["iters=3"], [""])))
@@ -315,87 +283,35 @@ def empty(rng: random.Random) -> Iterator[Words]:
 
 def quoting(rng: random.Random) -> Iterator[Words]:
     rows = (
-        "tp=2 pp=2",
-        "'tp=2'",
-        '"tp=2"',
-        "tp='2",
-        'tp="2',
-        "tp=[1,",
-        "tp={a",
-        "tp=(2)",
-        "tp=2)",
-        "tp=${",
-        "tp=${x",
+        "tp=2 pp=2", "'tp=2'", '"tp=2"', "tp='2", 'tp="2', "tp=[1,", "tp={a", "tp=(2)", "tp=2)", "tp=${", "tp=${x",
         "tp=$(2)",
-    )
+    )  # fmt: skip
     rows += (
-        "tp=`2`",
-        "tp=\\2",
-        "tp=%2",
-        "tp=2'",
-        "'tp'=2",
-        "tp='",
-        'tp="',
-        "model.num_layers='2",
-        "tp={}",
-        "tp=[]",
+        "tp=`2`", "tp=\\2", "tp=%2", "tp=2'", "'tp'=2", "tp='", 'tp="', "model.num_layers='2", "tp={}", "tp=[]",
         "tp=2\n",
-    )
+    )  # fmt: skip
     while True:
         yield _composing(rng, rng.choice(rows), *rng.choice(([], ["iters=3"], ["seed=5"])))
 
 
 def shell(rng: random.Random) -> Iterator[Words]:
     rows = (
-        "|",
-        "&&",
-        ">",
-        ">log",
-        "2>&1",
-        ";",
-        "tp=2;",
-        "tp=2,",
-        "#",
-        "# tp=2",
-        "\\",
-        "*",
-        "~",
-        "~tp",
-        "-",
-        "$HOME",
-        "!",
-        "tp",
-        "..",
-    )
+        "|", "&&", ">", ">log", "2>&1", ";", "tp=2;", "tp=2,", "#", "# tp=2", "\\", "*", "~", "~tp", "-", "$HOME",
+        "!", "tp", "..",
+    )  # fmt: skip
     rows += (
-        "tp=2&",
-        "tp:2",
-        "tp==2",
-        "tp->2",
-        "--tp=2",
-        "-tp=2",
-        "tp+=2",
-        "tp=1,2",
-        "tp=range(1,4)",
-        "seed=choice(1,2)",
-        "~lr",
-    )
+        "tp=2&", "tp:2", "tp==2", "tp->2", "--tp=2", "-tp=2", "tp+=2", "tp=1,2", "tp=range(1,4)",
+        "seed=choice(1,2)", "~lr",
+    )  # fmt: skip
     while True:
         yield _composing(rng, "iters=3", rng.choice(rows), *rng.choice(([], ["grep"], ["seed=5"])))
 
 
 def interpolations(rng: random.Random) -> Iterator[Words]:
     texts = (
-        "oc.env:HOME",
-        "oc.env:NOT_SET",
-        "oc.env:A,b",
-        "now:%Y",
-        "hydra:runtime.cwd",
-        "oc.decode:1",
-        "nothing.there",
-        "x:1",
-        ".",
-    )
+        "oc.env:HOME", "oc.env:NOT_SET", "oc.env:A,b", "now:%Y", "hydra:runtime.cwd", "oc.decode:1",
+        "nothing.there", "x:1", ".",
+    )  # fmt: skip
     while True:
         key = rng.choice(("run.dir", "data.json_key", "cluster.environment.A", "tp", "lr", "logger.wandb_project"))
         yield _composing(rng, f"{key}=${{{rng.choice(texts)}}}")
@@ -421,24 +337,6 @@ def option_values(rng: random.Random) -> Iterator[Words]:
 
 
 CLASSES = (
-    commands,
-    option_typos,
-    keys,
-    field_typos,
-    models,
-    choices,
-    types,
-    ranges,
-    short_numbers,
-    infinities,
-    relations,
-    contradictions,
-    missing,
-    unicode,
-    controls,
-    empty,
-    quoting,
-    shell,
-    interpolations,
-    option_values,
-)
+    commands, option_typos, keys, field_typos, models, choices, types, ranges, short_numbers, infinities,
+    relations, contradictions, missing, unicode, controls, empty, quoting, shell, interpolations, option_values,
+)  # fmt: skip
