@@ -72,7 +72,7 @@ def test_a_matrix_composes_each_cell_once(compositions):
     verify.new("qwen3_toy", ["tp=1,2,4"], against=None, directory=None)
     assert len(compositions) == 3
     compositions.clear()
-    submit.verification("qwen3_toy", ["tp=1,2,4", "slurm.time=5", *CPUS], against=None, directory=None)
+    submit.several("verify", "qwen3_toy", ["tp=1,2,4", "slurm.time=5", *CPUS], directory=None)
     assert len(compositions) == 3
 
 

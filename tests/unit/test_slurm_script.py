@@ -59,7 +59,7 @@ def _scripts(model: str, overrides: tuple[str, ...], directory: str | None) -> t
     if directory is None:
         found = submit.train(model, list(overrides), dry=True)
     else:
-        found = submit.verification(model, list(overrides), against=None, directory=Path(directory), dry=True)
+        found = submit.several("verify", model, list(overrides), directory=Path(directory), dry=True)
     return tuple(one.text for one in found.scripts)
 
 
@@ -382,7 +382,7 @@ def test_setup_is_there_for_srun(play, tmp_path):
 
 def test_a_sweep_is_an_array_and_a_job_that_lists_its_runs():
     asked = ["lr=1e-3,3e-4", "seed=1,2", *THROWAWAY, "slurm.time=5", 'slurm.setup=["module load a"]']
-    found = submit.sweep("qwen3_toy", asked, directory=Path("/runs/s"), dry=True)
+    found = submit.several("sweep", "qwen3_toy", asked, directory=Path("/runs/s"), dry=True)
     array, judge = (one.text for one in found.scripts)
     assert found.cells == ("lr-0.001-seed1", "lr-0.001-seed2", "lr-0.0003-seed1", "lr-0.0003-seed2")
     assert "#SBATCH --array=0-3" in array

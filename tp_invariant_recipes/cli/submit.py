@@ -115,12 +115,10 @@ def _planned(
         return launch.resume(resume, requested, after=after, dry=dry, progress=progress)
     if model is None:
         raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
-    if kind["--verify"]:
-        return launch.verification(
-            model, requested, against=against, directory=directory, after=after, dry=dry, progress=progress
-        )
-    if kind["--sweep"]:
-        return launch.sweep(model, requested, directory=directory, after=after, dry=dry, progress=progress)
+    if kind["--verify"] or kind["--sweep"]:
+        command = "verify" if kind["--verify"] else "sweep"
+        settings: Any = {"directory": directory, "against": against, "after": after, "dry": dry, "progress": progress}
+        return launch.several(command, model, requested, **settings)
     return launch.train(model, requested, after=after, dry=dry, progress=progress)
 
 

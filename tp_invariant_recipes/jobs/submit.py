@@ -125,56 +125,27 @@ def _job_run(composed: Composed, where: RunDir) -> Composed:
     return replace(composed, overrides=(*_run_overrides(composed), parse(f"run.dir={where.path}"), parse(IN_A_JOB)))
 
 
-def verification(
-    model: str,
-    overrides: Sequence[str],
-    *,
-    against: Path | None,
-    directory: Path | None,
-    after: Sequence[str] = (),
-    dry: bool = False,
-    progress: Progress = None,
-) -> PlannedSubmission:
-    """Plan the jobs of a matrix: an array of the cells, and one job that judges them. Raises as `train` does.
-
-    against, directory: as for `verify.new`. after, dry, progress: as for `train`.
-    """
-    plan_cells = partial(verify.new, against=against, progress=progress, here=False, dry=dry)
-    return _array("verify", plan_cells, model, overrides, directory, after, dry=dry)
-
-
-def sweep(
-    model: str,
-    overrides: Sequence[str],
-    *,
-    directory: Path | None,
-    after: Sequence[str] = (),
-    dry: bool = False,
-    progress: Progress = None,
-) -> PlannedSubmission:
-    """Plan the jobs of a sweep: an array of the runs, and one job that lists them. Raises as `train` does.
-
-    directory: as for `sweep.new`. after, dry, progress: as for `train`.
-    """
-    plan_cells = partial(sweeping.new, progress=progress, here=False, dry=dry)
-    return _array("sweep", plan_cells, model, overrides, directory, after, dry=dry)
-
-
 # Command of several runs -> the command of the job that summarizes them when all have ended.
 SUMMARY_COMMANDS = {"verify": ("verify", "--recheck"), "sweep": ("sweep", "--results")}
 
 
-def _array(
+def several(
     kind: str,
-    plan_cells: Callable[..., verify.Verification],
     model: str,
     overrides: Sequence[str],
-    directory: Path | None,
-    after: Sequence[str],
     *,
-    dry: bool,
+    directory: Path | None,
+    against: Path | None = None,
+    after: Sequence[str] = (),
+    dry: bool = False,
+    progress: Progress = None,
 ) -> PlannedSubmission:
-    """kind: a key of SUMMARY_COMMANDS. plan_cells: `verify.new` or `sweep.new`, partially applied."""
+    """Plan the jobs of a verify or sweep: an array of the runs, and one job that judges or lists them.
+
+    kind: a key of SUMMARY_COMMANDS. directory, against: as for `verify.new`; a sweep takes no `against`. after, dry,
+    progress: as for `train`. Raises as `train` does.
+    """
+    plan_cells = partial(verify.new, against=against) if kind == "verify" else sweeping.new
     problems, sound = reserved.check("submit", parse_all(overrides))
     axes, _ = matrix.spread(sound, [])
     problems += [
@@ -189,7 +160,7 @@ def _array(
 
     def on(device: str) -> verify.Verification:
         requested = sound if given(sound, "device.kind") else [parse(f"device={device}"), *sound]
-        return plan_cells(model, requested, directory=path)
+        return plan_cells(model, requested, directory=path, progress=progress, here=False, dry=dry)
 
     found = plan.for_nodes(on, lambda found: next(iter(found.plans.values())).config, sound)
     configs = {name: planned.composed.config for name, planned in found.plans.items()}

@@ -29,7 +29,7 @@ class Tail:
     """Reads the progress file as it grows.
 
     steps: the last step's number. kind: the fields of a line. position: where the next look starts.
-    strange: the first line of another kind, and what is wrong with it; it is not shown, and the watcher says so once.
+    strange: the first line of another kind, and what is wrong with it. reported: whether the watcher has said so.
     """
 
     file: Path
@@ -38,6 +38,7 @@ class Tail:
     position: int = 0
     events: list[Any] = field(default_factory=list)
     strange: str | None = None
+    reported: bool = False
 
     def __post_init__(self) -> None:
         self.position = self.file.stat().st_size if self.file.exists() else 0  # an earlier attempt's steps are not news
@@ -67,6 +68,12 @@ class Tail:
         self.events = [*self.events, *fresh][-WINDOW:]
         return fresh
 
+    def report_strange(self, console: Console) -> None:
+        """Print `strange`, once."""
+        if self.strange and not self.reported:
+            self.reported = True
+            console.print(Text(self.strange), soft_wrap=True)
+
     def tokens_per_second(self) -> float:
         """Over the last steps, without the first, which compiles and warms up."""
         timed = self.events[1:] or self.events
@@ -79,25 +86,11 @@ class Tail:
         return (self.steps - self.events[-1].step) * sum(e.seconds for e in timed) / len(timed)
 
 
-class Remark:
-    """Says once what a `Tail` could not show."""
-
-    def __init__(self, tail: Tail, console: Console) -> None:
-        self.tail, self.console, self.said = tail, console, False
-
-    def __call__(self) -> None:
-        """Say it, if it is there."""
-        if self.tail.strange and not self.said:
-            self.said = True
-            self.console.print(Text(self.tail.strange), soft_wrap=True)
-
-
 class Bar:
     """A live progress bar. Use as a context manager; call it to refresh."""
 
     def __init__(self, plan: Plan, console: Console) -> None:
         self.tail = Tail(plan.run_dir.progress, plan.steps)
-        self.remark = Remark(self.tail, console)
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -123,7 +116,7 @@ class Bar:
             self.progress.update(
                 self.task, description="training", completed=event.step, figures=_figures(event, self.tail)
             )
-        self.remark()
+        self.tail.report_strange(self.progress.console)
 
 
 class Lines:
@@ -132,7 +125,6 @@ class Lines:
     def __init__(self, plan: Plan, console: Console) -> None:
         self.plan, self.console = plan, console
         self.tail = Tail(plan.run_dir.progress, plan.steps)
-        self.remark = Remark(self.tail, console)
         self.printed = 0.0
 
     def __enter__(self) -> "Lines":
@@ -152,7 +144,7 @@ class Lines:
                 left = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_left()))
                 step = f"step {event.step:>5}/{self.plan.steps}"
                 self.console.print(f"{step}  {_figures(event, self.tail)}  {left} left", highlight=False)
-        self.remark()
+        self.tail.report_strange(self.console)
 
 
 class Echo(Lines):

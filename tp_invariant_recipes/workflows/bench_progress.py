@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from tp_invariant_recipes.launch.progress import PLAIN, Remark, Tail
+from tp_invariant_recipes.launch.progress import PLAIN, Tail
 from tp_invariant_recipes.runs.bench_dir import BenchDir, Figures, Pass
 
 
@@ -16,7 +16,6 @@ class Passes:
         self.current: int | None = None
         total = sum(one.steps for one in passes)
         self.tail = Tail(bench_dir.figures(0), total, Figures)
-        self.remark = Remark(self.tail, console)
         self.progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -40,7 +39,7 @@ class Passes:
         """Show the steps since the last call."""
         for event in self.tail.new():
             self._show(event)
-        self.remark()
+        self.tail.report_strange(self.console)
 
     def _show(self, event: Figures) -> None:
         words = self._words(self.passes[event.pass_])
