@@ -289,7 +289,7 @@ MESSAGES: dict[str, Any] = {
     "orders": {"start": 0, "token": "x", "agreed": {"identity": {"a": 1}, "environment": {"A": "1"}, "versions": {}}},
     "arrived/1": {"name": "n1", "problems": ["p"], "reached": "10.0.0.1"},
     "next": {"port": 1},
-    "failed/1": {"name": "n1", "cause": 1.5, "why": "w", "ours": False, "stands": [STAND]},
+    "failed/1": {"name": "n1", "cause": 1.5, "why": "w", "ours": False, "rank_states": [STAND]},
     "failing": {"hang": True},
     "over": {"outcome": "completed", "requeued": False, "why": None},
     "alive/1": {"round": 1},
@@ -302,7 +302,7 @@ def message_of(key: str) -> Callable[[Path, bytes], None]:
         value = rendezvous.parse(key, data)
         if key.startswith("failed"):
             min(value.cause, 0.0), f"{value.why} {value.name}".encode()
-            assert not value.stands or str(ranks.hanging(value.stands, RunDir(folder)))
+            assert not value.rank_states or str(ranks.hanging(value.rank_states, RunDir(folder)))
         if key == "orders":
             here = rendezvous.Agreed({"A": "2"}, {"A": "2"}, {"A": "2"})
             "\n".join(agent._differences(value.agreed, here, NODE)).encode()

@@ -15,7 +15,7 @@ from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.hang_timeout import Limits, limits, takes_long
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import ranks, stacks
-from tp_invariant_recipes.launch.hang import HangWatch, Stand, message, suspects
+from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.training.heartbeat import First, Heartbeats, Last, Phase, Sign, sign
@@ -160,7 +160,7 @@ def test_ranks_say_where_they_stand_when_those_of_another_machine_hang(launched)
 
     with pytest.raises(ranks.RankFailed) as error:
         launched(wait_in_a_collective, limits=None, tick=tick)
-    assert [(one.rank, one.standing) for one in error.value.stands] == [(0, "waits")]
+    assert [(one.rank, one.standing) for one in error.value.rank_states] == [(0, "waits")]
 
 
 # What follows looks at no process.
@@ -305,20 +305,20 @@ def test_steps_that_take_long(overrides, model, start, long):
     assert {step for step in range(start + 1, 12) if takes_long(RunConfig(tree), step, start)} == long
 
 
-def stand(rank: int, count: int, standing: str, place: str = "in step 4") -> Stand:
-    return Stand(rank, count, place, "has not ended step 4", 90.0, standing, (f"{standing} there",))
+def stand(rank: int, count: int, standing: str, place: str = "in step 4") -> RankState:
+    return RankState(rank, count, place, "has not ended step 4", 90.0, standing, (f"{standing} there",))
 
 
 def test_who_is_behind_is_named_before_all_others():
     """Though it waits, too: a GPU that never ends looks like that."""
-    stands = [stand(0, 9, "waits"), stand(1, 8, "waits", "in step 3"), stand(2, 9, "busy")]
-    assert [one.rank for one in suspects(stands)] == [1]
+    rank_states = [stand(0, 9, "waits"), stand(1, 8, "waits", "in step 3"), stand(2, 9, "busy")]
+    assert [one.rank for one in suspects(rank_states)] == [1]
 
 
 def test_a_stopped_rank_is_to_blame_wherever_it_was():
     """One that waits for it before the end of a step is further behind."""
-    stands = [stand(0, 8, "waits", "in step 3"), stand(1, 9, "stopped", "after step 3")]
-    assert [one.rank for one in suspects(stands)] == [1]
+    rank_states = [stand(0, 8, "waits", "in step 3"), stand(1, 9, "stopped", "after step 3")]
+    assert [one.rank for one in suspects(rank_states)] == [1]
 
 
 def test_of_those_that_are_equally_far_it_is_the_one_that_does_not_wait():
@@ -326,8 +326,8 @@ def test_of_those_that_are_equally_far_it_is_the_one_that_does_not_wait():
 
 
 def test_the_message_of_many_ranks_is_short():
-    stands = [stand(n, 9, "busy" if n == 7 else "waits") for n in range(512)]
-    assert message(stands).splitlines() == [
+    rank_states = [stand(n, 9, "busy" if n == 7 else "waits") for n in range(512)]
+    assert message(rank_states).splitlines() == [
         "rank 7 hangs: it has not ended step 4 for 90 s",
         "  rank 7 in step 4, busy there",
         "  ranks 0, 1, 2, 3, 4, 5, 6, 8, … (511 in all) in step 4, waits there",

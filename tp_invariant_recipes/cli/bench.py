@@ -160,7 +160,7 @@ def _categories(modes: list[dict[str, Any]]) -> Table:
 
 
 def _limits(modes: list[dict[str, Any]]) -> list[str]:
-    """What limits each mode on a GPU, and whether their ratio tells what the modes cost."""
+    """Whether host or GPU limits each mode, and whether their ratio shows the cost of the modes."""
     limited = [mode for mode in modes if mode["limit"]]
     words = {"host": "the host limits it", "gpu": "the GPU limits it"}
     lines = [

@@ -81,12 +81,12 @@ INSTALL_PATHS: dict[str, tuple[str, tuple[str, str] | None]] = {
 
 
 def requested() -> bool:
-    """Whether a shell asks what may follow."""
+    """Whether a shell requests completions."""
     return SHELL in os.environ
 
 
 def answer(root: Any) -> str:
-    """What a shell is told; nothing to an unknown shell. root: the command of all commands."""
+    """The answer to a shell; empty for an unknown shell. root: the command of all commands."""
     if os.environ[SHELL] not in SCRIPTS:
         return ""
     words, incomplete = split(os.environ.get(LINE, ""))
@@ -221,7 +221,7 @@ def _launcher(command: str, words: list[str], incomplete: str) -> tuple[bool, li
     return False, [(word.removeprefix("launcher="), about) for word, about in offers]
 
 
-# What an argument or the value of an option is called in the help -> what completes it. Others may be files.
+# The metavar of an argument or option -> the function that completes it. Others complete files.
 COMPLETIONS: dict[str, Callable[[str, list[str], str], tuple[bool, list[tuple[str, str]]]]] = {
     "MODEL": _model,
     "[KEY=VALUE]…": _override,

@@ -62,7 +62,7 @@ def conformance(
 
 
 def _verdict(checks: "list[tuple[str, Recording, Product]]", as_json: bool) -> None:
-    """Print what each check found; end with the status of a comparison."""
+    """Print the result of each check; exit with the status of a comparison."""
     from tp_invariant_recipes.compare.compare import EXIT_STATUS, Verdict
     from tp_invariant_recipes.portable.conformance import differences
 

@@ -1,4 +1,4 @@
-"""`tpi`: the commands, and what an error looks like."""
+"""`tpi`: the commands, and the format of errors."""
 
 import errno
 import itertools
@@ -132,7 +132,7 @@ def _fail_defect() -> NoReturn:
     _fail(f"this is a defect of tpi {__version__}, not a mistake of yours; the lines above say where")
 
 
-# Options of Hydra's that people try -> what to use instead.
+# Options of Hydra that people try -> the command to use instead.
 HYDRA_OPTIONS = {
     **dict.fromkeys(
         ("-m", "--multirun"),
@@ -143,7 +143,7 @@ HYDRA_OPTIONS = {
 
 
 def _fail_usage(error: Any) -> NoReturn:
-    """Say what is wrong with a command line as typer does, but with control characters as text."""
+    """Print a usage error as typer does, but with control characters as text."""
     message = one_line(error.format_message())
     if hint := HYDRA_OPTIONS.get(getattr(error, "option_name", "")):
         message = f"{message.partition(' Did you mean')[0].rstrip('.')}. {hint}."

@@ -93,7 +93,7 @@ def _composed(model: str, overrides: "list[Override]") -> Mapping[str, Any]:
 
 
 def _run_sections(run: Path, overrides: "list[Override]") -> Mapping[str, Any]:
-    """What a run has recorded or, with overrides, what `--resume` would compose. Raises ConfigError, RunError."""
+    """A run's recorded configuration; with overrides, the one that --resume would compose. Raises a TpiError."""
     from tp_invariant_recipes.launch.request import Request
     from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -132,7 +132,7 @@ def _config_errors() -> Iterator[None]:
 
 
 def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Mapping[str, Any]]:
-    """What a recipe sets, and the run that is made of it."""
+    """The recipe's own settings, and those of a run of the recipe."""
     from tp_invariant_recipes.config.overrides import parse_all
     from tp_invariant_recipes.settings.sections import OWN_KEYS
     from tp_invariant_recipes.sources import recipe_layer

@@ -101,7 +101,7 @@ def _planned(
     dry: bool,
     progress: Any,
 ) -> "PlannedSubmission":
-    """Plan what the options ask for. kind: which of these are given. Raises a TpiError."""
+    """Plan the submission. kind: whether each of these options is given. Raises a TpiError."""
     from tp_invariant_recipes.jobs import submit as launch
 
     given = [option for option, it_is in kind.items() if it_is]

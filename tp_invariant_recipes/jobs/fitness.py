@@ -15,7 +15,7 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 
 def check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> None:
-    """Raises ConfigError that lists `problems` and what is wrong with a job of these runs.
+    """Raises ConfigError that lists `problems` and the problems of a job of these runs.
 
     dry: do not query SLURM.
     """

@@ -139,7 +139,7 @@ class Tails:
 
 
 def _shown(data: bytes) -> bytes:
-    """The text of a log. What a line would have overwritten (a progress bar) stays, as a line of its own."""
+    """The text of a log. A progress bar that overwrites itself becomes one line for each state."""
     text = data.decode("utf-8", "backslashreplace").replace("\r\n", "\n").replace("\r", "\n")
     return visible(text).encode()
 

@@ -35,7 +35,7 @@ class PlannedSubmission:
     validate: lets Bridge validate the runs. Raises ConfigError.
     write:    writes the runs, before the scripts.
     after:    ids of the jobs that must have ended well before the first of these begins.
-    unseen:   what the nodes need and this host cannot check, a line each.
+    unseen:   requirements of the nodes that this host cannot check, a line each.
     left_out: combinations of a matrix that no run can have.
     resumed:  whether the directory holds a run, with which the job goes on.
     """
@@ -71,7 +71,7 @@ class PlannedSubmission:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """What a dry run prints as JSON; documented in slurm/README.md."""
+        """The JSON of a dry run; documented in slurm/README.md."""
         return {
             "schema": registry.SCHEMA,
             "kind": self.kind,

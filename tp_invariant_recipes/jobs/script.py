@@ -99,7 +99,7 @@ def array(job: Job, config: RunConfig, model: str, cells: Sequence[CellStep], di
 
 
 def judge(job: Job, config: RunConfig, command: Sequence[str], directory: Path, needed: Sequence[Path]) -> str:
-    """The script that looks at the cells when all have ended. command: what does, before the directory.
+    """The script that judges or lists the cells when all have ended. command: without the directory.
 
     needed: the paths that it reads.
     """

@@ -61,7 +61,7 @@ def resume(
 ) -> PlannedSubmission:
     """Plan a job that continues a run, wherever it began. Raises a TpiError that lists all problems.
 
-    overrides: what is to change, as for `tpi train --resume`. after, dry, progress: as for `train`.
+    overrides: the changes, as for `tpi train --resume`. after, dry, progress: as for `train`.
     """
     where = RunDir(run.expanduser().absolute())
     before = where.read_run(RunFile)
@@ -80,7 +80,7 @@ def resume(
 
 
 def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[RunConfig]]:
-    """The run with what every try keeps, and its configurations on the most nodes and the fewest."""
+    """The run with the settings that every try keeps, and its configurations on the most nodes and the fewest."""
     configs = [composed.config]
     if wrong := elastic.problems(composed.config):
         problems += wrong

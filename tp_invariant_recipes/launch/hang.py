@@ -21,7 +21,7 @@ FRAMES = 3  # of each
 STEPS = (Phase.STEP, Phase.LONG_STEP)
 STOPPED = ("T", "t")  # states of a process, as proc(5) names them
 
-# What a rank is at in a phase; what it has not done; which limit holds. {0}: its step, {1}: the one after it.
+# The phase in words; the step that is late; the limit that applies. {0}: its step, {1}: the one after it.
 _Words = tuple[str, str, Literal["step", "long_step", "alone"]]
 PHASES: dict[Phase, _Words] = {
     Phase.STARTING: ("before its start", "has not started", "alone"),
@@ -42,13 +42,13 @@ Standing = Literal["stopped", "silent", "busy", "waits"]
 
 
 @dataclass(frozen=True)
-class Stand(Record):
-    """Where one rank stands, as nodes tell each other.
+class RankState(Record):
+    """The state of one rank, as nodes send it to each other.
 
     count:   its signs of life: the fewest is the furthest behind.
-    place:   what it is at: "in step 12". late: what it has not done: "has not ended step 12".
+    place:   its phase: "in step 12". late: the overdue step: "has not ended step 12".
     seconds: since its last sign.
-    at:      in words, what it waits for, or its innermost frame and the frames that called it.
+    at:      the collective that it waits for, or its innermost frame and the callers.
     node:    in a job of several nodes, where it runs.
     """
 
@@ -92,7 +92,7 @@ class HangWatch:
         return any(lives and self.clock - self.since[n] > self._limit(n) for n, lives in enumerate(alive))
 
     def _take(self, n: int, before: Sign, sign: Sign, passed: float) -> None:
-        """New signs since the last look, `passed` seconds ago. What lies between two looks took no longer than that."""
+        """New heartbeats since the last check, `passed` seconds ago. A step between two checks took no longer."""
         if before.phase in STEPS:
             took = self.clock - self.since[n]
         elif sign.step - before.step > (sign.phase in STEPS):
@@ -112,7 +112,7 @@ class HangWatch:
             return self.limits.of_step(max(self.steps[n], default=None))
         return self.limits.long_step if kind == "long_step" else self.limits.alone
 
-    def stands(self, processes: Sequence[Any], logs: Sequence[Path]) -> list[Stand]:
+    def rank_states(self, processes: Sequence[Any], logs: Sequence[Path]) -> list[RankState]:
         """Where the ranks that live stand now. It asks them, which takes up to `stacks.ANSWER` seconds.
 
         processes, logs: of all ranks here.
@@ -125,9 +125,9 @@ class HangWatch:
             with suppress(ProcessLookupError):
                 os.kill(processes[n].pid, WRITE_FRAMES)
         found = stacks.answers(before, {n: self.signs[n].thread for n in requested})
-        return [self._stand(n, states[n], found.get(n)) for n in alive]
+        return [self._rank_state(n, states[n], found.get(n)) for n in alive]
 
-    def _stand(self, n: int, state: str, stack: stacks.Stack | None) -> Stand:
+    def _rank_state(self, n: int, state: str, stack: stacks.Stack | None) -> RankState:
         sign = self.signs[n]
         place, late, _ = (words.format(sign.step, sign.step + 1) for words in PHASES[sign.phase])
         standing: Standing
@@ -142,46 +142,46 @@ class HangWatch:
         else:
             frames = [str(frame) for frame in stack.frames[:FRAMES]] or ["no function of Python"]
             standing, at = "busy", (f"at {frames[0]}", *frames[1:])
-        return Stand(self.ranks[n], sign.count, place, late, self.clock - self.since[n], standing, at)
+        return RankState(self.ranks[n], sign.count, place, late, self.clock - self.since[n], standing, at)
 
 
-def suspects(stands: Sequence[Stand]) -> list[Stand]:
+def suspects(states: Sequence[RankState]) -> list[RankState]:
     """The ranks that the others wait for: stopped ranks, or else the ranks furthest behind that do not wait.
 
     Empty: all are equally far and wait, so no one is to blame alone.
     """
-    stopped = [one for one in stands if one.standing == "stopped"]
+    stopped = [one for one in states if one.standing == "stopped"]
     if stopped:
         return stopped
-    fewest = min(one.count for one in stands)
-    behind = [one for one in stands if one.count == fewest]
+    fewest = min(one.count for one in states)
+    behind = [one for one in states if one.count == fewest]
     busy = [one for one in behind if one.standing != "waits"]
-    return busy or (behind if len(behind) < len(stands) else [])
+    return busy or (behind if len(behind) < len(states) else [])
 
 
-def message(stands: Sequence[Stand]) -> str:
+def message(states: Sequence[RankState]) -> str:
     """Which ranks hang, at which step, where they stand; then those that wait for them."""
-    found = suspects(stands)
+    found = suspects(states)
     if found:
         worst = max(found, key=lambda one: one.seconds)
         numbers = [one.rank for one in found]
         more = "s" if len(found) > 1 else ""
         lines = [f"{stacks.listed(numbers)} hang{'' if more else 's'}: {_late(worst, len(found))}"]
     else:
-        worst = max(stands, key=lambda one: one.seconds)
-        lines = [f"all ranks hang: {stacks.listed(o.rank for o in stands)}, each waits: {_late(worst, len(stands))}"]
-    shown = (found or list(stands))[:NAMED]
+        worst = max(states, key=lambda one: one.seconds)
+        lines = [f"all ranks hang: {stacks.listed(o.rank for o in states)}, each waits: {_late(worst, len(states))}"]
+    shown = (found or list(states))[:NAMED]
     for one in shown:
         first, *callers = one.at
         lines += [f"  {one.name} {one.place}, {first}", *(f"    called at {frame}" for frame in callers)]
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for one in stands:
+    for one in states:
         if one not in shown:
             groups[one.place, one.at[0]].append(one.rank)
     lines += [f"  {stacks.listed(ranks)} {place}, {at}" for (place, at), ranks in list(groups.items())[:NAMED]]
     return "\n".join(lines)
 
 
-def _late(one: Stand, several: int) -> str:
+def _late(one: RankState, several: int) -> str:
     words = one.late if several == 1 else one.late.replace("has ", "have ", 1).replace("is ", "are ", 1)
     return f"{'it' if several == 1 else 'they'} {words} for {one.seconds:.0f} s"

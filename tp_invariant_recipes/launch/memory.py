@@ -39,7 +39,7 @@ def room(config: RunConfig, *, here: bool) -> Room | None:
 
 
 def problems(config: RunConfig, *, here: bool) -> list[str]:
-    """Why the run cannot fit, with the figures and what would lower them; empty where it may.
+    """The reason why the run cannot fit, with the figures and the overrides that lower them; empty if it may fit.
 
     here: as for `room`.
     """
@@ -62,7 +62,7 @@ def problems(config: RunConfig, *, here: bool) -> list[str]:
 
 
 def summary(config: RunConfig, *, here: bool) -> str:
-    """One line: the fullest rank, and what there is for it if that is known. here: as for `room`."""
+    """One line: the fullest rank's memory, and the available memory if known. here: as for `room`."""
     there = room(config, here=here)
     known = "" if there is None else f"; {there.what} has {_gib(there.size)}"
     return f"the fullest rank needs about {_gib(memory.estimate(config).rank)}{known}"
@@ -91,7 +91,7 @@ def as_dict(need: Estimate) -> dict[str, object]:
 
 
 def _ways(config: RunConfig, need: Estimate) -> list[str]:
-    """Overrides that lower the estimate, those of the larger parts first."""
+    """Overrides that lower the estimate, the larger parts' first."""
     at, model = layout.of(config), config.model
     tokens = need.parts[ACTIVATIONS] + need.parts[LOSS]
     of_tokens = ["lower seq=" if activations.sequences(config) == 1 else "lower mbs= or seq="]

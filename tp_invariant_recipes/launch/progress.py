@@ -153,7 +153,7 @@ class Echo(Lines):
     position = 0
 
     def __call__(self) -> None:
-        """Print what is new in Bridge's log, then the steps that are due."""
+        """Print new lines of Bridge's log, then the steps that are due."""
         log = self.plan.run_dir.bridge_log
         if log.exists():
             with log.open("rb") as stream:
@@ -190,7 +190,7 @@ def phase(console: Console, words: str) -> None:
 
 @contextmanager
 def busy(console: Console, words: str) -> Iterator[None]:
-    """A spinner beside `words`, on a terminal; elsewhere a line that says what begins."""
+    """A spinner beside `words`, on a terminal; elsewhere a line."""
     if not console.is_terminal:
         phase(console, words)
         yield

@@ -21,7 +21,7 @@ from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.host.forking import can_fork
-from tp_invariant_recipes.launch.hang import HangWatch, Stand, message, suspects
+from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
 from tp_invariant_recipes.ledger.run_files import LARGEST, Reason
 from tp_invariant_recipes.reading import checked, parse_json, read_limited
 from tp_invariant_recipes.runs import lock
@@ -54,14 +54,16 @@ class RankFailed(RunError):
 
     cause:  seconds since 1970 of the failure that began it; 0 where nothing but a signal ended the rank.
     ours:   it said itself what is wrong with the configuration, and would say so again.
-    stands: where ranks that hang stand, and those that wait for them.
+    rank_states: of the ranks that hang, and of those that wait for them.
     """
 
-    def __init__(self, message: str, cause: float, *, ours: bool = False, stands: Sequence[Stand] = ()) -> None:
+    def __init__(
+        self, message: str, cause: float, *, ours: bool = False, rank_states: Sequence[RankState] = ()
+    ) -> None:
         super().__init__(message)
         self.cause = cause
         self.ours = ours
-        self.stands = tuple(stands)
+        self.rank_states = tuple(rank_states)
 
 
 class PeersHang(Exception):
@@ -174,7 +176,7 @@ def _supervise(
                 return
         except PeersHang:
             pass
-        raise hanging(hangs.stands(processes, logs), run_dir)
+        raise hanging(hangs.rank_states(processes, logs), run_dir)
 
     def failed(n: int) -> bool:
         """Whether a rank has ended before it was done: with a status, or without a word."""
@@ -197,15 +199,15 @@ def start_method(device: str) -> str:
     return "fork" if os.environ.get(FORK) != "0" and can_fork(bridge.imported_with or None) else "spawn"
 
 
-def hanging(stands: Sequence[Stand], run_dir: RunDir) -> RankFailed:
+def hanging(rank_states: Sequence[RankState], run_dir: RunDir) -> RankFailed:
     """The error of a run whose ranks stand like this, on one machine or several."""
-    first = (suspects(stands) or stands)[0].rank
+    first = (suspects(rank_states) or rank_states)[0].rank
     lines = [
-        message(stands),
+        message(rank_states),
         f"the frames of all threads are at the end of each rank's log: {run_dir.rank_log(first)}",
         "run.hang_timeout=SECONDS gives a step more time; off: there is no limit",
     ]
-    return RankFailed("\n".join(lines), time.time(), stands=stands)
+    return RankFailed("\n".join(lines), time.time(), rank_states=rank_states)
 
 
 def _watch(

@@ -60,7 +60,7 @@ class Stack:
 
     @property
     def waits(self) -> str | None:
-        """What the rank waits for: "all_reduce called at FRAME"; None: it does something else."""
+        """The collective that the rank waits for: "all_reduce called at FRAME"; None: it does not wait."""
         inside = list(takewhile(lambda frame: _COLLECTIVES.search(frame.file), self.frames))
         names = [frame.function for frame in inside if frame.function not in _WRAPPERS]
         if names:
@@ -90,7 +90,7 @@ def parse(text: str, main: int) -> Stack | None:
 
 
 def answers(logs: dict[int, tuple[Path, int]], main: dict[int, int]) -> dict[int, Stack]:
-    """What ranks write at the end of their logs, once they have been asked; a rank that does not answer is left out.
+    """The stacks that ranks write to their logs after the signal, without the ranks that do not answer.
 
     logs: rank -> its log, and the size that it had before. main: rank -> the identity of its main thread.
     """

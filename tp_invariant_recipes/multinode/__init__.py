@@ -1,1 +1,1 @@
-"""One run on the nodes of an allocation: srun, rendezvous, heartbeat, and what each node does."""
+"""One run on the nodes of an allocation: srun, rendezvous, heartbeat, and each node's agent."""

@@ -259,9 +259,9 @@ def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> R
     _wait_for_others(rendezvous, "ended", END_TIMEOUT)
     found = [rendezvous.get(f"failed/{number}") for number in range(rendezvous.node.count)]
     failures: list[Failed] = [one for one in found if one]
-    first = min((one for one in failures if not one.stands), key=lambda one: one.cause, default=None)
+    first = min((one for one in failures if not one.rank_states), key=lambda one: one.cause, default=None)
     if first is None and failures:
-        return ranks.hanging([stand for one in failures for stand in one.stands], run_dir)
+        return ranks.hanging([state for one in failures for state in one.rank_states], run_dir)
     if first is None:
         return RankFailed(str(error), time.time())
     where = f"\n(on {first.name})" if rendezvous.node.count > 1 else ""
@@ -395,10 +395,10 @@ def _run_ranks(
             limits=limits(planned.config),
         )
     except RankFailed as error:
-        stands = tuple(replace(one, node=node.name) for one in error.stands)
-        failed = Failed(node.name, error.cause, str(error), error.ours, stands)
+        rank_states = tuple(replace(one, node=node.name) for one in error.rank_states)
+        failed = Failed(node.name, error.cause, str(error), error.ours, rank_states)
         rendezvous.set(f"failed/{node.number}", failed)
-        _set_failing(rendezvous, hang=bool(stands))
+        _set_failing(rendezvous, hang=bool(rank_states))
         raise
     finally:
         if heartbeat.files:

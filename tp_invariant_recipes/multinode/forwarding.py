@@ -17,7 +17,7 @@ FILES = re.compile(r"ledger\.jsonl|progress\.jsonl|logs/[\w-]+\.log")  # all tha
 
 @dataclass(frozen=True)
 class _Head(Record):
-    """The first line of what is sent; the bytes follow."""
+    """The first line of a message; the bytes follow."""
 
     file: str
     position: Count
@@ -25,7 +25,7 @@ class _Head(Record):
 
 @dataclass
 class Sender:
-    """Sends what ranks append to the files of this node's run directory. Make it before they start.
+    """Sends the text that ranks append to the files of this node's run directory. Make it before they start.
 
     Without shared files no run is resumed, so every attempt has a ledger of its own.
     """
@@ -40,7 +40,7 @@ class Sender:
         self.positions = {file: file.stat().st_size for file in self._files()}
 
     def __call__(self) -> None:
-        """Send what has been written since the last call."""
+        """Send the text written since the last call."""
         for file in self._files():
             position = self.positions.get(file, 0)
             with file.open("rb") as stream:
@@ -60,14 +60,14 @@ class Sender:
 
 @dataclass
 class Receiver:
-    """On the first node, writes what the others send into its own run directory."""
+    """On the first node, writes the others' messages into its own run directory."""
 
     rendezvous: Rendezvous
     run_dir: RunDir
     taken: dict[int, int] = field(default_factory=dict)
 
     def __call__(self) -> None:
-        """Write down what has come since the last call. Raises RunError for what no Sender sends."""
+        """Write the messages since the last call. Raises RunError for a message that no Sender sends."""
         for number in range(1, self.rendezvous.node.count):
             while (message := self.rendezvous.take(f"bytes/{number}/{self.taken.get(number, 0)}")) is not None:
                 self.taken[number] = self.taken.get(number, 0) + 1

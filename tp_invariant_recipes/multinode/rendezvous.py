@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.quiet import quiet
-from tp_invariant_recipes.launch.hang import Stand
+from tp_invariant_recipes.launch.hang import RankState
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Environment, Versions
 from tp_invariant_recipes.reading import MIB, Bounds, Count, Listed, Record, Seconds, checked, parse_json
@@ -26,7 +26,7 @@ ANSWER = 30  # seconds that the first node may take to answer
 
 @dataclass(frozen=True)
 class Agreed(Record):
-    """What must be equal on all nodes."""
+    """Facts that must be equal on all nodes."""
 
     identity: dict[str, Any]
     environment: Environment
@@ -35,7 +35,7 @@ class Agreed(Record):
 
 @dataclass(frozen=True)
 class Orders(Record):
-    """What the first node tells the others to do."""
+    """The first node's instructions to the others."""
 
     start: Count
     token: str
@@ -66,12 +66,12 @@ class Failed(Record):
     cause: Seconds
     why: str
     ours: bool
-    stands: Listed[Stand]
+    rank_states: Listed[RankState]
 
 
 @dataclass(frozen=True)
 class Failing(Record):
-    """That ranks have failed somewhere."""
+    """Ranks have failed on some node."""
 
     hang: bool
 
@@ -94,7 +94,7 @@ class Alive(Record):
 
 @dataclass(frozen=True)
 class Nothing(Record):
-    """A key that says all by being set."""
+    """A key without a value."""
 
 
 # The first word of a key -> its value; multinode/agent.py says who sets it.
@@ -185,7 +185,7 @@ def _address(name: str, launcher: str) -> str:
 
 
 def parse(key: str, data: bytes) -> Any:
-    """The value of a key. RunError: it is none that a node sets, since anyone who reaches the port may set keys."""
+    """The value of a key. RunError: no node sets such a value; any process that reaches the port can set keys."""
     try:
         if len(data) > LARGEST:
             raise ValueError(f"more than {LARGEST} bytes")

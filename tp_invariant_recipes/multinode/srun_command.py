@@ -45,7 +45,7 @@ def container(config: RunConfig, needed: Sequence[Path]) -> list[str]:
 
 
 def _recipe_folders(config: RunConfig) -> list[Path]:
-    """The folder of a recipe's file, which may import files beside it, and what stands for its Hugging Face models."""
+    """The folder of a recipe's file, which may import files beside it, and recipe.hf_folder."""
     file = Path((config.recipe.name or "").rpartition(":")[0])
     folders = [file.parent] if file.is_absolute() else []
     return folders + ([Path(config.recipe.hf_folder)] if config.recipe.hf_folder else [])

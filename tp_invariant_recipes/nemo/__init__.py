@@ -1,1 +1,1 @@
-"""Tasks of NeMo-Run with invariant numerics and a ledger: the plugin that changes a task, and what then runs in it."""
+"""Tasks of NeMo-Run with invariant numerics and a ledger: the plugin, and the changed task's entry point."""

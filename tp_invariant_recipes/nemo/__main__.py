@@ -1,4 +1,4 @@
-"""`python -m tp_invariant_recipes.nemo [-m] SCRIPT ARGUMENTS…`: what the plugin makes of a script."""
+"""`python -m tp_invariant_recipes.nemo [-m] SCRIPT ARGUMENTS…`: the command that the plugin makes of a script."""
 
 import sys
 

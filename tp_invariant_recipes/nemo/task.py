@@ -1,4 +1,4 @@
-"""What runs in a task that the plugin has changed: Bridge's pretrain(), with invariant numerics and a ledger.
+"""The entry point of a task that the plugin has changed: Bridge's pretrain(), with invariant numerics and a ledger.
 
 The variables of the plugin say how. The switch for other programs (tp_invariant_recipes/invariant.py) makes the
 numerics, and the callbacks of `tpi train` make the ledger.

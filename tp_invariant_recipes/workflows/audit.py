@@ -36,7 +36,7 @@ ROUNDED = "rounded"  # the third training
 
 # An audit compares norms, so it records digests only on request.
 DEFAULTS = ("ledger.digests=0",)
-# The defects that an audit looks for are those of Megatron's and Transformer Engine's own layers.
+# An audit looks for defects of Megatron's and Transformer Engine's own layers.
 NUMERICS = "numerics=stock"
 
 

@@ -30,7 +30,7 @@ from tp_invariant_recipes.workflows.timings import Spread, ratio, slowest, sprea
 
 MOST_ROUNDS = 10_000
 DIGESTS = "+digests"  # after a mode's name: with digests of all gradients and weights at every step
-# What stock has none of.
+# Fields without a meaning for numerics=stock.
 INVARIANT = (
     "numerics.virtual_shards",
     "numerics.data_shards",

@@ -167,7 +167,7 @@ def _rerun(ledger: Ledger, run_dir: RunDir, step: int, equal_until: int, dump: t
 
 @contextmanager
 def _environment(recorded: dict[str, str]) -> Iterator[None]:
-    """Set the recorded environment variables of a run, except those of the machine."""
+    """Set the recorded environment variables of a run, except MACHINE_VARIABLES."""
 
     def of_a_run(variables: Mapping[str, str]) -> dict[str, str]:
         return {k: v for k, v in variables.items() if not any(fnmatchcase(k, pattern) for pattern in MACHINE_VARIABLES)}

@@ -27,7 +27,7 @@ LINEAR = {
 
 @dataclass(frozen=True)
 class Checked:
-    """A tensor that was computed again. distance: between what the run dumped and what this CPU computes."""
+    """A tensor that was computed again. distance: between the run's dump and this CPU's result."""
 
     name: str
     distance: Distance
@@ -58,17 +58,17 @@ class Names:
 
     @property
     def operands(self) -> tuple[str, str]:
-        """What the step begins with: the input, and the gradient that arrives at the output."""
+        """The operands: the input, and the gradient of the output."""
         return f"forward/{self.module}/input", f"backward/{self.module}/input"
 
     @property
     def results(self) -> tuple[str, str, str]:
-        """What it makes: the output, the gradient of the input, the gradient of the weight."""
+        """The results: the output, the gradient of the input, the gradient of the weight."""
         return f"forward/{self.module}/output", f"backward/{self.module}/output", f"gradients/{self.parameter}"
 
     @property
     def weight(self) -> str:
-        """The weight, which the step before has left."""
+        """The weight after the step before."""
         return f"weights/{self.parameter}"
 
 

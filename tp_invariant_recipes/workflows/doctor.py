@@ -1,4 +1,4 @@
-"""Tell what a machine has and lacks for training, as rows of a table."""
+"""The parts that a machine has and lacks for training, as rows of a table."""
 
 import platform
 import shutil

@@ -29,7 +29,7 @@ COPIED_FILES = (
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. step: completed steps. tensors, digest: as `weights.Checkpoint` has them."""
+    """A written folder. step: completed steps. tensors, digest: as `weights.Checkpoint` has them."""
 
     folder: Path
     step: int
@@ -118,7 +118,7 @@ def _same_model(folder: Path, model: dict[str, Any]) -> bool:
 
 
 def _convert(found: RunCheckpoint, folder: Path, model: dict[str, Any], *, masters: bool) -> None:
-    """Have a process of its own write the tensors: it becomes a rank of one, as for a training."""
+    """Write the tensors in a new process, which is the only rank of a world of one."""
     from tp_invariant_recipes.host import bridge
     from tp_invariant_recipes.training.rank import RankInfo
 

@@ -25,7 +25,7 @@ OPERATIONS = {
 
 
 def worth_dumping(placed: Comparison) -> tuple[str, ...]:
-    """The first differing tensor and its operands: a module's inputs; for a gradient, those of both passes."""
+    """The first differing tensor and its operands: a module's inputs; for a gradient, the inputs of both passes."""
     first = placed.first
     if first is None or first.kind not in DUMPED or "#" in first.name:
         return ()

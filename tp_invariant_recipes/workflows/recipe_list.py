@@ -31,14 +31,14 @@ _RANKS = re.compile(r"etp \* ep \* pp = (\d+) does not divide the (\d+) ranks")
 
 
 def rows() -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """Each recipe as it is judged: how many are done, of how many, and its row. Imports Bridge.
+    """Yield for each recipe the number done, the number of all, and its row. Imports Bridge.
 
     recipe: its name. family: the name of its file in Bridge. tree: one of STATES; ABSENT where the recipe needs files
     of Hugging Face that are not on this machine. why: the problems, with the keys that solve them. keys: of WITH, the
     overrides that those messages name.
     """
     names = recipe_source.installed_names()
-    # The processes share what is imported by now.
+    # The processes share the modules imported so far.
     with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
         for done, row in enumerate(pool.map(row_of, names), 1):
             yield done, len(names), row
@@ -98,7 +98,7 @@ def _named(problem: str, dp: int = 1) -> list[str]:
 
 
 def reason(problem: str) -> str:
-    """A message without the recipe, the values and the keys, so that those of several recipes can be counted."""
+    """A message without the recipe, the values and the keys, so that equal reasons can be counted."""
     text = re.sub(r"^(recipe=\S+|numerics=\w+): ", "", problem)
     if recipe_source.NEEDS in text:
         return f"{recipe_source.NEEDS} its model"
