@@ -97,9 +97,9 @@ def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
 
     watch: called while the ranks live, to show progress.
     """
-    job = replace(bench.first, run_dir=bench.directory)
-    stopped = f"the benchmark was stopped before its end; the steps it took: {bench.directory.figures(0)}"
     with locked_empty(bench.directory):
+        job = replace(bench.first, run_dir=bench.directory)
+        stopped = f"the benchmark was stopped before its end; the steps it took: {bench.directory.figures(0)}"
         for one in bench.plans.values():
             record.write(one)
         bench.directory.write_passes(bench.passes)
