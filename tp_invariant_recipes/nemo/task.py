@@ -94,7 +94,7 @@ def _environment() -> Iterator[Callable[..., None]]:
         raise ConfigError(f"{', '.join(missing)}: not set; InvariantPlugin sets them for a task")
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
-    from tp_invariant_recipes import invariant  # noqa: F401 -- its import switches on, before CUDA starts
+    import tp_invariant_recipes.invariant  # noqa: F401 -- its import switches on, before CUDA starts
 
     bridge.load()
     from megatron.bridge.training.pretrain import pretrain as original
