@@ -23,35 +23,35 @@ def own_package(tmp_path, monkeypatch):
 
 
 def test_bytecode_that_will_be_written_is_not_missing(own_package):
-    assert bytecode.compiled_at_every_start() == []
+    assert bytecode.packages_without_bytecode() == []
     assert doctor._bytecode().state == "ok"
 
 
 def test_bytecode_that_python_may_not_write(own_package, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert bytecode.compiled_at_every_start() == [own_package.parent.name]
+    assert bytecode.packages_without_bytecode() == [own_package.parent.name]
     finding = doctor._bytecode()
     assert (finding.found, finding.state) == (None, "optional")
     assert f"compiles {own_package.parent.name} again" in finding.advice
     py_compile.compile(str(own_package))
-    assert bytecode.compiled_at_every_start() == []
+    assert bytecode.packages_without_bytecode() == []
 
 
 def test_bytecode_in_a_folder_that_is_read_only(own_package, monkeypatch):
     asked = []
     monkeypatch.setattr(os, "access", lambda folder, mode: asked.append(folder) or False)
-    assert bytecode.compiled_at_every_start() == [own_package.parent.name]
+    assert bytecode.packages_without_bytecode() == [own_package.parent.name]
     assert asked == [own_package.parent]
 
 
 def test_a_folder_for_all_bytecode_counts(own_package, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "cache"))
-    assert bytecode.compiled_at_every_start() == [own_package.parent.name]
+    assert bytecode.packages_without_bytecode() == [own_package.parent.name]
     py_compile.compile(str(own_package))
-    assert bytecode.compiled_at_every_start() == []
+    assert bytecode.packages_without_bytecode() == []
 
 
 def test_nothing_is_imported(own_package):
-    bytecode.compiled_at_every_start()
+    bytecode.packages_without_bytecode()
     assert own_package.parent.name not in sys.modules

@@ -70,7 +70,7 @@ def test_the_end_of_the_forked_process(child, well):
     pid = os.fork()
     if pid == 0:
         child()
-    assert forking.ended_well(pid, 60) is well
+    assert forking.exits_cleanly(pid, 60) is well
 
 
 def test_a_forked_process_that_hangs_is_killed():
@@ -81,7 +81,7 @@ def test_a_forked_process_that_hangs_is_killed():
         os.close(write)
         os.read(read, 1)  # for ever
         os._exit(0)
-    assert not forking.ended_well(pid, 0.1)
+    assert not forking.exits_cleanly(pid, 0.1)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     os.close(read)
@@ -121,7 +121,7 @@ def test_the_decision_gets_the_variables_of_the_import(monkeypatch):
 def test_while_bridge_is_imported_the_driver_says_what_a_gpu_can_do(monkeypatch):
     original = torch.cuda.get_device_capability
     monkeypatch.setattr(gpus, "visible", lambda: [gpus.Gpu("NVIDIA H200", (9, 0), 1 << 37)])
-    with bridge._asking_the_driver():
+    with bridge._nvml_only():
         assert torch.cuda.get_device_capability() == (9, 0)
         monkeypatch.setattr(gpus, "visible", lambda: [])
         with pytest.raises((AssertionError, RuntimeError)):  # the control: torch itself, which starts CUDA
@@ -135,6 +135,6 @@ def test_gpus_are_counted_without_cuda_while_bridge_is_imported(monkeypatch):
         monkeypatch.delenv(bridge.ASK_NVML, raising=False)
         if before is not None:
             monkeypatch.setenv(bridge.ASK_NVML, before)
-        with bridge._asking_the_driver():
+        with bridge._nvml_only():
             assert os.environ[bridge.ASK_NVML] == "1"
         assert os.environ.get(bridge.ASK_NVML) == before

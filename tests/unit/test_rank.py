@@ -44,7 +44,7 @@ def test_ranks_that_are_killed_while_they_wait_stop_nobody():
         process.kill()
         process.join()
     assert waiting[2].is_alive()
-    heartbeats.let_all_begin()
+    heartbeats.release_ranks()
     waiting[2].join()
     assert waiting[2].exitcode == 0
 

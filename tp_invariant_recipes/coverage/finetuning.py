@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tp_invariant_recipes.coverage.limit import Limit, lacks
+from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, lacks
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -33,7 +33,7 @@ LIMITS = (
         "a step of fewer examples has other data shards; dataset.drop_last=true",
     ),
     Limit(
-        _tuned(lambda t: t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1),
+        _tuned(cuts_sequences),
         "fine-tuning with context parallelism is not covered: a shard may have no token that counts; cp=1, and leave "
         "numerics.context_shards out",
     ),
@@ -43,7 +43,7 @@ LIMITS = (
     ),
     Limit(
         lambda t: bool(t.model.get("calculate_per_token_loss"))
-        and (t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1),
+        and cuts_sequences(t),
         "context-parallel ranks would count a sequence's tokens several times; model.calculate_per_token_loss=false",
     ),
     Limit(

@@ -13,7 +13,7 @@ from tp_invariant_recipes.coverage import (
     model_fields,
     portable,
 )
-from tp_invariant_recipes.coverage.limit import Limit, is_set
+from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set
 from tp_invariant_recipes.errors import OR_STOCK
 from tp_invariant_recipes.host.vectors import VECTORS
 from tp_invariant_recipes.numerics import mode
@@ -115,11 +115,11 @@ LIMITS = (
         "dropout draws other numbers in every layout; model.hidden_dropout=0, model.attention_dropout=0",
     ),
     Limit(
-        lambda t: _cut(t) and not t.numerics.covers(mode.CONTEXT_SHARDS),
+        lambda t: cuts_sequences(t) and not t.numerics.covers(mode.CONTEXT_SHARDS),
         f"{mode.only(mode.CONTEXT_SHARDS)}; cp=1, and leave numerics.context_shards out",
     ),
     Limit(
-        lambda t: "hybrid_layer_pattern" in t.model and _cut(t),
+        lambda t: "hybrid_layer_pattern" in t.model and cuts_sequences(t),
         "Mamba layers go through a sequence in order, and have no version with context shards; cp=1, and leave "
         "numerics.context_shards out",
     ),
@@ -148,7 +148,7 @@ LIMITS = (
         "only rotary positions are covered; model.position_embedding_type=rope or yarn",
     ),
     Limit(
-        lambda t: t.model.get("position_embedding_type") == "yarn" and _cut(t),
+        lambda t: t.model.get("position_embedding_type") == "yarn" and cuts_sequences(t),
         "YaRN has no version with context shards; cp=1, and leave numerics.context_shards out",
     ),
     Limit(
@@ -253,11 +253,6 @@ def _overlaps(config: RunConfig) -> list[str]:
         return []
     off = [f"comm_overlap.{name}={'false' if value is True else 'null'}" for name, value in requested.items()]
     return [f"overlapped collectives add in an order of their own; {', '.join(off)}"]
-
-
-def _cut(config: RunConfig) -> bool:
-    """Whether sequences are cut, on one rank or several."""
-    return config.model["context_parallel_size"] > 1 or (config.numerics.context_shards or 1) > 1
 
 
 def _shards(config: RunConfig) -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tp_invariant_recipes.coverage.limit import Limit, is_set, lacks
+from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set, lacks
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import schema
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -36,7 +36,7 @@ LIMITS = (
         "multi-latent attention under tensor parallelism needs sequence parallelism; sp=true",
     ),
     _row(
-        lambda t: t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1,
+        cuts_sequences,
         "multi-latent attention has no version with context shards; cp=1, and leave numerics.context_shards out",
     ),
     _row(

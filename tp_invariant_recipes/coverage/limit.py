@@ -19,6 +19,11 @@ def lacks(feature: str) -> Callable[[RunConfig], bool]:
     return lambda t: not t.numerics.covers(feature)
 
 
+def cuts_sequences(config: RunConfig) -> bool:
+    """Whether sequences are cut, on one rank or several."""
+    return config.model["context_parallel_size"] > 1 or (config.numerics.context_shards or 1) > 1
+
+
 def is_set(field: str) -> Callable[[RunConfig], bool]:
     """Whether a field of the model is set to anything."""
     return lambda t: bool(t.model.get(field))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tp_invariant_recipes.coverage.limit import Limit
+from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import cuda_graphs, peft, schema
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -44,7 +44,7 @@ LIMITS = (
     ),
     *(_row(_off(name), f"peft.{name} is not covered; leave it unset") for name in OFF),
     _row(
-        lambda t, _: t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1,
+        lambda t, _: cuts_sequences(t),
         "LoRA has no version with context shards; cp=1, and leave numerics.context_shards out",
     ),
     _row(

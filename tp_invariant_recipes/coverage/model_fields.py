@@ -1,7 +1,7 @@
 """The fields of a model that the invariant numerics know. tpi refuses a run that sets another one.
 
 Somebody has read what each of these does to the order of sums. Any value is as good as another, unless a rule of
-`invariance.py`, `invariant_experts.py` or `latent_limits.py` says otherwise.
+`invariance.py`, `experts.py` or `latent.py` says otherwise.
 """
 
 from collections.abc import Iterable

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from tp_invariant_recipes.coverage.limit import Limit, is_set
+from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -71,7 +71,7 @@ LIMITS = (
         "YaRN has no portable version; model.position_embedding_type=rope",
     ),
     _row(
-        lambda t: t.model["context_parallel_size"] > 1 or (t.numerics.context_shards or 1) > 1,
+        cuts_sequences,
         "cp has no portable version; cp=1, and leave numerics.context_shards out",
     ),
     _row(

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 
-def of(folder: Path) -> Any:
+def from_folder(folder: Path) -> Any:
     """The AutoBridge of a folder with a config.json; it reads weights when they are asked for.
 
     Only files of the folder are read, and none of its code is run.
@@ -12,7 +12,7 @@ def of(folder: Path) -> Any:
     return _class().from_hf_pretrained(str(folder), local_files_only=True)
 
 
-def of_config(folder: Path) -> Any:
+def from_config(folder: Path) -> Any:
     """The AutoBridge of a folder that has a config.json alone, for weights that are to be written."""
     from transformers import AutoConfig
 

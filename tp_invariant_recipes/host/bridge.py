@@ -31,7 +31,7 @@ def load() -> None:
     if BRIDGE in sys.modules:
         return
     find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
-    with quiet(), _nothing_is_garbage(), _asking_the_driver():
+    with quiet(), _without_garbage_collection(), _nvml_only():
         if "transformers" in sys.modules:  # a tokenizer was opened: then Bridge's models do not wait either
             transformer_engine.prepare_import()
         with lazy_imports.put_off(_later):
@@ -46,12 +46,12 @@ def load() -> None:
 @contextmanager
 def _later() -> Iterator[None]:
     """Holds while a package is imported that `load` has put off."""
-    with quiet(), _asking_the_driver():
+    with quiet(), _nvml_only():
         yield
 
 
 @contextmanager
-def _asking_the_driver() -> Iterator[None]:
+def _nvml_only() -> Iterator[None]:
     """In the block, torch learns the number of GPUs and their capability without starting CUDA.
 
     Of all that Bridge imports, seven modules ask whether there is a GPU, and modelopt asks for its capability.
@@ -76,7 +76,7 @@ def _capability(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple
 
 
 @contextmanager
-def _nothing_is_garbage() -> Iterator[None]:
+def _without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection in the block, and exclude the block's objects from later collections.
 
     Megatron collects garbage when training starts. In a forked rank that would visit all of Bridge's objects and so

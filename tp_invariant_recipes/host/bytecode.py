@@ -12,7 +12,7 @@ from pathlib import Path
 PACKAGES = ("torch", "megatron.core", "megatron.bridge", "transformer_engine")
 
 
-def compiled_at_every_start() -> list[str]:
+def packages_without_bytecode() -> list[str]:
     """Those of PACKAGES that are installed without bytecode, where Python will not write it. Imports none of them."""
     return [name for name in PACKAGES if (file := _bytecode(name)) and not (file.exists() or _will_be_written(file))]
 

@@ -38,7 +38,7 @@ def _call(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
 
 
-def _stay(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _keep_tensor(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return args[0]
 
 
@@ -52,7 +52,7 @@ def _type_name(func: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     return named.replace("torch.", "torch.cuda.", 1) if isinstance(named, str) else named
 
 
-_REWRITES: dict[str, Callable] = {"cuda": _stay, "pin_memory": _stay, "to": _move, "type": _type_name}
+_REWRITES: dict[str, Callable] = {"cuda": _keep_tensor, "pin_memory": _keep_tensor, "to": _move, "type": _type_name}
 
 
 def _on_cpu(device: Any) -> Any:
@@ -131,6 +131,12 @@ def _local(name: str) -> Callable[[Any], Any]:
     return make
 
 
+def _local_norm(original: Any) -> type:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return WrappedTorchNorm
+
+
 def _cuda(name: str, make: Callable[[Any], Any], why: str) -> Replacement:
     return Replacement(f"torch.cuda:{name}", make, why)
 
@@ -181,16 +187,12 @@ MEGATRON = (
     ),
     Replacement(
         "megatron.core.transformer.transformer_block:LayerNormImpl",
-        lambda original: (
-            __import__("megatron.core.transformer.torch_norm", fromlist=["WrappedTorchNorm"]).WrappedTorchNorm
-        ),
+        _local_norm,
         "the final norm is otherwise Apex's or Transformer Engine's",
     ),
     Replacement(
         "megatron.core.models.hybrid.hybrid_block:TENorm",
-        lambda original: (
-            __import__("megatron.core.transformer.torch_norm", fromlist=["WrappedTorchNorm"]).WrappedTorchNorm
-        ),
+        _local_norm,
         "the final norm is otherwise Transformer Engine's",
     ),
     *mamba.REPLACEMENTS,

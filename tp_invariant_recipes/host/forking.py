@@ -47,10 +47,10 @@ def _fork_uses_gpu() -> bool:
             status = int(torch.ones(1, device="cuda").item() != 1)
         finally:
             os._exit(status)
-    return ended_well(pid, LIMIT)
+    return exits_cleanly(pid, LIMIT)
 
 
-def ended_well(pid: int, limit: float) -> bool:
+def exits_cleanly(pid: int, limit: float) -> bool:
     """Wait for a child; whether it ended with status 0 within `limit` seconds. It is killed after them."""
     until = time.monotonic() + limit
     while time.monotonic() < until:

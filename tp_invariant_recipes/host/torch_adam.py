@@ -24,7 +24,7 @@ def _state_before_loading(original: Any) -> Callable[[Any], dict[str, Any]]:
     return state_dict
 
 
-def _steps_apart(original: Any) -> Callable[[Any, Any], None]:
+def _separate_steps(original: Any) -> Callable[[Any, Any], None]:
     """Megatron loads one tensor as the step of all parameters; torch's Adam would add to it once for each."""
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ REPLACEMENTS = (
     ),
     Replacement(f"{_DISTRIBUTED}.state_dict", _state_before_loading, "torch's Adam has no step before its first one"),
     Replacement(
-        f"{_DISTRIBUTED}.load_state_dict", _steps_apart, "torch's Adam counts steps for each parameter, in place"
+        f"{_DISTRIBUTED}.load_state_dict", _separate_steps, "torch's Adam counts steps for each parameter, in place"
     ),
     Replacement(
         f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",

@@ -151,7 +151,7 @@ def run(
     ).processes
     if started:
         started()
-    heartbeats.let_all_begin()
+    heartbeats.release_ranks()
     return _supervise(run_dir, rank_infos, tick, stop, processes, heartbeats, stepped, limits)
 
 

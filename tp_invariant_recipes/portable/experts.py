@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
-from tp_invariant_recipes.numerics.layers.experts import Arithmetic, activation_kind, expert_mlp, set_apart
+from tp_invariant_recipes.numerics.layers.experts import Arithmetic, activation_kind, expert_mlp, mark_separate
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
 from tp_invariant_recipes.numerics.products.defined import product
@@ -74,7 +74,7 @@ class PortableSequentialMLP(SequentialMLP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        set_apart(self)
+        mark_separate(self)
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
         """[r, h] → [r, h], and None as bias."""

@@ -58,7 +58,7 @@ def _element(document: str, drawing: Drawing) -> str:
     whole = whole.strip().removesuffix("</svg>") + "</g></svg>"
     if drawing.panels == 1:
         return whole
-    # The same drawing once for every panel, which the page shows in place of the whole where it is narrow.
+    # A narrow page shows each panel by itself instead of the whole drawing.
     x, y, width, height = map(float, box.split())
     part = width / drawing.panels
     views = [f"{x + n * part:g} {y:g} {part:g} {height:g}" for n in range(drawing.panels)]

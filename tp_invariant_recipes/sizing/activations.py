@@ -109,6 +109,12 @@ def kept(batch: MicroBatch, part: str) -> Kept:
     return PARTS[part](batch)
 
 
+def _input_and_norm(b: MicroBatch) -> Kept:
+    """What every part keeps: its input, and the norm's output."""
+    size = b.slice * b.element * b.widths.hidden
+    return {INPUT: size, NORM: size}
+
+
 def _attention(b: MicroBatch) -> Kept:
     query, key = b.widths.query // b.tp, b.widths.key // b.tp
     if b.widths.kv_latent:
@@ -126,8 +132,7 @@ def _attention(b: MicroBatch) -> Kept:
         scores = b.heads * b.tokens * b.sequence * (FP32 + (b.element if b.element != FP32 else 0))
         core = scores + b.tokens * b.element * repeated
     return {
-        INPUT: b.slice * b.element * b.widths.hidden,
-        NORM: b.slice * b.element * b.widths.hidden,
+        **_input_and_norm(b),
         ATTENTION: b.tokens * b.element * (before_norms + after + query),
         CORE: core,
     }
@@ -144,8 +149,7 @@ def _latent_attention(b: MicroBatch) -> Kept:
     if not b.fused:
         core = b.heads * b.tokens * b.sequence * (FP32 + (b.element if b.element != FP32 else 0))
     return {
-        INPUT: b.slice * b.element * w.hidden,
-        NORM: b.slice * b.element * w.hidden,
+        **_input_and_norm(b),
         ATTENTION: b.element * (b.slice * 2 * latents + b.tokens * (made + 2 * query + value + out)),
         CORE: core,
     }
@@ -158,8 +162,7 @@ def _feed_forward(b: MicroBatch, width: int, tokens: int) -> int:
 
 def _mlp(b: MicroBatch) -> Kept:
     return {
-        INPUT: b.slice * b.element * b.widths.hidden,
-        NORM: b.slice * b.element * b.widths.hidden,
+        **_input_and_norm(b),
         MLP: _feed_forward(b, b.widths.ffn // b.tp, b.tokens),
     }
 
@@ -170,8 +173,7 @@ def _experts(b: MicroBatch) -> Kept:
     routed = b.slice * b.experts * 4 * FP32
     unfused = 0 if b.fused or b.tree else b.rows * b.element * width
     return {
-        INPUT: b.slice * b.element * b.widths.hidden,
-        NORM: b.slice * b.element * b.widths.hidden,
+        **_input_and_norm(b),
         EXPERTS: routed + b.rows * b.element * (b.widths.hidden + b.widths.gates * width) + unfused,
         ACTIVATION: b.rows * b.element * width,
         SHARED: _feed_forward(b, b.widths.shared // b.tp, b.tokens),
@@ -186,8 +188,7 @@ def _mamba(b: MicroBatch) -> Kept:
     y = 4 * inner + states if b.tree else 3 * inner
     features = 2 * inner + states + heads + y
     return {
-        INPUT: b.slice * b.element * b.widths.hidden,
-        NORM: b.slice * b.element * b.widths.hidden,
+        **_input_and_norm(b),
         MAMBA: b.tokens * (b.element * features + FP32 * heads),
     }
 

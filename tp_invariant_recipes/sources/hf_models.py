@@ -209,7 +209,7 @@ def problems(model: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
     wrong = [f"{where}: its config.json has {one}, and tpi imports no such model" for one in fixed]
     for key, value in sizes_of(family, model).items():
         if value != sizes[key]:
-            wrong.append(f"{where}: its {key} is {value_text(sizes[key])}; {_mended(key, sizes[key])}, not "
+            wrong.append(f"{where}: its {key} is {value_text(sizes[key])}; {_fix(key, sizes[key])}, not "
                          f"{value_text(_of_model(key, value))}")  # fmt: skip
     return wrong + [f"{where}: {one}" for one in _tensors(checkpoint, wanted)]
 
@@ -268,7 +268,7 @@ def _of_model(key: str, value: Any) -> Any:
     return not value if key == "norm_topk_prob" else value
 
 
-def _mended(key: str, value: Any) -> str:
+def _fix(key: str, value: Any) -> str:
     if key == "rope_factor" and value is None:
         return "model.rope_scaling=false"
     scaling = "model.rope_scaling=true " if key == "rope_factor" else ""

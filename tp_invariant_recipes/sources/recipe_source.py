@@ -157,7 +157,7 @@ def _module(model: str, source: Source) -> ModuleType:
         if absent and f"{source.module}.".startswith(f"{absent}."):
             raise ConfigError(f"{model}: there is no module {absent} that Python finds (PYTHONPATH)") from error
         where = source.file or source.module
-        raise ConfigError(f"{model}: {where} cannot be imported: {_said(error)}") from error
+        raise ConfigError(f"{model}: {where} cannot be imported: {_error_text(error)}") from error
 
 
 @functools.cache
@@ -201,9 +201,9 @@ def call(model: str, hf_folder: str | None) -> Any:
             raise ConfigError(_to_fetch(model, requested[-1], hf_folder, error)) from error
         if isinstance(error, OSError) and "huggingface.co" in str(error):  # it asked transformers itself
             raise ConfigError(
-                f"{model}: {NEEDS} a model that is not in this machine's cache (HF_HOME): {_said(error)}"
+                f"{model}: {NEEDS} a model that is not in this machine's cache (HF_HOME): {_error_text(error)}"
             ) from error
-        raise ConfigError(f"{model}: the recipe raises {_said(error)}") from error
+        raise ConfigError(f"{model}: the recipe raises {_error_text(error)}") from error
     except SystemExit as error:
         raise ConfigError(f"{model}: the recipe ends the program (status {error.code})") from error
     if not isinstance(container, ConfigContainer):
@@ -215,16 +215,16 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__
 
 
 def _to_fetch(model: str, repository: str, hf_folder: str | None, error: Exception) -> str:
     if hf_folder is not None:
-        return f"{model}: recipe.hf_folder={hf_folder} cannot be used as {repository}: {_said(error)}"
+        return f"{model}: recipe.hf_folder={hf_folder} cannot be used as {repository}: {_error_text(error)}"
     if Path(repository).expanduser().is_dir():
-        return f"{model}: the model in {repository} cannot be used: {_said(error)}"
+        return f"{model}: the model in {repository} cannot be used: {_error_text(error)}"
     return (
         f"{model}: {NEEDS} {repository}, which is not in this machine's cache; where "
         f"there is a network: hf download {repository} config.json (and set HF_HOME to the same cache here), or "

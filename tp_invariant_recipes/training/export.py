@@ -56,7 +56,7 @@ class Export:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         chunks = _model(self.model, torch.float32 if self.masters else _dtype(self.checkpoint))
         _load(chunks, self.checkpoint, _masters(self.checkpoint) if self.masters else "")
-        of_folder = auto_bridge.of_config(self.folder)
+        of_folder = auto_bridge.from_config(self.folder)
         tied = of_folder.hf_pretrained.tie_word_embeddings
         for name, tensor in of_folder.export_hf_weights(chunks, cpu=True, show_progress=False):
             if not (tied and name == hf_models.OUTPUT):  # Hugging Face stores a tied tensor once

@@ -72,7 +72,7 @@ class Heartbeats:
             memory[at + 2] = step
         memory[at] += 1
 
-    def let_all_begin(self) -> None:
+    def release_ranks(self) -> None:
         """All ranks are started: end the waiting of those that are here, and of those that come."""
         self._all_started.value = 1
 

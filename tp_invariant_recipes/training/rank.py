@@ -138,7 +138,7 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
             callbacks = [*callbacks, DeterministicOverhead()]
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, config)), *callbacks, heartbeat.Last()]
         stack.enter_context(registry.applied(config))
-        rows = [*replacements.replacements(config.numerics), NOTING]
+        rows = [*replacements.replacements(config.numerics), FAILURE_TIME]
         if peft.adapts(config):
             rows += adapters.replacements(config.numerics, config.section("rng")["seed"], config.weights.folder)
         stack.enter_context(applied(rows))
@@ -155,7 +155,7 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
         bridge_pretrain(built, forward_step, callbacks=callbacks)
 
 
-def _noting_the_time(original: Callable[..., None]) -> Callable[..., None]:
+def _record_failure_time(original: Callable[..., None]) -> Callable[..., None]:
     def cleanup(*args: Any, **kwargs: Any) -> None:
         error = sys.exc_info()[1]  # Bridge calls this while it handles the error
         if error is not None:
@@ -165,9 +165,9 @@ def _noting_the_time(original: Callable[..., None]) -> Callable[..., None]:
     return cleanup
 
 
-NOTING = Replacement(
+FAILURE_TIME = Replacement(
     "megatron.bridge.training.pretrain:_cleanup_after_pretrain_failure",
-    _noting_the_time,
+    _record_failure_time,
     "it disconnects the other ranks, which may then note their failure before this rank does",
 )
 

@@ -11,7 +11,7 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 from tp_invariant_recipes.runs.bench_dir import Figures, Pass
 from tp_invariant_recipes.training.profile import STEP, TRACED
 
-# What a CUDA graph keeps for itself is reserved, and is no longer allocated once it has been captured.
+# Memory private to CUDA graphs stays reserved after the capture, but no longer counts as allocated.
 PEAKS = {"allocated": torch.cuda.max_memory_allocated, "reserved": torch.cuda.max_memory_reserved}
 
 

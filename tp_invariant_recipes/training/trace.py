@@ -141,11 +141,11 @@ def _order(everyone: Sequence[Sequence[Seen]]) -> list[Name]:
         for place, names in own.items():
             before = stages.get(place, [])
             # A later rank's experts have higher numbers: they come last in the forward pass, first in the backward one.
-            stages[place] = _woven(before, names) if place[0] else _woven(before[::-1], names[::-1])[::-1]
+            stages[place] = _interleave(before, names) if place[0] else _interleave(before[::-1], names[::-1])[::-1]
     return list(dict.fromkeys(name for place in sorted(stages) for name in stages[place]))
 
 
-def _woven(names: list[Name], others: list[Name]) -> list[Name]:
+def _interleave(names: list[Name], others: list[Name]) -> list[Name]:
     """Both lists in one; what only the second has comes right after what precedes it there."""
     known = set(names)
     after: dict[Name | None, list[Name]] = {}

@@ -163,7 +163,7 @@ def _compiler() -> Finding:
 
 
 def _bytecode() -> Finding:
-    lacking = bytecode.compiled_at_every_start()
+    lacking = bytecode.packages_without_bytecode()
     if not lacking:
         return Finding("bytecode", "kept", "ok", "")
     advice = (

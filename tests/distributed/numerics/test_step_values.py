@@ -7,7 +7,7 @@ import torch.distributed as dist
 from tests.distributed.ranks import on_ranks, terms
 from tests.operands import same_bits
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
-from tp_invariant_recipes.numerics.sums.step_values import metrics_kept_apart, metrics_summed, summed
+from tp_invariant_recipes.numerics.sums.step_values import metrics_summed, separate_metrics, summed
 
 SHARDS, EACH = 4, 3
 
@@ -52,7 +52,7 @@ def _router_statistics(mesh):
 
     with cpu.installed():
         parallel_state.initialize_model_parallel()
-        record = metrics_kept_apart(MoEMetricsTracker.record)
+        record = separate_metrics(MoEMetricsTracker.record)
         sync = metrics_summed(lambda self, names: None, SHARDS)
         tracker, found = MoEMetricsTracker(), []
         for _ in range(2):

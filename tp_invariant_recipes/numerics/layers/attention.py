@@ -68,7 +68,7 @@ def attention(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, 
     """
     query, key, value = dense(query), dense(key), dense(value)
     case = (shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings())
-    together = tried(_together_is_right, case, query, lambda: _seen_to_be_right(core, query, key, value, mask, shards))
+    together = tried(_together_is_right, case, query, lambda: trial_passes(core, query, key, value, mask, shards))
     if together and shards > 1 and checking():
         return _Checked.apply(core, mask, shards, query, key, value)
     return (_together if together else _defined)(core, query, key, value, mask, shards)
@@ -96,7 +96,7 @@ def _with_dense_gradient(out: Tensor) -> Tensor:
     return out
 
 
-def _seen_to_be_right(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int) -> bool:
+def trial_passes(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int) -> bool:
     """Try both forms on operands of these shapes."""
     generator = torch.Generator(query.device).manual_seed(0)
     for trial in range(TRIALS + 1):

@@ -24,7 +24,7 @@ from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_gra
 Weights = Sequence[Tensor]
 
 
-def set_apart(experts: torch.nn.Module) -> None:
+def mark_separate(experts: torch.nn.Module) -> None:
     """Give these weights buffers and an optimizer apart from all else in every layout.
 
     Megatron does so where tp > 1 or ep > 1. At tp=1 ep=1 it would write one optimizer's state into a checkpoint, which

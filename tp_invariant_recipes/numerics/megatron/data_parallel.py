@@ -62,14 +62,14 @@ def prepared(original: Callable[..., None], shards: int | None, contexts: int | 
         for group in self.expert_parallel_bucket_groups:
             group.context_ranks = (cp // exchanging, max(1, tp // ep))
         for buffer in self.buffers:
-            _keep_contexts_apart(buffer, (contexts or 1) // cp)
+            _separate_contexts(buffer, (contexts or 1) // cp)
         for buffer in self.expert_parallel_buffers:
-            _keep_contexts_apart(buffer, (contexts or 1) // cp * exchanging)
+            _separate_contexts(buffer, (contexts or 1) // cp * exchanging)
 
     return __init__
 
 
-def _keep_contexts_apart(buffer: Any, contexts: int) -> None:
+def _separate_contexts(buffer: Any, contexts: int) -> None:
     """Give a buffer of gradients others of its shape, for context shards after the first, and weights their parts."""
     buffer.context_data = [torch.zeros_like(buffer.grad_data) for _ in range(contexts - 1)]
     for weight, (start, end, *_) in buffer.param_index_map.items():
@@ -99,7 +99,7 @@ def _gradients(model: Any) -> list[Tensor]:
     return found
 
 
-def noting_its_model(original: Callable[..., Any]) -> Callable[..., Any]:
+def recording_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement for DistributedDataParallel._make_backward_post_hook."""
 
     def _make_backward_post_hook(self: Any, param: Tensor) -> Callable[..., None]:

@@ -7,7 +7,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.layers.experts import activation_kind, expert_mlp, set_apart
+from tp_invariant_recipes.numerics.layers.experts import activation_kind, expert_mlp, mark_separate
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches, InvariantTokenDispatcher
 
 
@@ -25,7 +25,7 @@ class InvariantSequentialMLP(SequentialMLP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        set_apart(self)
+        mark_separate(self)
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
         """[r, h] → [r, h], and None as bias."""

@@ -122,7 +122,7 @@ ROWS = (
     ),
     Row(
         "megatron.core.distributed:DistributedDataParallel._make_backward_post_hook",
-        "numerics.megatron.data_parallel:noting_its_model",
+        "numerics.megatron.data_parallel:recording_model",
         _SHARD_ENDS,
     ),
     Row(
@@ -172,7 +172,7 @@ ROWS = (
     ),
     Row(
         "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker.record",
-        "numerics.sums.step_values:metrics_kept_apart",
+        "numerics.sums.step_values:separate_metrics",
         _ROUTER,
         when=_bridges_loop,
     ),

@@ -21,7 +21,7 @@ from transformer_engine.pytorch.attention.dot_product_attention import dot_produ
 from transformer_engine.pytorch.utils import get_cudnn_version
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.layers.experts import activation_kind, expert_mlp, set_apart
+from tp_invariant_recipes.numerics.layers.experts import activation_kind, expert_mlp, mark_separate
 from tp_invariant_recipes.numerics.layers.norm import rms_norm
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.megatron.base import (
@@ -104,7 +104,7 @@ class InvariantTEGroupedMLP(TEGroupedMLP):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        set_apart(self)
+        mark_separate(self)
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
         """[r, h] → [r, h], and None as bias."""

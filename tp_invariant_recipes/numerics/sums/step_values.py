@@ -71,7 +71,7 @@ def _summed(found: Sequence[dict[str, Tensor]], shards: int, contexts: int) -> d
     return {name: summed(torch.stack([one[name].view(shape).float() for one in found]), *meshes) for name in found[0]}
 
 
-def metrics_kept_apart(original: Callable[..., None]) -> Callable[..., None]:
+def separate_metrics(original: Callable[..., None]) -> Callable[..., None]:
     """A replacement for MoEMetricsTracker.record, which adds to one sum: it keeps each micro-batch's value as well."""
 
     def record(self: Any, name: str, value: Tensor, layer_number: int | None, *args: Any, **kwargs: Any) -> None:
