@@ -28,11 +28,11 @@ def filled(tmp_path, *words: str) -> tuple[dict, dict[str, str]]:
 
 @pytest.mark.parametrize("kind", EXPERIMENTS)
 def test_project_and_name_go_where_bridge_reads_them(tmp_path, kind):
-    named = experiments.SERVICES[kind].named
+    run_name = experiments.SERVICES[kind].run_name
     logger, _ = filled(tmp_path, f"logging={kind}")
-    assert (logger[PROJECT[kind]], logger[named]) == ("tp-invariant-recipes", "run")
+    assert (logger[PROJECT[kind]], logger[run_name]) == ("tp-invariant-recipes", "run")
     logger, _ = filled(tmp_path, f"logging={kind}", "project=ours", "name=first")
-    assert (logger[PROJECT[kind]], logger[named]) == ("ours", "first")
+    assert (logger[PROJECT[kind]], logger[run_name]) == ("ours", "first")
 
 
 def test_without_a_server_all_stays_in_the_run_directory(tmp_path, monkeypatch):
