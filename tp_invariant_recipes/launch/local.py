@@ -35,7 +35,6 @@ def run(
     stop:           of a caller that notes signals itself. Default: they are noted while the ranks live, and Ctrl-C is
                     raised as KeyboardInterrupt once all ranks have ended.
     """
-    from tp_invariant_recipes.training.rank import RankInfo
 
     def watch() -> None:
         tick()
@@ -45,14 +44,12 @@ def run(
     stores = [store() for _ in range(process_groups)]
     ports = tuple(store.port for store in stores)
     prepare_environment("lo")
-    world = plan.layout.world
-    rank_infos = [RankInfo(rank, rank, world, world, "127.0.0.1", ports) for rank in range(world)]
     with ranks.stopping() if stop is None else nullcontext(stop) as noted:
         try:
             outcome = ranks.run(
                 plan.run_dir,
                 plan.device,
-                rank_infos,
+                _rank_infos(plan.layout.world, ports),
                 watch,
                 noted,
                 rank_fn=rank_fn,
@@ -66,6 +63,13 @@ def run(
     if stop is None and noted.interrupted:
         raise KeyboardInterrupt
     return outcome
+
+
+def _rank_infos(world: int, ports: tuple[int, ...]) -> list[Any]:
+    """A rank a GPU. Tests put two on one."""
+    from tp_invariant_recipes.training.rank import RankInfo
+
+    return [RankInfo(rank, rank, world, world, "127.0.0.1", ports) for rank in range(world)]
 
 
 def _stepped(progress: Path) -> Callable[[], bool]:
