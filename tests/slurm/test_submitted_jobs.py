@@ -56,6 +56,7 @@ def attempts(run: Path) -> list[dict]:
     return json.loads((run / "run.json").read_text())["attempts"]
 
 
+@pytest.mark.release  # tests/distributed has lost nodes, requeues and elastic resumes without a cluster
 def test_a_run_that_is_queued_again_and_loses_a_node_has_the_ledger_of_one_that_is_not(
     tpi, cluster, submit, whole
 ) -> None:
