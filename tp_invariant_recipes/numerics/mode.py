@@ -136,11 +136,16 @@ def every() -> tuple[Mode, ...]:
     return tuple(mode for name in MODES if (mode := find(name)))
 
 
+def named_mode(name: str) -> Mode:
+    """The mode of a name that is known to be one."""
+    mode = find(name)
+    assert mode is not None, name
+    return mode
+
+
 def of(config: Any) -> Mode:
     """The mode of a Megatron configuration whose layers are invariant."""
-    mode = find(config.invariant_mode)
-    assert mode is not None, config.invariant_mode
-    return mode
+    return named_mode(config.invariant_mode)
 
 
 def only(feature: str) -> str:

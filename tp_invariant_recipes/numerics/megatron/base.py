@@ -4,17 +4,29 @@ A layer keeps the parameters, names and checkpoints of the class it replaces; on
 `config.virtual_shards`; `config.invariant_mode` names the mode (numerics/mode.py) that computes.
 """
 
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from torch import Tensor
 
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers.norm import NormShards, rms_norm
+from tp_invariant_recipes.numerics.layers.norm import NormKernels, NormShards, rms_norm
 from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+
+
+@cache
+def _linear(name: str) -> mode.Linear:
+    """The products of a mode, looked up once: layers ask for them in every forward pass."""
+    return mode.named_mode(name).linear()
+
+
+@cache
+def _norm(name: str) -> NormKernels:
+    """The norms of a mode, looked up once."""
+    return mode.named_mode(name).norm()
 
 
 def segments_of(config: Any, tp_comm_buffer_name: str | None) -> int:
@@ -55,7 +67,7 @@ class ColumnForward(OnMesh):
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s/t or s, b, k] → [s, b, n/t]."""
-        linear = mode.of(self.config).linear()
+        linear = _linear(self.config.invariant_mode)
         y = linear.column_parallel(x, weight, self.mesh, self.segments, self.config.sequence_parallel)
         return y if bias is None else column_bias(y, bias, self.mesh.contexts)
 
@@ -65,7 +77,7 @@ class RowForward(OnMesh):
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[s, b, k/t] → [s/t or s, b, n]."""
-        linear = mode.of(self.config).linear()
+        linear = _linear(self.config.invariant_mode)
         y = linear.row_parallel(x, weight, self.mesh, self.config.sequence_parallel)
         return y if bias is None else row_bias(y, bias, self.mesh, self.config.sequence_parallel)
 
@@ -88,7 +100,7 @@ class NormForward(OnMesh):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s/t or s, b, h] → the same."""
-        return rms_norm(x, self.weight, self.eps, self.mesh, self.shards_of(), mode.of(self.config).norm())
+        return rms_norm(x, self.weight, self.eps, self.mesh, self.shards_of(), _norm(self.config.invariant_mode))
 
 
 class HeadNormForward(NormForward):

@@ -19,7 +19,5 @@ def cross_entropy_of_mode(original: Any, virtual_shards: int, name: str) -> Call
         mesh = VirtualMesh.of(virtual_shards, tp_group)
         return cross_entropy.vocab_parallel_cross_entropy(logits, target, mesh, kernels)
 
-    found = mode.find(name)
-    assert found is not None, name
-    kernels = found.cross_entropy()
+    kernels = mode.named_mode(name).cross_entropy()
     return loss
