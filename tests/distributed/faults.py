@@ -22,7 +22,7 @@ def at_step(
     """
 
     def plant() -> None:
-        from tp_invariant_recipes.training.digests import Digests
+        from tp_invariant_recipes.training.digests.callback import Digests
 
         original = Digests.on_train_step_start
 

@@ -18,7 +18,7 @@ def _at(step, module, act):
     """Call act(module, on) as step `step` of training begins (on=True) and ends, on every rank."""
 
     def plant():
-        from tp_invariant_recipes.training.digests import Digests
+        from tp_invariant_recipes.training.digests.callback import Digests
         from tp_invariant_recipes.training.shards import unwrapped
 
         def around(name, now, on):

@@ -120,7 +120,7 @@ def _at_step(step, rank, change):
     def plant():
         import torch.distributed as dist
 
-        from tp_invariant_recipes.training.digests import Digests
+        from tp_invariant_recipes.training.digests.callback import Digests
 
         original = Digests.on_train_step_end
 
@@ -199,7 +199,7 @@ def _noting(folder):
         from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
         from tp_invariant_recipes.kernels.digest import Lanes
-        from tp_invariant_recipes.training import digest_merge, digests
+        from tp_invariant_recipes.training.digests import callback, merge
 
         def noted(holder, name, event, *, after=False):
             original = getattr(holder, name)
@@ -213,10 +213,10 @@ def _noting(folder):
             setattr(holder, name, call)
 
         noted(Lanes, "__call__", LANES)
-        noted(digest_merge.Merge, "__call__", TOGETHER)
+        noted(merge.Merge, "__call__", TOGETHER)
         noted(gpt_step, "get_batch", BATCH, after=True)
         noted(MixedPrecisionOptimizer, "step_with_ready_grads", UPDATE)
-        noted(digests.Digests, "on_train_step_end", END)
+        noted(callback.Digests, "on_train_step_end", END)
 
     return plant
 
@@ -243,7 +243,7 @@ def test_a_step_whose_forward_python_does_not_see_has_the_same_digests(trained):
     """As with a CUDA graph of the whole step: the kernels start before the update."""
 
     def plant():
-        from tp_invariant_recipes.training.digests import Digests
+        from tp_invariant_recipes.training.digests.callback import Digests
 
         Digests._on_forward = lambda *_: None
 

@@ -200,7 +200,7 @@ def _flip_as_loaded(kind: str):
     def plant() -> None:
         import torch
 
-        from tp_invariant_recipes.training.digests import Digests
+        from tp_invariant_recipes.training.digests.callback import Digests
         from tp_invariant_recipes.training.optimizer_state import OptimizerState
 
         original = Digests.on_train_start

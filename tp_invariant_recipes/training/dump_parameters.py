@@ -7,7 +7,7 @@ from megatron.bridge.training.callbacks import CallbackContext
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.settings.nearest import nearest
-from tp_invariant_recipes.training.digest_sums import dtype_name
+from tp_invariant_recipes.training.digests.sums import dtype_name
 from tp_invariant_recipes.training.gathering import gathered
 from tp_invariant_recipes.training.optimizer_state import OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep

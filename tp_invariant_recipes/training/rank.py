@@ -189,7 +189,7 @@ def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: RunFile, config: RunCo
 def recording(run_dir: RunDir, rank_info: RankInfo, run: RunFile, ledger: LedgerSettings) -> list:
     """The callbacks that write the ledger of a run directory, on this rank. Bridge is loaded."""
     from tp_invariant_recipes.config.recording import steps
-    from tp_invariant_recipes.training.digests import Digests
+    from tp_invariant_recipes.training.digests.callback import Digests
     from tp_invariant_recipes.training.dump_parameters import DumpParameters
     from tp_invariant_recipes.training.recorder import Recorder
     from tp_invariant_recipes.training.trace import Tracing

@@ -20,8 +20,8 @@ from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings.environment import recorded
-from tp_invariant_recipes.training.digest_merge import Recorded
-from tp_invariant_recipes.training.digests import Digests
+from tp_invariant_recipes.training.digests.callback import Digests
+from tp_invariant_recipes.training.digests.merge import Recorded
 from tp_invariant_recipes.training.trace import Tracing
 
 LOSS = "lm loss"  # Bridge's name for the language-model loss

@@ -37,8 +37,8 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import COPIED, WITH_MAGNITUDE
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.numerics.sums import grad_norm
-from tp_invariant_recipes.training.digest_merge import Merge, Merging, Recorded, read_digests
-from tp_invariant_recipes.training.digest_sums import MovingSums, StartedSums, Sums
+from tp_invariant_recipes.training.digests.merge import Merge, Merging, Recorded, read_digests
+from tp_invariant_recipes.training.digests.sums import MovingSums, StartedSums, Sums
 from tp_invariant_recipes.training.gathering import gathered
 from tp_invariant_recipes.training.optimizer_state import STEP, OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep

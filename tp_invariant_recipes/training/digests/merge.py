@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.digest import LANES
 from tp_invariant_recipes.ledger.schema import COPIES
-from tp_invariant_recipes.training.digest_sums import Sums
+from tp_invariant_recipes.training.digests.sums import Sums
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
 
 NOTHING = -(2**63)  # what a rank without a part says of it: no more than any number

@@ -1,0 +1,1 @@
+"""Digests of gradients and of what the optimizer holds: the callback, the merge over ranks, the sums."""
