@@ -27,7 +27,7 @@ def accuracy_rows(accuracy):
 
 
 def test_no_tree_is_worse_than_stock(accuracy, accuracy_rows):
-    assert len(accuracy_rows) == 2 * 5 * (3 + 3 + 3 + 2)
+    assert len(accuracy_rows) == 2 * 5 * (3 + 3 + 2 + 3 + 2)
     assert accuracy.worse(accuracy_rows) == []
 
 
