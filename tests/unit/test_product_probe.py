@@ -220,6 +220,33 @@ def test_settings_of_torch_tell_products_apart():
     assert cublas_product.settings() == before
 
 
+@pytest.mark.parametrize("owner", (torch.backends.cuda.matmul, torch.backends), ids=("of the product", "of all"))
+def test_the_precision_of_fp32_products_tells_them_apart(owner):
+    """Set by torch's newer setting, after which the getters of the older ones raise."""
+    before, seen = owner.fp32_precision, set()
+    try:
+        for value in ("ieee", "tf32"):
+            owner.fp32_precision = value
+            seen.add(cublas_product.settings())
+        with pytest.raises(RuntimeError):
+            torch.get_float32_matmul_precision()
+    finally:
+        owner.fp32_precision = before
+    assert len(seen) == 2
+
+
+def test_the_older_setting_of_fp32_products_tells_them_apart():
+    before, seen = torch.backends.cuda.matmul.fp32_precision, set()
+    try:
+        for value in ("highest", "high"):
+            torch.set_float32_matmul_precision(value)
+            seen.add(cublas_product.settings())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert len(seen) == 2
+
+
 @pytest.mark.parametrize("add", (False, True))
 def test_live_operands_are_checked_on_request(library, monkeypatch, add):
     library(lies_about_large_numbers)

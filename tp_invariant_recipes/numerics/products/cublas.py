@@ -64,10 +64,14 @@ def checking() -> bool:
 
 
 def settings() -> tuple[Any, ...]:
-    """torch's settings that decide which kernel cuBLAS runs. These getters take 0.6 µs together, the public ones 3."""
+    """torch's settings that decide which kernel cuBLAS runs. These getters take 0.6 µs together, the public ones 3.
+
+    That of fp32 holds whatever set it: `allow_tf32` and `set_float32_matmul_precision`, whose own getters raise once
+    `fp32_precision` was set, or `fp32_precision` of the product, of CUDA or of all backends.
+    """
     return (
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        torch._C._get_float32_matmul_precision(),
+        torch._C._get_fp32_precision_getter("cuda", "matmul"),
         torch._C._get_blas_preferred_backend(),
     )
 
