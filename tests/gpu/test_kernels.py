@@ -7,10 +7,11 @@ import torch
 
 from tests.gpu.operands import normal_on_gpu
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import cross_entropy, rms_norm, row_add, token_sum, tree_add
+from tp_invariant_recipes.kernels import causal_conv, cross_entropy, rms_norm, row_add, row_sum, token_sum, tree_add
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
 from tp_invariant_recipes.numerics.products import defined
 from tp_invariant_recipes.numerics.products.product import product
+from tp_invariant_recipes.portable import ieee_attention_triton
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("settings_of_a_run")]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -198,3 +199,42 @@ def test_the_trial_refuses_another_order(monkeypatch, dtype):
     product(x, w.t(), out)
     assert set(defined.shown().values()) == {False}
     assert same_bits(out, fixed_tile_product(x, w.t(), torch.empty_like(out)))
+
+
+@pytest.mark.parametrize("rows", (70_000, 300_000))
+def test_kernels_take_long_sequences(rows):
+    """More rows than CUDA starts programs along y; the bits of the twins on a CPU."""
+    table = torch.zeros(70, 40, device="cuda")
+    values, at = normal_on_gpu(rows, 40, dtype=torch.bfloat16), torch.arange(rows, device="cuda") % 70
+    row_add.add_rows(values, at, table)
+    twin = torch.zeros(70, 40)
+    row_add.add_rows(values.cpu(), at.cpu(), twin)
+    assert same_bits(table.cpu(), twin)
+    places = torch.stack([torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda").flip(0)], 1)
+    assert same_bits(row_sum.row_sum(values, places).cpu(), row_sum.row_sum(values.cpu(), places.cpu()))
+    numbers = normal_on_gpu(rows, 64)
+    sums = tree_add.tree_add(numbers, torch.empty(rows, device="cuda"), groups=rows)
+    assert same_bits(sums.cpu(), tree_add.tree_add(numbers.cpu(), torch.empty(rows), groups=rows))
+
+
+def test_a_convolution_takes_long_sequences():
+    """The last rows as in a sequence of their own."""
+    x, weight, bias = normal_on_gpu(1, 1_100_000, 40), normal_on_gpu(1, 40, 4), normal_on_gpu(1, 40)
+    whole = causal_conv.causal_conv_forward(x, weight, bias, 1)
+    alone = causal_conv.causal_conv_forward(x[:, -1000:].contiguous(), weight, bias, 1)
+    assert same_bits(whole[:, -990:].contiguous(), alone[:, -990:].contiguous())
+    dx, _ = causal_conv.causal_conv_backward(x, x, weight, bias, 1)
+    part = x[:, -1008:].contiguous()
+    last, _ = causal_conv.causal_conv_backward(part, part, weight, bias, 1)
+    assert same_bits(dx[:, -990:].contiguous(), last[:, -990:].contiguous())
+
+
+def test_heads_of_a_group_are_added_beyond_2_31_numbers():
+    heads, positions, width = 5, 2**22, 128  # the last head begins at number 2^31; 10.7 GB
+    of_heads = torch.zeros(heads, positions, width, device="cuda")
+    of_heads[-1] = 1.0
+    sums = torch.empty(positions, 1, 1, width, dtype=torch.bfloat16, device="cuda")
+    constants = (heads, 1, width, ieee_attention_triton.BLOCK)
+    grid = positions * width // ieee_attention_triton.BLOCK, 1
+    ieee_attention_triton.SUM_OF_HEADS.launch(grid, (of_heads, of_heads, sums, sums), (positions, 1, 1.0), constants)
+    assert bool((sums == 1.0).all())

@@ -88,8 +88,8 @@ def _forward_triton(x: Tensor, weight: Tensor, bias: Tensor, step: int) -> Tenso
     shards, rows, channels = x.shape
     y = torch.empty_like(x)
     tiles = triton.cdiv(rows, ROWS)
-    grid = (triton.cdiv(channels, CHANNELS), shards * tiles)
-    FORWARD.launch(grid, (x, weight, bias, y), (rows, tiles, step), (channels, ROWS, CHANNELS))
+    programs = triton.cdiv(channels, CHANNELS) * shards * tiles
+    FORWARD.launch((programs, 1), (x, weight, bias, y), (rows, tiles, step), (channels, ROWS, CHANNELS))
     return y
 
 
@@ -107,7 +107,7 @@ def _backward_triton(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, step: 
     )  # fmt: skip
     dx = torch.empty_like(x)
     tiles = triton.cdiv(rows, ROWS)
-    OUTER.launch((blocks, shards * tiles), (inner, weight, dx), (rows, tiles, step), (channels, ROWS, CHANNELS))
+    OUTER.launch((blocks * shards * tiles, 1), (inner, weight, dx), (rows, tiles, step), (channels, ROWS, CHANNELS))
     return dx, sums
 
 
@@ -129,6 +129,15 @@ def _bias(bias, shard, column, WIDTH: tl.constexpr):
     return tl.load(bias + shard * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
 
 
+@triton.jit
+def _tile(tiles, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's shard, its rows and its columns; tiles: of rows, in a shard."""
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0) // across
+    row = (tile % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return (tile // tiles).to(tl.int64), row, tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS)
+
+
 _FREE = ["rows", "tiles", "step"]
 
 
@@ -136,9 +145,7 @@ _FREE = ["rows", "tiles", "step"]
 def _conv_forward(
     x, weight, bias, y, rows, tiles, step, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    shard = (tl.program_id(1) // tiles).to(tl.int64)
-    row = (tl.program_id(1) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    shard, row, column = _tile(tiles, WIDTH, ROWS, COLUMNS)
     inside = (column < WIDTH)[None, :]
     before = tl.zeros((ROWS, COLUMNS), dtype=tl.float32) + _bias(bias, shard, column, WIDTH)
     for tap in tl.static_range(4):
@@ -193,9 +200,7 @@ def _conv_inner(
 
 @triton.jit(do_not_specialize=_FREE)
 def _conv_outer(inner, weight, dx, rows, tiles, step, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    shard = (tl.program_id(1) // tiles).to(tl.int64)
-    row = (tl.program_id(1) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    shard, row, column = _tile(tiles, WIDTH, ROWS, COLUMNS)
     inside = (column < WIDTH)[None, :]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for tap in tl.static_range(4):

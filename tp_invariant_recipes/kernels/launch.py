@@ -10,7 +10,10 @@ import torch
 import triton
 from torch import Tensor
 
+from tp_invariant_recipes.errors import RunError
+
 _FITS = 2**31
+ALONG_Y = 65535  # CUDA starts as many programs along y; along x 2^31 - 1, so what grows with tokens is counted there
 
 
 class Kernel:
@@ -32,7 +35,15 @@ class Kernel:
         num_warps: int = 4,
         num_stages: int = 3,
     ) -> None:
-        """`kernel[grid](*tensors, *numbers, *constants)` on the current stream; the defaults are Triton's."""
+        """`kernel[grid](*tensors, *numbers, *constants)` on the current stream; the defaults are Triton's.
+
+        raises RunError: more than ALONG_Y programs along y.
+        """
+        if grid[1] > ALONG_Y:
+            raise RunError(
+                f"{self.kernel.__name__}: {grid[1]} programs along y, of {ALONG_Y} that CUDA starts: too many heads, "
+                "samples or shards at once; a smaller train.micro_batch_size"
+            )
         device = tensors[0].get_device()
         key = (constants, num_warps, num_stages, device, *[tensor.dtype for tensor in tensors])
         compiled = self._compiled.get(key)

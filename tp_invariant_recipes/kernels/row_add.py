@@ -36,8 +36,8 @@ def _add_rows_triton(rows: Tensor, at: Tensor, out: Tensor, at_once: bool) -> No
         return
     number, order = torch.sort(at, stable=True)
     end = torch.searchsorted(number, number, right=True)  # of the run of equal numbers at each place
-    grid = (triton.cdiv(out.shape[1], BLOCK), len(at))
-    KERNEL.launch(grid, (rows, number, order, end, out), (), (out.shape[1], BLOCK, AHEAD, at_once))
+    programs = triton.cdiv(out.shape[1], BLOCK) * len(at)
+    KERNEL.launch((programs, 1), (rows, number, order, end, out), (), (out.shape[1], BLOCK, AHEAD, at_once))
 
 
 @triton.jit
@@ -45,8 +45,9 @@ def _add_rows(
     rows, number, order, end, out,
     FEATURES: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    across: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
+    place = (tl.program_id(0) // across).to(tl.int64)
+    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
     mine = tl.load(number + place)
     before = tl.load(number + place - 1, mask=place > 0, other=-1)
     # The first place of a run of equal numbers adds all of it.

@@ -31,14 +31,16 @@ def _row_sum_torch(rows: Tensor, at: Tensor, out: Tensor) -> Tensor:
 def _row_sum_triton(rows: Tensor, at: Tensor, out: Tensor) -> Tensor:
     features = rows.shape[1]
     if out.numel():
-        KERNEL.launch((triton.cdiv(features, BLOCK), len(at)), (rows, at, out), (), (features, at.shape[1], BLOCK))
+        programs = triton.cdiv(features, BLOCK) * len(at)
+        KERNEL.launch((programs, 1), (rows, at, out), (), (features, at.shape[1], BLOCK))
     return out
 
 
 @triton.jit
 def _row_sum(rows, at, out, FEATURES: tl.constexpr, TERMS: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    across: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
+    token = (tl.program_id(0) // across).to(tl.int64)
+    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for term in tl.static_range(TERMS):
         row = tl.load(at + token * TERMS + term)

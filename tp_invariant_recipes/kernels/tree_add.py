@@ -46,7 +46,9 @@ def tree_add(partials: Tensor, out: Tensor, groups: int = 1) -> Tensor:
 def _tree_add_triton(partials: Tensor, out: Tensor, groups: int, width: int) -> None:
     size = out.numel() // groups
     block = BLOCK if width <= 8 else BLOCK // 8
-    KERNEL.launch((-(-size // block), groups), (partials, out), (size,), (width, size % 16 == 0, block))
+    narrow = size <= block  # there may be more groups than programs along y
+    grid = (groups, 1) if narrow else (triton.cdiv(size, block), groups)
+    KERNEL.launch(grid, (partials, out), (size,), (width, size % 16 == 0, narrow, block))
 
 
 def _tree_add_torch(partials: Tensor, out: Tensor, groups: int) -> Tensor:
@@ -87,12 +89,13 @@ def _sixty_four(p, stride, mask):
 
 
 @triton.jit(do_not_specialize=["size"])
-def _tree_add(partials, out, size, R: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
+def _tree_add(partials, out, size, R: tl.constexpr, ALIGNED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0 if NARROW else 1).to(tl.int64)
     stride = tl.cast(size, tl.int64)
     if ALIGNED:
         stride = tl.multiple_of(stride, 16)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    block = 0 if NARROW else tl.program_id(0)
+    at = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < stride
     p = partials + row * R * stride + at
     if R == 1:

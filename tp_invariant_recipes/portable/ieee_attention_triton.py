@@ -327,13 +327,14 @@ def _ieee_attention_sum_of_heads(
     unit = tl.program_id(1).to(tl.int64)  # sample and group
     of_group: tl.constexpr = HEADS // GROUPS
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size * WIDTH
-    first = unit * of_group * size * WIDTH + at
+    of_head = tl.cast(size, tl.int64) * WIDTH
+    inside = at < of_head
+    first = unit * of_group * of_head + at
     sums_k = tl.load(dk_of_heads + first, mask=inside, other=0.0)
     sums_v = tl.load(dv_of_heads + first, mask=inside, other=0.0)
     for number in tl.static_range(1, of_group):
-        sums_k += tl.load(dk_of_heads + first + number * size * WIDTH, mask=inside, other=0.0)
-        sums_v += tl.load(dv_of_heads + first + number * size * WIDTH, mask=inside, other=0.0)
+        sums_k += tl.load(dk_of_heads + first + number * of_head, mask=inside, other=0.0)
+        sums_v += tl.load(dv_of_heads + first + number * of_head, mask=inside, other=0.0)
     place = (at // WIDTH).to(tl.int64) * batch * GROUPS * WIDTH + unit * WIDTH + at % WIDTH
     tl.store(dk + place, (sums_k * scale).to(tl.bfloat16), mask=inside)
     tl.store(dv + place, sums_v.to(tl.bfloat16), mask=inside)

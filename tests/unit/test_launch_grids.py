@@ -1,0 +1,123 @@
+"""Grids of the Triton kernels for long sequences. CUDA starts 65,535 programs along y and z, and 2^31 - 1 along x.
+
+Fake tensors have shapes and no memory, so the launches of a GPU are seen without one.
+"""
+
+import importlib
+import pkgutil
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from tp_invariant_recipes import kernels, portable
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.kernels import (
+    causal_conv,
+    cross_entropy,
+    group_norm,
+    grouped_product,
+    rms_norm,
+    row_add,
+    row_sum,
+    token_sum,
+    tree_add,
+    weighted_activation,
+)
+from tp_invariant_recipes.kernels.launch import ALONG_Y, Kernel
+from tp_invariant_recipes.portable import (
+    ieee_adam,
+    ieee_attention,
+    ieee_cross_entropy,
+    ieee_expert,
+    ieee_norm,
+    ieee_rotary,
+    ieee_router,
+    ieee_samples,
+    ieee_swiglu,
+)
+
+ALONG_X = 2**31 - 1
+HIDDEN, WIDE, VOCABULARY, EXPERTS, SHARDS = 8192, 28672, 262144, 512, 8
+
+
+def fake(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def fp32(*shape):
+    return fake(*shape, dtype=torch.float32)
+
+
+def launches(rows):
+    """Every kernel that is launched for `rows` tokens of a large model."""
+    x, of_rows, index = fake(rows, 1, HIDDEN), fp32(rows), fake(rows, dtype=torch.int64)
+    row_add.add_rows(fake(rows, HIDDEN), index, fp32(VOCABULARY, HIDDEN))
+    row_sum.row_sum(fake(rows, HIDDEN), fake(rows, 8, dtype=torch.int64))
+    token_sum.token_sum(fake(rows, WIDE), SHARDS)
+    tree_add.tree_add(fp32(SHARDS, rows, HIDDEN), fake(rows, HIDDEN))
+    tree_add.tree_add(fp32(rows, 64), fp32(rows), rows)
+    causal_conv.causal_conv_forward(
+        conv := fake(SHARDS, rows, 2048), taps := fake(SHARDS, 2048, 4), fp32(SHARDS, 2048), 1
+    )
+    causal_conv.causal_conv_backward(conv, conv, taps, fp32(SHARDS, 2048), 1)
+    group_norm.group_norm_forward(groups := fake(SHARDS, rows, 8, 128), weights := fake(SHARDS, 8, 128), 1e-6)
+    group_norm.group_norm_backward(groups, groups, weights, fp32(SHARDS, rows, 8, 1))
+    for norm in (rms_norm, ieee_norm):
+        norm.rms_norm_forward(x, weight := fake(HIDDEN), 1e-6)
+        norm.rms_norm_backward(x, x, weight, fp32(rows, 1, 1), SHARDS, False)
+    for loss in (cross_entropy, ieee_cross_entropy):
+        loss.sum_of_exponentials(logits := fake(rows, VOCABULARY), of_rows, SHARDS)
+        loss.softmax_gradient(logits, index, of_rows, of_rows, of_rows, SHARDS)
+    ieee_cross_entropy.logarithm(of_rows)
+    both, one = fake(rows, 2 * WIDE), fake(rows, WIDE)
+    weighted_activation.weighted_activation(both, of_rows, "swiglu")
+    weighted_activation.weighted_activation_backward(one, both, of_rows, "swiglu")
+    ieee_expert.weighted_swiglu(both, of_rows)
+    ieee_expert.weighted_swiglu_backward(one, both, of_rows)
+    ieee_swiglu.swiglu(both)
+    ieee_swiglu.swiglu_backward(one, both)
+    ieee_router.route_tokens(scores := fake(rows, EXPERTS), 8)
+    chosen = fake(rows, EXPERTS, dtype=torch.bool)
+    ieee_router.route_tokens_backward(scores, fp32(rows, EXPERTS), scores, chosen)
+    ieee_rotary.rotate(q := fake(rows, 1, 64, 128), fp32(rows, 64), fp32(rows, 64))
+    key = fake(rows, 1, 8, 128)
+    attended = ieee_attention.attention_forward(q, key, key, 0.1)
+    ieee_attention.attention_backward(q, q, key, key, attended, 0.1)
+    ieee_adam.adam_step(*[[fp32(rows, HIDDEN)]] * 4, ieee_adam.adam_numbers(1, 1e-3, (0.9, 0.95), 1e-8, 0.1))
+    ieee_samples.values(of_rows)
+
+
+@pytest.fixture
+def grids(monkeypatch):
+    """kernel → the grids of its launches."""
+    found = {}
+    monkeypatch.setattr(Kernel, "launch", lambda self, grid, *_, **__: found.setdefault(self, []).append(grid))
+    with FakeTensorMode():
+        yield found
+
+
+@pytest.mark.parametrize("rows", (70_000, 300_000))
+def test_a_grid_for_many_tokens_can_be_launched(grids, rows):
+    launches(rows)
+    for kernel, some in grids.items():
+        assert all(x <= ALONG_X and y <= ALONG_Y for x, y in some), (kernel.kernel.__name__, some)
+
+
+def test_every_kernel_is_launched(grids):
+    """But for the experts' two, whose first grid dimension is all that grows."""
+    launches(70_000)
+    every = {
+        kernel
+        for package in (kernels, portable)
+        for module in pkgutil.iter_modules(package.__path__)
+        for kernel in vars(importlib.import_module(f"{package.__name__}.{module.name}")).values()
+        if isinstance(kernel, Kernel)
+    }
+    assert every - grids.keys() == {grouped_product.PRODUCT, grouped_product.WEIGHT_GRADIENT}
+
+
+def test_what_cannot_be_launched_is_said_with_the_key():
+    key = torch.empty(1, 8192, 8, 16, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(RunError, match=r"_ieee_attention_forward: 65536 programs along y.*train.micro_batch_size"):
+        ieee_attention.forward_triton(key, key, key, key, key, key, 0.1)
