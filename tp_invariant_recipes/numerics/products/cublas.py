@@ -66,8 +66,8 @@ def checking() -> bool:
 def settings() -> tuple[Any, ...]:
     """torch's settings that decide which kernel cuBLAS runs. These getters take 0.6 µs together, the public ones 3.
 
-    That of fp32 holds whatever set it: `allow_tf32` and `set_float32_matmul_precision`, whose own getters raise once
-    `fp32_precision` was set, or `fp32_precision` of the product, of CUDA or of all backends.
+    The precision of fp32 holds whatever has set it: `fp32_precision` of the product, of CUDA or of all backends, or the
+    older `allow_tf32` and `set_float32_matmul_precision`, whose own getters raise once `fp32_precision` was set.
     """
     return (
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
