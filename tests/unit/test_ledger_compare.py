@@ -241,6 +241,7 @@ def test_json(five_runs):
     same, different, refused = output["comparisons"]
     keys = {"a", "b", "verdict", "text", "remarks", "steps_compared", "steps_differing", "steps_skipped"}
     keys |= {"kind", "first_difference", "model", "initial", "parameters", "coverage", "trace", "refused", "informed"}
+    keys |= {"unmatched"}
     assert all(comparison.keys() == keys for comparison in output["comparisons"])
     assert same["b"] == {"path": "b/ledger.jsonl", "steps": 3, "torn": False, "identity_hash": HEADER.identity_hash}
     verdicts = [comparison["verdict"] for comparison in output["comparisons"]]

@@ -13,6 +13,7 @@ from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
 from tp_invariant_recipes.ledger.reader import PROGRESS_EVERY, Ledger, Progress
 from tp_invariant_recipes.ledger.schema import (
+    DIGESTED,
     FLOATS,
     Header,
     HeaderDifference,
@@ -27,7 +28,7 @@ class Verdict(Enum):
 
     IDENTICAL = "identical"  # everything that both runs recorded at every common step is equal
     DIFFERENT = "different"
-    NOT_COMPARABLE = "not comparable"  # different experiments, or no common step
+    NOT_COMPARABLE = "not comparable"  # different experiments, no common step, or only one run has a value
 
 
 EXIT_STATUS = {Verdict.IDENTICAL: 0, Verdict.DIFFERENT: 1, Verdict.NOT_COMPARABLE: 2}
@@ -60,6 +61,19 @@ class FirstDifference:
 
 
 @dataclass(frozen=True)
+class Unmatched:
+    """What only one run recorded, so that the runs are not comparable unless another value differs.
+
+    name: as of `FirstDifference`, or a kind; "initial": the weights before the first step. step: the first; 0: before.
+    run:  that has it.
+    """
+
+    name: str
+    step: int
+    run: Ledger
+
+
+@dataclass(frozen=True)
 class Comparison:
     """The result of comparing ledger `b` with ledger `a`."""
 
@@ -73,7 +87,9 @@ class Comparison:
     model: tuple[Found, ...]  # parameters of another shape or dtype, or missing in one run, if both runs list any
     initial: tuple[Found, ...]  # parameters whose weights differ before the first step, if both runs recorded them
     parameters: tuple[ParameterDifference, ...]  # by first step, then in the order of execution
-    coverage: dict[str, Coverage]  # of RECORDS: the keys of DIGESTED, and "trace"
+    coverage: dict[str, Coverage]  # of RECORDS: FLOATS, the keys of DIGESTED, and "trace"
+    tensors: dict[str, frozenset[str]]  # of the keys of DIGESTED: those compared wherever both runs have the kind
+    unmatched: tuple[Unmatched, ...]
     trace: TraceCoverage
     refused: tuple[HeaderDifference, ...]  # differing fields of the identity, which make the runs incomparable
     informed: tuple[HeaderDifference, ...]  # the other header fields that differ
@@ -137,8 +153,10 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
     comparable = tally.compared > 0
     model = _model_differences(a.header, b.header) if comparable else ()
     initial = _initial_differences(a.header, b.header) if comparable else ()
+    alone = _unmatched(a, b, tally) if comparable else ()
+    different = bool(model or initial or tally.first)
     return Comparison(
-        verdict=_verdict(comparable, bool(model or initial or tally.first)),
+        verdict=_verdict(comparable and (different or not alone), different),
         a=a,
         b=b,
         steps_compared=tally.compared,
@@ -149,6 +167,8 @@ def _comparison(a: Ledger, b: Ledger, refused: tuple[HeaderDifference, ...], tal
         initial=initial,
         parameters=tally.parameters,
         coverage=tally.coverage,
+        tensors={kind: frozenset(tally.tensors.get(kind, ())) for kind in DIGESTED},
+        unmatched=alone,
         trace=tally.trace,
         refused=refused,
         informed=informative_differences(a.header, b.header),
@@ -193,9 +213,19 @@ def _initial_differences(a: Header, b: Header) -> tuple[Found, ...]:
     return tuple(Found(INITIAL, INITIAL, n, left[n], right[n]) for n in common if left[n] != right[n])
 
 
-def _described(parameter: Parameter) -> tuple[str, str, str]:
-    gradient = f"{parameter.gradient} gradient" if parameter.gradient else "no gradient"
-    return f"shape {list(parameter.shape)}", gradient, f"{parameter.weight} weight"
+def _unmatched(a: Ledger, b: Ledger, tally: Tally) -> tuple[Unmatched, ...]:
+    """By step. A run without parameters recorded no digests at all, by its settings."""
+    before = []
+    if (a.header.initial is None) != (b.header.initial is None) and a.header.parameters and b.header.parameters:
+        before = [Unmatched(INITIAL, 0, b if a.header.initial is None else a)]
+    found = (Unmatched(name, step, a if left else b) for (name, left), step in tally.unmatched.items())
+    return (*before, *found)
+
+
+def _described(parameter: Parameter) -> tuple[str, str, str, str]:
+    gradient, master = parameter.gradient or "no", parameter.master or "no"
+    shape = f"shape {list(parameter.shape)}"
+    return shape, f"{gradient} gradient", f"{parameter.weight} weight", f"{master} master weight"
 
 
 def _first(a: Ledger, b: Ledger, before: Sequence[Found], tally: Tally) -> FirstDifference | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tp_invariant_recipes.compare import log_compare
 from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, FirstDifference
+from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.log_compare import LogComparison
 from tp_invariant_recipes.compare.magnitude import magnitude_report
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS
@@ -63,6 +64,7 @@ def comparison_json(comparison: Comparison) -> dict:
             for parameter in comparison.parameters
         ],
         "coverage": {name: asdict(coverage) for name, coverage in comparison.coverage.items()},
+        "unmatched": [{"name": one.name, "step": one.step, "run": run_name(one.run)} for one in comparison.unmatched],
         "trace": asdict(comparison.trace),
         "refused": [_difference(difference) for difference in comparison.refused],
         "informed": [_difference(difference) for difference in comparison.informed],

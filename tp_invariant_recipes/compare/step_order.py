@@ -55,7 +55,15 @@ SEQUENCE: tuple[Field | Tensors, ...] = (
     Tensors("weights", "update"),
 )
 FIELDS = tuple(part for part in SEQUENCE if isinstance(part, Field))
-RECORDS = (*DIGESTED, "trace")  # what a step record may lack
+RECORDS = (*FLOATS, *DIGESTED, "trace")  # what a step record may lack
+# Kind of digest -> kinds beside which a run always records it; otherwise a run chooses its steps (ledger.digests).
+BESIDE: dict[str, tuple[tuple[str, ...], ...]] = {
+    "gradients": (("clipped",),),
+    "clipped": (("gradients", "moments"),),
+    "moments": (("clipped",),),
+    "masters": (("gradients",), ("moments",)),
+    "weights": (("gradients",), ("moments",)),
+}
 BACKWARD = ("gradients", "clipped")  # kinds of which the last parameter of the forward pass comes first
 
 
@@ -89,10 +97,32 @@ def differences(
         if isinstance(part, Field):
             # Floats are compared as text: a NaN equals itself, and the two zeros differ.
             left, right = getattr(a, part.name), getattr(b, part.name)
-            if left != right:
+            if left != right and not _alone(part, a, b):
                 yield Found(part.phase, FIELD, part.name, left, right)
         elif a.diverged or b.diverged or _unlike(getattr(a, part.record), getattr(b, part.record)):
             yield from _tensors(part, a, b, parameters, repetition)
+
+
+def unmatched(a: StepRecord, b: StepRecord) -> Iterator[tuple[str, bool]]:
+    """What only one run recorded of a step where the other should have it: its name, and whether `a` has it.
+
+    A kind of digest that one run did not record at this step is none, unless BESIDE says that it always does.
+    """
+    yield from ((field.name, getattr(b, field.name) is None) for field in FIELDS if _alone(field, a, b))
+    for kind in DIGESTED:
+        left, right = getattr(a, kind), getattr(b, kind)
+        if left is not None and right is not None:
+            if left.keys() != right.keys():
+                yield from ((f"{kind}/{name}", name in left) for name in sorted(left.keys() ^ right.keys()))
+        elif left is not right:
+            lacking = a if left is None else b
+            if any(all(getattr(lacking, one) is not None for one in kinds) for kinds in BESIDE.get(kind, ())):
+                yield kind, right is None
+
+
+def _alone(field: Field, a: StepRecord, b: StepRecord) -> bool:
+    """Whether only one run has the field, although both or neither skipped the step."""
+    return a.skipped == b.skipped and (getattr(a, field.name) is None) != (getattr(b, field.name) is None)
 
 
 def differing(a: StepRecord, b: StepRecord, kind: str, parameters: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tp_invariant_recipes.compare.step_order import RECORDS, Found, differences, differing, traced
+from tp_invariant_recipes.compare.step_order import RECORDS, Found, differences, differing, traced, unmatched
 from tp_invariant_recipes.ledger.schema import DIGESTED, StepRecord
 
 LISTED = 5  # steps, of those that have digests of a kind
@@ -54,6 +54,8 @@ class Tally:
     first:       the first differing step, and what differs first in it; None: none.
     around:      the records of both runs of that step and the one before it, by step.
     listed:      name of RECORDS -> the first LISTED steps at which both runs have it.
+    tensors:     kind of digest -> those that were compared at every step at which both runs have the kind.
+    unmatched:   name of what only one run has, and whether that is the left one -> the first such step.
     digested:    of either run, whether it has a digest at any step, compared or not.
     later:       of either run, the first step at which replicas disagree and the other run has ended; None: none.
     """
@@ -65,6 +67,8 @@ class Tally:
         self.first: tuple[int, Found] | None = None
         self.around: dict[int, tuple[StepRecord, StepRecord]] = {}
         self.listed: dict[str, list[int]] = {name: [] for name in RECORDS}
+        self.tensors: dict[str, set[str]] = {}
+        self.unmatched: dict[tuple[str, bool], int] = {}
         self.digested = [False, False]
         self.later: list[int | None] = [None, None]
         self._parameters: dict[tuple[str, str], list[range]] = {}  # filled in the order of execution
@@ -88,6 +92,8 @@ class Tally:
             self.around[left.step] = (left, right)
         if left is not right or left.diverged:  # otherwise lines of the same bytes
             self._differences(left, right)
+            for name in unmatched(left, right):
+                self.unmatched.setdefault(name, left.step)
         self._cover(left, right)
         self._cover_trace(left, right)
 
@@ -103,9 +109,14 @@ class Tally:
 
     def _cover(self, left: StepRecord, right: StepRecord) -> None:
         for name in RECORDS:
-            one, other = (getattr(record, name) is not None for record in (left, right))
+            there = getattr(left, name), getattr(right, name)
+            one, other = (value is not None for value in there)
             if one and other:
                 self._counts[name][0] += 1
+                if name in DIGESTED:
+                    known = self.tensors.setdefault(name, set(there[0]))
+                    if not known == there[0].keys() == there[1].keys():
+                        known &= there[0].keys() & there[1].keys()
                 if len(self.listed[name]) < LISTED:
                     self.listed[name].append(left.step)
             elif one or other:

@@ -8,11 +8,11 @@ from tp_invariant_recipes.compare.comparability import across_machines, other_pr
 from tp_invariant_recipes.compare.compare import Comparison, Verdict
 from tp_invariant_recipes.compare.explanation import LABELS, run_name
 from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line
-from tp_invariant_recipes.compare.step_order import FIELD, INITIAL
+from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL, parameter_of
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.layouts import changes
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.ledger.schema import DIGESTED, SHARDS
+from tp_invariant_recipes.ledger.schema import DIGESTED, FLOATS, SHARDS
 
 _OF_STATE = ("clipped", "moments")  # which only every `ledger.state_digests`th step has
 _FIELDS_IN_LINE = 3  # the table below the line has the other fields
@@ -46,11 +46,12 @@ def verdict_line(comparison: Comparison) -> str:
 
 def compared_values(comparison: Comparison) -> str:
     """The compared values, such as "loss, gradient norm, learning rate and gradients and weights of 27 parameters"."""
-    items = ["loss", "gradient norm", "learning rate"]
+    there = (one for one in FIELDS if one.is_float and comparison.coverage[one.name].both)
+    items = [f"{one.label}{_at(comparison, one.name)}" for one in there]
     kinds: dict[str, list[str]] = {}
     for kind in DIGESTED:
-        count = len(set(comparison.a.header.digested(kind)) & set(comparison.b.header.digested(kind)))
-        if comparison.coverage[kind].both and count:
+        count = len({parameter_of(kind, name) for name in comparison.tensors[kind]})
+        if count:
             kinds.setdefault(f"{count} parameters{_at(comparison, kind)}", []).append(LABELS[kind])
     items += [f"{_series(labels)} of {count}" for count, labels in kinds.items()]
     if comparison.trace.compared:
@@ -72,6 +73,8 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
     distance = magnitude_line(comparison)
     if comparison.first and distance:
         sentences.append(f"{comparison.first.name}: {distance}.")
+    if comparison.unmatched and comparison.verdict is Verdict.DIFFERENT:
+        sentences.append(f"Not compared: {_alone(comparison)}.")
     if comparison.verdict is not Verdict.NOT_COMPARABLE:
         sentences += [*machine_remark(comparison), *_later_replicas(comparison)]
         sentences += [*_undigested(comparison), *_untraced(comparison)]
@@ -249,6 +252,8 @@ def _different(comparison: Comparison) -> str:
 
 def _not_comparable(comparison: Comparison) -> str:
     rows = [(d.field, d.a or _NOT_SET, d.b or _NOT_SET) for d in comparison.refused]
+    if comparison.unmatched:
+        return f": {_alone(comparison)}"
     if not rows:
         empty = " and ".join(run_name(run) for run in (comparison.a, comparison.b) if not run.steps)
         return f": no common step, none recorded in {empty}"
@@ -256,6 +261,14 @@ def _not_comparable(comparison: Comparison) -> str:
     text = ": " + ", ".join(f"{name} is {a} and {b}" for name, a, b in rows[:_FIELDS_IN_LINE]) + more
     numbers = [(name, max(int(a), int(b))) for name, a, b in rows if name in SHARDS and a.isdigit() and b.isdigit()]
     return text + "".join(f"; train both with {name}={most}" for name, most in numbers)
+
+
+def _alone(comparison: Comparison) -> str:
+    """What only one run has, such as "only runs/a has moments/exp_avg/PARAMETER, at step 10; and 17 more"."""
+    first, *more = comparison.unmatched
+    name = "digests of the initial weights" if first.name == INITIAL else LABELS.get(first.name, first.name)
+    where = f", at step {first.step}" if first.step else ""
+    return f"only {run_name(first.run)} has {name}{where}" + (f"; and {len(more)} more" if more else "")
 
 
 _LINES = {
@@ -275,7 +288,7 @@ def _ending(comparison: Comparison) -> str:
 def _at(comparison: Comparison, name: str) -> str:
     """The number of steps in words, unless it is all of them."""
     both, compared = comparison.coverage[name].both, comparison.steps_compared
-    if both == compared:
+    if both == compared or (name in FLOATS and both == compared - comparison.steps_skipped):
         return ""
     if name in _OF_STATE and both <= LISTED:
         steps = [str(step) for step in comparison.listed[name]]

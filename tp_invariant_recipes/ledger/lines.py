@@ -188,6 +188,8 @@ def _decode_diverged(raw: object) -> tuple[str, str, tuple[tuple[int, ...], ...]
     if not isinstance(raw, dict):
         raise ValueError("diverged: not an object")
     ranks = tuple(map(_ranks, _required(raw, "ranks", list)))
+    if not all(ranks) or not ranks:
+        raise ValueError("diverged: no ranks, so that nobody knows which replicas disagree")
     of = _required(raw, "of", str)
     if of not in _OF:
         raise ValueError(f"diverged: {of!r} is not one of {', '.join(_OF)}")

@@ -7,6 +7,7 @@ from enum import IntEnum
 import numpy as np
 
 from tp_invariant_recipes.compare.compare import Comparison
+from tp_invariant_recipes.compare.step_order import parameter_of
 from tp_invariant_recipes.ledger.digests import group_of, in_order
 
 ROWS = 64  # more would be unreadable
@@ -67,9 +68,8 @@ def parameter_map(comparison: Comparison, kind: str, dumped: Mapping[tuple[int, 
 
     dumped: (step, parameter) -> largest distance in ULP between the tensors that both runs dumped.
     """
-    a, b = comparison.a, comparison.b
-    left, right = a.header.digested(kind), b.header.digested(kind)
-    common = set(left) & set(right)
+    left, right = (run.header.digested(kind) for run in (comparison.a, comparison.b))
+    common = {parameter_of(kind, name) for name in comparison.tensors[kind]}
     steps, alone = _steps(comparison, kind)
     if not common or not steps:
         return None

@@ -93,6 +93,7 @@ def test_json_has_everything(ledger_folder):
         {"name": NAMES[2], "kind": "weights", "steps": [3]},
     ]
     assert different["coverage"] == {
+        **{name: {"both": 5, "only_a": 0, "only_b": 0} for name in ("loss", "grad_norm", "learning_rate")},
         "gradients": {"both": 5, "only_a": 0, "only_b": 0},
         **{kind: {"both": 0, "only_a": 0, "only_b": 0} for kind in ("clipped", "moments", "masters")},
         "weights": {"both": 5, "only_a": 0, "only_b": 0},

@@ -14,6 +14,7 @@ from tests.unit.compare.ledgers import (
     A,
     grown,
     ledger,
+    value,
     with_other,
 )
 from tp_invariant_recipes.compare.compare import Coverage, Verdict, compare
@@ -59,9 +60,24 @@ def test_a_difference_at_a_step_that_one_run_did_not_record_is_not_seen():
 
 def test_frozen_parameters_have_no_gradient():
     frozen = replace(HEADER, parameters=tuple(replace(p, gradient=None) if "norm" in p.name else p for p in PARAMETERS))
-    assert compared_values(compare(ledger("a", frozen), ledger("b", frozen))).endswith(
-        "gradients of 9 parameters and weights of 14 parameters"
-    )
+    gradients = {p.name: value(p.name) for p in frozen.parameters if p.gradient}
+    one, other = (ledger(name, frozen, at=1, steps=1, gradients=gradients) for name in "ab")
+    assert compared_values(compare(one, other)).endswith("gradients of 9 parameters and weights of 14 parameters")
+
+
+@pytest.mark.parametrize("who", ("a", "b"))
+def test_a_loss_that_one_run_lacks_is_not_comparable_unless_it_skipped_the_step(who):
+    """The schema asks for a loss; a kind of value that a later one adds may be missing."""
+    gone = ledger(who)
+    object.__setattr__(gone.steps[2], "loss", None)
+    found = compare(*((gone, ledger("b")) if who == "a" else (A, gone)))
+    assert verdict_line(found) == f"not comparable: only {'b' if who == 'a' else 'a'} has loss, at step 3"
+    assert found.exit_status == 2
+    skipped = ledger(who, skipped=True, loss=None, grad_norm=None)
+    assert compare(A, skipped).verdict is Verdict.DIFFERENT
+    assert compared_values(compare(skipped, skipped)).startswith("loss, gradient norm, learning rate and gradients")
+    never = replace(skipped, steps=tuple(replace(s, skipped=True, loss=None, grad_norm=None) for s in skipped.steps))
+    assert compared_values(compare(never, never)) == "learning rate and gradients and weights of 14 parameters"
 
 
 def test_parameters_are_in_the_order_in_which_they_first_differ():

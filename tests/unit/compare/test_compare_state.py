@@ -9,7 +9,8 @@ from tests.unit.compare.ledgers import FC1, NAMES, PARAMETERS, STEPS, record, va
 from tests.unit.compare.ledgers import HEADER as BARE
 from tp_invariant_recipes.compare.compare import Verdict, compare
 from tp_invariant_recipes.compare.comparison_json import comparison_json
-from tp_invariant_recipes.compare.text import compared_values, parameter_rows, remarks, verdict_line
+from tp_invariant_recipes.compare.text import parameter_rows, remarks, verdict_line
+from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.reader import Ledger, parse
 from tp_invariant_recipes.ledger.record import encode_header, encode_step
 
@@ -112,15 +113,65 @@ def test_weights_that_do_not_follow_are_a_difference_even_in_both_runs():
     assert compare(wrong, wrong, repetition=True).verdict is Verdict.IDENTICAL
 
 
-def test_master_weights_against_a_ledger_without_are_not_compared_and_not_different():
-    found = compare(A, ledger_with_state(bare=True))
-    assert found.verdict is Verdict.IDENTICAL
-    assert remarks(found) == (
-        "Not compared: clipped gradients, optimizer moments and master weights, of which b has no digests; "
-        "weights, of which a has no digests.",
+def test_other_master_weights_are_another_model():
+    bare = compare(A, ledger_with_state(bare=True))
+    assert (bare.verdict, len(bare.model)) == (Verdict.DIFFERENT, 14)
+    one = replace(PARAMETERS[3], master="bfloat16")
+    header = replace(HEADER, parameters=(*HEADER.parameters[:3], one, *HEADER.parameters[4:]))
+    found = compare(A, replace(ledger_with_state(), header=header))
+    assert verdict_line(found).startswith(
+        f"different: {one.name} has float32 master weight and bfloat16 master weight; 0 of 5 steps differ"
     )
-    assert compared_values(found) == "loss, gradient norm, learning rate and gradients of 14 parameters"
-    assert compare(A, ledger_with_state(bare=True, gradients=(FC1,))).verdict is Verdict.DIFFERENT
+
+
+ALL = {f"{state}/{name}" for state in STATES for name in NAMES}
+# Moments of a step in one run -> how many of them only one run has, and the first in the order of their names.
+MOMENTS = {
+    "null": (frozenset(), len(ALL), "a"),
+    "renamed": (ALL - {f"step/{FC1}"} | {f"steps/{FC1}"}, 2, "a"),
+    "in part": (ALL - {f"exp_avg/{FC1}", f"exp_avg/{NAMES[0]}"}, 2, "a"),
+    "more": (ALL | {f"exp_avg/{name}x" for name in NAMES[:3]}, 3, "b"),
+}
+
+
+@pytest.mark.parametrize("names, count, who", MOMENTS.values(), ids=MOMENTS)
+def test_moments_that_only_one_run_has_are_not_comparable(names, count, who):
+    b = ledger_with_state()
+    values = A.steps[4].moments
+    b = replace(b, steps=(*b.steps[:4], replace(b.steps[4], moments={n: values.get(n, "f" * 32) for n in names})))
+    found = compare(A, b)
+    first = min(ALL ^ names)
+    more = f"; and {count - 1} more"
+    assert verdict_line(found) == f"not comparable: only {who} has moments/{first}, at step 5{more}"
+    assert (found.exit_status, len(found.unmatched)) == (2, count)
+    assert comparison_json(found)["unmatched"][0] == {"name": f"moments/{first}", "step": 5, "run": who}
+    # What both have at every step is what the line of a difference, or of a verdict, may count.
+    assert found.tensors["moments"] == ALL & names
+    different = compare(A, replace(b, steps=(replace(b.steps[0], loss="f32:40c80001"), *b.steps[1:])))
+    assert different.verdict is Verdict.DIFFERENT
+    assert remarks(different)[0] == f"Not compared: only {who} has moments/{first}, at step 5{more}."
+
+
+@pytest.mark.parametrize(
+    "kind, alone", (("moments", True), ("clipped", True), ("masters", True), ("gradients", True), ("nothing", False))
+)
+def test_a_kind_that_a_run_always_records_beside_another_is_not_comparable_without(kind, alone):
+    """At step 2 both runs have all kinds: a run chooses its steps, and not the kinds of a step."""
+    b = ledger_with_state()
+    gone = {} if kind == "nothing" else {kind: None}
+    b = replace(b, steps=(b.steps[0], replace(b.steps[1], **gone), *b.steps[2:]))
+    for found in (compare(A, b), compare(b, A)):
+        assert found.verdict is (Verdict.NOT_COMPARABLE if alone else Verdict.IDENTICAL)
+        assert [one.name for one in found.unmatched] == [kind] * alone
+
+
+@pytest.mark.parametrize("ranks", ([], [[]], [[0], []]))
+def test_replicas_that_disagree_on_no_rank_are_refused(ranks):
+    one = line(1, state=False, diverged=(("gradients", FC1, ((0,), (1,))),))
+    whole = encode_header(HEADER) + encode_step(one, HEADER)
+    assert parse(Path("x"), whole).steps == (one,)
+    with pytest.raises(LedgerError, match="diverged: no ranks"):
+        parse(Path("x"), whole.replace(b'"ranks": [[0], [1]]', f'"ranks": {ranks}'.encode()))
 
 
 def test_clipped_gradients_that_nothing_clipped_take_no_room():

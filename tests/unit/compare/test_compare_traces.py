@@ -66,8 +66,11 @@ def test_other_initial_weights_come_before_any_step(names):
     assert comparison_json(result)["initial"] == [name for name in NAMES if name in names]
 
 
-def test_initial_weights_that_one_run_lacks_are_no_difference():
-    assert compare(ledger("a", STARTED), ledger("b")).verdict is Verdict.IDENTICAL
+def test_initial_weights_that_one_run_lacks_are_not_comparable():
+    for found in (compare(ledger("a", STARTED), ledger("b")), compare(ledger("b"), ledger("a", STARTED))):
+        assert verdict_line(found) == "not comparable: only a has digests of the initial weights"
+    without = ledger("b", replace(HEADER, parameters=()), digested=lambda step: False)  # ledger.digests=0
+    assert compare(ledger("a", STARTED), without).verdict is Verdict.IDENTICAL
 
 
 def test_weights_that_are_not_recorded_are_said():
