@@ -1,5 +1,7 @@
 """A run that cannot fit the memory of its GPUs or of its node is refused with the figures, before anything starts."""
 
+import json
+
 import pytest
 
 from tp_invariant_recipes.config.compose import compose
@@ -120,6 +122,74 @@ def test_the_cells_of_a_matrix_are_refused_by_name(cli, machine_memory, here):
     assert "tp=4: this run needs about 40.7 GiB" in ended.err
     assert "tp=8: " not in ended.err.replace("tp=4,8", "")
     assert [file.name for file in here.iterdir()] == ["taken"]
+
+
+def submitted(cli, *overrides: str):
+    return cli("submit", "qwen3_8b", *overrides, "slurm.time=60", "--verify", "--dry-run")
+
+
+def test_a_cell_that_does_not_fit_is_left_out_with_its_figures(cli, no_gpus, here):
+    ended = submitted(cli, "tp=1,4,8", "cluster=h100")
+    assert ended.status == 0, ended.err
+    assert (
+        "left out: tp=1: this run needs about 157.4 GiB on a GPU, and a GPU of cluster=h100 has 79.6 GiB\n" in ended.err
+    )
+    assert "array of 2 cells" in ended.err
+    assert "warning" not in ended.err
+
+
+def test_a_matrix_whose_cells_all_fit_leaves_none_out(cli, no_gpus, here):
+    ended = submitted(cli, "tp=4,8", "cluster=h100")
+    assert (ended.status, "left out" in ended.err) == (0, False)
+
+
+# Overrides of a matrix of which fewer than two cells fit, the command that the message gives, and how many fit.
+TOO_FEW = (
+    ("tp=1,2 seq=8192 cluster=h100", "tpi submit qwen3_8b tp=4,8 seq=8192 cluster=h100 slurm.time=60", "0 of 2"),
+    ("tp=1,4 cluster=h100", "tpi submit qwen3_8b tp=4,8 cluster=h100 slurm.time=60", "1 of 2"),
+    (
+        "tp=1,8 cluster=h100 cluster.gpu_memory=41",
+        "tpi submit qwen3_8b tp=1,8 cluster=h100 cluster.gpu_memory=41 slurm.time=60 --verify --dry-run "
+        "model.num_layers=2",
+        "1 of 2",
+    ),
+)
+
+
+@pytest.mark.parametrize("overrides, command, count", TOO_FEW)
+def test_fewer_than_two_cells_that_fit_are_an_error_with_a_command_that_works(
+    cli, no_gpus, here, overrides, command, count
+):
+    ended = submitted(cli, *overrides.split())
+    assert (ended.status, ended.out) == (2, "")
+    assert f"{count} cells fit; this command works: {command}" in ended.err
+    works = cli(*ended.err.partition("works: tpi ")[2].split())
+    assert works.status == 0
+    assert not {"left out", "warning"} & {line.partition(":")[0] for line in works.err.splitlines()}
+
+
+def test_a_run_near_the_limit_starts_with_a_warning(machine_memory):
+    config = compose("qwen3_8b", ["tp=2"], device="gpu").config
+    need = estimates.estimate(config).rank / GIB
+    for room, warned in ((need / 0.94, False), (need / 0.96, True), (need, True), (need / 1.5, False)):
+        machine_memory(gpu=room)
+        line = memory.warning(config, here=True)
+        assert (line is not None) is warned, room
+        assert line is None or ("memory is tight: this run needs about 79.6 GiB" in line and "raise tp=" in line)
+    assert memory.problems(config, here=True) != []  # the last does not start at all
+
+
+def test_a_submission_prints_what_may_end_it_early(cli, no_gpus, here):
+    tight = ("submit", "qwen3_8b", "tp=2", "cluster=h100", "--dry-run")
+    ended = cli(*tight, "slurm.time=4:00:00")
+    assert "\nwarning: memory is tight: this run needs about 79.6 GiB on a GPU" in ended.err
+    assert "\nwarning: save=0: a run of slurm.time=4:00:00" in ended.err
+    assert "save=N saves every N steps" in ended.err
+    quiet = "warning: save=0"
+    assert quiet not in cli(*tight, "slurm.time=4:00:00", "save=10").err
+    assert quiet not in cli(*tight, "slurm.time=1:00:00").err
+    assert quiet not in cli(*tight, "slurm.time=4:00:00", "cluster.shared_files=false").err
+    assert len(json.loads(cli(*tight, "slurm.time=4:00:00", "--json").out)["warnings"]) == 2
 
 
 @pytest.mark.parametrize("command", ("train", "bench", "audit --against seed=2"))

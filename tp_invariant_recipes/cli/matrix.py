@@ -17,13 +17,16 @@ def train_matrix[T](
     planned: "Verification", console: "Console", execute: "Callable[[Verification, Watch], T]", *, verbose: bool
 ) -> T:
     """Check the runs, name those left out, and return what `execute` does. Raises a TpiError."""
-    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.launch import memory, progress
     from tp_invariant_recipes.workflows import verify
 
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         verify.check(planned)
     for one in planned.matrix.left_out:
         console.print(Text(f"left out: {one.label}: {one.why}"), soft_wrap=True)
+    for cell in planned.cells:
+        if tight := memory.warning(planned.plans[cell.name].config, here=True):
+            console.print(Text(f"warning: {cell.label}: {tight}", style="yellow"), soft_wrap=True)
     runs = len(planned.plans)
     console.print(Text(f"{runs} run{'s' * (runs != 1)} in {planned.directory.path}"), soft_wrap=True)
     labels = [cell.label for cell in planned.cells]

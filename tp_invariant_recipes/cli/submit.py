@@ -63,7 +63,7 @@ def submit(
     \b
     tpi submit qwen3_8b tp=8 save=500 cluster=h100 slurm.time=4:00:00
     tpi submit qwen3_8b tp=4 cluster=h200 slurm.time=60 --dry-run
-    tpi submit qwen3_8b tp=1,2,4,8 cluster=h100 slurm.time=60 --verify
+    tpi submit qwen3_8b tp=2,4,8 cluster=h200 slurm.time=60 --verify
     tpi submit qwen3_8b tp=8 lr=1e-3,3e-4 cluster=h100 slurm.time=60 --sweep
     tpi submit --resume runs/a slurm.time=8:00:00 --after 12
     tpi wait $(tpi submit qwen3_toy --cluster-file site.yaml slurm.time=10)
@@ -157,10 +157,11 @@ def _plan_text(planned: "PlannedSubmission") -> str:
 
 
 def _remarks(planned: "PlannedSubmission") -> list[str]:
-    """The jobs that it waits for, the combinations left out, and the checks that this host cannot make."""
+    """The jobs that it waits for, the combinations left out, what this host cannot check, and warnings."""
     waits = [f"waits until job {' and '.join(planned.after)} has ended well"] if planned.after else []
     left_out = [f"left out: {one.label}: {one.why}" for one in planned.left_out]
-    return [*waits, *left_out, *(f"not checked: {line}" for line in planned.unseen)]
+    warnings = [f"warning: {line}" for line in planned.warnings]
+    return [*waits, *left_out, *(f"not checked: {line}" for line in planned.unseen), *warnings]
 
 
 def _confirmation(planned: "PlannedSubmission", submitted: dict[str, Any]) -> str:

@@ -167,11 +167,13 @@ def _train_here(request: "Request", console: "Console", *, verbose: bool) -> tup
 
 def _checked(request: "Request", composed: "Composed", console: "Console") -> "Plan":
     """Plan a run and let Megatron-Bridge validate it."""
-    from tp_invariant_recipes.launch import progress
+    from tp_invariant_recipes.launch import memory, progress
     from tp_invariant_recipes.launch import train as launch
 
     with progress.preparing(console) as report:
         planned = request.plan(composed, report)
+    if tight := memory.warning(planned.config, here=planned.here):
+        console.print(Text(f"warning: {tight}", style="yellow"), soft_wrap=True)
     with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
         launch.check(planned)
     return planned

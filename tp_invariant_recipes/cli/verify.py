@@ -61,10 +61,10 @@ def verify(
     optimizer moments. Exit status: 0 identical, 1 different, 2 some runs failed or are not comparable.
 
     \b
-    tpi verify qwen3_8b tp=1,2,4 iters=100
+    tpi verify qwen3_8b tp=2,4 iters=100
     tpi verify qwen3_toy tp=1,2 sp=true,false seq=64 --dir runs/check
     tpi verify qwen3_8b tp=4 --against from-another-gpu.tpicert
-    tpi verify qwen3_8b tp=1,2,4,8 --exitfirst ; tpi verify --last-failed
+    tpi verify qwen3_8b tp=2,4,8 --exitfirst ; tpi verify --last-failed
     """
     if last_failed:
         if model is not None or overrides or recheck is not None:

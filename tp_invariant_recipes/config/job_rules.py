@@ -8,6 +8,8 @@ from tp_invariant_recipes.settings import allocation, layout
 from tp_invariant_recipes.settings.environment import NAME
 from tp_invariant_recipes.settings.run_config import RunConfig
 
+LONG = 3600  # seconds of a job that saves no checkpoint, before tpi warns
+
 
 def problems(config: RunConfig, environ: Mapping[str, str], *, dry: bool = False) -> list[str]:
     """Everything that keeps a job of this run from being submitted here, each with the key to change.
@@ -16,6 +18,18 @@ def problems(config: RunConfig, environ: Mapping[str, str], *, dry: bool = False
     """
     rules = [rule for rule in SUBMITTED if not (dry and rule is _absent)]
     return [*misfits(config), *(problem for rule in rules for problem in rule(config, environ))]
+
+
+def warnings(config: RunConfig) -> list[str]:
+    """What may cost a job its work, although it can be submitted. `problems` has found none."""
+    if config.section("checkpoint")["save_interval"] or not config.cluster.shared_files:
+        return []
+    if parse_time(config.slurm.time or "0") <= LONG:
+        return []
+    return [
+        f"save=0: a run of slurm.time={config.slurm.time} saves only before SLURM stops it, so a node that fails "
+        f"costs all steps; save=N saves every N steps"
+    ]
 
 
 def unseen(config: RunConfig) -> list[str]:

@@ -1,7 +1,7 @@
 """Checks that the cluster's nodes and partitions accept the jobs of some runs, and lists every problem."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from tp_invariant_recipes.config import job_rules
@@ -34,6 +34,13 @@ def check(configs: Sequence[RunConfig], problems: list[str], *, dry: bool) -> No
             problems += dict.fromkeys(problem for config in configs for problem in unfit(config, there))
     if problems:
         raise ConfigError(listed(problems), problems)
+
+
+def warnings(configs: Mapping[str, RunConfig]) -> tuple[str, ...]:
+    """What may end these runs early, although nothing refuses them. configs: by label; "" of a single run."""
+    tight = {label: memory.warning(config, here=False) for label, config in configs.items()}
+    lines = [f"{label}: {line}" if label else line for label, line in tight.items() if line]
+    return (*lines, *dict.fromkeys(line for config in configs.values() for line in job_rules.warnings(config)))
 
 
 def unfit(config: RunConfig, there: Sequence[Partition]) -> list[str]:

@@ -37,6 +37,7 @@ class PlannedSubmission:
     after:    ids of the jobs that must have ended well before the first of these begins.
     unseen:   requirements of the nodes that this host cannot check, a line each.
     left_out: combinations of a matrix that no run can have.
+    warnings: what may end a run early, although nothing refuses it.
     resumed:  whether the directory holds a run, with which the job goes on.
     """
 
@@ -53,6 +54,7 @@ class PlannedSubmission:
     after: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+    warnings: tuple[str, ...] = ()
     resumed: bool = False
 
     def options(self, number: int, *ids: str) -> list[str]:
@@ -86,6 +88,7 @@ class PlannedSubmission:
             "cells": list(self.cells),
             "left_out": [asdict(one) for one in self.left_out],
             "unseen": list(self.unseen),
+            "warnings": list(self.warnings),
             "jobs": [
                 {"role": one.role, "file": str(one.file), "command": command, "script": one.text}
                 for one, command in zip(self.scripts, self.commands(), strict=True)

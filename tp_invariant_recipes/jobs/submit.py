@@ -113,6 +113,7 @@ def _single(composed: Composed, where: RunDir, after: Sequence[str]) -> PlannedS
         write=lambda: None,
         after=_ids(after),
         unseen=tuple(job_rules.unseen(config)),
+        warnings=fitness.warnings({"": config}),
     )
 
 
@@ -215,6 +216,7 @@ def several(
         after=_ids(after),
         unseen=tuple(dict.fromkeys(line for one in configs.values() for line in job_rules.unseen(one))),
         left_out=found.matrix.left_out,
+        warnings=fitness.warnings({cell.label: configs[cell.name] for cell in found.matrix.cells}),
     )
 
 

@@ -12,6 +12,7 @@ from tp_invariant_recipes.sizing.memory import ACTIVATIONS, GIB, LOSS, MIB, Esti
 # A run is refused only if it needs more even where all that the estimate does not count exactly is this part too high.
 # docs/memory.md says how near the measured peaks it is.
 ERROR = 0.15
+NEAR = 0.95  # a run that needs more of the memory than this starts with a warning
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,35 @@ def problems(config: RunConfig, *, here: bool) -> list[str]:
     if there is None:
         return []
     need = memory.estimate(config)
-    least = need.least(ERROR)
-    if there.whole:
-        least = need.ranks * least + need.together * (1 - ERROR)
-    if least <= there.size:
+    if not _too_large(need, there):
         return []
-    wanted = f"{_gib(need.node)} on a node" if there.whole else f"{_gib(need.rank)} on a GPU"
     lines = [
-        f"this run needs about {wanted}, and {there.what} has {_gib(there.size)}:",
+        f"this run needs {_of(need, there)}:",
         *(f"    {line}" for line in table(need)),
         f"    lower it: {', '.join(_ways(config, need))}; device.check_memory=false starts it anyway",
     ]
     return ["\n".join(lines)]
+
+
+def warning(config: RunConfig, *, here: bool) -> str | None:
+    """Why a run that is not refused may run out of memory, with the overrides that lower it. here: as for `room`."""
+    there = room(config, here=here) if config.device.check_memory else None
+    if there is None:
+        return None
+    need = memory.estimate(config)
+    if (need.node if there.whole else need.rank) <= NEAR * there.size or _too_large(need, there):
+        return None
+    return f"memory is tight: this run needs {_of(need, there)}; lower it: {', '.join(_ways(config, need))}"
+
+
+def _too_large(need: Estimate, there: Room) -> bool:
+    least = need.least(ERROR)
+    return (need.ranks * least + need.together * (1 - ERROR) if there.whole else least) > there.size
+
+
+def _of(need: Estimate, there: Room) -> str:
+    wanted = f"{_gib(need.node)} on a node" if there.whole else f"{_gib(need.rank)} on a GPU"
+    return f"about {wanted}, and {there.what} has {_gib(there.size)}"
 
 
 def summary(config: RunConfig, *, here: bool) -> str:

@@ -1,13 +1,16 @@
 """The cells of a matrix, composed and planned, and the problems of all of them in one list."""
 
+import shlex
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import given, parse, texts
+from tp_invariant_recipes.config.overrides import Override, given, parse, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
-from tp_invariant_recipes.launch import plan
+from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.launch import memory, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import SHARDS, Header, identity_differences
@@ -107,6 +110,61 @@ def named(choice: Choice, composed: Composed) -> Choice:
     """The choice with a name. If no key has several values, the only cell is named by its tensor-parallel degree."""
     tp = layout.of(composed.config).tp
     return choice if choice.name else replace(choice, name=f"tp{tp}", label=f"tp={tp}")
+
+
+def that_fit(
+    model: str, requested: Sequence[Override], choices: Sequence[Choice], composed: dict[str, Composed], here: bool
+) -> tuple[tuple[Choice, ...], tuple[LeftOut, ...]]:
+    """The cells whose memory suffices, and those left out. here: as for `memory.room`.
+
+    requested: the overrides as typed. composed: the choices by label.
+    Raises ConfigError if no two of several cells fit, or the only one does not; it has a command that works.
+    """
+    large = {
+        one.label: problems[0]
+        for one in choices
+        if (problems := memory.problems(composed[one.label].config, here=here))
+    }
+    kept, least = tuple(one for one in choices if one.label not in large), min(2, len(choices))
+    left_out = tuple(LeftOut(label, problem.partition(":\n")[0]) for label, problem in large.items())
+    if len(kept) >= least:
+        return kept, left_out
+    command = _command_that_fits(model, requested, choices, least, here)
+    if command is None:
+        problems = [f"{label}: {problem}" for label, problem in large.items()]
+    else:
+        problems = [f"{one.label}: {one.why}" for one in left_out]
+        problems.append(f"{len(kept)} of {len(choices)} cells fit; this command works: {command}")
+    raise ConfigError("\n".join(problems), problems)
+
+
+def _command_that_fits(
+    model: str, requested: Sequence[Override], choices: Sequence[Choice], least: int, here: bool
+) -> str | None:
+    """This process's command with the change that lets `least` cells fit: larger degrees of tp, or fewer layers."""
+
+    def fits(one: Choice, key: str, value: int) -> bool:
+        try:
+            config = compose(model, [*one.overrides, f"{key}={value}"], device=plan.detect_device()).config
+        except ConfigError:
+            return False
+        found = gpus.visible() if here else []
+        enough = not found or layout.of(config).world <= len(found)
+        return enough and not memory.problems(config, here=here) and memory.warning(config, here=here) is None
+
+    degrees = [str(tp) for tp in (1, 2, 4, 8, 16) if fits(choices[0], "tp", tp)]
+    if len(degrees) >= least:
+        return _changed_command(requested, "tp", ",".join(degrees[:least]))
+    layers = (1 << power for power in range(6, -1, -1))
+    few = next((n for n in layers if all(fits(one, "model.num_layers", n) for one in choices)), None)
+    return None if few is None else _changed_command(requested, "model.num_layers", str(few))
+
+
+def _changed_command(requested: Sequence[Override], key: str, values: str) -> str:
+    """This process's command with other values of a key."""
+    typed = given(requested, parse(f"{key}=1").path)
+    words = [f"{key}={values}" if typed and word == typed.text else word for word in sys.argv[1:]]
+    return shlex.join(["tpi", *words, *([] if typed else [f"{key}={values}"])])
 
 
 def plan_cells(

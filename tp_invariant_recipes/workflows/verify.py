@@ -36,6 +36,7 @@ from tp_invariant_recipes.workflows.cells import (
     lengths,
     named,
     plan_cells,
+    that_fit,
     with_equal_shards,
 )
 from tp_invariant_recipes.workflows.matrix import Choice
@@ -95,7 +96,10 @@ def new(
     changed, found = compose_each(model, [one for one in kept if one not in before])
     found.raise_any()
     composed |= changed
+    kept, too_large = that_fit(model, requested, kept, composed, here)
     choices = tuple(named(one, composed[one.label]) for one in kept)
+    composed = {one.label: composed[one.label] for one in kept}
+    left_out += too_large
     where = MatrixDir(choose_for_several(directory, f"verify-{model}"))
     plans = plan_cells(choices, list(composed.values()), where, progress, here, dry)
     problems = [*lengths(plans), *identities(axes, choices, plans), *environments(plans)]

@@ -7,10 +7,21 @@ import pytest
 from tests.unit.docs.commands import names, options, parsed
 from tests.unit.docs.markdown import DOCUMENTS
 from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.config.overrides import parse_all
+from tp_invariant_recipes.launch import memory
 from tp_invariant_recipes.settings.keys import SHORT_KEYS
 from tp_invariant_recipes.settings.schema import BRIDGE_SECTIONS
+from tp_invariant_recipes.workflows import matrix
+from tp_invariant_recipes.workflows.cells import Problems
 
-LINES = [(document.name, line) for document in DOCUMENTS for line in document.commands]
+HELP_LINES = [
+    (f"tpi {name} --help", part)
+    for name, command in names().items()
+    for line in (command.help or "").splitlines()
+    for part in re.split(r" [;|] |\$\(|\)", line.strip())
+    if re.match(r"tpi [a-z]+ .*[\w/=-]$", part) and "…" not in part
+]
+LINES = [(document.name, line) for document in DOCUMENTS for line in document.commands] + HELP_LINES
 SPANS = [(document.name, span) for document in DOCUMENTS for span in document.spans if re.match(r"tpi [a-z-]", span)]
 # Options of other programs that the documents name.
 FOREIGN = {
@@ -76,8 +87,11 @@ def test_a_command_is_documented(command):
     assert any(re.search(rf"\btpi {command}\b", text) for text in texts)
 
 
-def composable() -> list[tuple[str, str]]:
-    """Model and overrides of the lines that make runs, of a matrix those of its first cell; each once."""
+def composable() -> list[tuple[str, str, bool]]:
+    """Model and overrides of the lines that make runs, of a matrix with all their values; each once.
+
+    The third is whether the overrides say how large the model is.
+    """
     found = {}
     for _, line in LINES:
         try:
@@ -92,9 +106,8 @@ def composable() -> list[tuple[str, str]]:
             if command == "audit":  # of stock numerics unless told otherwise
                 words = ["numerics=stock", *words, *(given["against"] or ())]
             words += [f"ledger.trace={given['trace']}"] if given.get("trace") else []
-            if command in ("verify", "sweep") or given.get("verify") or given.get("sweep"):
-                words = [word.partition(",")[0] for word in words]
-            found[given.get("model") or "qwen3_toy", " ".join(map(_here, filter(_ours, words)))] = None
+            sized = not any(word.startswith("model.") and not _ours(word) for word in words)
+            found[given.get("model") or "qwen3_toy", " ".join(map(_here, filter(_ours, words))), sized] = None
     return list(found)
 
 
@@ -103,14 +116,41 @@ def _here(word: str) -> str:
     return "cluster=h100" if word == "cluster=mysite" else word
 
 
+SIZES = ("model.num_layers", "model.num_attention_heads", "model.num_query_groups", "peft", "peft.dim")
+
+
 def _ours(word: str) -> bool:
     """Whether what an override sets is known without Megatron-Bridge, which tests/distributed asks."""
     path = word.partition("=")[0]
-    return path.partition(".")[0] not in BRIDGE_SECTIONS or path in {key.path for key in SHORT_KEYS.values()}
+    known = {*SIZES, *(key.path for key in SHORT_KEYS.values())}
+    return path.partition(".")[0] not in BRIDGE_SECTIONS or path in known
 
 
-@pytest.mark.parametrize("model, overrides", composable())
-def test_the_overrides_make_a_run(model, overrides):
+def unfit(model: str, overrides: str) -> list[str]:
+    """Why runs of a line do not fit the GPUs of the cluster that it names, or an H200; raises if it makes no run."""
     words = overrides.split()
+    words = words if "cluster=" in overrides else ["cluster=h200", *words]
+    _, choices = matrix.spread(parse_all(words), [])
+    configs, found = [], Problems()
+    for one in choices:
+        with found.of(one.label):
+            configs.append(compose(model, one.overrides, device="gpu").config)
+    if not configs:
+        found.raise_any()
+    tight = [memory.warning(config, here=False) for config in configs]
+    return [*(line for config in configs for line in memory.problems(config, here=False)), *filter(None, tight)]
+
+
+@pytest.mark.parametrize("model, overrides, sized", composable())
+def test_the_overrides_make_runs_that_fit(model, overrides, sized):
     model = model if model.startswith(("qwen3", "nemotron3", "moonlight")) else "qwen3_toy"  # RUN, of --resume
-    assert compose(model, words, device="gpu").model == model
+    found = unfit(model, overrides)
+    assert found == [] or not sized
+
+
+UNFIT = (("tp=1,4 cluster=h100", "this run needs about 157.4 GiB"), ("tp=4,2 cluster=h100", "memory is tight"))
+
+
+@pytest.mark.parametrize("overrides, says", UNFIT)
+def test_a_line_that_does_not_fit_is_seen(overrides, says):
+    assert says in unfit("qwen3_8b", overrides)[0]
