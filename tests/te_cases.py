@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +27,26 @@ SHARDS, POSITIONS, BATCH, INPUTS, OUTPUTS = 4, 16, 2, 128, 320
 
 @dataclass(frozen=True)
 class Case:
-    """One module. segments: of the weight: 2 for gate and up. named: by parameters_split, not by partition_stride."""
+    """One module.
+
+    segments: of the weight: 2 for gate and up. named: by parameters_split, not by partition_stride.
+    norm:     of LayerNormLinear. returned: whether it returns the norm's result too.
+    """
 
     module: str
-    mode: str
+    mode: str | None
     segments: int = 1
+    norm: str = "RMSNorm"
+    returned: bool = False
     named: bool = False
     bias: bool = False
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
-        words = [self.module, self.mode, f"{self.segments} segments"]
-        words += [name for name in ("named", "bias", "sequence_parallel") if getattr(self, name)]
+        words = [self.module, str(self.mode), f"{self.segments} segments"]
+        words += [self.norm] if self.norm != "RMSNorm" else []
+        words += [name for name in ("returned", "named", "bias", "sequence_parallel") if getattr(self, name)]
         return ", ".join([*words, str(self.dtype).removeprefix("torch.")])
 
 
@@ -51,15 +58,31 @@ KINDS = (
     {"module": "LayerNormLinear", "mode": "column", "bias": True},
     {"module": "LayerNormLinear", "mode": "column", "segments": 2},
     {"module": "LayerNormLinear", "mode": "column", "segments": 2, "named": True},
+    {"module": "LayerNormLinear", "mode": "column", "segments": 2, "norm": "LayerNorm", "returned": True},
 )
 # In fp32 only those whose stock sums differ on a CPU as well: the others' control could not fail there.
-IN_FP32 = (KINDS[1], KINDS[3], KINDS[5])
+IN_FP32 = (KINDS[1], KINDS[3], KINDS[5], KINDS[7])
 CASES = tuple(
     Case(**kind, sequence_parallel=sequence_parallel, dtype=dtype)
     for dtype, kinds in ((torch.bfloat16, KINDS), (torch.float32, IN_FP32))
     for kind in kinds
     for sequence_parallel in (False, True)
 )
+
+
+def unsplit(case: Case) -> Case:
+    """The module without parallel_mode, on one rank: what Transformer Engine's own test compares with."""
+    return replace(case, mode=None, sequence_parallel=False)
+
+
+UNSPLIT = tuple(dict.fromkeys(map(unsplit, CASES)))
+
+
+def as_unsplit(case: Case, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that have the bits of the module without parallel_mode."""
+    if case.mode == "row":
+        return {"output": found["output"]}
+    return {name: tensor for name, tensor in found.items() if name != "output" or case.module == "LayerNormLinear"}
 
 
 def built(te: Any, case: Case, mesh: VirtualMesh, device: str) -> Any:
@@ -69,7 +92,7 @@ def built(te: Any, case: Case, mesh: VirtualMesh, device: str) -> Any:
         "params_dtype": case.dtype, "parallel_mode": case.mode, "device": device,
     }  # fmt: skip
     if case.module == "LayerNormLinear":
-        arguments["normalization"] = "RMSNorm"
+        arguments |= {"normalization": case.norm, "return_layernorm_output": case.returned}
     if case.named:
         arguments["parameters_split"] = ("gate", "up")
     module = getattr(te, case.module)(INPUTS, OUTPUTS, **arguments)
@@ -104,15 +127,19 @@ def ran(te: Any, case: Case, mesh: VirtualMesh, device: str) -> tuple[Tensor, Te
     held = parameters(module, case)
     set_weights(held, mesh, 0.1, case.dtype)
     generator = torch.Generator().manual_seed(7)
-    x, dy = (torch.randn((POSITIONS, BATCH, size), generator=generator).to(case.dtype) for size in (INPUTS, OUTPUTS))
-    if case.mode == "column":
+    x, dy, dnormal = (
+        torch.randn((POSITIONS, BATCH, size), generator=generator).to(case.dtype) for size in (INPUTS, OUTPUTS, INPUTS)
+    )
+    if case.mode != "row":
+        dnormal = dnormal if not case.sequence_parallel else of_rank(dnormal, mesh, 0)
         x, dy = x if not case.sequence_parallel else of_rank(x, mesh, 0), of_rank(dy, mesh, 2, case.segments)
     else:
         x, dy = of_rank(x, mesh, 2), dy if not case.sequence_parallel else of_rank(dy, mesh, 0)
     x = x.to(device).requires_grad_()
-    y = module(x)
-    y.backward(dy.to(device))
-    gradients = {}
+    y, *normal = module(x) if case.returned else [module(x)]
+    torch.autograd.backward([y, *normal], [dy.to(device), dnormal.to(device)][: 1 + len(normal)])
+    along = (0, [POSITIONS // mesh.size]) if case.sequence_parallel else None
+    gradients = {"norm": (normal[0].detach().cpu(), along)} if normal else {}
     for name, (parameter, split) in held.items():
         gradient = parameter.grad
         if split is None and case.sequence_parallel and mesh.size > 1:
@@ -124,12 +151,12 @@ def ran(te: Any, case: Case, mesh: VirtualMesh, device: str) -> tuple[Tensor, Te
 def whole(ranks: Sequence[tuple], case: Case) -> dict[str, Tensor]:
     """What `ran` returned on all ranks, put together."""
     ys, dxs, gradients = zip(*ranks, strict=True)
-    split, gathered = (ys, dxs) if case.mode == "column" else (dxs, ys)
-    segments = case.segments if case.mode == "column" else 1
+    split, gathered = (ys, dxs) if case.mode != "row" else (dxs, ys)
+    segments = case.segments if case.mode != "row" else 1
     assert case.sequence_parallel or all(same_bits(part, gathered[0]) for part in gathered)
     along = torch.cat(gathered) if case.sequence_parallel else gathered[0]
     features = joined(split, -1, segments)
-    y, dx = (features, along) if case.mode == "column" else (along, features)
+    y, dx = (features, along) if case.mode != "row" else (along, features)
     return {"output": y, "input gradient": dx, **put_together(gradients)}
 
 
@@ -151,7 +178,7 @@ def main() -> None:
     import transformer_engine.pytorch as te
 
     mesh = VirtualMesh(SHARDS, size, rank, dist.group.WORLD if size > 1 else None)
-    found = {str(case): ran(te, case, mesh, "cuda") for case in CASES}
+    found = {str(case): ran(te, case, mesh, "cuda") for case in (*CASES, *(UNSPLIT if size == 1 else ()))}
     (folder / f"{switch}-{size}-{rank}.pickle").write_bytes(pickle.dumps(found))
     dist.destroy_process_group()
 

@@ -80,7 +80,7 @@ class Linear(_Base):
 
 
 class LayerNormLinear(_Base):
-    """As transformer_engine.pytorch.LayerNormLinear of 2.20, with an RMSNorm."""
+    """As transformer_engine.pytorch.LayerNormLinear of 2.20."""
 
     def __init__(
         self, in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
@@ -94,12 +94,19 @@ class LayerNormLinear(_Base):
             in_features, out_features, sequence_parallel, tp_group, tp_size, bias, params_dtype, parallel_mode,
             parameters_split, fuse_wgrad_accumulation,
         )  # fmt: skip
-        self.eps = eps
+        self.eps, self.normalization, self.return_layernorm_output = eps, normalization, return_layernorm_output
         self.layer_norm_weight = _parameter(in_features, dtype=params_dtype)
+        self.layer_norm_bias = None if normalization == "RMSNorm" else _parameter(in_features, dtype=params_dtype)
 
-    def forward(self, inp: Tensor, is_first_microbatch=None, fp8_output=False, fp8_grad=False) -> Tensor:
-        """[s/t or s, b, k] → [s, b, n/t]."""
-        return self.product(F.rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps))
+    def forward(self, inp: Tensor, is_first_microbatch=None, fp8_output=False, fp8_grad=False) -> Any:
+        """[s/t or s, b, k] → [s, b, n/t], and the norm's result beside it where it is returned."""
+        shape, weight = inp.shape[-1:], self.layer_norm_weight
+        if self.layer_norm_bias is None:
+            normal = F.rms_norm(inp, shape, weight, self.eps)
+        else:
+            normal = F.layer_norm(inp, shape, weight, self.layer_norm_bias, self.eps)
+        y = self.product(normal)
+        return (y, normal) if self.return_layernorm_output else y
 
 
 def _parameter(*shape: int, dtype: torch.dtype | None) -> torch.nn.Parameter:

@@ -58,7 +58,9 @@ def found(tmp_path_factory):
             assert all(rank.returncode == 0 for rank in ranks), "\n".join(error[-2000:] for error in errors)
             held = [pickle.loads((folder / f"{switch}-{size}-{rank}.pickle").read_bytes()) for rank in range(size)]
             whole[switch, size] = {
-                case: te_cases.whole([one[str(case)] for one in held], case) for case in te_cases.CASES
+                case: te_cases.whole([one[str(case)] for one in held], case)
+                for case in (*te_cases.CASES, *te_cases.UNSPLIT)
+                if str(case) in held[0]
             }
     return whole
 
@@ -78,6 +80,17 @@ def test_switched_off_it_has_several(found, case, tp):
         pytest.skip(f"tp={tp} needs {tp} GPUs")
     summed = "output" if case.mode == "row" else "input gradient"
     assert summed in te_cases.unequal(found["0", 1][case], found["0", tp][case])
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+@pytest.mark.parametrize("case", te_cases.CASES, ids=str)
+def test_a_module_without_parallel_mode_is_the_reference(found, case, tp):
+    """What Transformer Engine's own test of invariance compares with; `switched_off` is the control."""
+    if ("1", tp) not in found:
+        pytest.skip(f"tp={tp} needs {tp} GPUs")
+    same = te_cases.as_unsplit(case, found["1", tp][case])
+    alone = found["1", 1][te_cases.unsplit(case)]
+    assert te_cases.unequal(same, {name: alone[name] for name in same}) == []
 
 
 @pytest.mark.parametrize("case", te_cases.CASES, ids=str)

@@ -25,6 +25,7 @@ from tests.unit.test_grad_norm import kernel_cases
 from tests.unit.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
 from tp_invariant_recipes.kernels import (
     causal_conv,
+    centred_rows,
     digest,
     fixed_tile_product,
     grad_norm,
@@ -85,6 +86,17 @@ def norms_are_right_and_slices_of_each_other():
                 parts.append((part, *rms_norm._backward_triton(theirs, mine, weight, s, shards // degree, by_heads)))
             for whole, pieces, along in zip((y, dx, leaves), zip(*parts, strict=True), (dim, dim, 0), strict=True):
                 assert same_bits(whole, torch.cat(pieces, along)), (tokens, heads, width, degree)
+
+
+def rows_lose_their_mean_one_by_one():
+    for width in (96, 100, 5000):
+        memory = torch.randn(1 + 70 * width)
+        for x in (memory[:-1].view(70, width), memory[1:].view(70, width)):  # and where no 16 bytes begin
+            y, twin = (f(x, torch.empty(x.shape)) for f in (centred_rows._centred_triton, centred_rows._centred_torch))
+            torch.testing.assert_close(y, twin)
+            torch.testing.assert_close(y, (x.double() - x.double().mean(1, keepdim=True)).float())
+            alone = centred_rows._centred_triton(x[42:47], torch.empty(5, width))
+            assert same_bits(alone, y[42:47].contiguous()), width
 
 
 def token_sums_are_right_and_slices_of_each_other():
@@ -395,6 +407,7 @@ KERNELS: dict[str, Callable[[], None]] = {
     for function in (
         tree_add_has_the_bits_of_its_twin,
         norms_are_right_and_slices_of_each_other,
+        rows_lose_their_mean_one_by_one,
         token_sums_are_right_and_slices_of_each_other,
         digest_lanes_are_those_of_numpy,
         digests_find_copies_that_do_not_follow,

@@ -14,6 +14,7 @@ from tp_invariant_recipes import kernels, portable
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels import (
     causal_conv,
+    centred_rows,
     cross_entropy,
     group_norm,
     grouped_product,
@@ -63,6 +64,7 @@ def launches(rows):
     causal_conv.causal_conv_backward(conv, conv, taps, fp32(SHARDS, 2048), 1)
     group_norm.group_norm_forward(groups := fake(SHARDS, rows, 8, 128), weights := fake(SHARDS, 8, 128), 1e-6)
     group_norm.group_norm_backward(groups, groups, weights, fp32(SHARDS, rows, 8, 1))
+    centred_rows.centred_rows(fake(rows, HIDDEN), torch.float32)
     for norm in (rms_norm, ieee_norm):
         norm.rms_norm_forward(x, weight := fake(HIDDEN), 1e-6)
         norm.rms_norm_backward(x, x, weight, fp32(rows, 1, 1), SHARDS, False)
@@ -95,6 +97,9 @@ def grids(monkeypatch):
     monkeypatch.setattr(Kernel, "launch", lambda self, grid, *_, **__: found.setdefault(self, []).append(grid))
     with FakeTensorMode():
         yield found
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
 
 @pytest.mark.parametrize("rows", (70_000, 300_000))

@@ -33,7 +33,8 @@ def invariant_modules():
 def every_case(mesh, switched):
     with megatron(mesh):
         te = invariant_modules() if switched else te_standin.install()
-        return {case: te_cases.ran(te, case, mesh, "cpu") for case in te_cases.CASES}
+        cases = (*te_cases.CASES, *(te_cases.UNSPLIT if mesh.size == 1 else ()))
+        return {case: te_cases.ran(te, case, mesh, "cpu") for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def found(bridge):
     """(switched on, tp) → case → tensors of the whole."""
     ranks = {(on, tp): on_ranks(tp, V, every_case, on) for on in (True, False) for tp in DEGREES}
     return {
-        key: {case: te_cases.whole([one[case] for one in held], case) for case in te_cases.CASES}
+        key: {case: te_cases.whole([one[case] for one in held], case) for case in held[0]}
         for key, held in ranks.items()
     }
 
@@ -67,6 +68,18 @@ def test_it_computes_what_stock_computes(found, case):
     for name, tensor in found[True, 1][case].items():
         difference = (tensor.double() - stock[name].double()).norm() / stock[name].double().norm()
         assert difference < close, name
+
+
+@pytest.mark.parametrize("case", te_cases.CASES, ids=str)
+def test_a_module_without_parallel_mode_is_the_reference(found, case):
+    """With its control: stock modules have other bits in what they sum over ranks."""
+    summed = "output" if case.mode == "row" else "input gradient"
+    for tp in (1, 2, 4):
+        for on in (True, False):
+            alone = found[on, 1][te_cases.unsplit(case)]
+            same = te_cases.as_unsplit(case, found[on, tp][case])
+            different = te_cases.unequal(same, {name: alone[name] for name in same})
+            assert different == [] if on else (summed in different or tp == 1)
 
 
 # (module, arguments) -> the beginning of every problem.
@@ -107,12 +120,11 @@ REFUSED = (
     ),
     (
         "LayerNormLinear",
-        {"parallel_mode": "row", "zero_centered_gamma": True, "return_layernorm_output": True},
+        {"parallel_mode": "row", "zero_centered_gamma": True, "return_layernorm_output_gathered": True},
         [
             f"transformer_engine LayerNormLinear: {problem}"
             for problem in (
-                "normalization=LayerNorm", "return_layernorm_output=True", "zero_centered_gamma=True",
-                "parallel_mode=row",
+                "return_layernorm_output_gathered=True", "zero_centered_gamma=True", "parallel_mode=row",
             )
         ],
     ),
@@ -179,12 +191,18 @@ def test_what_only_a_forward_pass_shows_is_refused_there(modules):
         module(x)
 
 
-def test_a_module_without_parallel_mode_is_left_as_it_is(modules, monkeypatch):
+def test_a_linear_without_parallel_mode_that_v_does_not_divide_is_left_as_it_is(modules, monkeypatch):
     called = []
-    module = modules.Linear(64, 64, bias=False)
-    monkeypatch.setattr(module, "product", lambda x: called.append(x) or x)
-    module(torch.zeros(4, 64))
-    assert len(called) == 1
+    for sizes, count in (((64, 62), 1), ((62, 64), 2), ((64, 64), 2)):
+        module = modules.Linear(*sizes, bias=False)
+        monkeypatch.setattr(module, "product", lambda x: called.append(x) or x)
+        module(torch.zeros(4, sizes[0]))
+        assert len(called) == count
+
+
+def test_another_norm_is_refused(modules):
+    with pytest.raises(ConfigError, match=r"normalization=L2Norm: another norm has no invariant version; .*=RMSNorm"):
+        modules.LayerNormLinear(64, 64, normalization="L2Norm", parallel_mode="column")
 
 
 def test_megatron_cores_wrappers_are_checked_as_parts_of_their_model(modules):

@@ -79,6 +79,14 @@ def row_parallel(
     return _RowParallel.apply(x, weight, mesh, sequence_parallel, products)
 
 
+def unsplit(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts) -> Tensor:
+    """x @ weight^T on one rank, for both: the output of `row_parallel` and the gradients of `column_parallel`.
+
+    x: [..., k]; weight: [n, k]; mesh: of one rank; segments: as of `column_parallel`. returns: [..., n] of x's dtype.
+    """
+    return _Unsplit.apply(x, weight, mesh, segments)
+
+
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     @outside_modes
@@ -117,6 +125,18 @@ class _ColumnParallel(torch.autograd.Function):
         if reducing is not None:
             dx = _finished(reducing, x.dtype, mesh, sequence_parallel).view(x.shape)
         return dx, dw, None, None, None, None
+
+
+class _Unsplit(torch.autograd.Function):
+    backward = staticmethod(_ColumnParallel.backward)
+
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.mesh, ctx.segments, ctx.sequence_parallel, ctx.products = mesh, segments, False, LIBRARY
+        summed = _start_contraction(_tokens(x), weight.t(), mesh, 1, LIBRARY)
+        return _finished(summed, x.dtype, mesh, False).view(*x.shape[:-1], weight.shape[0])
 
 
 class _RowParallel(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""RMSNorm: each row's result is independent of the other rows, and the weight gradient is a tree sum of V partials."""
+"""RMSNorm and LayerNorm: each row's result is independent of the other rows; weight gradients are tree sums."""
 
 from collections.abc import Callable
 from enum import Enum
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.kernels.centred_rows import centred_rows
 from tp_invariant_recipes.kernels.rms_norm import rms_norm_backward, rms_norm_forward
+from tp_invariant_recipes.numerics.layers.bias import row_bias
 from tp_invariant_recipes.numerics.sums.context_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 from tp_invariant_recipes.numerics.sums.partial_gradient import reduce_weight_gradient
@@ -51,6 +53,35 @@ def rms_norm(
     if weight.requires_grad and torch.is_grad_enabled():
         _check(x, mesh, shards_of)
     return _RMSNorm.apply(x, weight, eps, mesh, shards_of, kernels)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, mesh: VirtualMesh, sliced: bool) -> Tensor:
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last dimension, in fp32, rounded once.
+
+    c = x - mean(x), whose gradient is dx = dc - mean(dc); then the RMSNorm of c, whose mean square is x's variance.
+
+    x:       [s, b, h], or [s/t, b, h] if `sliced`; weight, bias: [h].
+    returns: x's shape and dtype; rows and the gradients of weight and bias as of `rms_norm`.
+    """
+    shards_of = NormShards.SEQUENCE_SLICE if sliced else NormShards.SEQUENCE_WHOLE
+    normal = rms_norm(_CentredRows.apply(x), weight, eps, mesh, shards_of)
+    return row_bias(normal, bias, mesh, sliced).to(x.dtype)
+
+
+class _CentredRows(torch.autograd.Function):
+    """[…, h] → fp32 of the same shape."""
+
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return centred_rows(x.reshape(-1, x.shape[-1]), torch.float32).view(x.shape)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (dc,) = gradients
+        return centred_rows(dc.reshape(-1, dc.shape[-1]), ctx.dtype).view(dc.shape)
 
 
 def _check(x: Tensor, mesh: VirtualMesh, shards_of: NormShards) -> None:

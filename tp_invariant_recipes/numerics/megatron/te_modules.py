@@ -1,9 +1,13 @@
 """Transformer Engine's own Linear and LayerNormLinear, as programs without Megatron-Core's wrappers use them.
 
     parallel_mode      forward here                                    its definition
-    "column"           [norm,] x @ weight^T, the weight's rows split   tree_linear.column_parallel, norm.rms_norm
-    "row"              x @ weight^T, the weight's columns split        tree_linear.row_parallel
-    None               Transformer Engine's: it sums nothing over ranks
+    "column"           [norm,] x @ weight^T, the weight's rows split   linear.column_parallel, norm.rms_norm, layer_norm
+    "row"              x @ weight^T, the weight's columns split        linear.row_parallel
+    None               of LayerNormLinear: "column" on one rank
+                       of Linear: the output of "row" and the gradients of "column" on one rank, linear.unsplit
+
+A Linear without parallel_mode sums nothing over ranks. Where V does not divide its sizes, or its operands are not
+covered, it stays Transformer Engine's.
 
 Parameters, their names and checkpoints stay Transformer Engine's. The rows of a column-parallel weight are segments,
 each of which is split on its own: those of `parameters_split`, or `weight.partition_stride` equal ones (Megatron's
@@ -24,7 +28,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.numerics.layers import linear
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers.norm import NormShards, rms_norm
+from tp_invariant_recipes.numerics.layers.norm import NormShards, layer_norm, rms_norm
 from tp_invariant_recipes.numerics.megatron.base import ColumnForward, RowForward
 from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -38,7 +42,7 @@ Refuse = Callable[[list[str]], None]
 ANY = (
     "self", "in_features", "out_features", "eps", "bias", "tp_group", "tp_size", "parallel_mode", "sequence_parallel",
     "parameters_split", "fuse_wgrad_accumulation", "init_method", "get_rng_state_tracker", "rng_tracker_name", "device",
-    "ub_name", "name",
+    "ub_name", "name", "return_layernorm_output",
 )  # fmt: skip
 _USERBUFFERS = "userbuffers add up what arrives first"
 
@@ -55,11 +59,10 @@ ONLY = {
     "params_dtype": Allowed(
         (torch.bfloat16, torch.float32, None), "products are defined for weights in bfloat16 and float32"
     ),
-    "normalization": Allowed(("RMSNorm",), "a norm with a mean has no invariant version"),
+    "normalization": Allowed(("RMSNorm", "LayerNorm"), "another norm has no invariant version"),
     "zero_centered_gamma": Allowed((False,), "norm weights around zero have no invariant version"),
     "return_bias": Allowed((False,), "the gradient of a bias that is added later is summed elsewhere"),
-    "return_layernorm_output": Allowed((False,), "the gradient of a second output is summed elsewhere"),
-    "return_layernorm_output_gathered": Allowed((False,), "the gradient of a second output is summed elsewhere"),
+    "return_layernorm_output_gathered": Allowed((False,), "the gradient of a gathered output is summed elsewhere"),
     "delay_wgrad_compute": Allowed((False,), "weight gradients are computed in the backward pass"),
     "symmetric_ar_type": Allowed((None,), "it adds in an order of its own"),
     "ub_overlap_ag": Allowed((False,), _USERBUFFERS),
@@ -68,7 +71,7 @@ ONLY = {
     "ub_bulk_dgrad": Allowed((False,), _USERBUFFERS),
     "ub_bulk_wgrad": Allowed((False,), _USERBUFFERS),
 }
-MODES = {LINEAR: ("column", "row", None), NORM_LINEAR: ("column",)}
+MODES = {LINEAR: ("column", "row", None), NORM_LINEAR: ("column", None)}
 # Modules that sum over ranks, or launch kernels whose sums depend on what a rank holds, and Megatron-Core's subclasses
 # of them that numerics/megatron/spec.py covers.
 OTHERS = {
@@ -121,7 +124,7 @@ def built_problems(kind: str, given: dict[str, Any], defaults: Signature, shards
         problems.append("sequence_parallel=True without parallel_mode: each rank would sum its own tokens")
     if shards % tp:
         problems.append(f"tp_size={tp} does not divide the {shards} virtual shards (TPI_SHARDS)")
-    if mode == "column":
+    if mode == "column" or (mode is None and kind == NORM_LINEAR):
         problems += _not_divided(_split_sizes(given), shards)
     if mode == "row" and given["in_features"] % shards:
         problems.append(f"in_features={given['in_features']}: {shards} virtual shards (TPI_SHARDS) do not divide it")
@@ -202,32 +205,45 @@ def _forward(kind: str, shards: int, refuse: Refuse) -> Callable[[Any], Any]:
 
         @wraps(original)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.parallel_mode is None:
-                return original(self, *args, **kwargs)
             call = parameters.bind(self, *args, **kwargs)
             x = call.arguments["inp"]
             weights = [getattr(self, name) for name in self.weight_names]
-            segments = _segments(weights) if self.parallel_mode == "column" else 1
-            refuse([f"transformer_engine {kind}: {it}" for it in _run_problems(self, call.arguments, weights, shards)])
-            mesh = VirtualMesh.of(shards, self.tp_group) if self.tp_size > 1 else VirtualMesh(shards, 1, 0)
-            if kind == NORM_LINEAR:
-                rows = NormShards.SEQUENCE_SLICE if self.sequence_parallel else NormShards.SEQUENCE_WHOLE
-                x = rms_norm(x, self.layer_norm_weight, self.eps, mesh, rows)
+            problems = _run_problems(self, call.arguments, weights, shards)
+            unsplit = self.parallel_mode is None
+            if unsplit and kind == LINEAR and (problems or self.in_features % shards):
+                return original(self, *args, **kwargs)
+            refuse([f"transformer_engine {kind}: {problem}" for problem in problems])
+            alone = unsplit or self.tp_size == 1
+            mesh = VirtualMesh(shards, 1, 0) if alone else VirtualMesh.of(shards, self.tp_group)
+            x = normal = _normal(self, x, mesh) if kind == NORM_LINEAR else x
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             bias = _bias(self)
             if self.parallel_mode == "row":
                 y = linear.row_parallel(x, weight, mesh, self.sequence_parallel)
                 y = y if bias is None else row_bias(y, bias, mesh, self.sequence_parallel)
             else:
-                y = linear.column_parallel(x, weight, mesh, segments, self.sequence_parallel)
+                segments = _segments(weights)
+                if unsplit and kind == LINEAR:
+                    y = linear.unsplit(x, weight, mesh, segments)
+                else:
+                    y = linear.column_parallel(x, weight, mesh, segments, self.sequence_parallel and not unsplit)
                 y = y if bias is None else column_bias(y, bias)
             if y.requires_grad:
                 y.register_hook(Tensor.contiguous)  # that of a sum is one number, seen as many
-            return y
+            return (y, normal) if kind == NORM_LINEAR and self.return_layernorm_output else y
 
         return forward
 
     return make
+
+
+def _normal(module: Any, x: Tensor, mesh: VirtualMesh) -> Tensor:
+    """The norm of LayerNormLinear, of x's shape and dtype."""
+    sliced = module.sequence_parallel and mesh.size > 1
+    if module.normalization == "LayerNorm":
+        return layer_norm(x, module.layer_norm_weight, module.layer_norm_bias, module.eps, mesh, sliced)
+    rows = NormShards.SEQUENCE_SLICE if sliced else NormShards.SEQUENCE_WHOLE
+    return rms_norm(x, module.layer_norm_weight, module.eps, mesh, rows)
 
 
 def _segments(weights: list[Tensor]) -> Parts:
@@ -260,7 +276,8 @@ def _run_problems(module: Any, given: dict[str, Any], weights: list[Tensor], sha
     if torch.is_autocast_enabled(x.device.type) or any(weight.dtype != x.dtype for weight in weights):
         dtypes = f"input {x.dtype}, weight {weights[0].dtype}"
         problems.append(f"{dtypes}: nothing is cast; give both one dtype, and leave torch.autocast out")
-    if module.parallel_mode == "column" and len(weights) == 1:
-        stride = getattr(weights[0], "partition_stride", 1)
-        problems += _not_divided([module.out_features * module.tp_size // stride], shards)
+    if module.parallel_mode != "row":
+        sizes = [len(weight) * (module.tp_size if module.parallel_mode else 1) for weight in weights]
+        stride = getattr(weights[0], "partition_stride", 1) if len(weights) == 1 else 1
+        problems += _not_divided([size // stride for size in sizes], shards)
     return problems
