@@ -1,6 +1,8 @@
 """What a report draws: curves lose no extreme, maps show every difference where it is, however many there are."""
 
+import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +18,10 @@ from tp_invariant_recipes.ledger.dumps import Distance
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.record import Header, StepRecord
 from tp_invariant_recipes.report.curves import POINTS, curve, distances, recorded
-from tp_invariant_recipes.report.figures import in_words, rectangles
+from tp_invariant_recipes.report.figures import _classes, in_words, rectangles
 from tp_invariant_recipes.report.magnitudes import Measured, largest
 from tp_invariant_recipes.report.maps import COLUMNS, ROWS, CellState, parameter_map
+from tp_invariant_recipes.report.palette import COLOURS
 
 LAYERS = tuple(f"decoder.layers.{n}.mlp.linear_fc{k}.weight" for n in range(3) for k in (1, 2))
 EQUAL, OTHER = "0" * 32, "f" * 32
@@ -163,6 +166,52 @@ def test_dumps_say_how_far_apart():
     )
     assert found.ulp[1, 1] == 7
     assert np.isnan(found.ulp).sum() == found.ulp.size - 1
+
+
+def test_numbers_have_a_row_of_their_distances_above_the_parameters():
+    losses = ["f32:40c80000", "f32:40c80001", "f32:40c80000", NAN]
+    found = map_of(ledger_with_digests(4), ledger_with_digests(4, losses=losses))
+    assert [row.label for row in found.rows] == ["loss", *LAYERS]  # the norm and the rate are equal at all steps
+    assert np.array_equal(found.ulp[0], [np.nan, 1, np.nan, np.inf], equal_nan=True)
+    assert found.states[0].tolist() == [CellState.IDENTICAL, CellState.DIFFERENT] * 2
+    assert (found.states[1:] == CellState.IDENTICAL).all()
+    assert (found.compared, found.differing) == (4 * len(LAYERS), 0)  # digests, and no numbers
+
+
+@given(st.lists(st.sampled_from((np.nan, 1, 2, 100, 1e4, 1e6, 1e8, 4e9, np.inf)), min_size=6, max_size=6))
+def test_every_cell_has_the_one_colour_of_its_distance(ulp):
+    found = map_of(ledger_with_digests(1), ledger_with_digests(1, differing=[(1, LAYERS[0])]))
+    found = replace(found, ulp=np.array(ulp)[:, None])
+    of_states, of_distances = _classes(found)
+    cells = [(mask[row, 0], colour) for row in range(6) for mask, colour, _ in (*of_states, *of_distances)]
+    chosen = [colour for is_in, colour in cells if is_in]
+    assert len(chosen) == 6
+    state = ["different", *["identical"] * 5]
+    place = {1: 0, 2: 1, 100: 1, 1e4: 2, 1e6: 3, 1e8: 4, 4e9: 5, np.inf: 5}
+    assert chosen == [state[n] if np.isnan(one) else f"ulp-{place[one]}" for n, one in enumerate(ulp)]
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance of sRGB as WCAG 2 defines it."""
+    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+
+
+def _contrast(one: str, other: str) -> float:
+    low, high = sorted((_luminance(one), _luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("screen", (0, 1), ids=("light", "dark"))
+def test_distances_differ_in_brightness_alone_and_their_text_is_readable(screen):
+    """Who sees no colours orders them by brightness, which leads away from the paper; the text has WCAG's contrast."""
+    shown = {name: values[screen] for name, values in COLOURS.items()}
+    scale = [shown[f"ulp-{n}"] for n in range(6)]
+    from_paper = [_contrast(colour, shown["paper"]) for colour in scale]
+    assert all(later > 1.25 * earlier for earlier, later in itertools.pairwise(from_paper))
+    assert all(_contrast(colour, shown["ink"]) >= 4.5 for colour in scale[:3])
+    assert all(_contrast(colour, shown["paper"]) >= 4.5 for colour in scale[3:])
 
 
 @given(arrays.arrays(np.bool_, st.tuples(st.integers(1, 9), st.integers(1, 9))))

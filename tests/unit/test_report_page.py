@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from safetensors.numpy import save_file
 
@@ -18,7 +19,7 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import dumps, reader
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
-from tp_invariant_recipes.report import page
+from tp_invariant_recipes.report import figures, page
 from tp_invariant_recipes.report.figures import settings
 from tp_invariant_recipes.report.palette import COLOURS
 from tp_invariant_recipes.report.render import png
@@ -188,10 +189,44 @@ def test_dumps_say_how_far_apart_tensors_are(differing_runs):
         save_file({"0": bits}, file, {dumps.RANKS: "1", "0": part.text()})
     html = html_of(*differing_runs)
     assert f"{name} 4 1 of 8 9 1.07e-06" in Reader(html).text
-    assert "the colour of a square shows the largest distance in ULP" in html
+    assert "the larger the largest distance in ULP: of numbers, and of dumped tensors" in html
+    drawn = re.search(r"<svg [^>]*gradients-B-alt.*?</svg>", html, re.DOTALL)[0]
+    assert ">9</text>" in drawn  # as text in its cell, too
+    assert not re.search(r"#[0-9a-f]{6}\b", drawn), "the scale does not follow a dark page"
+    assert {f"ulp-{n}" for n in range(6)} <= set(re.findall(r"var\(--([^)]*)\)", drawn))  # the whole scale is shown
     assert all(re.match("#|data:image/png;base64,", target) for target in Reader(html).values("href"))
     dumps.file_of(differing_runs[1], 4, 0).write_bytes(b"torn")
     assert "The dumps cannot be compared: " in html_of(*differing_runs)
+
+
+ANSWER = {"text": "different at step 4: forward of mlp: output differs", "operation": "the forward pass of mlp",
+          "dumped": ["forward/mlp/output"], "apart": "3 of 8 elements differ", "remarks": [], "step": 4}  # fmt: skip
+
+
+def boxes_of(*runs: Path) -> list[tuple[str, str, str, tuple[str, ...]]]:
+    return [tuple(box.values()) for box in page._boxes(gather(runs))]
+
+
+def test_the_answer_of_bisect_stands_first(differing_runs, tmp_path):
+    before = boxes_of(*differing_runs)
+    assert [box[1] for box in before] == ["B tp2"]
+    assert any("tpi bisect" in remark for remark in before[0][3])
+    for name, runs in (("bisect-1", differing_runs), ("bisect-2", [tmp_path / "x", tmp_path / "y"])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "bisect.json").write_text(json.dumps(ANSWER | {"runs": [str(run) for run in runs]}))
+    answer, verdict = boxes_of(*differing_runs)
+    said = ("The operation: the forward pass of mlp.", "forward/mlp/output: 3 of 8 elements differ.")
+    assert answer == ("different", "tpi bisect of A tp1 and B tp2", ANSWER["text"], said)
+    assert verdict[:3] == before[0][:3]
+    assert verdict[3] == tuple(remark for remark in before[0][3] if "tpi bisect" not in remark)
+    own = [
+        write_run(tmp_path / "bisect-2" / f"traced-{side}", differs_from=differs)
+        for side, differs in (("a", None), ("b", 4))
+    ]
+    assert boxes_of(*own)[0][2] == ANSWER["text"]
+    assert [box[1] for box in boxes_of(differing_runs[0], own[0])] == ["B traced-a"]  # the control: other runs
+    (tmp_path / "bisect-1" / "bisect.json").write_text("{}")
+    assert boxes_of(*differing_runs) == before
 
 
 # --- runs ---------------------------------------------------------------------------------------------------
@@ -387,6 +422,27 @@ def test_figures_of_several_panels_stack_on_a_narrow_page(html):
         parts = [[float(n) for n in view.split()] for view in re.findall(r'class="panel" viewBox="(.*?)"', panels)]
         assert [part[0] for part in parts] == [0, whole[2] / 2]
         assert [part[2:] for part in parts] == [[whole[2] / 2, whole[3]]] * 2
+
+
+@pytest.mark.parametrize("memory", (0, 1 << 30), ids=("cpu", "gpu"))
+@pytest.mark.parametrize("count", (1, 2, 7))
+def test_no_panel_of_a_narrow_page_has_a_gap(tmp_path, count, memory):
+    """A panel is half of a figure: axes with curves fill it, unless a legend of many runs needs the room."""
+    runs = [write_run(tmp_path / f"run{n}", steps=2) for n in range(count)]
+    for run in runs:
+        lines = [
+            json.loads(line) | {"peak_memory": memory} for line in (run / "progress.jsonl").read_text().splitlines()
+        ]
+        (run / "progress.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = gather(runs)
+    for drawing in (figures.training(report), figures.cost(report)):
+        figure = Figure(figsize=(figures.WIDTH, drawing.height))
+        with settings():
+            drawing.draw(figure)
+        filled = [axes.get_position() for axes in figure.axes if axes.lines]
+        for left in (0, 0.5):
+            bottom = min(box.y0 for box in filled if left <= box.x0 < left + 0.5)
+            assert (bottom < 0.2) or (count > 6 and drawing.name == "training" and left)
 
 
 def test_whatever_scrolls_has_a_shadow_where_it_goes_on(html):

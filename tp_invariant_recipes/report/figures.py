@@ -1,6 +1,7 @@
 """The figures of a report. They use matplotlib's objects without pyplot and leave its settings unchanged."""
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 from matplotlib.figure import FigureBase
 from matplotlib.gridspec import GridSpec
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
@@ -25,6 +26,7 @@ from tp_invariant_recipes.report.runs import Report, Run
 
 WIDTH = 10.8  # inches, of every figure
 _CURVES, _DISTANCES, _COSTS = 5.6, 3.4, 3.2  # inches of height
+_IN_AXES = 6  # at most so many runs have their legend among the curves
 _FEW = 60  # at most so many points get marks, and so many columns get separating lines
 _GIB = 2**30
 
@@ -93,7 +95,8 @@ def training(report: Report) -> Drawing:
 
     def draw(figure: FigureBase) -> None:
         grid = _grid(figure, _CURVES, 2, 2, height_ratios=(3, 1), hspace=0.42, wspace=0.16)
-        places = {"loss": grid[0, 0], "grad_norm": grid[0, 1], "learning_rate": grid[1, 0], "legend": grid[1, 1]}
+        few = len(report.runs) <= _IN_AXES  # a legend of its own would leave a gap
+        places = {"loss": grid[0, 0], "grad_norm": grid[:, 1] if few else grid[0, 1], "learning_rate": grid[1, 0]}
         axes = {name: figure.add_subplot(place) for name, place in places.items()}
         for field, title in (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("learning_rate", "Learning rate")):
             _lines(axes[field], shown[field])
@@ -104,7 +107,10 @@ def training(report: Report) -> Drawing:
         axes["learning_rate"].set_ylabel("rate")
         axes["learning_rate"].yaxis.set_major_locator(MaxNLocator(3))
         axes["learning_rate"].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        _legend(axes["legend"], report.runs)
+        if few:
+            axes["loss"].legend(handles=[_handle(n, run) for n, run in enumerate(report.runs)], loc="best")
+        else:
+            _legend(figure.add_subplot(grid[1, 1]), report.runs)
 
     return Drawing(
         "training",
@@ -168,6 +174,7 @@ def cost(report: Report) -> Drawing | None:
     memory = any(timing.peak_memory for _, run in timed for timing in run.timings)
     times = [curve((t.step, t.seconds) for t in run.timings) for _, run in timed]
     peaks = [curve((t.step, t.peak_memory / _GIB) for t in run.timings) for _, run in timed]
+    speeds = [curve((t.step, t.tokens / t.seconds if t.seconds else None) for t in run.timings) for _, run in timed]
     numbers = [n for n, _ in timed]
 
     def draw(figure: FigureBase) -> None:
@@ -181,16 +188,12 @@ def cost(report: Report) -> Drawing | None:
         first.yaxis.set_minor_locator(NullLocator())
         first.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         first.set_xlabel("step")
-        if memory:
-            _lines(second, peaks, numbers)
-            second.set_title("Peak memory, last rank")
-            second.set_ylabel("GiB")
-            second.set_ylim(bottom=0)
-            second.set_xlabel("step")
-            handles = [_handle(n, report.runs[n]) for n in numbers]
-            first.legend(handles=handles, loc="best")
-        else:
-            _legend(second, [run for _, run in timed], numbers)
+        _lines(second, peaks if memory else speeds, numbers)
+        second.set_title("Peak memory, last rank" if memory else "Tokens per second")
+        second.set_ylabel("GiB" if memory else "tokens/s")
+        second.set_ylim(bottom=0)
+        second.set_xlabel("step")
+        first.legend(handles=[_handle(n, report.runs[n]) for n in numbers], loc="best")
 
     words = [
         f"{run.label}: the median step took {np.median([t.seconds for t in run.timings]):.3g} s." for _, run in timed
@@ -246,10 +249,9 @@ def _handle(n: int, run: Run) -> Line2D:
     return Line2D([], [], label=_short(run.label), **_look(n))
 
 
-def _legend(axes: Axes, runs: Iterable[Run], numbers: list[int] | None = None) -> None:
-    runs = list(runs)
+def _legend(axes: Axes, runs: Sequence[Run]) -> None:
     axes.axis("off")
-    handles = [_handle(n, run) for n, run in zip(numbers or range(len(runs)), runs, strict=True)]
+    handles = [_handle(n, run) for n, run in enumerate(runs)]
     axes.legend(handles=handles, loc="center left", ncols=1 + len(runs) // 6)
 
 
@@ -294,32 +296,35 @@ _WORDS = {kind: label.capitalize() for kind, label in LABELS.items()}
 _CELLS = (
     (CellState.IDENTICAL, "identical", "identical"),
     (CellState.SOME_DIFFER, "some", "some differ"),
-    (CellState.DIFFERENT, "different", "different"),
+    (CellState.DIFFERENT, "different", "different, no dump"),
     (CellState.NOT_COMPARED, "paper", "not recorded by both"),
 )
+# (largest distance in ULP of a cell, its word in the legend); class n has the colour "ulp-n".
+_ULP = ((1, "1 ULP"), (100, "≤ 100"), (1e4, "≤ 10⁴"), (1e6, "≤ 10⁶"), (1e8, "≤ 10⁸"), (np.inf, "> 10⁸ ULP"))
+_WRITTEN = 16, 240  # at most so many columns, and cells, of a map that shows the distances as text, too
 
 
 def parameters(report: Report, n: int, found: Map) -> Drawing:
     """The step × parameter map of run number `n` against the first."""
     run, first = report.runs[n], report.runs[0]
-    height = 1.2 + 0.185 * len(found.rows)
-    labels = [_short(row.label, _LABEL) for row in found.rows]
     measured = not np.isnan(found.ulp).all()
+    top = 0.82 if measured else 0.62
+    height = top + 0.58 + 0.185 * len(found.rows)
+    labels = [_short(row.label, _LABEL) for row in found.rows]
 
     def draw(figure: FigureBase) -> None:
         left = 0.3 + max(TextPath((0, 0), label, size=_SMALL).get_extents().width for label in labels) / 72
-        axes = figure.add_subplot(_grid(figure, height, left=left, right=0.85 if measured else 0.15, top=0.62)[0])
+        axes = figure.add_subplot(_grid(figure, height, left=left, top=top)[0])
         _cells(axes, found)
         axes.set_yticks(range(len(labels)), labels, fontsize=_SMALL)
         axes.set_title(f"{_WORDS[found.kind]}: {_short(run.label, 40)} against {_short(first.label, 40)}")
-        handles = [
-            Patch(facecolor=LIGHT[colour], edgecolor=LIGHT["faint"], linewidth=0.5, label=label)
-            for state, colour, label in _CELLS
-            if (found.states == state).any()
-        ]
-        axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=1.8)
-        if measured:
-            _distances(figure, axes, found)
+        of_states, of_distances = _classes(found)
+        shown = [row for row in of_states if row[0].any()], of_distances if measured else []
+        for line, classes in enumerate(shown):
+            handles = [Patch(facecolor=LIGHT[colour], edgecolor=LIGHT["faint"], lw=0.5) for _, colour, _ in classes]
+            above = 1 + (0.24 + 0.2 * line) / (height - top - 0.55)
+            where: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, above), "borderaxespad": 0}
+            figure.add_artist(Legend(axes, handles, [label for *_, label in classes], ncols=len(_ULP), **where))
 
     return Drawing(
         f"{found.kind}-{run.letter}",
@@ -342,6 +347,15 @@ def in_words(found: Map) -> str:
     )
 
 
+def _classes(found: Map) -> tuple[list[tuple[np.ndarray, str, str]], list[tuple[np.ndarray, str, str]]]:
+    """(cells, name of their colour, word in the legend): of the states without a distance, and of the distances."""
+    unknown, limits = np.isnan(found.ulp), [0, *(limit for limit, _ in _ULP)]
+    of_states = [((found.states == state) & unknown, colour, label) for state, colour, label in _CELLS]
+    return of_states, [
+        ((found.ulp > limits[n]) & (found.ulp <= limit), f"ulp-{n}", label) for n, (limit, label) in enumerate(_ULP)
+    ]
+
+
 def _reading(found: Map) -> str:
     words = ["Rows are in the order of a forward pass; columns are the steps at which both runs recorded digests."]
     if found.steps_alone:
@@ -351,17 +365,21 @@ def _reading(found: Map) -> str:
     if found.block > 1:
         words.append(f"A column covers up to {found.block} such steps.")
     if not np.isnan(found.ulp).all():
-        words.append("Where both runs have dumps, the colour of a square shows the largest distance in ULP.")
+        words.append(
+            "The stronger the colour, the larger the largest distance in ULP: of numbers, and of dumped tensors."
+        )
+    if (np.isnan(found.ulp) & (found.states >= CellState.SOME_DIFFER)).any():
+        words.append("Digests do not show how far apart other tensors are; ledger.dump with ledger.trace records it.")
     return " ".join(words)
 
 
 def _cells(axes: Axes, found: Map) -> None:
     height, width = found.states.shape
     # Rectangles, unlike an image, follow the page from light to dark. One path per state keeps the page small.
-    for state, colour, _ in _CELLS:
+    for cells, colour, _ in itertools.chain(*_classes(found)):
         corners = [
             [(left - 0.5, top - 0.5), (right - 0.5, top - 0.5), (right - 0.5, bottom - 0.5), (left - 0.5, bottom - 0.5)]
-            for left, top, right, bottom in rectangles(found.states == state)
+            for left, top, right, bottom in rectangles(cells)
         ]
         if corners:
             outline = Path.make_compound_path(*(Path([*four, four[0]], closed=True) for four in corners))
@@ -378,6 +396,11 @@ def _cells(axes: Axes, found: Map) -> None:
         axes.vlines(np.arange(0.5, width - 1), -0.5, height - 0.5, color=LIGHT["paper"], linewidth=1)
     for side in axes.spines.values():
         side.set_visible(True)
+    if width <= _WRITTEN[0] and found.ulp.size <= _WRITTEN[1]:
+        for row, column in np.argwhere(np.isfinite(found.ulp)):
+            colour = LIGHT["ink" if found.ulp[row, column] <= _ULP[2][0] else "paper"]
+            text = _power(found.ulp[row, column], 0)
+            axes.text(column, row, text, color=colour, fontsize=6.5, ha="center", va="center_baseline")
 
 
 def rectangles(marked: np.ndarray) -> list[tuple[int, int, int, int]]:
@@ -390,21 +413,3 @@ def rectangles(marked: np.ndarray) -> list[tuple[int, int, int, int]]:
             covered.append((ended[0], open_.pop(ended), ended[1], row))
         open_ |= {columns: row for columns in sorted(here) if columns not in open_}
     return covered
-
-
-def _distances(figure: FigureBase, axes: Axes, found: Map) -> None:
-    rows, columns = np.nonzero(~np.isnan(found.ulp))
-    values = np.maximum(found.ulp[rows, columns], 1)
-    dots = axes.scatter(
-        columns,
-        rows,
-        c=values,
-        s=60,
-        marker="s",
-        cmap="YlOrBr",
-        norm=LogNorm(1, max(10.0, float(values.max()))),
-        edgecolors=LIGHT["paper"],
-        linewidths=1,
-        zorder=3,
-    )
-    figure.colorbar(dots, ax=axes, label="largest distance, ULP", fraction=0.03, format=FuncFormatter(_power))

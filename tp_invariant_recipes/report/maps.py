@@ -7,8 +7,9 @@ from enum import IntEnum
 import numpy as np
 
 from tp_invariant_recipes.compare.compare import Comparison
-from tp_invariant_recipes.compare.step_order import parameter_of
+from tp_invariant_recipes.compare.step_order import FIELDS, parameter_of
 from tp_invariant_recipes.ledger.digests import group_of, in_order
+from tp_invariant_recipes.report.curves import distances
 
 ROWS = 64  # more would be unreadable
 COLUMNS = 200
@@ -25,7 +26,7 @@ class CellState(IntEnum):
 
 @dataclass(frozen=True)
 class MapRow:
-    """A row: one parameter, a group of them, or several groups in sequence."""
+    """A row: one parameter, a group of them, or several groups in sequence; without parameters, a number."""
 
     label: str
     parameters: tuple[str, ...]
@@ -35,11 +36,11 @@ class MapRow:
 class Map:
     """The digests of `kind`, a key of DIGESTED, of two runs.
 
-    rows:     in forward order.
+    rows:     the recorded numbers that differ, such as the loss; then parameters in forward order.
     columns:  (first step, last step) of each column, among the steps at which both runs have digests.
     block:    steps per column.
     states:   uint8 [rows, columns] of CellState.
-    ulp:      float64 [rows, columns], the largest distance in ULP of the dumps; NaN: there are no dumps.
+    ulp:      float64 [rows, columns], the largest distance in ULP, of a number or of dumps; NaN: equal, or no dump.
     compared, differing: numbers of digests.
     parameters_differing, parameters_compared, steps_differing, steps_compared: parameters and steps with at least one
               such digest.
@@ -86,13 +87,17 @@ def parameter_map(comparison: Comparison, kind: str, dumped: Mapping[tuple[int, 
         for step in found.steps:
             differing[row_of[found.name], column_of[step]] += 1
     at = {step for found in parted for step in found.steps}
+    numbers = _numbers(comparison, column_of, len(columns))
+    ulp = np.vstack([*numbers.values(), _largest(dumped or {}, row_of, column_of, compared.shape)])
+    states = _states(compared, differing)
+    of_numbers = np.where(np.isnan(ulp[: len(numbers)]), CellState.IDENTICAL, CellState.DIFFERENT).astype(states.dtype)
     return Map(
         kind=kind,
-        rows=rows,
+        rows=(*(MapRow(label, ()) for label in numbers), *rows),
         columns=columns,
         block=block,
-        states=_states(compared, differing),
-        ulp=_largest(dumped or {}, row_of, column_of, compared.shape),
+        states=np.vstack([of_numbers, states]),
+        ulp=ulp,
         compared=int(compared.sum()),
         differing=int(differing.sum()),
         parameters_differing=len(parted),
@@ -109,6 +114,19 @@ def _steps(comparison: Comparison, kind: str) -> tuple[list[int], int]:
     pairs = list(zip(comparison.a.steps, comparison.b.steps, strict=False))[: comparison.steps_compared]
     sides = {one.step: sum(getattr(record, kind) is not None for record in (one, other)) for one, other in pairs}
     return [step for step, has in sides.items() if has == 2], list(sides.values()).count(1)
+
+
+def _numbers(comparison: Comparison, column_of: Mapping[int, int], width: int) -> dict[str, np.ndarray]:
+    """Label of a number that differs at one of the steps -> its largest distances; infinite: only one is a number."""
+    found = {}
+    for field in (one for one in FIELDS if one.is_float):
+        ulp = np.full(width, np.nan)
+        for step, distance in distances(comparison.a, comparison.b, field.name):
+            if step in column_of and distance != 0:
+                ulp[column_of[step]] = np.fmax(ulp[column_of[step]], np.inf if distance is None else distance)
+        if not np.isnan(ulp).all():
+            found[field.label] = ulp
+    return found
 
 
 def _states(compared: np.ndarray, differing: np.ndarray) -> np.ndarray:

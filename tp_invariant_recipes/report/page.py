@@ -22,7 +22,7 @@ from tp_invariant_recipes.report.magnitudes import Measured, largest, measure
 from tp_invariant_recipes.report.maps import parameter_map
 from tp_invariant_recipes.report.palette import style_sheet
 from tp_invariant_recipes.report.render import svg
-from tp_invariant_recipes.report.runs import Report, Run
+from tp_invariant_recipes.report.runs import Report, Run, bisected
 
 _ROWS = 40  # at most, of the table of parameters
 _NOT_SET = "not set"
@@ -118,15 +118,17 @@ def _rendered(parts: Sequence[Section], progress: Progress | None) -> Iterator[d
 def _boxes(report: Report) -> list[dict[str, Any]]:
     if not report.comparisons:
         return [{"style": "alone", "run": "", "line": verdicts(report)[0], "remarks": ()}]
-    return [
-        {
-            "style": comparison.verdict.value.replace(" ", "-"),
-            "run": run.label,
-            "line": verdict_line(comparison),
-            "remarks": remarks(comparison),
-        }
-        for run, comparison in report.pairs
-    ]
+    answers, verdicts_ = [], []
+    for run, comparison in report.pairs:
+        said, answer = remarks(comparison), bisected(report.runs[0], run)
+        if answer is not None:
+            style = "different" if answer.text.startswith("different") else "not-comparable"
+            box = {"style": style, "run": f"tpi bisect of {report.runs[0].label} and {run.label}", "line": answer.text}
+            answers.append(box | {"remarks": answer.sentences})
+            said = tuple(one for one in said if "tpi bisect" not in one)
+        style = comparison.verdict.value.replace(" ", "-")
+        verdicts_.append({"style": style, "run": run.label, "line": verdict_line(comparison), "remarks": said})
+    return [*answers, *verdicts_]
 
 
 def _summary(run: Run) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from tp_invariant_recipes.ledger import reader, run_files
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, Progress
 from tp_invariant_recipes.ledger.run_files import ProgressLine
-from tp_invariant_recipes.reading import checked, parse_json, read_limited
+from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, read_limited
 
 PROGRESS = "progress.jsonl"
 RUN = "run.json"
+BISECT = "bisect.json"
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -60,6 +62,25 @@ class Run:
         return tuple(sentences)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bisected(Record):
+    """`bisect.json`, as far as a page shows it."""
+
+    runs: Listed[str]
+    text: str
+    operation: str | None
+    dumped: Listed[str]
+    apart: str | None
+    remarks: Listed[str] = ()
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What the answer says below its line."""
+        operation = [f"The operation: {self.operation}."] if self.operation else []
+        apart = [f"{self.dumped[0]}: {self.apart}."] if self.apart and self.dumped else []
+        return (*operation, *apart, *self.remarks)
+
+
 @dataclass(frozen=True)
 class Report:
     """Runs, and the comparison of each later run with the first; none where they are shown side by side alone."""
@@ -93,6 +114,20 @@ def gather(
         tuple(map(_run, _LETTERS, _names(ledgers), ledgers)),
         compare_all(first, others, progress=comparing) if compared else (),
     )
+
+
+def bisected(*runs: Run) -> Bisected | None:
+    """The newest answer of `tpi bisect` about two runs or about its own, beside or around them; None: there is none."""
+    folders = {run.ledger.run_directory.resolve() for run in runs if run.ledger.run_directory}
+    around = {above for folder in folders for above in folder.parents[:2]}
+    files = {file for above in around for file in (*above.glob(BISECT), *above.glob(f"*/{BISECT}"))}
+    for file in sorted(files, key=os.path.getmtime, reverse=True):
+        with suppress(OSError, ValueError):
+            found = checked(Bisected, parse_json(read_limited(file, run_files.LARGEST)))
+            own = len(folders) == len(runs) and all(folder.parent == file.parent for folder in folders)
+            if own or folders == {Path(run).resolve() for run in found.runs}:
+                return found
+    return None
 
 
 def _run(letter: str, name: str, ledger: Ledger) -> Run:
