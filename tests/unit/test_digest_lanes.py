@@ -95,6 +95,25 @@ def test_any_flipped_bit_shows_in_both_lanes(dtype, row, column, bit, seed):
     assert all(a != b for a, b in zip(lanes_of_all(values), lanes_of_all(changed), strict=True))
 
 
+@pytest.mark.parametrize("lane", range(LANES))
+def test_a_change_that_one_lane_cannot_see_shows_in_the_other(lane):
+    """Two rows change by each other's key in that lane, so that their products with the keys cancel."""
+    of = keys(4, torch.device("cpu"))
+    first, second = (of.rows.numpy().view(np.uint32)[row].tolist() for row in (1, 3))
+    values = torch.zeros(4, 2, dtype=torch.int32)
+    changed = values.clone()
+    words = changed.numpy().view(np.uint32)
+    values.numpy().view(np.uint32)[3, 1] = first[lane]
+    words[1, 1] = second[lane]
+    same = [a == b for a, b in zip(lanes_of_all(values), lanes_of_all(changed), strict=True)]
+    assert same == [one == lane for one in range(LANES)]
+
+
+def test_no_key_is_that_of_the_other_lane():
+    for some in keys(5000, torch.device("cpu")):
+        assert not set(some[:, 0].tolist()) & set(some[:, 1].tolist())
+
+
 @given(st.permutations(range(12)))
 def test_any_other_order_of_elements_shows(order):
     values = torch.arange(12, dtype=torch.float32).view(3, 4)

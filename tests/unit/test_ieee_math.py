@@ -198,3 +198,42 @@ def test_two_functions_of_one_name_are_refused():
 
     with pytest.raises(ValueError, match="two elementwise functions are called exp"):
         one_source.elementwise(exp)
+
+
+# function, its constant; a number whose result has other bits if the constant is an ULP nearer to zero, and the result;
+# such a number and its result for an ULP away from zero. Found among all numbers; log's last coefficient has none.
+DECIDING = (
+    ("exp", "LOG2_E", 0x423B2655, 0x613504E7, 0x41635A2F, 0x49B504F6),
+    ("exp", "LN2_HIGH", 0x3EB1721B, 0x3FB504F4, 0x3EB1721A, 0x3FB504F4),
+    ("exp", "LN2_LOW", 0x3F262221, 0x3FF4EF17, 0x3F214AA7, 0x3FF05855),
+    ("exp", "E3", 0x3E003ED3, 0x3F9113E9, 0x3E001DFC, 0x3F910F41),
+    ("exp", "E4", 0x3E022B9D, 0x3F9159CB, 0x3E0719B4, 0x3F920D5E),
+    ("exp", "E5", 0x3E3CE4D0, 0x3F99EE0A, 0x3E51342F, 0x3F9D036B),
+    ("exp", "E6", 0x3EA879E4, 0x3FB1E031, 0x3EA0212B, 0x3FAEFFE1),
+    ("exp", "E7", 0x4240E226, 0x623DC0C0, 0x3E74BBEF, 0x3FA28E94),
+    ("exp2", "T1", 0x3E000026, 0x3F8B95C6, 0x3E00001B, 0x3F8B95C4),
+    ("exp2", "T2", 0x3E0003F4, 0x3F8B9622, 0x3E000395, 0x3F8B9618),
+    ("exp2", "T3", 0x3E0045EE, 0x3F8B9C5E, 0x3E009ECA, 0x3F8BA4C3),
+    ("exp2", "T4", 0x3E0EACC7, 0x3F8CFA7D, 0x3E10482F, 0x3F8D21C4),
+    ("exp2", "T5", 0x3E713CF9, 0x3F96B480, 0x3E91DE14, 0x3F9BF207),
+    ("exp2", "T6", 0x3EEFD6B4, 0x3FB11A0F, 0x3ED94B13, 0x3FABC726),
+    ("log", "LN2_TOP", 0x3E000001, 0xC0051591, 0x3E000001, 0xC0051591),
+    ("log", "LN2_REST", 0x3E032D03, 0xC0038407, 0x3E05AB13, 0xC0024FA3),
+    ("log", "L1", 0x3E07B713, 0xC00156A6, 0x3E0AB794, 0xBFFFE063),
+    ("log", "L2", 0x3E232521, 0xBFEB1D51, 0x3E1A4D27, 0xBFF23F8B),
+    ("log", "L3", 0x3E4A1916, 0xBFCFB543, 0x3F30588F, 0xBEBED673),
+)
+
+
+@pytest.mark.parametrize("name, coefficient, less, of_less, more, of_more", DECIDING, ids=lambda v: str(v)[:8])
+def test_each_constant_is_the_stated_one(monkeypatch, name, coefficient, less, of_less, more, of_more):
+    """A coefficient that is off by an ULP changes the result of one number in millions: of these."""
+    x = np.array([less, more], np.uint32).view(np.float32)
+    for version in (numpy_version(name), compiled_loop(name)):
+        assert bits_of_array(version(x)).tolist() == [of_less, of_more]
+    stated = np.float32(getattr(ieee_math, coefficient).value)
+    for step, number, result in ((-1, x[:1], of_less), (1, x[1:], of_more)):  # the control
+        other = (stated.view(np.int32) + np.int32(step)).view(np.float32)
+        monkeypatch.setattr(ieee_math, coefficient, one_source.constant(float(other)))
+        monkeypatch.setattr(one_source, "_version", cache(one_source._version.__wrapped__))
+        assert bits_of_array(numpy_version(name)(number)).tolist() != [result]

@@ -208,6 +208,35 @@ def test_an_error_that_is_none_of_a_layout_is_one(library, error):
     assert raised.value is error
 
 
+def _with_strides(matrix):
+    return matrix.new_empty(matrix.shape[0], matrix.shape[1] + 8)[:, : matrix.shape[1]]
+
+
+def _off_16_bytes(matrix):
+    return matrix.new_empty(matrix.numel() + 1)[1:].view(matrix.shape)
+
+
+@pytest.mark.parametrize("layout", (_with_strides, _off_16_bytes), ids=("strides", "alignment"))
+@pytest.mark.parametrize("number", range(3), ids=("a", "b", "out"))
+def test_each_layout_is_tried_by_itself(library, layout, number):
+    """cuBLAS chooses a kernel by all of it: this library lies about one layout of one matrix."""
+
+    def place(matrix):
+        return matrix.stride(), matrix.data_ptr() % 16
+
+    plain = empty_operands((64, 256, 64), torch.bfloat16)
+    other = [layout(matrix) if n == number else matrix for n, matrix in enumerate(plain)]
+    lied_about = place(other[number])
+
+    def lies(*operands):
+        return (split_in_half if place(operands[number]) == lied_about else in_order)(*operands)
+
+    library(lies)
+    assert defined._right(*plain, False)
+    assert not defined._right(*other, False)
+    assert defined._right(*plain, False)
+
+
 def test_settings_of_torch_tell_products_apart():
     before = cublas_product.settings()
     matmul = torch.backends.cuda.matmul

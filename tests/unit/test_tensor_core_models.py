@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.operands import EVERY_BF16, KINDS, sample
-from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels import tensor_core_cpu, tensor_core_sum
 from tp_invariant_recipes.kernels.tensor_core_sum import STEP, bf16_product
 
 DATA = Path(__file__).parents[1] / "data" / "tensor_core_h200.npz"
@@ -54,7 +54,10 @@ def ours(a, b):
 
 
 def bf16_operands(kind):
-    """[64, 64] and [64, 8] bf16; "edges" has every magnitude, subnormal ones too, and results of each."""
+    """[64, 64] and [64, 8] bf16. "edges" has every magnitude, subnormal ones too, and results of each; products of
+    "smallest" are near 2^-150, so that LEAST_TOP decides what is cut of them."""
+    if kind == "smallest":
+        return tuple(sample("normal", *shape, seed=shape[1]).mul_(2.0**-75).bfloat16() for shape in ((64, 64), (64, 8)))
     if kind != "edges":
         return sample(kind, 64, 64, dtype=torch.bfloat16), sample(kind, 64, 8, dtype=torch.bfloat16, seed=1)
     random = np.random.default_rng(0)
@@ -64,11 +67,21 @@ def bf16_operands(kind):
     return torch.from_numpy(a).bfloat16(), torch.from_numpy(b).bfloat16()
 
 
-@pytest.mark.parametrize("kind", (*KINDS, "edges"))
+@pytest.mark.parametrize("kind", (*KINDS, "edges", "smallest"))
 @pytest.mark.parametrize("model", MODELS)
 def test_the_definition_is_their_model(sim, model, kind):
     a, b = bf16_operands(kind)
     assert (ours(a, b) == modelled(sim, MODELS[model], a, b)).all()
+
+
+@pytest.mark.parametrize("top", (-153, -134, -132))
+def test_another_least_top_is_not_their_model(sim, monkeypatch, top):
+    operands = bf16_operands("smallest")
+    words = [x.view(torch.int16).numpy().view(np.uint16) for x in operands]
+    found = modelled(sim, MODELS["Hopper wgmma"], *operands)
+    assert (bf16_product(*words) == found).all()
+    monkeypatch.setattr(tensor_core_sum, "LEAST_TOP", top)
+    assert (bf16_product(*words) != found).any()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from safetensors.numpy import load_file
 
 from tests.operands import same_bits
-from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels import tensor_core_cpu, tensor_core_sum
 from tp_invariant_recipes.kernels.tensor_core_sum import INFINITY, NAN, bf16_product, fp32_product
 from tp_invariant_recipes.portable import conformance
 
@@ -74,6 +74,31 @@ def test_the_recorded_edges_are_edges():
         kinds["nan"] += (size > INFINITY).sum()
         kinds["zero"] += (size == 0).sum()
     assert min(kinds.values()) > 500, kinds
+
+
+def least(exponent, factors):
+    """Bits of operands of one output: the products of these pairs of whole numbers, times 2 ** exponent."""
+    a, b = torch.zeros(1, 16), torch.zeros(16, 1)
+    for place, (x, y) in enumerate(factors):
+        a[0, place], b[place, 0] = x * 2.0 ** (exponent // 2), y * 2.0 ** (exponent - exponent // 2)
+    return [x.bfloat16().view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
+
+
+# Products that add up to 2^-149, the smallest fp32 number, and are far below LEAST_TOP: its unit is 2^-158. Whole units
+# are kept; halves of one are cut, and the sum is zero. MMA-Sim's models of Hopper and Blackwell give these bits too.
+WHOLE_UNITS, HALF_UNITS = least(-158, ((7, 73), (1, 1))), least(-159, ((33, 31), (1, 1)))
+
+
+@pytest.mark.parametrize("operands, bits", ((WHOLE_UNITS, 1), (HALF_UNITS, 0)), ids=("whole", "halves"))
+def test_the_smallest_products_are_cut_at_the_least_top(operands, bits):
+    assert bf16_product(*operands).tolist() == [[bits]]
+    assert result_bits(tensor_core_cpu.product(*map(bf16, operands))).tolist() == [[bits]]
+
+
+@pytest.mark.parametrize("top", (-153, -134, -132))
+def test_another_least_top_gives_other_bits(monkeypatch, top):
+    monkeypatch.setattr(tensor_core_sum, "LEAST_TOP", top)
+    assert [bf16_product(*operands).item() for operands in (WHOLE_UNITS, HALF_UNITS)] != [1, 0]
 
 
 @pytest.mark.parametrize("other", ({"kept": 24}, {"kept": 26}, {"step": 8}, {"step": 32}), ids=str)
