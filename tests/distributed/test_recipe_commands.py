@@ -12,11 +12,32 @@ pytestmark = pytest.mark.usefixtures("families")
 STOCK = ("numerics=stock", "numerics.initial_weights=invariant", "ledger.digests=1")
 
 
+# Each process that imports the recipe is noted in the file `processes`.
+NOTED = """
+
+with open({!r}, "a") as file:
+    import os
+
+    print(os.getpid(), file=file)
+"""
+
+
 @pytest.fixture(scope="module")
 def recipe(bridge, shared):
     """The recipe as commands record it; they are given the file's name alone."""
-    (shared.folder / "mine.py").write_text(MINE)
+    (shared.folder / "mine.py").write_text(MINE + NOTED.format(str(shared.folder / "processes")))
     return f"recipe={shared.folder / 'mine.py'}:small"
+
+
+@pytest.fixture(autouse=True)
+def _imported_by_no_launcher(recipe, shared, monkeypatch):
+    """The process of a command forks the ranks of its runs, so none of them may import a recipe."""
+    started = []
+    start = shared.start
+    monkeypatch.setattr(shared, "start", lambda *a, **k: started.append(start(*a, **k)) or started[-1])
+    yield
+    noted = {int(line) for line in (shared.folder / "processes").read_text().split()}
+    assert not {process.pid for process in started} & noted
 
 
 @pytest.fixture(scope="module")

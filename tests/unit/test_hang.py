@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -121,10 +120,22 @@ def test_a_rank_that_dies_without_a_word_has_failed(launched, monkeypatch, other
     assert "rank 0 ended with status 0 without a word" in failure(launched, lambda: os._exit(0), *others)
 
 
+def exits(module):
+    """A function of this module that ends the program with status 0."""
+    names = {"__name__": module}
+    exec("import sys\ndef leave(): sys.exit(0)\n", names)
+    return names["leave"]
+
+
 @TOO_SLOW
-@pytest.mark.parametrize("leave", (lambda: None, sys.exit), ids=("returns", "exits"))
+@pytest.mark.parametrize("leave", (lambda: None, exits("megatron.bridge.training.train")), ids=("returns", "exits"))
 def test_a_rank_that_is_done_has_not(launched, leave):
     assert launched(leave, leave) is ranks.Outcome.COMPLETED
+
+
+def test_only_megatron_may_end_the_program_in_a_rank(launched):
+    leave = exits("my_recipe")
+    assert "failed: SystemExit: 0" in failure(launched, leave, leave)
 
 
 @TOO_SLOW

@@ -1,7 +1,7 @@
 """Compose `conf/` and the command line's overrides into a RunConfig, with every mistake in one message."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS, PATHS
 from tp_invariant_recipes.settings.values import WrongType, convert
-from tp_invariant_recipes.sources import finetuning, lora, recipe_layer, recipe_source, weights
+from tp_invariant_recipes.sources import finetuning, lora, recipe_layer, recipe_process, recipe_source, weights
 
 OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
 
@@ -63,6 +63,16 @@ def compose(
     device, numerics: the options of these groups where the overrides name none, such as "cpu" and "stock".
     Raises ConfigError listing every problem that can be found without building the model.
     """
+    if recipe_source.is_recipe(model):
+        with suppress(ConfigError):  # `_compose` lists it with the other problems
+            _hf_folder(parse_all(overrides))
+            recipe_source.preload(model)
+        return recipe_process.run(model, lambda: _compose(model, overrides, device, numerics))
+    return _compose(model, overrides, device, numerics)
+
+
+def _compose(model: str, overrides: Sequence[str | Override], device: str | None, numerics: str | None) -> Composed:
+    """As `compose`, in a process that may call the recipe."""
     groups = conf_files.groups()
     problems = conf_files.problems()
     requested = parse_all(overrides)

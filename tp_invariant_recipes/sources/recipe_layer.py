@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import yaml
 
 from tp_invariant_recipes.coverage import experts, invariance, latent, model_fields
 from tp_invariant_recipes.errors import ConfigError, listed
-from tp_invariant_recipes.settings import conf_files, cuda_graphs, peft, schema, sft
+from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, peft, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import RecipeSettings
 from tp_invariant_recipes.sources import recipe_fields, recipe_source
@@ -102,6 +103,7 @@ def text(model: str, hf_folder: str | None, text_data: bool) -> str:
 
 
 def _layer(model: str, hf_folder: str | None, *, text_data: bool) -> dict[str, Any]:
+    before = environment.recorded(os.environ)
     container = recipe_source.call(model, hf_folder)
     kept: list[str] = []
     layer = _own(model, container, kept)
@@ -111,8 +113,11 @@ def _layer(model: str, hf_folder: str | None, *, text_data: bool) -> dict[str, A
     if text_data:  # of a split without documents Megatron looks for samples for ever
         layer["dataset"].pop("split", None)
     layer["data"] = {"kind": _data(layer), "path": None, "tokenizer": None, "json_key": "text", "cache": None}
-    if container.env_vars:
-        layer["cluster"] = {"environment": {name: str(value) for name, value in container.env_vars.items()}}
+    # Its variables count as those of the container do: the launcher sets them, and the ledger records them.
+    variables = dict(environment.recorded(os.environ).items() - before.items())
+    variables |= {name: str(value) for name, value in (container.env_vars or {}).items()}
+    if variables:
+        layer["cluster"] = {"environment": variables}
     layer["logging"] = {"kind": "none"}
     layer["recipe"] = {
         "name": model.removeprefix(recipe_source.PREFIX),
@@ -308,6 +313,29 @@ def without_ours(dataset: dict[str, Any], requested: Collection[str]) -> dict[st
     return {name: value for name, value in dataset.items() if name not in ours}
 
 
+def enter(recipe: RecipeSettings) -> None:
+    """Let a user's recipe change this process, one of its run's: it is imported and called once more.
+
+    Bridge's own recipes change nothing. Raises ConfigError: the recipe's file has changed since the run was composed.
+    """
+    model = f"{recipe_source.PREFIX}{recipe.name}"
+    if recipe.name is not None and not recipe_source.of_bridge(model):
+        _entered(model, recipe.hf_folder, recipe.source)
+
+
+@functools.cache
+def _entered(model: str, hf_folder: str | None, source: str | None) -> None:
+    variables = environment.recorded(os.environ)
+    recipe_source.call(model, hf_folder)
+    os.environ.update(variables)  # cluster.environment has the recipe's, and the command line overrides them
+    _check_source(model, source)
+
+
+def _check_source(model: str, source: str | None) -> None:
+    if recipe_source.digest(model) != source:
+        raise ConfigError(f"{model}: its file is not the one that this run was composed of")
+
+
 def restore(container: ConfigContainer, recipe: RecipeSettings) -> None:
     """Put what a tree cannot hold into a container.
 
@@ -317,8 +345,7 @@ def restore(container: ConfigContainer, recipe: RecipeSettings) -> None:
         return
     model = f"{recipe_source.PREFIX}{recipe.name}"
     again = recipe_source.call(model, recipe.hf_folder)
-    if recipe_source.digest(model) != recipe.source:
-        raise ConfigError(f"{model}: its file is not the one that this run was composed of")
+    _check_source(model, recipe.source)
     for path in recipe.kept:
         section, _, name = path.rpartition(".")
         holder, of = (getattr(container, section), getattr(again, section)) if section else (container, again)

@@ -15,13 +15,15 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
@@ -41,6 +43,9 @@ FILES = "tpi_recipe_"  # of the names that the files of recipes have as modules
 _LOADER = "megatron.bridge.models.conversion.auto_bridge:safe_load_config_with_retry"
 _FOLDER = "megatron.bridge.models.conversion.auto_bridge:AutoBridge.from_hf_pretrained"
 _OFFLINE = "huggingface_hub.constants:HF_HUB_OFFLINE"
+
+# Top-level names of the modules of recipes that this process has imported, and the folders of their files.
+_OWN: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -120,14 +125,37 @@ def family(name: str) -> str:
     return inspect.unwrap(getattr(importlib.import_module(BRIDGE), name)).__module__.rpartition(".")[2]
 
 
-def find(model: str) -> Callable[..., Any]:
-    """The function that `recipe=…` names. Imports Bridge, and the module or runs the file. Raises ConfigError."""
+def preload(model: str) -> None:
+    """Import of Bridge what the recipe imports, and nothing of the recipe's own. Raises ConfigError as `find`.
+
+    Otherwise each of its processes would, which takes 5 to 10 s.
+    """
+    source = _possible(model)
+    bridge.load()
+    if source.file is None or BRIDGE in source.file.read_text(encoding="utf-8", errors="replace"):
+        with quiet():
+            importlib.import_module(BRIDGE)
+
+
+def of_bridge(model: str) -> bool:
+    """Whether a recipe is one of Bridge's own."""
+    return parse(model).module == BRIDGE
+
+
+def _possible(model: str) -> Source:
+    """Read `recipe=…`. Raises ConfigError: it names nothing, as far as that can be told without importing Bridge."""
     source = parse(model)
     if not needed.there("megatron.bridge"):
         raise ConfigError(needed.message(model, ["megatron-bridge"]))
     # A misspelt name is said at once. A name that the table lacks may be one of a newer Bridge.
     if source.module == BRIDGE and source.function not in names() and _close(source.function):
         raise ConfigError(f"{model}: {BRIDGE} has no such recipe{nearest(source.function, names())}")
+    return source
+
+
+def find(model: str) -> Callable[..., Any]:
+    """The function that `recipe=…` names. Imports Bridge, and the module or runs the file. Raises ConfigError."""
+    source = _possible(model)
     bridge.load()
     module = _module(model, source)
     found = getattr(module, source.function, None)
@@ -149,15 +177,17 @@ def _close(name: str) -> bool:
 
 def _module(model: str, source: Source) -> ModuleType:
     """The module of a recipe. Raises ConfigError: it cannot be imported, in the words of what failed."""
+    if source.module != BRIDGE:
+        _OWN.add(str(source.file.parent) if source.file else str(source.module).partition(".")[0])
     try:
         with quiet():
             return _of_file(source.file) if source.file else importlib.import_module(str(source.module))
-    except Exception as error:  # another one's code may raise anything
+    except BaseException as error:  # another one's code may raise anything
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent and f"{source.module}.".startswith(f"{absent}."):
             raise ConfigError(f"{model}: there is no module {absent} that Python finds (PYTHONPATH)") from error
         where = source.file or source.module
-        raise ConfigError(f"{model}: {where} cannot be imported: {_error_text(error)}") from error
+        raise ConfigError(f"{model}: {where} cannot be imported: {_error_text(error)}{_at(error)}") from error
 
 
 @functools.cache
@@ -196,19 +226,40 @@ def call(model: str, hf_folder: str | None) -> Any:
     try:
         with quiet(), offline(hf_folder, requested):
             container = function()
-    except Exception as error:  # another one's code may raise anything
+    except BaseException as error:  # another one's code may raise anything
         if requested:
             raise ConfigError(_to_fetch(model, requested[-1], hf_folder, error)) from error
         if isinstance(error, OSError) and "huggingface.co" in str(error):  # it asked transformers itself
             raise ConfigError(
                 f"{model}: {NEEDS} a model that is not in this machine's cache (HF_HOME): {_error_text(error)}"
             ) from error
-        raise ConfigError(f"{model}: the recipe raises {_error_text(error)}") from error
-    except SystemExit as error:
-        raise ConfigError(f"{model}: the recipe ends the program (status {error.code})") from error
+        raise ConfigError(f"{model}: {raised(error)}") from error
     if not isinstance(container, ConfigContainer):
         raise ConfigError(f"{model}: a recipe returns a ConfigContainer, and this one returns {_kind(container)}")
     return container
+
+
+def raised(error: BaseException) -> str:
+    """What a recipe has raised, and where. Nothing that it raises ends tpi."""
+    ends = f"ends the program (status {error.code})" if isinstance(error, SystemExit) else None
+    return f"the recipe {ends or f'raises {_error_text(error)}'}{_at(error)}"
+
+
+def place(error: BaseException) -> str | None:
+    """FILE:LINE of the innermost call of the recipes' own code; None: there is none."""
+    calls = traceback.walk_tb(error.__traceback__)
+    own = [f"{f.f_code.co_filename}:{line}" for f, line in calls if not _OWN.isdisjoint(_whose(f))]
+    return own[-1] if own else None
+
+
+def _whose(frame: FrameType) -> tuple[str, str]:
+    """The top-level name of a call's module, and the folder of its file."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0], os.path.dirname(frame.f_code.co_filename)
+
+
+def _at(error: BaseException) -> str:
+    where = place(error)
+    return f" at {where}" if where else ""
 
 
 def _kind(value: Any) -> str:
@@ -220,7 +271,7 @@ def _error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__
 
 
-def _to_fetch(model: str, repository: str, hf_folder: str | None, error: Exception) -> str:
+def _to_fetch(model: str, repository: str, hf_folder: str | None, error: BaseException) -> str:
     if hf_folder is not None:
         return f"{model}: recipe.hf_folder={hf_folder} cannot be used as {repository}: {_error_text(error)}"
     if Path(repository).expanduser().is_dir():

@@ -23,6 +23,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import LedgerSettings
+from tp_invariant_recipes.sources import recipe_layer, recipe_source
 from tp_invariant_recipes.training import heartbeat
 from tp_invariant_recipes.training.heartbeat import Phase
 
@@ -84,16 +85,21 @@ def main(
         with _logged(run_dir, rank_info):
             heartbeats.begin(index)
             rank_fn(run_dir, rank_info)
-    except SystemExit as stop:  # Bridge leaves this way after saving on SIGTERM
-        if stop.code:
-            raise
     except BaseException as error:
-        _write_failure(run_dir, rank_info.rank, error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: threads that wait for other ranks could keep a failed one alive.
-        os._exit(1)
+        if not _megatron_leaves(error):
+            _write_failure(run_dir, rank_info.rank, error)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Not sys.exit: threads that wait for other ranks could keep a failed one alive.
+            os._exit(1)
     heartbeat.sign(Phase.DONE)
+
+
+def _megatron_leaves(error: BaseException) -> bool:
+    """Whether Megatron itself has ended the program with status 0, as Bridge does after saving on SIGTERM."""
+    *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
+    name = str(innermost.f_globals.get("__name__"))
+    return isinstance(error, SystemExit) and not error.code and name.startswith("megatron.")
 
 
 def train(run_dir: RunDir, rank_info: RankInfo) -> None:
@@ -117,6 +123,7 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
     Bridge is loaded (host/bridge.py).
     """
     heartbeat.sign(Phase.SETTING_UP)
+    recipe_layer.enter(config.recipe)
     with ExitStack() as stack:
         from tp_invariant_recipes.config import container, hang_timeout
         from tp_invariant_recipes.host import cpu
@@ -263,11 +270,13 @@ def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
 
 def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
     traceback.print_exception(error)
+    text = (str(error) or repr(error)).encode(errors="replace").decode()  # half a character is no text
+    where = recipe_source.place(error)
     reason = Reason(
         rank=rank,
         time=getattr(error, "failed_at", time.time()),
         kind=type(error).__name__,
-        message=(str(error) or repr(error)).encode(errors="replace").decode(),  # half a character is no text
+        message=f"{text} at {where}" if where and not isinstance(error, TpiError) else text,
         ours=isinstance(error, TpiError),
         errno=getattr(error, "errno", None),
     )

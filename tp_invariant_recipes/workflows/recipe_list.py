@@ -10,7 +10,7 @@ from typing import Any
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError
 from tp_invariant_recipes.numerics.mode import DEFAULT
-from tp_invariant_recipes.sources import recipe_source
+from tp_invariant_recipes.sources import recipe_process, recipe_source
 
 COVERED, WITH, REFUSED, ABSENT = "covered", "covered with", "refused", "not here"
 STATES = (COVERED, WITH, REFUSED, ABSENT)
@@ -39,7 +39,7 @@ def rows() -> Iterator[tuple[int, int, dict[str, Any]]]:
     """
     names = recipe_source.installed_names()
     # The processes share the modules imported so far.
-    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+    with ProcessPoolExecutor(mp_context=get_context("fork"), initializer=recipe_process.be_one) as pool:
         for done, row in enumerate(pool.map(row_of, names), 1):
             yield done, len(names), row
 

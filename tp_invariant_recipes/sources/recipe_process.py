@@ -1,0 +1,96 @@
+"""A recipe runs in a process of its own: what it patches reaches neither tpi nor the ranks of another run.
+
+The process is a fork of this one, so it imports only what this one has not. It returns plain values. The ranks of a run
+import its recipe again (`recipe_layer.enter`), each for itself.
+"""
+
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from tp_invariant_recipes.errors import ConfigError, TpiError
+from tp_invariant_recipes.sources import recipe_source
+
+_exit = os._exit
+_processes: set[int] = set()  # this one's id, where it is of a recipe
+
+
+def run[T](model: str, function: Callable[[], T]) -> T:
+    """What `function` returns, called in a process that may import and call the recipe `model`.
+
+    function: returns what can be pickled. In a process of a recipe it is called as it is.
+    Raises the TpiError that it raises; ConfigError: the recipe raises anything else, or ends the process; RuntimeError:
+    a defect of tpi.
+    """
+    if os.getpid() in _processes:
+        return function()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as report:
+        pid = os.fork()
+        if pid == 0:
+            _answer(model, function, report)
+        code = _wait(pid)
+        report.seek(0)
+        content = report.read()
+    if code != 0 or not content:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+        raise ConfigError(f"{model}: the recipe's process {how}")
+    outcome, error = pickle.loads(content)
+    if error is not None:
+        raise error
+    return outcome
+
+
+def be_one() -> None:
+    """Let this process call recipes itself: it forks no ranks."""
+    _processes.add(os.getpid())
+
+
+def _wait(pid: int) -> int:
+    """The exit status of a child, negative for a signal. Ctrl-C ends the child, too."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+
+
+def _answer(model: str, function: Callable[[], Any], report: Any) -> NoReturn:
+    """Call the function, write what it returns and what it raises, and end this process."""
+    status = 1
+    try:
+        be_one()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent: KeyboardInterrupt is the recipe's own
+        os._exit = _say_where
+        outcome: Any = None
+        error: Exception | None = None
+        try:
+            outcome = function()
+        except TpiError as refused:
+            error = refused
+        except BaseException as raised:
+            where = recipe_source.place(raised)
+            error = ConfigError(f"{model}: {recipe_source.raised(raised)}") if where else _defect()
+        report.write(pickle.dumps((outcome, error)))
+        report.flush()
+        status = 0
+    finally:
+        _exit(status)
+
+
+def _say_where(status: int) -> NoReturn:
+    """`os._exit` for a recipe: with a traceback. A process that the recipe forks ends as usual."""
+    if os.getpid() in _processes:
+        raise SystemExit(status)
+    _exit(status)
+
+
+def _defect() -> RuntimeError:
+    return RuntimeError(f"in the process of a recipe:\n{traceback.format_exc()}")
