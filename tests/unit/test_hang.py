@@ -100,6 +100,20 @@ def test_a_stopped_rank_cannot_say_where_it_stands(launched):
 
 
 @TOO_SLOW
+def test_a_rank_that_is_stopped_between_two_steps_is_named(launched):
+    """As right after its last line of the ledger, or after a manifest: no step is late then."""
+
+    def stop_after_a_step() -> None:
+        sign(Phase.BETWEEN)
+        stop_oneself()
+
+    with pytest.raises(ranks.RankFailed) as error:
+        launched(wait_in_a_collective, stop_after_a_step, limits=Limits(60.0, 60.0, 60.0, stopped=1.0))
+    assert str(error.value).startswith("rank 1 hangs: it has ended step 4 and has not begun another for ")
+    assert "  rank 1 after step 4, stopped by a signal (SIGSTOP), so it cannot say where" in str(error.value)
+
+
+@TOO_SLOW
 def test_a_rank_that_does_not_answer_is_named(launched, monkeypatch):
     monkeypatch.setattr(stacks, "ANSWER", 0.5)
     said = failure(launched, wait_in_a_collective, deaf_rank)
@@ -185,12 +199,12 @@ class Clock:
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.watch = watch()
 
-    def pass_(self, seconds: float, step: float = 0.5) -> bool:
-        """Whether a rank was overdue meanwhile."""
+    def pass_(self, seconds: float, step: float = 0.5, state: str = "S") -> bool:
+        """Whether a rank was overdue meanwhile. state: of the last rank's process."""
         overdue = False
         for _ in range(round(seconds / step)):
             self.now += step
-            overdue |= self.watch.overdue([True] * len(self.watch.ranks))
+            overdue |= self.watch.overdue(["S"] * (len(self.watch.ranks) - 1) + [state])
         return overdue
 
 
@@ -251,6 +265,32 @@ def test_a_checkpoint_may_take_longer_than_a_step(monkeypatch, memory):
     assert clock.pass_(3)
 
 
+@pytest.mark.parametrize("phase", (Phase.SETTING_UP, Phase.LONG_STEP, Phase.STEP, Phase.BETWEEN))
+def test_a_rank_that_was_stopped_is_overdue_after_a_minute_in_any_phase(monkeypatch, memory, phase):
+    """As right after a manifest or a line of the ledger, where a rank that runs may take up to half an hour."""
+    clock = clock_of(monkeypatch, memory, AUTO)
+    memory.give(phase, 1)
+    assert not clock.pass_(50)
+    assert not clock.pass_(55, state="T")
+    assert not clock.pass_(1)  # SIGCONT
+    assert not clock.pass_(1, state="T")
+    memory.give(phase, 2)
+    assert not clock.pass_(55, state="T")
+    assert clock.pass_(8, state="T")
+
+
+@pytest.mark.parametrize("state", ("S", "D", "t"))
+def test_a_rank_that_was_not_stopped_keeps_the_limit_of_its_phase(monkeypatch, memory, state):
+    clock = clock_of(monkeypatch, memory, AUTO)
+    memory.give(Phase.BETWEEN, 1)
+    assert not clock.pass_(1799, state=state)
+
+
+def test_a_stopped_rank_has_no_limit_where_there_is_none(monkeypatch, memory):
+    clock = clock_of(monkeypatch, memory, None)
+    assert not clock.pass_(4000, state="T")
+
+
 def test_one_rank_behind_is_enough(monkeypatch, memory):
     clock = clock_of(monkeypatch, memory, Limits(5.0, 540.0, 1800.0))
     memory.give(Phase.STEP, 1)
@@ -283,8 +323,8 @@ def config(*overrides: str):
 def test_the_key():
     assert limits(config()) == Limits(None, 540.0, 1800.0)
     assert limits(config("run.hang_timeout=auto")) == limits(config())
-    assert limits(config("run.hang_timeout=30")) == Limits(30, 540.0, 1800.0)
-    assert limits(config("run.hang_timeout=2000")) == Limits(2000, 2000, 2000)
+    assert limits(config("run.hang_timeout=30")) == Limits(30, 540.0, 1800.0, 30)
+    assert limits(config("run.hang_timeout=2000")) == Limits(2000, 2000, 2000, 2000)
     assert limits(config("run.hang_timeout=off")) is None
     patient = config()
     patient = RunConfig({**patient.sections, "dist": {"distributed_timeout_minutes": 60}})

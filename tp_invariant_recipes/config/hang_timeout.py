@@ -14,6 +14,8 @@ ALONE = 1800.0
 # The others wait in a collective for a rank that is late in a step, and their library gives up at its own limit. This
 # part of it is ours: then the message names the rank that is late, not one of those that waited.
 OF_COLLECTIVES = 0.9
+# Seconds for a rank that SIGSTOP stopped, whatever it did: nothing that a run waits for stops a process.
+STOPPED = 60.0
 SETTLING = 2  # steps after a start that compile and warm up
 
 
@@ -24,11 +26,13 @@ class Limits:
     step:      None: it follows the longest of the last steps.
     long_step: of a step that compiles, captures or writes tensors; of one of an evaluation.
     alone:     of what ranks do outside of steps.
+    stopped:   of a rank that a signal has stopped, while its launcher runs.
     """
 
     step: float | None
     long_step: float
     alone: float
+    stopped: float = STOPPED
 
     def of_step(self, longest: float | None) -> float:
         """longest: of the last steps, in seconds; None: none is known."""
@@ -49,7 +53,7 @@ def limits(config: RunConfig) -> Limits | None:
         "distributed_timeout_minutes", 10
     )
     long_step = max(OF_COLLECTIVES * of_collectives, LEAST, seconds)
-    return Limits(seconds or None, long_step, max(ALONE, long_step))
+    return Limits(seconds or None, long_step, max(ALONE, long_step), seconds or STOPPED)
 
 
 def takes_long(config: RunConfig, step: int, start: int) -> bool:

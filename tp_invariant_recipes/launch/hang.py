@@ -77,11 +77,15 @@ class HangWatch:
         self.looked = time.monotonic()
         self.signs = [heartbeats[n] for n in range(len(ranks))]
         self.since = [0.0 for _ in ranks]  # on the clock: when the sign came
+        self.ran = [0.0 for _ in ranks]  # on the clock: when it was last not stopped
         self.steps: list[deque[float]] = [deque(maxlen=WINDOW) for _ in ranks]  # seconds
         self.warm = [False for _ in ranks]  # whether the first step has ended, which tells nothing of the next
 
-    def overdue(self, alive: Sequence[bool]) -> bool:
-        """Whether a rank that lives has given no sign for longer than it may."""
+    def overdue(self, states: Sequence[str]) -> bool:
+        """Whether a rank that lives has given no sign for longer than it may, or is stopped for longer.
+
+        states: of all ranks here, as `stacks.state` has them; "": it has ended.
+        """
         now = time.monotonic()
         passed = min(now - self.looked, LOOK)
         self.clock, self.looked = self.clock + passed, now
@@ -89,7 +93,14 @@ class HangWatch:
             sign = self.heartbeats[n]
             if sign.count != before.count:
                 self._take(n, before, sign, passed)
-        return any(lives and self.clock - self.since[n] > self._limit(n) for n, lives in enumerate(alive))
+        for n, state in enumerate(states):
+            if state != "T":  # a debugger's "t" has the limits of a rank that runs
+                self.ran[n] = self.clock
+        return any(state and self._is_late(n) for n, state in enumerate(states))
+
+    def _is_late(self, n: int) -> bool:
+        stopped = self.limits is not None and self.clock - self.ran[n] > self.limits.stopped
+        return stopped or self.clock - self.since[n] > self._limit(n)
 
     def _take(self, n: int, before: Sign, sign: Sign, passed: float) -> None:
         """New heartbeats since the last check, `passed` seconds ago. A step between two checks took no longer."""

@@ -21,6 +21,7 @@ from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.host.forking import can_fork
+from tp_invariant_recipes.launch import stacks
 from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
 from tp_invariant_recipes.ledger.run_files import LARGEST, Reason
 from tp_invariant_recipes.reading import checked, parse_json, read_limited
@@ -172,7 +173,7 @@ def _supervise(
     def look() -> None:
         try:
             tick()
-            if not hangs.overdue([p.is_alive() for p in processes]):
+            if not hangs.overdue([stacks.state(p.pid) if p.is_alive() else "" for p in processes]):
                 return
         except PeersHang:
             pass
