@@ -151,10 +151,14 @@ def write_manifest(
 
     The arguments are as `CheckpointManifest` has them.
     """
-    files = sorted(f for f in path.rglob("*") if f.is_file() and f.name != MANIFEST)
-    described = {str(f.relative_to(path)): CheckpointFile(f.stat().st_size, _digest(f)) for f in files}
-    manifest = CheckpointManifest(step, identity_hash, layout, optimizer_state, experts_apart, described)
+    manifest = CheckpointManifest(step, identity_hash, layout, optimizer_state, experts_apart, described(path))
     write_atomically(path / MANIFEST, json.dumps(manifest.as_json(), indent=1))
+
+
+def described(folder: Path) -> dict[str, CheckpointFile]:
+    """Path in the folder → the file, of all files below it but its manifest."""
+    files = sorted(f for f in folder.rglob("*") if f.is_file() and f.name != MANIFEST)
+    return {str(f.relative_to(folder)): CheckpointFile(f.stat().st_size, _digest(f)) for f in files}
 
 
 def _iterations(checkpoints: Path) -> list[tuple[Path, int]]:

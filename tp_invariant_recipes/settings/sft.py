@@ -64,6 +64,13 @@ def with_index(config: RunConfig, folder: Path | str) -> RunConfig:
     return config.with_fields("dataset", path_to_cache=str(folder))
 
 
+def index_folder(config: RunConfig) -> Path | None:
+    """Where the index of the data lies; None: each rank builds its own in memory."""
+    dataset = config.section("dataset")
+    folder = (dataset.get("dataset_kwargs") or {}).get(INDEX) if is_sft(dataset) else dataset.get("path_to_cache")
+    return Path(folder) if folder else None
+
+
 def field(config: RunConfig, name: str) -> Any:
     """A field of the section `dataset`; None where it is not set."""
     return config.section("dataset").get(name)

@@ -20,7 +20,7 @@ from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.ledger.run_files import Reason, RunFile
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import peft
+from tp_invariant_recipes.settings import peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import LedgerSettings
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
@@ -182,12 +182,16 @@ FAILURE_TIME = Replacement(
 def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: RunFile, config: RunConfig) -> list:
     from tp_invariant_recipes.config.resume_rules import experts_separate, optimizer_state
     from tp_invariant_recipes.training.experiment_report import ExperimentReport
+    from tp_invariant_recipes.training.index_recorder import IndexRecorder
     from tp_invariant_recipes.training.manifest_writer import ManifestWriter
 
-    manifest = []
+    manifest: list = []
     if rank_info.rank == 0:
         separate = experts_separate(config.numerics.mode, config.model, run.layout)
         manifest = [ManifestWriter(run.identity_hash, run.layout, optimizer_state(config), experts_apart=separate)]
+    builds_index = (rank_info.rank if config.cluster.shared_files else rank_info.local_rank) == 0
+    if builds_index and (folder := sft.index_folder(config)):
+        manifest.append(IndexRecorder(folder))
     last = rank_info.rank == rank_info.world_size - 1
     figures = [ExperimentReport(run_dir, config.train["train_iters"])] if last else []
     return [*recording(run_dir, rank_info, run, config.ledger), *manifest, *figures]

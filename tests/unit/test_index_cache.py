@@ -1,0 +1,87 @@
+"""The manifest of a run's index cache: what a killed or damaged attempt leaves is built again, with the same bytes."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.runs import index_cache
+from tp_invariant_recipes.runs.checkpoints import MANIFEST
+
+BUILT = {"a-shuffle_index.npy": b"3120" * 100, "a-sample_index.npy": b"0123" * 200, "deep/er/b.jsonl.idx.npy": b"07"}
+SHUFFLE = "a-shuffle_index.npy"
+
+
+def build(cache: Path) -> None:
+    """As Megatron: only files that are not there."""
+    for name, data in BUILT.items():
+        if not (file := cache / name).exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    """A cache that an attempt has recorded."""
+    assert index_cache.remove_unrecorded(tmp_path / "index-cache") == []  # there is none yet
+    build(tmp_path / "index-cache")
+    index_cache.record(tmp_path / "index-cache")
+    return tmp_path / "index-cache"
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {"torn": lambda file: os.truncate(file, 7), "flipped": flip, "empty": lambda file: os.truncate(file, 0)}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", BUILT)
+def test_a_damaged_file_is_removed_and_no_other(cache, damage, name):
+    DAMAGE[damage](cache / name)
+    assert index_cache.remove_unrecorded(cache) == [name]
+    build(cache)
+    index_cache.record(cache)
+    assert {name: (cache / name).read_bytes() for name in BUILT} == BUILT
+
+
+def test_what_a_killed_attempt_has_built_is_not_kept(cache):
+    """It wrote no manifest, or not this file's name: of another length of the run, say."""
+    (cache / "longer-shuffle_index.npy").write_bytes(b"half")
+    assert index_cache.remove_unrecorded(cache) == ["longer-shuffle_index.npy"]
+    (cache / MANIFEST).unlink()
+    assert sorted(index_cache.remove_unrecorded(cache)) == sorted(BUILT)
+
+
+def test_a_sound_cache_stays(cache):
+    before = (cache / MANIFEST).read_bytes()
+    assert index_cache.remove_unrecorded(cache) == []
+    index_cache.record(cache)
+    assert (cache / MANIFEST).read_bytes() == before
+
+
+def test_a_file_that_is_rebuilt_with_other_contents_is_refused(cache):
+    """As by another version of numpy: the run would read other samples."""
+    (cache / SHUFFLE).unlink()
+    (cache / SHUFFLE).write_bytes(b"0123" * 100)
+    with pytest.raises(RunError, match=rf"builds {SHUFFLE} with other contents than this run has trained with"):
+        index_cache.record(cache)
+
+
+def test_files_of_earlier_lengths_stay_recorded(cache):
+    (cache / SHUFFLE).unlink()
+    (cache / "longer-shuffle_index.npy").write_bytes(b"31204")
+    index_cache.record(cache)
+    assert {SHUFFLE, "longer-shuffle_index.npy"} < json.loads((cache / MANIFEST).read_text())["files"].keys()
+
+
+@pytest.mark.parametrize("text", ("", "{", '{"schema": 2, "files": {}}', '{"schema": 1, "files": {"a": 3}}'))
+def test_a_manifest_that_cannot_be_read_names_the_way_out(cache, text):
+    (cache / MANIFEST).write_text(text)
+    with pytest.raises(RunError, match=r"tpi-manifest\.json: .*; remove .*index-cache, and the next attempt builds it"):
+        index_cache.remove_unrecorded(cache)
