@@ -162,6 +162,80 @@ def _flip(file) -> None:
     file.write_bytes(data)
 
 
+LONGER = ("iters=14", "scheduler.lr_decay_iters=12")
+
+
+def _files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("command", (("train", "--resume", "run"), (*RUN, "run.dir=run", "--continue")), ids=" ".join)
+def test_a_completed_run_is_left_as_it_is(copied, command):
+    before = _files(copied.folder / "run")
+    for options in ((), ("--dry-run",), ("--json",)):
+        said = copied(*command, *options, status=0)
+        text = said.stdout + said.stderr
+        assert "run completed at step 12 of 12: no step is left to train. iters=N goes on at step 12: tpi" in text
+        assert "tpi train --resume run iters=N scheduler.lr_decay_iters=12" in text
+    assert json.loads(said.stdout)["outcome"] == "completed"
+    assert _files(copied.folder / "run") == before
+
+
+def _shuffle_otherwise(run: Path) -> None:
+    """Exchange samples of the steps after the eighth."""
+    import numpy
+
+    (file,) = (run / "index-cache").glob("*-train-shuffle_index.npy")
+    index = numpy.load(file)
+    index[8:12] = index[8:12][::-1]
+    numpy.save(file, index)
+
+
+def _tear(run: Path) -> None:
+    """As a kill does while Megatron writes the index: no manifest is there yet."""
+    (file,) = (run / "index-cache").glob("*-train-shuffle_index.npy")
+    os.truncate(file, file.stat().st_size // 2)
+    (run / "index-cache" / checkpoints.MANIFEST).unlink()
+
+
+FROM_STEP_8 = ("train", "--resume", "run", "checkpoint.ckpt_step=8")
+
+
+@pytest.mark.parametrize("damage", (_shuffle_otherwise, pytest.param(_tear, marks=pytest.mark.release)))
+def test_a_damaged_index_is_built_again(copied, whole, damage):
+    damage(copied.folder / "run")
+    copied(*FROM_STEP_8, status=0)
+    assert steps(copied.folder / "run") == steps(whole.folder / "whole")
+    log = (copied.folder / "run" / "logs" / "rank-0.log").read_text()
+    assert re.search(r"train-shuffle_index\.npy: torn, changed, or not recorded: it is built again", log)
+
+
+def test_without_the_manifest_another_index_trains_on_other_samples(copied, whole):
+    def plant() -> None:
+        from tp_invariant_recipes.runs import index_cache
+
+        index_cache.remove_unrecorded = lambda cache: []
+        index_cache.record = lambda cache: None
+
+    _shuffle_otherwise(copied.folder / "run")
+    copied(*FROM_STEP_8, before=plant, status=0)
+    assert steps(copied.folder / "run")[:8] == steps(whole.folder / "whole")[:8]
+    assert steps(copied.folder / "run")[8:] != steps(whole.folder / "whole")[8:]
+
+
+@pytest.mark.release
+def test_a_key_for_the_start_does_not_count_when_the_run_continues(whole, tpi):
+    """A scheduler repeats the command that began the run."""
+    command = (*RUN, "run.dir=run", "--continue", "checkpoint.finetune=true", "checkpoint.load_optim=false")
+    process = tpi.start(*command, before=at_step(8, wait_for_ever))
+    process.until(reached(tpi.folder, 8))
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    tpi(*command, status=0)
+    assert json.loads((tpi.folder / "run" / "run.json").read_text())["attempts"][1]["from_step"] == 4
+    assert steps(tpi.folder / "run") == steps(whole.folder / "whole")
+
+
 DAMAGE = {
     "has changed since it was written": _flip,
     "is missing": lambda file: file.unlink(),
@@ -173,14 +247,14 @@ DAMAGE = {
 def test_a_damaged_checkpoint_is_refused_by_name(copied, words):
     newest = checkpoints.finished(copied.folder / "run" / "checkpoints")[-1].path
     DAMAGE[words](newest / "__1_0.distcp")
-    refused = copied("train", "--resume", "run", status=2)
+    refused = copied("train", "--resume", "run", *LONGER, status=2)
     assert f"{newest.name} is damaged" in refused.stderr
     assert re.search(rf"__1_0\.distcp .*{words}", refused.stderr)
 
 
 def test_an_earlier_checkpoint_than_a_damaged_one_can_be_gone_on_with(copied):
     _flip(checkpoints.finished(copied.folder / "run" / "checkpoints")[-1].path / "__1_0.distcp")
-    assert copied("train", "--resume", "run").status == 2
+    assert copied("train", "--resume", "run", *LONGER).status == 2
     copied("train", "--resume", "run", "checkpoint.ckpt_step=8", status=0)
 
 
@@ -190,7 +264,7 @@ def test_a_foreign_checkpoint_is_refused(copied, tmp_path):
     newest = copied.folder / "run" / "checkpoints" / "iter_0000012"
     shutil.rmtree(newest)
     shutil.copytree(copied.folder / "other" / "checkpoints" / "iter_0000012", newest)
-    refused = copied("train", "--resume", "run", status=2)
+    refused = copied("train", "--resume", "run", *LONGER, status=2)
     assert "iter_0000012 belongs to another run" in refused.stderr
 
 

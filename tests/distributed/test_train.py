@@ -145,8 +145,8 @@ def test_a_dry_run_checks_everything_and_writes_nothing(tpi, text):
 
 def test_a_dry_run_of_a_run_to_go_on_with(runs):
     before = files(runs.folder)
-    seen = runs("train", "--resume", "tp2", "tp=4", "--dry-run", status=0)
-    assert "on 4 cpu ranks, 30 steps" in seen.stdout
+    seen = runs("train", "--resume", "tp2", "tp=4", "iters=40", "scheduler.lr_decay_iters=30", "--dry-run", status=0)
+    assert "on 4 cpu ranks, 40 steps" in seen.stdout
     assert "a node, 4 ranks" in seen.stdout
     assert files(runs.folder) == before
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tp_invariant_recipes.config import resume_rules
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host import gpus
@@ -97,6 +98,22 @@ def test_a_run_of_another_model_is_not_resumed(cli, empty_here):
     assert "rng.seed was 1234 and is 1 now" in ended.err
     assert "optimizer.lr was 0.003 and is 0.1 now" in ended.err
     assert sorted((p.name, p.read_bytes()) for p in empty_here.rglob("*") if p.is_file()) == before
+
+
+def test_a_run_continues_with_the_whole_state_of_its_checkpoint(cli, empty_here):
+    """Each of these keys would make another run of it under the same identity. One message names all problems."""
+    with locked(RunDir(empty_here / "run")):
+        record.write(plan.new(compose("qwen3_toy", ["run.dir=run", "checkpoint.load_main_params_from_ckpt=true"])))
+    left_out = ("finetune=true", "load_optim=false", "load_rng=false", "dist_ckpt_strictness=ignore_all")
+    keys = [f"checkpoint.{one}" for one in left_out]
+    ended = cli("train", "--resume", "run", "iters=60", *keys)
+    assert ended.status == 2
+    assert all(f"- {key}: a run continues with the whole state of its checkpoint" in ended.err for key in keys)
+    assert "set scheduler.lr_decay_iters=50 (unset, it follows iters, and every step's learning rate" in ended.err
+    assert "load_main_params" not in ended.err  # the run began with it
+    may = ["save=3", "checkpoint.finetune=false", "checkpoint.async_save=false", "checkpoint.fully_parallel_load=true"]
+    now = compose("qwen3_toy", may)
+    assert resume_rules.other_state((), now.overrides, now.config) == []
 
 
 def test_the_device_is_what_the_driver_shows(monkeypatch):

@@ -80,6 +80,9 @@ def submit(
         kind = {"--resume": resume is not None, "--verify": verify, "--sweep": sweep}
         planned = _planned(kind, model, requested, resume, against, directory, after or [], dry_run, report)
     console = terminal.console(stderr=True, soft_wrap=True, markup=False)
+    if planned.completed:
+        console.print(planned.completed)
+        return
     if dry_run and as_json:
         terminal.print_json(planned.as_json(), indent=2)
         return

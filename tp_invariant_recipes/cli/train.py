@@ -160,6 +160,8 @@ def _train_here(request: "Request", console: "Console", *, verbose: bool) -> tup
             console.print(Text(lock.remark), soft_wrap=True)
         planned = _checked(request, composed, console)
         console.print(_start_text(planned), soft_wrap=True)
+        if planned.completed:
+            return launch.summary(planned, ranks.Outcome.COMPLETED), False
         with ranks.stopping() as stop, progress.watcher(planned, console, verbose=verbose) as watch:
             outcome = launch.execute(planned, watch, stop)
         return launch.summary(planned, outcome), stop.interrupted
@@ -172,6 +174,8 @@ def _checked(request: "Request", composed: "Composed", console: "Console") -> "P
 
     with progress.preparing(console) as report:
         planned = request.plan(composed, report)
+    if planned.completed:
+        return planned
     if tight := memory.warning(planned.config, here=planned.here):
         console.print(Text(f"warning: {tight}", style="yellow"), soft_wrap=True)
     with progress.busy(console, "importing Megatron-Bridge and checking the configuration"):
@@ -214,6 +218,10 @@ def _train_on_nodes(request: "Request", console: "Console", *, verbose: bool) ->
 
 
 def _start_text(planned: "Plan") -> str:
+    from tp_invariant_recipes.launch import resume
+
+    if planned.completed:
+        return escape(resume.completed_text(planned))
     ranks = planned.layout.world
     save = planned.config.section("checkpoint")["save_interval"]
     kept = f"every {save} steps and on SIGTERM" if save else "on SIGTERM only (save=N: every N steps)"
@@ -230,6 +238,8 @@ def _plan_text(planned: "Plan") -> str:
     from tp_invariant_recipes.launch.memory import table
     from tp_invariant_recipes.sizing import memory
 
+    if planned.completed:
+        return _start_text(planned)
     prepared = ["its text would be prepared first"] if planned.data_missing else []
     return "\n".join(
         [

@@ -4,9 +4,11 @@ Digests, weights, moments and the place in the data do not depend on the layout.
 adds its gradients, and the form in which a distributed optimizer's state lies in a checkpoint.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
+from tp_invariant_recipes.config.overrides import Override
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -18,6 +20,45 @@ KEPT = ("data_shards", "context_shards")
 OF_EVERY_RANK, DISTRIBUTED, BUCKETS = "of every rank", "distributed", "distributed, in buckets"
 # Degrees that decide what lies in a buffer.
 _OF_BUCKETS = ("tp", "pp", "cp", "ep", "etp")
+
+# A checkpoint is loaded whole, whatever a run has set for its start from `checkpoint.pretrained_checkpoint`.
+WHOLE = {"finetune": False, "load_optim": True, "load_rng": True}
+# Fields of `checkpoint` that may change when a run continues: when, where and how fast it saves and reads, not what. A
+# field with none of these names could leave out a part of the state, and the identity would not show it.
+MAY_CHANGE = (
+    "*save_interval",
+    "*_retain_interval",
+    "most_recent_k",
+    "ckpt_step",
+    "pretrained_checkpoint",
+    "async_*",
+    "*fully_parallel_*",
+    "*_workers",
+    "*_ckpt_worker",
+    "*_per_rank",
+    "*fully_reshardable*",
+    "ckpt_assume_constant_structure",
+    "verify_integrity",
+    "save_tokenizer_assets",
+    "also_save_hf_checkpoint",
+    "hf_*",
+)
+
+
+def other_state(before: Sequence[Override], now: Sequence[Override], config: RunConfig) -> list[str]:
+    """Keys with which a run would continue with another state than its checkpoint's, under the same identity.
+
+    before: the overrides that the run has been made of so far. config: composed of those `now`.
+    """
+    kept = {(one.field, one.value) for one in before}
+    return [
+        f"{one.text}: a run continues with the whole state of its checkpoint, read as it was written; leave it out"
+        for one in now
+        for section, _, name in [one.field.partition(".")]
+        if section == "checkpoint" and (one.field, one.value) not in kept
+        if not any(fnmatchcase(name, pattern) for pattern in MAY_CHANGE)
+        if name not in WHOLE or config.section(section).get(name) != WHOLE[name]
+    ]
 
 
 def data_shards(numerics: Mapping[str, Any], layout: Mapping[str, Any]) -> int:

@@ -39,6 +39,7 @@ class PlannedSubmission:
     left_out: combinations of a matrix that no run can have.
     warnings: what may end a run early, although nothing refuses it.
     resumed:  whether the directory holds a run, with which the job goes on.
+    completed: why there is nothing to submit: the run has all its steps; None: there is.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class PlannedSubmission:
     left_out: tuple[LeftOut, ...] = ()
     warnings: tuple[str, ...] = ()
     resumed: bool = False
+    completed: str | None = None
 
     def options(self, number: int, *ids: str) -> list[str]:
         """sbatch's options beside those of a script. ids: of the jobs before it.

@@ -13,7 +13,7 @@ from tp_invariant_recipes.jobs import fitness, registry, script, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.script import CellStep
 from tp_invariant_recipes.launch import memory, plan, record
-from tp_invariant_recipes.launch.resume import overrides_to_repeat, resume_run
+from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run
 from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.multinode import srun_command
@@ -76,7 +76,8 @@ def resume(
     in_the_job = _job_run(composed, where)
     planned = resume_run(where.path, in_the_job, progress=progress, here=False, dry=dry)
     about = f"{found.about}, from step {planned.start}"
-    return replace(found, about=about, validate=partial(train_check, planned), resumed=True)
+    done = completed_text(planned) if planned.completed else None
+    return replace(found, about=about, validate=partial(train_check, planned), resumed=True, completed=done)
 
 
 def _layouts(composed: Composed, problems: list[str]) -> tuple[Composed, list[RunConfig]]:

@@ -33,6 +33,7 @@ class Plan:
     environment: variables to set before torch is imported.
     start:       completed steps to start from; 0 for a new run.
     here:        whether ranks will run on this machine; False where their job is only submitted.
+    completed:   whether all its steps are made, so that nothing is to be trained or written.
     data_missing: whether text has yet to be prepared; such a plan is for `tpi train --dry-run` alone.
     attempts:    recorded attempts when this was planned; None: there was no run.
     remark:      a sentence about resuming the run for the user; None: nothing.
@@ -46,6 +47,7 @@ class Plan:
     environment: dict[str, str]
     start: int = 0
     here: bool = True
+    completed: bool = False
     data_missing: bool = False
     attempts: int | None = None
     remark: str | None = None

@@ -1,6 +1,8 @@
 """Resume a run, or repeat a part of it: the overrides it was made of, and the checks before it continues."""
 
+import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,12 @@ from tp_invariant_recipes.config.identity import WEIGHTS_DIGEST
 from tp_invariant_recipes.config.overrides import DECIDED_BY, Override, given, parse, parse_all
 from tp_invariant_recipes.errors import CheckpointError, ConfigError, RunError, listed
 from tp_invariant_recipes.launch.plan import Plan, resolve
+from tp_invariant_recipes.launch.ranks import Outcome
 from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.ledger.tail import last_step
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.runs import checkpoints
+from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import peft
@@ -23,6 +27,7 @@ from tp_invariant_recipes.settings.values import value_text
 
 # Overrides of one attempt and not of the run: the step it resumed from, and what started its ranks.
 OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind", *relations.REPLACED)
+LR_DECAY = "scheduler.lr_decay_iters"
 # A repetition also has another directory.
 NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir")
 
@@ -90,7 +95,8 @@ def rerun(
     composed = _compose_as(before, [*_recorded(before, NOT_REPEATED), *parse_all(changes)])
     imported = _imported(before, composed) if start else None
     plan = resolve(composed, run_dir, progress, imported=imported)
-    _check_identity(before.identity, plan.identity, f"{run} cannot be repeated: it would be another run now.")
+    if changes := _changes(before.identity, plan.identity):
+        raise RunError(f"{run} cannot be repeated: it would be another run now.\n{listed(changes)}")
     plan = replace(plan, config=plan.config.with_fields("checkpoint", save=None))
     return plan if start is None else _starting_at(plan, start)
 
@@ -148,22 +154,26 @@ def _resume(
 ) -> Plan:
     """command: its words, for messages. start, here: as for `resume_run`. dry: as for `new`."""
     before = run_dir.read_run(RunFile)
-    imported = _imported(before, composed) if start or _has_checkpoint(run_dir) else None
+    imported = _imported(before, composed) if start or _newest(run_dir) else None
     plan = resolve(composed, run_dir, progress, here=here, dry=dry, imported=imported)
     if plan.data_missing:
         plan.identity["data.digest"] = before.identity.get("data.digest")  # not known before it is prepared
     if composed.model != before.model:
         raise ConfigError(f"{command} is a run of {before.model}, not of {composed.model}")
-    _check_identity(before.identity, plan.identity, f"{command} would continue another run.", composed.overrides)
+    step, iters = plan.config.section("checkpoint")["ckpt_step"], plan.config.train["train_iters"]
+    done = completed_steps(run_dir) if start is None and step is None else None
+    problems = _changes(before.identity, plan.identity, composed.overrides)
+    problems += resume_rules.other_state(parse_all(before.overrides), composed.overrides, plan.config)
+    reached = done or (_newest(run_dir) if start is None and step is None else step or 0)
+    if reached > iters:
+        problems.append(f"iters={iters}: the run goes on at step {reached}; raise iters, or checkpoint.ckpt_step=STEP")
+    if problems:
+        raise RunError(f"{command} would continue another run.\n{listed(problems)}")
+    if done is not None and done == iters:
+        return replace(plan, start=done, completed=True)
     if start is not None:
         return _starting_at(plan, RunCheckpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
-    step = plan.config.section("checkpoint")["ckpt_step"]
     found = checkpoints.select(run_dir.checkpoints, step, within=_steps_in_ledger(run_dir))
-    if found and found.step > plan.config.train["train_iters"]:
-        raise ConfigError(
-            f"{command} goes on at step {found.step}, after iters={plan.config.train['train_iters']}: raise iters, or "
-            f"checkpoint.ckpt_step=STEP"
-        )
     if found and found.read_manifest().identity_hash != plan.identity_hash:
         raise CheckpointError(f"{found.path} belongs to another run: its identity is not the one of {run_dir.path}")
     if found is None:
@@ -172,10 +182,31 @@ def _resume(
     return replace(_starting_at(plan, found), remark=_changed_products(plan, found.step))
 
 
-def _has_checkpoint(run_dir: RunDir) -> bool:
-    """Whether the run resumes from a checkpoint, so that weights of a folder are not read."""
+def completed_steps(run_dir: RunDir) -> int | None:
+    """The steps of a run whose last attempt completed; None: it did not, or the ledger lacks its last step."""
+    *_, last = (None, *attempts.read_attempts(run_dir))
+    if last is None or last.outcome != Outcome.COMPLETED.value:
+        return None
+    with suppress(OSError, ValueError):  # a ledger that cannot be read is refused later, with the reason
+        return last.to_step if last_step(run_dir.ledger).step == last.to_step else None
+    return None
+
+
+def completed_text(plan: Plan) -> str:
+    """Why a completed run is not trained, and the command that trains it for longer."""
+    iters, run = plan.config.train["train_iters"], plan.run_dir.path
+    follows = plan.config.section("scheduler").get("lr_decay_iters") is None
+    schedule = f" scheduler.lr_decay_iters={iters}" if follows else ""
+    return (
+        f"{run} completed at step {iters} of {iters}: no step is left to train. iters=N goes on at step "
+        f"{_newest(plan.run_dir)}: {shlex.join(['tpi', 'train', '--resume', str(run)])} iters=N{schedule}"
+    )
+
+
+def _newest(run_dir: RunDir) -> int:
+    """The step of the newest finished checkpoint that the ledger reaches; 0: there is none."""
     recorded = _steps_in_ledger(run_dir)
-    return any(found.step <= recorded for found in checkpoints.finished(run_dir.checkpoints))
+    return max((c.step for c in checkpoints.finished(run_dir.checkpoints) if c.step <= recorded), default=0)
 
 
 def _imported(before: RunFile, composed: Composed) -> str | None:
@@ -195,17 +226,13 @@ def _steps_in_ledger(run_dir: RunDir) -> int:
     return len(read(run_dir.ledger).steps) if run_dir.ledger.exists() else 0
 
 
-def _check_identity(
-    before: dict[str, Any], now: dict[str, Any], otherwise: str, overrides: Sequence[Override] = ()
-) -> None:
-    """Raises RunError that names each field of the identity that has changed, and the key that restores it."""
-    changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-    if changed:
-        problems = [
-            f"{key} was {before.get(key)} and is {now.get(key)} now; {_remedy(key, before.get(key), overrides)}"
-            for key in changed
-        ]
-        raise RunError(f"{otherwise}\n{listed(problems)}")
+def _changes(before: dict[str, Any], now: dict[str, Any], overrides: Sequence[Override] = ()) -> list[str]:
+    """Each field of the identity that has changed, with the key that restores it."""
+    return [
+        f"{key} was {before.get(key)} and is {now.get(key)} now; {_remedy(key, before.get(key), overrides)}"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key)
+    ]
 
 
 def _remedy(key: str, value: Any, overrides: Sequence[Override]) -> str:
@@ -217,6 +244,8 @@ def _remedy(key: str, value: Any, overrides: Sequence[Override]) -> str:
         return "weights must name a folder with the same tensors" if value else "leave out weights"
     if override is not None and override.value != value_text(value):
         return f"leave out {override.text}, or set {key}={value_text(value)}"
+    if key == LR_DECAY:
+        return f"set {key}={value_text(value)} (unset, it follows iters, and every step's learning rate follows it)"
     return f"set {key}={value_text(value)}"
 
 
@@ -250,6 +279,7 @@ def _starting_at(plan: Plan, found: RunCheckpoint) -> Plan:
     """The plan, starting at a checkpoint of a run with the same identity."""
     # The identity is the same, so the checkpoint's schedule is this run's: Megatron would refuse a longer run over the
     # number of steps alone.
-    config = plan.config.with_fields("scheduler", use_checkpoint_opt_param_scheduler=True)
-    config = config.with_fields("checkpoint", ckpt_step=found.step, load=str(found.path.parent))
+    schedule = {"use_checkpoint_opt_param_scheduler": True, "override_opt_param_scheduler": False}
+    config = plan.config.with_fields("scheduler", **schedule)
+    config = config.with_fields("checkpoint", ckpt_step=found.step, load=str(found.path.parent), **resume_rules.WHOLE)
     return replace(plan, config=config, start=found.step)

@@ -10,7 +10,7 @@ from tp_invariant_recipes.config import container
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.errors import RunError, TpiError
 from tp_invariant_recipes.host.quiet import quiet
-from tp_invariant_recipes.launch import local, memory, record
+from tp_invariant_recipes.launch import local, memory, record, resume
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.launch.request import Request
@@ -25,17 +25,24 @@ from tp_invariant_recipes.sources import recipe_layer, recipe_process, recipe_so
 
 @contextmanager
 def locked_run(request: Request, composed: Composed) -> Iterator[Lock | None]:
-    """Hold the lock of the run to continue while it is planned and trained; None: a new run, which `execute` locks.
+    """Hold the lock of the run to continue while it is planned and trained.
+
+    None: a new run, which `execute` locks, or a completed one, in which nothing is written.
 
     Raises RunError when another process holds it.
     """
     where = request.resume or (composed.config.run.dir if request.continues else None)
     run_dir = RunDir(Path(where).expanduser()) if where else None
-    if run_dir is None or not run_dir.run.exists():
+    if run_dir is None or not run_dir.run.exists() or _is_completed(run_dir, composed):
         yield None
         return
     with locked(run_dir) as lock:
         yield lock
+
+
+def _is_completed(run_dir: RunDir, composed: Composed) -> bool:
+    step = composed.config.section("checkpoint").get("ckpt_step")
+    return step is None and resume.completed_steps(run_dir) == composed.config.train["train_iters"]
 
 
 def check(planned: Plan) -> None:
@@ -79,6 +86,8 @@ def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) 
     watch: called while the ranks live, to show progress.
     stop:  as for `local.run`; without it Ctrl-C is raised.
     """
+    if planned.completed:
+        return local.Outcome.COMPLETED
     with locked(planned.run_dir):
         record.check_current(planned)
         if planned.run_dir.checkpoints.exists():

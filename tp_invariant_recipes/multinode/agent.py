@@ -26,7 +26,7 @@ from tp_invariant_recipes.config.hang_timeout import limits
 from tp_invariant_recipes.errors import ConfigError, RunError, TpiError, listed
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.host.versions import versions
-from tp_invariant_recipes.launch import local, ranks, record, train
+from tp_invariant_recipes.launch import local, ranks, record, resume, train
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, Stop
 from tp_invariant_recipes.ledger.run_files import AttemptJob
@@ -164,6 +164,10 @@ def _plan_and_train(rendezvous: Rendezvous, task: NodeTask) -> Ended:
         with suppress(TpiError):  # where there is no run directory yet, the reason is in the job's log only
             attempts.refused(run_dir, str(error), job)
         raise
+    if planned.completed:
+        task.remark(resume.completed_text(planned))
+        run_dir.write_text(run_dir.ended, f"{Outcome.COMPLETED.value}\n")
+        return Ended(Outcome.COMPLETED)
     mine = [attempt for attempt in attempts.read_attempts(run_dir) if attempt.job and attempt.job.id == node.job]
     run_dir.ended.unlink(missing_ok=True)
     record.write(planned, job=job)
