@@ -392,7 +392,6 @@ def test_mixed_precision_is_a_name_or_all_its_fields():
     "overrides, says",
     (
         (("model.recompute_granularity=full",), "recompute_method must be"),
-        (("train.train_samples=100",), "Cannot specify more than one of train_iters, train_samples"),
         (("dataset.seq_length=64",), "Sequence length in model config: 128, Sequence length in dataset config: 64"),
     ),
 )

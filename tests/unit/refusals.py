@@ -168,6 +168,21 @@ RELATIONS = Family(
     ),
 )
 
+# What Megatron-Bridge would ignore, or fail by after the start.
+IGNORED = Family(
+    "qwen3_toy numerics=stock",
+    {
+        "train.rampup_batch_size=[1,1,4]": "train.rampup_batch_size=[1, 1, 4]: Megatron-Core ignores it; leave it out",
+        "train.step_batch_size_schedule='0:1'": "train.step_batch_size_schedule=0:1: Megatron-Bridge ignores",
+        "train.iterations_to_skip=[2]": "train.iterations_to_skip=[2]: the ledger has every step; leave it out",
+        "train.skip_train=true": "train.skip_train=True: a run trains; leave it out",
+        "validation.skip_train=true": "validation.skip_train=True: a run trains; leave it out",
+        "train.train_samples=8": "train.train_samples=8: tpi counts steps; leave it unset, iters=N",
+        "train.num_epochs=1.0": "train.num_epochs=1.0: tpi counts steps; leave it unset, iters=N",
+    },
+    taken_fields=("train.iterations_to_skip=[]", "validation.skip_train=false"),
+)
+
 BLEND = Family("qwen3_toy numerics=stock data=text data.path=a.txt", {"dataset.blend=[[a],null]": "dataset.blend="})
 
 NUMBERS_OF_EXPERTS = Family(
@@ -225,6 +240,52 @@ INVARIANCE = Family(
         "mixed_precision=bf16_with_fp8_hybrid": "FP8 and FP4 products need Transformer Engine on a GPU",
     },
     takes=("stock",),
+)
+
+# Of every section one field that depends on the layout, that nothing reads, or that tpi was not shown with.
+SECTIONS = Family(
+    "qwen3_toy numerics=tree",
+    {
+        "tokenizer.use_tokenizer_vocab_size=true": "tokenizer.use_tokenizer_vocab_size=true: Megatron pads the "
+        "vocabulary to a multiple of tp, and model.vocab_size decides it; tokenizer.use_tokenizer_vocab_size=false",
+        "tokenizer.make_vocab_size_divisible_by=128": "tokenizer.make_vocab_size_divisible_by=128: Megatron pads",
+        "model.perform_initialization=false": "tpi draws the initial weights, whatever it says",
+        "train.decrease_batch_size_if_needed=true": "train.decrease_batch_size_if_needed=true: a step has gbs",
+        "train.gpu_sniff_test_interval=2": "train.gpu_sniff_test_interval=2: Megatron-Bridge does not read it; "
+        "train.gpu_sniff_test_interval=null",
+        "train.exit_signal=SIGINT": "…; train.exit_signal=SIGTERM",
+        "scheduler.no_weight_decay_cond_type=qwen3_next": "scheduler.no_weight_decay_cond_type=qwen3_next: Megatron-Br",
+        "dataset.data_sharding=false": "dataset.data_sharding=false: which sequences a rank computes depends on dp",
+        "dataset.reset_position_ids=true": "dataset.reset_position_ids=true: rotary positions",
+        "dataset.inter_document_masking=true": "dataset.inter_document_masking=true: packed sequences",
+        "checkpoint.ckpt_format=torch": "checkpoint.ckpt_format=torch: a run could not be resumed",
+        "checkpoint.save_optim=false": "checkpoint.save_optim=false: a run could not be resumed",
+        "checkpoint.dist_ckpt_strictness=ignore_all": "checkpoint.dist_ckpt_strictness=ignore_all: a run could",
+        "validation.full_validation=true": "validation.full_validation=true: one set of sequences",
+        "logger.log_device_memory_used=true": "logger.log_device_memory_used=true: Megatron-Bridge does not read it",
+        "rng.data_parallel_random_init=true": "rng.data_parallel_random_init=true: every data-parallel rank",
+        "rerun_state_machine.error_injection_rate=1": "rerun_state_machine.error_injection_rate=1: an injected error",
+        "rerun_state_machine.rerun_mode=validate_results": "rerun_state_machine.rerun_mode=validate_results: a step",
+        "straggler.enable_straggler_on_startup=false": "straggler.enable_straggler_on_startup=false: Megatron-Bridge",
+        **{
+            f"{name}=true": f"{name}=true: tpi starts and watches the ranks itself; {name}=false"
+            for name in ("nvrx_straggler.enabled", "ft.enable_ft_package", "inprocess_restart.enabled")
+        },
+        "tensor_inspect.enabled=true": "tensor_inspect.enabled=true: what it inspects it may compute otherwise",
+        "comm_overlap.tp_comm_overlap=true": "comm_overlap.tp_comm_overlap=true: overlapped collectives",
+    },
+    begins=TREE,
+    takes=("stock",),
+    taken_fields=(
+        "tokenizer.use_tokenizer_vocab_size=false",
+        "model.perform_initialization=true",
+        "train.exit_signal=SIGTERM",
+        "train.empty_unused_memory_level=2 train.train_sync_interval=1",
+        "checkpoint.async_save=true checkpoint.dist_ckpt_strictness=log_all",
+        "dataset.num_workers=2 dataset.pin_memory=false dataset.mmap_bin_files=false",
+        "profiling.use_pytorch_profiler=true straggler.log_straggler=true logger.log_params_norm=true",
+        "nvrx_straggler.enabled=false ft.enable_ft_package=false inprocess_restart.enabled=false",
+    ),
 )
 
 EXPERTS = Family(
@@ -428,12 +489,6 @@ CONTEXT_SHARDS = Family(
     typed=True,
 )
 
-RAMP = "train.rampup_batch_size=[1,1,4]"
-STEPS = Family(
-    "qwen3_toy gbs=4 numerics.data_shards=2",
-    {RAMP: "…train.rampup_batch_size changes it; leave it unset"},
-    taken_fields=(f"numerics.data_shards=1 {RAMP}",),
-)
 EXCHANGES = Family(
     "qwen3_toy cp=2",
     {

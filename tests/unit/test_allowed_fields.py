@@ -9,7 +9,7 @@ from tests.models import sparing
 from tests.trees import with_fields
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.coverage import invariance
-from tp_invariant_recipes.coverage.allowed_fields import ANY, BOOL, NUMBER, SECTIONS, THRESHOLD, refused
+from tp_invariant_recipes.coverage.allowed_fields import ANY, BOOL, NUMBER, SECTIONS, THRESHOLD, changes_bits, refused
 from tp_invariant_recipes.settings import conf_files
 
 ROWS = [(section, field) for section, table in SECTIONS.items() for field in table]
@@ -85,6 +85,23 @@ def test_all_that_is_not_allowed_is_one_list(mode):
     for _, _, _, ends in TRIED:
         assert [p for p in problems if p.startswith(f"numerics={mode}: ") and p.endswith(ends)], ends
     assert invariance.problems(with_fields(TREE, numerics__mode="stock", **fields)) == []
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_field_of_a_later_release_is_refused_in_every_section(section):
+    name = "a_field_of_a_later_release"
+    given = TREE.with_fields(section, **{name: 1})
+    line = f"numerics=tree: {section}.{name}=1: the invariant numerics do not know this field; "
+    assert f"{line}leave {section}.{name} unset" in invariance.limits(given)
+    assert invariance.limits(with_fields(given, numerics__mode="stock")) == []
+
+
+def test_a_field_without_bits_only_reads_or_moves_or_waits():
+    assert not changes_bits("dataset.num_workers")
+    assert not changes_bits("optimizer.log_num_zeros_in_grad")
+    for key in ("optimizer.lr", "train.global_batch_size", "train.a_field_of_a_later_release", "model.hidden_size"):
+        assert changes_bits(key)
+    assert changes_bits("dataset.dataset_kwargs.pad_to_max_length")
 
 
 @pytest.mark.parametrize("model", sparing(conf_files.groups()["model"]))

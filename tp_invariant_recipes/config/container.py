@@ -132,7 +132,8 @@ def _changed_by_bridge(container: ConfigContainer) -> list[str]:
     found = [
         line
         for section in allowed_fields.SECTIONS
-        for line in allowed_fields.refused(section, allowed_fields.values_of(getattr(container, section)))
+        if (part := getattr(container, section)) is not None
+        for line in allowed_fields.refused(section, allowed_fields.values_of(part))
     ]
     return [*(f"numerics={name}: Megatron-Bridge sets {line}" for line in found), *([OR_STOCK] if found else [])]
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from tp_invariant_recipes.coverage import allowed_fields
 from tp_invariant_recipes.ledger.schema import CONTEXT_SHARDS, DATA_SHARDS
 from tp_invariant_recipes.settings import peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -16,7 +17,7 @@ SECTIONS = ("model", "train", "optimizer", "scheduler", "ddp", "dataset", "token
 # The same of runs that have them.
 OPTIONAL = (peft.SECTION,)
 
-# Fields of those sections that are not, and why.
+# Fields of those sections that are not, and why; beside them fields that change no bits (coverage/allowed_values.py).
 EXCLUDED = {
     "how the model is cut": (
         "model.*_parallel_size",
@@ -34,6 +35,7 @@ EXCLUDED = {
         "model.transformer_layer_spec",
         "model.hybrid_stack_spec",
         "model.attention_backend",
+        "model.attention_softmax_in_fp32",  # torch adds up a softmax in fp32, Transformer Engine never reads it
         "model.*fusion*",
         "model.use_fused_*",
         "model.*grouped_gemm*",
@@ -61,17 +63,14 @@ EXCLUDED = {
         "ddp.average_in_collective",
         "ddp.data_parallel_sharding_strategy",
         "ddp.bucket_size",
-        "ddp.check_for_*",
     ),
     "where a resumed run takes its schedule from": ("scheduler.*_opt_param_scheduler",),
     "where a recipe takes the model's sizes from": ("model.hf_model_id", "model.hf_model_revision"),
-    "how long it runs": ("train.train_iters", "train.manual_gc*", "train.exit_*"),
+    "how long it runs": ("train.train_iters",),
     "whether the data brings a mask that nobody reads, since attention is causal": ("dataset.create_attention_mask",),
     "where the data lies; its digest says what it is": (
         "dataset.blend*",
-        "dataset.path_to_cache",
         "dataset.dataset_root",
-        "dataset.num_workers",
     ),
 }
 
@@ -106,7 +105,8 @@ def of_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _excluded(key: str) -> bool:
-    return any(fnmatchcase(key, pattern) for patterns in EXCLUDED.values() for pattern in patterns)
+    listed = any(fnmatchcase(key, pattern) for patterns in EXCLUDED.values() for pattern in patterns)
+    return listed or not allowed_fields.changes_bits(key)
 
 
 def _flat(prefix: str, value: Any) -> dict[str, Any]:

@@ -26,12 +26,21 @@ _LOGGER_FIELDS = (
 # Kernels of GPUs read rows of 16 bytes, 8 numbers in bf16.
 WIDTH = 8
 
-# What every run would replace without a word, and what to do instead.
+_TRAINS = "a run trains; leave it out, validation.eval_iters=N validates at its end"
+_STEPS = "tpi counts steps; leave it unset, iters=N"
+# What every run would replace or ignore without a word, or fail by, and what to do instead.
 REPLACED = {
     "checkpoint.save": "checkpoints go to run.dir/checkpoints; set run.dir=PATH",
     "checkpoint.load": "tpi train --resume RUN continues a run; checkpoint.pretrained_checkpoint=FOLDER takes the "
     "weights alone",
     "dataset.path_to_cache": "the index of the data goes to run.dir; set run.dir=PATH",
+    "train.rampup_batch_size": "Megatron-Core ignores it; leave it out, every step has gbs sequences",
+    "train.step_batch_size_schedule": "Megatron-Bridge ignores it; leave it out, every step has gbs sequences",
+    "train.iterations_to_skip": "the ledger has every step; leave it out",
+    "train.skip_train": _TRAINS,
+    "validation.skip_train": _TRAINS,
+    "train.train_samples": _STEPS,
+    "train.num_epochs": _STEPS,
 }
 _NAMED = "the run has the name of run.dir; set name=NAME"
 # The same, of some runs. Path -> of which, and what to do instead.
@@ -48,7 +57,8 @@ REPLACED_IN: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
 def problems(config: RunConfig) -> list[str]:
     """All settings that do not fit each other, in the order of the rules."""
     replaced = REPLACED | {path: instead for path, (of, instead) in REPLACED_IN.items() if of(config)}
-    found = [f"{path}={value}: {why}" for path, why in replaced.items() if (value := _at(config, path)) is not None]
+    given = {path: _at(config, path) for path in replaced}
+    found = [f"{path}={value}: {replaced[path]}" for path, value in given.items() if value not in (None, False, [])]
     return [*found, *_loggers(config), *(problem for rule in RULES if (problem := rule(config)))]
 
 

@@ -29,10 +29,6 @@ LIMITS = (
         "a mask of the data's own has no invariant version; dataset.dataset_kwargs.get_attention_mask_from_fusion=true",
     ),
     Limit(
-        _tuned(lambda t: sft.field(t, "drop_last") is False),
-        "a step of fewer examples has other data shards; dataset.drop_last=true",
-    ),
-    Limit(
         _tuned(cuts_sequences),
         "fine-tuning with context parallelism is not covered: a shard may have no token that counts; cp=1, and leave "
         "numerics.context_shards out",

@@ -128,9 +128,9 @@ LIMITS = (
         "of context parallelism only the exchange of heads keeps attention whole; model.cp_comm_type=a2a",
     ),
     Limit(
-        lambda t: (t.numerics.data_shards or 1) > 1 and bool(t.train.get("rampup_batch_size")),
-        "data shards are equal parts of a step, and train.rampup_batch_size changes it; leave it unset, or "
-        "numerics.data_shards=1",
+        # A program of its own may load its weights.
+        lambda t: t.model.get("perform_initialization") is False and bool(t.train),
+        "tpi draws the initial weights, whatever it says; model.perform_initialization=true",
     ),
     Limit(
         lambda t: (
@@ -224,7 +224,6 @@ def limits(config: RunConfig) -> list[str]:
         return []
     beyond = [limit.why for limit in LIMITS if limit.wrong(config)]
     beyond += model_fields.unknown(config.model, (*OFF, *experts.OFF, *latent.OFF))
-    beyond += _overlaps(config)
     for section in allowed_fields.SECTIONS:
         beyond += allowed_fields.refused(section, config.section(section))
     return [
@@ -244,15 +243,6 @@ def _unread(config: RunConfig) -> list[str]:
     if of_context not in (None, config.model["context_parallel_size"]):
         found.append(f"numerics.context_shards={of_context}: numerics=stock has no context shards; leave it out")
     return found
-
-
-def _overlaps(config: RunConfig) -> list[str]:
-    """What of the section `comm_overlap` is set. Where it is null, Bridge decides by the layout."""
-    requested = {name: value for name, value in config.section("comm_overlap").items() if value}
-    if not requested:
-        return []
-    off = [f"comm_overlap.{name}={'false' if value is True else 'null'}" for name, value in requested.items()]
-    return [f"overlapped collectives add in an order of their own; {', '.join(off)}"]
 
 
 def _shards(config: RunConfig) -> list[str]:

@@ -47,11 +47,6 @@ def _loader(config: RunConfig) -> str | None:
     return f"dataset.dataloader_type={kind}: it does not go through the examples again; dataset.dataloader_type=batch"
 
 
-def _epochs(config: RunConfig) -> str | None:
-    epochs = config.train.get("num_epochs")
-    return f"train.num_epochs={epochs}: tpi counts steps; leave it unset, iters=N" if epochs is not None else None
-
-
 def _tokenizer(config: RunConfig) -> str | None:
     tokenizer = config.section("tokenizer")
     kind, model = tokenizer.get("tokenizer_type"), tokenizer.get("tokenizer_model")
@@ -76,7 +71,6 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _source,
     _packing,
     _loader,
-    _epochs,
     _tokenizer,
     _index,
     _validation,

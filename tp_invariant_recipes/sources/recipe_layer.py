@@ -285,6 +285,9 @@ def _tokenizer(layer: dict[str, Any], hf_folder: str | None, *, text_data: bool)
         del layer["tokenizer"]
     elif null and "vocab_size" in layer["tokenizer"] and layer["model"].get("vocab_size"):
         size = layer["tokenizer"]["vocab_size"]
+        if layer["tokenizer"].pop("use_tokenizer_vocab_size", False):  # Megatron would pad it to a multiple of tp, too
+            multiple = layer["model"].get("make_vocab_size_divisible_by") or 1
+            layer["model"]["vocab_size"] = -(-size // multiple) * multiple
         layer["tokenizer"]["vocab_size"] = f"${{tpi.at_most:{size},${{model.vocab_size}}}}"
 
 
