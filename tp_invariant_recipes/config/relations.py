@@ -1,5 +1,6 @@
 """Settings that must fit each other in any layout, one row a rule; and those that tpi decides itself."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -141,8 +142,12 @@ def _warmup(config: RunConfig) -> str | None:
 
 
 def _validation(config: RunConfig) -> str | None:
-    if config.section("validation").get("eval_interval") and not config.section("validation").get("eval_iters"):
+    iters, split = config.section("validation").get("eval_iters"), config.section("dataset").get("split") or ""
+    if config.section("validation").get("eval_interval") and not iters:
         return "validation.eval_interval without validation.eval_iters validates nothing; set both, or neither"
+    parts = [float(part) for part in re.findall(r"[.0-9]+", split)]  # of the text, as Megatron reads them
+    if iters and config.data.kind == "text" and not any(parts[1:2]):
+        return f"validation.eval_iters={iters}: dataset.split={split} has no text for it; \"dataset.split='90,5,5'\""
     return None
 
 
