@@ -11,7 +11,7 @@ from tests.distributed.small_models import small
 from tp_invariant_recipes.ledger.open import read
 
 DENSE = "qwen3_toy seq=64 model.num_layers=1"
-FIXED = "iters=2 gbs=2 numerics.data_shards=2 numerics.context_shards=2"
+FIXED = "iters=2 gbs=2 numerics.data_shards=2 numerics.context_shards=2 validation.eval_iters=1"
 APART = "optimizer.use_distributed_optimizer=true"
 BUCKETS = "ddp.overlap_grad_reduce=true ddp.bucket_size=20000"  # several buckets a rank
 GATHER = f"{APART} {BUCKETS} ddp.overlap_param_gather=true optimizer.overlap_param_gather=true"

@@ -4,10 +4,12 @@ The rows of GROUPS and LONGER are chosen so that each pair of values (tp, dp, mb
 that fits on few ranks occurs in some row of some model. `stock` is the control, from equal weights.
 """
 
+import shutil
+
 import pytest
 
 from tests.distributed.faults import without
-from tests.distributed.scenario import agree, stock_differs, unequal
+from tests.distributed.scenario import STOCK, agree, stock_differs, unequal
 from tests.distributed.small_models import DENSE, small
 from tp_invariant_recipes.ledger.open import read
 
@@ -19,7 +21,8 @@ GATHER = f"{APART} {BUCKETS} ddp.overlap_param_gather=true optimizer.overlap_par
 
 # Model -> layouts that have the ledger of ALONE: all shards on one rank.
 ALONE = "mbs=4"
-FIXED = "iters=2 gbs=4 numerics.data_shards=4"
+VALIDATED = "validation.eval_iters=1 validation.eval_interval=1"
+FIXED = f"iters=2 gbs=4 numerics.data_shards=4 {VALIDATED}"
 GROUPS = {
     "dense": (f"dp=4 {GATHER}", f"tp=2 sp=false dp=2 mbs=2 {BUCKETS}"),
     "experts": (f"tp=2 dp=2 ep=4 mbs=2 {BUCKETS}",),
@@ -70,7 +73,7 @@ def test_one_ledger_for_all_layouts(scenario, model):
 @pytest.mark.parametrize("model", LONGER)
 def test_one_ledger_for_more_layouts(scenario, model):
     stages = "model.num_layers=2" if model == "dense" else ""
-    agree(scenario(MODELS[model], "iters=3 gbs=8 numerics.data_shards=4", stages), LONGER[model])
+    agree(scenario(MODELS[model], f"iters=3 gbs=8 numerics.data_shards=4 {VALIDATED}", stages), LONGER[model])
 
 
 @pytest.mark.release
@@ -135,6 +138,52 @@ def test_each_ingredient_is_needed(scenario, ingredient):
     plant, layout = INGREDIENTS[ingredient]
     dense = scenario(DENSE, FIXED)
     assert unequal(dense(layout).planted(plant).ledger(), dense(ALONE).ledger())
+
+
+def test_validation_is_recorded_and_leaves_training_as_it_is(scenario):
+    """Losses of step 1 and 2, and the last two, whose training is that of a run without validation."""
+    validated = scenario(DENSE, FIXED, ALONE)
+    found = [list(step.evaluations) for step in validated.ledger()]
+    assert found == [["validation/0:4"], ["validation/4:8", "final_validation/8:12", "test/0:4"]]
+    unvalidated = scenario(DENSE, FIXED, ALONE, "validation.eval_iters=0 validation.eval_interval=null")
+    assert unequal(unvalidated.ledger(), validated.ledger()) == ["step 1: evaluations", "step 2: evaluations"]
+
+
+def _in_bridges_order() -> None:
+    """Let Bridge draw validation's sequences, in an order that depends on dp."""
+    from tp_invariant_recipes.numerics.megatron import data_order
+
+    rows = data_order.Replacement
+    data_order.Replacement = lambda target, *of: rows(target, *of if "Random" not in target else (lambda one: one, ""))
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("plant", (_in_bridges_order, without("eval:get_forward_backward_func")))
+def test_each_ingredient_of_validation_is_needed(scenario, plant):
+    """And nothing else shows it. Sums of 16 sequences: those of a few may round alike."""
+    dense = scenario(DENSE, "iters=1 gbs=16 numerics.data_shards=16", VALIDATED)
+    one, several = (dense(at).planted(plant).ledger() for at in ("dp=1", "dp=4"))
+    assert unequal(one, several) == ["step 1: evaluations"]
+
+
+def test_stock_validates_on_other_sequences(scenario):
+    """The control: two sequences of a step are added in one order, so training agrees, but validation does not."""
+    stock = scenario(DENSE, STOCK, "iters=1 gbs=2", VALIDATED)
+    assert unequal(stock("dp=1").ledger(), stock("dp=2").ledger()) == ["step 1: evaluations"]
+    compared = stock("dp=1").compared(stock("dp=2"), status=1)
+    assert "different at step 1: validation loss (validation/0:2) f32:" in compared.stdout
+
+
+@pytest.mark.release
+@pytest.mark.timeout(1200)
+def test_a_resumed_run_validates_where_it_was(scenario, tpi):
+    """In another layout, and longer than planned: the loss after its first end is not of the longer run."""
+    fixed = scenario(DENSE, "gbs=4 numerics.data_shards=2 save=2 scheduler.lr_decay_iters=6", VALIDATED)
+    whole, begun = fixed("iters=6"), fixed("iters=4")
+    assert list(begun.ledger()[-1].evaluations) == ["validation/12:16", "final_validation/16:20", "test/0:4"]
+    shutil.copytree(begun.run, tpi.folder / "begun")
+    tpi("train", "--resume", "begun", "iters=6", "dp=2", status=0)
+    assert unequal(read(tpi.folder / "begun").steps, whole.ledger()) == []
 
 
 @pytest.mark.parametrize("tied", ("true", pytest.param("false", marks=pytest.mark.release)))

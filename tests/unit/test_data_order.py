@@ -7,8 +7,8 @@ from tp_invariant_recipes.numerics.megatron.data_order import ConsecutiveSampler
 BATCH, STEPS = 8, 2
 
 
-def _of_rank(rank, dp, mbs=1, consumed=0, total=BATCH * STEPS + 3):
-    return list(ConsecutiveSampler(total, consumed, mbs, rank, dp, batch=BATCH))
+def _of_rank(rank, dp, mbs=1, consumed=0, total=BATCH * STEPS + 3, **more):
+    return list(ConsecutiveSampler(total, consumed, mbs, rank, dp, batch=BATCH, **more))
 
 
 @pytest.mark.parametrize("dp", (1, 2, 4, 8))
@@ -31,6 +31,19 @@ def test_a_micro_batch_of_several_has_them_in_order():
 
 def test_a_resumed_run_goes_on_where_it_was():
     assert _of_rank(1, 2, consumed=BATCH) == _of_rank(1, 2)[BATCH // 2 :]
+
+
+def test_validation_begins_again_after_its_last_whole_step():
+    for passes in (0, 1, 3):
+        used = passes * BATCH * STEPS + BATCH
+        sampler = ConsecutiveSampler(BATCH * STEPS + 3, used, 2, 1, 2, batch=BATCH, cyclic=True)
+        assert list(sampler) == [[12, 13], [14, 15]]
+        assert list(sampler) == list(sampler) == [[4, 5], [6, 7], [12, 13], [14, 15]]
+
+
+def test_validation_on_less_than_a_step_is_an_error():
+    with pytest.raises(ValueError, match="no sequences are left: 0 of 7 are used"):
+        _of_rank(0, 1, total=7, cyclic=True)
 
 
 def test_what_does_not_fit_is_an_error():

@@ -61,6 +61,8 @@ def records(draw) -> list[StepRecord]:
         maybe = st.none() | TEXTS if skipped else TEXTS
         counts = dict(samples=draw(st.integers(0, 2**70)), tokens=draw(st.integers(0, 2**40)))
         floats = dict(loss=draw(maybe), grad_norm=draw(maybe), learning_rate=draw(TEXTS))
+        names = st.sampled_from(("validation/0:8", "final_validation/8:16", "test/0:8"))
+        floats["evaluations"] = draw(st.dictionaries(names, TEXTS))
         result.append(StepRecord(step=step, skipped=skipped, **counts, **floats))
     return result
 
@@ -104,6 +106,9 @@ def test_header_text_does_not_depend_on_the_order_of_keys():
         {"loss": 6.25},
         {"loss": "f32:40C80000"},
         {"skipped": 0},
+        {"evaluations": {"validation": "f32:40c80000"}},
+        {"evaluations": {"validating/0:8": "f32:40c80000"}},
+        {"evaluations": {"validation/0:8": 6.25}},
     ),
     ids=str,
 )
@@ -271,6 +276,51 @@ def test_half_a_line_ends_the_writing(tmp_path, monkeypatch):
         writer.append(numbered_step(2))
     assert read(tmp_path).torn
     assert len(read(tmp_path).steps) == 1
+
+
+DURING, AFTER = (
+    {"validation/0:8": "f32:40c80000"},
+    {"final_validation/8:16": "f32:40c80001", "test/0:8": "f32:80000000"},
+)
+
+
+def test_an_evaluation_is_added_to_the_last_line(tmp_path):
+    write_steps(tmp_path / "other.jsonl", 2)
+    with LedgerWriter(tmp_path).create(HEADER) as writer:
+        writer.append(numbered_step(1, evaluations=DURING))
+        writer.append(numbered_step(2))
+        writer.add(DURING)
+        writer.add(AFTER)
+        writer.append(numbered_step(3))
+    one, two, three = read(tmp_path).steps
+    assert (one.evaluations, two.evaluations, three.evaluations) == (DURING, DURING | AFTER, {})
+
+
+def test_a_line_that_cannot_be_lengthened_stays_whole(tmp_path, monkeypatch):
+    real = os.write
+    writer = LedgerWriter(tmp_path).create(HEADER)
+    writer.append(numbered_step(1))
+    before = (tmp_path / "ledger.jsonl").read_bytes()
+    for size in (0, 20, len(encode_step(numbered_step(1), HEADER)) - 2):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", lambda descriptor, data, size=size: real(descriptor, data[:size]))
+            with pytest.raises(RunError, match="only part"):
+                writer.add(DURING)
+        assert (tmp_path / "ledger.jsonl").read_bytes() == before
+        writer._open()
+    (tmp_path / "ledger.jsonl").write_bytes(before.replace(b"256", b"257"))
+    with pytest.raises(RunError, match="not the one that this run has written"):
+        writer.add(DURING)
+
+
+def test_a_run_that_goes_on_drops_what_followed_its_training(tmp_path):
+    with LedgerWriter(tmp_path).create(HEADER) as writer:
+        writer.append(numbered_step(1))
+        writer.append(numbered_step(2, evaluations=DURING | AFTER))
+    with resume(tmp_path, HEADER, 2) as writer:
+        writer.append(numbered_step(3))
+    assert [step.evaluations for step in read(tmp_path).steps] == [{}, DURING, {}]
+    assert read(tmp_path / "ledger.replaced-1.jsonl").steps[1].evaluations == DURING | AFTER
 
 
 def test_a_header_that_does_not_fit_leaves_no_file(tmp_path, monkeypatch):

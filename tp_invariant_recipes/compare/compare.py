@@ -7,14 +7,13 @@ from enum import Enum
 from functools import partial
 
 from tp_invariant_recipes.compare.explanation import Scene, explain
-from tp_invariant_recipes.compare.step_order import FIELD, INITIAL, MODEL, Found
+from tp_invariant_recipes.compare.step_order import INITIAL, MODEL, Found, is_float
 from tp_invariant_recipes.compare.tally import Coverage, ParameterDifference, Tally, TraceCoverage
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
 from tp_invariant_recipes.ledger.reader import PROGRESS_EVERY, Ledger, Progress
 from tp_invariant_recipes.ledger.schema import (
     DIGESTED,
-    FLOATS,
     Header,
     HeaderDifference,
     identity_differences,
@@ -41,7 +40,7 @@ class FirstDifference:
 
     step:  0: the models or their initial weights differ, before any step.
     phase: "model", "initial", or a phase of the step: "data", "forward", "loss", "backward", "gradient", "norm",
-           "update".
+           "update", "evaluation".
     kind, name, a, b: as in `step_order.Found`.
     ulp:   distance of two numbers. None: not two numbers of one width; `compare.magnitude` computes the distance of
            tensors.
@@ -87,13 +86,13 @@ class Comparison:
     model: tuple[Found, ...]  # parameters of another shape or dtype, or missing in one run, if both runs list any
     initial: tuple[Found, ...]  # parameters whose weights differ before the first step, if both runs recorded them
     parameters: tuple[ParameterDifference, ...]  # by first step, then in the order of execution
-    coverage: dict[str, Coverage]  # of RECORDS: FLOATS, the keys of DIGESTED, and "trace"
+    coverage: dict[str, Coverage]  # of COVERED: FLOATS, the keys of DIGESTED, "trace", and EVALUATED
     tensors: dict[str, frozenset[str]]  # of the keys of DIGESTED: those compared wherever both runs have the kind
     unmatched: tuple[Unmatched, ...]
     trace: TraceCoverage
     refused: tuple[HeaderDifference, ...]  # differing fields of the identity, which make the runs incomparable
     informed: tuple[HeaderDifference, ...]  # the other header fields that differ
-    listed: dict[str, tuple[int, ...]]  # of RECORDS: the first few steps at which both runs have it
+    listed: dict[str, tuple[int, ...]]  # of COVERED: the first few steps at which both runs have it
     digested: tuple[bool, bool]  # whether a, and b, has a digest at any step, compared or not
     later: tuple[int | None, int | None]  # after the end of the other run: the first step with disagreeing replicas
     traced: bool  # whether both runs traced the first differing step
@@ -237,6 +236,6 @@ def _first(a: Ledger, b: Ledger, before: Sequence[Found], tally: Tally) -> First
         return None
     matched, words = explain(Scene(first, step, a, b, tally.around, tally.order))
     ulp = None
-    if first.kind == FIELD and first.name in FLOATS and first.a is not None and first.b is not None:
+    if is_float(first.kind, first.name) and first.a is not None and first.b is not None:
         ulp = ulp_distance(str(first.a), str(first.b))
     return FirstDifference(step, first.phase, first.kind, first.name, first.a, first.b, ulp, matched, words)

@@ -10,11 +10,11 @@ from tp_invariant_recipes.compare.compare import UNREADABLE, Comparison, FirstDi
 from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.log_compare import LogComparison
 from tp_invariant_recipes.compare.magnitude import magnitude_report
-from tp_invariant_recipes.compare.step_order import FIELD, FIELDS
+from tp_invariant_recipes.compare.step_order import FIELDS, is_float
 from tp_invariant_recipes.compare.text import remarks, verdict_line
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.ledger.schema import FLOATS, HeaderDifference
+from tp_invariant_recipes.ledger.schema import HeaderDifference
 
 REPORT_SCHEMA = 2
 
@@ -88,7 +88,7 @@ def _first(comparison: Comparison) -> dict:
 
 
 def _value(first: FirstDifference, value: Any) -> Any:
-    if first.kind == FIELD and first.name in FLOATS and value is not None:
+    if is_float(first.kind, first.name) and value is not None:
         return {"bits": value, "value": readable(value)}
     return value
 

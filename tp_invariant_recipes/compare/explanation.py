@@ -4,11 +4,21 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tp_invariant_recipes.compare.step_order import FIELDS, INITIAL, MODEL, REPLICAS, Found, digest, tensors
+from tp_invariant_recipes.compare.step_order import (
+    FIELDS,
+    INITIAL,
+    MODEL,
+    REPLICAS,
+    Field,
+    Found,
+    digest,
+    is_float,
+    tensors,
+)
 from tp_invariant_recipes.ledger.bits import readable, ulp_distance
 from tp_invariant_recipes.ledger.digests import Traced
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.ledger.schema import StepRecord
+from tp_invariant_recipes.ledger.schema import EVALUATED, StepRecord
 
 # A module's name -> the different name of its parameters in checkpoints. Local layers have separate norms but are saved
 # as the fused layers are; a tied output layer has the embedding's weight.
@@ -72,6 +82,7 @@ LABELS = {
     "moments": "optimizer moments",
     "masters": "master weights",
     "weights": "weights",
+    **{data: f"{data.replace('_', ' ')} loss" for data in EVALUATED},
 }
 
 InputsMatch = tuple[bool | None, str]  # whether the inputs matched (None: unknown), and the clause of the explanation
@@ -276,21 +287,27 @@ def _field(scene: Scene) -> InputsMatch:
     return None, _values(scene)
 
 
+def _evaluation(scene: Scene) -> InputsMatch:
+    weights = [LABELS[kind] for kind in ("masters", "weights") if scene.recorded(kind)]
+    return (True, f"{_values(scene)}, all {weights[0]} matched") if weights else (None, _values(scene))
+
+
 def _values(scene: Scene) -> str:
     """Such as "gradient norm (norm) f32:3fa00000 1.25 vs f32:3fa00001 1.2500001, 1 ULP"."""
-    field = next(field for field in FIELDS if field.name == scene.found.name)
-    a, b = scene.found.a, scene.found.b
+    a, b, name = scene.found.a, scene.found.b, scene.found.name
+    bits = is_float(scene.found.kind, name)
+    field = next((field for field in FIELDS if field.name == name), Field(name, LABELS.get(scene.found.kind, ""), name))
     label = field.label if field.label == field.phase else f"{field.label} ({field.phase})"
-    words = f"{label} {shown(a, field.is_float)} vs {shown(b, field.is_float)}"
-    ulp = ulp_distance(str(a), str(b)) if field.is_float and a is not None and b is not None else None
+    words = f"{label} {shown(a, bits)} vs {shown(b, bits)}"
+    ulp = ulp_distance(str(a), str(b)) if bits and a is not None and b is not None else None
     return words if ulp is None else f"{words}, {ulp} ULP"
 
 
-def shown(value: Any, is_float: bool) -> str:
+def shown(value: Any, bits: bool) -> str:
     """A value of a record for people: bits with the number that they encode."""
     if value is None:
         return "none"
-    return f"{value} {readable(value)}" if is_float else str(value).lower()
+    return f"{value} {readable(value)}" if bits else str(value).lower()
 
 
 # Kind of difference, or name of a field -> its explanation.
@@ -312,4 +329,5 @@ _EXPLAINED: dict[str, Callable[[Scene], InputsMatch]] = {
     "tokens": _field,
     "skipped": _field,
     "learning_rate": _field,
+    **dict.fromkeys(EVALUATED, _evaluation),
 }

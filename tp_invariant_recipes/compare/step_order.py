@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tp_invariant_recipes.ledger.digests import Traced
-from tp_invariant_recipes.ledger.schema import COPIES, DIGESTED, FLOATS, StepRecord
+from tp_invariant_recipes.ledger.schema import COPIES, DIGESTED, EVALUATED, FLOATS, StepRecord
 
 FIELD, REPLICAS, MODEL, INITIAL = "field", "replicas", "model", "initial"  # kinds of difference besides Tensors
 
@@ -24,9 +24,12 @@ class Field:
         return self.name in FLOATS
 
 
+_RECORDED_AS = {"forward": "trace", "backward": "trace", COPIES: "masters"} | dict.fromkeys(EVALUATED, "evaluations")
+
+
 @dataclass(frozen=True)
 class Tensors:
-    """A step's tensors with digests: their kind, and the phase of the step that computes them."""
+    """A step's tensors with digests, or losses of evaluations: their kind, and the phase that computes them."""
 
     kind: str
     phase: str
@@ -34,7 +37,7 @@ class Tensors:
     @property
     def record(self) -> str:
         """The field of a step record that holds their digests; for copies, those that they follow from."""
-        return {"forward": "trace", "backward": "trace", COPIES: "masters"}.get(self.kind, self.kind)
+        return _RECORDED_AS.get(self.kind, self.kind)
 
 
 # In the order of execution: the first difference is the nearest to the cause.
@@ -53,6 +56,7 @@ SEQUENCE: tuple[Field | Tensors, ...] = (
     Tensors("masters", "update"),
     Tensors(COPIES, "update"),
     Tensors("weights", "update"),
+    *(Tensors(data, "evaluation") for data in EVALUATED),
 )
 FIELDS = tuple(part for part in SEQUENCE if isinstance(part, Field))
 RECORDS = (*FLOATS, *DIGESTED, "trace")  # what a step record may lack
@@ -71,9 +75,9 @@ BACKWARD = ("gradients", "clipped")  # kinds of which the last parameter of the 
 class Found:
     """One value that differs.
 
-    kind: "field", "forward", "backward", a key of DIGESTED, "replicas", "copies", "model" or "initial".
+    kind: "field", "forward", "backward", a key of DIGESTED, "replicas", "copies", "model", "initial" or of EVALUATED.
     name: of the field; of the tensor, such as "forward/decoder.layers.3.mlp/output", "gradients/PARAMETER" or
-          "moments/exp_avg/PARAMETER"; for "model" and "initial", of the parameter.
+          "moments/exp_avg/PARAMETER"; for "model" and "initial", of the parameter; such as "validation/8:16".
     a, b: as in the records: bits or digests as text, counts. For replicas, the ranks that agree, such as "0, 2 | 1";
           None: all agree. For copies, the ranks with weights that are not their master weights rounded. For a model,
           its property, such as "shape [512, 128]"; None: no such parameter.
@@ -84,6 +88,11 @@ class Found:
     name: str
     a: str | int | bool | None
     b: str | int | bool | None
+
+
+def is_float(kind: str, name: str) -> bool:
+    """Whether values of this kind and name (as in `Found`) are bits as text, or None."""
+    return kind in EVALUATED or (kind == FIELD and name in FLOATS)
 
 
 def differences(
@@ -141,9 +150,11 @@ def parameter_of(kind: str, name: str) -> str:
 
 
 def tensors(record: StepRecord, kind: str, parameters: Sequence[str]) -> dict[str, Traced] | dict[str, str]:
-    """Name -> entry of the trace, or digest, in the order of execution. Empty: not recorded at this step."""
+    """Name -> entry of the trace, digest or loss, in the order of execution. Empty: not recorded at this step."""
     if kind in ("forward", "backward"):
         return traced(record.trace or (), kind)
+    if kind in EVALUATED:
+        return {name: loss for name, loss in record.evaluations.items() if name.startswith(f"{kind}/")}
     digests: Mapping[str, str] = (getattr(record, kind) if kind in DIGESTED else None) or {}
     order = reversed(parameters) if kind in BACKWARD else parameters
     states = [f"{state}/" for state in dict.fromkeys(name.partition("/")[0] for name in digests)]

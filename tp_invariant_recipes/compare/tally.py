@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tp_invariant_recipes.compare.step_order import RECORDS, Found, differences, differing, traced, unmatched
-from tp_invariant_recipes.ledger.schema import DIGESTED, StepRecord
+from tp_invariant_recipes.compare.step_order import RECORDS, Found, differences, differing, tensors, traced, unmatched
+from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, StepRecord
 
 LISTED = 5  # steps, of those that have digests of a kind
+COVERED = (*RECORDS, *EVALUATED)  # what only some steps have
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Tally:
     differing, skipped: numbers of steps that differ, and that both runs skipped.
     first:       the first differing step, and what differs first in it; None: none.
     around:      the records of both runs of that step and the one before it, by step.
-    listed:      name of RECORDS -> the first LISTED steps at which both runs have it.
+    listed:      name of COVERED -> the first LISTED steps at which both runs have it.
     tensors:     kind of digest -> those that were compared at every step at which both runs have the kind.
     unmatched:   name of what only one run has, and whether that is the left one -> the first such step.
     digested:    of either run, whether it has a digest at any step, compared or not.
@@ -66,13 +67,13 @@ class Tally:
         self.compared = self.differing = self.skipped = 0
         self.first: tuple[int, Found] | None = None
         self.around: dict[int, tuple[StepRecord, StepRecord]] = {}
-        self.listed: dict[str, list[int]] = {name: [] for name in RECORDS}
+        self.listed: dict[str, list[int]] = {name: [] for name in COVERED}
         self.tensors: dict[str, set[str]] = {}
         self.unmatched: dict[tuple[str, bool], int] = {}
         self.digested = [False, False]
         self.later: list[int | None] = [None, None]
         self._parameters: dict[tuple[str, str], list[range]] = {}  # filled in the order of execution
-        self._counts = {name: [0, 0, 0] for name in RECORDS}
+        self._counts = {name: [0, 0, 0] for name in COVERED}
         self._traced: tuple[set[str], ...] = (set(), set(), set(), set())
 
     def add(self, left: StepRecord | None, right: StepRecord | None) -> None:
@@ -121,6 +122,12 @@ class Tally:
                     self.listed[name].append(left.step)
             elif one or other:
                 self._counts[name][1 if one else 2] += 1
+        for data in EVALUATED if left.evaluations or right.evaluations else ():
+            of_one, of_other = (tensors(record, data, ()).keys() for record in (left, right))
+            for n, names in enumerate((of_one & of_other, of_one - of_other, of_other - of_one)):
+                self._counts[data][n] += bool(names)
+            if of_one & of_other and len(self.listed[data]) < LISTED:
+                self.listed[data].append(left.step)
 
     def _cover_trace(self, left: StepRecord, right: StepRecord) -> None:
         if left.trace is None or right.trace is None:
@@ -140,7 +147,7 @@ class Tally:
 
     @property
     def coverage(self) -> dict[str, Coverage]:
-        """Of RECORDS."""
+        """Of COVERED."""
         return {name: Coverage(*counts) for name, counts in self._counts.items()}
 
     @property

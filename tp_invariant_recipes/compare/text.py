@@ -12,7 +12,7 @@ from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL, para
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.layouts import changes
 from tp_invariant_recipes.ledger.reader import Ledger
-from tp_invariant_recipes.ledger.schema import DIGESTED, FLOATS, SHARDS
+from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
 
 _OF_STATE = ("clipped", "moments")  # which only every `ledger.state_digests`th step has
 _FIELDS_IN_LINE = 3  # the table below the line has the other fields
@@ -54,6 +54,7 @@ def compared_values(comparison: Comparison) -> str:
         if count:
             kinds.setdefault(f"{count} parameters{_at(comparison, kind)}", []).append(LABELS[kind])
     items += [f"{_series(labels)} of {count}" for count, labels in kinds.items()]
+    items += [f"{LABELS[data]}{_at(comparison, data)}" for data in EVALUATED if comparison.coverage[data].both]
     if comparison.trace.compared:
         items.append(f"{comparison.trace.compared} tensors of the trace{_at(comparison, 'trace')}")
     return _series(items)
@@ -77,7 +78,7 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         sentences.append(f"Not compared: {_alone(comparison)}.")
     if comparison.verdict is not Verdict.NOT_COMPARABLE:
         sentences += [*machine_remark(comparison), *_later_replicas(comparison)]
-        sentences += [*_undigested(comparison), *_untraced(comparison)]
+        sentences += [*_undigested(comparison), *_untraced(comparison), *_partly_evaluated(comparison)]
         sentences += _next_command(comparison, dumped=distance is not None)
     return tuple(sentences)
 
@@ -146,6 +147,14 @@ def _untraced(comparison: Comparison) -> list[str]:
     if trace.undigested:
         sentences.append(f"{trace.undigested} traced tensors have no digest that two layouts share: not compared.")
     return sentences
+
+
+def _partly_evaluated(comparison: Comparison) -> list[str]:
+    return [
+        f"Equal sequences have a {LABELS[data]} at {_both(comparison, coverage)}."
+        for data in EVALUATED
+        if (coverage := comparison.coverage[data]).only_a or coverage.only_b
+    ]
 
 
 def _both(comparison: Comparison, coverage: Coverage) -> str:
@@ -290,7 +299,7 @@ def _at(comparison: Comparison, name: str) -> str:
     both, compared = comparison.coverage[name].both, comparison.steps_compared
     if both == compared or (name in FLOATS and both == compared - comparison.steps_skipped):
         return ""
-    if name in _OF_STATE and both <= LISTED:
+    if name in (*_OF_STATE, *EVALUATED) and both <= LISTED:
         steps = [str(step) for step in comparison.listed[name]]
         return f" (at step{'s' if len(steps) > 1 else ''} {_series(steps)})"
     return f" (at {both} of {_steps(compared)})"

@@ -267,6 +267,9 @@ def _ranks(config: RunConfig) -> list[str]:
     return [f"tp={tp} does not divide numerics.virtual_shards={shards}; raise numerics.virtual_shards or change tp"]
 
 
+_EVALUATED = "validation.eval_global_batch_size"
+
+
 def _data_shards(config: RunConfig) -> list[str]:
     """What is wrong with D and dp."""
     shards, dp = config.numerics.data_shards, config.parallel.data_parallel_size
@@ -280,12 +283,13 @@ def _data_shards(config: RunConfig) -> list[str]:
     found = []
     if shards % dp:
         found.append(f"dp={dp} does not divide numerics.data_shards={shards}; raise numerics.data_shards or lower dp")
-    if sequences % shards:
-        largest = sequences & -sequences
-        found.append(
-            f"numerics.data_shards={shards} does not divide gbs={sequences}; the largest that fits is "
-            f"numerics.data_shards={largest}"
-        )
+    batches = {"gbs": sequences, _EVALUATED: config.section("validation").get("eval_global_batch_size") or 0}
+    for name, size in batches.items():
+        if size % shards:
+            found.append(
+                f"numerics.data_shards={shards} does not divide {name}={size}; the largest that fits is "
+                f"numerics.data_shards={size & -size}"
+            )
     return found
 
 

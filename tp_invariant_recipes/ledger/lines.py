@@ -69,7 +69,7 @@ def encode_step(record: StepRecord, header: Header) -> bytes:
     raw: dict[str, Any] = {name: getattr(record, name) for name in (*COUNTS, *FLOATS, "skipped")}
     for name in FLOATS:
         if raw[name] is not None:
-            raw[name] = {"bits": raw[name], "value": readable(raw[name])}
+            raw[name] = _encode_float(raw[name])
     for kind in DIGESTED:
         if (digests := getattr(record, kind)) is not None:
             raw[kind] = _encode_kind(kind, digests, record, header)
@@ -77,6 +77,8 @@ def encode_step(record: StepRecord, header: Header) -> bytes:
         raw["diverged"] = [{"of": of, "parameter": name, "ranks": ranks} for of, name, ranks in record.diverged]
     if record.trace is not None:
         raw["trace"] = [[t.direction, t.module, t.tensor, t.dtype, t.shape, t.digest] for t in record.trace]
+    if record.evaluations:  # the last key: a later evaluation lengthens the line (`LedgerWriter.add`)
+        raw["evaluations"] = {name: _encode_float(bits) for name, bits in record.evaluations.items()}
     return _line(raw)
 
 
@@ -93,6 +95,9 @@ def decode_step(line: bytes, header: Header) -> StepRecord:
     record["diverged"] = tuple(map(_decode_diverged, _required(raw, "diverged", list) if "diverged" in raw else ()))
     if "trace" in raw:
         record["trace"] = tuple(map(_decode_traced, _required(raw, "trace", list)))
+    if "evaluations" in raw:
+        losses = _required(raw, "evaluations", dict)
+        record["evaluations"] = {name: _decode_float(name, loss) for name, loss in losses.items()}
     return StepRecord(**record)
 
 
@@ -221,6 +226,10 @@ def load(line: bytes) -> dict:
     if not isinstance(raw, dict):
         raise ValueError("not a JSON object")
     return raw
+
+
+def _encode_float(bits: str) -> dict[str, Any]:
+    return {"bits": bits, "value": readable(bits)}
 
 
 def _decode_float(name: str, raw: object) -> str:

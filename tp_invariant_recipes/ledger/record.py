@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,13 @@ from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
 from tp_invariant_recipes.ledger.reader import Ledger, contents, ledger_file, parse
-from tp_invariant_recipes.ledger.schema import Header, StepRecord, identity_differences, informative_differences
+from tp_invariant_recipes.ledger.schema import (
+    VALIDATION,
+    Header,
+    StepRecord,
+    identity_differences,
+    informative_differences,
+)
 
 # The interface to record a run and read it back.
 __all__ = ["Header", "Ledger", "LedgerWriter", "StepRecord", "ledger_file", "put_aside", "resume"]
@@ -25,6 +32,7 @@ class LedgerWriter:
         self.path = ledger_file(path)
         self.last_step = 0
         self.header: Header
+        self.last: StepRecord | None = None  # the last line's
         self._descriptor: int | None = None
 
     def __enter__(self) -> "LedgerWriter":
@@ -59,7 +67,28 @@ class LedgerWriter:
         if record.step != self.last_step + 1:
             raise ValueError(f"{self.path}: step {record.step} cannot follow step {self.last_step}")
         self._write(encode_step(record, self.header))
-        self.last_step = record.step
+        self.last_step, self.last = record.step, record
+
+    def add(self, evaluations: Mapping[str, str]) -> None:
+        """Add evaluations to the last step's line, if there is one.
+
+        One write changes nothing before the line's end, so a killed run leaves a whole line.
+        RunError: as for `append`, or another process has changed the line.
+        """
+        if self.last is None:
+            return
+        longer = replace(self.last, evaluations={**self.last.evaluations, **evaluations})
+        before, after = (encode_step(record, self.header) for record in (self.last, longer))
+        try:
+            with self.path.open("r+b", buffering=0) as file:
+                start = file.seek(-len(before), os.SEEK_END)
+                if file.read() != before:
+                    raise RunError(f"{self.path}: the last line is not the one that this run has written")
+                file.seek(start)
+                self._write(after, file.fileno())
+        except OSError as error:
+            raise _not_written(self.path, error) from error
+        self.last = longer
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -70,11 +99,11 @@ class LedgerWriter:
     def _open(self, flags: int = 0) -> None:
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | flags, 0o644)
 
-    def _write(self, line: bytes) -> None:
+    def _write(self, line: bytes, descriptor: int | None = None) -> None:
         if self._descriptor is None:
             raise RunError(f"{self.path} is not open for writing")
         try:
-            written = os.write(self._descriptor, line)
+            written = os.write(self._descriptor if descriptor is None else descriptor, line)
         except OSError as error:
             self.close()
             raise _not_written(self.path, error) from error
@@ -111,8 +140,15 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
     continued = _continued(ledger.header, header, step)
     if continued != ledger.header:
         first = encode_header(continued).rstrip(b"\n")
-    after = b"".join(line + b"\n" for line in (first, *steps))
     writer = LedgerWriter(file)
+    if step:
+        last = ledger.steps[step - 1]
+        # An uninterrupted run has the others after its own last step alone.
+        kept = {name: loss for name, loss in last.evaluations.items() if name.startswith(f"{VALIDATION}/")}
+        writer.last = replace(last, evaluations=kept)
+        if kept != last.evaluations:
+            steps[-1] = encode_step(writer.last, ledger.header).rstrip(b"\n")
+    after = b"".join(line + b"\n" for line in (first, *steps))
     writer.header = continued
     try:
         if after != before:

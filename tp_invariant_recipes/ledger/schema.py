@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -27,6 +28,10 @@ DIGESTED: dict[str, Callable[[Parameter], bool]] = {
     "masters": lambda parameter: parameter.master is not None,
     "weights": lambda parameter: not parameter.follows,
 }
+# The kinds of losses without training that a step may have, in the order of execution: its validation, and what follows
+# the end of training. "validation/8:16" is the name of the loss of the sequences 8 to 15.
+EVALUATED = VALIDATION, FINAL_VALIDATION, TEST = "validation", "final_validation", "test"
+_EVALUATION = re.compile(rf"({'|'.join(EVALUATED)})/\d{{1,18}}:\d{{1,18}}", re.ASCII)
 COPIES = "copies"  # in `diverged`: weights that are not their master weights rounded
 DIRECTIONS = ("forward", "backward")
 MOST = 2**70  # of a count; the text and the sum of larger ones have no bound
@@ -159,6 +164,8 @@ class StepRecord:
         weights that are not their master weights rounded), `parameter` (or `exp_avg/PARAMETER`, `MODULE/output`),
         `ranks` grouped by equal bits, as `[[0, 2], [1]]`
     trace: traced tensors in the order of execution: direction, module, tensor, dtype, shape, digest
+    evaluations: losses after the step, as `loss`: `validation/8:16` of the sequences 8 to 15 of the validation data;
+        after training also `final_validation/…` and `test/…`
     """
 
     step: int
@@ -175,6 +182,7 @@ class StepRecord:
     weights: Mapping[str, str] | None = None
     diverged: tuple[tuple[str, str, tuple[tuple[int, ...], ...]], ...] = ()
     trace: tuple[Traced, ...] | None = None
+    evaluations: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, least in COUNTS.items():
@@ -189,6 +197,10 @@ class StepRecord:
                 check_bits(name, value)
             elif not self.skipped or name == "learning_rate":
                 raise ValueError(f"{name} is missing, and only a skipped step may lack its loss or gradient norm")
+        for name, bits in self.evaluations.items():
+            if not _EVALUATION.fullmatch(name):
+                raise ValueError(f"evaluations: {name!r:.100} is not a name such as validation/8:16")
+            check_bits(f"evaluations: {name}", bits)
         for kind in DIGESTED:
             check_digests((getattr(self, kind) or {}).values())
         for traced in self.trace or ():

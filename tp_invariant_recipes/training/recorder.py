@@ -16,6 +16,7 @@ from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord, resume
 from tp_invariant_recipes.ledger.run_files import ProgressLine
+from tp_invariant_recipes.ledger.schema import FINAL_VALIDATION, TEST, VALIDATION
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
@@ -47,6 +48,7 @@ class Recorder(Callback):
         if digests:
             digests.listener, digests.check = self._append_with_digests, self._check_loaded
         self.writer: LedgerWriter  # opened when training starts
+        self.validation = VALIDATION  # the kind of the next one
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Open the ledger: new, or continued after the step the checkpoint holds."""
@@ -104,6 +106,28 @@ class Recorder(Callback):
             time=time.time(),
         )
         self._write_progress(line)
+
+    def on_eval_end(self, context: CallbackContext) -> None:
+        """Add the loss of the validation to the step that has just ended."""
+        self._evaluated(context, self.validation)
+
+    def on_train_end(self, context: CallbackContext) -> None:
+        """Bridge validates once more."""
+        self.validation = FINAL_VALIDATION
+
+    def on_test_end(self, context: CallbackContext) -> None:
+        """Add the loss of the test."""
+        self._evaluated(context, TEST)
+
+    def _evaluated(self, context: CallbackContext, kind: str) -> None:
+        settings = context.state.cfg.validation
+        samples = settings.eval_iters * settings.eval_global_batch_size
+        end = samples if kind == TEST else context.state.train_state.consumed_valid_samples
+        found = {f"{kind}/{end - samples}:{end}": float_bits(context.total_loss_dict[LOSS].item(), 32)}
+        if self.pending:
+            self.pending = replace(self.pending, evaluations={**self.pending.evaluations, **found})
+        else:
+            self.writer.add(found)
 
     def _append_with_digests(self, recorded: Recorded) -> None:
         """Append the step that waits for these digests; none waits if another callback failed in between."""

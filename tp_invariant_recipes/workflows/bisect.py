@@ -75,7 +75,7 @@ def new(a: Path, b: Path, directory: Path | None) -> Bisection | Comparison:
     if comparison.verdict is Verdict.NOT_COMPARABLE:
         raise LedgerError(verdict_line(comparison))
     first = comparison.first
-    if first is None or first.step == 0 or first.phase == "data":
+    if first is None or first.step == 0 or first.phase in ("data", "evaluation"):  # no step shows these
         return comparison
     where = RunDir(choose_for_several(directory, "bisect"))
     return Bisection(comparison, where, first.step, (*_other_versions(comparison), *_other_layouts(ledgers)))

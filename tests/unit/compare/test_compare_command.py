@@ -98,6 +98,7 @@ def test_json_has_everything(ledger_folder):
         **{kind: {"both": 0, "only_a": 0, "only_b": 0} for kind in ("clipped", "moments", "masters")},
         "weights": {"both": 5, "only_a": 0, "only_b": 0},
         "trace": {"both": 0, "only_a": 0, "only_b": 1},
+        **{kind: {"both": 0, "only_a": 0, "only_b": 0} for kind in ("validation", "final_validation", "test")},
     }
     assert different["trace"] == {"compared": 0, "only_a": 0, "only_b": 0, "undigested": 0}
     assert model["model"] == [{"parameter": NAMES[0], "a": "shape [8, 16]", "b": "shape [1, 128]"}]

@@ -16,7 +16,6 @@ from torch import Tensor
 from tp_invariant_recipes.kernels.token_sum import token_sum
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.sums import context_shards
-from tp_invariant_recipes.numerics.sums.tree import tree_sum
 
 
 def batch_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., Any]:
@@ -50,7 +49,7 @@ def loss_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., A
     """A replacement for Bridge's masked_next_token_loss, made from that function, which checks the loss.
 
     Its tokens are those of all ranks of a sequence. What is logged is [C/cp · 2] fp32, of each context shard the sum of
-    losses and the tokens; in evaluation [2], those of this rank.
+    losses and the tokens.
     """
 
     def masked_next_token_loss(loss_mask: Tensor, output_tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -61,7 +60,7 @@ def loss_of_a_rank(original: Callable[..., Any], shards: int) -> Callable[..., A
         if group.size() > 1:
             dist.all_reduce(tokens, group=group)
         sums = _of_each_shard(output_tensor.detach().float(), loss_mask.float(), shards // group.size())
-        return loss, tokens, {"lm loss": sums.view(-1) if torch.is_grad_enabled() else tree_sum(sums)}
+        return loss, tokens, {"lm loss": sums.view(-1)}
 
     return masked_next_token_loss
 

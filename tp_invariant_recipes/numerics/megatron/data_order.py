@@ -2,9 +2,11 @@
 
 A step has B sequences, numbered as the data set has them. Data shard d of D has those from d · B/D on, and rank r of dp
 those from r · B/dp on: its shards, one after the other. The rank computes them one at a time. So neither dp nor the
-micro-batch size changes which shard a sequence belongs to, or the order in a shard.
+micro-batch size changes which shard a sequence belongs to, or the order in a shard. The same holds for validation and
+tests.
 
-Megatron's own samplers deal micro-batches, or examples for fine-tuning, to the ranks in turn.
+Megatron's own samplers deal micro-batches, or examples for fine-tuning, to the ranks in turn. The one that Bridge has
+for validation draws them at random, in an order that depends on dp and micro-batch size.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,8 +19,9 @@ from tp_invariant_recipes.replacement import Replacement, applied
 class ConsecutiveSampler:
     """The numbers of a rank's sequences, micro-batch by micro-batch; for torch's DataLoader.
 
-    The arguments are those of Megatron's sampler, and `batch`: B, a multiple of micro-batch size times ranks. Steps
-    that are not whole are left out.
+    The arguments are those of Megatron's sampler, and
+    batch:  B, a multiple of micro-batch size times ranks. Steps that are not whole are left out.
+    cyclic: whether the whole steps come again and again, one pass for each time that the sampler is iterated.
     """
 
     def __init__(
@@ -31,13 +34,17 @@ class ConsecutiveSampler:
         drop_last: bool = True,
         *,
         batch: int,
+        cyclic: bool = False,
     ) -> None:
-        if total_samples <= 0 or consumed_samples >= total_samples:
+        whole = total_samples // batch * batch
+        if cyclic and whole:
+            consumed_samples %= whole
+        if consumed_samples >= (whole if cyclic else total_samples):
             raise ValueError(f"no sequences are left: {consumed_samples} of {total_samples} are used")
         if batch % (micro_batch_size * data_parallel_size):
             raise ValueError(f"{data_parallel_size} ranks of {micro_batch_size} do not divide {batch} sequences")
         self.total, self.consumed, self.batch = total_samples, consumed_samples, batch
-        self.size, self.each = micro_batch_size, batch // data_parallel_size
+        self.size, self.each, self.cyclic = micro_batch_size, batch // data_parallel_size, cyclic
         self.first = data_parallel_rank * self.each
 
     def __len__(self) -> int:
@@ -46,7 +53,10 @@ class ConsecutiveSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         """The sequences of each micro-batch."""
-        for step in range(self.consumed, self.total - self.batch + 1, self.batch):
+        begin = self.consumed
+        if self.cyclic:
+            self.consumed = 0
+        for step in range(begin, self.total - self.batch + 1, self.batch):
             for start in range(step + self.first, step + self.first + self.each, self.size):
                 yield list(range(start, start + self.size))
 
@@ -89,10 +99,15 @@ def consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
         if global_batch_size is None:
             raise ValueError("which sequences a rank computes follows from the global batch size, and none is given")
         sampler = partial(ConsecutiveSampler, batch=global_batch_size)
+
+        def validation(dataset: Any, *, data_sharding: bool, **more: Any) -> ConsecutiveSampler:
+            return sampler(cyclic=True, **more)
+
         samplers, why = "megatron.bridge.data.samplers", "it deals them in turn"
         rows = [
             Replacement(f"{samplers}:MegatronPretrainingSampler", lambda _: sampler, why),
             Replacement(f"{samplers}:MegatronPretrainingBatchSampler", _of_rank, why),
+            Replacement(f"{samplers}:MegatronPretrainingRandomSampler", lambda _: validation, "its order follows dp"),
         ]
         with applied(rows):
             return original(*args, global_batch_size=global_batch_size, **kwargs)

@@ -157,12 +157,15 @@ ROWS = (
         "dp changes no rounding",
         when=_bridges_loop,
     ),
-    Row(
-        "megatron.bridge.training.train:get_forward_backward_func",
-        "numerics.sums.step_values:losses_summed",
-        "the loss is a sum over micro-batches and ranks",
-        settings=("data_shards", "context_shards"),
-        when=_bridges_loop,
+    *(
+        Row(
+            f"megatron.bridge.training.{module}:get_forward_backward_func",
+            "numerics.sums.step_values:losses_summed",
+            "the loss is a sum over micro-batches and ranks",
+            settings=("data_shards", "context_shards"),
+            when=_bridges_loop,
+        )
+        for module in ("train", "eval")
     ),
     Row(
         "megatron.bridge.data.loaders:build_pretraining_data_loader",

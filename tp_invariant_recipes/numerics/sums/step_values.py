@@ -48,9 +48,8 @@ def context_mesh(shards: int) -> VirtualMesh:
 
 
 def losses_summed(original: Callable[..., Any], shards: int, contexts: int) -> Callable[..., Any]:
-    """A replacement for the get_forward_backward_func of Bridge's train(), which adds up what each micro-batch gives.
-
-    Of training steps it returns one entry instead of one a micro-batch: {name: [2] fp32: a sum and its tokens}.
+    """A replacement for the get_forward_backward_func of Bridge's train() and evaluate(), which add up what each
+    micro-batch gives. It returns one entry instead of one a micro-batch: {name: [2] fp32: a sum and its tokens}.
     """
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -58,7 +57,8 @@ def losses_summed(original: Callable[..., Any], shards: int, contexts: int) -> C
 
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             found = run(*args, **kwargs)
-            return found if kwargs.get("forward_only") or not found else [_summed(found, shards, contexts)]
+            losses = found and not kwargs.get("collect_non_loss_data")
+            return [_summed(found, shards, contexts)] if losses else found
 
         return forward_backward
 
