@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
@@ -222,6 +223,30 @@ def test_what_the_run_changes_of_a_recipe(mine, shared):
     assert "  model.tensor_model_parallel_size: 1 -> 2\n" in done.stdout
     assert "  ddp.average_in_collective: true -> false\n" in done.stdout
     assert "optimizer.lr" not in done.stdout
+
+
+# What a run of a family's recipe is given; `tpi show --fix` finds the other keys.
+GIVEN = "tp=2 seq=64 gbs=2 iters=2 dataset.num_workers=0"
+MOST_KEYS = "qwen3_moe"  # stands for all in `make test`
+
+
+@pytest.mark.parametrize(
+    "family", tuple(pytest.param(one, marks=() if one == MOST_KEYS else pytest.mark.release) for one in FAMILIES)
+)
+def test_the_command_with_every_key_is_accepted(hugging_face, shared, family):
+    """It is refused without these keys. The pages count the recipes of these families as covered, mostly with keys."""
+    recipe, folder, *_ = of_family(family, hugging_face)
+    given = [recipe, folder, *GIVEN.split(), *(["ep=1"] if family == "qwen3_moe" else [])]
+    shared("train", *given, "--dry-run", status=2)
+    command = shlex.split(shared("show", *given, "--fix", status=0).stdout)
+    assert command[: 2 + len(given)] == ["tpi", "train", *given]
+    shared(*command[1:], "--dry-run", status=0)
+
+
+def test_what_no_key_solves_is_said(mine, shared):
+    done = shared("show", "recipe=mine.py:peft", "--fix", status=2)
+    assert "its peft is a DoRA" in done.stderr
+    assert "--fix knows no key for this" in done.stderr
 
 
 @pytest.mark.parametrize("family", FAMILIES)

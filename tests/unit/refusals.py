@@ -144,7 +144,7 @@ RELATIONS = Family(
     {
         "model.num_attention_heads=3": "model.num_attention_heads=3 is not a multiple of model.num_query_gr",
         "checkpoint.load=nope": "checkpoint.load=nope: tpi train --resume RUN continues a run",
-        "scheduler.lr_warmup_iters=50": "scheduler.lr_warmup_iters=50 is not below iters=50",
+        "scheduler.lr_warmup_iters=50": "scheduler.lr_warmup_iters=50 is not below iters=50; scheduler.lr_",
         "mbs=8": "gbs=4 is not a multiple of mbs * dp = 8 * 1",
         "validation.eval_interval=5": "validation.eval_interval without validation.eval_iters",
         "tokenizer.vocab_size=513": "tokenizer.vocab_size=513 is more than model.vocab_size=512",

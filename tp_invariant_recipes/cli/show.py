@@ -14,7 +14,7 @@ import typer
 from rich.table import Column, Table
 
 from tp_invariant_recipes.cli.arguments import Json, Overrides, of_model, optional_model
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.numerics.mode import DEFAULT
@@ -46,6 +46,10 @@ def show(
             "quotes. With one recipe=NAME alone, what of the recipe the run changes.",
         ),
     ] = False,
+    fix: Annotated[
+        bool,
+        typer.Option("--fix", help="Print the command of `tpi train` with every key that numerics=tree needs."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print a run's configuration and memory, also for Bridge.
@@ -59,6 +63,7 @@ def show(
     tpi show --from runs/qwen3_8b-tp4-… --key lr
     tpi show --diff qwen3_8b "qwen3_8b tp=4 lr=1e-4"
     tpi show recipe=qwen3_8b_pretrain_config tp=4 --diff
+    tpi show recipe=qwen3_8b_pretrain_config tp=4 --fix
     """
     from tp_invariant_recipes.config.overrides import parse_all
 
@@ -70,6 +75,9 @@ def show(
     requested = parse_all(word for word in arguments if word not in compared)
     if [model is not None, run is not None, diff].count(True) != 1:
         raise ConfigError("name one: a model (tpi models lists them), --from RUN, or --diff A B")
+    if fix:
+        _print_fixed(model, arguments, as_json=as_json)
+        return
     if diff:
         raise typer.Exit(_diff(compared, requested, key, as_json=as_json))
     sections = _run_sections(run.expanduser(), requested) if run is not None else _composed(str(model), requested)
@@ -77,6 +85,25 @@ def show(
         _print_key(sections, key, as_json=as_json)
     else:
         _print(sections, as_json=as_json)
+
+
+def _print_fixed(model: str | None, overrides: list[str], *, as_json: bool) -> None:
+    """Print the command that trains a model. Raises ConfigError: there is none, or no key solves a problem."""
+    from tp_invariant_recipes.launch.plan import detect_device
+    from tp_invariant_recipes.workflows import recipe_list
+
+    if model is None:
+        raise ConfigError("--fix goes with a model or a recipe: tpi show recipe=NAME --fix")
+    keys, left = recipe_list.fixed(model, overrides, detect_device())
+    if left:
+        raise ConfigError(f"{listed(left)}\n--fix knows no key for {'this' if len(left) == 1 else 'these'}", left)
+    changed = {key.partition("=")[0] for key in keys}
+    kept = [one for one in overrides if one.partition("=")[0] not in changed]
+    command = ["tpi", "train", model, *kept, *keys]
+    terminal.print_json({"command": command, "keys": keys}) if as_json else terminal.print_text(shlex.join(command))
+    if missing := [key for key in keys if key in recipe_list.PLACEHOLDERS.values()]:
+        console = terminal.console_of_its_own()
+        console.print(f"examples of values, put yours: {' '.join(missing)}", markup=False)
 
 
 def _is_override(word: str) -> bool:

@@ -138,7 +138,7 @@ def _warmup(config: RunConfig) -> str | None:
     name, end = ("iters", config.train["train_iters"]) if decay is None else ("scheduler.lr_decay_iters", decay)
     if not warmup or warmup < end:
         return None
-    return f"scheduler.lr_warmup_iters={warmup} is not below {name}={end}; change one of them"
+    return f"scheduler.lr_warmup_iters={warmup} is not below {name}={end}; scheduler.lr_warmup_iters=0, or more steps"
 
 
 def _validation(config: RunConfig) -> str | None:

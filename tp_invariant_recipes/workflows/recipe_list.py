@@ -24,6 +24,8 @@ PLACEHOLDERS = {
     "tokenizer.tokenizer_model=FOLDER": "tokenizer.tokenizer_model=tokenizer",
     "checkpoint.pretrained_checkpoint=RUN/checkpoints": "checkpoint.pretrained_checkpoint=RUN/checkpoints",
 }
+# Keys of messages that no fix takes: they give up the numerics, or the machine.
+OTHER_RUNS = ("numerics=stock", "device=gpu")
 # Rounds of taking the keys that the messages name: one refusal may hide another one.
 ROUNDS = 3
 _KEY = re.compile(r"(?<![\w.])([a-z_]+(?:\.\w+)*=[\w.\[\]-]+)")
@@ -48,15 +50,9 @@ def row_of(name: str, hf_folder: str | None = None) -> dict[str, Any]:
     """One recipe's row, of a run on GPUs as the recipe has it. hf_folder: as `recipe.hf_folder`."""
     model = f"{recipe_source.PREFIX}{name}"
     folder = [f"recipe.hf_folder={hf_folder}"] if hf_folder else []
-    why = _problems(model, folder)
+    why = _problems(model, folder, "gpu")
     absent = any(recipe_source.NEEDS in problem for problem in why)
-    keys: list[str] = []
-    left = why
-    for _ in range(0 if absent else ROUNDS):
-        if not left or not (more := _keys(left, keys)):
-            break
-        keys = more
-        left = _problems(model, [*folder, *keys])
+    keys, left = fixed(model, folder, "gpu", why)
     state = ABSENT if absent else REFUSED if left else WITH if keys else COVERED
     return {
         "recipe": name,
@@ -67,9 +63,28 @@ def row_of(name: str, hf_folder: str | None = None) -> dict[str, Any]:
     }
 
 
-def _problems(model: str, overrides: Sequence[str]) -> list[str]:
+def fixed(
+    model: str, overrides: Sequence[str], device: str, problems: Sequence[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """The keys that solve what a run of `model` is refused for, and the problems that no key solves.
+
+    problems: of the run with these overrides alone; None: not yet known. device: as for `compose`.
+    """
+    left = _problems(model, overrides, device) if problems is None else [*problems]
+    keys: list[str] = []
+    for _ in range(ROUNDS):
+        if any(recipe_source.NEEDS in problem for problem in left) or not (more := _keys(left, keys)):
+            break
+        keys = more
+        changed = {key.partition("=")[0] for key in keys}
+        kept = [one for one in overrides if one.partition("=")[0] not in changed]
+        left = _problems(model, [*kept, *keys], device)
+    return keys, left
+
+
+def _problems(model: str, overrides: Sequence[str], device: str) -> list[str]:
     try:
-        compose(model, overrides, device="gpu", numerics=DEFAULT)
+        compose(model, overrides, device=device, numerics=DEFAULT)
     except ConfigError as error:
         return [problem for problem in error.problems if problem != OR_STOCK]
     return []
@@ -93,8 +108,12 @@ def _named(problem: str, dp: int = 1) -> list[str]:
     _, semicolon, closing = problem.rpartition(";")
     if not semicolon:
         return []
-    parts = [_KEY.findall(part.partition(" or ")[0]) or _KEY.findall(part) for part in closing.split(",")]
-    return [keys[0] for keys in parts if keys and keys[0] != "numerics=stock"]
+    parts = [_solving(part.partition(" or ")[0]) or _solving(part) for part in closing.split(",")]
+    return [keys[0] for keys in parts if keys]
+
+
+def _solving(text: str) -> list[str]:
+    return [key for key in _KEY.findall(text) if key not in OTHER_RUNS]
 
 
 def reason(problem: str) -> str:
