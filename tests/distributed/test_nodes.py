@@ -289,12 +289,25 @@ def test_a_run_that_cannot_be_gone_on_with_says_why_in_its_run_directory(finishe
     nodes.job, nodes.restart = finished.job, 1
     newest = checkpoints.finished(nodes.tpi.folder / "run" / "checkpoints")[-1].path
     (newest / "__0_0.distcp").unlink()
-    statuses, said = nodes(*here(nodes))
+    statuses, said = nodes(*here(nodes), "iters=10", "scheduler.lr_decay_iters=8")
     assert set(statuses.values()) == {2}
     last = nodes.attempts("run")[-1]
     assert (last["outcome"], last["job"]["restart"], len(nodes.attempts("run"))) == ("failed", 1, 2)
     assert "__0_0.distcp is missing" in last["why"]
     assert "__0_0.distcp is missing" in said
+
+
+@pytest.mark.release
+def test_a_completed_run_that_slurm_starts_again_is_left_as_it_is(finished, nodes):
+    shutil.copytree(finished.tpi.folder / "run", nodes.tpi.folder / "run")
+    nodes.job, nodes.restart = finished.job, 1
+    (nodes.tpi.folder / "run" / "job.ended").unlink()  # as the job's script does
+    before = {file: file.read_bytes() for file in (nodes.tpi.folder / "run").iterdir() if file.is_file()}
+    statuses, said = nodes(*here(nodes))
+    assert set(statuses.values()) == {0}
+    assert "completed at step 8 of 8: no step is left to train" in said
+    assert nodes.word("run") == "completed\n"
+    assert {file: file.read_bytes() for file in before} == before
 
 
 def test_without_a_run_directory_each_node_would_choose_its_own(nodes):

@@ -214,6 +214,19 @@ def test_a_run_goes_on_in_a_job(cli, slurm, here, tmp_path):
     assert _registered(tmp_path)[-1] == {"job": "13", "directory": str(where.path)}
 
 
+@pytest.mark.parametrize("options", ((), ("--dry-run",), ("--json",)))
+def test_a_completed_run_needs_no_job(cli, slurm, here, monkeypatch, options):
+    assert cli("submit", *RUN, "tp=2", "iters=7", "run.dir=a").status == 0
+    submitted, before = slurm.said("sbatch"), _files(here / "a")
+    monkeypatch.setattr("tp_invariant_recipes.launch.resume.completed_steps", lambda run_dir: 7)
+    ended = cli("submit", "--resume", "a", *options)
+    assert ended.status == 0
+    assert (
+        "completed at step 7 of 7: no step is left to train. iters=N goes on at step 0: tpi train --resume" in ended.err
+    )
+    assert (slurm.said("sbatch"), _files(here / "a")) == (submitted, before)
+
+
 def test_where_a_job_cannot_go_on_with_a_run_it_stays_as_it_was(cli, slurm, here):
     assert cli("submit", *RUN, "run.dir=a").status == 0
     before = _files(here / "a")

@@ -21,7 +21,7 @@ MISTAKES = (
     (["qwen3_toy", "ledger.digests=0"], ["a mode says whether it records digests: --modes tree,tree+digests"]),
     (["qwen3_toy", "ledger.trace=1:1"], ["a benchmark traces no modules"]),
     (["qwen3_toy", "--dir", "taken"], ["--dir taken is there and is not an empty directory"]),
-    (["qwen3_toy", "--dir", "taken/file"], ["--dir taken/file is there and is not an empty directory"]),
+    (["qwen3_toy", "--dir", "taken/file"], ["--dir taken/file is a file"]),
     (["qwen3_toy", "device=gpu", "--modes", "stock"], ["device=gpu, but this machine shows no GPU"]),
     (["qwen3_toy", "numerics.virtual_shards=3"], ["numerics.virtual_shards=3: must be a power of two"]),
     (

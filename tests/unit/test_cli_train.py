@@ -52,6 +52,17 @@ def test_a_mistake_is_one_screen_and_leaves_nothing(cli, empty_here, arguments, 
     assert sorted(p.name for p in empty_here.rglob("*")) == ["file", "taken"]
 
 
+@pytest.mark.parametrize("options", ((), ("--dry-run",), ("--continue",)))
+def test_where_a_run_cannot_be_written_nothing_is_composed(cli, empty_here, monkeypatch, options):
+    """A recipe would be imported for that, and Megatron-Bridge with it."""
+    (empty_here / "taken").mkdir()
+    (empty_here / "taken" / "file").touch()
+    monkeypatch.setattr("tp_invariant_recipes.launch.request.compose", None)
+    ended = cli("train", "recipe=mine.py:small", "run.dir=taken", *options)
+    assert ended.status == 2
+    assert ended.err == "error: run.dir=taken is not empty: continue it (--resume taken) or choose another run.dir\n"
+
+
 def test_an_environment_that_would_change_the_bits_is_refused(cli, empty_here, monkeypatch):
     monkeypatch.setenv("NCCL_ALGO", "NVLS")
     monkeypatch.setenv("OMP_NUM_THREADS", "8")

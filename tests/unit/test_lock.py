@@ -179,7 +179,8 @@ def test_a_holder_that_cannot_be_seen_from_here_is_judged_by_its_heartbeat(locke
     assert "on n7 since" in refusal(locked_run)
     assert "; its last sign of life was 60 s ago, and 120 s count as dead" in refusal(locked_run)
     write_holder(locked_run, **holder, heartbeat=now + 3600)  # its clock is fast: it is not taken for dead
-    refusal(locked_run)
+    assert "; its last sign of life is 3600 s in the future: the clocks of n7 and " in refusal(locked_run)
+    assert lock.holder(locked_run) is None  # for those who only ask
     write_holder(locked_run, **holder, heartbeat=now - lock.STALE - 1)
     with locked(locked_run) as held:
         assert "on n7 since" in held.remark
@@ -295,8 +296,8 @@ def test_a_holder_notices_that_another_has_taken_over(locked_run, monkeypatch):
         while json.loads(locked_run.lock.read_text() or "{}").get("heartbeat", first) == first:
             time.sleep(0.01)
         lock.check()
-        taken = write_holder(locked_run, **ELSEWHERE, pid=12)
-        while held.lost is None:
+        while held.lost is None:  # a heartbeat may be written over the first one: the other beats, too
+            taken = write_holder(locked_run, **ELSEWHERE, pid=12, since=1.0, heartbeat=2.0)
             time.sleep(0.01)
         with pytest.raises(LockLost, match="was taken over by pid 12 on n7 since"):
             lock.check()
@@ -343,6 +344,21 @@ def test_commands_that_make_several_runs_take_the_lock_of_their_directory(locked
     other.wait()
     with pytest.raises(AttributeError):  # it goes on, and misses the rest of its plan
         execute(planned, *EXECUTED[module])
+
+
+@pytest.mark.parametrize("dangling", (False, True))
+def test_a_link_in_the_place_of_the_lock_is_not_followed(locked_run, tmp_path, dangling):
+    """Its target would be overwritten, or made."""
+    locked_run.path.mkdir()
+    if not dangling:
+        (tmp_path / "precious").write_text("text")
+    locked_run.lock.symlink_to(tmp_path / "precious")
+    said = r"write\.lock is a symbolic link, which tpi does not follow: remove it"
+    with pytest.raises(RunError, match=said), locked(locked_run):
+        pass
+    assert lock.holder(locked_run) is None
+    assert (tmp_path / "precious").exists() != dangling
+    assert dangling or (tmp_path / "precious").read_text() == "text"
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):

@@ -87,6 +87,19 @@ def test_a_file_is_refused(empty_folder):
     (empty_folder / "run").touch()
     with pytest.raises(RunError, match=r"run\.dir=run is a file"):
         choose("run", "name")
+    with pytest.raises(RunError, match=r"run\.dir=run/a/b: \S+/run is a file, not a directory"):
+        choose("run/a/b", "name")
+
+
+def test_a_directory_that_cannot_be_written_is_refused(empty_folder, monkeypatch):
+    (empty_folder / "theirs").mkdir()
+    monkeypatch.setattr(run_dir.os, "access", lambda path, mode: path.name != "theirs")
+    for name in ("theirs", "theirs/a/b"):
+        with pytest.raises(RunError, match=rf"run\.dir={name}: \S*theirs cannot be written; choose another"):
+            choose(name, "name")
+    assert choose("ours", "name").path.name == "ours"
+    with pytest.raises(RunError, match="File name too long"):
+        choose("x" * 300, "name")
 
 
 def test_the_home_folder_may_be_a_tilde(empty_folder, monkeypatch):

@@ -82,6 +82,8 @@ def submit(
     console = terminal.console(stderr=True, soft_wrap=True, markup=False)
     if planned.completed:
         console.print(planned.completed)
+        if as_json:
+            terminal.print_json({"jobs": []})
         return
     if dry_run and as_json:
         terminal.print_json(planned.as_json(), indent=2)

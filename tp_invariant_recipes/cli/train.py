@@ -106,6 +106,8 @@ def train(
     if resume == LAST:
         resume = _latest(requested, console)
     request = Request(model, requested, resume, go_on, dry_run)
+    if dry_run or request.launcher != "slurm":  # in a job, another node may have begun there
+        request.check_new_dir()
     if dry_run:
         _dry_run(request, console, as_json=as_json)
         return

@@ -26,22 +26,9 @@ WHOLE = {"finetune": False, "load_optim": True, "load_rng": True}
 # Fields of `checkpoint` that may change when a run continues: when, where and how fast it saves and reads, not what. A
 # field with none of these names could leave out a part of the state, and the identity would not show it.
 MAY_CHANGE = (
-    "*save_interval",
-    "*_retain_interval",
-    "most_recent_k",
-    "ckpt_step",
-    "pretrained_checkpoint",
-    "async_*",
-    "*fully_parallel_*",
-    "*_workers",
-    "*_ckpt_worker",
-    "*_per_rank",
-    "*fully_reshardable*",
-    "ckpt_assume_constant_structure",
-    "verify_integrity",
-    "save_tokenizer_assets",
-    "also_save_hf_checkpoint",
-    "hf_*",
+    *("*save_interval", "*_retain_interval", "most_recent_k", "ckpt_step", "pretrained_checkpoint"),
+    *("async_*", "*fully_parallel_*", "*_workers", "*_ckpt_worker", "*_per_rank", "*fully_reshardable*"),
+    *("ckpt_assume_constant_structure", "verify_integrity", "save_tokenizer_assets", "also_save_hf_checkpoint", "hf_*"),
 )
 
 

@@ -13,6 +13,7 @@ from tp_invariant_recipes.jobs import fitness, registry, script, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.script import CellStep
 from tp_invariant_recipes.launch import memory, plan, record
+from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run
 from tp_invariant_recipes.launch.train import check as train_check
 from tp_invariant_recipes.ledger.run_files import RunFile
@@ -44,6 +45,7 @@ def train(
     dry:   make only the script; neither query SLURM nor prepare data. progress: as for `plan.new`.
     """
     problems, sound = reserved.check("submit", parse_all(overrides))
+    Request(model, tuple(sound)).check_new_dir()
     composed = _composed(model, sound, problems)
     composed, configs = _layouts(composed, problems)
     fitness.check(configs, problems, dry=dry)

@@ -9,6 +9,7 @@ from tp_invariant_recipes.config.overrides import Override, given, texts
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch import plan, resume
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.runs.run_dir import RunDir, check_free
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,13 @@ class Request:
             raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
         composed = compose(self.model, self.overrides, device=device or plan.detect_device())
         return resume.with_recorded_numerics(composed) if self.continues else composed
+
+    def check_new_dir(self) -> None:
+        """Before anything is imported. Raises RunError: a new run cannot be written to run.dir."""
+        requested = given(self.overrides, "run.dir")
+        where = requested and requested.parsed and not requested.sweep and requested.parsed.value()
+        if where and not (self.resume or (self.continues and RunDir(Path(str(where)).expanduser()).run.exists())):
+            check_free(str(where))
 
     def _check_run_dir(self, run: Path) -> None:
         """Raises ConfigError where run.dir names another directory than the run's own."""

@@ -185,10 +185,9 @@ def _resume(
 def completed_steps(run_dir: RunDir) -> int | None:
     """The steps of a run whose last attempt completed; None: it did not, or the ledger lacks its last step."""
     *_, last = (None, *attempts.read_attempts(run_dir))
-    if last is None or last.outcome != Outcome.COMPLETED.value:
-        return None
     with suppress(OSError, ValueError):  # a ledger that cannot be read is refused later, with the reason
-        return last.to_step if last_step(run_dir.ledger).step == last.to_step else None
+        if last and last.outcome == Outcome.COMPLETED.value and last_step(run_dir.ledger).step == last.to_step:
+            return last.to_step
     return None
 
 

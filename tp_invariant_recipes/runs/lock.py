@@ -144,7 +144,7 @@ def locked_empty(run_dir: RunDir) -> Iterator[Lock]:
 def holder(run_dir: RunDir) -> Holder | None:
     """Who trains in a run directory, as far as its lock's file tells; None: nobody. It takes no lock."""
     try:
-        descriptor = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
@@ -153,7 +153,7 @@ def holder(run_dir: RunDir) -> Holder | None:
             return None
         if _here(there, _me(inode, 1)):
             return there if _started(there.pid) == there.started else None
-        return there if time.time() - there.heartbeat <= STALE else None
+        return there if abs(time.time() - there.heartbeat) <= STALE else None
     except OSError:
         return None
     finally:
@@ -187,8 +187,10 @@ def _received(*sent: Any) -> Inherited:
 def _acquire(run_dir: RunDir, nodes: int) -> Lock:
     try:
         run_dir.path.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(run_dir.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(run_dir.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
+        if error.errno == errno.ELOOP:  # its target would be overwritten
+            raise RunError(f"{run_dir.lock} is a symbolic link, which tpi does not follow: remove it") from error
         raise RunError(cannot_write(run_dir.lock, error)) from error
     try:
         me = _me(os.fstat(descriptor).st_ino, nodes)
@@ -258,6 +260,11 @@ def _judge(there: Holder | None, me: Holder, *, free: bool) -> _Verdict:
     age = time.time() - there.heartbeat
     if age > STALE:
         return _Verdict(True, WATCH)
+    if age < -HEARTBEAT:
+        ahead = (
+            f"; its last sign of life is {-age:.0f} s in the future: the clocks of {there.host} and {me.host} differ"
+        )
+        return _Verdict(False, why=f"{ahead}; if no process trains there, remove write.lock")
     return _Verdict(False, why=f"; its last sign of life was {max(age, 0):.0f} s ago, and {STALE:.0f} s count as dead")
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from tp_invariant_recipes.files import UNFINISHED, write_atomically
 from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.reading import checked, parse_json, parse_yaml, read_limited
 from tp_invariant_recipes.settings.run_config import RunConfig
+
+TAKEN = " is not empty: continue it (--resume {0}) or choose another run.dir"
 
 
 class File:
@@ -138,18 +141,36 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
+def check_free(requested: str | Path, key: str = "run.dir=", taken: str = TAKEN) -> Path:
+    """The path of a directory in which a command may begin. It writes nothing and needs no configuration.
+
+    key: what names the directory, for messages. taken: why one that holds something is none; {0}: its path.
+    Raises RunError: it holds something, or cannot be written.
+    """
+    path = Path(requested).expanduser()
+    try:
+        nearest = next(p for p in (path, *path.absolute().parents) if p.exists())
+        wrong = None
+        if not nearest.is_dir():
+            wrong = " is a file" if nearest == path else f": {nearest} is a file, not a directory"
+        elif not os.access(nearest, os.W_OK | os.X_OK):
+            wrong = f": {nearest} cannot be written; choose another"
+        elif not RunDir(path).is_empty():
+            wrong = taken.format(path)
+    except OSError as error:
+        wrong = f": {error.strerror}"
+    if wrong:
+        raise RunError(f"{key}{path}{wrong}")
+    return path
+
+
 def choose(requested: str | None, name: str) -> RunDir:
     """The directory of a new run: as requested, or `runs/NAME-DATE-TIME`.
 
     Raises RunError when the requested one already holds something: a run is never overwritten.
     """
     if requested is not None:
-        path = Path(requested).expanduser()
-        if path.exists() and not path.is_dir():
-            raise RunError(f"run.dir={path} is a file")
-        if not RunDir(path).is_empty():
-            raise RunError(f"run.dir={path} is not empty: continue it (--resume {path}) or choose another run.dir")
-        return RunDir(path)
+        return RunDir(check_free(requested))
     name = name.partition("recipe=")[0] + name.partition("recipe=")[2].rpartition(":")[2] if "recipe=" in name else name
     stem = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = (stem, *(stem.with_name(f"{stem.name}-{n}") for n in range(2, 1000)))
@@ -163,9 +184,6 @@ def choose_for_several(requested: Path | None, name: str) -> Path:
     """
     if requested is None:
         return choose(None, name).path
-    path = requested.expanduser()
-    if path.exists() and not (path.is_dir() and RunDir(path).is_empty()):
-        raise RunError(
-            f"--dir {requested} is there and is not an empty directory: nothing is overwritten, choose another"
-        )
-    return path
+    return check_free(
+        requested, "--dir ", " is there and is not an empty directory: nothing is overwritten, choose another"
+    )

@@ -1,10 +1,11 @@
-"""The callback that marks a checkpoint finished."""
+"""The callbacks that write manifests: of each finished checkpoint, and of the index of the data."""
 
 from pathlib import Path
 from typing import Any
 
 from megatron.bridge.training.callbacks import Callback
 
+from tp_invariant_recipes.runs import index_cache
 from tp_invariant_recipes.runs.checkpoints import iteration_dir, write_manifest
 
 
@@ -26,3 +27,22 @@ class ManifestWriter(Callback):
         write_manifest(
             path, step, self.identity_hash, self.layout, self.optimizer_state, experts_apart=self.experts_apart
         )
+
+
+class IndexRecorder(Callback):
+    """Removes torn or changed files of the index, and records those that the run trains with.
+
+    For the rank that builds the index: the others wait for it before they read a file. Raises RunError.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+
+    def on_data_init_start(self, context: Any) -> None:
+        """Before Megatron looks for files."""
+        for name in index_cache.remove_unrecorded(self.cache):
+            print(f"{self.cache / name}: torn, changed, or not recorded: it is built again")
+
+    def on_train_start(self, context: Any) -> None:
+        """All files are there."""
+        index_cache.record(self.cache)

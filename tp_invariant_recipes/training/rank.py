@@ -182,8 +182,7 @@ FAILURE_TIME = Replacement(
 def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: RunFile, config: RunConfig) -> list:
     from tp_invariant_recipes.config.resume_rules import experts_separate, optimizer_state
     from tp_invariant_recipes.training.experiment_report import ExperimentReport
-    from tp_invariant_recipes.training.index_recorder import IndexRecorder
-    from tp_invariant_recipes.training.manifest_writer import ManifestWriter
+    from tp_invariant_recipes.training.manifest_writer import IndexRecorder, ManifestWriter
 
     manifest: list = []
     if rank_info.rank == 0:
