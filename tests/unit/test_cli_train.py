@@ -114,7 +114,11 @@ def test_a_run_of_another_model_is_not_resumed(cli, empty_here):
 def test_a_run_continues_with_the_whole_state_of_its_checkpoint(cli, empty_here):
     """Each of these keys would make another run of it under the same identity. One message names all problems."""
     with locked(RunDir(empty_here / "run")):
-        record.write(plan.new(compose("qwen3_toy", ["run.dir=run", "checkpoint.load_main_params_from_ckpt=true"])))
+        record.write(
+            plan.new(
+                compose("qwen3_toy", ["run.dir=run", "numerics=stock", "checkpoint.load_main_params_from_ckpt=true"])
+            )
+        )
     left_out = ("finetune=true", "load_optim=false", "load_rng=false", "dist_ckpt_strictness=ignore_all")
     keys = [f"checkpoint.{one}" for one in left_out]
     ended = cli("train", "--resume", "run", "iters=60", *keys)
