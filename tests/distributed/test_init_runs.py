@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("families")
 @pytest.fixture(scope="module")
 def commands(shared):
     """The commands that each kind prints, by kind, without `tpi`. The files are written."""
-    return {kind: [shlex.split(line)[1:] for line in _printed(shared, kind)[1:]] for kind in KINDS}
+    return {kind: [shlex.split(line, comments=True)[1:] for line in _printed(shared, kind)[1:]] for kind in KINDS}
 
 
 def _printed(shared, kind):

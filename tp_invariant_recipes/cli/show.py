@@ -75,8 +75,10 @@ def show(
     requested = parse_all(word for word in arguments if word not in compared)
     if [model is not None, run is not None, diff].count(True) != 1:
         raise ConfigError("name one: a model (tpi models lists them), --from RUN, or --diff A B")
+    if fix and model is None:
+        raise ConfigError("--fix goes with a model or a recipe: tpi show recipe=NAME --fix")
     if fix:
-        _print_fixed(model, arguments, as_json=as_json)
+        _print_fixed(str(model), arguments)
         return
     if diff:
         raise typer.Exit(_diff(compared, requested, key, as_json=as_json))
@@ -87,23 +89,17 @@ def show(
         _print(sections, as_json=as_json)
 
 
-def _print_fixed(model: str | None, overrides: list[str], *, as_json: bool) -> None:
-    """Print the command that trains a model. Raises ConfigError: there is none, or no key solves a problem."""
+def _print_fixed(model: str, overrides: list[str]) -> None:
+    """Print the command that trains a model. Raises ConfigError: no key solves a problem."""
     from tp_invariant_recipes.launch.plan import detect_device
     from tp_invariant_recipes.workflows import recipe_list
 
-    if model is None:
-        raise ConfigError("--fix goes with a model or a recipe: tpi show recipe=NAME --fix")
-    keys, left = recipe_list.fixed(model, overrides, detect_device())
+    given, left, _ = recipe_list.fixed(model, overrides, detect_device())
     if left:
         raise ConfigError(f"{listed(left)}\n--fix knows no key for {'this' if len(left) == 1 else 'these'}", left)
-    changed = {key.partition("=")[0] for key in keys}
-    kept = [one for one in overrides if one.partition("=")[0] not in changed]
-    command = ["tpi", "train", model, *kept, *keys]
-    terminal.print_json({"command": command, "keys": keys}) if as_json else terminal.print_text(shlex.join(command))
-    if missing := [key for key in keys if key in recipe_list.PLACEHOLDERS.values()]:
-        console = terminal.console_of_its_own()
-        console.print(f"examples of values, put yours: {' '.join(missing)}", markup=False)
+    terminal.print_text(shlex.join(["tpi", "train", model, *given]))
+    if examples := [key for key in given if key in recipe_list.PLACEHOLDERS.values()]:
+        terminal.console_of_its_own().print(f"replace by your own: {' '.join(examples)}", markup=False)
 
 
 def _is_override(word: str) -> bool:

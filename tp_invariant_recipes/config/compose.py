@@ -67,8 +67,7 @@ def compose(
         with suppress(ConfigError):  # `_compose` lists it with the other problems
             _hf_folder(parse_all(overrides))
             recipe_source.preload(model)
-        return recipe_process.run(model, lambda: _compose(model, overrides, device, numerics))
-    return _compose(model, overrides, device, numerics)
+    return recipe_process.run(model, lambda: _compose(model, overrides, device, numerics))
 
 
 def _compose(model: str, overrides: Sequence[str | Override], device: str | None, numerics: str | None) -> Composed:

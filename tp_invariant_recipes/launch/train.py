@@ -20,7 +20,7 @@ from tp_invariant_recipes.runs import attempts, checkpoints, places
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sizing.memory import estimate
-from tp_invariant_recipes.sources import recipe_layer, recipe_process, recipe_source
+from tp_invariant_recipes.sources import recipe_layer, recipe_process
 
 
 @contextmanager
@@ -49,17 +49,13 @@ def check(planned: Plan) -> None:
     """Build the run's ConfigContainer and let Bridge validate it. Imports Bridge, 10 to 20 s. Raises ConfigError."""
     if planned.here:
         os.environ.update(planned.environment)
-    if planned.config.recipe.name is None:
-        _check(planned)
-    else:
-        recipe_process.run(f"{recipe_source.PREFIX}{planned.config.recipe.name}", lambda: _check(planned))
 
+    def built() -> None:
+        with quiet():
+            recipe_layer.enter(planned.config.recipe)
+            container.validate(container.build(planned.config), planned.layout.world, here=planned.here)
 
-def _check(planned: Plan) -> None:
-    """As `check`, in a process that may call the recipe."""
-    with quiet():
-        recipe_layer.enter(planned.config.recipe)
-        container.validate(container.build(planned.config), planned.layout.world, here=planned.here)
+    recipe_process.run(planned.composed.model, built)
 
 
 def as_json(planned: Plan) -> dict[str, Any]:

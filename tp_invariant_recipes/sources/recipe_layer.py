@@ -322,7 +322,7 @@ def enter(recipe: RecipeSettings) -> None:
     Bridge's own recipes change nothing. Raises ConfigError: the recipe's file has changed since the run was composed.
     """
     model = f"{recipe_source.PREFIX}{recipe.name}"
-    if recipe.name is not None and not recipe_source.of_bridge(model):
+    if recipe.name is not None and recipe_source.parse(model).module != recipe_source.BRIDGE:
         _entered(model, recipe.hf_folder, recipe.source)
 
 

@@ -1,7 +1,6 @@
-"""A recipe runs in a process of its own: what it patches reaches neither tpi nor the ranks of another run.
+"""A recipe runs in a fork of this process: what it patches reaches neither tpi nor the ranks of another run.
 
-The process is a fork of this one, so it imports only what this one has not. It returns plain values. The ranks of a run
-import its recipe again (`recipe_layer.enter`), each for itself.
+It returns plain values. The ranks of a run import its recipe again (`recipe_layer.enter`), each for itself.
 """
 
 import os
@@ -17,34 +16,7 @@ from tp_invariant_recipes.errors import ConfigError, TpiError
 from tp_invariant_recipes.sources import recipe_source
 
 _exit = os._exit
-_processes: set[int] = set()  # this one's id, where it is of a recipe
-
-
-def run[T](model: str, function: Callable[[], T]) -> T:
-    """What `function` returns, called in a process that may import and call the recipe `model`.
-
-    function: returns what can be pickled. In a process of a recipe it is called as it is.
-    Raises the TpiError that it raises; ConfigError: the recipe raises anything else, or ends the process; RuntimeError:
-    a defect of tpi.
-    """
-    if os.getpid() in _processes:
-        return function()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as report:
-        pid = os.fork()
-        if pid == 0:
-            _answer(model, function, report)
-        code = _wait(pid)
-        report.seek(0)
-        content = report.read()
-    if code != 0 or not content:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        raise ConfigError(f"{model}: the recipe's process {how}")
-    outcome, error = pickle.loads(content)
-    if error is not None:
-        raise error
-    return outcome
+_processes: set[int] = set()  # this one's id, where it may call recipes
 
 
 def be_one() -> None:
@@ -52,14 +24,34 @@ def be_one() -> None:
     _processes.add(os.getpid())
 
 
-def _wait(pid: int) -> int:
-    """The exit status of a child, negative for a signal. Ctrl-C ends the child, too."""
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    except BaseException:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise
+def run[T](model: str, function: Callable[[], T]) -> T:
+    """What `function` returns, called in a process that may import and call `model`, if that is a recipe.
+
+    Raises the TpiError that it raises; ConfigError: the recipe raises anything else, or ends the process; RuntimeError:
+    a defect of tpi.
+    """
+    if not recipe_source.is_recipe(model) or os.getpid() in _processes:
+        return function()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as report:
+        pid = os.fork()
+        if pid == 0:
+            _answer(model, function, report)
+        try:
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        except BaseException:  # Ctrl-C
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        if code != 0:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            raise ConfigError(f"{model}: the recipe's process {how}")
+        report.seek(0)
+        outcome, error = pickle.load(report)
+    if error is not None:
+        raise error
+    return outcome
 
 
 def _answer(model: str, function: Callable[[], Any], report: Any) -> NoReturn:
@@ -76,9 +68,10 @@ def _answer(model: str, function: Callable[[], Any], report: Any) -> NoReturn:
         except TpiError as refused:
             error = refused
         except BaseException as raised:
-            where = recipe_source.place(raised)
-            error = ConfigError(f"{model}: {recipe_source.raised(raised)}") if where else _defect()
-        report.write(pickle.dumps((outcome, error)))
+            error = RuntimeError(f"in the process of a recipe:\n{traceback.format_exc()}")
+            if recipe_source.place(raised):
+                error = ConfigError(f"{model}: {recipe_source.raised(raised)}")
+        pickle.dump((outcome, error), report)
         report.flush()
         status = 0
     finally:
@@ -90,7 +83,3 @@ def _say_where(status: int) -> NoReturn:
     if os.getpid() in _processes:
         raise SystemExit(status)
     _exit(status)
-
-
-def _defect() -> RuntimeError:
-    return RuntimeError(f"in the process of a recipe:\n{traceback.format_exc()}")

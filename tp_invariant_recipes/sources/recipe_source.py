@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
@@ -137,11 +137,6 @@ def preload(model: str) -> None:
             importlib.import_module(BRIDGE)
 
 
-def of_bridge(model: str) -> bool:
-    """Whether a recipe is one of Bridge's own."""
-    return parse(model).module == BRIDGE
-
-
 def _possible(model: str) -> Source:
     """Read `recipe=…`. Raises ConfigError: it names nothing, as far as that can be told without importing Bridge."""
     source = parse(model)
@@ -187,7 +182,7 @@ def _module(model: str, source: Source) -> ModuleType:
         if absent and f"{source.module}.".startswith(f"{absent}."):
             raise ConfigError(f"{model}: there is no module {absent} that Python finds (PYTHONPATH)") from error
         where = source.file or source.module
-        raise ConfigError(f"{model}: {where} cannot be imported: {_error_text(error)}{_at(error)}") from error
+        raise ConfigError(f"{model}: {where} cannot be imported: {_error_text(error)}{place(error)}") from error
 
 
 @functools.cache
@@ -242,24 +237,17 @@ def call(model: str, hf_folder: str | None) -> Any:
 def raised(error: BaseException) -> str:
     """What a recipe has raised, and where. Nothing that it raises ends tpi."""
     ends = f"ends the program (status {error.code})" if isinstance(error, SystemExit) else None
-    return f"the recipe {ends or f'raises {_error_text(error)}'}{_at(error)}"
+    return f"the recipe {ends or f'raises {_error_text(error)}'}{place(error)}"
 
 
-def place(error: BaseException) -> str | None:
-    """FILE:LINE of the innermost call of the recipes' own code; None: there is none."""
-    calls = traceback.walk_tb(error.__traceback__)
-    own = [f"{f.f_code.co_filename}:{line}" for f, line in calls if not _OWN.isdisjoint(_whose(f))]
-    return own[-1] if own else None
-
-
-def _whose(frame: FrameType) -> tuple[str, str]:
-    """The top-level name of a call's module, and the folder of its file."""
-    return str(frame.f_globals.get("__name__")).partition(".")[0], os.path.dirname(frame.f_code.co_filename)
-
-
-def _at(error: BaseException) -> str:
-    where = place(error)
-    return f" at {where}" if where else ""
+def place(error: BaseException) -> str:
+    """ " at FILE:LINE", the innermost call of the recipes' own code; empty: there is none."""
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        package, file = str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename
+        if package in _OWN or os.path.dirname(file) in _OWN:
+            found = f" at {file}:{line}"
+    return found
 
 
 def _kind(value: Any) -> str:

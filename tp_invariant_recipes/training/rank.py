@@ -273,13 +273,12 @@ def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
 
 def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
     traceback.print_exception(error)
-    text = (str(error) or repr(error)).encode(errors="replace").decode()  # half a character is no text
-    where = recipe_source.place(error)
+    text = f"{str(error) or repr(error)}{recipe_source.place(error)}"
     reason = Reason(
         rank=rank,
         time=getattr(error, "failed_at", time.time()),
         kind=type(error).__name__,
-        message=f"{text} at {where}" if where and not isinstance(error, TpiError) else text,
+        message=text.encode(errors="replace").decode(),  # half a character is no text
         ours=isinstance(error, TpiError),
         errno=getattr(error, "errno", None),
     )

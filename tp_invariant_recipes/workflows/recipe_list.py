@@ -50,9 +50,8 @@ def row_of(name: str, hf_folder: str | None = None) -> dict[str, Any]:
     """One recipe's row, of a run on GPUs as the recipe has it. hf_folder: as `recipe.hf_folder`."""
     model = f"{recipe_source.PREFIX}{name}"
     folder = [f"recipe.hf_folder={hf_folder}"] if hf_folder else []
-    why = _problems(model, folder, "gpu")
-    absent = any(recipe_source.NEEDS in problem for problem in why)
-    keys, left = fixed(model, folder, "gpu", why)
+    given, left, why = fixed(model, folder, "gpu")
+    keys, absent = given[len(folder) :], any(recipe_source.NEEDS in problem for problem in why)
     state = ABSENT if absent else REFUSED if left else WITH if keys else COVERED
     return {
         "recipe": name,
@@ -63,23 +62,19 @@ def row_of(name: str, hf_folder: str | None = None) -> dict[str, Any]:
     }
 
 
-def fixed(
-    model: str, overrides: Sequence[str], device: str, problems: Sequence[str] | None = None
-) -> tuple[list[str], list[str]]:
-    """The keys that solve what a run of `model` is refused for, and the problems that no key solves.
+def fixed(model: str, overrides: Sequence[str], device: str) -> tuple[list[str], list[str], list[str]]:
+    """The overrides with the keys that solve what this run is refused for; what no key solves; what it is refused for.
 
-    problems: of the run with these overrides alone; None: not yet known. device: as for `compose`.
+    device: as for `compose`.
     """
-    left = _problems(model, overrides, device) if problems is None else [*problems]
-    keys: list[str] = []
+    given, why = [*overrides], _problems(model, overrides, device)
+    left = why
     for _ in range(ROUNDS):
-        if any(recipe_source.NEEDS in problem for problem in left) or not (more := _keys(left, keys)):
+        if any(recipe_source.NEEDS in problem for problem in left) or not (more := _keys(left, given)):
             break
-        keys = more
-        changed = {key.partition("=")[0] for key in keys}
-        kept = [one for one in overrides if one.partition("=")[0] not in changed]
-        left = _problems(model, [*kept, *keys], device)
-    return keys, left
+        given = more
+        left = _problems(model, given, device)
+    return given, left, why
 
 
 def _problems(model: str, overrides: Sequence[str], device: str) -> list[str]:
@@ -93,7 +88,8 @@ def _problems(model: str, overrides: Sequence[str], device: str) -> list[str]:
 def _keys(problems: Iterable[str], before: Sequence[str]) -> list[str]:
     """The overrides that messages name, beside those of `before`; nothing where there is no new one."""
     found = {key.partition("=")[0]: key for key in before}
-    ranks = int(found.get("dp", "dp=1").removeprefix("dp="))
+    dp = found.get("dp", "dp=1").removeprefix("dp=")
+    ranks = int(dp) if dp.isdecimal() else 1
     named = {key.partition("=")[0]: key for problem in problems for key in _named(problem, ranks)}
     return [*(found | named).values()] if named.items() - found.items() else []
 
