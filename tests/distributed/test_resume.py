@@ -259,6 +259,21 @@ def test_an_earlier_checkpoint_than_a_damaged_one_can_be_gone_on_with(copied):
 
 
 @pytest.mark.release
+def test_a_checkpoint_that_bridge_does_not_find_is_not_begun_without(copied):
+    """Bridge would begin at step 0, with new weights."""
+    folder = copied.folder / "run" / "checkpoints"
+    for tracker in folder.glob("latest*"):
+        tracker.unlink()
+    before = (copied.folder / "run" / "ledger.jsonl").read_bytes()
+    refused = copied(*FROM_STEP_8, status=2)
+    assert "error: Megatron-Bridge begins at step 0, not at step 8 of run/checkpoints" in refused.stderr
+    assert (copied.folder / "run" / "ledger.jsonl").read_bytes() == before
+    source, target = re.search(r"; cp (\S+) (\S+)", refused.stderr).groups()
+    shutil.copy(copied.folder / source, copied.folder / target)
+    copied(*FROM_STEP_8, status=0)
+
+
+@pytest.mark.release
 def test_a_foreign_checkpoint_is_refused(copied, tmp_path):
     copied(*RUN, "save=12", "seed=9", "run.dir=other", status=0)
     newest = copied.folder / "run" / "checkpoints" / "iter_0000012"

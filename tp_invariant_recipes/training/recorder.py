@@ -5,12 +5,14 @@ import os
 import platform
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tp_invariant_recipes.compare import loaded_state
+from tp_invariant_recipes.errors import CheckpointError
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.open import read
@@ -19,6 +21,7 @@ from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.ledger.schema import FINAL_VALIDATION, TEST, VALIDATION
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.numerics.megatron.core_attention import backend_in_force
+from tp_invariant_recipes.runs.checkpoints import iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, cannot_write
 from tp_invariant_recipes.settings.environment import recorded
 from tp_invariant_recipes.training.digests.callback import Digests
@@ -51,7 +54,15 @@ class Recorder(Callback):
         self.validation = VALIDATION  # the kind of the next one
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Open the ledger: new, or continued after the step the checkpoint holds."""
+        """Open the ledger: new, or continued after the step the checkpoint holds. Raises CheckpointError."""
+        asked, step = context.state.cfg.checkpoint.ckpt_step, context.state.train_state.step
+        if asked is not None and asked != step:
+            folder = context.state.cfg.checkpoint.load
+            raise CheckpointError(
+                f"Megatron-Bridge begins at step {step}, not at step {asked} of {folder}: it looks for "
+                f"latest_train_state.pt there first; cp {iteration_dir(Path(folder), asked)}/train_state.pt "
+                f"{folder}/latest_train_state.pt"
+            )
         header = Header(
             identity=self.identity,
             versions=versions(),
