@@ -1,7 +1,11 @@
 """A recipe runs in a process of its own: nothing that it raises, ends or patches reaches tpi or another run."""
 
 import os
+import signal
 import string
+import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +34,14 @@ import sys
 GPTModelProvider.provide = lambda *arguments, **keywords: sys.exit(0)
 """
 PATCHING = "string.digits = 'patched'\ndef small():\n    pass\n"
+HANGING = """
+import os
+import time
+
+with open("process", "w") as file:
+    print(os.getpid(), file=file)
+time.sleep(3600)
+"""
 # A change of one run's arithmetic that its own ranks make again, and no other run's.
 HALVED = """
 from megatron.core.optimizer import optimizer
@@ -98,6 +110,20 @@ def test_a_patch_stays_in_the_process_of_its_recipe(bridge, tmp_path):
     assert string.digits == "0123456789"
     model = f"recipe={file}:small"
     assert recipe_process.run(model, lambda: recipe_source.find(model) and string.digits) == "patched"
+
+
+@pytest.mark.parametrize("number, status", ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)))
+def test_a_recipe_that_hangs_ends_with_its_command(tpi, tmp_path, number, status):
+    (tmp_path / "mine.py").write_text(HANGING)
+    interruptible = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    command = tpi.start("train", "recipe=mine.py:small", "device=cpu", before=interruptible)
+    note = tmp_path / "process"
+    command.until(lambda: note.exists() and note.read_text().endswith("\n"))
+    os.kill(command.pid, number)
+    assert command.wait() == status
+    hung = Path("/proc", note.read_text().strip(), "stat")
+    while hung.exists() and hung.read_text().split()[2] != "Z":  # pytest's own timeout is the limit
+        time.sleep(0.02)
 
 
 def test_a_defect_of_tpi_is_no_mistake_of_the_recipe(bridge, tmp_path):

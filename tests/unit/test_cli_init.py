@@ -35,7 +35,7 @@ def test_a_link_to_nowhere_is_not_followed(cli, here, kind):
 def test_a_wrong_kind_names_the_kinds(cli, here):
     done = cli("init", "recip")
     assert done.status == 2
-    assert "tpi init recip: KIND is one of recipe, sft, lora, cluster; did you mean 'recipe'?" in done.err
+    assert "tpi init recip: WHAT is one of recipe, sft, lora, cluster; did you mean 'recipe'?" in done.err
 
 
 def test_a_folder_without_permission_is_named(cli, here, monkeypatch):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tp_invariant_recipes.cli import init
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.foreign_text import one_line
@@ -221,10 +222,15 @@ def _launcher(command: str, words: list[str], incomplete: str) -> tuple[bool, li
     return False, [(word.removeprefix("launcher="), about) for word, about in offers]
 
 
+def _template(command: str, words: list[str], incomplete: str) -> tuple[bool, list[tuple[str, str]]]:
+    return False, [(kind, "") for kind in init.KINDS if kind.startswith(incomplete)]
+
+
 # The metavar of an argument or option -> the function that completes it. Others complete files.
 COMPLETIONS: dict[str, Callable[[str, list[str], str], tuple[bool, list[tuple[str, str]]]]] = {
     "MODEL": _model,
     "[KEY=VALUE]…": _override,
     "JOB": _job,
     "KIND": _launcher,
+    "WHAT": _template,
 }

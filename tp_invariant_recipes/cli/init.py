@@ -14,7 +14,7 @@ KINDS = ("recipe", "sft", "lora", "cluster")
 
 
 def init(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"{', '.join(KINDS)}.", show_default=False)],
+    kind: Annotated[str, typer.Argument(metavar="WHAT", help=f"{', '.join(KINDS)}.", show_default=False)],
 ) -> None:
     """Write a commented recipe or cluster file to begin with.
 
@@ -27,7 +27,7 @@ def init(
     tpi init sft
     """
     if kind not in KINDS:
-        raise ConfigError(f"tpi init {kind}: KIND is one of {', '.join(KINDS)}{nearest(kind, KINDS)}")
+        raise ConfigError(f"tpi init {kind}: WHAT is one of {', '.join(KINDS)}{nearest(kind, KINDS)}")
     folder = TEMPLATES / kind
     templates = {one.relative_to(folder).with_suffix(""): one for one in sorted(folder.rglob("*.txt"))}
     top = next(iter(templates)).parts[0]

@@ -3,6 +3,7 @@
 It returns plain values. The ranks of a run import its recipe again (`recipe_layer.enter`), each for itself.
 """
 
+import ctypes
 import os
 import pickle
 import signal
@@ -59,6 +60,7 @@ def _answer(model: str, function: Callable[[], Any], report: Any) -> NoReturn:
     status = 1
     try:
         be_one()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent: KeyboardInterrupt is the recipe's own
         os._exit = _say_where
         outcome: Any = None
