@@ -134,6 +134,6 @@ def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
     resume(file, OF_TODAY, 3).close()
     assert launch_resume._changed_products(planned("gpu"), 4) is None
     assert launch_resume._changed_products(planned("gpu"), 3) == said
-    shown = vars(planned("gpu")) | {"layout": SimpleNamespace(world=1), "steps": 5, "start": 3}
+    shown = vars(planned("gpu")) | {"layout": SimpleNamespace(world=1), "steps": 5, "start": 3, "completed": False}
     opening = _start_text(SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy"), remark=said))
     assert opening.endswith(f"\n{said}")
