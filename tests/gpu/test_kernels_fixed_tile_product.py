@@ -6,6 +6,7 @@ import torch
 from tests.gpu.operands import normal_on_gpu
 from tests.operands import same_bits
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.numerics.products import order
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16)
@@ -90,3 +91,9 @@ def test_elements_beyond_two_to_the_31st_have_their_place():
     there = whole.t()  # the same numbers by columns, as what is multiplied
     few = normal_on_gpu(8, n, dtype=torch.bfloat16)
     assert same_bits(_product(few, there)[:, -100:], _product(few, there[:, -100:].clone()))
+
+
+def test_tiles_walk_k_in_order():
+    """tests/unit/test_product_order.py shows that the check sees other orders."""
+    order.require_order.cache_clear()
+    order.require_order("cuda:0")

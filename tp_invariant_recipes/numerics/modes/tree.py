@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.replacement import Replacement
 
@@ -12,8 +13,9 @@ if TYPE_CHECKING:
 
 # On a GPU: what kernels/fixed_tile_product.py computes. Whoever changes what numerics/products/product.py computes so
 # that a bit changes on a GPU raises the number: runs of two versions need not be equal. On a CPU a product is what a
-# library gives for one shard, on the shard's own shape; that has no name.
-ON_GPU = "fixed tiles 1"
+# library gives for one shard, on the shard's own shape; that has no name. Triton's version belongs to the name: it
+# compiles these tiles, and the sums over rows of norms and losses.
+ON_GPU = f"fixed tiles 1 (Triton {installed('triton')})"
 
 
 class Tree:
@@ -43,7 +45,11 @@ class Tree:
         return ON_GPU if device == "gpu" else None
 
     def require_machine(self, gpu: int | None) -> None:
-        """Any machine will do: the products are defined on the one at hand."""
+        """Any machine will do whose fixed tiles walk k in order: the products are defined on the one at hand."""
+        if gpu is not None:
+            from tp_invariant_recipes.numerics.products.order import require_order
+
+            require_order(f"cuda:{gpu}")
 
     def linear(self) -> mode.Linear:
         """A tree over shards of products."""
