@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 DEPTH = 64  # of nested lists and objects; our own files have at most 10
-NODES = 1_000_000  # values in a YAML file, with those that an alias repeats
+NODES = 1_000_000  # values in a file or a line, with those that an alias repeats; parsed, each takes up to 300 bytes
+LONGEST_LINE = 64 * MIB  # of a file of JSON lines; a step of 22,000 parameters has 7 MB
 _PROBLEMS = 3  # named in one message
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # an escaped surrogate: half a character, if the other half is missing
 
@@ -107,8 +108,12 @@ def read_limited(file: Path, limit: int) -> bytes:
 def parse_json(data: bytes, *, constants: bool = False) -> Any:
     """A JSON value. ValueError: it is none, repeats a key, is nested deeper than DEPTH, or has half a character.
 
+    Nor may it have more than NODES values, which its commas and brackets bound before anything is parsed.
+
     constants: whether NaN and Infinity are allowed, which JSON lacks and Python writes.
     """
+    if len(data) > NODES and sum(data.count(one) for one in b",[{") > NODES:
+        raise ValueError(f"more than {NODES} values")
     try:
         text = data.decode()
         value = json.loads(text, object_pairs_hook=_unique, parse_constant=None if constants else _refuse_constant)

@@ -26,9 +26,10 @@ from tp_invariant_recipes.errors import LedgerError, RunError, TpiError
 from tp_invariant_recipes.jobs import registry, states
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.ranks import Outcome
-from tp_invariant_recipes.ledger import certificate
+from tp_invariant_recipes.ledger import certificate, dumps, stream, tail
 from tp_invariant_recipes.ledger.dumps import RANKS, distance, file_of, read_step
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
+from tp_invariant_recipes.ledger.open import streamed
 from tp_invariant_recipes.ledger.reader import parse
 from tp_invariant_recipes.ledger.record import Header
 from tp_invariant_recipes.multinode import agent, rendezvous
@@ -39,6 +40,7 @@ from tp_invariant_recipes.runs import attempts, checkpoints
 from tp_invariant_recipes.runs.bench_dir import BenchDir
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.sources import weights
 from tp_invariant_recipes.workflows.verdict import judge
 
 DEEP = "DEEP"  # replaced in the text, since Python's own encoder refuses it
@@ -474,6 +476,45 @@ def test_a_file_is_not_read_beyond_its_limit(tmp_path):
         read_limited(file, 4)
     with pytest.raises(ValueError, match="more than 100 bytes"):
         read_limited(Path("/dev/zero"), 100)  # its size is 0
+
+
+LONG = b"[" + b"{}," * 1_000_000 + b"{}]"
+
+
+def test_what_would_take_much_memory_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    """A line of 100 MB took 2.6 GiB, and a header of 2 million tensors 1.2 GiB."""
+    monkeypatch.setattr("json.loads", lambda *_, **__: pytest.fail("parsed"))
+    with pytest.raises(ValueError, match="more than 1000000 values"):
+        parse_json(LONG)
+    monkeypatch.undo()
+    assert len(parse_json(b"[" + b"0," * 999_998 + b"0]")) == 999_999  # the control
+    problems: list[str] = []
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(len(LONG).to_bytes(8, "little") + LONG)
+    assert weights._header(file, problems) == {}
+    assert problems == ["x.safetensors: more than 1000000 values"]
+    monkeypatch.setattr(dumps, "LARGEST_HEADER", 1 << 20)
+    file = file_of(tmp_path, 1, 0)
+    file.parent.mkdir(parents=True)
+    file.write_bytes(len(LONG).to_bytes(8, "little") + LONG)
+    with pytest.raises(LedgerError, match="its header is larger than that of any dump"):
+        read_step(tmp_path, 1)
+
+
+def test_a_line_of_a_ledger_has_a_longest_length(tmp_path, monkeypatch):
+    file = tmp_path / "ledger.jsonl"
+    file.write_bytes(HEAD + STEP)
+    monkeypatch.setattr(stream, "LONGEST_LINE", max(len(HEAD), len(STEP)))
+    monkeypatch.setattr(tail, "LONGEST_LINE", len(STEP))
+    assert len(streamed(file).steps) == tail.last_step(file).step == 1  # the control
+    monkeypatch.setattr(stream, "LONGEST_LINE", len(STEP) - 1)
+    monkeypatch.setattr(tail, "LONGEST_LINE", 10)
+    number = 1 if len(HEAD) >= len(STEP) else 2
+    with pytest.raises(LedgerError, match=rf"ledger\.jsonl line {number}: more than {len(STEP) - 1} bytes"):
+        streamed(file)
+    monkeypatch.setattr(tail, "_BLOCK", 4)
+    with pytest.raises(ValueError, match="a line of more than 10 bytes"):
+        tail.last_step(file)
 
 
 def test_the_limits_of_json_and_yaml():

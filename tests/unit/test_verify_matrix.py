@@ -13,6 +13,7 @@ from tp_invariant_recipes.config.overrides import parse_all, texts
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.ledger.record import Header, LedgerWriter, StepRecord
+from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.runs.matrix_dir import Axis, Cell, Matrix, MatrixDir
 from tp_invariant_recipes.workflows import matrix, verdict, verify
 from tp_invariant_recipes.workflows.verdict import judge
@@ -242,6 +243,17 @@ def cell_header(tp: int, mode: str = "tree", **changes) -> Header:
     return replace(HEADER, layout=cell_layout(tp), numerics={"mode": mode}, **changes)
 
 
+RUN_FILE = RunFile(
+    model="qwen3_toy",
+    overrides=(),
+    device="cpu",
+    layout={},
+    identity=HEADER.identity,
+    identity_hash=HEADER.identity_hash,
+    attempts=(),
+).as_json()
+
+
 def a_matrix(folder: Path, *degrees: int, mode: str = "tree", against: str | None = None) -> MatrixDir:
     """A directory whose cells have not run."""
     cells = tuple(
@@ -251,6 +263,9 @@ def a_matrix(folder: Path, *degrees: int, mode: str = "tree", against: str | Non
     where = MatrixDir(folder)
     axes = (Axis("tp", tuple(map(str, degrees))),)
     where.write_matrix(Matrix("qwen3_toy", (f"tp={','.join(map(str, degrees))}",), axes, cells, against))
+    for cell in cells:  # as `tpi submit --verify` does
+        run = where.cell(cell.name)
+        run.write(run.run, RUN_FILE | {"overrides": [*cell.overrides, f"run.dir={run.path}", "launcher=slurm"]})
     return where
 
 
@@ -260,6 +275,17 @@ def run_cell(where: MatrixDir, tp: int, steps: int = 3, mode: str = "tree", **ch
 
 def states_of_rows(judged: verdict.MatrixVerdict) -> list[tuple[str, str]]:
     return [(row.label, row.words) for row in judged.rows]
+
+
+def test_a_cell_that_went_on_elsewhere_is_its_own(here):
+    """The control of other overrides: keys that say where a run is, what it keeps, and its numerics."""
+    where = a_matrix(here / "m", 1, 2)
+    for tp in (1, 2):
+        run_cell(where, tp)
+    added = ["numerics.virtual_shards=8", "save=5", "checkpoint.ckpt_step=3", "slurm.time=1:00:00", "cluster=mine"]
+    run = where.cell("tp2")
+    run.write(run.run, RUN_FILE | {"overrides": ["tp=2", *added]})
+    assert judge(where.path).verdict == "identical"
 
 
 def test_equal_runs_are_identical(here):
@@ -351,7 +377,6 @@ def _altered(where):
 
 
 def _copied(where):
-    where.cell("tp4").path.mkdir()
     shutil.copy(where.cell("tp1").ledger, where.cell("tp4").ledger)
 
 
@@ -367,7 +392,7 @@ def _another_seed(where):
 def attempted(run, *outcomes):
     """Have `run.json` list attempts: each an outcome and why."""
     attempts = [{"outcome": outcome, "why": why} for outcome, why in outcomes]
-    run.write(run.run, {"attempts": attempts})
+    run.write(run.run, json.loads(run.run.read_text()) | {"attempts": attempts})
 
 
 def _failed_late(where):
@@ -380,7 +405,39 @@ def _stopped(where):
     attempted(where.cell("tp4"), ("stopped", None))
 
 
+def _overridden(*overrides):
+    def plant(where):
+        run_cell(where, 4)
+        run = where.cell("tp4")
+        run.write(run.run, RUN_FILE | {"overrides": overrides})
+
+    return plant
+
+
+def _true_for_one(where):
+    run_cell(where, 4)
+    raw = json.loads(where.matrix.read_text())
+    raw["cells"][2]["layout"] |= {"pp": True}
+    where.write(where.matrix, raw)
+
+
 FAULTS = {
+    "other overrides": (
+        _overridden("tp=2"),
+        "failed: it was trained with other overrides than planned: tp",
+        "tp=4 failed",
+    ),
+    "more overrides": (
+        _overridden("tp=4", "+model.attention_backend=flash", "mbs=2"),
+        "failed: it was trained with other overrides than planned: +model.attention_backend, mbs",
+        "tp=4 failed",
+    ),
+    "no run.json": (
+        lambda where: (run_cell(where, 4), where.cell("tp4").run.unlink()),
+        "is not a run directory: run.json:",
+        "tp=4 failed",
+    ),
+    "true for 1": (_true_for_one, "failed: its ledger is of another run than planned: layout", "tp=4 failed"),
     "not run": (lambda where: None, "not run: its run directory has no ledger", "tp=4 did not run"),
     "short": (_short, "failed: its ledger ends at step 2 of 3", "tp=4 failed"),
     "torn": (_torn, "failed: its ledger ends at step 2 of 3; the last line is torn", "tp=4 failed"),

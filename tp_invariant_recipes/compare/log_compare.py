@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.ledger.open import beginning
-from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, contents
+from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, contents, one_file
 from tp_invariant_recipes.ledger.schema import KIND
 
 SAME, DIFFERENT, NOT_COMPARABLE = "the same as printed", "different as printed", "not comparable"
@@ -118,7 +118,7 @@ def line(comparison: LogComparison) -> str:
 
 def remarks(comparison: LogComparison) -> tuple[str, ...]:
     """Facts that a reader needs to judge the verdict; one sentence each."""
-    same_file = comparison.a.path.resolve() == comparison.b.path.resolve()
+    same_file = one_file(comparison.a.path, comparison.b.path)
     same = ["Both are the same file, so this proves nothing."] if same_file else []
     return (*same, _UNCHECKED) if comparison.fields else tuple(same)
 

@@ -11,7 +11,7 @@ from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL, parameter_of
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.layouts import changes
-from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.reader import Ledger, one_file
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
 
 _OF_STATE = ("clipped", "moments")  # which only every `ledger.state_digests`th step has
@@ -69,7 +69,7 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         if ledger.torn
     ]
     sentences += [f"{run_name(ledger)}: {_layouts(ledger)}." for ledger in (a, b) if changes(ledger.header)]
-    if a.path.resolve() == b.path.resolve():
+    if one_file(a.path, b.path):
         sentences.append("Both are the same file, so this proves nothing.")
     distance = magnitude_line(comparison)
     if comparison.first and distance:

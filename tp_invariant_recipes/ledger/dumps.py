@@ -19,6 +19,7 @@ import numpy as np
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.reading import Bounds, Record, checked, parse_json
 
+LARGEST_HEADER = 32 << 20  # bytes; some 300 for each piece
 RANKS = "ranks"  # the metadata with the number of files of a step
 
 
@@ -216,6 +217,9 @@ def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
     from safetensors import SafetensorError
 
     try:
+        with file.open("rb") as start:
+            if int.from_bytes(start.read(8), "little") > LARGEST_HEADER:
+                raise ValueError("its header is larger than that of any dump")
         with _opened(file) as stream:
             metadata, keys = stream.metadata() or {}, set(stream.keys())
             held = {key: (one.get_dtype(), one.get_shape()) for key in keys for one in (stream.get_slice(key),)}

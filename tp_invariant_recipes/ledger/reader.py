@@ -32,6 +32,14 @@ class Ledger:
         return self.path.parent if self.path.name == FILE_NAME else None
 
 
+def one_file(a: Path, b: Path) -> bool:
+    """Whether two paths name one file, also by links."""
+    try:
+        return os.path.samefile(a, b)
+    except OSError:
+        return a.resolve() == b.resolve()
+
+
 def ledger_file(path: str | os.PathLike) -> Path:
     """The ledger's file in a run directory; a path that is not a directory is itself the ledger."""
     path = Path(path)

@@ -23,7 +23,7 @@ from tp_invariant_recipes.ledger.reader import (
     no_header,
 )
 from tp_invariant_recipes.ledger.schema import Header, StepRecord
-from tp_invariant_recipes.reading import MIB
+from tp_invariant_recipes.reading import LONGEST_LINE, MIB
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,8 @@ def _ends(file: Path, stream: BinaryIO, progress: Progress | None) -> tuple[arra
         while at >= 0:
             ends.append(start + at + 1)
             at = block.find(b"\n", at + 1)
+            if ends[-1] - (ends[-2] if len(ends) > 1 else 0) > LONGEST_LINE:
+                raise LedgerError(f"{file} line {len(ends)}: more than {LONGEST_LINE} bytes")
         start += len(block)
         if progress:
             progress(start, total)

@@ -8,9 +8,8 @@ from typing import BinaryIO, NamedTuple
 
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.schema import KIND
-from tp_invariant_recipes.reading import MIB, Count, Record, checked, parse_json
+from tp_invariant_recipes.reading import LONGEST_LINE, Count, Record, checked, parse_json
 
-LARGEST = 256 * MIB  # bytes of one line
 _START = re.compile(rb'\s*\{\s*"kind"\s*:\s*"' + KIND.encode() + rb'"')
 _BLOCK = 1 << 16
 
@@ -70,8 +69,8 @@ def _newline_before(stream: BinaryIO, end: int) -> int | None:
     """The position of the last newline before `end`. ValueError: the line after it is longer than a line may be."""
     position = end
     while position > 0:
-        if end - position > LARGEST:
-            raise ValueError(f"a line of more than {LARGEST} bytes")
+        if end - position > LONGEST_LINE:
+            raise ValueError(f"a line of more than {LONGEST_LINE} bytes")
         size = min(_BLOCK, position)
         stream.seek(position - size)
         found = stream.read(size).rfind(b"\n")

@@ -1,6 +1,5 @@
 """The verdict on the finished runs of a matrix. It needs only their directories: no Bridge, no GPU."""
 
-import json
 import os
 import shlex
 from dataclasses import dataclass, replace
@@ -11,13 +10,16 @@ from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.compare.comparison_json import report
 from tp_invariant_recipes.compare.explanation import run_name
 from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, verdict_line
-from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger
+from tp_invariant_recipes.ledger.run_files import RunFile
+from tp_invariant_recipes.ledger.schema import canonical
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
+from tp_invariant_recipes.runs.run_dir import RunDir
 
 SCHEMA = 1
 
@@ -167,7 +169,7 @@ def examine(where: MatrixDir, cell: Cell) -> CellResult:
             state, why = FAILED, str(error)
     if why is None:
         state, why = _ended(where, cell, ledger)
-    if ledger is not None and why is None and (wrong := _another_run(cell, ledger)):
+    if ledger is not None and why is None and (wrong := _another_run(cell, ledger) or _other_overrides(run, cell)):
         state, why = FAILED, wrong
     return CellResult(cell.label, run.path, cell.ranks, cell.steps, state, why, ledger, None)
 
@@ -194,7 +196,7 @@ def _another_run(cell: Cell, ledger: Ledger) -> str | None:
     header = ledger.header
     planned = {"identity": cell.identity_hash, "layout": cell.layout, "numerics": cell.numerics}
     found = {"identity": header.identity_hash, "layout": header.layout, "numerics": header.numerics}
-    wrong = [name for name in planned if found[name] != json.loads(json.dumps(planned[name]))]
+    wrong = [name for name in planned if canonical(found[name]) != canonical(planned[name])]  # True is not 1
     if wrong:
         return f"its ledger is of another run than planned: {', '.join(wrong)}"
     for resumed in header.notes.get("resumed", ()):
@@ -202,6 +204,24 @@ def _another_run(cell: Cell, ledger: Ledger) -> str | None:
         if changed:
             return f"after step {resumed['after_step']} it continued with another {', '.join(changed)}"
     return None
+
+
+# First words of keys that say where a run is and what it keeps; a resume adds the numerics, which `_another_run` reads.
+_OF_A_PLACE = ("run", "launcher", "slurm", "cluster", "checkpoint", "save", "ledger", "logging", "logger", "numerics")
+
+
+def _other_overrides(run: RunDir, cell: Cell) -> str | None:
+    """Why a run is not the cell's own, though its identity, layout and numerics are: overrides choose kernels, too."""
+    try:
+        trained = run.read_run(RunFile).overrides
+    except RunError as error:
+        return str(error)
+    found, wanted = (
+        {key: value for key, _, value in (text.partition("=") for text in texts)} for texts in (trained, cell.overrides)
+    )
+    other = [key for key in sorted(found | wanted) if found.get(key) != wanted.get(key)]
+    named = ", ".join(key for key in other if key.lstrip("+~").partition(".")[0] not in _OF_A_PLACE)
+    return f"it was trained with other overrides than planned: {named}" if named else None
 
 
 def _reference(path: Path) -> CellResult:

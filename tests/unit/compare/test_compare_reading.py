@@ -13,6 +13,7 @@ from tp_invariant_recipes.compare import compare as compare_module
 from tp_invariant_recipes.compare import tally
 from tp_invariant_recipes.compare.compare import compare, compare_all
 from tp_invariant_recipes.compare.comparison_json import comparison_json, report
+from tp_invariant_recipes.compare.text import remarks
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import reader, stream
 from tp_invariant_recipes.ledger.lines import encode_header, encode_step
@@ -165,3 +166,12 @@ def test_who_waits_for_long_is_told_how_far_it_is(cli, monkeypatch, tmp_path):
         "comparing: step 2 of 5",
         "comparing: step 4 of 5",
     ]
+
+
+def test_a_hard_link_is_the_same_file(tmp_path):
+    one, link, copy = (tmp_path / name for name in ("one.jsonl", "link.jsonl", "copy.jsonl"))
+    written(one)
+    link.hardlink_to(one)
+    copy.write_bytes(one.read_bytes())
+    said = [remarks(compare(read(one), read(other)))[0] for other in (link, copy)]
+    assert [sentence.startswith("Both are the same file") for sentence in said] == [True, False]
