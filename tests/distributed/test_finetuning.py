@@ -77,6 +77,21 @@ def test_neither_ranks_nor_micro_batches_change_what_a_masked_token_counts(tuned
     shared("compare", "tree/tp1", "dp2", status=0)
 
 
+@pytest.mark.release
+def test_neither_changes_the_loss_of_examples_to_validate(mine, shared):
+    """A second pass over 40 examples in another order, and tests on none."""
+    lines = (mine / "examples" / "training.jsonl").read_text().splitlines()
+    folder = examples(mine / "validated", *lines)
+    (folder / "validation.jsonl").write_text("\n".join(lines[-40:]) + "\n")
+    validated = (*RECIPE, f"dataset.dataset_root={folder}", "iters=3", "numerics.data_shards=2")
+    validated += ("validation.eval_iters=3", "validation.eval_interval=1")
+    for name, layout in {"one": (), "pair": ("dp=2", "mbs=2")}.items():
+        shared("train", *validated, *layout, f"run.dir=validated-{name}", status=0)
+    said = shared("compare", "validated-one", "validated-pair", status=0).stdout
+    assert "validation loss and final validation loss (at step 3) equal bit for bit" in " ".join(said.split())
+    assert "validation/48:72" in shared.ledger("validated-one")[2].evaluations
+
+
 def test_with_stock_numerics_it_has_not(mine, shared):
     stock = ("numerics=stock", "numerics.initial_weights=invariant", "iters=1")
     done = shared("verify", *RECIPE, "tp=1,2", *stock, "--dir", "stock", status=1)

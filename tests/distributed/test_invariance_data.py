@@ -186,6 +186,25 @@ def test_a_resumed_run_validates_where_it_was(scenario, tpi):
     assert unequal(read(tpi.folder / "begun").steps, whole.ledger()) == []
 
 
+def _fail_after_the_test() -> None:
+    """With the final validation in the ledger, and not the test."""
+    from tp_invariant_recipes.training.recorder import Recorder
+
+    def failing(self, context):
+        raise ValueError("planted")
+
+    Recorder.on_test_end = failing
+
+
+@pytest.mark.release
+def test_a_run_that_failed_after_its_last_step_evaluates_again(scenario, tpi):
+    words = (*DENSE.split(), "iters=2", "gbs=2", "save=2", *VALIDATED.split())
+    tpi("train", *words, "run.dir=failed", before=_fail_after_the_test, status=2)
+    assert list(read(tpi.folder / "failed").steps[-1].evaluations) == ["validation/2:4", "final_validation/4:6"]
+    tpi("train", "--resume", "failed", status=0)
+    assert unequal(read(tpi.folder / "failed").steps, scenario(*words).ledger()) == []
+
+
 @pytest.mark.parametrize("tied", ("true", pytest.param("false", marks=pytest.mark.release)))
 def test_the_sum_of_a_sequences_rows_is_needed(scenario, tied):
     """Sequences have tokens twice, in fp32: numbers of bf16 add exactly in any order."""
