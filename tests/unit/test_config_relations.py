@@ -3,6 +3,7 @@
 Every row trained, or ended in a traceback or an error of a library, before there was a rule.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from tp_invariant_recipes.config import bounds
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse_all
+from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import ConfigError, TpiError
+from tp_invariant_recipes.launch import plan
 from tp_invariant_recipes.launch.request import Request
 
 
@@ -114,3 +117,12 @@ def test_an_option_and_an_override_that_contradict(cli, folders_here, words, say
 def test_an_option_and_an_override_that_agree(cli, folders_here):
     ended = cli("train", "qwen3_toy", "--trace", "1:2", "ledger.trace=1:2", "iters=1")
     assert ended.err == "error: ledger.trace=1:2: the run ends at step 1; raise iters or trace less\n"
+
+
+@pytest.mark.parametrize("split, documents, wrong", (("90,5,5", 1, True), ("90,5,5", 20, False), ("9,1,0", 1, True)))
+def test_a_part_of_the_text_without_a_document_is_refused(split, documents, wrong):
+    """Megatron goes through its documents until it has enough tokens."""
+    config = compose("qwen3_toy", ["data=text", "data.path=a.txt", f"dataset.split='{split}'"], device="cpu").config
+    data = PreparedData(Path("text"), "byte", vocab_size=257, eod=256, documents=documents, tokens=99, digest="0")
+    with pytest.raises(ConfigError, match="has a part without a document: text has 1") if wrong else nullcontext():
+        plan._with_data(config, data)

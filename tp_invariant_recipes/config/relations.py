@@ -141,12 +141,17 @@ def _warmup(config: RunConfig) -> str | None:
     return f"scheduler.lr_warmup_iters={warmup} is not below {name}={end}; scheduler.lr_warmup_iters=0, or more steps"
 
 
+def shares_of_text(config: RunConfig) -> list[float]:
+    """The shares of training, validation and tests, as Megatron reads dataset.split; it takes missing ones as 0."""
+    parts = [float(part) for part in re.findall(r"\d*\.?\d+", config.section("dataset").get("split") or "")]
+    return [part / (sum(parts) or 1) for part in parts]
+
+
 def _validation(config: RunConfig) -> str | None:
-    iters, split = config.section("validation").get("eval_iters"), config.section("dataset").get("split") or ""
+    iters, split = config.section("validation").get("eval_iters"), config.section("dataset").get("split")
     if config.section("validation").get("eval_interval") and not iters:
         return "validation.eval_interval without validation.eval_iters validates nothing; set both, or neither"
-    parts = [float(part) for part in re.findall(r"[.0-9]+", split)]  # of the text, as Megatron reads them
-    if iters and config.data.kind == "text" and not any(parts[1:2]):
+    if iters and config.data.kind == "text" and not any(shares_of_text(config)[1:2]):
         return f"validation.eval_iters={iters}: dataset.split={split} has no text for it; \"dataset.split='90,5,5'\""
     return None
 

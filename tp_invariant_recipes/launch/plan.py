@@ -1,12 +1,13 @@
 """A run before its ranks start: its resolved configuration, its directory and its identity."""
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import hydra_tree
+from tp_invariant_recipes.config import hydra_tree, relations
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.overrides import Override, given
@@ -233,6 +234,13 @@ def _check_vocabulary(where: str, size: int, config: RunConfig) -> None:
 def _with_data(config: RunConfig, data: PreparedData) -> RunConfig:
     """The configuration with prepared data, and with the ids of the data for the NullTokenizer."""
     _check_vocabulary(str(data.prefix), data.vocab_size, config)
+    shares = relations.shares_of_text(config)
+    ends = [round(end * data.documents) for end in itertools.accumulate(shares, initial=0.0)]  # as Megatron rounds them
+    if any(share and ends[n] == ends[n + 1] for n, share in enumerate(shares)):  # it would look for its tokens for ever
+        raise ConfigError(
+            f"dataset.split={config.section('dataset')['split']} has a part without a document: {data.prefix} has "
+            f"{data.documents} in all; set other shares, or prepare more documents"
+        )
     eod = {} if data.eod == data.vocab_size - 1 else {"null_tokenizer_eod_id": data.eod}
     config = config.with_fields("dataset", blend=[[str(data.prefix.absolute())], None])
     return config.with_fields("tokenizer", vocab_size=data.vocab_size, vocab_includes_eod=True, **eod)
