@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.operands import KINDS, same_bits, sample
+from tp_invariant_recipes.kernels import numba_loop, tensor_core_cpu
 from tp_invariant_recipes.kernels.tensor_core_sum import _fma as fma
-from tp_invariant_recipes.portable import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu, one_source
+from tp_invariant_recipes.portable import ieee_adam, ieee_cross_entropy, ieee_norm, ieee_rotary, ieee_swiglu
 from tp_invariant_recipes.portable.ieee_sums import folded, power_of_two
 from tp_invariant_recipes.portable.one_source import SMALL, numpy_version
 
@@ -305,20 +306,23 @@ def test_threads_do_not_change_a_bit():
         assert all(same_bits(one, other) for other in others)
 
 
-def test_a_kept_loop_follows_all_sources(monkeypatch):
-    """Also the files of the elementwise functions in it; numba itself would keep the old ones."""
-    loop = ieee_swiglu._forward_loop.py_func
+@pytest.mark.parametrize("loop", (ieee_swiglu._forward_loop, tensor_core_cpu._add_bf16), ids=("portable", "kernels"))
+def test_a_kept_loop_follows_all_sources(monkeypatch, loop):
+    """Also the files of the functions and constants in it; numba itself would keep the old ones."""
 
     def stamp():
-        return one_source.cpu_loop(loop)._cache._cache_file._source_stamp
+        return numba_loop.cpu_loop(loop.py_func)._cache._cache_file._source_stamp
 
     before = stamp()
     assert stamp() == before
-    one_source._stamp_of_sources.cache_clear()
+    read = numba_loop.Path.read_bytes
+    numba_loop._stamp_of_sources.cache_clear()
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(one_source.Path, "read_bytes", lambda path: path.name.encode())
+            patched.setattr(
+                numba_loop.Path, "read_bytes", lambda path: read(path) + b" " * (path.name == "tensor_core_sum.py")
+            )
             assert stamp() != before
     finally:
-        one_source._stamp_of_sources.cache_clear()
+        numba_loop._stamp_of_sources.cache_clear()
     assert stamp() == before

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.numba_fma import fma
+from tp_invariant_recipes.kernels.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.tensor_core_sum import KEPT, LEAST_TOP, NAN, NO_EXPONENT, STEP
 
 HALF = STEP // 2
@@ -132,7 +133,7 @@ def _exponent(bits: Any) -> Any:
     return np.float32(max(field, 1) - 127)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop
 def split_rows(bits: Any) -> Any:
     """[m, k] bits of bf16 → `Rows`, with k padded to a multiple of STEP by zeros."""
     m, k = bits.shape
@@ -150,7 +151,7 @@ def split_rows(bits: Any) -> Any:
     return values, exponents, highest
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop
 def split_panels(bits: Any) -> Any:
     """[k, n] bits of bf16 → `Panels`, with k and n padded to multiples of STEP and WIDE by zeros."""
     k, n = bits.shape
@@ -172,7 +173,7 @@ def split_panels(bits: Any) -> Any:
     return values, exponents, highest
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop
 def _add_bf16(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any) -> None:
     """Add all steps of all rows. out: [m, panels · WIDE] fp32, the accumulators; then `Rows` and `Panels`."""
     work = workspace()
@@ -257,13 +258,13 @@ def _add_all_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any,
         out[j] = total[j]
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop
 def add_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any, kept: Any, work: Any) -> None:
     """`_add_all_steps` as a call: its code is long, and the loops of attention have it in several places."""
     _add_all_steps(out, a, ea, ha, b, eb, hb, kept, work)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop
 def _exact_step(row: Any, rows: Any, j: Any, k: Any, before: Any, kept: Any) -> Any:
     """One step of one element by the definition. row: [k], rows: [k, WIDE]; before: bits of the accumulator, as the
     result."""
@@ -333,7 +334,7 @@ def _fp32_bits(total: Any, unit: Any) -> Any:
     return np.int32(word | -0x80000000) if total < 0 else np.int32(word)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@cpu_loop
 def _add_fp32(a: Any, b: Any, out: Any) -> None:
     """a: [m, k], b: [k, n], contiguous fp32; out: [m, n] fp32 zeros, to which fma adds for every k in order."""
     m, k = a.shape

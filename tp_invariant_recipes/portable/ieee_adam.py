@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.numba_loop import cpu_loop
 from tp_invariant_recipes.portable.ieee_math import canonical
-from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, by_rows, cpu_loop, elementwise, numba_version
+from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, by_rows, elementwise, numba_version
 
 BLOCK = 1024
 

@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.kernels import tensor_core_cpu
+from tp_invariant_recipes.kernels.numba_loop import cpu_loop
 from tp_invariant_recipes.kernels.tensor_core_cpu import WIDE, add_steps, split_panels, split_rows, workspace
 from tp_invariant_recipes.kernels.tensor_core_sum import STEP
 from tp_invariant_recipes.portable.ieee_attention_triton import LANES, backward_triton, exponential, forward_triton
 from tp_invariant_recipes.portable.ieee_math import bf16_bits, fp32_of_bf16
 from tp_invariant_recipes.portable.ieee_sums import numba_fold, numba_fold_rows
-from tp_invariant_recipes.portable.one_source import as_array, by_rows, cpu_loop, numba_version
+from tp_invariant_recipes.portable.one_source import as_array, by_rows, numba_version
 
 LOG2_E = math.log2(math.e)
 

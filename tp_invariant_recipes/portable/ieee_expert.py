@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.numba_loop import cpu_loop
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee_sums import fold_columns, numba_fold, power_of_two
 from tp_invariant_recipes.portable.ieee_swiglu import gated, gated_gradient
-from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_stored, by_rows, cpu_loop, numba_version
+from tp_invariant_recipes.portable.one_source import UNFUSED, as_array, as_stored, by_rows, numba_version
 
 LANES = 1024
 

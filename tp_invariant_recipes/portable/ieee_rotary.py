@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.numba_loop import cpu_loop
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee_sums import power_of_two
 from tp_invariant_recipes.portable.one_source import (
@@ -34,7 +35,6 @@ from tp_invariant_recipes.portable.one_source import (
     as_array,
     as_stored,
     by_rows,
-    cpu_loop,
     elementwise,
     numba_version,
 )

@@ -20,6 +20,7 @@ from numba import njit
 from torch import Tensor
 
 from tp_invariant_recipes.kernels.launch import Kernel
+from tp_invariant_recipes.kernels.numba_loop import cpu_loop
 from tp_invariant_recipes.portable.ieee_math import ZERO, exp
 from tp_invariant_recipes.portable.ieee_storage import load_fp32, store_rounded, stored, widened
 from tp_invariant_recipes.portable.ieee_sums import fold_columns, numba_fold, power_of_two
@@ -28,7 +29,6 @@ from tp_invariant_recipes.portable.one_source import (
     as_array,
     as_stored,
     by_rows,
-    cpu_loop,
     elementwise,
     numba_version,
 )

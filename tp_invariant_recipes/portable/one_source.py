@@ -16,12 +16,10 @@ The source of an elementwise function may have: + - * of fp32, `tl.div_rn`, `tl.
 number written there would be fp64 to numba, unless it is an integer.
 """
 
-import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -34,11 +32,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tp_invariant_recipes.kernels import numba_fma
+from tp_invariant_recipes.kernels.numba_loop import OPTIONS
 
 UNFUSED = {"enable_fp_fusion": False}  # options of a launch
 SMALL = 2**15  # numbers that one thread computes faster than several could start
-
-_COMPILED: dict[str, Any] = {"error_model": "numpy", "nogil": True}
 
 
 def constant(value: float) -> Any:
@@ -72,18 +69,6 @@ def numpy_version(name: str) -> Callable:
             return function(*arguments)
 
     return quiet
-
-
-def cpu_loop(function: Callable) -> Any:
-    """Compile a loop over arrays with numba, once a machine: the result is kept beside the file or in the user's cache.
-
-    numba compares a kept result with the file that has the loop. This function compares it with all files beside this
-    one, too: the loop contains elementwise functions of other files.
-    """
-    compiled = njit(cache=True, **_COMPILED)(function)
-    file = compiled._cache._cache_file
-    file._source_stamp = (file._source_stamp, _stamp_of_sources())
-    return compiled
 
 
 def by_rows(loop: Callable[..., None], rows: tuple[NDArray, ...], *others: Any, work: int) -> None:
@@ -142,7 +127,7 @@ def at_least(x, least):
     return tl.maximum(x, least, propagate_nan=tl.PropagateNan.ALL)
 
 
-@njit(**_COMPILED)
+@njit(**OPTIONS)
 def _numba_at_least(x: Any, least: Any) -> Any:
     return least if x < least else x
 
@@ -160,27 +145,27 @@ def numpy_fma(a: Any, b: Any, c: Any) -> Any:
     return np.where(inexact, np.nextafter(total, toward), total).astype(np.float32)
 
 
-@njit(**_COMPILED)
+@njit(**OPTIONS)
 def _numba_bits_of(x: Any) -> Any:
     return np.float32(x).view(np.int32)
 
 
-@njit(**_COMPILED)
+@njit(**OPTIONS)
 def _numba_fp32_of(bits: Any) -> Any:
     return np.int32(bits).view(np.float32)
 
 
-@njit(**_COMPILED)
+@njit(**OPTIONS)
 def _numba_where(condition: Any, a: Any, b: Any) -> Any:
     return a if condition else b
 
 
-@njit(**_COMPILED)
+@njit(**OPTIONS)
 def _numba_div_rn(a: Any, b: Any) -> Any:
     return np.float32(a) / np.float32(b)
 
 
-@njit(**_COMPILED)
+@njit(**OPTIONS)
 def _numba_sqrt_rn(a: Any) -> Any:
     return np.sqrt(np.float32(a))
 
@@ -225,16 +210,9 @@ def _version(name: str, compiler: str) -> Any:
         elif used in source.__globals__:
             names[used] = _typed(source.__globals__[used])
     function = FunctionType(source.__code__, names, name)
-    return njit(**_COMPILED)(function) if compiler == "numba" else function
+    return njit(**OPTIONS)(function) if compiler == "numba" else function
 
 
 def _typed(value: Any) -> Any:
     value = value.value if isinstance(value, tl.constexpr) else value
     return np.float32(value) if isinstance(value, float) else np.int32(value)
-
-
-@cache
-def _stamp_of_sources() -> str:
-    """A hash of the files that elementwise functions can be in: all beside this one."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()

@@ -1,0 +1,30 @@
+"""Loops over arrays that numba compiles once a machine, and again when a source of theirs has changed."""
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+OPTIONS: dict[str, Any] = {"error_model": "numpy", "nogil": True}
+
+
+def cpu_loop(function: Callable) -> Any:
+    """Compile a loop. The result is kept beside the file or in the user's cache.
+
+    numba compares a kept result with the file that has the loop. This function compares it with all files beside that
+    one, and with those of kernels/: the loop contains their functions and constants.
+    """
+    compiled = njit(cache=True, **OPTIONS)(function)
+    file = compiled._cache._cache_file
+    file._source_stamp = (file._source_stamp, _stamp_of_sources(Path(function.__code__.co_filename).parent))
+    return compiled
+
+
+@cache
+def _stamp_of_sources(folder: Path) -> str:
+    """A hash of the files that a loop in this folder can take functions and constants from."""
+    files = sorted({*folder.glob("*.py"), *Path(__file__).parent.glob("*.py")})
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
