@@ -219,7 +219,7 @@ def _described(file: Path) -> tuple[int, dict[str, DumpedPart]]:
     try:
         with file.open("rb") as start:
             if int.from_bytes(start.read(8), "little") > LARGEST_HEADER:
-                raise ValueError("its header is larger than that of any dump")
+                raise ValueError("its header is larger than a dump's")
         with _opened(file) as stream:
             metadata, keys = stream.metadata() or {}, set(stream.keys())
             held = {key: (one.get_dtype(), one.get_shape()) for key in keys for one in (stream.get_slice(key),)}
