@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.launch import record
 from tp_invariant_recipes.ledger.record import LedgerWriter, StepRecord
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir
 from tp_invariant_recipes.workflows import sweep, verify
@@ -29,7 +30,7 @@ def finished(*losses: str, steps: int = 2) -> MatrixDir:
     for cell, loss in zip(found.matrix.cells, losses, strict=True):
         run = found.plans[cell.name]
         head = verify.Header(identity=run.identity, layout=cell.layout, numerics=cell.numerics)
-        found.directory.cell(cell.name).path.mkdir()
+        record.write(run, attempt=False)
         with LedgerWriter(found.directory.cell(cell.name).ledger).create(head) as writer:
             for step in range(1, steps + 1):
                 writer.append(StepRecord(step, step, 64, loss, "f32:3fa00000", "f64:3f33a92a30553261"))

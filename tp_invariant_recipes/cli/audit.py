@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Model, Overrides, directory_option
 from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.plural import counted
 
 _COLOURS = {"same": "green", "equal": "green", "rounding": "green", "different": "red"}
 
@@ -55,7 +56,9 @@ def audit(
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
     console.print(Text(f"audit directory {planned.directory.path}"), soft_wrap=True)
-    watch = progress.headed(console, lambda name, run: Text(name, style="bold") + Text(f", {run.steps} steps"))
+    watch = progress.headed(
+        console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps, 'step')}")
+    )
     found = launch.execute(planned, watch, keep=keep)
     if as_json:
         terminal.print_json(found)

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tp_invariant_recipes.cli.arguments import Json, Model, Overrides, directory_option
 from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.plural import counted
 
 
 def bench(
@@ -92,11 +93,11 @@ def _print(found: dict[str, Any]) -> None:
 
 
 def _title(found: dict[str, Any]) -> str:
-    ranks = f"{found['ranks']} {found['device']['kind']} rank{'s' if found['ranks'] > 1 else ''}"
+    ranks = counted(found["ranks"], f"{found['device']['kind']} rank")
     names = ", ".join(sorted(set(found["device"]["names"])))
     return (
         f"{' '.join([found['model'], *found['overrides']])} on {ranks} ({names}): "
-        f"{found['rounds']} rounds of {found['steps']} steps after {found['warmup']}"
+        f"{counted(found['rounds'], 'round')} of {counted(found['steps'], 'step')} after {found['warmup']}"
     )
 
 

@@ -10,6 +10,7 @@ from tp_invariant_recipes.cli.arguments import Json
 from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.plural import counted
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.ledger.certificate import Certificate
@@ -65,7 +66,7 @@ def certify(
     summary = found.summary
     terminal.print_text(f"{found.path}: {certificate.summary_words(summary)}")
     if summary["steps"] != summary["of"]:
-        terminal.print_text(f"the run has {summary['steps']} of {summary['of']} steps: it was not finished")
+        terminal.print_text(f"the run has {summary['steps']} of {counted(summary['of'], 'step')}: it was not finished")
     terminal.print_text(f"certificate hash {found.hash}{', as expected' if expected else ''}")
 
 

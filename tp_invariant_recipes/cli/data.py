@@ -10,6 +10,7 @@ import typer
 
 from tp_invariant_recipes.cli.help_text import help_text
 from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.plural import counted
 
 data_app = typer.Typer(help="Turn text into the indexed datasets that Megatron trains on.", no_args_is_help=True)
 
@@ -54,7 +55,9 @@ def prepare(
     if as_json:
         terminal.print_json(asdict(prepared) | {"prefix": str(prepared.prefix)})
         return
-    terminal.print_text(f"{prepared.prefix}: {prepared.documents} documents, {prepared.tokens} tokens")
+    terminal.print_text(
+        f"{prepared.prefix}: {counted(prepared.documents, 'document')}, {counted(prepared.tokens, 'token')}"
+    )
     terminal.print_text(f"tokenizer {prepared.tokenizer}, vocabulary {prepared.vocab_size} with eod {prepared.eod}")
     terminal.print_text(f"digest {prepared.digest}")
 

@@ -8,6 +8,7 @@ import typer
 
 from tp_invariant_recipes.cli.arguments import Json
 from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.plural import counted
 
 
 def export(
@@ -41,7 +42,8 @@ def export(
         terminal.print_json(asdict(found) | {"folder": str(found.folder)})
         return
     terminal.print_text(
-        f"{found.folder}: {found.architecture} after step {found.step}, {found.tensors} tensors, {found.dtype}"
+        f"{found.folder}: {found.architecture} after step {found.step}, {counted(found.tensors, 'tensor')}, "
+        f"{found.dtype}"
     )
     if found.copied:
         terminal.print_text(f"copied: {', '.join(found.copied)}")

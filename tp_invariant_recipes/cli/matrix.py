@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from tp_invariant_recipes.plural import counted
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -28,12 +30,12 @@ def train_matrix[T](
         if tight := memory.warning(planned.plans[cell.name].config, here=True):
             console.print(Text(f"warning: {cell.label}: {tight}", style="yellow"), soft_wrap=True)
     runs = len(planned.plans)
-    console.print(Text(f"{runs} run{'s' * (runs != 1)} in {planned.directory.path}"), soft_wrap=True)
+    console.print(Text(f"{counted(runs, 'run')} in {planned.directory.path}"), soft_wrap=True)
     labels = [cell.label for cell in planned.cells]
 
     def heading(label: str, run: "Plan") -> Text:
-        ranks = f"{run.layout.world} {run.device} rank{'s' if run.layout.world > 1 else ''}"
+        ranks = counted(run.layout.world, f"{run.device} rank")
         number = f"{labels.index(label) + 1} of {len(labels)}"
-        return Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {run.steps} steps")
+        return Text(f"{number}: {label}", style="bold") + Text(f" on {ranks}, {counted(run.steps, 'step')}")
 
     return execute(planned, progress.headed(console, heading, verbose=verbose))

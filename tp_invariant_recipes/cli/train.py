@@ -22,6 +22,7 @@ from tp_invariant_recipes.cli.arguments import (
 )
 from tp_invariant_recipes.errors import ConfigError, RunError
 from tp_invariant_recipes.host import needed, terminal
+from tp_invariant_recipes.plural import counted
 
 LAST = Path("last")  # of --resume
 
@@ -224,13 +225,14 @@ def _start_text(planned: "Plan") -> str:
 
     if planned.completed:
         return escape(resume.completed_text(planned))
-    ranks = planned.layout.world
+    ranks = counted(planned.layout.world, f"{planned.device} rank")
     save = planned.config.section("checkpoint")["save_interval"]
-    kept = f"every {save} steps and on SIGTERM" if save else "on SIGTERM only (save=N: every N steps)"
+    every = "step" if save == 1 else f"{save} steps"
+    kept = f"every {every} and on SIGTERM" if save else "on SIGTERM only (save=N: every N steps)"
     resumed = f", from step {planned.start}" if planned.start else ""
     return (
-        f"[bold]{planned.composed.model}[/] on {ranks} {planned.device} rank{'s' if ranks > 1 else ''}, "
-        f"{planned.steps} steps{resumed}, numerics={planned.config.numerics.mode}\n"
+        f"[bold]{planned.composed.model}[/] on {ranks}, "
+        f"{counted(planned.steps, 'step')}{resumed}, numerics={planned.config.numerics.mode}\n"
         f"run directory {escape(str(planned.run_dir.path))}; checkpoints {kept}"
         + (f"\n{escape(planned.remark)}" if planned.remark else "")
     )

@@ -19,6 +19,7 @@ from tp_invariant_recipes.ledger.bits import readable, ulp_distance
 from tp_invariant_recipes.ledger.digests import Traced
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import EVALUATED, StepRecord
+from tp_invariant_recipes.plural import counted
 
 # A module's name -> the different name of its parameters in checkpoints. Local layers have separate norms but are saved
 # as the fused layers are; a tied output layer has the embedding's weight.
@@ -210,7 +211,7 @@ def _gradient(scene: Scene) -> InputsMatch:
             return True, f"{start}, the inputs of {module} and the gradient that arrives at it matched"
     count = sum(map(len, matched.values()))
     if count:
-        return None, f"{start}, all {count} tensors of the trace matched"
+        return None, f"{start}, all {counted(count, 'tensor')} of the trace matched"
     return None, f"{start}, loss matched"
 
 

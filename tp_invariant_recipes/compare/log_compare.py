@@ -16,6 +16,7 @@ from typing import Any
 from tp_invariant_recipes.ledger.open import beginning
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, contents, one_file
 from tp_invariant_recipes.ledger.schema import KIND
+from tp_invariant_recipes.plural import counted
 
 SAME, DIFFERENT, NOT_COMPARABLE = "the same as printed", "different as printed", "not comparable"
 EXIT_STATUS = {SAME: 0, DIFFERENT: 1, NOT_COMPARABLE: 2}
@@ -107,7 +108,7 @@ def line(comparison: LogComparison) -> str:
     """The whole result in one line."""
     a, b, first = comparison.a, comparison.b, comparison.first
     count, total = comparison.steps_compared, max(len(a.iterations), len(b.iterations))
-    steps = (f"{count}" if count == total else f"{count} of {total}") + (" step" if total == 1 else " steps")
+    steps = counted(total, "step") if count == total else f"{count} of {counted(total, 'step')}"
     if not comparison.fields:
         return f"{NOT_COMPARABLE}: no iteration that both print in {a.path} and {b.path}"
     if first is None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.compare.compare import Comparison
 from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.plural import counted
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.ledger.dumps import Distance
@@ -39,7 +40,7 @@ def magnitude_line(comparison: Comparison) -> str | None:
         return f"the dumps do not show how far apart: {error}"
     if found is None:
         return None
-    parts = [f"{found.differing} of {found.total} elements differ"]
+    parts = [f"{found.differing} of {counted(found.total, 'element')} differ"]
     if found.max_ulp is not None:
         parts.append(f"by at most {found.max_ulp} ULP and {found.max_difference:.3g}")
     if found.nans:

@@ -13,6 +13,7 @@ from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDiffer
 from tp_invariant_recipes.ledger.layouts import changes
 from tp_invariant_recipes.ledger.reader import Ledger, one_file
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, FLOATS, SHARDS
+from tp_invariant_recipes.plural import counted
 
 _OF_STATE = ("clipped", "moments")  # which only every `ledger.state_digests`th step has
 _FIELDS_IN_LINE = 3  # the table below the line has the other fields
@@ -52,11 +53,11 @@ def compared_values(comparison: Comparison) -> str:
     for kind in DIGESTED:
         count = len({parameter_of(kind, name) for name in comparison.tensors[kind]})
         if count:
-            kinds.setdefault(f"{count} parameters{_at(comparison, kind)}", []).append(LABELS[kind])
+            kinds.setdefault(f"{counted(count, 'parameter')}{_at(comparison, kind)}", []).append(LABELS[kind])
     items += [f"{_series(labels)} of {count}" for count, labels in kinds.items()]
     items += [f"{LABELS[data]}{_at(comparison, data)}" for data in EVALUATED if comparison.coverage[data].both]
     if comparison.trace.compared:
-        items.append(f"{comparison.trace.compared} tensors of the trace{_at(comparison, 'trace')}")
+        items.append(f"{counted(comparison.trace.compared, 'tensor')} of the trace{_at(comparison, 'trace')}")
     return _series(items)
 
 
@@ -142,10 +143,12 @@ def _untraced(comparison: Comparison) -> list[str]:
         sentences.append(f"Traces are compared at {_both(comparison, coverage)}.")
     for count, has, lacks in ((trace.only_a, comparison.a, comparison.b), (trace.only_b, comparison.b, comparison.a)):
         if count:
-            tensors = f"{count} traced tensors of {run_name(has)}"
-            sentences.append(f"{tensors} are not in the trace of {run_name(lacks)}: not compared.")
+            tensors = f"{counted(count, 'traced tensor')} of {run_name(has)}"
+            verb = "is" if count == 1 else "are"
+            sentences.append(f"{tensors} {verb} not in the trace of {run_name(lacks)}: not compared.")
     if trace.undigested:
-        sentences.append(f"{trace.undigested} traced tensors have no digest that two layouts share: not compared.")
+        tensors = counted(trace.undigested, "traced tensor")
+        sentences.append(f"Not compared: {tensors} without a digest that two layouts share.")
     return sentences
 
 
@@ -164,7 +167,7 @@ def _both(comparison: Comparison, coverage: Coverage) -> str:
         for ledger, count in ((comparison.a, coverage.only_a), (comparison.b, coverage.only_b))
         if count
     ]
-    return "; ".join([f"{coverage.both} of {_steps(comparison.steps_compared)}", *alone])
+    return "; ".join([f"{coverage.both} of {counted(comparison.steps_compared, 'step')}", *alone])
 
 
 def _later_replicas(comparison: Comparison) -> list[str]:
@@ -235,13 +238,9 @@ def header_rows(comparison: Comparison) -> tuple[tuple[str, str, str], ...]:
     return tuple((d.field, d.a or _NOT_SET, d.b or _NOT_SET) for d in comparison.refused + comparison.informed)
 
 
-def _steps(count: int) -> str:
-    return f"{count} step" if count == 1 else f"{count} steps"
-
-
 def _identical(comparison: Comparison) -> str:
     compared, total = comparison.steps_compared, comparison.steps_total
-    steps = _steps(compared) if compared == total else f"{compared} of {_steps(total)}"
+    steps = counted(compared, "step") if compared == total else f"{compared} of {counted(total, 'step')}"
     skipped = f"; {comparison.steps_skipped} of them skipped by both" if comparison.steps_skipped else ""
     return f": {steps}, {compared_values(comparison)} equal bit for bit{skipped}{_ending(comparison)}"
 
@@ -255,7 +254,9 @@ def _different(comparison: Comparison) -> str:
         parts.append(f"{len(comparison.model) - 1} more such differences of the models")
     if first.kind == INITIAL and len(comparison.initial) > 1:
         parts[0] += f", and of {len(comparison.initial) - 1} more parameters"
-    parts.append(f"{comparison.steps_differing} of {_steps(comparison.steps_compared)} differ{_ending(comparison)}")
+    parts.append(
+        f"{comparison.steps_differing} of {counted(comparison.steps_compared, 'step')} differ{_ending(comparison)}"
+    )
     return "; ".join(parts)
 
 
@@ -302,7 +303,7 @@ def _at(comparison: Comparison, name: str) -> str:
     if name in (*_OF_STATE, *EVALUATED) and both <= LISTED:
         steps = [str(step) for step in comparison.listed[name]]
         return f" (at step{'s' if len(steps) > 1 else ''} {_series(steps)})"
-    return f" (at {both} of {_steps(compared)})"
+    return f" (at {both} of {counted(compared, 'step')})"
 
 
 def _series(items: Sequence[str]) -> str:

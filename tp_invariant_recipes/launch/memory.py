@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host import memory as host
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sizing import activations, memory
@@ -90,8 +91,10 @@ def table(need: Estimate) -> list[str]:
     """The estimate for people: a line a part, then a rank, and the node where its ranks share the memory."""
     rows = [*need.parts.items(), ("a rank", need.rank)]
     if need.together:
-        ranks = "1 rank" if need.ranks == 1 else f"{need.ranks} ranks"
-        rows += [("Python and Megatron-Bridge, once", need.together), (f"a node, {ranks}", need.node)]
+        rows += [
+            ("Python and Megatron-Bridge, once", need.together),
+            (f"a node, {counted(need.ranks, 'rank')}", need.node),
+        ]
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:{width}}  {_aligned(size)}" for name, size in rows]
     return [*lines, *(f"{key}: not followed in {', '.join(parts)}" for key, parts in need.unfollowed.items())]

@@ -9,6 +9,7 @@ from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.launch import experiments, memory
 from tp_invariant_recipes.patches import registry
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
 from tp_invariant_recipes.settings import allocation, environment, layout
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -66,12 +67,12 @@ def _gpus(config: RunConfig) -> list[str]:
     ranks = at.world
     if config.launcher.kind == "slurm":
         allocated = allocation.of(config)
-        ranks, degrees = allocated.ranks, f"{degrees} on {allocated.nodes} nodes, {allocated.ranks} on each"
+        ranks, degrees = allocated.ranks, f"{degrees} on {counted(allocated.nodes, 'node')}, {allocated.ranks} on each"
     problems = []
     if not found:
         problems.append("device=gpu, but this machine shows no GPU; device=cpu runs the toy models (tpi doctor)")
     elif ranks > len(found):
-        problems.append(f"{degrees}, but this machine has {len(found)} GPUs; lower one of them")
+        problems.append(f"{degrees}, but this machine has {counted(len(found), 'GPU')}; lower one of them")
     if installed("transformer-engine") is None:
         problems.append("device=gpu needs Transformer Engine, which is not installed: make gpu (tpi doctor)")
     if config.model.get("hybrid_layer_pattern") and installed("mamba-ssm") is None:

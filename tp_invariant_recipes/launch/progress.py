@@ -13,6 +13,7 @@ from rich.text import Text
 
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.run_files import ProgressLine
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import Record, checked, parse_json
 
 if TYPE_CHECKING:
@@ -128,8 +129,8 @@ class Lines:
         self.printed = 0.0
 
     def __enter__(self) -> "Lines":
-        ranks = self.plan.layout.world
-        phase(self.console, f"starting {ranks} {self.plan.device} rank{'s' if ranks > 1 else ''}")
+        ranks = counted(self.plan.layout.world, f"{self.plan.device} rank")
+        phase(self.console, f"starting {ranks}")
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -22,6 +22,7 @@ from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.ledger.lines import load
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
 from tp_invariant_recipes.ledger.schema import DIGESTED, canonical
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import MIB, Record, checked, parse_yaml
 
 SCHEMA = 1
@@ -250,7 +251,7 @@ def summary_words(summary: dict[str, Any]) -> str:
         " ".join(map(str, (summary["model"], *degrees))),
         f"numerics={summary['numerics'].get('mode', 'unknown')}",
         summary["device"].get("name", "unknown device"),
-        f"{summary['steps']} of {summary['of']} steps",
-        *(f"{kind} of {count} steps" for kind, count in summary.get("digests", {}).items()),
+        f"{summary['steps']} of {counted(summary['of'], 'step')}",
+        *(f"{kind} of {counted(count, 'step')}" for kind, count in summary.get("digests", {}).items()),
     )
     return "".join(letter if letter.isprintable() else "?" for letter in ", ".join(map(str, parts)))

@@ -19,6 +19,7 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from tp_invariant_recipes.compare.explanation import LABELS
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.report.curves import Curve, curve, distances, recorded
 from tp_invariant_recipes.report.maps import CellState, Map
 from tp_invariant_recipes.report.palette import LIGHT, LINES, STYLES
@@ -150,7 +151,7 @@ def apart(report: Report) -> Drawing | None:
             axes.legend(handles=handles, loc="best")
 
     words = " ".join(
-        f"{run.label}: the loss differs at {sum(ulp != 0 for _, ulp in points)} of {len(points)} steps, "
+        f"{run.label}: the loss differs at {sum(ulp != 0 for _, ulp in points)} of {counted(len(points), 'step')}, "
         f"by at most {max((ulp for _, ulp in points if ulp is not None), default=0):,} ULP."
         for (_, run), points in zip(pairs, found["loss"], strict=True)
     )
@@ -342,8 +343,8 @@ def in_words(found: Map) -> str:
         return f"All {found.compared:,} digests of {LABELS[found.kind]} that both runs recorded are identical."
     return (
         f"{found.differing:,} of {found.compared:,} digests of {LABELS[found.kind]} differ. They belong to "
-        f"{found.parameters_differing:,} of {found.parameters_compared:,} parameters and "
-        f"{found.steps_differing:,} of {found.steps_compared:,} steps, first step {found.first:,}."
+        f"{found.parameters_differing:,} of {counted(found.parameters_compared, 'parameter', ',')} and "
+        f"{found.steps_differing:,} of {counted(found.steps_compared, 'step', ',')}, first step {found.first:,}."
     )
 
 

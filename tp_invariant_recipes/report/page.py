@@ -16,6 +16,7 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger.bits import readable
 from tp_invariant_recipes.ledger.reader import Progress
 from tp_invariant_recipes.ledger.schema import DIGESTED, IDENTITY, INFORMATIVE, canonical
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.report import figures
 from tp_invariant_recipes.report.figures import Drawing
 from tp_invariant_recipes.report.magnitudes import Measured, largest, measure
@@ -64,7 +65,7 @@ def verdicts(report: Report) -> list[str]:
         return [f"{len(report.runs)} runs; their bits are not compared."]
     if not report.comparisons:
         ledger = report.runs[0].ledger
-        return [f"One run of {len(ledger.steps):,} steps; nothing to compare it with."]
+        return [f"One run of {counted(len(ledger.steps), 'step', ',')}; nothing to compare it with."]
     return [f"{run.label}: {verdict_line(comparison)}" for run, comparison in report.pairs]
 
 

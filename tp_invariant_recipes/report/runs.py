@@ -13,6 +13,7 @@ from tp_invariant_recipes.ledger import reader, run_files
 from tp_invariant_recipes.ledger.open import read
 from tp_invariant_recipes.ledger.reader import Ledger, Progress
 from tp_invariant_recipes.ledger.run_files import ProgressLine
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.reading import Listed, Record, checked, parse_json, read_limited
 
 PROGRESS = "progress.jsonl"
@@ -48,7 +49,7 @@ class Run:
         """Facts about this run that a reader needs before judging a figure; one sentence each."""
         steps, sentences = len(self.ledger.steps), []
         if self.planned is not None and steps < self.planned:
-            sentences.append(f"unfinished: the ledger has {steps} of {self.planned} steps")
+            sentences.append(f"unfinished: the ledger has {steps} of {counted(self.planned, 'step')}")
         if self.ledger.torn:
             sentences.append("the last line of the ledger is torn: the run was killed, or is writing it now")
         skipped = sum(step.skipped for step in self.ledger.steps)

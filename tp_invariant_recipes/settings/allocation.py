@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.settings import layout
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -19,7 +20,7 @@ class Allocation:
 
     def __str__(self) -> str:
         """2 nodes with 8 gpu ranks each; 1 node with 1 cpu rank."""
-        ranks = f"{self.ranks} {'gpu' if self.gpus else 'cpu'} rank{'s' if self.ranks > 1 else ''}"
+        ranks = counted(self.ranks, f"{'gpu' if self.gpus else 'cpu'} rank")
         return f"{self.nodes} nodes with {ranks} each" if self.nodes > 1 else f"1 node with {ranks}"
 
 

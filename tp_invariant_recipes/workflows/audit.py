@@ -22,6 +22,7 @@ from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiE
 from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
 from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
@@ -191,7 +192,7 @@ def _replay_problems(config: RunConfig) -> list[str]:
     warmup, iters = _warmup(config), config.train["train_iters"]
     if warmup < iters:
         return []
-    return [f"graphs are captured after {warmup} steps, and there are {iters}; --steps {warmup + 5}"]
+    return [f"graphs are captured after {counted(warmup, 'step')}, and there are {iters}; --steps {warmup + 5}"]
 
 
 def _warmup(config: RunConfig) -> int:

@@ -13,6 +13,7 @@ from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.ledger.dumps import Distance, Dumped
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.sections import NumericsSettings
 
@@ -40,9 +41,10 @@ class Checked:
     def __str__(self) -> str:
         found = self.distance
         if self.identical:
-            return f"{self.name}: identical, {found.total} elements"
+            return f"{self.name}: identical, {counted(found.total, 'element')}"
         apart = f", by at most {found.max_ulp} ULP" if found.max_ulp is not None else ""
-        return f"{self.name}: different, {found.differing} of {found.total} elements{apart}, the first at {found.first}"
+        differing = f"{found.differing} of {counted(found.total, 'element')}"
+        return f"{self.name}: different, {differing}{apart}, the first at {found.first}"
 
 
 @dataclass(frozen=True)

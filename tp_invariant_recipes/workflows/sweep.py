@@ -11,6 +11,7 @@ from tp_invariant_recipes.errors import ConfigError, TpiError, listed
 from tp_invariant_recipes.foreign_text import visible
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.ledger.bits import readable
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.matrix_dir import Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import choose_for_several
@@ -66,7 +67,9 @@ class Swept:
         """All in one line."""
         lowest = self.lowest
         best = f"; lowest last loss: {lowest.label}, {lowest.last_loss}" if lowest and len(self.completed) > 1 else ""
-        return f"{self.verdict}: {len(self.completed)} of {len(self.rows)} runs reached their last step{best}"
+        return (
+            f"{self.verdict}: {len(self.completed)} of {counted(len(self.rows), 'run')} reached their last step{best}"
+        )
 
     @property
     def remarks(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.ledger.schema import canonical
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.matrix_dir import Cell, Matrix, MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -294,7 +295,7 @@ def _extent(compared: list[CellResult]) -> str:
         comparisons, key=lambda one: (one.steps_digested, one.coverage["moments"].both, one.coverage["trace"].both)
     )
     steps, total = shortest.steps_compared, shortest.steps_total
-    extent = _steps(steps) if steps == total else f"{steps} of {_steps(total)}"
+    extent = counted(steps, "step") if steps == total else f"{steps} of {counted(total, 'step')}"
     limits = "" if least.steps_digested else "; gradients and weights themselves were not compared"
     skipped = f"; {shortest.steps_skipped} of them skipped" if shortest.steps_skipped else ""
     return f"{extent} ({compared_values(least)}{limits}){skipped}"
@@ -365,10 +366,6 @@ def _next_command(reference: CellResult, different: CellResult) -> str:
     first = different.comparison.first if different.comparison else None
     can = first is not None and first.step > 0 and reference.run.is_dir() and different.run.is_dir()
     return shlex.join(["tpi", "bisect" if can else "compare", os.fspath(reference.run), os.fspath(different.run)])
-
-
-def _steps(count: int) -> str:
-    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def _row(row: CellResult) -> dict[str, Any]:

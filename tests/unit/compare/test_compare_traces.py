@@ -149,7 +149,7 @@ def test_an_input_without_a_digest_is_not_known_to_match():
     result = compare(ledger("a", **TRACED), ledger(**TRACED, trace=changed))
     assert (result.first.name, result.first.inputs_matched) == (f"forward/{FC2}/output", None)
     assert "output differs, and not all its inputs have digests" in result.first.explanation
-    assert "1 traced tensors have no digest that two layouts share: not compared." in remarks(result)
+    assert "Not compared: 1 traced tensor without a digest that two layouts share." in remarks(result)
 
 
 def test_another_dtype_or_shape_is_said():
