@@ -179,6 +179,10 @@ IGNORED = Family(
         "validation.skip_train=true": "validation.skip_train=True: a run trains; leave it out",
         "train.train_samples=8": "train.train_samples=8: tpi counts steps; leave it unset, iters=N",
         "train.num_epochs=1.0": "train.num_epochs=1.0: tpi counts steps; leave it unset, iters=N",
+        **{
+            f"{path}=true": f"{path}=true: it reads a GPU; {path}=false, or device=gpu"
+            for path in ("profiling.use_nsys_profiler", "profiling.record_memory_history", "logger.log_energy")
+        },
     },
     taken_fields=("train.iterations_to_skip=[]", "validation.skip_train=false"),
 )
@@ -257,6 +261,7 @@ SECTIONS = Family(
         "tokenizer.use_tokenizer_vocab_size=true": "tokenizer.use_tokenizer_vocab_size=true: Megatron pads the "
         "vocabulary to a multiple of tp, and model.vocab_size decides it; tokenizer.use_tokenizer_vocab_size=false",
         "tokenizer.make_vocab_size_divisible_by=128": "tokenizer.make_vocab_size_divisible_by=128: Megatron pads",
+        "model.should_pad_vocab=true": "Megatron pads the vocabulary to a multiple of tp; model.should_pad_vocab=false",
         "model.perform_initialization=false": "tpi draws the initial weights, whatever it says",
         "train.decrease_batch_size_if_needed=true": "train.decrease_batch_size_if_needed=true: a step has gbs",
         "train.gpu_sniff_test_interval=2": "train.gpu_sniff_test_interval=2: Megatron-Bridge does not read it; "
@@ -267,6 +272,7 @@ SECTIONS = Family(
         "dataset.reset_position_ids=true": "dataset.reset_position_ids=true: rotary positions",
         "dataset.inter_document_masking=true": "dataset.inter_document_masking=true: packed sequences",
         "checkpoint.ckpt_format=torch": "checkpoint.ckpt_format=torch: a run could not be resumed",
+        "checkpoint.async_save=true": "checkpoint.async_save=true: its worker waits for ever in the ranks that tpi",
         "checkpoint.save_optim=false": "checkpoint.save_optim=false: a run could not be resumed",
         "checkpoint.dist_ckpt_strictness=ignore_all": "checkpoint.dist_ckpt_strictness=ignore_all: a run could",
         "validation.full_validation=true": "validation.full_validation=true: one set of sequences",
@@ -289,7 +295,7 @@ SECTIONS = Family(
         "model.perform_initialization=true",
         "train.exit_signal=SIGTERM",
         "train.empty_unused_memory_level=2 train.train_sync_interval=1",
-        "checkpoint.async_save=true checkpoint.dist_ckpt_strictness=log_all",
+        "checkpoint.async_save=false checkpoint.dist_ckpt_strictness=log_all",
         "dataset.num_workers=2 dataset.pin_memory=false dataset.mmap_bin_files=false",
         "profiling.use_pytorch_profiler=true straggler.log_straggler=true logger.log_params_norm=true",
         "nvrx_straggler.enabled=false ft.enable_ft_package=false inprocess_restart.enabled=false",

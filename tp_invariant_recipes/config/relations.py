@@ -194,6 +194,16 @@ def _precision_aware(config: RunConfig) -> str | None:
     return f"{key}=true: it is a distributed optimizer; {key}=false, or optimizer.use_distributed_optimizer=true"
 
 
+def _of_gpus(path: str) -> Callable[[RunConfig], str | None]:
+    """The rule that a field is for GPUs."""
+
+    def rule(config: RunConfig) -> str | None:
+        wrong = config.device.kind == "cpu" and _at(config, path)
+        return f"{path}=true: it reads a GPU; {path}=false, or device=gpu" if wrong else None
+
+    return rule
+
+
 def _overlap_exchange(config: RunConfig) -> str | None:
     if not config.numerics.overlap_exchange:
         return None
@@ -225,4 +235,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _param_gather,
     _precision_aware,
     _overlap_exchange,
+    _of_gpus("profiling.use_nsys_profiler"),
+    _of_gpus("profiling.record_memory_history"),
+    _of_gpus("logger.log_energy"),
 )

@@ -1,4 +1,4 @@
-"""Values that a field may have, and the reasons of the lists in `allowed_fields.py` and `allowed_sections.py`."""
+"""Values that a field may have, and the groups that the lists of `allowed_fields.py` have."""
 
 import math
 from collections.abc import Callable

@@ -128,6 +128,10 @@ LIMITS = (
         "of context parallelism only the exchange of heads keeps attention whole; model.cp_comm_type=a2a",
     ),
     Limit(
+        is_set("should_pad_vocab"),
+        "Megatron pads the vocabulary to a multiple of tp; model.should_pad_vocab=false",
+    ),
+    Limit(
         # A program of its own may load its weights.
         lambda t: t.model.get("perform_initialization") is False and bool(t.train),
         "tpi draws the initial weights, whatever it says; model.perform_initialization=true",
