@@ -55,6 +55,13 @@ def layers():
     return cfg
 
 
+def of_its_tokenizer():
+    cfg = small()
+    assert cfg.tokenizer.use_tokenizer_vocab_size  # Bridge's recipes have it
+    cfg.model.vocab_size, cfg.tokenizer.vocab_size = 1024, 500
+    return cfg
+
+
 def habits():
     cfg = small()
     cfg.scheduler.max_lr = 1e-6  # no field
@@ -209,6 +216,17 @@ def test_what_bridges_recipes_set_beside_their_fields(bridge, mine):
     assert "max_lr" not in tree["scheduler"]
     fields = schema.fields(schema.bridge_class(schema.BRIDGE_SECTIONS["scheduler"]))
     assert not {path.partition(".")[2] for path in recipe_layer.UNREAD} & fields.keys()
+
+
+def test_the_vocabulary_of_a_recipes_tokenizer_has_one_size_in_every_layout(bridge, mine):
+    """500 ids, padded to a multiple of 128. Megatron would pad to one of 128 * tp: 1,024 at tp=8."""
+    for tp in (1, 2, 4):
+        overrides = [f"tp={tp}", "ddp.grad_reduce_in_fp32=true"]
+        config = compose(f"recipe={mine}:of_its_tokenizer", overrides, device="cpu").config
+        assert (config.model["vocab_size"], config.section("tokenizer")["vocab_size"]) == (512, 500)
+        assert "use_tokenizer_vocab_size" not in config.section("tokenizer")
+    with pytest.raises(ConfigError, match="pads the vocabulary to a multiple of tp"):
+        compose(f"recipe={mine}:small", ["tokenizer.use_tokenizer_vocab_size=true"], device="cpu")
 
 
 def test_a_command_ends_with_one_message(mine, shared):
