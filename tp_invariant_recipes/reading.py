@@ -12,13 +12,15 @@ ValueError and nothing else, and raises its own TpiError that names the file; th
 pydantic and yaml are imported where they are used: a shell waits for completion, which uses neither.
 """
 
+import errno
 import functools
 import json
 import os
 import re
+import stat
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, TypeVar, overload
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -88,12 +90,31 @@ Layout = dict[str, Integer | bool]
 Listed = Annotated[tuple[T, ...], Bounds(strict=False)]  # a list of the file
 
 
+def open_file(file: Path) -> BinaryIO:
+    """Open a file for reading, at once. OSError: as `open`, or it is a FIFO, a device or a socket.
+
+    Those would wait for another process or never end. A pipe that the shell hands over is read: `<(zcat …)`.
+    """
+    return open(file, "rb", opener=_without_waiting)
+
+
+def _without_waiting(name: str, flags: int) -> int:
+    descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)
+    kind = os.fstat(descriptor).st_mode
+    handed_over = stat.S_ISFIFO(kind) and name.startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind) or handed_over):  # of a directory, `open` says so itself
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"a {'FIFO' if stat.S_ISFIFO(kind) else 'device'}, not a file", name)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
 def read_limited(file: Path, limit: int) -> bytes:
     """The bytes of a file. OSError: it cannot be read. ValueError: it has more than `limit` bytes.
 
     The size is checked before anything is read, and again while reading, since a pipe has no size and a file may grow.
     """
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         data = stream.read(size) if size <= limit else b""
         rest, total = [], max(size, len(data))

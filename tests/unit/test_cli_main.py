@@ -202,3 +202,20 @@ def test_a_command_that_reads_a_configuration_does_import_them(tmp_path):
 def test_the_module_is_the_command():
     ended = subprocess.run([sys.executable, "-m", "tp_invariant_recipes", "--version"], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (0, f"tpi {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    (
+        (OSError(errno.ENAMETOOLONG, "File name too long", "n" * 300), f"cannot use {'n' * 300}: File name too long"),
+        (PermissionError(errno.EACCES, "Permission denied", "a/b"), "cannot use a/b: Permission denied"),
+        (RuntimeError("Symlink loop from 'a'"), "cannot use a path: Symlink loop from 'a'"),
+    ),
+)
+def test_a_path_that_the_system_refuses_is_one_line(failing, error, words):
+    ended = failing(error)
+    assert (ended.status, ended.err) == (2, f"error: {words}\n")
+
+
+def test_an_error_of_the_system_without_a_path_is_a_defect(failing):
+    assert "Traceback" in failing(OSError(errno.EIO, "Input/output error")).err

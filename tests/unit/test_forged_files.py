@@ -7,6 +7,7 @@ import copy
 import hashlib
 import io
 import json
+import os
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -474,8 +475,12 @@ def test_a_file_is_not_read_beyond_its_limit(tmp_path):
     assert read_limited(file, 5) == b"12345"
     with pytest.raises(ValueError, match="more than 4 bytes"):
         read_limited(file, 4)
+    reading, writing = os.pipe()  # its size is 0
+    os.write(writing, b"x" * 101)
+    os.close(writing)
     with pytest.raises(ValueError, match="more than 100 bytes"):
-        read_limited(Path("/dev/zero"), 100)  # its size is 0
+        read_limited(Path(f"/dev/fd/{reading}"), 100)
+    os.close(reading)
 
 
 LONG = b"[" + b"{}," * 1_000_000 + b"{}]"

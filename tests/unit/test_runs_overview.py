@@ -104,7 +104,7 @@ DAMAGE = {
     "ledger.jsonl: empty file": lambda run: (run / "ledger.jsonl").write_text(""),
     "ledger.jsonl: only part of its header": lambda run: (run / "ledger.jsonl").write_text('{"kind": "tpi-ledger"'),
     "ledger.jsonl: not a ledger": lambda run: (run / "ledger.jsonl").write_text("a\nb\n"),
-    "ledger.jsonl: not a file": lambda run: _fifo(run / "ledger.jsonl"),
+    "ledger.jsonl: a FIFO, not a file": lambda run: _fifo(run / "ledger.jsonl"),
     "ledger.jsonl: it is missing": lambda run: (run / "ledger.jsonl").unlink(),
     "ledger.jsonl: loss.bits": lambda run: append(run, b'{"step": 4, "loss": {"bits": 1}}\n'),
     "ledger.jsonl: step": lambda run: append(run, b'{"step": -4, "loss": null}\n'),

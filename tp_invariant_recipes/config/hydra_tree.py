@@ -24,6 +24,7 @@ from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.coverage import invariance
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
 from tp_invariant_recipes.settings import conf_files, cuda_graphs
 
 # The option that stands for a cluster's file, wherever it lies, and for the layer of a recipe. No file of a tree has
@@ -77,6 +78,7 @@ def composed(arguments: Sequence[str], cluster: Path | None, model: str | None =
 def read(file: Path) -> dict[str, Any]:
     """One file as written, neither composed nor resolved. Raises ConfigError naming the file, and the line."""
     try:
+        _check_size(file)
         found: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(_of_yaml(error, file)) from error
@@ -87,6 +89,15 @@ def read(file: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{file}: not a mapping of keys to values")
     return found
+
+
+def _check_size(file: Path) -> None:
+    """OSError: it is no file. ConfigError: it is too large, or its aliases make it so. Hydra finds other mistakes."""
+    try:
+        parse_yaml(read_limited(file, MIB))
+    except ValueError as error:
+        if not isinstance(error.__cause__, yaml.YAMLError):
+            raise ConfigError(f"{file}: {error}") from error
 
 
 def unresolved(group: str, field: str, overrides: Sequence[Override]) -> Any:
@@ -178,6 +189,8 @@ def _trees(cluster: Path | None, model: str | None) -> Iterator[None]:
     """Let Hydra see the user's tree, the file as an option of the group `cluster`, and the text as one of `model`."""
     with ExitStack() as stack:
         folders = [conf_files.user_dir()] if conf_files.user_dir().is_dir() else []
+        for file in (*conf_files.user_dir().glob("*/*.yaml"), *([cluster] if cluster else [])):
+            _check_size(file)  # Hydra would wait for a FIFO, and take aliases for values of their own
         if cluster or model:
             folders.append(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tpi-"))))
         if cluster:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tp_invariant_recipes.data.tokenizer import identify, open_tokenizer
 from tp_invariant_recipes.errors import DataError, listed
+from tp_invariant_recipes.reading import open_file
 
 # Problems that a message lists; a file that is no JSONL has one a line.
 SHOWN = 5
@@ -80,7 +81,7 @@ def _read(path: Path, columns: tuple[str, ...], chat: bool) -> _File:
 def _checked(path: Path, columns: tuple[str, ...], chat: bool, state: tuple[int, int]) -> _File:
     """state: size and time of change; the runs of one command have the same examples, which are read once."""
     digest, number, wrong, problems = hashlib.sha256(), 0, 0, []
-    with path.open("rb") as stream:
+    with open_file(path) as stream:
         for number, line in enumerate(stream, 1):
             digest.update(line)
             for problem in _wrong(line, columns, chat):

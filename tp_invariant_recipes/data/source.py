@@ -145,11 +145,14 @@ def _find(source: Path, problems: list[str]) -> list[SourceFile]:
     The walk does not follow symbolic links to folders, which may form cycles.
     """
     try:
-        is_folder = stat.S_ISDIR(source.stat().st_mode)
+        mode = source.stat().st_mode
     except OSError as error:
         problems.append(f"{source}: {reason(error)}")
         return []
-    if not is_folder:
+    if not stat.S_ISDIR(mode):
+        if not stat.S_ISREG(mode):
+            problems.append(f"{source}: neither a file nor a folder")
+            return []
         file = _source_file(source, source.name)
         if file is None:
             problems.append(f"{source}: unknown suffix; known suffixes are {_suffixes()}")
@@ -165,7 +168,7 @@ def _find(source: Path, problems: list[str]) -> list[SourceFile]:
             path = Path(folder, name)
             file = None if name.startswith(".") else _source_file(path, path.relative_to(source).as_posix())
             # Keep broken links: opening reports them. Skip pipes and sockets: reading them would block.
-            if file and (path.is_file() or path.is_symlink()):
+            if file and (path.is_file() or not path.exists()):
                 files.append(file)
     return sorted(files, key=lambda file: file.name)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tp_invariant_recipes.errors import DataError
+from tp_invariant_recipes.reading import open_file
 
 BYTE = "byte"
 BYTE_EOD = 256
@@ -63,7 +64,8 @@ def identify(tokenizer: str) -> Identity:
     digest = hashlib.sha256()
     for path in files:
         try:
-            digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+            with open_file(path) as stream:
+                digest.update(f"{path.name} {hashlib.sha256(stream.read()).hexdigest()}\n".encode())
         except OSError as error:
             raise DataError(f"tokenizer {tokenizer}: cannot read {path}: {error.strerror}") from error
     return Identity(f"hf:{folder.resolve().name}", digest.hexdigest(), folder)

@@ -12,6 +12,7 @@ from tp_invariant_recipes.foreign_text import one_line, visible
 from tp_invariant_recipes.jobs import states, status_query
 from tp_invariant_recipes.jobs.registry import JUDGE, Submission
 from tp_invariant_recipes.jobs.states import JobState
+from tp_invariant_recipes.reading import open_file
 
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 15.0  # seconds between two queries to the controller
 SLOWER = 1.25  # the factor by which the pause grows while nothing changes
@@ -118,7 +119,7 @@ class Tails:
     def _show(self, source: LogSource, last: bool) -> bool:
         inode, position = self._positions.get(source.file, (0, 0))
         try:
-            with source.file.open("rb") as stream:
+            with open_file(source.file) as stream:
                 found = os.fstat(stream.fileno())
                 if found.st_ino != inode or found.st_size < position:
                     position = 0
@@ -126,6 +127,8 @@ class Tails:
                 data = stream.read()
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise RunError(f"cannot read {source.file}: {error.strerror}") from error
         whole = data if last else data[: data.rfind(b"\n") + 1]
         self._positions[source.file] = (found.st_ino, position + len(whole))
         if whole and len(self.sources) > 1 and self._shown is not source:

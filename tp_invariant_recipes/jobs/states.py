@@ -13,7 +13,7 @@ from tp_invariant_recipes.jobs.slurm_client import Queued
 from tp_invariant_recipes.jobs.status_query import SlurmStatus
 from tp_invariant_recipes.ledger.layouts import words
 from tp_invariant_recipes.ledger.run_files import Attempt, ProgressLine
-from tp_invariant_recipes.reading import checked, parse_json
+from tp_invariant_recipes.reading import checked, open_file, parse_json
 from tp_invariant_recipes.runs.matrix_dir import MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -235,7 +235,7 @@ def _files_elsewhere(part: JobPart, nodes: Sequence[str] = ()) -> str | None:
 def _last_step(file: Path) -> tuple[int | None, float | None]:
     """Number and loss of the last whole step in a progress file."""
     try:
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             stream.seek(max(0, file.stat().st_size - _LAST_BYTES))
             lines = stream.read().rpartition(b"\n")[0].splitlines()
         line = checked(ProgressLine, parse_json(lines[-1], constants=True))

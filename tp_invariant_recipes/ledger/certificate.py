@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.errors import LedgerError
-from tp_invariant_recipes.ledger import run_files
+from tp_invariant_recipes.ledger import run_files, stream
 from tp_invariant_recipes.ledger.lines import load
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, FILE_NAME, Ledger, contents, parse
 from tp_invariant_recipes.ledger.schema import DIGESTED, canonical
@@ -72,6 +72,8 @@ def certify(run: Path, of_run: bytes | None = None) -> bytes:
     """
     if not run.is_dir():
         raise LedgerError(f"{run} is not a run directory: a certificate holds its configuration too")
+    if (run / FILE_NAME).is_file():
+        stream.opened(run / FILE_NAME)  # a line that is too long is refused before it is in memory
     members = {name: contents(run / name, _most(name)) for name in MEMBERS}
     members["run.json"] = members["run.json"] if of_run is None else of_run
     file = run / FILE_NAME

@@ -7,6 +7,7 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.ledger import stream
 from tp_invariant_recipes.ledger.certificate import open_certificate
 from tp_invariant_recipes.ledger.reader import CERTIFICATE_START, Ledger, Progress, contents, ledger_file, parse
+from tp_invariant_recipes.reading import open_file
 
 
 def read(path: str | os.PathLike, *, progress: Progress | None = None) -> Ledger:
@@ -17,6 +18,9 @@ def read(path: str | os.PathLike, *, progress: Progress | None = None) -> Ledger
     progress: as for `reader.parse`; a certificate's ledger is read without.
     """
     file = ledger_file(path)
+    start = beginning(file)
+    if start is not None and not start.startswith(CERTIFICATE_START):
+        stream.opened(file)  # a line that is too long is refused before it is in memory
     data = contents(file)
     if data.startswith(CERTIFICATE_START):
         return open_certificate(file, data).ledger
@@ -43,9 +47,9 @@ def beginning(file: Path, size: int = 200) -> bytes | None:
     try:
         if file.exists() and not file.is_file():
             return None
-        with file.open("rb") as opened:
+        with open_file(file) as opened:
             return opened.read(size)
     except FileNotFoundError:
         raise LedgerError(f"{file} does not exist") from None
-    except OSError as error:
-        raise LedgerError(f"cannot read {file}: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise LedgerError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error

@@ -23,7 +23,7 @@ from tp_invariant_recipes.ledger.reader import (
     no_header,
 )
 from tp_invariant_recipes.ledger.schema import Header, StepRecord
-from tp_invariant_recipes.reading import LONGEST_LINE, MIB
+from tp_invariant_recipes.reading import LONGEST_LINE, MIB, open_file
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class StepsInFile(Sequence[StepRecord]):
 
     def _open(self) -> BinaryIO:
         try:
-            stream = self.file.open("rb")
+            stream = open_file(self.file)
         except OSError as error:
             raise LedgerError(f"cannot read {self.file}: {error.strerror}") from error
         if _inode(stream) != self.inode:
@@ -102,10 +102,11 @@ def opened(file: Path, progress: Progress | None = None) -> Ledger:
     """The ledger in a regular file, whose steps stay there.
 
     progress: told (bytes looked through, bytes in all) now and then.
-    LedgerError: the file cannot be read, or its header is invalid. An invalid step is an error when its turn comes.
+    LedgerError: the file cannot be read, its header is invalid, or a line has more than LONGEST_LINE bytes. An invalid
+    step is an error when its turn comes.
     """
     try:
-        with file.open("rb") as stream:
+        with open_file(file) as stream:
             ends, total = _ends(file, stream, progress)
             if not ends:
                 raise no_header(file, empty=total == 0)
@@ -170,6 +171,8 @@ def _ends(file: Path, stream: BinaryIO, progress: Progress | None) -> tuple[arra
             if ends[-1] - (ends[-2] if len(ends) > 1 else 0) > LONGEST_LINE:
                 raise LedgerError(f"{file} line {len(ends)}: more than {LONGEST_LINE} bytes")
         start += len(block)
+        if start - (ends[-1] if ends else 0) > LONGEST_LINE:
+            raise LedgerError(f"{file} line {len(ends) + 1}: more than {LONGEST_LINE} bytes")
         if progress:
             progress(start, total)
     return ends, start

@@ -8,7 +8,7 @@ from typing import BinaryIO, NamedTuple
 
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.schema import KIND
-from tp_invariant_recipes.reading import LONGEST_LINE, Count, Record, checked, parse_json
+from tp_invariant_recipes.reading import LONGEST_LINE, Count, Record, checked, open_file, parse_json
 
 _START = re.compile(rb'\s*\{\s*"kind"\s*:\s*"' + KIND.encode() + rb'"')
 _BLOCK = 1 << 16
@@ -37,9 +37,7 @@ def last_step(file: Path) -> LastStep:
 
     OSError: it cannot be read. ValueError: it is not a ledger, or its last line is not a step.
     """
-    if not file.is_file():
-        raise ValueError("not a file")
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         if not _START.match(stream.read(256)):
             raise ValueError("not a ledger, or only part of its header" if os.path.getsize(file) else "empty file")
         end = _newline_before(stream, os.fstat(stream.fileno()).st_size)

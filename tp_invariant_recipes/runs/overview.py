@@ -122,7 +122,7 @@ def row(run: Path | tuple[Path, str]) -> RunRow:
         elif state == COMPLETED:
             raise ValueError("it is missing")
     except (OSError, ValueError) as error:
-        state, why, step = DAMAGED, f"{run_dir.ledger.name}: {error}", None
+        state, why, step = DAMAGED, f"{run_dir.ledger.name}: {getattr(error, 'strerror', None) or error}", None
     return RunRow(
         run,
         state,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tp_invariant_recipes.errors import ConfigError, listed
-from tp_invariant_recipes.reading import MIB, parse_json, read_limited
+from tp_invariant_recipes.reading import MIB, open_file, parse_json, read_limited
 from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -181,7 +181,7 @@ def _header(file: Path, problems: list[str]) -> dict[str, Stored]:
 def _parsed(file: Path) -> dict[str, Stored]:
     """Raises OSError, ValueError: the file is not what the format asks for."""
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_file(file) as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > min(size - 8, LARGEST_HEADER):
             raise ValueError("it is truncated or no safetensors file")
