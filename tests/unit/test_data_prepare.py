@@ -378,7 +378,7 @@ def test_command_prints_and_lets_errors_through(tmp_path, monkeypatch):
         "documents": 1, "tokens": 4, "digest": load(Path("data/corpus")).digest,
     }  # fmt: skip
     again = run(data_app, ["prepare", "corpus.jsonl", "--json-key", "body"])
-    assert "data/corpus: 1 documents, 4 tokens" in again.stdout
+    assert "data/corpus: 1 document, 4 tokens" in again.stdout
     assert isinstance(run(data_app, ["prepare", "corpus.jsonl", "--output", "x"]).exception, DataError)
 
 

@@ -131,8 +131,12 @@ def preload(model: str) -> None:
     Otherwise each of its processes would, which takes 5 to 10 s.
     """
     source = _possible(model)
+    try:
+        text = source.file.read_text(encoding="utf-8", errors="replace") if source.file else BRIDGE
+    except OSError as error:
+        raise ConfigError(f"{model}: cannot read {source.file}: {error.strerror}") from error
     bridge.load()
-    if source.file is None or BRIDGE in source.file.read_text(encoding="utf-8", errors="replace"):
+    if BRIDGE in text:
         with quiet():
             importlib.import_module(BRIDGE)
 
