@@ -79,8 +79,9 @@ def attack(bridge: None, cli, monkeypatch: pytest.MonkeyPatch) -> Attack:
             return f"{type(error).__name__} came out of main()"
         if "Traceback" in ended.err or "defect of tpi" in ended.err:
             return f"a traceback: {ended.err.strip().splitlines()[-2]}"
-        messages = len(MESSAGE.findall(ended.err))
-        if ended.status not in allowed or messages != (ended.status == 2):
+        messages = len(MESSAGE.findall(ended.err) or MESSAGE.findall(ended.out))  # a verdict is the command's output
+        expected = (0, 1) if ended.status == 2 and "--json" in words else (int(ended.status == 2),)  # or in the JSON
+        if ended.status not in allowed or messages not in expected:
             return f"status {ended.status}, {messages} messages: {ended.err[-300:]}"
         return "control characters" if CONTROL.search(ended.out + ended.err) else None
 
@@ -88,7 +89,15 @@ def attack(bridge: None, cli, monkeypatch: pytest.MonkeyPatch) -> Attack:
 
 
 STEPS = 4
-MODEL = ("iters=4", "save=2", "seq=32", "gbs=2", "model.num_layers=1", "model.vocab_size=512")
+MODEL = (
+    "iters=4",
+    "save=2",
+    "seq=32",
+    "gbs=2",
+    "model.num_layers=1",
+    "model.vocab_size=512",
+    "scheduler.lr_decay_iters=9",
+)
 
 
 @pytest.fixture(scope="session")

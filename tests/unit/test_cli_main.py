@@ -209,6 +209,7 @@ def test_the_module_is_the_command():
     (
         (OSError(errno.ENAMETOOLONG, "File name too long", "n" * 300), f"cannot use {'n' * 300}: File name too long"),
         (PermissionError(errno.EACCES, "Permission denied", "a/b"), "cannot use a/b: Permission denied"),
+        (RuntimeError("Could not determine home directory."), "cannot use a path: Could not determine home directory."),
         (RuntimeError("Symlink loop from 'a'"), "cannot use a path: Symlink loop from 'a'"),
     ),
 )

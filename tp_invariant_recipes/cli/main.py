@@ -120,7 +120,7 @@ def main() -> None:
             _fail(f"the disk is full: {error.filename or error}")
         if isinstance(error, OSError) and error.errno in OF_A_PATH and error.filename is not None:
             _fail(f"cannot use {error.filename}: {error.strerror}")
-        if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # of Path.resolve()
+        if isinstance(error, RuntimeError) and str(error).startswith(OF_PATHLIB):
             _fail(f"cannot use a path: {error}")
         _fail_defect()
     sys.exit(status if isinstance(status, int) else 0)
@@ -128,6 +128,9 @@ def main() -> None:
 
 # What is wrong with a path rather than with tpi.
 OF_A_PATH = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP, errno.ENOTDIR, errno.EIO)
+
+# How the messages of Path.resolve() and Path.expanduser() begin.
+OF_PATHLIB = ("Symlink loop", "Could not determine home directory")
 
 
 def _command(words: Sequence[str]) -> str:
