@@ -200,6 +200,36 @@ def test_a_mistake_is_slurms_words_and_what_to_do(command, script, words, advice
     assert advice in message.splitlines()[-1]
 
 
+# What commands say where the controller, or SLURM's configuration, cannot be reached.
+UNREACHABLE = (
+    "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+    "error: s_p_parse_file: cannot stat file /etc/slurm/slurm.conf: No such file or directory, retrying in 1sec",
+    "fatal: Could not establish a configuration source",
+)
+
+
+@pytest.mark.parametrize("words", UNREACHABLE)
+@pytest.mark.parametrize("conf, named", (("/nowhere/slurm.conf", "is /nowhere/slurm.conf"), (None, "is not set")))
+def test_where_slurm_cannot_be_reached_the_message_names_its_configuration(
+    command, script, monkeypatch, words, conf, named
+):
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    if conf:
+        monkeypatch.setenv("SLURM_CONF", conf)
+    for name, call in (
+        ("squeue", slurm_client.queue),
+        ("sinfo", slurm_client.partitions),
+        ("sbatch", lambda: slurm_client.sbatch(script)),
+    ):
+        command(name, err=f"{name}: {words}\n", status=1)
+        with pytest.raises(RunError, match=f"SLURM_CONF {named}"):
+            call()
+    command("squeue", err="slurm_load_jobs error: Requested node configuration is not available\n", status=1)
+    with pytest.raises(RunError) as other:
+        slurm_client.queue()
+    assert "SLURM_CONF" not in str(other.value)
+
+
 def test_words_that_are_not_in_the_table_are_shown_as_they_are(command, script):
     command("sbatch", err="sbatch: error: lua: no more than 3 coffees\n", status=1)
     with pytest.raises(RunError) as raised:

@@ -67,8 +67,11 @@ class Partition:
 
 # Pattern in SLURM's standard error -> the remedy. tpi shows the first matching row, with SLURM's own line.
 ADVICE = (
-    (r"Unable to contact slurm controller|Connection refused|Socket timed out|s_p_parse_file|cannot stat file",
-     "SLURM's controller does not answer; scontrol ping says whether it runs"),
+    (r"s_p_parse_file|cannot stat file|configuration (source|file)|fetch_config|ClusterName needs to be specified",
+     "SLURM's configuration cannot be read: {conf}; export SLURM_CONF=/path/to/slurm.conf, as your cluster has it"),
+    (r"Unable to contact slurm controller|Connection refused|Socket timed out",
+     "SLURM's controller does not answer; scontrol ping says whether it runs. {conf}, which names the controller; "
+     "set it if this is the wrong cluster"),
     (r"temporarily unable to accept job",
      "the queue is full for now; submit again when jobs have ended (squeue --me)"),
     (r"invalid account|account/partition combination",
@@ -190,7 +193,9 @@ def _error_message(command: str, stderr: str, status: int | None) -> str:
     words = [re.sub(rf"^{command}: (error: )?", "", line) for line in stderr.splitlines() if line.strip()]
     own = "; ".join(dict.fromkeys(words)) or f"exit status {status}, without a word"
     advice = next((text for pattern, text in ADVICE if re.search(pattern, stderr, re.IGNORECASE)), None)
-    return f"{command}: {own}" + (f"\n{advice}" if advice else "")
+    conf = os.environ.get("SLURM_CONF")
+    source = f"SLURM_CONF is {conf}" if conf else "SLURM_CONF is not set, so SLURM reads its default slurm.conf"
+    return f"{command}: {own}" + (f"\n{advice.replace('{conf}', source)}" if advice else "")
 
 
 def _queued(columns: Sequence[str]) -> Queued:
