@@ -254,15 +254,20 @@ def models(
     as_json: Json = False,
 ) -> None:
     """List the models: sizes, degrees of tp that fit, memory."""
-    from tp_invariant_recipes.config import describe
-    from tp_invariant_recipes.sizing.memory import GIB
+    from tp_invariant_recipes.settings import conf_files, kept
 
     if families and not bridge:
         raise ConfigError("--families goes with --bridge: tpi models --bridge --families")
     if bridge:
         _recipes(families=families, as_json=as_json)
         return
-    rows = describe.models()
+
+    def made() -> list[dict]:
+        from tp_invariant_recipes.config import describe  # imports Hydra
+
+        return describe.models()
+
+    rows = kept.answer("models", conf_files.sources(), made)
     if as_json:
         terminal.print_json(rows, indent=2)
         return
@@ -272,7 +277,7 @@ def models(
             row["model"],
             f"{row['parameters'] / 1e9:.2f} B" if row["parameters"] >= 1e8 else f"{row['parameters'] / 1e6:.1f} M",
             " ".join(map(str, row["tp"])),
-            " ".join(f"{size / GIB:.0f}" for size in row["memory"]),
+            " ".join(f"{size / 2**30:.0f}" for size in row["memory"]),
             row["summary"] if row["cpu"] else f"{row['summary']} GPUs only.",
         )
     terminal.console().print(grid)

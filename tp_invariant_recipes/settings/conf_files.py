@@ -26,6 +26,12 @@ def cache_dir() -> Path:
     return Path(home) / "tpi"
 
 
+def sources() -> list[Path]:
+    """Every file that decides what is composed without a recipe: of both trees, and of this package."""
+    trees = ((conf_dir(), "*.yaml"), (user_dir(), "*.yaml"), (_PACKAGE, "*.py"))
+    return [file for folder, pattern in trees for file in folder.rglob(pattern)]
+
+
 def groups() -> dict[str, tuple[str, ...]]:
     """Every Hydra group and its options, e.g. {"numerics": ("stock",)}; names starting with _ are only bases."""
     return {
