@@ -11,6 +11,7 @@ from tp_invariant_recipes.compare.step_order import INITIAL, MODEL, Found, is_fl
 from tp_invariant_recipes.compare.tally import Coverage, ParameterDifference, Tally, TraceCoverage
 from tp_invariant_recipes.ledger.bits import ulp_distance
 from tp_invariant_recipes.ledger.digests import Parameter, in_order
+from tp_invariant_recipes.ledger.layouts import changes
 from tp_invariant_recipes.ledger.reader import PROGRESS_EVERY, Ledger, Progress
 from tp_invariant_recipes.ledger.schema import (
     DIGESTED,
@@ -32,6 +33,7 @@ class Verdict(Enum):
 
 EXIT_STATUS = {Verdict.IDENTICAL: 0, Verdict.DIFFERENT: 1, Verdict.NOT_COMPARABLE: 2}
 UNREADABLE = 2  # the exit status when a ledger cannot be read
+MODULES = ("numerics", "versions", "device")  # fields of a header that decide which modules a model is made of
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,9 @@ class Comparison:
 def compare(a: Ledger, b: Ledger, *, repetition: bool = False) -> Comparison:
     """Compare headers, then every common step bit for bit, in one pass over both.
 
-    Steps, digests and traced tensors that only one ledger has are no difference (a run may be killed or still
-    running, and digests cost time), but the counts show them. Disagreeing replicas in either run are a difference.
+    Steps and digests that only one ledger has are no difference (a run may be killed or still running, and digests cost
+    time), but the counts show them. So are traced tensors, unless both runs have the same modules. Replicas that
+    disagree in either run are a difference.
     LedgerError: a step that is still in a file cannot be read.
 
     repetition: `b` is `a` trained again. Then replicas that disagree in the same way in both are no difference, and
@@ -135,7 +138,15 @@ def compare_all(
     progress: told (steps read, steps of the longest ledger) now and then.
     """
     refused = [identity_differences(a.header, b.header) for b in others]
-    tallies = [Tally(_order(a, b), repetition=repetition) for b in others]
+    tallies = [
+        Tally(
+            _order(a, b),
+            modules=all(getattr(a.header, name) == getattr(b.header, name) for name in MODULES),
+            places=a.header.layout == b.header.layout and changes(a.header) == changes(b.header),
+            repetition=repetition,
+        )
+        for b in others
+    ]
     comparable = [n for n, fields in enumerate(refused) if not fields]
     # Readers check that steps count from 1 without gaps, so the common steps are a common prefix.
     read = [a, *(others[n] for n in comparable)] if comparable else []

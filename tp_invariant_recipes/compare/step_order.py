@@ -129,6 +129,22 @@ def unmatched(a: StepRecord, b: StepRecord) -> Iterator[tuple[str, bool]]:
                 yield kind, right is None
 
 
+def untraced(a: StepRecord, b: StepRecord, placed: bool) -> Iterator[tuple[str, bool]]:
+    """What only one run traced of a step that both traced: its name, and whether `a` has it.
+
+    placed: a digest that only one run has counts too; in two layouts, other tensors have a place in the whole model.
+    """
+    if a.trace is None or b.trace is None or a.trace == b.trace:
+        return
+    for direction in ("forward", "backward"):
+        left, right = traced(a.trace, direction), traced(b.trace, direction)
+        for name in left | right:
+            if name not in left or name not in right:
+                yield name, name in left
+            elif placed and (left[name].digest is None) != (right[name].digest is None):
+                yield name, right[name].digest is None
+
+
 def _alone(field: Field, a: StepRecord, b: StepRecord) -> bool:
     """Whether only one run has the field, although both or neither skipped the step."""
     return a.skipped == b.skipped and (getattr(a, field.name) is None) != (getattr(b, field.name) is None)
@@ -184,6 +200,13 @@ def _unlike(a: object, b: object) -> bool:
     return a is not None and b is not None and a != b
 
 
+def _otherwise_unlike(a: Traced | str | None, b: Traced | str | None) -> bool:
+    """Whether two entries of traces have other dtypes, or other shapes. Without a digest an entry has no shape."""
+    if not isinstance(a, Traced) or not isinstance(b, Traced):
+        return False
+    return a.dtype != b.dtype or (None not in (a.digest, b.digest) and a.shape != b.shape)
+
+
 def _tensors(
     part: Tensors, a: StepRecord, b: StepRecord, parameters: Sequence[str], repetition: bool
 ) -> Iterator[Found]:
@@ -197,7 +220,7 @@ def _tensors(
         if (compared and one != other) if repetition else (one or other):
             yield Found(part.phase, COPIES if part.kind == COPIES else REPLICAS, name, one, other)
         one, other = digest(left.get(name)), digest(right.get(name))
-        if _unlike(one, other):
+        if _unlike(one, other) or _otherwise_unlike(left.get(name), right.get(name)):
             yield Found(part.phase, part.kind, name, one, other)
 
 

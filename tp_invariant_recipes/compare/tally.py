@@ -3,7 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tp_invariant_recipes.compare.step_order import RECORDS, Found, differences, differing, tensors, traced, unmatched
+from tp_invariant_recipes.compare.step_order import (
+    RECORDS,
+    Found,
+    differences,
+    differing,
+    tensors,
+    traced,
+    unmatched,
+    untraced,
+)
 from tp_invariant_recipes.ledger.schema import DIGESTED, EVALUATED, StepRecord
 
 LISTED = 5  # steps, of those that have digests of a kind
@@ -61,9 +70,15 @@ class Tally:
     later:       of either run, the first step at which replicas disagree and the other run has ended; None: none.
     """
 
-    def __init__(self, order: Sequence[str], *, repetition: bool = False) -> None:
-        """order: the parameters in forward order. repetition: as for `compare`."""
+    def __init__(self, order: Sequence[str], *, modules: bool, places: bool, repetition: bool = False) -> None:
+        """repetition: as for `compare`.
+
+        order:   the parameters in forward order.
+        modules: both runs have the same modules, so that traces of a step list the same tensors.
+        places:  both runs have the same layout as well, so that the same tensors have digests.
+        """
         self.order, self._repetition = order, repetition
+        self._modules, self._places = modules, modules and places
         self.compared = self.differing = self.skipped = 0
         self.first: tuple[int, Found] | None = None
         self.around: dict[int, tuple[StepRecord, StepRecord]] = {}
@@ -94,6 +109,8 @@ class Tally:
         if left is not right or left.diverged:  # otherwise lines of the same bytes
             self._differences(left, right)
             for name in unmatched(left, right):
+                self.unmatched.setdefault(name, left.step)
+            for name in untraced(left, right, self._places) if self._modules else ():
                 self.unmatched.setdefault(name, left.step)
         self._cover(left, right)
         self._cover_trace(left, right)

@@ -163,9 +163,45 @@ def test_another_dtype_or_shape_is_said():
     assert ": output differs (bfloat16 [4, 2, 8] and float32 [8, 2, 8]), its inputs and" in result.first.explanation
 
 
-def test_the_common_modules_are_compared_and_the_others_counted():
+@pytest.mark.parametrize("has", (True, False))
+def test_a_trace_that_lacks_or_renames_an_entry_is_not_comparable(has):
+    name = f"backward/{FC2}/output"
+    fewer = tuple(entry for entry in trace(3) if entry.name != name)
+    pair = [ledger("a", traced=(3,)), ledger(traced=(3,), trace=fewer)]
+    result = compare(*(pair if has else pair[::-1]))
+    assert result.verdict is Verdict.NOT_COMPARABLE
+    assert verdict_line(result) == f"not comparable: only a has {name}, at step 3"
+    renamed = tuple(replace(e, module="x") if e.name == name else e for e in trace(3))
+    pair[1] = ledger(traced=(3,), trace=renamed)
+    result = compare(*(pair if has else pair[::-1]))
+    assert {(one.name, one.step) for one in result.unmatched} == {(name, 3), ("backward/x/output", 3)}
+    other = compare(pair[0], ledger(traced=(3,), trace=fewer, loss="f32:40c80001"))
+    assert other.verdict is Verdict.DIFFERENT
+    assert f"Not compared: only a has {name}, at step 3." in remarks(other)
+
+
+def test_a_digest_that_only_one_run_of_a_layout_has_is_not_comparable():
+    name = f"forward/{FC2}/output"
+    lacks = with_trace(3, name, digest=None)
+    result = compare(ledger("a", **TRACED), ledger(**TRACED, **lacks))
+    assert verdict_line(result) == f"not comparable: only a has {name}, at step 3"
+    for layout in ({"layout": {"tp": 2}}, {"notes": {"resumed": [{"after_step": 1, "changed": {"layout.tp": 2}}]}}):
+        other = compare(ledger("a", **TRACED), ledger("b", replace(HEADER, **layout), **TRACED, **lacks))
+        assert (other.verdict, other.trace.undigested) == (Verdict.IDENTICAL, 1)
+
+
+@pytest.mark.parametrize("change", ({"dtype": "float32"}, {"shape": (8, 1, 8)}))
+def test_an_entry_of_another_dtype_or_shape_differs_whatever_its_digest(change):
+    name = f"forward/{FC2}/output"
+    entries = tuple(replace(e, **change) if e.name == name else e for e in trace(3))
+    result = compare(ledger("a", **TRACED), ledger(**TRACED, trace=entries))
+    assert (result.verdict, result.first.name) == (Verdict.DIFFERENT, name)
+
+
+def test_of_other_modules_the_common_ones_are_compared_and_the_others_counted():
     fewer = tuple(entry for entry in trace(3) if entry.module != FC2)
-    result = compare(ledger("a", traced=(3,)), ledger(traced=(3,), trace=fewer))
+    gpu = replace(HEADER, device={"name": "GPU"})
+    result = compare(ledger("a", traced=(3,)), ledger("b", gpu, traced=(3,), trace=fewer))
     assert result.verdict is Verdict.IDENTICAL
     assert result.trace == TraceCoverage(compared=60, only_a=4, only_b=0, undigested=0)
     assert "4 traced tensors of a are not in the trace of b: not compared." in remarks(result)
