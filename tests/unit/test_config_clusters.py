@@ -110,6 +110,18 @@ def test_variables_are_typed_as_they_are_meant():
     }
 
 
+@pytest.mark.parametrize("name", ("_target_", "_args_", "_partial_", "_recursive_", "_convert_"))
+def test_nothing_in_a_file_is_called(tmp_path, name):
+    (tmp_path / "site.yaml").write_text(f"{name}: builtins.print\n")
+    (problem,) = gpu_problems(f"cluster={tmp_path}/site.yaml")
+    assert problem.startswith(f"cluster.{name}: no such field of ClusterSettings")
+
+
+@pytest.mark.parametrize("section", ("ledger", "train", "slurm"))
+def test_no_section_but_model_and_data_names_a_class(section):
+    assert any(f"{section}._target_: no such field" in problem for problem in gpu_problems(f"{section}._target_=x.y"))
+
+
 TEXTS = {
     "slurm.account": "12345",
     "slurm.partition": "a,b",

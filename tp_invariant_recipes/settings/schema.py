@@ -150,7 +150,7 @@ def _converted(
     problems: dict[str, str] = {}
     for name, value in sections[section].items():
         path = f"{section}.{name}"
-        if name == PROVIDER:
+        if name == PROVIDER and section in ("model", "dataset"):
             continue
         if path not in OWN_KEYS and name not in hints:
             known = (f"{section}.{name}" for name in hints)
