@@ -40,6 +40,15 @@ DUMPED = (
     "backward/decoder.layers.1.pre_mlp_layernorm/output",
     "backward/output_layer/input",
 )
+# What to ask for; only these match.
+PATTERNS = (
+    "forward/embedding.word_embeddings/*",
+    "forward/decoder.layers.1.self_attention.core_attention/input.1",
+    "forward/*.1.self_attention.core_attention/output",
+    *DUMPED[4:6],
+    "backward/*s.1.pre_mlp_layernorm/out?ut",
+    "backward/output_layer/input",
+)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -62,7 +71,7 @@ def tree(scenario):
 @pytest.fixture(scope="module")
 def runs(tree):
     """The run that layouts are compared with, and one of another layout with the same dumps."""
-    dump = f"ledger.dump=[{','.join(DUMPED)}]"
+    dump = f"ledger.dump=[{','.join(PATTERNS)}]"
     return {"one": tree(dump), "four": tree("tp=4", dump)}
 
 
@@ -74,6 +83,7 @@ def test_one_trace_for_all_layouts(runs, tree, layout):
         assert (b.gradients, b.weights) == (a.gradients, a.weights)
         assert not b.diverged
     assert [step.trace is not None for step in other] == [True, True, False]
+    assert "tensors of the trace" in runs["one"].compared(tree(layout), status=0).stdout
 
 
 def test_every_tensor_of_a_dense_model_has_a_digest(runs):
@@ -190,12 +200,15 @@ def test_dumps_of_two_layouts_are_equal(runs):
     assert not np.array_equal(read_step(runs["one"].run, 1).read(DUMPED[0]).bits, tokens)
 
 
-def test_a_tensor_that_cannot_be_dumped_ends_the_run(tpi):
-    failed = tpi(
-        "train", *SMALL.split(), "ledger.dump=[forward/decoder.layers.0.mlp.linear_fc11/output]", "run.dir=run"
-    )
+def test_a_pattern_that_matches_nothing_ends_the_run_before_the_first_step(tpi):
+    wrong = "forward/decoder.layers.0.mlp.linear_fc11/output", "gradients/*.linear_fc3.weight"
+    failed = tpi("train", *SMALL.split(), f"ledger.dump=[{','.join(wrong)},weights/*]", "run.dir=run")
     assert failed.status == 2
+    assert "ledger.dump: the model has no such tensor:" in failed.stderr
     assert "did you mean 'forward/decoder.layers.0.mlp.linear_fc1/output'?" in failed.stderr
+    assert "gradients/*.linear_fc3.weight; did you mean 'gradients/decoder.layers." in failed.stderr
+    assert "weights/*" not in failed.stderr
+    assert not (tpi.folder / "run/dumps").exists()
 
 
 @pytest.mark.release

@@ -614,6 +614,7 @@ RECORDING = Family(
         "ledger.trace=99:101": "…the run ends at step 50; raise iters or trace less",
         "ledger.dump=[weights/x]": "…at which steps? set ledger.trace=FIRST:LAST",
         "ledger.dump=[weights/x,loss,forward/x] ledger.trace='1:1'": "…ledger.dump: loss, forward/x:",
+        "ledger.dump=[weight/*,loss*,w?ights/x,forward*] ledger.trace='1:1'": "…ledger.dump: weight/*, loss*:",
         "ddp.use_megatron_fsdp=true": "…ddp.use_megatron_fsdp=false; or record none: ledger.digests=0",
         "model.gtp_weight_remat_size=2": "…model.gtp_weight_remat_size=1",
         **{
@@ -631,6 +632,9 @@ RECORDING = Family(
                 "backward/model/input.1",
                 "gradients/a.b",
                 "weights/a.b",
+                "*",
+                "?orward/*/input",
+                "masters/*.linear_fc?.weight",
             )
         ),
     ),

@@ -8,6 +8,8 @@ from tp_invariant_recipes.settings.run_config import RunConfig
 
 _STEPS = re.compile(r"(\d+)(?::(\d+))?")
 _TENSOR = re.compile(r"(forward|backward)/.+/(input|output)(\.\d+)?|(gradients|masters|weights)/.+")
+_KINDS = ("forward/", "backward/", "gradients/", "masters/", "weights/")
+_WILDCARD = re.compile(r"[*?[]")
 
 
 def steps(trace: str) -> range:
@@ -61,13 +63,21 @@ def _graphs(config: RunConfig) -> str | None:
 
 def _dump(config: RunConfig) -> str | None:
     dump = config.ledger.dump
-    wrong = [name for name in dump if not _TENSOR.fullmatch(name)]
+    wrong = [name for name in dump if not _may_match(name)]
     if wrong:
         return (
             f"ledger.dump: {', '.join(wrong)}: a tensor is forward/MODULE/output, backward/MODULE/input, "
-            f"gradients/PARAMETER, masters/PARAMETER or weights/PARAMETER"
+            f"gradients/PARAMETER, masters/PARAMETER or weights/PARAMETER, or a pattern with * or ?"
         )
     return "ledger.dump: at which steps? set ledger.trace=FIRST:LAST" if dump and not config.ledger.trace else None
+
+
+def _may_match(pattern: str) -> bool:
+    """Whether a tensor's name may match. The names themselves are known when the model is built."""
+    start = _WILDCARD.split(pattern, maxsplit=1)[0]
+    if start == pattern:
+        return bool(_TENSOR.fullmatch(pattern))
+    return any(kind.startswith(start) or start.startswith(kind) for kind in _KINDS)
 
 
 RULES: tuple[Callable[[RunConfig], str | None], ...] = (_digests, _state_digests, _trace, _graphs, _dump)

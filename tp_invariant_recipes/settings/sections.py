@@ -69,7 +69,7 @@ class LedgerSettings:
     state_digests: every so many steps, digests of the optimizer's moments and of the gradients that it has read; 0:
              only at checkpoints and the last step, which have them in any case.
     trace:   "FIRST:LAST" or "STEP", the steps of which every module's inputs and outputs have digests; None: none.
-    dump:    tensors to write out at the traced steps, such as "gradients/output_layer.weight".
+    dump:    tensors to write out at the traced steps, such as "gradients/output_layer.weight" or "weights/*".
     """
 
     digests: int = 1

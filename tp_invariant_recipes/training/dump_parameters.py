@@ -2,43 +2,44 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 
 from megatron.bridge.training.callbacks import CallbackContext
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.training.digests.sums import dtype_name
 from tp_invariant_recipes.training.gathering import gathered
+from tp_invariant_recipes.training.module_hooks import tensor_names
 from tp_invariant_recipes.training.optimizer_state import OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
-from tp_invariant_recipes.training.shards import Shards, gather_weights
-from tp_invariant_recipes.training.trace import Tracing
-
-PARAMETERS = ("gradients", "masters", "weights")  # what can be dumped of a parameter
+from tp_invariant_recipes.training.shards import Shards, gather_weights, unwrapped
+from tp_invariant_recipes.training.trace import Tracing, unmatched
 
 
 class DumpParameters(AroundOptimizerStep):
     """Adds this rank's pieces to the step's dump: gradients before clipping, weights and master weights after the step.
 
-    For every rank, before `tracing`, which has the names and writes the dump.
+    For every rank, before `tracing`, which has the patterns, learns which names match, and writes the dump.
     """
 
     def __init__(self, tracing: Tracing) -> None:
         self.tracing = tracing
-        self.names = {name for name in tracing.dump if name.partition("/")[0] in PARAMETERS}
         self._running = 0
 
     def on_train_start(self, context: CallbackContext) -> None:
-        """Learn which parts this rank holds. RunError, on all ranks: there is no such parameter."""
+        """Learn which parts this rank holds, and what to dump. RunError, on all ranks: a pattern matches nothing."""
         self._model = context.model
         shards = Shards(context.model)
         masters = shards.held(OptimizerState(context.optimizer).masters())
         self._held = {"gradients": shards.gradients(context.optimizer), "masters": masters, "weights": shards.weights()}
         here = {f"{kind}/{part.name}" for kind, held in self._held.items() for part in held}
-        known: set[str] = set().union(*gathered(here))
-        if missing := sorted(self.names - known):
-            named = "\n  ".join(f"{name}{nearest(name, known)}" for name in missing)
-            raise RunError(f"ledger.dump: the model has no such parameter:\n  {named}")
+        modules: set[str] = set().union(*(tensor_names(unwrapped(chunk)) for chunk in context.model))
+        parameters, traced = (set[str]().union(*names) for names in zip(*gathered((here, modules)), strict=True))
+        patterns = self.tracing.patterns
+        if missing := unmatched(patterns, parameters | traced):
+            raise RunError(f"ledger.dump: the model has no such tensor:{missing}")
+        self.tracing.dump = frozenset(n for n in here | modules if any(fnmatchcase(n, one) for one in patterns))
+        self.tracing.awaited = tuple(one for one in patterns if not any(fnmatchcase(n, one) for n in parameters))
 
     def on_train_step_start(self, context: CallbackContext) -> None:
         """Note the number of the step."""
@@ -63,5 +64,5 @@ class DumpParameters(AroundOptimizerStep):
             return
         for part in self._held[kind]:
             name = f"{kind}/{part.name}"
-            if name in self.names:
+            if name in self.tracing.dump:
                 writer.add(self._running, name, dtype_name(part.values), part.shape, part.piece)

@@ -115,6 +115,16 @@ class ModuleHooks:
         ]
 
 
+def tensor_names(model: Any) -> set[str]:
+    """The names of the tensors of a chunk that may have a digest in a trace."""
+    found = set()
+    for name, _, row in _modules(model):
+        for end, tensors in (("input", row.inputs), ("output", row.outputs)) if row else ():
+            for tensor in (_numbered(end, n) for n in range(len(tensors))):
+                found |= {f"{FORWARD}/{name}/{tensor}", f"{BACKWARD}/{name}/{_other_end(tensor)}"}
+    return found
+
+
 def _modules(model: Any) -> list[tuple[str, Any, ModuleRow | None]]:
     """The modules to hook, under their names in the whole model, each with its row."""
     found: list[tuple[str, Any, ModuleRow | None]] = []

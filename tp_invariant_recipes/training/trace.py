@@ -4,7 +4,8 @@ All micro-batches and data-parallel ranks are one tensor (placement.py). Lanes o
 of a tensor is two numbers a part (module_hooks.py). The ranks put theirs together when the step ends.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
 from functools import lru_cache
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.training.dump_writer import DumpWriter
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
-from tp_invariant_recipes.training.module_hooks import BACKWARD, FORWARD, ModuleHooks, Seen
+from tp_invariant_recipes.training.module_hooks import FORWARD, ModuleHooks, Seen
 from tp_invariant_recipes.training.placement import CONSECUTIVE, Site
 from tp_invariant_recipes.training.shards import GlobalSlice, covers, unwrapped
 
@@ -25,16 +26,20 @@ from tp_invariant_recipes.training.shards import GlobalSlice, covers, unwrapped
 class Tracing(Callback):
     """Traces some steps, counted from 1. For every rank, after Digests and before Recorder.
 
-    dump:     names of tensors whose values are written out at these steps. Those of gradients and weights are left to
-              whoever has them, who adds them to `dumps` before this callback ends the step.
+    patterns: of the names of tensors whose values are written out at these steps.
+    dump:     the names that match, of tensors of this rank; DumpParameters fills them in before the first step. It adds
+              gradients and weights to `dumps` before this callback ends the step.
+    awaited:  the patterns that no parameter matches, so that the trace must.
     latest:   the trace of the step that has just ended; None: not a traced step.
     diverged: replicas that disagree in it, as StepRecord has them.
     dumps:    where dumps go, from the start of training on; None: nothing is dumped.
     """
 
-    def __init__(self, steps: range, dump: Sequence[str], run_dir: RunDir) -> None:
+    def __init__(self, steps: range, patterns: Sequence[str], run_dir: RunDir) -> None:
         self.steps = steps
-        self.dump = frozenset(dump)
+        self.patterns = tuple(patterns)
+        self.dump: frozenset[str] = frozenset()
+        self.awaited: tuple[str, ...] = ()
         self.latest: tuple[Traced, ...] | None = None
         self.diverged: Diverged = ()
         self.dumps: DumpWriter | None = None
@@ -43,7 +48,7 @@ class Tracing(Callback):
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Know which rank this is."""
-        if self.dump:
+        if self.patterns:
             self.dumps = DumpWriter(self._run_dir.path, dist.get_rank(), dist.get_world_size())
 
     def on_train_step_start(self, context: CallbackContext) -> None:
@@ -68,10 +73,14 @@ class Tracing(Callback):
 
     def _check_dumps(self, trace: Iterable[Traced]) -> None:
         placed = [t.name for t in trace if t.digest is not None]
-        missing = {n for n in self.dump if n.startswith((f"{FORWARD}/", f"{BACKWARD}/"))}.difference(placed)
-        if missing:
-            named = "\n  ".join(f"{name}{nearest(name, placed)}" for name in sorted(missing))
-            raise RunError(f"ledger.dump: not in the trace, or without a place in the whole model:\n  {named}")
+        if missing := unmatched(self.awaited, placed):
+            raise RunError(f"ledger.dump: not in the trace, or without a place in the whole model:{missing}")
+
+
+def unmatched(patterns: Iterable[str], names: Collection[str]) -> str:
+    """A line for each pattern that no name matches, with the nearest name."""
+    missing = [one for one in sorted(patterns) if not any(fnmatchcase(name, one) for name in names)]
+    return "".join(f"\n  {one}{nearest(one, names)}" for one in missing)
 
 
 def _site(context: CallbackContext) -> Site:
