@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError
 UNFINISHED = ".new"  # how the names of files end that a killed process was writing
 
 

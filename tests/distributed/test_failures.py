@@ -103,8 +103,11 @@ def test_a_disk_that_fills_up_is_said_at_the_end(tpi, small_disk):
             except OSError:
                 continue
     assert process.wait() == 2
-    assert "is full" in process.stderr
+    assert "disk full: 0.0 MiB are free" in process.stderr
     assert "run.dir=PATH" in process.stderr
+    listed = tpi("runs", str(small_disk)).stdout.splitlines()[1]
+    assert listed.split()[1] == "failed"
+    assert "disk full" in listed
 
 
 def test_a_second_sigterm_does_not_wait(tpi):

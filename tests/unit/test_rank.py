@@ -1,9 +1,12 @@
 """A rank's beginning."""
 
+import errno
+import json
 import multiprocessing
 import os
 import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -60,3 +63,23 @@ def test_spawned_ranks_find_what_the_launcher_gives_them(monkeypatch, tmp_path):
     outcome = ranks.run(RunDir(tmp_path), "gpu", infos, lambda: None, ranks.Stop(), rank_fn=_write_started)
     assert outcome is ranks.Outcome.COMPLETED
     assert {file.name for file in tmp_path.glob("started*")} == {"started0", "started1"}
+
+
+def _wrapped(code: int) -> RuntimeError:
+    """As writers of checkpoints wrap what the system says."""
+    error = RuntimeError("one of the writers failed")
+    error.__context__ = OSError(code, os.strerror(code))
+    return error
+
+
+@pytest.mark.parametrize("code, full", ((errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)))
+def test_the_reason_of_a_rank_says_disk_full_though_its_log_has_no_room(monkeypatch, tmp_path, code, full):
+    run = RunDir(tmp_path)
+    run.logs.mkdir()
+    with open("/dev/full", "w", buffering=1) as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        rank._write_failure(run, 0, _wrapped(code))
+        with suppress(OSError):
+            log.close()
+    assert json.loads(run.failure(0).read_text())["errno"] == code
+    assert str(ranks._failure(run, {0: 1})).startswith("disk full: ") is full

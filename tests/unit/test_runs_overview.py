@@ -1,8 +1,10 @@
 """`tpi runs`, `--resume last` and what a run's end says, from run directories without a training."""
 
+import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,6 +172,70 @@ def test_a_folder_that_cannot_be_looked_into_is_a_row_and_no_run_beside_it_fails
         ("completed", None),
     ]
     assert places.of(RunDir(run))["next"][0] == "tpi compare runs/a RUN_B"
+
+
+def made_by(run: Path, command: str) -> Path:
+    """The run, as a command made it for itself."""
+    found = json.loads((run / "run.json").read_text())
+    found["attempts"][0]["command"] = command
+    (run / "run.json").write_text(json.dumps(found))
+    return run
+
+
+def test_runs_that_commands_made_for_themselves_are_hidden_unless_asked_for(cli):
+    a_run("a")
+    for number, maker in enumerate(overview.MAKERS):
+        made_by(a_run(f"{maker}-1/x", minute=number + 1), f"tpi {maker} qwen3_toy")
+    submitted = a_run("cells/tp2", minute=9).parent  # its job calls tpi train
+    (submitted / "matrix.json").touch()
+    (submitted / "tp4").mkdir()
+    (submitted / "tp4" / "ledger.jsonl").touch()
+    made_by(a_run("verify-of-mine"), "tpi train qwen3_toy run.dir=verify bisect")
+
+    def names(*words: str) -> list[str]:
+        return [line.split()[0].removeprefix("runs/") for line in cli("runs", *words).out.splitlines()[1:]]
+
+    assert names() == ["a", "verify-of-mine"]
+    cells = [f"{maker}-1/x" for maker in overview.MAKERS]
+    assert sorted(names("--all")) == sorted(["a", "verify-of-mine", *cells, "cells/tp2", "cells/tp4"])
+    assert sorted(names("runs/cells")) == ["cells/tp2", "cells/tp4"]
+    assert names("runs/bisect-1") == names("runs/bisect-1/x") == ["bisect-1/x"]
+    assert cli("runs").err == "hidden: 7 runs of verify, sweep, bench, bisect, audit; tpi runs --all lists them\n"
+    found = json.loads(cli("runs", "--json").out)
+    assert (len(found["runs"]), found["hidden"]) == (2, 7)
+    assert json.loads(cli("runs", "--json", "--all").out)["hidden"] == 0
+    shutil.rmtree("runs/a")
+    shutil.rmtree("runs/verify-of-mine")
+    assert (cli("runs").out, cli("runs").status) == ("no run below runs\n", 0)
+
+
+@pytest.mark.parametrize("code, state", ((errno.ENOSPC, "failed"), (errno.EDQUOT, "failed"), (errno.EIO, "killed")))
+def test_a_run_whose_end_did_not_fit_on_the_disk_says_disk_full(cli, monkeypatch, code, state):
+    run = a_run("a", outcome=None, steps=1)
+
+    def no_room(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", no_room)
+        with pytest.raises(RunError, match="cannot write"):
+            attempts.end(RunDir(run), "failed", "rank 0 failed")
+    line = cli("runs").out.splitlines()[1]
+    assert cells(line)[1] == state
+    assert line.endswith("disk full") is (state == "failed")
+    assert overview.latest_to_resume(Path("runs")).run == run
+    # A later attempt has an end of its own.
+    planned = plan.new(compose("qwen3_toy", ["iters=3", "run.dir=runs/b"], device="cpu"))
+    record.write(replace(planned, run_dir=RunDir(run)))
+    assert overview.row(run).state == "killed"
+
+
+def test_a_reason_that_begins_with_a_heading_has_the_line_below_it(cli):
+    run = a_run("a", outcome=None)
+    attempts.end(RunDir(run), "failed", "2 problems:\n\n  tp=3 does not divide 4\n  more")
+    assert cli("runs").out.splitlines()[1].endswith("  2 problems: tp=3 does not divide 4")
+    attempts.end(RunDir(run), "failed", " \n")
+    assert cli("runs").status == 0
 
 
 def test_turns_of_a_benchmark_are_no_runs():

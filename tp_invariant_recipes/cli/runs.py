@@ -10,6 +10,7 @@ from rich.text import Text
 from tp_invariant_recipes.cli.arguments import Json
 from tp_invariant_recipes.foreign_text import one_line
 from tp_invariant_recipes.host import terminal
+from tp_invariant_recipes.plural import counted
 
 if TYPE_CHECKING:
     from tp_invariant_recipes.runs.overview import RunRow
@@ -22,6 +23,7 @@ _HEAD = ("run", "state", "step", "loss", "layout", "model", "numerics", "same")
 
 def runs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to look; default runs.")] = Path("runs"),
+    every: Annotated[bool, typer.Option("--all", help="Also the runs that commands made for themselves.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the runs below a folder: state, step, loss, layout.
@@ -31,8 +33,12 @@ def runs(
     failed; killed (it recorded no exit status); not started (submitted); damaged, with the reason. Exit status: 0,
     whatever the states; 2 there is no such folder.
 
+    Runs that verify, sweep, bench, bisect and audit made for themselves are hidden without --all, unless FOLDER is
+    the directory of such a command.
+
     \b
     tpi runs
+    tpi runs --all
     tpi runs /scratch/me --json | jq '.runs[] | select(.state == "failed")'
     tpi train --resume last
     """
@@ -41,15 +47,20 @@ def runs(
     where = folder.expanduser()
     to_person = terminal.console(stderr=True)
     with to_person.status(f"looking for runs below {where}") if to_person.is_terminal else nullcontext():
-        found = overview.rows(where)
+        there = overview.rows(where)
+    found = there if every else overview.of_people(there, where)
+    hidden = len(there) - len(found)
     names = overview.groups(found)
     if as_json:
         listed = [one.as_dict() | {"same": names.get(one.identity_hash or "")} for one in found]
-        terminal.print_json({"schema": SCHEMA, "runs": listed})
-    elif not found:
-        terminal.print_text(f"no run below {one_line(str(where))}")
-    else:
+        terminal.print_json({"schema": SCHEMA, "runs": listed, "hidden": hidden})
+        return
+    if found:
         _print(found, names)
+    else:
+        terminal.print_text(f"no run below {one_line(str(where))}")
+    if hidden:
+        to_person.print(f"hidden: {counted(hidden, 'run')} of {', '.join(overview.MAKERS)}; tpi runs --all lists them")
 
 
 def _print(found: "list[RunRow]", names: dict[str, str]) -> None:
@@ -62,8 +73,14 @@ def _print(found: "list[RunRow]", names: dict[str, str]) -> None:
         line = Text(_line(row, widths))
         line.stylize(_COLOURS.get(one.state, ""), widths[0] + 2, widths[0] + 2 + len(one.state))
         if one.why:
-            line.append(f"  {one_line(one.why.splitlines()[0])}", style="dim")
+            line.append(f"  {_reason(one.why)}", style="dim")
         console.print(line)
+
+
+def _reason(why: str) -> str:
+    """Its first line; with the second where the first only introduces it."""
+    first, *more = list(filter(None, map(str.strip, why.splitlines()))) or [""]
+    return one_line(f"{first} {more[0]}" if first.endswith(":") and more else first)
 
 
 def _cells(one: "RunRow", names: dict[str, str]) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """Atomic files: whole or absent after SIGKILL or a power cut, on a full disk, with two writers."""
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -15,13 +14,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tp_invariant_recipes.errors import DataError
-from tp_invariant_recipes.files import sync_folder
+from tp_invariant_recipes.files import DISK_FULL, sync_folder
 from tp_invariant_recipes.host.quiet import quiet
 
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def beside(prefix: Path, suffix: str) -> Path:

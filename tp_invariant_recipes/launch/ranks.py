@@ -6,7 +6,6 @@ GPU ranks where `host/forking.py` proves that a fork of this process can use CUD
 TPI_FORK_GPU_RANKS=0, they are spawned.
 """
 
-import errno
 import os
 import signal
 import time
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.config.hang_timeout import Limits
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.files import DISK_FULL
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.host.forking import can_fork
 from tp_invariant_recipes.launch import stacks
@@ -267,9 +267,9 @@ def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
     silent = [r for r in dead if r not in reasons]
     first = silent[0] if silent else min(reasons, key=lambda r: reasons[r].time)
     cause = 0.0 if silent else reasons[first].time
-    if free_bytes(run_dir.path) < FULL or any(r.errno == errno.ENOSPC for r in reasons.values()):
+    if free_bytes(run_dir.path) < FULL or any(r.errno in DISK_FULL for r in reasons.values()):
         message = (
-            f"the disk of {run_dir.path} is full ({free_bytes(run_dir.path) / 2**20:.1f} MiB free): the run stopped. "
+            f"disk full: {free_bytes(run_dir.path) / 2**20:.1f} MiB are free for {run_dir.path}, and the run stopped. "
             f"Free some or set run.dir=PATH on another disk"
         )
         return RankFailed(message, cause)

@@ -28,6 +28,7 @@ def write(plan: Plan, *, attempt: bool = True, job: AttemptJob | None = None) ->
     run_dir = plan.run_dir
     so_far = attempts.read_attempts(run_dir)
     if attempt:
+        run_dir.disk_full.unlink(missing_ok=True)
         so_far = (*so_far, attempts.started(plan.start, plan.steps, job, plan.layout.as_dict()))
     run = RunFile(
         model=plan.composed.model,

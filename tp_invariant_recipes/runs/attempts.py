@@ -5,9 +5,12 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.files import DISK_FULL
 from tp_invariant_recipes.ledger.run_files import Attempt, Attempted, AttemptJob, Config
 from tp_invariant_recipes.runs.run_dir import RunDir, text_of
 
@@ -31,11 +34,17 @@ def started(start: int, last: int, job: AttemptJob | None, layout: dict[str, Any
 
 
 def end(run_dir: RunDir, outcome: str, why: str | None = None, *, requeued: bool = False) -> None:
-    """Record how the last attempt ended. Raises RunError.
+    """Record how the last attempt ended. Raises RunError; for a full disk it leaves `RunDir.disk_full`.
 
     outcome: "completed", "stopped" or "failed". requeued: whether its job asks to be queued again.
     """
-    run_dir.write(run_dir.run, _ended(run_dir, outcome, why, requeued=requeued))
+    try:
+        run_dir.write(run_dir.run, _ended(run_dir, outcome, why, requeued=requeued))
+    except RunError as error:
+        if getattr(error.__cause__, "errno", None) in DISK_FULL:
+            with suppress(OSError):
+                run_dir.disk_full.touch()
+        raise
 
 
 def completed(run_dir: RunDir) -> bytes:

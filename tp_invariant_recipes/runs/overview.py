@@ -18,6 +18,7 @@ from tp_invariant_recipes.ledger.run_files import Attempt
 from tp_invariant_recipes.ledger.tail import last_step
 from tp_invariant_recipes.reading import Hash, Layout, Listed, Record
 from tp_invariant_recipes.runs import lock
+from tp_invariant_recipes.runs.matrix_dir import MatrixDir
 from tp_invariant_recipes.runs.run_dir import RunDir
 
 # The states of a run; those of `outcome` in run.json, and:
@@ -25,6 +26,9 @@ RUNNING, COMPLETED, STOPPED, FAILED = "running", "completed", "stopped", "failed
 KILLED = "killed"  # its last attempt recorded no exit status, and nobody trains there
 WAITING = "not started"  # submitted
 DAMAGED = "damaged"
+
+# Commands that make runs for themselves, each in a folder of their directory.
+MAKERS = ("verify", "sweep", "bench", "bisect", "audit")
 
 RESUMABLE = (STOPPED, FAILED, KILLED)
 _DEGREES = ("tp", "pp", "dp", "cp", "ep", "etp")
@@ -51,6 +55,7 @@ class RunRow:
     loss:    its bits, at that step; None: there is none.
     began:   when its last attempt began, as run.json has it; "" without one.
     command: of its last attempt; "" without one.
+    own:     whether a command of `MAKERS` made it for itself.
     """
 
     run: Path
@@ -66,6 +71,7 @@ class RunRow:
     identity_hash: str | None = None
     began: str = ""
     command: str = ""
+    own: bool = False
 
     @property
     def when(self) -> float:
@@ -99,19 +105,25 @@ def rows(folder: Path) -> list[RunRow]:
     return sorted(map(row, _directories(folder)), key=lambda one: (one.when, str(one.run)))
 
 
+def of_people(found: Iterable[RunRow], folder: Path) -> list[RunRow]:
+    """The runs below `folder` without those that commands made for themselves, unless it is such a command's folder."""
+    return [one for one in found if not one.own or folder in (one.run, one.run.parent)]
+
+
 def row(run: Path | tuple[Path, str]) -> RunRow:
     """The row of a run directory, or of a folder that cannot be looked into, with the reason."""
     if isinstance(run, tuple):
         return RunRow(run[0], DAMAGED, run[1])
     run_dir = RunDir(run)
+    own = MatrixDir(run.parent).matrix.exists()
     try:
         if not run_dir.run.is_file():
             raise RunError("run.json is missing" if not run_dir.run.exists() else "run.json is not a file")
         found = run_dir.read_run(ListedRun)
     except OSError as error:  # of the folder: no permission to look into it
-        return RunRow(run, DAMAGED, f"cannot be read: {error.strerror or error}")
+        return RunRow(run, DAMAGED, f"cannot be read: {error.strerror or error}", own=own)
     except RunError as error:
-        return RunRow(run, DAMAGED, str(error).removeprefix(f"{run} is not a run directory: "))
+        return RunRow(run, DAMAGED, str(error).removeprefix(f"{run} is not a run directory: "), own=own)
     last = found.attempts[-1] if found.attempts else Attempt()
     state, why = _state(run_dir, last if found.attempts else None)
     step: int | None = 0
@@ -137,6 +149,7 @@ def row(run: Path | tuple[Path, str]) -> RunRow:
         found.identity_hash,
         last.time,
         last.command,
+        own or last.command.startswith(tuple(f"tpi {maker} " for maker in MAKERS)),
     )
 
 
@@ -195,6 +208,8 @@ def _state(run_dir: RunDir, last: Attempt | None) -> tuple[str, str | None]:
         return RUNNING, None
     if last is None:
         return WAITING, None
+    if last.outcome is None and run_dir.disk_full.exists():
+        return FAILED, "disk full"
     if last.outcome not in (COMPLETED, STOPPED, FAILED):
         return KILLED, None
     return last.outcome, last.why

@@ -1,6 +1,5 @@
 """The files of a run directory: one name for each, and how they are written."""
 
-import errno
 import json
 import os
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from tp_invariant_recipes.errors import RunError
-from tp_invariant_recipes.files import UNFINISHED, write_atomically
+from tp_invariant_recipes.files import DISK_FULL, UNFINISHED, write_atomically
 from tp_invariant_recipes.ledger import run_files
 from tp_invariant_recipes.reading import checked, parse_json, parse_yaml, read_limited
 from tp_invariant_recipes.settings.run_config import RunConfig
@@ -49,6 +48,7 @@ class RunDir:
     comet = File("comet")  # archives of `logging=comet` without a key, one for each attempt
     index_cache = File("index-cache")  # sample indices that Megatron builds for a dataset
     lock = File("write.lock")  # who writes here now (runs/lock.py)
+    disk_full = File("disk.full")  # empty, as it must fit on a full disk: run.json lacks the last attempt's end
     script = File("job.sbatch")  # the sbatch script of the run's job
     submission = File("submission.json")  # command, time and job ids of `tpi submit`
     # Nodes of a job read it to find out whether they share this directory; removed once all have arrived.
@@ -130,7 +130,7 @@ def text_of(file: Path, data: Any) -> str:
 
 def cannot_write(file: Path, error: OSError) -> str:
     """Why a file could not be written; for a full disk, how much is free and what to change."""
-    if error.errno != errno.ENOSPC:
+    if error.errno not in DISK_FULL:
         return f"cannot write {file}: {error.strerror or error}"
     return f"cannot write {file}: the disk is full ({free_bytes(file.parent) / 2**20:.1f} MiB free); set run.dir=PATH"
 

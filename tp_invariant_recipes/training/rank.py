@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -271,8 +271,16 @@ def _logged(run_dir: RunDir, rank_info: RankInfo) -> Iterator[None]:
         yield
 
 
+def _errno(error: BaseException | None) -> int | None:
+    """The number of the OSError that this is, or that caused it: writers of checkpoints wrap a full disk's."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error.errno if error else None
+
+
 def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
-    traceback.print_exception(error)
+    with suppress(OSError):  # of a full disk, where the reason may still fit
+        traceback.print_exception(error)
     text = f"{str(error) or repr(error)}{recipe_source.place(error)}"
     reason = Reason(
         rank=rank,
@@ -280,7 +288,7 @@ def _write_failure(run_dir: RunDir, rank: int, error: BaseException) -> None:
         kind=type(error).__name__,
         message=text.encode(errors="replace").decode(),  # half a character is no text
         ours=isinstance(error, TpiError),
-        errno=getattr(error, "errno", None),
+        errno=_errno(error),
     )
     try:
         run_dir.failure(rank).write_text(json.dumps(reason.as_json()), encoding="utf-8")
