@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -155,11 +156,25 @@ HYDRA_OPTIONS = {
 }
 
 
+def _key_hint(option: str) -> str | None:
+    """How to write a key that was typed as an option, with its value: `--tp 2`."""
+    from tp_invariant_recipes.settings import conf_files
+    from tp_invariant_recipes.settings.keys import meant
+
+    named = [*meant(option), *(name for name in conf_files.group_names() if f"--{name}" == option)]
+    if not named:
+        return None
+    words = [part for word in sys.argv[1:] for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    value = "".join(words[words.index(option) + 1 :][:1]) if option in words else ""
+    return one_line(f"A key has no dashes: write {named[0]}={value or 'VALUE'}")
+
+
 def _fail_usage(error: Any) -> NoReturn:
     """Print a usage error as typer does, but with control characters as text."""
     message = one_line(error.format_message())
-    if hint := HYDRA_OPTIONS.get(getattr(error, "option_name", "")):
-        message = f"{message.partition(' Did you mean')[0].rstrip('.')}. {hint}."
+    option = getattr(error, "option_name", None) or ""
+    if hint := HYDRA_OPTIONS.get(option) or _key_hint(option):
+        message = f"{re.split(r' Did you mean| .Possible options', message)[0].rstrip('.')}. {hint}."
     from typer import rich_utils
 
     error.format_message = lambda: message

@@ -1,5 +1,6 @@
 """Compose `conf/` and the command line's overrides into a RunConfig, with every mistake in one message."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +19,7 @@ from tp_invariant_recipes.settings import (
     cuda_graphs,
     environment,
     field_table,
+    keys,
     layout,
     low_precision,
     peft,
@@ -80,7 +82,8 @@ def _compose(model: str, overrides: Sequence[str | Override], device: str | None
         model = recipe_source.absolute(model) or model
         known = _readable(model, requested, problems)
     elif not known:
-        problems.append(f"unknown model '{model}'{nearest(model, groups['model']) or '; tpi models lists all'}")
+        first = f"; the model comes first: MODEL {model}" if "=" in model else nearest(model, groups["model"])
+        problems.append(f"unknown model '{model}'{first or '; tpi models lists all'}")
     problems += _of_recipes(model, requested)
     # A faulty override is reported and left out, so that what is wrong beside it is found in the same breath.
     sound = _sound(requested, groups, problems)
@@ -210,7 +213,7 @@ def _out_of_range(sections: dict[str, Any], overrides: Sequence[Override]) -> di
 def _sound(overrides: Sequence[Override], groups: dict[str, tuple[str, ...]], problems: list[str]) -> list[Override]:
     """The overrides that can be composed, values converted. What is wrong with the others is added to `problems`."""
     sound = []
-    for override in overrides:
+    for override in _joined(overrides, problems):
         if problem := _problem(override, groups):
             problems.append(problem)
             continue
@@ -219,6 +222,25 @@ def _sound(overrides: Sequence[Override], groups: dict[str, tuple[str, ...]], pr
         except WrongType as error:
             problems.append(f"{override.text}: {error}")
     return sound
+
+
+def _joined(overrides: Sequence[Override], problems: list[str]) -> list[Override]:
+    """The overrides without pairs of words such as `tp 2`, which are added to `problems`."""
+    left = list(overrides)
+    for key, value in itertools.pairwise(overrides):
+        if key.parsed is None and "=" not in key.text + value.text and (names := _names(key.text)):
+            problems.append(f"{key.text} {value.text}: write {names[0]}={value.text}")
+            left = [one for one in left if one is not key and one is not value]
+    return left
+
+
+def _names(word: str) -> list[str]:
+    """The keys of one word that a word may mean: short keys, groups, and fields of Bridge."""
+    table = field_table.read()
+    classes = schema.BRIDGE_SECTIONS | {"model": schema.PROVIDERS[0]}
+    fields = [f"{section}.{word}" for section, path in classes.items() if word in table.get(path, ())]
+    groups = [name for name in conf_files.group_names() if name == word.lower()]
+    return [*(keys.meant(word) or groups or fields)]
 
 
 def _problem(override: Override, groups: dict[str, tuple[str, ...]]) -> str | None:
@@ -277,7 +299,9 @@ def _key_problem(key: str, groups: dict[str, tuple[str, ...]]) -> str | None:
         return "a recipe decides what its dataset is; leave it out"
     if section not in schema.SECTIONS:
         known = (*SHORT_KEYS, *groups) if section == key else (f"{s}.{key.partition('.')[2]}" for s in schema.SECTIONS)
-        return f"unknown key '{key}'{nearest(key, known)}"
+        names = _names(key)
+        hint = f"; did you mean '{"' or '".join(names)}'?" if names else nearest(key, known)
+        return f"unknown key '{key}'{hint}"
     if section == key and section != "mixed_precision":
         return f"'{key}' is a section; set one of its fields, as in {key}.FIELD=VALUE"
     return None

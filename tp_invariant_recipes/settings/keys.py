@@ -41,3 +41,15 @@ SHORT_KEYS = {
         ShortKey("weights", "weights.folder", str | None, "folder of the Hugging Face weights to start from"),
     )
 }
+
+
+def meant(name: str) -> list[str]:
+    """The short keys that a word of another program may mean: `learning_rate`, `--global-batch-size`, `TP`."""
+    plain = name.lstrip("-").lower().replace("-", "_")
+    words = plain.replace("_", " ")
+    return [
+        key.name
+        for key in SHORT_KEYS.values()
+        if plain in (key.name, key.path.rpartition(".")[2])
+        or (len(words) > 4 and words in key.help.partition(";")[0].replace("-", " "))
+    ]

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 def nearest(name: str, names: Iterable[str]) -> str:
     """A hint to append to an error: "; did you mean 'x'?", or the names when few, or nothing."""
     known = sorted(set(names))
-    close = get_close_matches(name, known, n=1, cutoff=0.6)
+    close = get_close_matches(name, known, n=1, cutoff=0.6) or get_close_matches(name.lower(), known, n=1, cutoff=0.6)
     if not close and "." in name:
         # The section may be wrong while the field is right.
         leaf = name.rpartition(".")[2]
