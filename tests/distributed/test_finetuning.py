@@ -9,7 +9,7 @@ from tests.examples import example, write
 from tests.recipe_files import TUNED
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.data.examples import read_examples
-from tp_invariant_recipes.errors import ConfigError, DataError
+from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
 
@@ -143,7 +143,7 @@ LINES = {
 @pytest.mark.parametrize("line", LINES)
 def test_a_broken_line_is_named(mine, tmp_path, line):
     folder = examples(tmp_path / "broken", *map(example, range(8)), line)
-    with pytest.raises(DataError, match="line 9") as caught:
+    with pytest.raises(ConfigError, match="line 9") as caught:
         read_examples(folder, ["training.jsonl"], f"{mine}/tokenizer", ("input", "output"), chat=False)
     assert LINES[line] in str(caught.value)
 
@@ -151,7 +151,7 @@ def test_a_broken_line_is_named(mine, tmp_path, line):
 # Overrides of a command whose examples or tokenizer cannot be used, and its message.
 FILES = {
     "dataset.dataset_root=none": "none: no such folder",
-    "validation.eval_iters=1": "validation.jsonl: no such file",
+    "validation.eval_iters=1": "validation.jsonl: no such file; validation.eval_iters=0 needs none",
     "gbs=256": "has 240 examples, and a step takes 256; lower gbs",
     "tokenizer.tokenizer_model=examples": "no tokenizer files in this folder",
     "model.vocab_size=32": "has 34 token ids and the model 32; the tokenizer of the model",
@@ -169,12 +169,24 @@ def test_files_that_do_not_fit_are_said_before_ranks_start(cli, mine, monkeypatc
     assert not (mine / "wrong").exists()
 
 
+def test_settings_and_files_that_are_wrong_come_in_one_list(cli, mine, monkeypatch):
+    monkeypatch.chdir(mine)
+    wrong = ("validation.eval_iters=1", "gbs=256", "tokenizer.tokenizer_model=none", "train.num_epochs=1")
+    ended = cli("train", *RECIPE[:2], *wrong, "checkpoint.pretrained_checkpoint=none", "device=cpu")
+    assert (ended.status, ended.out) == (2, "")
+    assert ended.err.startswith("error: 5 problems in this configuration:")
+    for key in ("train.num_epochs", "checkpoint.pretrained_checkpoint=none", "eval_iters=0", "lower gbs"):
+        assert key in ended.err
+    assert "tokenizer.tokenizer_model: " in ended.err
+    assert "byte" not in ended.err
+
+
 def test_conversations_need_a_template(mine, tmp_path):
     said = {"messages": [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]}
     folder = examples(tmp_path / "chat", json.dumps(said))
-    with pytest.raises(DataError, match="has no chat template"):
+    with pytest.raises(ConfigError, match="has no chat template"):
         read_examples(folder, ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
-    with pytest.raises(DataError, match="no conversation under any of messages"):
+    with pytest.raises(ConfigError, match="no conversation under any of messages"):
         read_examples(mine / "examples", ["training.jsonl"], f"{mine}/tokenizer", (), chat=True)
 
 

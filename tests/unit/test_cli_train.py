@@ -30,7 +30,7 @@ MISTAKES = (
     (["qwen3_toy", "tp=3", "gbs=3", "mbs=2", "lr=x"], ["4 problems", "tp=3 does", "seq=128 is", "gbs=3 is", "lr=x: "]),
     (["qwen3_toy", "device=gpu"], ["device=gpu, but this machine shows no GPU", "Transformer Engine"]),
     (["qwen3_toy", "data=text"], ["data=text needs data.path=FILE_OR_FOLDER"]),
-    (["qwen3_toy", "data=text", "data.path=no/such"], ["error: no/such: "]),
+    (["qwen3_toy", "data=text", "data.path=no/such"], ["error: data.path=no/such: "]),
     (["qwen3_toy", "run.dir=taken"], ["run.dir=taken is not empty: continue it (--resume taken)"]),
     ([], ["name a model to train (tpi models lists them), or a run to continue: --resume RUN"]),
     (["--resume", "nowhere"], ["nowhere is not a run directory: run.json"]),

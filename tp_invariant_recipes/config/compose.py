@@ -1,7 +1,7 @@
 """Compose `conf/` and the command line's overrides into a RunConfig, with every mistake in one message."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -56,23 +56,35 @@ class Composed:
 
 
 def compose(
-    model: str, overrides: Sequence[str | Override] = (), *, device: str | None = None, numerics: str | None = None
+    model: str,
+    overrides: Sequence[str | Override] = (),
+    *,
+    device: str | None = None,
+    numerics: str | None = None,
+    also: Callable[[RunConfig], list[str]] | None = None,
 ) -> Composed:
     """Compose a run of `model`: one of ours, or `recipe=…` (sources/recipe_source.py), which imports Bridge.
 
     overrides: `key=value` with short keys, Hydra groups, or the dotted path of any field of Bridge's; `cluster=FILE` of
                YAML is a cluster that lies anywhere.
     device, numerics: the options of these groups where the overrides name none, such as "cpu" and "stock".
+    also: lists what else is wrong with the configuration, such as files that are missing on this machine.
     Raises ConfigError listing every problem that can be found without building the model.
     """
     if recipe_source.is_recipe(model):
         with suppress(ConfigError):  # `_compose` lists it with the other problems
             _hf_folder(parse_all(overrides))
             recipe_source.preload(model)
-    return recipe_process.run(model, lambda: _compose(model, overrides, device, numerics))
+    return recipe_process.run(model, lambda: _compose(model, overrides, device, numerics, also))
 
 
-def _compose(model: str, overrides: Sequence[str | Override], device: str | None, numerics: str | None) -> Composed:
+def _compose(
+    model: str,
+    overrides: Sequence[str | Override],
+    device: str | None,
+    numerics: str | None,
+    also: Callable[[RunConfig], list[str]] | None,
+) -> Composed:
     """As `compose`, in a process that may call the recipe."""
     groups = conf_files.groups()
     problems = conf_files.problems()
@@ -112,6 +124,7 @@ def _compose(model: str, overrides: Sequence[str | Override], device: str | None
         with _guarded(model, problems):
             config = RunConfig(sections)
             problems += [problem for rule in rules for problem in rule.problems(config)]
+            problems += also(config) if also else []
     if problems:
         raise ConfigError(listed(problems), problems)
     return Composed(model, tuple(requested), config)

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tp_invariant_recipes.data.tokenizer import identify, open_tokenizer
-from tp_invariant_recipes.errors import DataError, listed
+from tp_invariant_recipes.data.tokenizer import FOLDER, identify, open_tokenizer
+from tp_invariant_recipes.errors import ConfigError, DataError, listed
 from tp_invariant_recipes.reading import open_file
+from tp_invariant_recipes.settings.sft import VALIDATION
 
 # Problems that a message lists; a file that is no JSONL has one a line.
 SHOWN = 5
@@ -32,29 +33,45 @@ class Examples:
 
 
 def read_examples(
-    folder: Path, files: Sequence[str], tokenizer: str, columns: Sequence[str], *, chat: bool
+    folder: Path,
+    files: Sequence[str],
+    tokenizer: str | None,
+    columns: Sequence[str],
+    *,
+    chat: bool,
+    sequences: int = 1,
+    vocabulary: int | None = None,
 ) -> Examples:
     """Read and check the files of a folder.
 
-    files: names; each must be there. tokenizer: a local folder of Hugging Face. columns: keys of texts that each
-    example must have. chat: whether each must be a conversation instead.
-    Raises DataError that lists what is wrong, with file and line.
+    files: names; each must be there. tokenizer: a local folder of Hugging Face; None: check the examples alone.
+    columns: keys of texts that each example must have. chat: whether each must be a conversation instead.
+    sequences: of a step. vocabulary: token ids of the model.
+    Raises ConfigError that lists what is wrong, with file and line.
     """
     read = [_read(folder / name, tuple(columns), chat) for name in files]
     problems = [problem for one in read for problem in one.problems]
     digest, vocab_size = hashlib.sha256(), 0
     for name, one in zip(files, read, strict=True):
         digest.update(f"{name} {one.sha256}\n".encode())
+    if 0 < read[0].count < sequences:
+        problems.append(f"{folder / files[0]} has {read[0].count} examples, and a step takes {sequences}; lower gbs")
     try:
-        identity = identify(str(Path(tokenizer).expanduser()))
-        vocab_size = open_tokenizer(identity).vocab_size
-        digest.update(identity.sha256.encode())
-        if chat and not problems:
-            _has_template(identity.folder, problems)
+        if tokenizer is not None:
+            identity = identify(str(Path(tokenizer).expanduser()), FOLDER)
+            vocab_size = open_tokenizer(identity).vocab_size
+            digest.update(identity.sha256.encode())
+            if chat and not problems:
+                _has_template(identity.folder, problems)
     except DataError as error:
         problems.append(f"tokenizer.tokenizer_model: {error}")
+    if vocabulary is not None and vocab_size > vocabulary:
+        problems.append(
+            f"tokenizer.tokenizer_model={tokenizer} has {vocab_size} token ids and the model {vocabulary}; the "
+            f"tokenizer of the model, or model.vocab_size={vocab_size}"
+        )
     if problems:
-        raise DataError(problems[0] if len(problems) == 1 else listed(problems))
+        raise ConfigError(listed(problems), problems)
     return Examples(digest.hexdigest(), read[0].count, vocab_size)
 
 
@@ -74,7 +91,8 @@ def _read(path: Path, columns: tuple[str, ...], chat: bool) -> _File:
     except OSError as error:
         absent = f"{path.parent}: no such folder" if not path.parent.is_dir() else f"{path}: no such file"
         why = f"{path}: {error.strerror}" if path.exists() else absent
-        return _File("", 0, (f"dataset.dataset_root: {why}",))
+        without = "; validation.eval_iters=0 needs none" if path.name == VALIDATION and path.parent.is_dir() else ""
+        return _File("", 0, (f"dataset.dataset_root: {why}{without}",))
 
 
 @functools.lru_cache

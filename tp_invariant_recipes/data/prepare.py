@@ -23,12 +23,13 @@ from tp_invariant_recipes.data.prepared import (
     read_metadata,
 )
 from tp_invariant_recipes.data.source import scan, source_name
-from tp_invariant_recipes.data.tokenizer import BYTE, identify, open_tokenizer
+from tp_invariant_recipes.data.tokenizer import BYTE, FOLDER, identify, open_tokenizer
 from tp_invariant_recipes.errors import DataError
 
 # Text in one part. A kill costs the work on one part, some seconds with a Hugging Face tokenizer;
 # merging costs Megatron's builder one garbage collection a part.
 PART_BYTES = 32 * 2**20
+_ABSENT = "no file or folder of text and no prepared dataset has this name"
 
 
 def prepare(
@@ -50,6 +51,20 @@ def prepare(
     return _prepare(_read(source, tokenizer, json_key, part_bytes), as_prefix(prefix), progress)
 
 
+def problems(path: Path, tokenizer: str) -> list[str]:
+    """Why `ensure_prepared` finds no text or tokenizer of these names, each with its key. It reads no text."""
+    found = []
+    prepared = path.suffix in INDEX_SUFFIXES or any(beside(as_prefix(path), suffix).exists() for suffix in SUFFIXES)
+    if not path.exists() and not prepared:
+        found.append(f"data.path={path}: {_ABSENT}")
+    try:
+        if path.exists() or not prepared:
+            identify(tokenizer, f"data.tokenizer={BYTE} or {FOLDER}")
+    except DataError as error:
+        found.append(f"data.tokenizer: {error}")
+    return found
+
+
 def ensure_prepared(
     path: Path,
     cache: Path,
@@ -65,7 +80,7 @@ def ensure_prepared(
     others wait. Raises DataError as `prepare` does, and when `path` names both a dataset and other text.
     """
     if not path.exists() and not any(beside(as_prefix(path), suffix).exists() for suffix in SUFFIXES):
-        raise DataError(f"{path}: no file or folder of text and no prepared dataset has this name")
+        raise DataError(f"{path}: {_ABSENT}")
     if path.suffix in INDEX_SUFFIXES or not path.exists():
         return load(path)
     text = _read(path, tokenizer, json_key, PART_BYTES)

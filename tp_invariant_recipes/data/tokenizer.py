@@ -1,5 +1,6 @@
 """Tokenizers as values: they turn a document's bytes into token ids with eod at the end."""
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from tp_invariant_recipes.reading import open_file
 
 BYTE = "byte"
 BYTE_EOD = 256
+FOLDER = "a local folder with a Hugging Face tokenizer"
 
 # The files of a Hugging Face folder that decide the ids of a text; model weights beside them do not matter.
 TOKENIZER_FILES = (
@@ -47,20 +49,21 @@ class Tokenizer:
     encode: Callable[[Iterable[bytes]], Iterator[np.ndarray]]
 
 
-def identify(tokenizer: str) -> Identity:
-    """`tokenizer`: "byte" or a local Hugging Face folder. Raises DataError when it is neither."""
+def identify(tokenizer: str, choices: str = f"{BYTE!r} or {FOLDER}") -> Identity:
+    """`tokenizer`: "byte" or a local Hugging Face folder. Raises DataError with the choices when it is neither."""
     if tokenizer == BYTE:
         return Identity(BYTE, hashlib.sha256(b"byte: UTF-8 bytes, eod 256").hexdigest(), None)
     folder = Path(tokenizer)
     if not folder.is_dir():
         raise DataError(
-            f"tokenizer {tokenizer}: no such folder. Give {BYTE!r} or a local folder with a Hugging Face "
-            "tokenizer; tpi downloads nothing "
+            f"tokenizer {tokenizer}: no such folder. Give {choices}; tpi downloads nothing "
             "(save one with AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER))"
         )
     files = sorted({path for pattern in TOKENIZER_FILES for path in folder.glob(pattern)})
     if not any(path.name != "config.json" for path in files):
-        raise DataError(f"tokenizer {tokenizer}: no tokenizer files in this folder (tokenizer.json or the like)")
+        raise DataError(
+            f"tokenizer {tokenizer}: no tokenizer files in this folder (tokenizer.json or the like). Give {choices}"
+        )
     digest = hashlib.sha256()
     for path in files:
         try:
@@ -71,6 +74,7 @@ def identify(tokenizer: str) -> Identity:
     return Identity(f"hf:{folder.resolve().name}", digest.hexdigest(), folder)
 
 
+@functools.lru_cache(maxsize=1)  # a large vocabulary takes a second
 def open_tokenizer(identity: Identity) -> Tokenizer:
     """Load the tokenizer. Raises DataError when the folder has no usable tokenizer with an eos token."""
     if identity.folder is None:

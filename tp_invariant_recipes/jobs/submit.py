@@ -12,7 +12,7 @@ from tp_invariant_recipes.errors import ConfigError, RunError, listed
 from tp_invariant_recipes.jobs import fitness, registry, script, states
 from tp_invariant_recipes.jobs.planned import JobScript, PlannedSubmission
 from tp_invariant_recipes.jobs.script import CellStep
-from tp_invariant_recipes.launch import memory, plan, record
+from tp_invariant_recipes.launch import inputs, memory, plan, record
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.launch.resume import completed_text, overrides_to_repeat, resume_run
 from tp_invariant_recipes.launch.train import check as train_check
@@ -46,7 +46,7 @@ def train(
     """
     problems, sound = reserved.check("submit", parse_all(overrides))
     Request(model, tuple(sound)).check_new_dir()
-    composed = _composed(model, sound, problems)
+    composed = _composed(model, sound, problems, also=None if dry else partial(inputs.problems, here=False))
     composed, configs = _layouts(composed, problems)
     fitness.check(configs, problems, dry=dry)
     path = choose(composed.config.run.dir, f"{model}-tp{layout.of(composed.config).tp}").path
@@ -223,13 +223,18 @@ def several(
     )
 
 
-def _composed(model: str, overrides: Sequence[Override], problems: list[str]) -> Composed:
-    """Compose a run. Raises ConfigError that lists `problems` and those of the composition."""
+def _composed(
+    model: str,
+    overrides: Sequence[Override],
+    problems: list[str],
+    also: Callable[[RunConfig], list[str]] | None = None,
+) -> Composed:
+    """Compose a run. also: as for `compose`. Raises ConfigError that lists `problems` and those of the composition."""
     in_a_job = parse(IN_A_JOB)
 
     def composing(device: str) -> Composed:
         device_override = [] if given(overrides, "device.kind") else [parse(f"device={device}")]
-        return compose(model, [*overrides, *device_override, in_a_job])
+        return compose(model, [*overrides, *device_override, in_a_job], also=also)
 
     try:
         return plan.for_nodes(composing, lambda composed: composed.config, overrides)

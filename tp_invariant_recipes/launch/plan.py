@@ -11,19 +11,19 @@ from tp_invariant_recipes.config import hydra_tree, relations
 from tp_invariant_recipes.config.compose import Composed
 from tp_invariant_recipes.config.identity import identity
 from tp_invariant_recipes.config.overrides import Override, given
-from tp_invariant_recipes.data.examples import Examples, read_examples
+from tp_invariant_recipes.data.examples import Examples
 from tp_invariant_recipes.data.prepare import ensure_prepared, find_prepared
 from tp_invariant_recipes.data.prepared import PreparedData
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.launch import experiments, preflight
+from tp_invariant_recipes.launch import experiments, inputs, preflight
 from tp_invariant_recipes.ledger.schema import Header
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import conf_files, environment, layout, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import DataSettings
-from tp_invariant_recipes.sources import hf_models, lora, weights
+from tp_invariant_recipes.sources import hf_models, weights
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,12 @@ def resolve(
     variables = environment.settings(config.device.kind, os.environ, config.cluster.environment)
     if pretrained := config.section("checkpoint").get("pretrained_checkpoint"):
         config = config.with_fields("checkpoint", pretrained_checkpoint=str(Path(pretrained).expanduser()))
-        lora.check_base(config)
     if config.weights.folder is not None:
         folder = Path(config.weights.folder).expanduser().absolute()
         config = config.with_fields("weights", folder=str(folder))
-        imported = imported or _check_weights(folder, config)
-    preflight.check(config, run_dir, here=here)
+    preflight.check(config, run_dir, here=here, imported=imported is not None)
+    if config.weights.folder is not None:
+        imported = imported or _check_weights(Path(config.weights.folder), config)
     data = _prepare(config.data, progress, dry=dry)
     config, examples = _with_examples(config)
     config = config.with_fields("run", dir=str(run_dir.path))
@@ -200,27 +200,13 @@ def _prepare(
 
 def _with_examples(config: RunConfig) -> tuple[RunConfig, Examples | None]:
     """The configuration with absolute paths of the examples that a run fine-tunes on, and the examples; None: it does
-    not. Raises DataError, ConfigError.
+    not. Raises ConfigError.
     """
-    dataset = config.section("dataset")
-    if not sft.is_sft(dataset):
-        return config, None
-    root = Path(dataset["dataset_root"]).expanduser().absolute()
-    folder = Path(config.section("tokenizer")["tokenizer_model"]).expanduser().absolute()
-    found = read_examples(root, sft.files(config), str(folder), sft.columns(dataset), chat=sft.is_chat(dataset))
-    sequences, vocabulary = config.train["global_batch_size"], config.model["vocab_size"]
-    problems = []
-    if found.count < sequences:
-        problems.append(f"{root / sft.TRAINING} has {found.count} examples, and a step takes {sequences}; lower gbs")
-    if found.vocab_size > vocabulary:
-        problems.append(
-            f"tokenizer.tokenizer_model={folder} has {found.vocab_size} token ids and the model {vocabulary}; the "
-            f"tokenizer of the model, or model.vocab_size={found.vocab_size}"
-        )
-    if problems:
-        raise ConfigError(listed(problems), problems)
-    config = config.with_fields("dataset", dataset_root=str(root))
-    return config.with_fields("tokenizer", tokenizer_model=str(folder)), found
+    found = inputs.examples(config)
+    for section, name in (("dataset", "dataset_root"), ("tokenizer", "tokenizer_model")) if found else ():
+        path = Path(config.section(section)[name]).expanduser().absolute()
+        config = config.with_fields(section, **{name: str(path)})
+    return config, found
 
 
 def _check_vocabulary(where: str, size: int, config: RunConfig) -> None:

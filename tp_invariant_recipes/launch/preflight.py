@@ -7,7 +7,7 @@ from pathlib import Path
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
-from tp_invariant_recipes.launch import experiments, memory
+from tp_invariant_recipes.launch import experiments, inputs, memory
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
@@ -29,26 +29,18 @@ INDEX_BYTES_PER_SAMPLE = 8
 # A checkpoint holds each parameter in the training dtype and three fp32 copies: master weight, both moments.
 CHECKPOINT_BYTES_PER_PARAMETER = 2 + 3 * 4
 
-# One of these lies in a folder that Bridge takes for a checkpoint: of a run, of one step, of Hugging Face.
-CHECKPOINT_FILES = (
-    "latest_train_state.pt",
-    "latest_checkpointed_iteration.txt",
-    "run_config.yaml",
-    "metadata.json",
-    ".metadata",
-    "config.json",
-)
 
-
-def check(config: RunConfig, run_dir: RunDir, *, here: bool = True) -> None:
+def check(config: RunConfig, run_dir: RunDir, *, here: bool = True, imported: bool = False) -> None:
     """Raises ConfigError listing everything this machine lacks.
 
     here: whether ranks will run on it; the disk of the run directory must do in any case.
+    imported: as for `inputs.problems`.
     """
+    files = inputs.problems(config, here=here, imported=imported)
     of_machine: Iterable[str] = ()
     if here:
         of_machine = (*_gpus(config), *registry.problems(config), *_flash(config), *experiments.problems(config))
-    problems = [*of_machine, *memory.problems(config, here=here), *_weights(config, here), *_disk(config, run_dir)]
+    problems = [*of_machine, *memory.problems(config, here=here), *files, *_disk(config, run_dir)]
     if problems:
         raise ConfigError(listed(problems), problems)
 
@@ -82,21 +74,6 @@ def _gpus(config: RunConfig) -> list[str]:
     if wrong:
         problems.append(f"cluster={cluster.name} is of other GPUs than this machine's {', '.join(sorted(wrong))}")
     return problems
-
-
-def _weights(config: RunConfig, here: bool) -> list[str]:
-    """Bridge begins with new weights where it finds no checkpoint."""
-    folder = config.section("checkpoint").get("pretrained_checkpoint")
-    if folder is None or not (here or (config.cluster.shared_files and config.cluster.container is None)):
-        return []
-    path = Path(folder)
-    if any((path / file).exists() for file in CHECKPOINT_FILES):
-        return []
-    if path.is_dir():
-        why = "holds no checkpoint of Megatron-Bridge, Megatron-LM or Hugging Face; of a run: RUN/checkpoints"
-    else:
-        why = "is a file; name the folder of the checkpoint" if path.exists() else "there is no such folder"
-    return [f"checkpoint.pretrained_checkpoint={folder}: {why}"]
 
 
 def _samples(config: RunConfig) -> int:

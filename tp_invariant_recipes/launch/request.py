@@ -7,7 +7,7 @@ from pathlib import Path
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, texts
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.launch import plan, resume
+from tp_invariant_recipes.launch import inputs, plan, resume
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.runs.run_dir import RunDir, check_free
 
@@ -42,15 +42,27 @@ class Request:
             return resume.compose_resumed(self.resume, self.model, self.overrides)
         if self.model is None:
             raise ConfigError("name a model to train (tpi models lists them), or a run to continue: --resume RUN")
-        composed = compose(self.model, self.overrides, device=device or plan.detect_device())
+        # Other machines may have other files, and a run that goes on has read its weights.
+        files = inputs.problems if self.launcher == "local" and not self._goes_on() else None
+        composed = compose(self.model, self.overrides, device=device or plan.detect_device(), also=files)
         return resume.with_recorded_numerics(composed) if self.continues else composed
 
     def check_new_dir(self) -> None:
         """Before anything is imported. Raises RunError: a new run cannot be written to run.dir."""
+        where = self._requested_dir()
+        if where and not self.resume and not self._goes_on():
+            check_free(where)
+
+    def _requested_dir(self) -> str | None:
+        """run.dir as typed, not yet checked."""
         requested = given(self.overrides, "run.dir")
         where = requested and requested.parsed and not requested.sweep and requested.parsed.value()
-        if where and not (self.resume or (self.continues and RunDir(Path(str(where)).expanduser()).run.exists())):
-            check_free(str(where))
+        return str(where) if where else None
+
+    def _goes_on(self) -> bool:
+        """Whether --continue finds a run in run.dir."""
+        where = self._requested_dir()
+        return self.continues and where is not None and RunDir(Path(where).expanduser()).run.exists()
 
     def _check_run_dir(self, run: Path) -> None:
         """Raises ConfigError where run.dir names another directory than the run's own."""

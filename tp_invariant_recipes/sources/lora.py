@@ -1,23 +1,12 @@
 """The rules of LoRA, whatever the numerics (docs/finetuning.md)."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.coverage import lora
-from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.settings import peft
 from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
-
-# What a folder of checkpoints of Bridge has, then one checkpoint in it.
-_OF_A_CHECKPOINT = (
-    "latest_train_state.pt",
-    "latest_checkpointed_iteration.txt",
-    "run_config.yaml",
-    "metadata.json",
-    ".metadata",
-)
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -26,13 +15,6 @@ def problems(config: RunConfig) -> list[str]:
     if fields is None:
         return []
     return [problem for rule in RULES if (problem := rule(config, fields))]
-
-
-def check_base(config: RunConfig) -> None:
-    """Raises ConfigError: there is no checkpoint where the weights to adapt are to come from."""
-    folder = Path(config.section("checkpoint")["pretrained_checkpoint"])
-    if peft.adapts(config) and not any((folder / name).exists() for name in _OF_A_CHECKPOINT):
-        raise ConfigError(f"checkpoint.pretrained_checkpoint={folder}: no checkpoint of Megatron-Bridge is there")
 
 
 def _unknown(config: RunConfig, fields: Mapping[str, Any]) -> str | None:

@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
 from tp_invariant_recipes.host import gpus
-from tp_invariant_recipes.launch import memory, plan
+from tp_invariant_recipes.launch import inputs, memory, plan
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.reader import Ledger
 from tp_invariant_recipes.ledger.schema import SHARDS, Header, identity_differences
@@ -54,14 +55,14 @@ class Problems:
 
 
 def compose_cells(
-    model: str, axes: Sequence[Axis], choices: Sequence[Choice], problems: list[str]
+    model: str, axes: Sequence[Axis], choices: Sequence[Choice], problems: list[str], here: bool
 ) -> tuple[dict[str, Composed], tuple[LeftOut, ...]]:
-    """Compose each cell, by its label; the combinations that are impossible are left out.
+    """Compose each cell, by its label; the combinations that are impossible are left out. here: as in `Plan`.
 
     Raises ConfigError that lists `problems` and the problems of all cells, also where a value fits no combination: that
     is a mistake, and no matter of combining.
     """
-    composed, found = compose_each(model, choices)
+    composed, found = compose_each(model, choices, here)
     remaining = [choice.values for choice in choices if choice.label in composed]
     if (
         not problems
@@ -76,13 +77,13 @@ def compose_cells(
     return composed, ()
 
 
-def compose_each(model: str, choices: Sequence[Choice]) -> tuple[dict[str, Composed], Problems]:
+def compose_each(model: str, choices: Sequence[Choice], here: bool) -> tuple[dict[str, Composed], Problems]:
     """Those that compose, by their label, and what is wrong with the others."""
     device = plan.detect_device()
-    composed, found = {}, Problems()
+    composed, found, files = {}, Problems(), partial(inputs.problems, here=here)
     for choice in choices:
         with found.of(choice.label):
-            composed[choice.label] = compose(model, choice.overrides, device=device)
+            composed[choice.label] = compose(model, choice.overrides, device=device, also=files)
     return composed, found
 
 

@@ -109,7 +109,7 @@ def new(
     axes, choices = matrix.spread(sound, problems)
     if not axes and not problems:
         problems.append(f"no key has several values: lr=1e-3,3e-4 gives two runs; one run is tpi train {model} …")
-    composed, left_out = compose_cells(model, axes, choices, problems)
+    composed, left_out = compose_cells(model, axes, choices, problems, here)
     choices = tuple(one for one in choices if one.label in composed)
     where = MatrixDir(choose_for_several(directory, f"sweep-{model}"))
     plans = plan_cells(choices, list(composed.values()), where, progress, here, dry)

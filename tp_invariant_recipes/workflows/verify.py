@@ -90,10 +90,10 @@ def new(
             "one cell has nothing to be compared with: give a key several values, as in tp=1,2,4, "
             "or a ledger to compare it with: --against FILE"
         )
-    composed, left_out = compose_cells(model, axes, choices, problems)
+    composed, left_out = compose_cells(model, axes, choices, problems, here)
     before = [one for one in choices if one.label in composed]
     kept = with_equal_shards(before, composed, reference)
-    changed, found = compose_each(model, [one for one in kept if one not in before])
+    changed, found = compose_each(model, [one for one in kept if one not in before], here)
     found.raise_any()
     composed |= changed
     kept, too_large = that_fit(model, requested, kept, composed, here)

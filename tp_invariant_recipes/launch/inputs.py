@@ -1,0 +1,82 @@
+"""The files that a run reads: weights, a checkpoint, text, examples. All that is wrong with them, in one list."""
+
+from pathlib import Path
+
+from tp_invariant_recipes.data import prepare
+from tp_invariant_recipes.data.examples import Examples, read_examples
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.settings import peft, sft
+from tp_invariant_recipes.settings.run_config import RunConfig
+from tp_invariant_recipes.sources import weights
+
+# One of these lies in a folder that Bridge takes for a checkpoint: of a run, of one step, of Hugging Face.
+CHECKPOINT_FILES = (
+    "latest_train_state.pt",
+    "latest_checkpointed_iteration.txt",
+    "run_config.yaml",
+    "metadata.json",
+    ".metadata",
+    "config.json",
+)
+
+
+def problems(config: RunConfig, *, here: bool = True, imported: bool = False) -> list[str]:
+    """What is wrong with the files that these settings name, each with its key; settings that are missing are not.
+
+    here: whether ranks will run on this machine. imported: whether the weights have been read already.
+    """
+    found = _checkpoint(config, here)
+    for check in (_text, examples) if imported else (_weights, _text, examples):
+        try:
+            check(config)
+        except ConfigError as error:
+            found += error.problems
+    return found
+
+
+def _checkpoint(config: RunConfig, here: bool) -> list[str]:
+    """Bridge begins with new weights where it finds no checkpoint."""
+    folder = config.section("checkpoint").get("pretrained_checkpoint")
+    if folder is None or not (here or (config.cluster.shared_files and config.cluster.container is None)):
+        return []
+    path = Path(folder).expanduser()
+    adapted = peft.adapts(config)  # whose base Bridge reads in its own format only
+    if any((path / file).exists() for file in CHECKPOINT_FILES if not (adapted and file == "config.json")):
+        return []
+    if path.is_dir():
+        others = "" if adapted else ", Megatron-LM or Hugging Face"
+        why = f"holds no checkpoint of Megatron-Bridge{others}; of a run: RUN/checkpoints"
+    else:
+        why = "is a file; name the folder of the checkpoint" if path.exists() else "there is no such folder"
+    return [f"checkpoint.pretrained_checkpoint={folder}: {why}"]
+
+
+def _weights(config: RunConfig) -> None:
+    """Raises ConfigError: there are no weights in the folder. Whether they are the model's, `plan.resolve` says."""
+    if config.weights.folder is not None:
+        weights.read(Path(config.weights.folder).expanduser().absolute())
+
+
+def _text(config: RunConfig) -> None:
+    """Raises ConfigError: there is no such text or tokenizer."""
+    data = config.data
+    if data.kind == "text" and data.path is not None and data.tokenizer is not None:
+        wrong = prepare.problems(Path(data.path).expanduser(), str(Path(data.tokenizer).expanduser()))
+        if wrong:
+            raise ConfigError("\n".join(wrong), wrong)
+
+
+def examples(config: RunConfig) -> Examples | None:
+    """The examples that a run fine-tunes on, read and checked; None: it does not. Raises ConfigError."""
+    dataset, tokenizer = config.section("dataset"), config.section("tokenizer").get("tokenizer_model")
+    if not sft.is_sft(dataset) or dataset["dataset_root"] is None:
+        return None
+    return read_examples(
+        Path(dataset["dataset_root"]).expanduser().absolute(),
+        sft.files(config),
+        tokenizer and str(Path(tokenizer).expanduser().absolute()),
+        sft.columns(dataset),
+        chat=sft.is_chat(dataset),
+        sequences=config.train["global_batch_size"],
+        vocabulary=config.model["vocab_size"],
+    )
