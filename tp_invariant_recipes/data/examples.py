@@ -59,10 +59,14 @@ def read_examples(
     try:
         if tokenizer is not None:
             identity = identify(str(Path(tokenizer).expanduser()), FOLDER)
-            vocab_size = open_tokenizer(identity).vocab_size
+            opened = open_tokenizer(identity)
+            vocab_size = opened.vocab_size
             digest.update(identity.sha256.encode())
-            if chat and not problems:
-                _has_template(identity.folder, problems)
+            if chat and not problems and not opened.has_template:
+                problems.append(
+                    f"tokenizer.tokenizer_model: {identity.folder} has no chat template, which turns conversations "
+                    f"into text"
+                )
     except DataError as error:
         problems.append(f"tokenizer.tokenizer_model: {error}")
     if vocabulary is not None and vocab_size > vocabulary:
@@ -129,10 +133,3 @@ def _wrong(line: bytes, columns: Sequence[str], chat: bool) -> Iterator[str]:
     for column in columns:
         if not isinstance(example.get(column), str):
             yield f"{column!r} holds no text" if column in example else f"no key {column!r}; its keys: {keys}"
-
-
-def _has_template(folder: Path | None, found: list[str]) -> None:
-    from transformers import AutoTokenizer
-
-    if AutoTokenizer.from_pretrained(str(folder), local_files_only=True).chat_template is None:
-        found.append(f"tokenizer.tokenizer_model: {folder} has no chat template, which turns conversations into text")

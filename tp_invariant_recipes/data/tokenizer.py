@@ -42,11 +42,15 @@ class Identity:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """vocab_size: includes eod. encode: UTF-8 documents -> one integer array a document, eod at its end."""
+    """vocab_size: includes eod. encode: UTF-8 documents -> one integer array a document, eod at its end.
+
+    has_template: whether it turns conversations into text.
+    """
 
     vocab_size: int
     eod: int
     encode: Callable[[Iterable[bytes]], Iterator[np.ndarray]]
+    has_template: bool = False
 
 
 def identify(tokenizer: str, choices: str = f"{BYTE!r} or {FOLDER}") -> Identity:
@@ -88,7 +92,12 @@ def open_tokenizer(identity: Identity) -> Tokenizer:
     if tokenizer.eos_token_id is None:
         raise DataError(f"tokenizer {identity.folder}: no eos token to end documents with; set eos_token")
     vocab_size, eod = len(tokenizer), tokenizer.eos_token_id
-    return Tokenizer(vocab_size, eod, lambda documents: _encode_hf(tokenizer, vocab_size, eod, documents))
+    return Tokenizer(
+        vocab_size,
+        eod,
+        lambda documents: _encode_hf(tokenizer, vocab_size, eod, documents),
+        has_template=tokenizer.chat_template is not None,
+    )
 
 
 def _encode_bytes(documents: Iterable[bytes]) -> Iterator[np.ndarray]:
