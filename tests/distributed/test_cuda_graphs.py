@@ -108,6 +108,7 @@ TE = (
         {"cluster.environment.PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         "cluster.environment.NCCL_GRAPH_REGISTER=0",
     ),
+    ("qwen3_toy", {"model.seq_length": 127}, "seq=128, model.attention_backend=unfused, or cuda_graph=off"),
     ("qwen3_toy", {"model.cuda_graph_impl": "local"}, "model.cuda_graph_impl=local: cuda_graph=off, cuda_graph=te"),
     ("qwen3_toy", {"model.cuda_graph_scope": "attn"}, "model.cuda_graph_scope=attn: cuda_graph=te"),
     ("qwen3_toy", {"device.kind": "cpu"}, "cuda_graph=te: CUDA graphs need a GPU; device=gpu, or cuda_graph=off"),
@@ -115,6 +116,7 @@ TE = (
 
 FULL = (
     ("nemotron3_nano", PAD | {"model.moe_pad_expert_input_to_capacity": False}, "capacity=true"),
+    ("qwen3_toy", {"model.seq_length": 127, "numerics.mode": "stock"}, "replayed on fewer than 128 tokens; seq=128"),
     ("qwen3_toy", {"model.cuda_graph_modules": ["attn"]}, "model.cuda_graph_modules=[]"),
     ("qwen3_toy", {"ddp.check_for_nan_in_grad": True}, "ddp.check_for_nan_in_grad=false"),
     ("qwen3_toy", {"rerun_state_machine.check_for_nan_in_loss": None}, "check_for_nan_in_loss=false"),
@@ -144,6 +146,19 @@ def test_every_rule_is_tried():
 
 def test_what_is_refused_for_layers_is_let_through_for_a_whole_step():
     assert wrong("full", "qwen3_toy", {"model.recompute_granularity": "full"}) == []
+
+
+@pytest.mark.parametrize(
+    "kind, fields",
+    (
+        ("full", {"model.seq_length": 128}),
+        ("full", {"model.attention_backend": "unfused"}),
+        ("full", {"numerics.mode": "portable"}),
+        ("te", {"model.cuda_graph_modules": ["mlp"]}),
+    ),
+)
+def test_other_attention_than_cudnns_is_replayed_on_few_tokens(kind, fields):
+    assert wrong(kind, "qwen3_toy", {"model.seq_length": 64} | fields) == []
 
 
 def test_an_allocator_that_moves_nothing_is_let_through(monkeypatch):

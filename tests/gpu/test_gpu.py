@@ -45,3 +45,22 @@ def test_another_seed_gives_other_bits(runs):
     done = tpi(runs, *RUN, "seed=7", "run.dir=c")
     assert done.returncode == 0, done.stderr
     assert steps(runs, "c") != steps(runs, "a")
+
+
+VALIDATING = "train qwen3_toy gbs=4 iters=8 save=2 validation.eval_iters=2 validation.eval_interval=2"
+
+
+@pytest.fixture(scope="module")
+def validating(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("validating")
+    done = tpi(folder, *VALIDATING.split(), "cuda_graph=off", "run.dir=off")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("kind", ("te", "full"))
+def test_graphs_change_no_bits_of_training_and_validation(validating, kind):
+    done = tpi(validating, *VALIDATING.split(), f"cuda_graph={kind}", f"run.dir={kind}")
+    assert done.returncode == 0, done.stderr
+    assert steps(validating, kind) == steps(validating, "off")
+    assert all(b"validation/" in line for line in steps(validating, "off")[1::2])

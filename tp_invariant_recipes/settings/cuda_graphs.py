@@ -147,11 +147,24 @@ def _recomputes(config: RunConfig, module: str) -> bool:
     return model.get("recompute_granularity") == "selective" and module in (model.get("recompute_modules") or ())
 
 
+def _short_attention(config: RunConfig) -> bool:
+    """Whether cuDNN's attention is captured on too few tokens. `portable` has an attention of its own."""
+    model, arithmetic = config.model, config.numerics.arithmetic
+    if model["seq_length"] >= LEAST_TOKENS or (arithmetic is not None and arithmetic.any_machine):
+        return False
+    captured = model.get("cuda_graph_impl") == FULL or _captures(config, "attn")
+    return captured and _attention(model) is None and model.get("attention_backend") not in ("unfused", "local")
+
+
 def _expandable(config: RunConfig) -> bool:
     variables = config.cluster.environment | dict(os.environ)
     allocator = variables.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     return "expandable_segments:True" in allocator and variables.get("NCCL_GRAPH_REGISTER") != "0"
 
+
+# Of a sequence. Replayed on 32 or 64 tokens, graphs of cuDNN 9.19's attention gave other losses, NaN or an illegal
+# memory access on an H100, under stock numerics too; on 128 and more they have the bits of eager execution.
+LEAST_TOKENS = 128
 
 # Fields of earlier versions with the same meaning; Core would silently copy their values.
 REPLACED = ("cuda_graph_scope", "enable_cuda_graph", "external_cuda_graph")
@@ -219,6 +232,11 @@ RULES = (
         lambda t: t.section("rerun_state_machine").get("check_for_spiky_loss"),
         "a captured step cannot wait for a check of the loss; rerun_state_machine.check_for_spiky_loss=false",
         (FULL,),
+    ),
+    Requirement(
+        _short_attention,
+        f"cuDNN's attention computes wrong numbers when it is replayed on fewer than {LEAST_TOKENS} tokens; "
+        f"seq={LEAST_TOKENS}, model.attention_backend=unfused, or cuda_graph=off",
     ),
     Requirement(
         _expandable,
