@@ -14,6 +14,7 @@ from tp_invariant_recipes.portable import conformance
 
 DATA = Path(__file__).parents[1] / "data"
 NUMBERS = np.load(DATA / "tensor_core_h200.npz")
+SMALLEST = np.load(DATA / "smallest_products_h100.npz")  # sums of products near 2^-150
 EDGES = load_file(conformance.BUILT_IN)
 PLAIN = sorted(name[2:] for name in NUMBERS.files if name.startswith("a_"))
 BF16_EDGES, FP32_EDGES = (
@@ -95,9 +96,20 @@ def test_the_smallest_products_are_cut_at_the_least_top(operands, bits):
     assert result_bits(tensor_core_cpu.product(*map(bf16, operands))).tolist() == [[bits]]
 
 
+def test_the_smallest_products_have_the_bits_of_an_h100():
+    ours = bf16_product(SMALLEST["a"], SMALLEST["b"])
+    compiled = result_bits(tensor_core_cpu.product(bf16(SMALLEST["a"]), bf16(SMALLEST["b"])))
+    recorded = [name for name in SMALLEST.files if name.startswith("c_")]
+    assert len(recorded) == 4
+    for name in recorded:
+        assert (ours == SMALLEST[name]).all(), name
+        assert (compiled == SMALLEST[name]).all(), name
+
+
 @pytest.mark.parametrize("top", (-153, -134, -132))
 def test_another_least_top_gives_other_bits(monkeypatch, top):
     monkeypatch.setattr(tensor_core_sum, "LEAST_TOP", top)
+    assert (bf16_product(SMALLEST["a"], SMALLEST["b"]) != SMALLEST["c_cublas"]).sum() >= 15
     assert [bf16_product(*operands).item() for operands in (WHOLE_UNITS, HALF_UNITS)] != [1, 0]
 
 
