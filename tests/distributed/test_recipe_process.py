@@ -26,6 +26,7 @@ ENDS = {
     "raise ValueError('no')": "ValueError: no at {file}:{line}",
     "os.kill(os.getpid(), 9)": "the recipe's process was killed by SIGKILL",
 }
+DEFINED = "\n\ndef small():\n    pass\n"  # a file without the function is refused before it runs
 START = "import os\nimport string\nimport sys\n"
 IN_FUNCTION = START + "def small():\n    {}\n"
 LEAVING = """
@@ -67,7 +68,7 @@ def refused(file, text):
 @pytest.mark.parametrize("statement, said", ENDS.items(), ids=ENDS)
 def test_what_ends_a_recipe_is_said_with_its_file_and_line(bridge, tmp_path, statement, said):
     file = tmp_path / "mine.py"
-    on_import = refused(file, START + statement)
+    on_import = refused(file, START + statement + DEFINED)
     assert on_import.startswith(f"recipe={file}:small: ")
     assert on_import.endswith(said.format(file=file, line=4))
     when_called = refused(file, IN_FUNCTION.format(statement))
@@ -77,19 +78,21 @@ def test_what_ends_a_recipe_is_said_with_its_file_and_line(bridge, tmp_path, sta
 
 def test_the_innermost_line_of_the_recipes_own_files_is_said(bridge, tmp_path):
     (tmp_path / "beside.py").write_text("import sys\nsys.exit(0)\n")
-    assert refused(tmp_path / "mine.py", "import beside\n").endswith(f"SystemExit: 0 at {tmp_path / 'beside.py'}:2")
+    assert refused(tmp_path / "mine.py", f"import beside\n{DEFINED}").endswith(
+        f"SystemExit: 0 at {tmp_path / 'beside.py'}:2"
+    )
 
 
 def test_a_module_is_named_as_a_file_is(bridge, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "my_module.py").write_text("raise SystemExit(0)\n")
+    (tmp_path / "my_module.py").write_text(f"raise SystemExit(0)\n{DEFINED}")
     with pytest.raises(ConfigError, match=rf"my_module cannot be imported: SystemExit: 0 at {tmp_path}/my_module.py:1"):
         compose("recipe=my_module:small", device="cpu")
 
 
 @pytest.mark.parametrize("arguments", (("verify", "tp=1,2"), ("train", "tp=1"), ("sweep", "lr=1e-3,2e-3")))
 def test_a_command_ends_with_2(tpi, tmp_path, arguments):
-    (tmp_path / "mine.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "mine.py").write_text(f"import sys\nsys.exit(0)\n{DEFINED}")
     done = tpi(arguments[0], "recipe=mine.py:small", *arguments[1:], status=2)
     assert f"SystemExit: 0 at {tmp_path / 'mine.py'}:2" in done.stderr
 
@@ -114,7 +117,7 @@ def test_a_patch_stays_in_the_process_of_its_recipe(bridge, tmp_path):
 
 @pytest.mark.parametrize("number, status", ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)))
 def test_a_recipe_that_hangs_ends_with_its_command(tpi, tmp_path, number, status):
-    (tmp_path / "mine.py").write_text(HANGING)
+    (tmp_path / "mine.py").write_text(HANGING + DEFINED)
     interruptible = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
     command = tpi.start("train", "recipe=mine.py:small", "device=cpu", before=interruptible)
     note = tmp_path / "process"

@@ -28,14 +28,18 @@ from typing import Any
 
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import bridge, needed
+from tp_invariant_recipes.host.known_versions import KNOWN
 from tp_invariant_recipes.host.quiet import quiet
+from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.settings.nearest import nearest
+from tp_invariant_recipes.sources import recipe_names
 
 PREFIX = "recipe="
 BRIDGE = "megatron.bridge.recipes"
 FORMS = f"recipe=NAME of {BRIDGE} (tpi models --bridge lists them), recipe=MODULE:FUNCTION or recipe=FILE.py:FUNCTION"
 
+LISTED = "; tpi models --bridge lists those of Bridge"
 NEEDS = "needs the Hugging Face configuration of"
 FILES = "tpi_recipe_"  # of the names that the files of recipes have as modules
 
@@ -146,10 +150,32 @@ def _possible(model: str) -> Source:
     source = parse(model)
     if not needed.there("megatron.bridge"):
         raise ConfigError(needed.message(model, ["megatron-bridge"]))
-    # A misspelt name is said at once. A name that the table lacks may be one of a newer Bridge.
-    if source.module == BRIDGE and source.function not in names() and _close(source.function):
-        raise ConfigError(f"{model}: {BRIDGE} has no such recipe{nearest(source.function, names())}")
+    if source.module == BRIDGE:
+        # A misspelt name is said at once. Another name that the table lacks may be one of a newer Bridge.
+        locked = installed("megatron-bridge") == KNOWN[-1].versions["megatron-bridge"]
+        if source.function not in names() and (locked or _close(source.function)):
+            raise ConfigError(f"{model}: {BRIDGE} has no such recipe{nearest(source.function, names()) or LISTED}")
+    else:
+        _check_source(model, source)
     return source
+
+
+def _check_source(model: str, source: Source) -> None:
+    """Raises ConfigError: the source of the file or module shows that it lacks the function, or cannot be imported."""
+    where = source.file or source.module
+    try:
+        file = source.file or recipe_names.module_file(str(source.module))
+        known, functions = recipe_names.functions(file.read_bytes(), file)
+    except recipe_names.Unknown:
+        return
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{model}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{model}: cannot read {where}: {error.strerror}") from error
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{model}: {where} cannot be imported: {_error_text(error)}") from error
+    if source.function not in known:
+        raise ConfigError(f"{model}: {where} has no such function{nearest(source.function, functions)}")
 
 
 def find(model: str) -> Callable[..., Any]:
@@ -162,8 +188,7 @@ def find(model: str) -> Callable[..., Any]:
         functions = [n for n, f in vars(module).items() if inspect.isfunction(f) and n[0] != "_"]
         known = installed_names() if source.module == BRIDGE else functions
         raise ConfigError(
-            f"{model}: {source.file or source.module} has no such function"
-            f"{nearest(source.function, known) or '; tpi models --bridge lists those of Bridge'}"
+            f"{model}: {source.file or source.module} has no such function{nearest(source.function, known) or LISTED}"
         )
     if not callable(found):
         raise ConfigError(f"{model}: {source.function} is no function but {type(found).__name__}")
