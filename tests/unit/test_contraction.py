@@ -53,6 +53,29 @@ def folded_nodes(nodes):
     return nodes[0]
 
 
+def exact_batch(a, b, out, add):
+    for left, right, term in zip(a, b, out, strict=True):
+        fixed_tile_product(left, right, term, add=add)
+
+
+@pytest.fixture
+def batch_stand_in(monkeypatch):
+    """Have a function stand for cuBLAS's batches, on a CPU. returns: their shapes, as they come."""
+
+    def use(compute):
+        launches = []
+
+        def launch(a, b, out, add):
+            launches.append((*a.shape, b.shape[2], add))
+            compute(a, b, out, add)
+
+        monkeypatch.setattr(contraction, "_batch_is_right", {})
+        monkeypatch.setattr(cublas, "launch_batch", launch)
+        return launches
+
+    return use
+
+
 @pytest.fixture
 def kernel_stand_in(monkeypatch):
     """Have the function given stand for the kernel, on a CPU. returns: its launches, as they come."""
@@ -65,6 +88,8 @@ def kernel_stand_in(monkeypatch):
             compute(a, b, out, cut, add)
 
         monkeypatch.setattr(contraction, "_restarting_is_right", {})
+        monkeypatch.setattr(contraction, "_batch_is_right", {})
+        monkeypatch.setattr(cublas, "launch_batch", exact_batch)
         monkeypatch.setattr(contraction, "_compiles", lambda: True)
         monkeypatch.setattr(kernel, "suits", lambda a, b, cut: cut.pieces in kernel.PIECES)
         monkeypatch.setattr(kernel, "restarting_product", launch)
@@ -222,6 +247,88 @@ def test_live_operands_are_checked_on_request(kernel_stand_in, monkeypatch):
     contraction.nodes(a, b, mesh, sizes, exact_product)
     message = r"TPI_CHECK_PRODUCTS=1: the sum of 4 products \[24, 128\] @ \[128, 20\] in one launch has other bits"
     with pytest.raises(RunError, match=message):
+        contraction.nodes(a * 1000, b, mesh, sizes, exact_product)
+    monkeypatch.setattr(cublas, "checking", lambda: False)
+    contraction.nodes(a * 1000, b, mesh, sizes, exact_product)  # the control: nobody asks
+
+
+@pytest.mark.parametrize("shards, segments", LAUNCHES)
+def test_a_batch_has_the_bits_of_one_by_one(batch_stand_in, shards, segments):
+    launches = batch_stand_in(exact_batch)
+    a, b, sizes = segmented_operands(shards, segments)
+    mesh = VirtualMesh(shards, 1, 0)
+    nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
+    assert list(contraction.batches().values()) == [True] * (shards > 1)
+    launches.clear()
+    again = contraction.nodes(a, b, mesh, sizes, exact_product)
+    assert launches == [(shards, 24, PIECE, 20, n > 0) for n in range(segments)] * (shards > 1)
+    separate = contraction._one_by_one(a, b, mesh, sizes, exact_product, None)
+    assert same_bits(nodes, again)
+    assert same_bits(folded_nodes(nodes), folded_nodes(separate))
+
+
+def test_a_batch_reads_operands_where_they_lie(batch_stand_in):
+    """Transposed, in slices, with gaps, and segments of different sizes, as Mamba's."""
+    batch_stand_in(exact_batch)
+    a, b, _ = segmented_operands(4, 2)
+    wide_a, wide_b = torch.randn(130, 30).bfloat16(), torch.randn(26, 2 * 130).bfloat16()
+    wide_a[1:129, 3:27], wide_b[2:22, 4:132] = a.t(), b.t()
+    mesh, sizes = VirtualMesh(4, 1, 0), (32, 96)
+    nodes = contraction.nodes(wide_a[1:129, 3:27].t(), wide_b[2:22, 4:132].t(), mesh, sizes, exact_product)
+    assert list(contraction.batches().values()) == [True]
+    assert same_bits(folded_nodes(nodes), folded_nodes(contraction._one_by_one(a, b, mesh, sizes, exact_product, None)))
+
+
+def backwards(a, b, out, add):
+    exact_batch(a.flip(2), b.flip(1), out, add)
+
+
+def in_halves(a, b, out, add):
+    half = a.shape[2] // 2
+    exact_batch(a[:, :, half:], b[:, half:], out, add)
+    exact_batch(a[:, :, :half], b[:, :half], out, True)
+
+
+def one_term_in_halves(a, b, out, add):
+    exact_batch(a, b, out, add)
+    if not add:
+        in_halves(a[2:3], b[2:3], out[2:3], add)
+
+
+@pytest.mark.parametrize("wrong", (backwards, in_halves, one_term_in_halves), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("segments", (1, 2))
+def test_a_wrong_batch_is_refused_and_changes_nothing(batch_stand_in, wrong, segments):
+    launches = batch_stand_in(wrong)
+    a, b, sizes = segmented_operands(4, segments)
+    mesh = VirtualMesh(4, 1, 0)
+    nodes = contraction.nodes(a, b, mesh, sizes, exact_product)
+    assert launches
+    assert list(contraction.batches().values()) == [False]
+    assert same_bits(nodes, contraction._one_by_one(a, b, mesh, sizes, exact_product, None))
+    # The control: without the trial, the same batch gives other bits.
+    contraction._batch_is_right = dict.fromkeys(contraction.batches(), True)
+    assert not same_bits(folded_nodes(contraction.nodes(a, b, mesh, sizes, exact_product)), folded_nodes(nodes))
+
+
+def test_a_large_batch_goes_one_by_one(batch_stand_in, monkeypatch):
+    launches = batch_stand_in(exact_batch)
+    a, b, sizes = segmented_operands(4, 1)
+    for room, batches in ((4 * 24 * 20 - 1, False), (4 * 24 * 20, True)):
+        monkeypatch.setattr(contraction, "ROOM", room)
+        contraction.nodes(a, b, VirtualMesh(4, 1, 0), sizes, exact_product)
+        assert bool(launches) == batches
+
+
+def test_a_batch_of_live_operands_is_checked_on_request(batch_stand_in, monkeypatch):
+    def wrong_with_large_numbers(a, b, out, add):
+        (backwards if a.abs().max() > 100 else exact_batch)(a, b, out, add)
+
+    batch_stand_in(wrong_with_large_numbers)
+    a, b, sizes = segmented_operands(8, 1)
+    mesh = VirtualMesh(8, 1, 0)
+    monkeypatch.setattr(cublas, "checking", lambda: True)
+    contraction.nodes(a, b, mesh, sizes, exact_product)
+    with pytest.raises(RunError, match=r"8 products of \[24, 128\] @ \[128, 20\] as a batch have other bits"):
         contraction.nodes(a * 1000, b, mesh, sizes, exact_product)
     monkeypatch.setattr(cublas, "checking", lambda: False)
     contraction.nodes(a * 1000, b, mesh, sizes, exact_product)  # the control: nobody asks

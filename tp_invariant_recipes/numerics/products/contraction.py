@@ -2,14 +2,16 @@
 
     restarting   kernels/restarting_product.py: up to four products and their sums in one launch, where that pays, the
                  kernel takes the operands, and a trial has found the bits of fixed tiles
+    as a batch   the products of all shards in one launch of cuBLAS for each segment, where the host is the limit
     one by one   a product for each shard and segment; the second of two neighbours adds itself to the first
 
-Both have the same bits. The trial's operands cancel (numerics/products/probe.py), and TPI_CHECK_PRODUCTS=1 compares on
-those of the run, as for cuBLAS (numerics/products/cublas.py).
+All have the same bits, the first two by a trial. Its operands cancel (numerics/products/probe.py), and
+TPI_CHECK_PRODUCTS=1 compares on those of the run, as for cuBLAS (numerics/products/cublas.py).
 """
 
+import itertools
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.kernels.tree_add import tree_add
 from tp_invariant_recipes.numerics.products import cublas
+from tp_invariant_recipes.numerics.products.defined import FIXED_TILES
 from tp_invariant_recipes.numerics.sums.context_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
 
@@ -29,13 +32,22 @@ WORTH = 2**35
 
 Segments = tuple[int, ...]  # the size of each
 
-# kind of sum -> whether the restarting product had the bits of fixed tiles.
+# Numbers in fp32 of all terms of a batch: 256 MiB. One by one two neighbours share a place.
+ROOM = 2**26
+
+# kind of sum -> whether the restarting product, or a batch, had the bits of fixed tiles.
 _restarting_is_right: dict[tuple[Any, ...], bool] = {}
+_batch_is_right: dict[tuple[Any, ...], bool] = {}
 
 
 def shown() -> dict[tuple[Any, ...], bool]:
     """For every kind of sum that the kernel takes, so far, whether it computed it; for reports and tests."""
     return dict(_restarting_is_right)
+
+
+def batches() -> dict[tuple[Any, ...], bool]:
+    """For every kind of sum that a batch was tried for, so far, whether it computed it; for reports and tests."""
+    return dict(_batch_is_right)
 
 
 def node(
@@ -65,8 +77,9 @@ def nodes(
     raises RunError: TPI_CHECK_PRODUCTS=1, and the restarting product has other bits.
     """
     pays = mesh.graphs or a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
-    at_once = _at_once(a, b, mesh.local, segments, only) if pays else None
-    return at_once if at_once is not None else _one_by_one(a, b, mesh, segments, product, only)
+    how = _at_once if pays else _as_a_batch
+    found = how(a, b, mesh.local, segments, only)
+    return found if found is not None else _one_by_one(a, b, mesh, segments, product, only)
 
 
 def _one_by_one(
@@ -85,6 +98,61 @@ def _one_by_one(
                 product(some, b.narrow(0, start, size), out, add=add)
             before, add = before + segment, True
     return nodes
+
+
+def _as_a_batch(a: Tensor, b: Tensor, shards: int, segments: Segments, only: Tensor | None) -> Tensor | None:
+    """The terms of all shards, a launch for each segment; None: one by one is as few, or it has not been found right.
+
+    Rows of products on a GPU do not depend on each other, so tokens of several context shards share a launch.
+    """
+    if shards == 1 or shards * a.shape[0] * b.shape[1] > ROOM:
+        return None
+    terms = _empty(shards, a, b, only)
+    kind = (*cublas.kind(a, b, terms, False), shards, segments)
+    compute, defined = partial(_batch, segments), partial(_terms, segments)
+
+    def trial() -> bool:
+        return cublas.agree(compute, defined, a, b, terms, False, parts=_parts(segments, shards))
+
+    if not cublas.tried(_batch_is_right, kind, a, trial):
+        return None
+    if cublas.checking():
+        what = f"{shards} products of {[*a.shape]} @ {[*b.shape]} as a batch have other bits than by fixed tiles"
+        return cublas.checked(compute, defined, a, b, terms, False, f"{what}: the trial did not see it")
+    compute(a, b, terms, False)
+    return terms
+
+
+def _batch(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) -> None:
+    """terms[v] = the sum over segments, in order, of shard v's product, as batches of products."""
+    shards, before = terms.shape[0], 0
+    (rows, along), (across, columns) = a.stride(), b.stride()
+    for segment in segments:
+        size = segment // shards
+        left = a.as_strided(
+            (shards, a.shape[0], size), (size * along, rows, along), a.storage_offset() + before * along
+        )
+        right = b.as_strided(
+            (shards, size, b.shape[1]), (size * across, across, columns), b.storage_offset() + before * across
+        )
+        cublas.launch_batch(left, right, terms, before > 0)
+        before += segment
+
+
+def _terms(segments: Segments, a: Tensor, b: Tensor, terms: Tensor, _add: bool) -> None:
+    """As `_batch`, by fixed tiles, one by one."""
+    for n, part in enumerate(_parts(segments, terms.shape[0])):
+        FIXED_TILES.compute(a[:, part], b[part], terms[n % terms.shape[0]], n >= terms.shape[0])
+
+
+def _parts(segments: Segments, shards: int) -> list[slice]:
+    """The summed dimension's part of every shard, segment after segment."""
+    starts = itertools.accumulate(segments, initial=0)
+    return [
+        slice(start + shard * size, start + (shard + 1) * size)
+        for start, size in zip(starts, (segment // shards for segment in segments), strict=False)
+        for shard in range(shards)
+    ]
 
 
 def _at_once(a: Tensor, b: Tensor, shards: int, segments: Segments, only: Tensor | None) -> Tensor | None:

@@ -6,7 +6,7 @@ TPI_CHECK_PRODUCTS=1 repeats the comparison on the operands of the run, of atten
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,13 @@ def launch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
     if out.dtype == a.dtype:
         return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     return torch.addmm(out, a, b, out.dtype, out=out) if add else torch.mm(a, b, out.dtype, out=out)
+
+
+def launch_batch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
+    """out[v] = a[v] @ b[v], or out[v] += a[v] @ b[v], in one launch; out is fp32."""
+    if out.dtype == a.dtype:
+        return torch.baddbmm(out, a, b, out=out) if add else torch.bmm(a, b, out=out)
+    return torch.baddbmm(out, a, b, out.dtype, out=out) if add else torch.bmm(a, b, out.dtype, out=out)
 
 
 def kind(a: Tensor, b: Tensor, out: Tensor, add: bool) -> tuple[Any, ...]:
@@ -76,15 +83,25 @@ def settings() -> tuple[Any, ...]:
     )
 
 
-def agree(first: Product, defined: Product, a: Tensor, b: Tensor, out: Tensor, add: bool) -> bool:
+def agree(
+    first: Product,
+    defined: Product,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    add: bool,
+    parts: Sequence[slice] = (slice(None),),
+) -> bool:
     """Whether two products have the same bits on operands that cancel and lie in memory as these do; `out` stays.
 
+    parts: of the summed dimension, each a sum that cancels.
     False, too, where cuBLAS does not take the operands' layout.
     """
     generator = torch.Generator(a.device).manual_seed(0)
     x, y, one, other = (like(tensor, 16) for tensor in (a, b, out, out))
     for _ in range(TRIALS):
-        cancelling(x, y, generator)
+        for part in parts:
+            cancelling(x[:, part], y[part], generator)
         residue(one, generator)
         other.copy_(one)
         try:
