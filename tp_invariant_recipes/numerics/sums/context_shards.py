@@ -37,4 +37,6 @@ def positions(length: int, shards: int, ranks: int = 1, rank: int = 0) -> Tensor
 
 def each_context(mesh: Any, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The tensors' parts of each of the mesh's n context shards: views of [tokens/n, …] for [tokens, …]."""
+    if mesh.contexts == 1:  # without views, whose making takes the host as long as a launch
+        return iter((tensors,))
     return zip(*(tensor.chunk(mesh.contexts) for tensor in tensors), strict=True)
