@@ -13,7 +13,7 @@ from tp_invariant_recipes.workflows import verify
 pytestmark = pytest.mark.usefixtures("here", "no_gpus")
 
 CPUS = ("cluster.name=site", "cluster.gpus_per_node=0", "cluster.ranks_per_node=4")
-JOB = ("tp=2", "slurm.time=5")
+JOB = ("tp=2", "slurm.time=5", "cuda_graph=off")
 
 
 @pytest.fixture
@@ -51,6 +51,14 @@ def test_a_training_composes_once(compositions):
 def test_a_submission_composes_once(compositions, cluster):
     submit.train("qwen3_toy", [*JOB, *cluster])
     assert len(compositions) == 1
+
+
+def test_graphs_of_a_gpu_are_tried_in_turn(compositions):
+    submit.train("qwen3_toy", ["tp=2", "pp=2", "slurm.time=5", "cluster=h100"])
+    assert [next(word for word in asked if "cuda_graph" in word) for asked in compositions[1:]] == [
+        "cuda_graph=full",
+        "cuda_graph=te",
+    ]
 
 
 def test_a_file_that_builds_on_another_is_read_and_composed_once(compositions, tmp_path):

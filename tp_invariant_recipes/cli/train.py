@@ -230,9 +230,12 @@ def _start_text(planned: "Plan") -> str:
     every = "step" if save == 1 else f"{save} steps"
     kept = f"every {every} and on SIGTERM" if save else "on SIGTERM only (save=N: every N steps)"
     resumed = f", from step {planned.start}" if planned.start else ""
+    chosen = planned.composed.graphs if planned.device == "gpu" else None
+    graphs = f"CUDA graphs {escape(chosen)} (cuda_graph=auto)\n" if chosen else ""
     return (
         f"[bold]{planned.composed.model}[/] on {ranks}, "
         f"{counted(planned.steps, 'step')}{resumed}, numerics={planned.config.numerics.mode}\n"
+        f"{graphs}"
         f"run directory {escape(str(planned.run_dir.path))}; checkpoints {kept}"
         + (f"\n{escape(planned.remark)}" if planned.remark else "")
     )

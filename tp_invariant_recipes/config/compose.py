@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import bounds, hang_timeout, hydra_tree, recording, relations
+from tp_invariant_recipes.config import bounds, graph_choice, hang_timeout, hydra_tree, recording, relations
 from tp_invariant_recipes.config import (
     overrides as read,
 )
@@ -48,11 +48,13 @@ class Composed:
     model:     the model's name.
     overrides: as requested.
     config:    plain dicts and lists, interpolations resolved.
+    graphs:    the option that cuda_graph=auto has become, and for off the reason; None: the run names one.
     """
 
     model: str
     overrides: tuple[Override, ...]
     config: RunConfig
+    graphs: str | None = None
 
 
 def compose(
@@ -107,27 +109,50 @@ def _compose(
     ]
     if known:
         sections = _checked(model, sound, problems)
-        rules = (
-            layout,
-            relations,
-            invariance,
-            cuda_graphs,
-            low_precision,
-            recording,
-            hang_timeout,
-            environment,
-            recipe_layer,
-            finetuning,
-            lora,
-            weights,
-        )
         with _guarded(model, problems):
             config = RunConfig(sections)
-            problems += [problem for rule in rules for problem in rule.problems(config)]
+            problems += _broken_rules(config)
             problems += also(config) if also else []
     if problems:
         raise ConfigError(listed(problems), problems)
-    return Composed(model, tuple(requested), config)
+    chosen = None
+    if graph_choice.decides(sound, recipe=recipe_source.is_recipe(model)):
+        config, chosen = _with_graphs(model, sound, config)
+    return Composed(model, tuple(requested), config, chosen)
+
+
+def _broken_rules(config: RunConfig) -> list[str]:
+    rules = (
+        layout,
+        relations,
+        invariance,
+        cuda_graphs,
+        low_precision,
+        recording,
+        hang_timeout,
+        environment,
+        recipe_layer,
+        finetuning,
+        lora,
+        weights,
+    )
+    return [problem for rule in rules for problem in rule.problems(config)]
+
+
+def _with_graphs(model: str, sound: Sequence[Override], eager: RunConfig) -> tuple[RunConfig, str]:
+    """The run with the first kind of CUDA graphs that it allows, and which that is."""
+    why = graph_choice.why_eager(eager)
+    if why is None:
+        others = [one for one in sound if one.path != graph_choice.GROUP]
+        for option in graph_choice.OPTIONS:
+            wrong: list[str] = []
+            with suppress(ConfigError):  # which has its problems in `wrong` already
+                config = RunConfig(_checked(model, [*others, parse(f"{graph_choice.GROUP}={option}")], wrong))
+                wrong += [*_broken_rules(config), *graph_choice.beyond(config, option)]
+                if not wrong:
+                    return config, option
+            why = next(iter(wrong), f"cuda_graph={option} cannot be composed")
+    return eager, f"{graph_choice.OFF}: {why}"
 
 
 @contextmanager

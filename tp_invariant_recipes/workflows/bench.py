@@ -4,15 +4,15 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import reserved
+from tp_invariant_recipes.config import graph_choice, reserved
 from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, parse_all, texts
+from tp_invariant_recipes.config.overrides import Override, parse, parse_all, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import versions
@@ -80,6 +80,10 @@ def new(
     decided, sound = reserved.check("bench", parse_all(overrides))
     problems += decided
     length = min(max(warmup + steps, 1), LARGEST)
+    long = max(length, *graph_choice.LEAST_STEPS.values())
+    composed = _composed(model, [*sound, f"iters={long}", "save=0"], modes, problems)
+    if any(one.graphs is not None for one in composed.values()):
+        sound = [*(one for one in sound if one.path != graph_choice.GROUP), parse(_graphs_of_all(composed.values()))]
     composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
     where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].config).tp}"))
     plans = {mode: plan.resolve_beside(composed[mode], where.mode(mode), where.index_cache, progress) for mode in modes}
@@ -163,12 +167,19 @@ def _modes_problems(modes: Sequence[str]) -> list[str]:
     return [f"--modes: {mode} is named twice" for mode in dict.fromkeys(modes) if modes.count(mode) > 1]
 
 
+def _graphs_of_all(composed: Iterable[Composed]) -> str:
+    """The CUDA graphs that cuda_graph=auto has chosen for long runs of every mode: off where the choices differ."""
+    chosen = {one.graphs for one in composed}
+    option = str(chosen.pop()) if len(chosen) == 1 else graph_choice.OFF
+    return f"{graph_choice.GROUP}={option.partition(':')[0]}"
+
+
 def _composed(
     model: str, overrides: Sequence[str | Override], modes: Sequence[str], problems: list[str]
 ) -> dict[str, Composed]:
     """Compose each mode. Raises ConfigError that lists `problems` and the problems of all modes, each once."""
     device = plan.detect_device()
-    composed = {}
+    composed: dict[str, Composed] = {}
     for mode in modes:
         try:
             numerics = mode.removesuffix(DIGESTS)

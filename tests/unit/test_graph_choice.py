@@ -1,0 +1,77 @@
+"""cuda_graph=auto, the default: the first kind of CUDA graphs that a run allows, and the reason for none."""
+
+import pytest
+
+from tp_invariant_recipes.config import graph_choice
+from tp_invariant_recipes.config.compose import compose
+from tp_invariant_recipes.workflows import bench
+
+FULL, TE, OFF = "full_iteration", "transformer_engine", "none"
+
+# A command on a GPU -> Megatron's implementation, and the beginning of what is said of it.
+CHOSEN = {
+    "qwen3_0p6b": (FULL, "full"),
+    "qwen3_0p6b cuda_graph=auto numerics=stock": (FULL, "full"),
+    "qwen3_0p6b numerics=portable": (FULL, "full"),
+    "qwen3_0p6b numerics.context_shards=2": (FULL, "full"),
+    "qwen3_8b tp=2 pp=2": (TE, "te"),
+    "qwen3_8b tp=2 pp=2 numerics=stock": (TE, "te"),
+    "qwen3_moe_toy": (TE, "te"),
+    "qwen3_moe_toy numerics=stock": (TE, "te"),
+    "nemotron3_nano_toy": (TE, "te"),
+    "qwen3_0p6b ddp.check_for_nan_in_grad=true": (TE, "te"),
+    "qwen3_moe_toy numerics=portable": (OFF, "off: numerics=portable: its layers have been captured with the whole"),
+    "qwen3_0p6b numerics=gather": (OFF, "off: numerics=gather: its layers have not been captured"),
+    "qwen3_0p6b ledger.trace=1:2": (OFF, "off: ledger.trace: a replayed CUDA graph calls no module"),
+    "qwen3_0p6b iters=6": (FULL, "full"),
+    "qwen3_0p6b iters=5": (OFF, "off: 5 steps are fewer than the 6"),
+    "qwen3_moe_toy iters=9": (OFF, "off: 9 steps are fewer than the 10"),
+    "qwen3_toy seq=64": (OFF, "off: cuda_graph=te: cuDNN's attention computes wrong numbers"),
+    # Whoever names a kind gets it, or its problem.
+    "qwen3_0p6b cuda_graph=off": (OFF, None),
+    "qwen3_0p6b cuda_graph=te": (TE, None),
+    "qwen3_0p6b model.cuda_graph_impl=none": (OFF, None),
+}
+
+
+@pytest.mark.parametrize("command", CHOSEN)
+def test_the_first_kind_that_a_run_allows_is_chosen(command):
+    implementation, said = CHOSEN[command]
+    model, *overrides = command.split()
+    composed = compose(model, overrides, device="gpu")
+    assert composed.config.model["cuda_graph_impl"] == implementation
+    assert composed.graphs == said or composed.graphs.startswith(said)
+
+
+def test_a_cpu_has_none():
+    composed = compose("qwen3_toy", device="cpu")
+    assert composed.graphs == "off: graphs need a GPU"
+    assert composed.config.model["cuda_graph_impl"] == OFF
+
+
+def test_a_chosen_kind_is_as_if_it_were_named():
+    for model in ("qwen3_0p6b", "qwen3_moe_toy"):
+        chosen = compose(model, device="gpu")
+        named = compose(model, [f"cuda_graph={chosen.graphs}"], device="gpu")
+        assert chosen.config.sections == named.config.sections
+
+
+@pytest.mark.parametrize(
+    "model, modes, chosen",
+    (
+        ("qwen3_0p6b", ("stock", "tree"), "full"),
+        ("qwen3_moe_toy", ("stock", "tree"), "te"),
+        ("qwen3_moe_toy", ("stock", "tree", "portable"), "off"),
+    ),
+)
+def test_all_modes_of_a_benchmark_have_the_same(model, modes, chosen):
+    composed = [compose(model, [f"numerics={mode}"], device="gpu") for mode in modes]
+    assert bench._graphs_of_all(composed) == f"cuda_graph={chosen}"
+
+
+def test_a_recipe_decides_unless_auto_is_named():
+    from tp_invariant_recipes.config.overrides import parse_all
+
+    assert not graph_choice.decides([], recipe=True)
+    assert graph_choice.decides(parse_all(["cuda_graph=auto"]), recipe=True)
+    assert not graph_choice.decides(parse_all(["cuda_graph=full"]), recipe=True)
