@@ -72,6 +72,7 @@ def test_the_directory_says_what_was_run(found, shared):
     assert found["overrides"] == list(SMALL[1:])
     assert (found["rounds"], found["warmup"], found["steps"], found["ranks"]) == (2, 1, 2, 2)
     assert found["device"]["kind"] == "cpu"
+    assert found["host_python_ms"] > 0
     assert found["versions"]["megatron_bridge"]
     assert found["environment"]["OMP_NUM_THREADS"] == "1"
     for mode in ("stock", "tree"):

@@ -81,6 +81,7 @@ def _print(found: dict[str, Any]) -> None:
     console = terminal.console()
     console.print(_title(found), soft_wrap=True)
     console.print(_figures(found["modes"]))
+    console.print(f"host: {found['host_python_ms']:.0f} ms for a million additions in Python", highlight=False)
     if "profile" in found:
         traced = found["profile"]["modes"]
         console.print(_categories(traced))

@@ -14,7 +14,7 @@ from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, parse, parse_all, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunError, listed
-from tp_invariant_recipes.host import gpus
+from tp_invariant_recipes.host import gpus, python_speed
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.launch import local, plan, record
 from tp_invariant_recipes.launch.plan import Plan
@@ -82,7 +82,7 @@ def new(
     length = min(max(warmup + steps, 1), LARGEST)
     long = max(length, *graph_choice.LEAST_STEPS.values())
     composed = _composed(model, [*sound, f"iters={long}", "save=0"], modes, problems)
-    if any(one.graphs is not None for one in composed.values()):
+    if any(one.graphs is not None and one.config.device.kind == "gpu" for one in composed.values()):
         sound = [*(one for one in sound if one.path != graph_choice.GROUP), parse(_graphs_of_all(composed.values()))]
     composed = _composed(model, [*sound, f"iters={length}", "save=0"], modes, problems)
     where = BenchDir(choose_for_several(directory, f"bench-{model}-tp{layout.of(composed[modes[0]].config).tp}"))
@@ -107,6 +107,7 @@ def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
         for one in bench.plans.values():
             record.write(one)
         bench.directory.write_passes(bench.passes)
+        speed = python_speed.milliseconds()  # while nothing else runs
         try:
             outcome = local.run(job, watch, rank_fn=rank.measure, process_groups=len(bench.passes))
         except KeyboardInterrupt:
@@ -114,7 +115,7 @@ def execute(bench: Bench, watch: Callable[[], None]) -> dict[str, Any]:
         if outcome is local.Outcome.STOPPED:
             raise RunError(stopped)
         _check_complete(bench)
-        found = result(bench)
+        found = result(bench, speed)
         bench.directory.write(bench.directory.result, found)
         return found
 
@@ -132,8 +133,8 @@ def _check_complete(bench: Bench) -> None:
                 )
 
 
-def result(bench: Bench) -> dict[str, Any]:
-    """The result of a finished benchmark, as JSON."""
+def result(bench: Bench, host_python_ms: float) -> dict[str, Any]:
+    """The result of a finished benchmark, as JSON. host_python_ms: as of host/python_speed.py."""
     first = bench.first
     found = {
         "directory": str(bench.directory.path),
@@ -143,6 +144,7 @@ def result(bench: Bench) -> dict[str, Any]:
         "ranks": first.layout.world,
         "device": _device(first),
         "host": os.uname().nodename,
+        "host_python_ms": host_python_ms,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(["tpi", *sys.argv[1:]]),
         "versions": versions(),
