@@ -161,6 +161,7 @@ def test_a_weight_gradient_is_named_with_its_module(tpi):
     assert "--dir bisect is there and is not an empty directory" in again.stderr
 
 
+@pytest.mark.release
 def test_what_there_is_nothing_to_train_again_for(tpi):
     train(tpi, "a", "tp=1", "iters=1")
     train(tpi, "b", "tp=2", "iters=1")

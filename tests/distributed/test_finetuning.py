@@ -63,6 +63,7 @@ def test_tuning_has_one_result_in_every_layout(tuned):
     assert "identical: tp=1, 2 computed the same bits over 3 steps" in tuned.stdout
 
 
+@pytest.mark.release
 def test_tuning_lowers_the_loss(mine, shared):
     shared("train", *RECIPE, "iters=24", "ledger.digests=0", "run.dir=long", status=0)
     found = [bits_float(step.loss) for step in shared.ledger("long")]

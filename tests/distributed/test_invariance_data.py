@@ -205,7 +205,8 @@ def test_a_run_that_failed_after_its_last_step_evaluates_again(scenario, tpi):
     assert unequal(read(tpi.folder / "failed").steps, scenario(*words).ledger()) == []
 
 
-@pytest.mark.parametrize("tied", ("true", pytest.param("false", marks=pytest.mark.release)))
+@pytest.mark.release
+@pytest.mark.parametrize("tied", ("true", "false"))
 def test_the_sum_of_a_sequences_rows_is_needed(scenario, tied):
     """Sequences have tokens twice, in fp32: numbers of bf16 add exactly in any order."""
     twice = f"model.vocab_size=24 precision=fp32 model.share_embeddings_and_output_weights={tied}"

@@ -77,6 +77,7 @@ def test_only_adapters_are_trained(verified, shared):
     assert len(first.weights) == len(read(shared.folder / "tree" / "tp1").header.initial) - len(first.gradients)
 
 
+@pytest.mark.release
 def test_adapters_lower_the_loss(adapted):
     found = [bits_float(step.loss) for step in adapted("iters=12 lr=1e-2 ledger.digests=0").ledger()]
     assert found[-1] < 0.8 * found[0], found

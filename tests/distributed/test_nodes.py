@@ -166,6 +166,7 @@ def test_ranks_that_hang_are_ended_when_another_node_fails(nodes):
     assert "(on n1)" in said
 
 
+@pytest.mark.release
 def test_a_rank_that_hangs_on_another_node_is_named_and_the_job_is_queued_again(nodes):
     """Both nodes have a rank that says nothing more; the first one waits for the other."""
     faults = {"before": {1: at_step(4, wait_for_ever)}}
@@ -183,6 +184,7 @@ def _on_another_host() -> None:
     rendezvous.PORTS = range(rendezvous.PORTS.start + 1, rendezvous.PORTS.stop + 1)
 
 
+@pytest.mark.release
 def test_a_try_that_slurm_took_for_dead_leaves_the_run_to_the_next(tpi, whole):
     """SLURM has started the job elsewhere, while its processes went on here. Another job is just refused."""
     alone = Nodes(tpi, 1)
@@ -240,6 +242,7 @@ def test_a_node_that_does_not_come_is_said(nodes):
     assert "within 3 s" in said
 
 
+@pytest.mark.release
 def test_a_node_that_falls_silent_ends_the_run(nodes):
     def impatient() -> None:
         heartbeat.LOST, agent.END_TIMEOUT = 3.0, 1.0
@@ -268,7 +271,11 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize("fault", DISAGREEMENTS)
+# Both nodes wait in vain for the one that is refused at once: 13 s.
+LONG = pytest.param("unaccepted", marks=pytest.mark.release)
+
+
+@pytest.mark.parametrize("fault", ("version", "variable", LONG))
 def test_nodes_that_would_not_compute_the_same_do_not_begin(nodes, fault):
     faults, words = DISAGREEMENTS[fault]
     patience = 3 if fault == "unaccepted" else 20  # seconds; that node ends at once, and the first waits for it in vain

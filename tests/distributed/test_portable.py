@@ -30,7 +30,7 @@ ROWS = (
         ("dp=1", f"dp=4 {SPREAD} {PREFETCHED}"),
         ("dp=2", f"tp=2 dp=2 {SPREAD}", "mbs=2"),
     ),
-    (EXPERTS, ("tp=1", "tp=2"), ("tp=2 ep=2", "tp=1 pp=2", "tp=4")),
+    (EXPERTS, (), ("tp=1", "tp=2 ep=2", "tp=1 pp=2", "tp=4")),
     (f"llama32_toy {SHORTEST}", ("tp=1", "tp=2"), ()),  # scaled positions
     (f"qwen25_toy {SHORTEST}", (), ("tp=1", "tp=2")),  # biases of queries, keys and values
 )

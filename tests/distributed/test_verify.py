@@ -141,6 +141,7 @@ def _stop_in(tpi, tp: int, number: signal.Signals, status: int):
     return process.stdout
 
 
+@pytest.mark.release
 def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi):
     said = _stop_in(tpi, 2, signal.SIGINT, 130)
     first, second = rows(said)

@@ -69,6 +69,7 @@ def prepare_and_die_at_step(folder, prefix, step):
     prepare(folder, prefix, part_bytes=40)
 
 
+@pytest.mark.release
 def test_killed_at_every_step(tmp_path, five_texts):
     want = files_of(prepare(five_texts, tmp_path / "whole").prefix)
     for step in range(1000):
