@@ -351,7 +351,7 @@ def test_a_value_that_is_none_of_the_key(value):
     ids=str,
 )
 def test_steps_that_take_long(overrides, model, start, long):
-    tree = compose("qwen3_toy", overrides, device="gpu").config.sections
+    tree = compose("qwen3_toy", ["cuda_graph=off", *overrides], device="gpu").config.sections
     tree["model"] |= model
     assert {step for step in range(start + 1, 12) if takes_long(RunConfig(tree), step, start)} == long
 

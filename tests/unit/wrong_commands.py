@@ -131,7 +131,13 @@ def types(rng: random.Random) -> Iterator[Words]:
 
 
 # tpi takes the text of these as typed.
-DECIDED = ("checkpoint.pretrained_checkpoint", "checkpoint.load", "checkpoint.save", "dataset.path_to_cache")
+DECIDED = (
+    "checkpoint.pretrained_checkpoint",
+    "checkpoint.load",
+    "checkpoint.save",
+    "dataset.path_to_cache",
+    "tokenizer.tokenizer_model",
+)
 
 
 def ranges(rng: random.Random) -> Iterator[Words]:
@@ -221,7 +227,6 @@ def contradictions(rng: random.Random) -> Iterator[Words]:
         "doctor now",
         "compare a.txt",
         "cancel",
-        "data",
     )
     while True:
         yield rng.choice(rows).split() + rng.choice(([], ["--json"], ["-v"], ["--nothing"], ["seed=4x"], [""]))

@@ -135,5 +135,7 @@ def test_a_run_with_another_definition_goes_on_and_is_told(tmp_path):
     assert launch_resume._changed_products(planned("gpu"), 4) is None
     assert launch_resume._changed_products(planned("gpu"), 3) == said
     shown = vars(planned("gpu")) | {"layout": SimpleNamespace(world=1), "steps": 5, "start": 3, "completed": False}
-    opening = _start_text(SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy"), remark=said))
+    opening = _start_text(
+        SimpleNamespace(**shown, composed=SimpleNamespace(model="qwen3_toy", graphs=None), remark=said)
+    )
     assert opening.endswith(f"\n{said}")
