@@ -158,13 +158,15 @@ def _recipe_and_run(recipe: str, overrides: "list[Override]") -> list[Mapping[st
     """The recipe's own settings, and those of a run of the recipe."""
     from tp_invariant_recipes.config.overrides import parse_all
     from tp_invariant_recipes.settings.sections import OWN_KEYS
-    from tp_invariant_recipes.sources import recipe_layer, recipe_process
+    from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process
 
     model, *more = shlex.split(recipe)
     run = _composed(str(of_model(model)), [*parse_all(more), *overrides])
     name = run["recipe"]["name"]
     named, folder = f"recipe={name}", run["recipe"]["hf_folder"]
-    sections = recipe_process.run(named, lambda: recipe_layer.own(named, folder))
+    question = (named, folder, run["data"]["kind"] == "text")
+    recipe_answers.prepare(named, *question)
+    sections = recipe_process.run(named, lambda: recipe_layer.said(*question).own)
     ours = {path.partition(".")[2]: run["tokenizer"][path.partition(".")[2]] for path in OWN_KEYS}
     return [{**run, **sections, "tokenizer": ours | sections["tokenizer"]}, run]
 

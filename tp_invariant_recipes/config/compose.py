@@ -30,7 +30,15 @@ from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import OWN_SECTIONS, PATHS
 from tp_invariant_recipes.settings.values import WrongType, convert
-from tp_invariant_recipes.sources import finetuning, lora, recipe_layer, recipe_process, recipe_source, weights
+from tp_invariant_recipes.sources import (
+    finetuning,
+    lora,
+    recipe_answers,
+    recipe_layer,
+    recipe_process,
+    recipe_source,
+    weights,
+)
 
 OF_BRIDGE = schema.SECTIONS - OWN_SECTIONS.keys()
 
@@ -74,9 +82,10 @@ def compose(
     Raises ConfigError listing every problem that can be found without building the model.
     """
     if recipe_source.is_recipe(model):
+        model = recipe_source.absolute(model) or model
         with suppress(ConfigError):  # `_compose` lists it with the other problems
-            _hf_folder(parse_all(overrides))
-            recipe_source.preload(model)
+            if recipe_process.forks():
+                recipe_answers.prepare(model, *_question(model, parse_all(overrides)))
     return recipe_process.run(model, lambda: _compose(model, overrides, device, numerics, also))
 
 
@@ -93,7 +102,6 @@ def _compose(
     requested = parse_all(overrides)
     known = model in groups["model"]
     if recipe_source.is_recipe(model):
-        model = recipe_source.absolute(model) or model
         known = _readable(model, requested, problems)
     elif not known:
         first = f"; the model comes first: MODEL {model}" if "=" in model else nearest(model, groups["model"])
@@ -172,17 +180,22 @@ def _guarded(model: str, problems: list[str]) -> Iterator[None]:
 def _readable(model: str, overrides: Sequence[Override], problems: list[str]) -> bool:
     """Whether a recipe has a layer. Why it has none is added to `problems`."""
     try:
-        _layer(model, overrides)
+        _said(model, overrides)
     except ConfigError as error:
         problems += error.problems
         return False
     return True
 
 
-def _layer(model: str, overrides: Sequence[Override]) -> str:
-    """The lowest layer of a recipe's configuration, as the text of a file. Raises ConfigError."""
+def _said(model: str, overrides: Sequence[Override]) -> recipe_layer.Said:
+    """What a recipe says: the lowest layer of the configuration, and more. Raises ConfigError."""
+    return recipe_layer.said(*_question(model, overrides))
+
+
+def _question(model: str, overrides: Sequence[Override]) -> tuple[str, str | None, bool]:
+    """The arguments of `recipe_layer.said`. Raises ConfigError."""
     data = given(overrides, "data")
-    return recipe_layer.text(model, _hf_folder(overrides), data is not None and data.value == "text")
+    return model, _hf_folder(overrides), data is not None and data.value == "text"
 
 
 def _hf_folder(overrides: Sequence[Override]) -> str | None:
@@ -356,7 +369,7 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
         if recipe_source.is_recipe(model):
             chosen = {override.path for override in overrides}
             base = [f"model={hydra_tree.GIVEN}", *(f"~{group}" for group in RECIPES_OWN if group not in chosen)]
-            sections = hydra_tree.composed([*base, *named, *arguments], file, _layer(model, overrides))
+            sections = hydra_tree.composed([*base, *named, *arguments], file, _said(model, overrides).text)
         else:
             sections = hydra_tree.composed([f"model={model}", *named, *arguments], file)
     except ConfigError as error:
@@ -369,8 +382,9 @@ def _hydra(model: str, overrides: Sequence[Override], problems: list[str]) -> di
         found = [*problems, *found]
         raise ConfigError(listed(found), found)
     if recipe_source.is_recipe(model):
-        sections["model"] = recipe_layer.without_defaults(sections["model"])
-        sections["dataset"] = recipe_layer.without_ours(sections["dataset"], [o.path for o in overrides])
+        said = _said(model, overrides)
+        sections["model"] = recipe_layer.without_defaults(sections["model"], said)
+        sections["dataset"] = recipe_layer.without_ours(sections["dataset"], said, [o.path for o in overrides])
         sections["recipe"]["hf_folder"] = _hf_folder(overrides)
         sections["recipe"]["kept"] = recipe_layer.without_overridden(
             sections["recipe"]["kept"], [o.path for o in overrides]

@@ -138,6 +138,7 @@ def run(
              to stop within PATIENCE are killed. None: not known here, so they get as long as they need.
     limits:  seconds that a rank may give no sign of life; None: it may hang for ever.
     """
+    bridge.load()  # where a recipe was composed from the cache, nothing has imported it
     import torch.multiprocessing
 
     from tp_invariant_recipes.training import rank

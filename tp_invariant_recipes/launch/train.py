@@ -1,5 +1,6 @@
 """`tpi train`, once it is planned: check with Bridge, write the run directory, run the ranks."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +21,7 @@ from tp_invariant_recipes.runs import attempts, checkpoints, places
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sizing.memory import estimate
-from tp_invariant_recipes.sources import recipe_layer, recipe_process
+from tp_invariant_recipes.sources import recipe_answers, recipe_layer, recipe_process, recipe_source
 
 
 @contextmanager
@@ -46,16 +47,29 @@ def _is_completed(run_dir: RunDir, composed: Composed) -> bool:
 
 
 def check(planned: Plan) -> None:
-    """Build the run's ConfigContainer and let Bridge validate it. Imports Bridge, 10 to 20 s. Raises ConfigError."""
+    """Build the run's ConfigContainer and let Bridge validate it. Raises ConfigError.
+
+    Imports Bridge, 10 to 20 s, unless the same recipe has passed before.
+    """
+    model, config = planned.composed.model, planned.config
     if planned.here:
         os.environ.update(planned.environment)
 
-    def built() -> None:
+    def built() -> bool:
         with quiet():
-            recipe_layer.enter(planned.config.recipe)
-            container.validate(container.build(planned.config), planned.layout.world, here=planned.here)
+            recipe_layer.enter(config.recipe)
+            container.validate(container.build(config), planned.layout.world, here=planned.here)
+        return True
 
-    recipe_process.run(planned.composed.model, built)
+    if not recipe_source.is_recipe(model):
+        built()
+        return
+    run = planned.run_dir.path
+    sections = json.dumps(config.sections, default=str).replace(str(run), "run.dir" if not run.exists() else str(run))
+    question = ("check", model, sections, planned.layout.world, planned.here)
+    if recipe_process.forks():
+        recipe_answers.prepare(model, *question)
+    recipe_process.run(model, lambda: recipe_answers.answer(built, recipe_source.folder(model), *question))
 
 
 def as_json(planned: Plan) -> dict[str, Any]:

@@ -21,19 +21,41 @@ def answer(name: str, sources: Iterable[Path], make: Callable[[], Any]) -> Any:
     name:    of the file in the cache.
     sources: files, by whose places, sizes and times of change the answer is known.
     """
-    file, stamp = cache_dir() / f"{name}.json", _stamp(sources)
+    now = stamp(sources)
     with suppress(OSError, ValueError, KeyError, TypeError):
-        kept = reading.parse_json(reading.read_limited(file, LIMIT))
-        if kept["stamp"] == stamp:
+        kept = find(name)
+        if kept["stamp"] == now:
             return kept["answer"]
     made = make()
-    with suppress(OSError):  # a cache that cannot be written costs time only
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, json.dumps({"stamp": stamp, "answer": made}))
+    keep(name, {"stamp": now, "answer": made})
     return made
 
 
-def _stamp(sources: Iterable[Path]) -> str:
+def find(name: str) -> Any:
+    """What `keep` has kept under a name, or what another program put there. Raises OSError, ValueError."""
+    return reading.parse_json(reading.read_limited(_file(name), LIMIT))
+
+
+def keep(name: str, value: Any) -> None:
+    """Keep a value of JSON. One that cannot be kept is not, which costs time only."""
+    with suppress(OSError, ValueError, TypeError):
+        _file(name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(_file(name), json.dumps(value, allow_nan=False))
+
+
+def prune(folder: str, most: int) -> None:
+    """Leave the latest values of a folder of the cache, and remove the others."""
+    with suppress(OSError):
+        files = sorted((cache_dir() / folder).glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+        for file in files[:-most]:
+            file.unlink()
+
+
+def _file(name: str) -> Path:
+    return cache_dir() / f"{name}.json"
+
+
+def stamp(sources: Iterable[Path]) -> str:
     """SHA-256 of the interpreter, and of every source's path, size and time of change in ns."""
     digest = hashlib.sha256(sys.version.encode())
     for path in sorted(sources):

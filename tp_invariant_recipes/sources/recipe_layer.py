@@ -7,10 +7,12 @@ are named in `recipe.kept`; a rank calls the recipe again for them.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.settings import conf_files, cuda_graphs, environment, peft, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import RecipeSettings
-from tp_invariant_recipes.sources import recipe_fields, recipe_source
+from tp_invariant_recipes.sources import recipe_answers, recipe_fields, recipe_reads, recipe_source
 
 if TYPE_CHECKING:
     from megatron.bridge.training.config import ConfigContainer
@@ -91,22 +93,63 @@ HOW = {
 APART = {"env_vars", "mixed_precision", "optimizer_config_override_provider", "_checkpoint_load_required"}
 
 
+@dataclass(frozen=True)
+class Said:
+    """What composing needs to know of a recipe.
+
+    text:     the layer as a YAML file of the group `model`.
+    own:      what the recipe sets, section by section, before tpi changes anything.
+    defaults: field -> default of the class of its model, as a file holds it.
+    examples: the fields of its dataset, where that is one of examples; empty otherwise.
+    """
+
+    text: str
+    own: dict[str, Any]
+    defaults: dict[str, Any]
+    examples: list[str]
+
+
 @functools.cache
-def text(model: str, hf_folder: str | None, text_data: bool) -> str:
-    """The layer as a YAML file of the group `model`.
+def said(model: str, hf_folder: str | None, text_data: bool) -> Said:
+    """Ask a recipe, or the cache. The arguments are the question of `recipe_answers.prepare`.
 
     model: `recipe=…`. hf_folder: as for `recipe_source.call`. text_data: whether data=text decides the tokenizer.
     Raises ConfigError listing what no run could take from the recipe.
     """
-    tree = _layer(model, hf_folder, text_data=text_data)
-    return "# @package _global_\n" + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+    def asked() -> dict[str, Any]:
+        return dataclasses.asdict(_said(model, hf_folder, text_data=text_data))
+
+    return Said(**recipe_answers.answer(asked, recipe_source.folder(model), model, hf_folder, text_data))
 
 
-def _layer(model: str, hf_folder: str | None, *, text_data: bool) -> dict[str, Any]:
+def _said(model: str, hf_folder: str | None, *, text_data: bool) -> Said:
+    own: dict[str, Any] = {}
+    layer = _layer(model, hf_folder, own, text_data=text_data)
+    provider = layer["model"][schema.PROVIDER]
+    if not provider.startswith("megatron."):
+        recipe_reads.refuse(f"{provider} is there once the recipe is imported")
+    return Said(
+        "# @package _global_\n" + yaml.safe_dump(layer, sort_keys=False, allow_unicode=True),
+        own,
+        _defaults(provider),
+        sorted(schema.fields(schema.bridge_class(schema.SFT_DATASET))) if sft.is_sft(layer["dataset"]) else [],
+    )
+
+
+def _defaults(provider: str) -> dict[str, Any]:
+    fields = {f.name: recipe_fields.default(f) for f in dataclasses.fields(schema.bridge_class(provider))}
+    plain = {name: recipe_fields.serialize(value) for name, value in fields.items()}
+    return {name: value for name, value in plain.items() if value is not recipe_fields.MISSING}
+
+
+def _layer(model: str, hf_folder: str | None, untouched: dict[str, Any], *, text_data: bool) -> dict[str, Any]:
+    """untouched: receives what the recipe sets, before tpi changes anything."""
     before = environment.recorded(os.environ)
     container = recipe_source.call(model, hf_folder)
     kept: list[str] = []
     layer = _own(model, container, kept)
+    untouched |= copy.deepcopy(layer)
     _drop_ours(layer)
     _follow(layer)
     _tokenizer(layer, hf_folder, text_data=text_data)
@@ -126,12 +169,6 @@ def _layer(model: str, hf_folder: str | None, *, text_data: bool) -> dict[str, A
         "kept": [path for path in kept if path not in OURS],
     }
     return layer
-
-
-@functools.cache
-def own(model: str, hf_folder: str | None) -> dict[str, Any]:
-    """What a recipe sets, section by section, before tpi changes anything. Arguments and errors as for `text`."""
-    return _own(model, recipe_source.call(model, hf_folder), [])
 
 
 def _own(model: str, container: ConfigContainer, kept: list[str]) -> dict[str, Any]:
@@ -291,28 +328,25 @@ def _tokenizer(layer: dict[str, Any], hf_folder: str | None, *, text_data: bool)
         layer["tokenizer"]["vocab_size"] = f"${{tpi.at_most:{size},${{model.vocab_size}}}}"
 
 
-def without_defaults(model: dict[str, Any]) -> dict[str, Any]:
+def without_defaults(model: dict[str, Any], said: Said) -> dict[str, Any]:
     """The fields of a model but those that no rule reads and that have the default of the model's class.
 
     An override can so take back what a recipe sets.
     """
-    fields = dataclasses.fields(schema.bridge_class(model[schema.PROVIDER]))
-    defaults = {field.name: recipe_fields.default(field) for field in fields}
+    same = model[schema.PROVIDER] == said.own["model"][schema.PROVIDER]
+    defaults = said.defaults if same else _defaults(model[schema.PROVIDER])
     stated = RULED | (_conf()["model"]).keys()
-    return {
-        n: v for n, v in model.items() if n in stated or n not in defaults or v != recipe_fields.serialize(defaults[n])
-    }
+    return {n: v for n, v in model.items() if n in stated or n not in defaults or v != defaults[n]}
 
 
-def without_ours(dataset: dict[str, Any], requested: Collection[str]) -> dict[str, Any]:
+def without_ours(dataset: dict[str, Any], said: Said, requested: Collection[str]) -> dict[str, Any]:
     """A section `dataset` without the fields of conf/config.yaml that are of pretraining, where it is of examples.
 
     requested: the paths that the command line sets.
     """
     if not sft.is_sft(dataset):
         return dataset
-    own = schema.fields(schema.bridge_class(schema.SFT_DATASET))
-    ours = {n for n in _conf()["dataset"] if n not in own and f"dataset.{n}" not in requested}
+    ours = {n for n in _conf()["dataset"] if n not in said.examples and f"dataset.{n}" not in requested}
     return {name: value for name, value in dataset.items() if name not in ours}
 
 

@@ -25,13 +25,18 @@ def be_one() -> None:
     _processes.add(os.getpid())
 
 
+def forks() -> bool:
+    """Whether this process calls recipes in forks of itself."""
+    return os.getpid() not in _processes
+
+
 def run[T](model: str, function: Callable[[], T]) -> T:
     """What `function` returns, called in a process that may import and call `model`, if that is a recipe.
 
     Raises the TpiError that it raises; ConfigError: the recipe raises anything else, or ends the process; RuntimeError:
     a defect of tpi.
     """
-    if not recipe_source.is_recipe(model) or os.getpid() in _processes:
+    if not recipe_source.is_recipe(model) or not forks():
         return function()
     sys.stdout.flush()
     sys.stderr.flush()
