@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests import hf_folders
 from tp_invariant_recipes.config.overrides import parse_all
 from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.launch.request import Request
@@ -37,6 +38,14 @@ def test_settings_and_files_that_are_wrong_come_in_one_list(cli, here, no_gpus, 
     ended = cli(command, "qwen3_toy", "device=cpu", *overrides.split(), *several)
     assert (ended.status, ended.out) == (2, "")
     for one in says:
+        assert one in ended.err
+
+
+def test_weights_of_another_size_stand_in_the_same_list(cli, here, no_gpus):
+    hf_folders.make(here / "other", hf_folders.of("qwen3_toy", "model.num_layers=1"))
+    ended = cli("train", "qwen3_toy", "device=cpu", "weights=other", "tp=3", "data=text", "data.path=none")
+    assert (ended.status, ended.out) == (2, "")
+    for one in ("tp=3 does not divide", "its num_hidden_layers is 1; model.num_layers=1", "data.tokenizer=byte"):
         assert one in ended.err
 
 

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from tp_invariant_recipes.data import prepare
 from tp_invariant_recipes.data.examples import Examples, read_examples
-from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.settings import peft, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.sources import weights
+from tp_invariant_recipes.sources import hf_models, weights
 
 # One of these lies in a folder that Bridge takes for a checkpoint: of a run, of one step, of Hugging Face.
 CHECKPOINT_FILES = (
@@ -52,9 +53,15 @@ def _checkpoint(config: RunConfig, here: bool) -> list[str]:
 
 
 def _weights(config: RunConfig) -> None:
-    """Raises ConfigError: there are no weights in the folder. Whether they are the model's, `plan.resolve` says."""
-    if config.weights.folder is not None:
-        weights.read(Path(config.weights.folder).expanduser().absolute())
+    """Raises ConfigError: there are no weights in the folder, or they are not the model's.
+
+    Without transformers, as on a login node, sizes are compared where the ranks start.
+    """
+    if config.weights.folder is None:
+        return
+    checkpoint = weights.read(Path(config.weights.folder).expanduser().absolute())
+    if installed("transformers") and (wrong := hf_models.problems(config.model, checkpoint)):
+        raise ConfigError(listed(wrong), wrong)
 
 
 def _text(config: RunConfig) -> None:

@@ -14,7 +14,7 @@ from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.data.examples import Examples
 from tp_invariant_recipes.data.prepare import ensure_prepared, find_prepared
 from tp_invariant_recipes.data.prepared import PreparedData
-from tp_invariant_recipes.errors import ConfigError, listed
+from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.launch import experiments, inputs, preflight
 from tp_invariant_recipes.ledger.schema import Header
@@ -23,7 +23,7 @@ from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import conf_files, environment, layout, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import DataSettings
-from tp_invariant_recipes.sources import hf_models, weights
+from tp_invariant_recipes.sources import weights
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def resolve(
         config = config.with_fields("weights", folder=str(folder))
     preflight.check(config, run_dir, here=here, imported=imported is not None)
     if config.weights.folder is not None:
-        imported = imported or _check_weights(Path(config.weights.folder), config)
+        imported = imported or weights.read(Path(config.weights.folder)).digest()
     data = _prepare(config.data, progress, dry=dry)
     config, examples = _with_examples(config)
     config = config.with_fields("run", dir=str(run_dir.path))
@@ -175,14 +175,6 @@ def resolve_beside(
 def attempts_so_far(run_dir: RunDir) -> int | None:
     """Recorded attempts; None where there is no run yet."""
     return len(attempts.read_attempts(run_dir)) if run_dir.run.exists() else None
-
-
-def _check_weights(folder: Path, config: RunConfig) -> str:
-    """The digest of a folder's weights. Raises ConfigError: they are not those of the model."""
-    checkpoint = weights.read(folder)
-    if wrong := hf_models.problems(config.model, checkpoint):
-        raise ConfigError(listed(wrong), wrong)
-    return checkpoint.digest()
 
 
 def _prepare(
