@@ -3,11 +3,12 @@
 Graphs take the launches from the host, whose speed decides the time of a small model's step. They change no bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tp_invariant_recipes.config.overrides import Override, given
 from tp_invariant_recipes.coverage import graphs
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.settings import low_precision, peft
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
 
@@ -16,6 +17,14 @@ GROUP, AUTO, OFF = "cuda_graph", "auto", "off"
 # adds 0.16 s (full) or 3.9 s (te) and 0.06 GiB to 18.5; the steps after it take 0.25 or 0.28 s in place of 1.1.
 LEAST_STEPS = {"full": 6, "te": 10}
 OPTIONS = tuple(LEAST_STEPS)
+
+# What is captured only when asked for: its graphs have not been compared with eager runs.
+EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
+    (lambda config: config.device.kind != "gpu", "graphs need a GPU"),
+    (low_precision.enabled, "tpi captures products in FP8 or FP4 when asked; tpi audit compares them with eager ones"),
+    (peft.adapts, "tpi captures adapters when asked"),
+    (lambda config: config.model.get("recompute_granularity") is not None, "tpi captures recomputation when asked"),
+)
 
 
 def decides(overrides: Sequence[Override], *, recipe: bool) -> bool:
@@ -27,9 +36,8 @@ def decides(overrides: Sequence[Override], *, recipe: bool) -> bool:
 
 def why_eager(config: RunConfig) -> str | None:
     """Why a run captures nothing, whatever could be captured. None: it may."""
-    if config.device.kind != "gpu":
-        return "graphs need a GPU"
-    return next(iter(_too_short(config, min(LEAST_STEPS.values()))), None)
+    reasons = [why for applies, why in EAGER if applies(config)]
+    return next(iter([*reasons, *_too_short(config, min(LEAST_STEPS.values()))]), None)
 
 
 def beyond(config: RunConfig, option: str) -> list[str]:
