@@ -69,3 +69,14 @@ def test_a_watcher_says_so(progress_file, kind):
             watch()
     assert ("starting 2 cpu ranks …" in said.getvalue()) == (kind is Lines)
     assert said.getvalue().count("a line of another kind is not shown: Input should be a valid dictionary") == 1
+
+
+@pytest.mark.parametrize("kind", (Bar, Lines))
+def test_the_first_step_says_where_the_seconds_went(tmp_path, progress_file, kind):
+    said = io.StringIO()
+    layout = SimpleNamespace(world=2)
+    plan = SimpleNamespace(run_dir=RunDir(tmp_path), steps=3, start=0, layout=layout, device="cpu")
+    with kind(plan, Console(file=said, width=200)) as tick:
+        progress_file.write_text(progress_line(start={"imports": 4.7, "step": 0.6}) + progress_line(step=2))
+        tick()
+    assert said.getvalue().count("first step after 5.3 s: imports 4.7, step 0.6") == 1

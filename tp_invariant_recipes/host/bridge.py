@@ -11,6 +11,7 @@ from typing import Any
 
 from tp_invariant_recipes.host import gpus, lazy_imports, transformer_engine
 from tp_invariant_recipes.host.quiet import quiet
+from tp_invariant_recipes.host.start_clock import CLOCK, IMPORTS
 from tp_invariant_recipes.replacement import Replacement, applied
 
 BRIDGE = "megatron.bridge.training.pretrain"
@@ -31,7 +32,7 @@ def load() -> None:
     if BRIDGE in sys.modules:
         return
     find_spec("megatron.bridge")  # where it is missing, that is said first, not that torch is
-    with quiet(), _without_garbage_collection(), _nvml_only():
+    with CLOCK.counted(IMPORTS), quiet(), _without_garbage_collection(), _nvml_only():
         if "transformers" in sys.modules:  # a tokenizer was opened: then Bridge's models do not wait either
             transformer_engine.prepare_import()
         with lazy_imports.put_off(_later):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tp_invariant_recipes.config.hang_timeout import limits
+from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.launch import ranks
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.launch.ranks import Outcome, RankFailed, RankFn, Stop
@@ -41,6 +42,7 @@ def run(
         lock.check()
 
     os.environ.update(plan.environment)
+    bridge.load()  # where a recipe was composed from the cache, nothing has imported it
     stores = [store() for _ in range(process_groups)]
     ports = tuple(store.port for store in stores)
     prepare_environment("lo")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from tp_invariant_recipes.host import start_clock
 from tp_invariant_recipes.launch.plan import Plan
 from tp_invariant_recipes.ledger.run_files import ProgressLine
 from tp_invariant_recipes.plural import counted
@@ -114,6 +115,8 @@ class Bar:
     def __call__(self) -> None:
         """Show the steps that have been recorded since."""
         for event in self.tail.new():
+            if event.start:
+                self.progress.console.print(Text(start_clock.text(event.start)), soft_wrap=True)
             self.progress.update(
                 self.task, description="training", completed=event.step, figures=_figures(event, self.tail)
             )
@@ -145,6 +148,8 @@ class Lines:
                 left = time.strftime("%H:%M:%S", time.gmtime(self.tail.seconds_left()))
                 step = f"step {event.step:>5}/{self.plan.steps}"
                 self.console.print(f"{step}  {_figures(event, self.tail)}  {left} left", highlight=False)
+            if event.start:
+                self.console.print(Text(start_clock.text(event.start)), soft_wrap=True)
         self.tail.report_strange(self.console)
 
 

@@ -21,6 +21,7 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import DISK_FULL
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.host.forking import can_fork
+from tp_invariant_recipes.host.start_clock import CLOCK
 from tp_invariant_recipes.launch import stacks
 from tp_invariant_recipes.launch.hang import HangWatch, RankState, message, suspects
 from tp_invariant_recipes.ledger.run_files import LARGEST, Reason
@@ -138,7 +139,6 @@ def run(
              to stop within PATIENCE are killed. None: not known here, so they get as long as they need.
     limits:  seconds that a rank may give no sign of life; None: it may hang for ever.
     """
-    bridge.load()  # where a recipe was composed from the cache, nothing has imported it
     import torch.multiprocessing
 
     from tp_invariant_recipes.training import rank
@@ -154,7 +154,10 @@ def run(
     if started:
         started()
     heartbeats.release_ranks()
-    return _supervise(run_dir, rank_infos, tick, stop, processes, heartbeats, stepped, limits)
+    try:
+        return _supervise(run_dir, rank_infos, tick, stop, processes, heartbeats, stepped, limits)
+    finally:
+        CLOCK.restart()
 
 
 def _supervise(

@@ -97,6 +97,7 @@ class ProgressLine(Record):
     loss, grad_norm: null: the step was skipped.
     seconds:         of the step. time: its end, in seconds since 1970.
     peak_memory:     the most bytes allocated on the last rank's GPU so far; 0: not measured, as on a CPU.
+    start:           of the first step of an attempt: what the seconds until its end went to, part by part.
     """
 
     step: Count
@@ -107,6 +108,7 @@ class ProgressLine(Record):
     seconds: float
     peak_memory: Count = 0
     time: float | None = None
+    start: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

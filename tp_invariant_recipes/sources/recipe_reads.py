@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from tp_invariant_recipes.host.start_clock import process_start
+
 # Events of Python's audit that say nothing of the world outside.
 SILENT = {
     *("builtins.id", "code.__new__", "compile", "exec", "fcntl.flock", "function.__new__", "import", "marshal.load"),
@@ -202,11 +204,9 @@ def refuse(why: str) -> None:
 
 
 def _began() -> float:
-    """When this process began, in seconds since 1970, or up to a second before; 0: nobody knows."""
-    with suppress(OSError, ValueError, StopIteration):
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
-        return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
+    """A second before this process began, in seconds since 1970; 0: nobody knows."""
+    with suppress(OSError, ValueError, IndexError):
+        return process_start() - 1
     return 0
 
 

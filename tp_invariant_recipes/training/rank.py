@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from tp_invariant_recipes.errors import TpiError
 from tp_invariant_recipes.host import bridge
+from tp_invariant_recipes.host.start_clock import CLOCK, count_kernels
 from tp_invariant_recipes.ledger.run_files import Reason, RunFile
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
@@ -123,6 +124,7 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
     Bridge is loaded (host/bridge.py).
     """
     heartbeat.sign(Phase.SETTING_UP)
+    CLOCK.setting_up = time.time()
     recipe_layer.enter(config.recipe)
     with ExitStack() as stack:
         from tp_invariant_recipes.config import container, hang_timeout
@@ -143,6 +145,7 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
             from tp_invariant_recipes.training.deterministic_overhead import DeterministicOverhead
 
             callbacks = [*callbacks, DeterministicOverhead()]
+            count_kernels()
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, config)), *callbacks, heartbeat.Last()]
         stack.enter_context(registry.applied(config))
         rows = [*replacements.replacements(config.numerics), FAILURE_TIME]

@@ -13,6 +13,8 @@ from megatron.bridge.training.callbacks import Callback, CallbackContext
 
 from tp_invariant_recipes.compare import loaded_state
 from tp_invariant_recipes.errors import CheckpointError
+from tp_invariant_recipes.host.start_clock import CLOCK
+from tp_invariant_recipes.host.start_clock import text as start_text
 from tp_invariant_recipes.host.versions import versions
 from tp_invariant_recipes.ledger.bits import float_bits
 from tp_invariant_recipes.ledger.open import read
@@ -51,6 +53,7 @@ class Recorder(Callback):
         if digests:
             digests.listener, digests.check = self._append_with_digests, self._check_loaded
         self.writer: LedgerWriter  # opened when training starts
+        self.begun = False  # a step has ended
         self.validation = VALIDATION  # the kind of the next one
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -82,6 +85,8 @@ class Recorder(Callback):
         groups = [g for g in context.optimizer.param_groups if g and not g.get("is_decoupled_lr")]
         self.learning_rate = float(groups[0]["lr"])
         self.started = time.monotonic()
+        if not self.begun:
+            CLOCK.step_begins()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Append the step to the ledger, at once or when its digests are there; add a line to the progress file."""
@@ -106,6 +111,10 @@ class Recorder(Callback):
             self.pending = record
         else:
             self.writer.append(record)
+        start = {} if self.begun else CLOCK.parts()
+        self.begun = True
+        if start:
+            print(start_text(start))  # in the log
         line = ProgressLine(
             step=record.step,
             loss=None if loss is None else loss.item(),
@@ -115,6 +124,7 @@ class Recorder(Callback):
             seconds=time.monotonic() - self.started,
             peak_memory=torch.cuda.max_memory_allocated(),
             time=time.time(),
+            start=start,
         )
         self._write_progress(line)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.host.start_clock import CLOCK, KERNELS
 from tp_invariant_recipes.numerics.products.operands import like, same_bits
 from tp_invariant_recipes.numerics.products.probe import cancelling, residue
 
@@ -60,7 +61,8 @@ def tried(
     if kind not in found:
         if capturing(operand):
             return False
-        found[kind] = trial()
+        with CLOCK.counted(KERNELS):
+            found[kind] = trial()
     return found[kind]
 
 
