@@ -1,6 +1,7 @@
 """Composing a run: what ends up in the tree, which layer wins, and every mistake in one message."""
 
 import shutil
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -354,3 +355,21 @@ def test_a_default_that_does_not_fit_ends_composing(monkeypatch):
     monkeypatch.setattr(module, "_misfits", lambda *_: {"logging.project": "logging.project=1: not text"})
     with pytest.raises(ConfigError, match=r"logging\.project=1: not text"):
         compose("qwen3_toy")
+
+
+def test_plugins_of_hydra_that_others_install_are_neither_imported_nor_lost(hydra_itself, monkeypatch, tmp_path):
+    from hydra.core.plugins import Plugins
+    from hydra.core.singleton import Singleton
+
+    folder = tmp_path / "hydra_plugins" / "foreign"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "hydra_plugins", raising=False)
+    theirs = object()
+    monkeypatch.setitem(Singleton._instances, Plugins, theirs)
+    compose("qwen3_toy", device="cpu")
+    assert Singleton._instances[Plugins] is theirs
+    monkeypatch.delitem(Singleton._instances, Plugins)
+    with pytest.raises(SystemExit, match="imported"):  # what Hydra does by itself
+        Plugins.instance()
