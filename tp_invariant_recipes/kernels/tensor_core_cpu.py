@@ -27,13 +27,15 @@ from torch import Tensor
 
 from tp_invariant_recipes.kernels.numba_fma import fma
 from tp_invariant_recipes.kernels.numba_loop import cpu_loop
-from tp_invariant_recipes.kernels.tensor_core_sum import KEPT, LEAST_TOP, NAN, NO_EXPONENT, STEP
+from tp_invariant_recipes.kernels.tensor_core_sum import KEPT, LEAST_TOP, NAN, STEP
 
 HALF = STEP // 2
-WIDE = 64  # columns done together
+WIDE = 128  # columns done together
 LEAST_FAST, MOST_FAST = -100, 60  # exponents for which fp32 and its scales reach
 MOST_BEFORE = 90  # of an accumulator
-NOT_FINITE = 1000  # exponent of infinities and NaN, beyond MOST_FAST
+# Exponents are of 16 bits, of which a vector compares twice as many as of fp32: sums of two fit as well.
+NOT_FINITE = 1000  # of infinities and NaN, beyond MOST_FAST
+NO_EXPONENT = -4096  # of a zero: with any other, below every sum of two
 SMALL = 2**20  # products of numbers that one thread computes faster than several could start
 BF16_NAN = 0x7FFF  # what cuBLAS rounds NAN to
 
@@ -42,16 +44,16 @@ class Rows(NamedTuple):
     """Left operand: values, exponents, [m, k]; the highest exponent of each step, [m, k / STEP]. k is padded."""
 
     values: NDArray[np.float32]
-    exponents: NDArray[np.float32]
-    highest: NDArray[np.float32]
+    exponents: NDArray[np.int16]
+    highest: NDArray[np.int16]
 
 
 class Panels(NamedTuple):
     """Right operand in panels of WIDE columns: values, exponents [n / WIDE, k, WIDE]; highest [n / WIDE, k / STEP]."""
 
     values: NDArray[np.float32]
-    exponents: NDArray[np.float32]
-    highest: NDArray[np.float32]
+    exponents: NDArray[np.int16]
+    highest: NDArray[np.int16]
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -124,13 +126,13 @@ def _array(x: Tensor) -> NDArray[Any]:
 
 @njit(inline="always")
 def _exponent(bits: Any) -> Any:
-    """Of the bits of a bf16 number, as fp32: to numba a sum of two int32 is an int64, of half as many to a vector."""
+    """Of the bits of a bf16 number."""
     field = (bits >> 7) & 255
     if field == 255:
-        return np.float32(NOT_FINITE)
+        return np.int16(NOT_FINITE)
     if bits & 0x7FFF == 0:
-        return np.float32(NO_EXPONENT)
-    return np.float32(max(field, 1) - 127)
+        return np.int16(NO_EXPONENT)
+    return np.int16(max(field, 1) - 127)
 
 
 @cpu_loop
@@ -140,8 +142,8 @@ def split_rows(bits: Any) -> Any:
     steps = (k + STEP - 1) // STEP
     values = np.zeros((m, steps * STEP), np.float32)
     words = values.view(np.uint32)
-    exponents = np.full((m, steps * STEP), np.float32(NO_EXPONENT), np.float32)
-    highest = np.full((m, steps), np.float32(NO_EXPONENT), np.float32)
+    exponents = np.full((m, steps * STEP), NO_EXPONENT, np.int16)
+    highest = np.full((m, steps), NO_EXPONENT, np.int16)
     for i in range(m):
         for t in range(k):
             word = np.int32(bits[i, t])
@@ -158,8 +160,8 @@ def split_panels(bits: Any) -> Any:
     steps, panels = (k + STEP - 1) // STEP, (n + WIDE - 1) // WIDE
     values = np.zeros((panels, steps * STEP, WIDE), np.float32)
     words = values.view(np.uint32)
-    exponents = np.full((panels, steps * STEP, WIDE), np.float32(NO_EXPONENT), np.float32)
-    highest = np.full((panels, steps), np.float32(NO_EXPONENT), np.float32)
+    exponents = np.full((panels, steps * STEP, WIDE), NO_EXPONENT, np.int16)
+    highest = np.full((panels, steps), NO_EXPONENT, np.int16)
     for panel in range(panels):
         first, width = panel * WIDE, min(WIDE, n - panel * WIDE)
         for t in range(k):
@@ -190,7 +192,7 @@ def workspace() -> Any:
         np.empty(WIDE, np.float32), np.empty(WIDE, np.float32), np.empty(WIDE, np.float64), np.empty(WIDE, np.float64)
     )  # fmt: skip
     views = total.view(np.int32), scale.view(np.int32), back.view(np.int64), sums.view(np.int64)
-    top, low, high = np.empty(WIDE, np.float32), np.empty(WIDE, np.int32), np.empty(WIDE, np.int32)
+    top, low, high = np.empty(WIDE, np.int16), np.empty(WIDE, np.int32), np.empty(WIDE, np.int32)
     return (total, scale, back, sums), views, (top, low, high)
 
 
@@ -201,9 +203,7 @@ def _add_all_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any,
     out: [WIDE] fp32; a, ea: [k]; ha: [k / STEP]; b, eb: [k, WIDE]; hb: [k / STEP]; kept: KEPT; work: of `workspace`.
     """
     (total, scale, back, sums), (bits, scale_bits, back_bits, sum_bits), (top, low, high) = work
-    field, none, half, least = (
-        np.int32(0), np.float32(NO_EXPONENT), np.float32(NO_EXPONENT // 2), np.float32(LEAST_FAST)
-    )  # fmt: skip
+    field, half = np.int32(0), np.int16(NO_EXPONENT // 2)
     for j in range(WIDE):
         total[j] = out[j]
     for j in range(WIDE):
@@ -216,15 +216,17 @@ def _add_all_steps(out: Any, a: Any, ea: Any, ha: Any, b: Any, eb: Any, hb: Any,
         reached = fast
         if fast:
             for j in range(WIDE):
-                highest = none if total[j] == 0 else np.float32(np.int32(((bits[j] >> 23) & 255) - 127))
-                for t in range(STEP):
-                    one = ea[k + t] + eb[k + t, j]
+                top[j] = np.int16(NO_EXPONENT if total[j] == 0 else ((bits[j] >> 23) & 255) - 127)
+            for j in range(WIDE):
+                highest = top[j]
+                for t in range(STEP):  # numba makes a sum of two an int64, and the compiler one of 16 bits again
+                    one = np.int16(ea[k + t] + eb[k + t, j])
                     highest = one if one > highest else highest
                 top[j] = highest
             for j in range(WIDE):
                 highest = top[j]
-                low[j] = np.int32(0) if highest >= least or highest <= half else np.int32(1)  # or no term
-                high[j] = np.int32(highest if highest > least else least)
+                low[j] = np.int32(0) if highest >= LEAST_FAST or highest <= half else np.int32(1)  # or no term
+                high[j] = np.int32(max(highest, LEAST_FAST))
             below = np.int32(0)
             for j in range(WIDE):
                 below = np.int32(below | low[j])
