@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from typer.main import except_hook
 
 # As a file is imported, and as its function is called.
 DEEDS = {
@@ -63,6 +64,7 @@ def state() -> tuple:
 
 def refused(attack, text: str) -> str | None:
     Path("odd.py").write_text(text)
+    sys.excepthook = except_hook  # as the first command of a process has it from Typer
     before = state()
     found = attack("train", "recipe=odd.py:small", "--dry-run", allowed=(2,))
     changed = [(a, b) for a, b in zip(before, state(), strict=True) if a != b]
