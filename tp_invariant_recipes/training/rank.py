@@ -22,6 +22,7 @@ from tp_invariant_recipes.ledger.run_files import Reason, RunFile
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import peft, sft
+from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import LedgerSettings
 from tp_invariant_recipes.sources import recipe_layer, recipe_source
@@ -146,6 +147,10 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
 
             callbacks = [*callbacks, DeterministicOverhead()]
             count_kernels()
+        if config.model.get("cuda_graph_impl") == FULL:
+            from tp_invariant_recipes.training.finite import Finite
+
+            callbacks = [*callbacks, Finite()]
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, config)), *callbacks, heartbeat.Last()]
         stack.enter_context(registry.applied(config))
         rows = [*replacements.replacements(config.numerics), FAILURE_TIME]
