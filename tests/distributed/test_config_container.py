@@ -194,7 +194,7 @@ def test_the_provider_is_the_one_bridge_derives_from_hugging_face(model):
     kind, fields = HUGGING_FACE[model]
     config = getattr(transformers, f"{kind}Config")(architectures=[f"{kind}ForCausalLM"], **fields)
     theirs = AutoBridge.from_hf_config(config).to_megatron_provider(load_weights=False)
-    ours = build(model, "numerics=stock").model
+    ours = build(model, "numerics=stock", "cuda_graph=off").model
     assert type(ours) is type(theirs)
     different = differing(theirs, ours)
     assert {name: pair for name, pair in different.items() if name not in NOT_ARCHITECTURE} == {}

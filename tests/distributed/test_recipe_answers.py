@@ -84,7 +84,7 @@ def test_a_recipe_is_asked_once(calls):
 # What changes, and what the recipe says then.
 CHANGES = {
     "the file": (lambda here, _: (here / "mine.py").write_text(RECIPE.replace("3 +", "4 +")), {"steps": 4}),
-    "a module beside it": (lambda here, _: (here / "beside.py").write_text("SEED = 9\n"), {"seed": 9}),
+    "a module beside it": (lambda here, _: (here / "beside.py").write_text("SEED = 19\n"), {"seed": 19}),
     "a variable": (lambda _, patch: patch.setenv("MY_RATE", "0.75"), {"rate": 0.75}),
     "a file that was not there": (lambda here, _: (here / "flag").touch(), {"least": 0.25}),
     "a file in a folder that it lists": (lambda here, _: (here / "one.step").touch(), {"steps": 4}),

@@ -25,9 +25,12 @@ from tp_invariant_recipes.sizing.memory import (
 
 WITHIN = 0.15  # which docs/memory.md promises
 
-# Peaks in GiB as docs/benchmark.md lists them, of torch's allocator on H200s after warm-up: stock, and tree in parts of
-# it. The commands are those above its tables.
+# Peaks in GiB as docs/benchmark.md lists them, of torch's allocator on Hopper GPUs after warm-up: stock, and tree in
+# parts of it. The commands are those above its tables.
 FOUR_LAYERS = "model.num_layers=4 model.moe_layer_freq=[0,1,1,1]"
+RANK_OF_FOUR = (
+    "seq=2048 model.num_attention_heads=8 model.num_query_groups=2 model.ffn_hidden_size=3072 model.vocab_size=37984"
+)
 BENCHMARK = (
     ("qwen3_8b", "tp=4 seq=2048", 37.56, 1.004),
     ("qwen3_8b", "tp=4 seq=8192", 46.00, 1.005),
@@ -39,6 +42,8 @@ BENCHMARK = (
     ("qwen3_8b", "tp=2 seq=8192", 91.25, 1.008),
     ("qwen3_8b", "dp=2 gbs=8 model.num_layers=16", 54.50, 1.016),
     ("qwen3_8b", "dp=2 gbs=8 numerics.data_shards=8 model.num_layers=8", 35.15, 1.316),
+    ("qwen3_0p6b", "seq=4096 gbs=4", 18.42, 1.005),
+    ("qwen3_8b", RANK_OF_FOUR, 38.96, 1.008),
 )
 # Peaks of whole runs that docs/evidence.md names: they include how a run starts.
 NEMOTRON_21 = "model.hybrid_layer_pattern=MEMEM*EMEMEM*EMEMEM*E"

@@ -25,9 +25,9 @@ from tp_invariant_recipes.host.start_clock import process_start
 # Events of Python's audit that say nothing of the world outside.
 SILENT = {
     *("builtins.id", "code.__new__", "compile", "exec", "fcntl.flock", "function.__new__", "import", "marshal.load"),
-    *("marshal.loads", "object.__delattr__", "object.__getattr__", "object.__setattr__", "os.mkdir", "os.putenv"),
+    *("marshal.dumps", "marshal.loads", "object.__delattr__", "object.__getattr__", "object.__setattr__", "os.mkdir"),
     *("glob.glob", "glob.glob/2", "os.walk", "pathlib.Path.glob", "pathlib.Path.rglob"),  # what they list is heard
-    *("os.truncate", "os.unsetenv", "pickle.find_class", "sys._getframe", "sys._getframemodulename"),
+    *("os.putenv", "os.truncate", "os.unsetenv", "pickle.find_class", "sys._getframe", "sys._getframemodulename"),
 }
 # Modules that a recipe's own files may import, and what they may use of them; None: everything.
 PLAIN: Mapping[str, set[str] | None] = {
