@@ -35,8 +35,9 @@ def _killed(tpi, step, *arguments):
     process.wait()
 
 
+@pytest.mark.release
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("second, third", (NEXT, *(pytest.param(*row, marks=pytest.mark.release) for row in LONGER)))
+@pytest.mark.parametrize("second, third", (NEXT, *LONGER))
 def test_a_run_that_is_killed_and_goes_on_elsewhere_has_the_same_ledger(whole, tpi, second, third):
     _killed(tpi, 4, *RUN, *FIRST, "run.dir=run")
     _killed(tpi, 6, "train", "--resume", "run", *second.split())

@@ -17,6 +17,7 @@ def no_servers(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.release
 def test_mlflow_keeps_curves_figures_and_the_certificate_in_files(tpi, no_servers):
     done = tpi(*RUN, "tp=2", "logging=mlflow", "project=ours", "name=first", "run.dir=run", status=0)
     assert "MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri run/mlflow\n" in done.stderr

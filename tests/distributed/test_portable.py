@@ -158,6 +158,7 @@ def _copies_in_reverse_order() -> None:
     _beside_large_copies(reverse=True)
 
 
+@pytest.mark.release
 def test_other_products_of_experts_have_another_ledger(scenario):
     one = scenario(EXPERTS, "tp=1")
     assert one.planted(unchecked(one_kept_bit_less)).ledger()[0].gradients != one.ledger()[0].gradients

@@ -20,8 +20,8 @@ RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform mod
 # Each must have the trace of tp=1, every bit of it, as "tp=4" of `runs` must. Sequence parallelism is on where tp > 1
 # unless said otherwise.
 LAYOUTS = (
-    "tp=2 pp=2",
     f"tp=2 sp=false {RECOMPUTE}",
+    pytest.param("tp=2 pp=2", marks=pytest.mark.release),
     pytest.param("tp=2", marks=pytest.mark.release),
     pytest.param("tp=2 sp=false", marks=pytest.mark.release),
     pytest.param(f"tp=2 {RECOMPUTE}", marks=pytest.mark.release),

@@ -157,6 +157,7 @@ def test_ctrl_c_in_the_last_cell_says_what_was_done_and_it_can_be_completed(tpi)
     assert [attempt["from_step"] for attempt in attempts] == [0, 3]
 
 
+@pytest.mark.release
 def test_after_the_first_failure_only_what_did_not_pass_is_trained_again(tpi):
     """The control: with the fault in place the verdict is 2."""
     stopped = tpi("verify", *SMALL, "tp=1,2,4", "--dir", "m", "--exitfirst", before=_kill_a_rank_of_tp_2, status=2)
