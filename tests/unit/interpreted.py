@@ -19,7 +19,7 @@ import torch
 from triton.runtime import interpreter
 
 from tests.operands import KINDS, same_bits, sample
-from tests.unit import attention_interpreted
+from tests.unit import attention_interpreted, fp8_interpreted
 from tests.unit.test_fixed_tile_product import RAGGED, layouts, operands
 from tests.unit.test_grad_norm import kernel_cases
 from tests.unit.test_mamba_kernels import STEP, conv_inputs, norm_inputs, slices
@@ -38,6 +38,7 @@ from tp_invariant_recipes.kernels import (
     tree_add,
     weighted_activation,
 )
+from tp_invariant_recipes.kernels.quantized import E4M3
 from tp_invariant_recipes.portable import (
     definition,
     ieee_adam,
@@ -212,7 +213,8 @@ def rows_are_added_as_their_twin_adds_them():
 
 
 def activations_are_right_row_by_row():
-    for kind, width in (("swiglu", 400), ("squared_relu", 200)):
+    clamped = weighted_activation.Clamped(1.702, 0.7, 1.0), weighted_activation.Clamped(1.0, float("inf"), 0.5)
+    for kind, width in (("swiglu", 400), ("squared_relu", 200), *((kind, 400) for kind in clamped)):
         x, p, dy = torch.randn(11, width), torch.rand(11), torch.randn(11, 200)
         y, twin = weighted_activation._forward_triton(x, p, kind), weighted_activation._forward_torch(x, p, kind)
         torch.testing.assert_close(y, twin)
@@ -402,6 +404,12 @@ def portable_attention_of_more_shapes_has_the_bits_of_its_twin():
         assert attention_interpreted.differing_from_twin(25, *shape, kind) == [], (shape, kind)
 
 
+def fp8_products_have_the_bits_of_the_definition():
+    """With fewer bits of a tensor core, others."""
+    assert fp8_interpreted.all_differing() == []
+    assert fp8_interpreted.differing(12, "1x128", (E4M3, E4M3), 5, 9, 128)
+
+
 KERNELS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
@@ -429,6 +437,7 @@ KERNELS: dict[str, Callable[[], None]] = {
         portable_functions_have_the_bits_of_their_twin,
         portable_attention_has_the_bits_of_its_twin,
         portable_attention_of_more_shapes_has_the_bits_of_its_twin,
+        fp8_products_have_the_bits_of_the_definition,
     )
 }
 

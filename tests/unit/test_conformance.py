@@ -2,6 +2,7 @@
 
 import functools
 import json
+import platform
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,15 @@ from safetensors.numpy import load_file, save_file
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.gpus import Gpu
+from tp_invariant_recipes.kernels.fp8_sum import fp8_product
+from tp_invariant_recipes.kernels.quantized import BLOCK, Quantized
 from tp_invariant_recipes.kernels.tensor_core_sum import bf16_product
 from tp_invariant_recipes.portable import conformance, definition
+from tp_invariant_recipes.portable.mode import MODE
 from tp_invariant_recipes.workflows import doctor
 
 by_definition = conformance.by_definition
-CASES = len(conformance.read().cases)
+CASES = len(conformance.built_in().cases)
 
 
 @functools.cache
@@ -27,7 +31,7 @@ def other_bits_of(**arithmetic):
     known = {}
 
     def product(a, b):
-        if a.dtype == torch.float32:
+        if isinstance(a, Quantized) or a.dtype == torch.float32:
             return by_definition(a, b)
         words = [x.contiguous().view(torch.int16).numpy().view(np.uint16) for x in (a, b)]
         operands = tuple((x.shape, x.tobytes()) for x in words)
@@ -38,19 +42,26 @@ def other_bits_of(**arithmetic):
     return product
 
 
+def other_fp8(a, b):
+    """A GPU with Blackwell's sum of FP8: 25 bits, one accumulator over all of k."""
+    if isinstance(a, Quantized):
+        return torch.from_numpy(fp8_product(a, b, kept=25, promoted=1 << 20 if b.blocks == "tensor" else BLOCK))
+    return by_definition(a, b)
+
+
 @pytest.fixture
 def recording(tmp_path):
-    """What the definition gives for the operands of the built-in file."""
+    """What the definition gives for the operands of the built-in files."""
     file = tmp_path / "ours.safetensors"
     metadata = {"gpu": "NVIDIA B300", "capability": "10.3", "torch": torch.__version__}
-    conformance.write(file, conformance.read(), conformance.by_definition, metadata)
+    conformance.write(file, conformance.built_in(), conformance.by_definition, metadata)
     return file
 
 
 def test_the_definition_conforms():
-    built_in = conformance.read()
+    built_in = conformance.built_in()
     assert built_in.gpu == "NVIDIA H200 (sm_90)"
-    assert len(built_in.cases) > 40
+    assert sum(isinstance(case.a, Quantized) for case in built_in.cases) > 40 < len(conformance.read().cases)
     assert conformance.differences(built_in, conformance.by_definition) == []
 
 
@@ -63,12 +74,17 @@ def test_a_gpu_that_adds_in_another_way_differs(arithmetic):
 
 
 def test_what_is_written_is_read(recording):
-    written, built_in = conformance.read(recording), conformance.read()
+    written, built_in = conformance.read(recording), conformance.built_in()
     assert written.gpu == "NVIDIA B300 (sm_103)"
-    assert [case.name for case in written.cases] == [case.name for case in built_in.cases]
-    for one, two in zip(written.cases, built_in.cases, strict=True):
-        assert torch.equal(one.a.view(torch.int16), two.a.view(torch.int16))
-        assert torch.equal(one.b.view(torch.int16), two.b.view(torch.int16))
+    cases = {case.name: case for case in built_in.cases}
+    assert {case.name for case in written.cases} == cases.keys()
+    for case in written.cases:
+        for one, two in ((case.a, cases[case.name].a), (case.b, cases[case.name].b)):
+            if isinstance(one, Quantized):
+                assert one.blocks == two.blocks
+                assert torch.equal(one.scale, two.scale)
+                one, two = one.data, two.data
+            assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
     assert conformance.differences(written, conformance.by_definition) == []
 
 
@@ -102,7 +118,20 @@ def _resized(file):
 
 
 def _renamed(file):
-    save_file({"fp8/x/a": np.zeros((1, 1), np.uint16)}, file)
+    save_file({"fp16/x/a": np.zeros((1, 1), np.uint16)}, file)
+
+
+def _without_a_scale(file):
+    tensors = load_file(file)
+    del tensors[next(name for name in tensors if name.endswith("/sb"))]
+    save_file(tensors, file)
+
+
+def _with_scales_of_another_shape(file):
+    tensors = load_file(file)
+    name = next(name for name in tensors if "1x128/" in name and name.endswith("/sa"))
+    tensors[name] = np.ones((3, 5), np.float32)
+    save_file(tensors, file)
 
 
 def _incomplete(file):
@@ -117,7 +146,9 @@ def _huge(file):
 
 
 @pytest.mark.parametrize(
-    "damage", (_cut, _resized, _renamed, _incomplete, _huge, Path.unlink), ids=lambda f: f.__name__
+    "damage",
+    (_cut, _resized, _renamed, _incomplete, _huge, _without_a_scale, _with_scales_of_another_shape, Path.unlink),
+    ids=lambda f: f.__name__,
 )
 def test_a_file_that_is_no_recording(recording, damage):
     damage(recording)
@@ -136,12 +167,19 @@ def test_without_a_gpu_it_checks_the_cpu(monkeypatch, cli):
     assert re.match(rf"this CPU \(\w+\) adds in another way: \d+ of {CASES} cases differ\n  bf16/512_wide: ", done.out)
 
 
-def test_without_a_gpu_there_is_nothing_to_record(monkeypatch, cli, tmp_path):
+@pytest.mark.parametrize("kept, status", ((None, 0), (24, 1)))
+def test_a_recording_of_a_cpu_is_written_and_checked(monkeypatch, cli, tmp_path, kept, status):
     monkeypatch.setattr("tp_invariant_recipes.host.gpus.visible", list)
-    done = cli("conformance", "--record", str(tmp_path / "here.safetensors"))
-    assert done.status == 2
-    assert "there is no GPU here to record; --check FILE" in done.err
-    assert not list(tmp_path.iterdir())
+    file = tmp_path / "here.safetensors"
+    with monkeypatch.context() as patched:
+        if kept is not None:
+            patched.setattr(conformance, "by_definition", other_bits_of(kept=kept))
+        done = cli("conformance", "--record", str(file))
+    assert done.status == status
+    assert f"here.safetensors: {CASES} cases of a CPU, {platform.machine()}" in done.out
+    done = cli("conformance", "--check", str(file))
+    assert done.status == status
+    assert f"(recorded on a CPU, {platform.machine()} (sm_00))" in done.out
 
 
 def test_a_recording_of_a_gpu_is_written_and_checked(a_gpu, cli, tmp_path):
@@ -224,6 +262,37 @@ def test_a_run_on_a_gpu_that_adds_in_another_way_is_refused(gpu_0):
     assert message.startswith("numerics=portable: GPU 0 (NVIDIA B300, sm_103) computes other bits than the definition")
     assert re.search(r": bf16/512_wide: \d+ of 512 outputs differ, .* recorded 0x\w{8}, computed 0x\w{8}; ", message)
     assert message.endswith("; or numerics=tree")
+
+
+def test_a_run_in_fp8_on_a_gpu_that_adds_fp8_otherwise_is_refused(gpu_0):
+    gpu_0(other_fp8)
+    definition.require_conformance(0)  # in bf16 it may run
+    with pytest.raises(RunError) as refused:
+        definition.require_conformance(0, fp8=True)
+    message = str(refused.value)
+    assert message.startswith(
+        "numerics=portable: GPU 0 (NVIDIA B300, sm_103) adds FP8 products otherwise (Blackwell is expected to)"
+    )
+    assert re.search(r": e4m3_e4m3_128x128/\w+: \d+ of \d+ outputs differ, .* recorded 0x\w{8}, computed 0x", message)
+    assert message.endswith(" more; precision=bf16, or numerics=tree")
+
+
+def test_a_run_in_fp8_on_a_gpu_that_conforms_starts(gpu_0):
+    gpu_0(conformance.by_definition)
+    definition.require_conformance(0, fp8=True)
+    MODE.require_machine(None, fp8=True)
+
+
+def test_doctor_and_conformance_name_a_gpu_that_adds_fp8_otherwise(a_gpu, cli):
+    """It can run all else."""
+    a_gpu(other_fp8)
+    row = arithmetic_row()
+    assert row.state == "ok"
+    assert re.fullmatch(r"as an H200 \(\d+ cases\), but GPU 0 adds FP8 otherwise", row.found)
+    done = cli("conformance")
+    assert done.status == 1
+    assert re.search(rf"adds in another way: \d+ of {CASES} cases differ\n  e\dm\d_", done.out)
+    assert "bf16/" not in done.out
 
 
 def test_a_run_on_a_machine_with_other_functions_is_refused(monkeypatch):

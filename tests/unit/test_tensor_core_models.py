@@ -1,6 +1,7 @@
 """Our sum against models of GPUs by others: MMA-Sim (arXiv 2511.10909, MIT licence), which they validated on hardware.
 
 Every bit that its models of Hopper and Blackwell give is compared. Its model of Ampere is the control, which differs.
+In FP8 Hopper is compared, and Blackwell differs.
 """
 
 import importlib
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from tests.operands import EVERY_BF16, KINDS, sample
-from tp_invariant_recipes.kernels import tensor_core_cpu, tensor_core_sum
+from tp_invariant_recipes.kernels import fp8_cpu, fp8_sum, tensor_core_cpu, tensor_core_sum
+from tp_invariant_recipes.kernels.quantized import BLOCK, E4M3, E5M2, Quantized
 from tp_invariant_recipes.kernels.tensor_core_sum import STEP, bf16_product
 
 DATA = Path(__file__).parents[1] / "data" / "tensor_core_h200.npz"
@@ -105,3 +107,51 @@ def test_their_blackwell_gives_what_an_h200_gave(sim, case):
     columns = slice(0, 8)
     found = modelled(sim, MODELS["Blackwell tcgen05"], a, b[:, columns].contiguous())
     assert (found == data[f"c_{case}_mmawg"][:, columns]).all()
+
+
+# --- FP8 ---
+
+FP8_TYPES = {"e4m3": E4M3, "e5m2": E5M2}
+
+
+def fp8_operands(kind, types):
+    """a [64, 128] and b [8, 128]: any finite numbers; near one; a subnormal and b any; or with infinities and NaN."""
+    generator = torch.Generator().manual_seed(0)
+    operands = []
+    for rows, dtype in zip((64, 8), types, strict=True):
+        bits = torch.randint(0, 256, (rows, BLOCK), generator=generator)
+        most = 0x7F if dtype == E4M3 else 0x7C  # the first that is not finite
+        if kind == "subnormal" and rows == 64:
+            most = 8 if dtype == E4M3 else 4
+        if kind == "one":
+            bits = (bits & 0x87) | 0x38
+        elif kind != "special":
+            bits = (bits & 0x80) | (bits & 0x7F) % most
+        operands.append(bits.to(torch.uint8).view(dtype))
+    return operands
+
+
+@pytest.mark.parametrize("types", (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")), ids=str)
+@pytest.mark.parametrize("kind", ("any", "one", "subnormal", "special"))
+def test_a_block_of_fp8_is_four_of_their_instructions(sim, monkeypatch, kind, types):
+    a, b = fp8_operands(kind, [FP8_TYPES[name] for name in types])
+    step, out = sim.WGMMA("Hopper", f"m64n8k32.f32.{types[0]}.{types[1]}"), torch.zeros(64, 8)
+    for k in range(0, BLOCK, fp8_sum.STEP):
+        out = step(a[:, k : k + fp8_sum.STEP], b[:, k : k + fp8_sum.STEP].t(), out)
+    found, one = out.numpy().view(np.uint32), torch.ones(())
+    operands = Quantized(a, one), Quantized(b, one)
+    assert (fp8_cpu.product(*operands).numpy().view(np.uint32) == found).all()
+    assert (fp8_sum.fp8_product(*operands).view(np.uint32) == found).all()
+    if kind == "subnormal":  # no other kind shows which exponent they have
+        for change in (-1, 1):
+            monkeypatch.setattr(fp8_sum, "LEAST", {E4M3: -6 + change, E5M2: -14 + change})
+            assert (fp8_sum.fp8_product(*operands).view(np.uint32) != found).any()
+
+
+def test_their_blackwell_adds_fp8_otherwise(sim):
+    a, b = fp8_operands("any", (E4M3, E4M3))
+    step, out = sim.TCGen05MMA("Blackwell", "m64n8k32.kind::f8f6f4.f32.e4m3.e4m3"), torch.zeros(64, 8)
+    for k in range(0, BLOCK, fp8_sum.STEP):
+        out = step(a[:, k : k + fp8_sum.STEP], b[:, k : k + fp8_sum.STEP].t(), out)
+    ours = fp8_sum.fp8_product(Quantized(a, torch.ones(())), Quantized(b, torch.ones(())))
+    assert (ours.view(np.uint32) != out.numpy().view(np.uint32)).mean() > 0.5

@@ -66,8 +66,8 @@ def grouped_product(x: Tensor, weights: Sequence[Tensor], out: Tensor, groups: G
     strides = (1, k) if transposed else (n, 1)
     across = triton.cdiv(n, tile_n)
     if len(group):
-        tensors = (x, weights[0], out, _offsets(weights), group, first, groups.ends)
-        constants = (n, k, *strides, _aligned(weights), tile_m, tile_n, tile_k)
+        tensors = (x, weights[0], out, offsets_of(weights), group, first, groups.ends)
+        constants = (n, k, *strides, all_aligned(weights), tile_m, tile_n, tile_k)
         PRODUCT.launch((len(group) * across, 1), tensors, (), constants, warps)
 
 
@@ -80,14 +80,14 @@ def grouped_weight_gradient(dy: Tensor, x: Tensor, outs: Sequence[Tensor], group
     tile_n, tile_k, step, warps = TILES[x.dtype]
     n, k = dy.shape[1], x.shape[1]
     grid = (triton.cdiv(n, tile_n) * triton.cdiv(k, tile_k), len(outs))
-    constants = (n, k, _aligned(outs), tile_n, tile_k, step)
-    WEIGHT_GRADIENT.launch(grid, (dy, x, outs[0], _offsets(outs), groups.ends), (), constants, warps)
+    constants = (n, k, all_aligned(outs), tile_n, tile_k, step)
+    WEIGHT_GRADIENT.launch(grid, (dy, x, outs[0], offsets_of(outs), groups.ends), (), constants, warps)
 
 
 _known: dict[tuple[torch.device, tuple[int, ...]], Tensor] = {}
 
 
-def _offsets(tensors: Sequence[Tensor]) -> Tensor:
+def offsets_of(tensors: Sequence[Tensor]) -> Tensor:
     """[groups] int64: each tensor's offset from the first, in elements. Tensors seldom move, so offsets are cached."""
     first, size = tensors[0].data_ptr(), tensors[0].element_size()
     key = tensors[0].device, tuple((tensor.data_ptr() - first) // size for tensor in tensors)
@@ -96,7 +96,8 @@ def _offsets(tensors: Sequence[Tensor]) -> Tensor:
     return _known[key]
 
 
-def _aligned(tensors: Sequence[Tensor]) -> bool:
+def all_aligned(tensors: Sequence[Tensor]) -> bool:
+    """Whether each begins where 16 bytes do."""
     return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 

@@ -60,7 +60,7 @@ def fp32_product(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray:
     """
     total = np.zeros((a.shape[0], b.shape[1]), np.float32)
     for k in range(a.shape[1]):
-        total = _fma(a[:, k, None], b[None, k, :], total)
+        total = fma(a[:, k, None], b[None, k, :], total)
     return np.where(np.isnan(total), np.uint32(NAN), total.view(np.uint32))
 
 
@@ -125,7 +125,7 @@ def _as_float(bits: NDArray) -> NDArray[np.float32]:
     return np.ascontiguousarray(bits).view(np.float32)
 
 
-def _fma(x: NDArray, y: NDArray, z: NDArray) -> NDArray[np.float32]:
+def fma(x: NDArray, y: NDArray, z: NDArray) -> NDArray[np.float32]:
     """x * y + z rounded once, to nearest even.
 
     The product of two fp32 numbers is exact in fp64. Their sum is not: it is rounded to odd first (Boldo & Melquiond,

@@ -34,8 +34,11 @@ else:
 
 # What a mode may cover beyond dense models of attention and feed-forward layers in bf16.
 EXPERTS, HYBRID, LATENT = "experts", "Mamba layers", "multi-latent attention"
+MTP, PACKED = "multi-token prediction", "packed sequences"
 LORA, FINETUNING, TOKEN_LOSS = "LoRA", "fine-tuning", "a loss divided by the tokens of a step"
 CONTEXT_SHARDS, OVERLAP = "context parallelism", "an exchange in blocks of tokens"
+FP8 = "FP8"
+GUARD = "a guard"  # products that a host, or a repetition, can judge
 FP64_NORM = "a gradient norm of plain fp64 sums"  # depends on the order of its sum
 ALL_GRAPHS = frozenset({"te", "full"})  # options of cuda_graph=
 
@@ -98,8 +101,11 @@ class Mode(Protocol):
         """
         ...
 
-    def require_machine(self, gpu: int | None) -> None:
-        """Raises RunError if the device computes other bits than the mode defines. gpu: its index; None: the CPU."""
+    def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
+        """Raises RunError if the device computes other bits than the mode defines. gpu: its index; None: the CPU.
+
+        fp8: the run has products in FP8.
+        """
         ...
 
     def linear(self) -> Linear:

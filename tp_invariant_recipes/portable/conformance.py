@@ -4,13 +4,15 @@
 operands, a and b are their bits, c the bits of the fp32 output. Its metadata name the GPU, torch's version and, for
 every case, the kernels that gave exactly these bits (mmasync and mmawg: Triton's tl.dot with 1 and 4 warps, with the
 tile of k; fma: the same for fp32 operands; cublas; cublaswide: the corner of a cuBLAS product 32 times as tall and as
-wide). `write` makes such a file of another GPU.
+wide). `fp8_hopper.safetensors` has products of FP8 that cuBLAS gave on an H200 and an H100; KIND names the types of the
+operands and the blocks of b (kernels/quantized.py), a and b [n, k] are bytes, sa and sb their scales. `write` makes
+such a file of another GPU.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -22,25 +24,32 @@ from torch import Tensor
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.files import write_atomically
 from tp_invariant_recipes.kernels.fixed_tile_product import fixed_tile_product
+from tp_invariant_recipes.kernels.quantized import E4M3, E5M2, Blocks, Quantized
 from tp_invariant_recipes.kernels.tensor_core_sum import NAN
 from tp_invariant_recipes.reading import MIB, parse_json, read_limited
 
-BUILT_IN = Path(__file__).with_name("tensor_core_h200.safetensors")
+BUILT_IN, FP8 = (Path(__file__).with_name(f"{name}.safetensors") for name in ("tensor_core_h200", "fp8_hopper"))
 LIMIT = 64 * MIB
 LARGEST = 2**28  # products of numbers in a case: seconds on a CPU
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WORDS = {"bf16": np.uint16, "fp32": np.uint32}
+# KIND of FP8 -> the operands' types and the blocks of b; those of a are 1x128, or the tensor too.
+TYPES = {"e4m3_e4m3": (E4M3, E4M3), "e5m2_e4m3": (E5M2, E4M3), "e4m3_e5m2": (E4M3, E5M2)}
+FP8_KINDS: dict[str, tuple[torch.dtype, torch.dtype, Blocks]] = {
+    f"{name}_{blocks}": (*types, blocks) for name, types in TYPES.items() for blocks in get_args(Blocks)
+}
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Operand = Tensor | Quantized
+Product = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """name: KIND/CASE; a: [m, k], b: [k, n] bf16 or fp32, on the CPU; bits: [m, n] uint32 of the fp32 output."""
+    """name: KIND/CASE; a: [m, k], b: [k, n] bf16 or fp32, in FP8 [n, k]; bits: [m, n] uint32 of fp32. On the CPU."""
 
     name: str
-    a: Tensor
-    b: Tensor
+    a: Operand
+    b: Operand
     bits: NDArray[np.uint32]
 
 
@@ -69,6 +78,12 @@ class Difference:
             f"{self.case}: {self.count} of {self.outputs} outputs differ, the first at [{self.row}, {self.column}]: "
             f"recorded 0x{self.recorded:08x}, computed 0x{self.computed:08x}"
         )
+
+
+def built_in() -> Recording:
+    """All that is part of the package."""
+    recording = read(BUILT_IN)
+    return Recording(recording.gpu, recording.cases + read(FP8).cases)
 
 
 def read(file: Path = BUILT_IN) -> Recording:
@@ -106,18 +121,25 @@ def outputs(case: Case, product: Product) -> NDArray[np.uint32]:
     return _one_nan(case, product(case.a, case.b).cpu().contiguous().numpy().view(np.uint32))
 
 
-def by_definition(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b as kernels/tensor_core_sum.py defines it, on the CPU."""
-    from tp_invariant_recipes.kernels import tensor_core_cpu  # loads numba
+def by_definition(a: Operand, b: Operand) -> Tensor:
+    """a @ b as kernels/tensor_core_sum.py defines it, or a @ b^T as kernels/fp8_sum.py does, on the CPU."""
+    from tp_invariant_recipes.kernels import fp8_cpu, tensor_core_cpu  # load numba
 
-    return tensor_core_cpu.product(a, b)
+    return fp8_cpu.product(a, b) if isinstance(a, Quantized) else tensor_core_cpu.product(a, b)  # type: ignore[arg-type]
 
 
 def on_gpu(index: int) -> Product:
     """The product of fixed tiles on a GPU, which every other product there must agree with."""
 
-    def product(a: Tensor, b: Tensor) -> Tensor:
+    def product(a: Any, b: Any) -> Tensor:
         with torch.cuda.device(index):
+            if isinstance(a, Quantized):
+                from tp_invariant_recipes.kernels import fp8_tiles
+
+                a, b = (Quantized(x.data.cuda(), x.scale.cuda(), x.blocks) for x in (a, b))
+                out = torch.empty(len(a.data), len(b.data), device=a.data.device)
+                fp8_tiles.product(a, b, out, False)
+                return out
             a, b = a.cuda(), b.cuda()
             return fixed_tile_product(a, b, torch.empty(a.shape[0], b.shape[1], device=a.device))
 
@@ -131,25 +153,49 @@ def write(file: Path, recording: Recording, product: Product, metadata: dict[str
     """
     tensors = {}
     for case in recording.cases:
-        kind = case.name.partition("/")[0]
         for part, operand in (("a", case.a), ("b", case.b)):
-            word = torch.int16 if kind == "bf16" else torch.int32
-            tensors[f"{case.name}/{part}"] = operand.contiguous().view(word).numpy().view(WORDS[kind])
+            if isinstance(operand, Quantized):
+                tensors[f"{case.name}/{part}"] = operand.data.contiguous().view(torch.uint8).numpy()
+                tensors[f"{case.name}/s{part}"] = operand.scale.contiguous().numpy()
+            else:
+                kind = case.name.partition("/")[0]
+                word = torch.int16 if kind == "bf16" else torch.int32
+                tensors[f"{case.name}/{part}"] = operand.contiguous().view(word).numpy().view(WORDS[kind])
         tensors[f"{case.name}/c"] = outputs(case, product)
     write_atomically(file, save(tensors, metadata=metadata))
 
 
 def _case(name: str, tensors: dict[str, NDArray[Any]]) -> Case:
     kind = name.partition("/")[0]
-    if kind not in DTYPES:
-        raise ValueError(f"case {name!r} is of no kind in {', '.join(DTYPES)}")
+    fp8 = FP8_KINDS.get(kind)
+    if kind not in DTYPES and fp8 is None:
+        raise ValueError(f"case {name!r} is of no kind in {', '.join((*DTYPES, *FP8_KINDS))}")
     a, b, c = (tensors[f"{name}/{part}"] for part in "abc")
-    shapes = a.ndim == b.ndim == c.ndim == 2 and a.shape[1] == b.shape[0] and c.shape == (a.shape[0], b.shape[1])
-    if not shapes or a.dtype != WORDS[kind] or b.dtype != WORDS[kind] or c.dtype != np.uint32:
+    n, k = (1, 0) if fp8 is None else (0, 1)  # dimensions of b
+    shapes = a.ndim == b.ndim == c.ndim == 2 and a.shape[1] == b.shape[k] and c.shape == (a.shape[0], b.shape[n])
+    word = WORDS.get(kind, np.uint8)
+    if not shapes or a.dtype != word or b.dtype != word or c.dtype != np.uint32:
         raise ValueError(f"case {name!r} has operands {a.dtype} {a.shape}, {b.dtype} {b.shape} for {c.dtype} {c.shape}")
-    if a.size * b.shape[1] > LARGEST:
-        raise ValueError(f"case {name!r} has {a.size * b.shape[1]} products, more than {LARGEST}")
-    return Case(name, _operand(a, kind), _operand(b, kind), c)
+    if a.size * b.shape[n] > LARGEST:
+        raise ValueError(f"case {name!r} has {a.size * b.shape[n]} products, more than {LARGEST}")
+    if fp8 is None:
+        return Case(name, _operand(a, kind), _operand(b, kind), c)
+    return Case(name, *_quantized(name, tensors, *fp8), c)
+
+
+def _quantized(
+    name: str, tensors: dict[str, NDArray[Any]], a_type: torch.dtype, b_type: torch.dtype, blocks: Blocks
+) -> tuple[Quantized, Quantized]:
+    of_a: Blocks = "tensor" if blocks == "tensor" else "1x128"
+
+    def operand(part: str, dtype: torch.dtype, blocks: Blocks) -> Quantized:
+        data, scale = (torch.from_numpy(tensors[f"{name}/{kind}{part}"].copy()) for kind in ("", "s"))
+        return Quantized(data.view(dtype), scale, blocks)
+
+    try:
+        return operand("a", a_type, of_a), operand("b", b_type, blocks)
+    except TypeError as error:
+        raise ValueError(f"case {name!r}: {error}") from error
 
 
 def _operand(bits: NDArray[Any], kind: str) -> Tensor:
@@ -158,6 +204,6 @@ def _operand(bits: NDArray[Any], kind: str) -> Tensor:
 
 
 def _one_nan(case: Case, bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    if case.name.startswith("bf16/"):
+    if not case.name.startswith("fp32/"):
         return bits  # a tensor core has one NaN
     return np.where(np.isnan(bits.view(np.float32)), np.uint32(NAN), bits)

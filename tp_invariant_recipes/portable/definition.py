@@ -9,11 +9,15 @@ import hashlib
 import platform
 from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from tp_invariant_recipes.errors import RunError
+
+if TYPE_CHECKING:
+    from tp_invariant_recipes.portable import conformance
 
 DEFINITION = 2
 # SHA-256 of the bits of exp, log, sigmoid, rsqrt and exp2 for the numbers of `samples`.
@@ -25,19 +29,30 @@ NAMED = 2  # differing cases in the message
 
 
 @cache
-def require_conformance(gpu: int | None = None) -> None:
+def require_conformance(gpu: int | None = None, *, fp8: bool = False) -> None:
     """Compute recorded cases as a run would, once a process and device.
 
     gpu: index of the GPU that the run computes on; None: the CPU.
+    fp8: the run multiplies in FP8, too.
     raises RunError: a bit differs; the message names the device, the cases and the bits.
     """
     different = differences(gpu)
     if different:
-        more = f"; and {len(different) - NAMED} more" if len(different) > NAMED else ""
         raise RunError(
             f"numerics=portable: {named(gpu)} computes other bits than the definition, so the run's ledger would hold "
-            f"for such machines only: {'; '.join(different[:NAMED])}{more}; or numerics=tree"
+            f"for such machines only: {_some(different)}; or numerics=tree"
         )
+    different = fp8_differences(gpu) if fp8 else []
+    if different:
+        raise RunError(
+            f"numerics=portable: {named(gpu)} adds FP8 products otherwise (Blackwell is expected to), so the run's "
+            f"ledger would hold for such machines only: {_some(different)}; precision=bf16, or numerics=tree"
+        )
+
+
+def _some(different: list[str]) -> str:
+    more = f"; and {len(different) - NAMED} more" if len(different) > NAMED else ""
+    return f"{'; '.join(different[:NAMED])}{more}"
 
 
 def differences(gpu: int | None) -> list[str]:
@@ -46,15 +61,28 @@ def differences(gpu: int | None) -> list[str]:
 
     recording = conformance.read()
     cases = tuple(
-        replace(case, a=case.a[:ROWS], bits=case.bits[:ROWS])
+        replace(case, a=case.a[:ROWS], bits=case.bits[:ROWS])  # type: ignore[index]
         for case in recording.cases
-        if case.a.dtype == torch.bfloat16 and case.a.shape[1] <= LONGEST
+        if case.name.startswith("bf16/") and case.a.shape[1] <= LONGEST  # type: ignore[union-attr]
     )
-    product = conformance.by_definition if gpu is None else conformance.on_gpu(gpu)
-    found = [str(one) for one in conformance.differences(conformance.Recording(recording.gpu, cases), product)]
+    found = _differences(conformance.Recording(recording.gpu, cases), gpu)
     if functions(gpu) != FUNCTIONS:
         found.append("exp, log, sigmoid, rsqrt or exp2: other bits than those of portable/ieee_math.py")
     return found
+
+
+def fp8_differences(gpu: int | None) -> list[str]:
+    """As `differences`, of the recorded products in FP8."""
+    from tp_invariant_recipes.portable import conformance
+
+    return _differences(conformance.read(conformance.FP8), gpu)
+
+
+def _differences(recording: "conformance.Recording", gpu: int | None) -> list[str]:
+    from tp_invariant_recipes.portable import conformance
+
+    product = conformance.by_definition if gpu is None else conformance.on_gpu(gpu)
+    return [str(one) for one in conformance.differences(recording, product)]
 
 
 def named(gpu: int | None) -> str:

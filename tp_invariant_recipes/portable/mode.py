@@ -39,7 +39,7 @@ class Portable(Tree):
     """Equal bits for every layout, and on every machine that passes `require_machine`."""
 
     name: str = "portable"
-    covers: frozenset[str] = frozenset({mode.EXPERTS, mode.CONTEXT_SHARDS, mode.OVERLAP})
+    covers: frozenset[str] = frozenset({mode.EXPERTS, mode.CONTEXT_SHARDS, mode.OVERLAP, mode.FP8, mode.GUARD})
     graphs: frozenset[str] = frozenset({"full"})
     any_machine: bool = True
     layers: Mapping[str, str] = MappingProxyType(LAYERS)
@@ -48,11 +48,11 @@ class Portable(Tree):
         """None: the name of its attention has the version of all that it states."""
         return None
 
-    def require_machine(self, gpu: int | None) -> None:
+    def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
         """Computes recorded cases, once a process and device."""
         from tp_invariant_recipes.portable.definition import require_conformance
 
-        require_conformance(gpu)
+        require_conformance(gpu, fp8=fp8)
 
     def linear(self) -> mode.Linear:
         """A tree over shards of defined products."""

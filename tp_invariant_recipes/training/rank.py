@@ -21,7 +21,7 @@ from tp_invariant_recipes.host.start_clock import CLOCK, count_kernels
 from tp_invariant_recipes.ledger.run_files import Reason, RunFile
 from tp_invariant_recipes.replacement import Replacement, applied
 from tp_invariant_recipes.runs.run_dir import RunDir
-from tp_invariant_recipes.settings import peft, sft
+from tp_invariant_recipes.settings import low_precision, peft, sft
 from tp_invariant_recipes.settings.cuda_graphs import FULL
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import LedgerSettings
@@ -132,6 +132,7 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
         from tp_invariant_recipes.host import cpu
         from tp_invariant_recipes.numerics.megatron import adapters, replacements
         from tp_invariant_recipes.patches import registry
+        from tp_invariant_recipes.training import written_hashes
         from tp_invariant_recipes.training.optimizer_step import OptimizerStep
 
         optimizer_step = OptimizerStep(callbacks)
@@ -139,7 +140,8 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
         callbacks = [*callbacks, optimizer_step]
         arithmetic = config.numerics.arithmetic
         if arithmetic is not None:
-            arithmetic.require_machine(None if config.device.kind == "cpu" else int(os.environ["LOCAL_RANK"]))
+            gpu = None if config.device.kind == "cpu" else int(os.environ["LOCAL_RANK"])
+            arithmetic.require_machine(gpu, fp8=low_precision.enabled(config))
         if config.device.kind == "cpu":
             stack.enter_context(cpu.installed())
         else:
@@ -153,7 +155,9 @@ def pretrain(config: RunConfig, callbacks: list) -> None:
             callbacks = [*callbacks, Finite()]
         callbacks = [heartbeat.First(partial(hang_timeout.takes_long, config)), *callbacks, heartbeat.Last()]
         stack.enter_context(registry.applied(config))
-        rows = [*replacements.replacements(config.numerics), FAILURE_TIME]
+        # A guard's come first: what is replaced next adds up the passes of a step, and not those that a guard repeats.
+        rows = [row for one in callbacks for row in getattr(one, "replacements", tuple)()]
+        rows += [*replacements.replacements(config.numerics), FAILURE_TIME, written_hashes.WRITES]
         if peft.adapts(config):
             rows += adapters.replacements(config.numerics, config.section("rng")["seed"], config.weights.folder)
         stack.enter_context(applied(rows))
@@ -192,16 +196,27 @@ def _callbacks(run_dir: RunDir, rank_info: RankInfo, run: RunFile, config: RunCo
     from tp_invariant_recipes.training.experiment_report import ExperimentReport
     from tp_invariant_recipes.training.manifest_writer import IndexRecorder, ManifestWriter
 
-    manifest: list = []
-    if rank_info.rank == 0:
-        separate = experts_separate(config.numerics.mode, config.model, run.layout)
-        manifest = [ManifestWriter(run.identity_hash, run.layout, optimizer_state(config), experts_apart=separate)]
+    parts = run.identity_hash, run.layout, optimizer_state(config)
+    separate = experts_separate(config.numerics.mode, config.model, run.layout)
+    manifest: list = [ManifestWriter(*parts, experts_apart=separate, first=rank_info.rank == 0)]
     builds_index = (rank_info.rank if config.cluster.shared_files else rank_info.local_rank) == 0
     if builds_index and (folder := sft.index_folder(config)):
         manifest.append(IndexRecorder(folder))
     last = rank_info.rank == rank_info.world_size - 1
     figures = [ExperimentReport(run_dir, config.train["train_iters"])] if last else []
-    return [*recording(run_dir, rank_info, run, config.ledger), *manifest, *figures]
+    recorded = recording(run_dir, rank_info, run, config.ledger)
+    return [*recorded, *guarding(run_dir, rank_info, config), *manifest, *figures]
+
+
+def guarding(run_dir: RunDir, rank_info: RankInfo, config: RunConfig) -> list:
+    """The callback that notices broken hardware, if the run has one. It comes after those of `recording`."""
+    from tp_invariant_recipes.coverage import guard
+
+    if config.guard.kind == guard.OFF:
+        return []
+    from tp_invariant_recipes.training.guard.callback import Guard
+
+    return [Guard(config, run_dir, rank_info.rank)]
 
 
 def recording(run_dir: RunDir, rank_info: RankInfo, run: RunFile, ledger: LedgerSettings) -> list:
@@ -213,7 +228,7 @@ def recording(run_dir: RunDir, rank_info: RankInfo, run: RunFile, ledger: Ledger
     from tp_invariant_recipes.training.trace import Tracing
 
     traced = steps(ledger.trace) if ledger.trace else ()
-    digests = Digests(ledger.digests, ledger.state_digests, traced) if ledger.digests else None
+    digests = Digests(ledger.digests, ledger.state_digests, traced, ledger.experts) if ledger.digests else None
     tracing = Tracing(traced, ledger.dump, run_dir) if traced else None
     callbacks: list = [digests] if digests else []
     if tracing and ledger.dump:

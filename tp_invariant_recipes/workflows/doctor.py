@@ -146,15 +146,21 @@ def _arithmetic(gpu_count: int) -> list[Finding]:
     try:
         from tp_invariant_recipes.portable import conformance
 
-        built_in = conformance.read()
-        wrong = [gpu for gpu in range(gpu_count) if conformance.differences(built_in, conformance.on_gpu(gpu))]
+        built_in, fp8 = conformance.read(), conformance.read(conformance.FP8)
+        wrong, other_fp8 = (
+            [gpu for gpu in range(gpu_count) if conformance.differences(recording, conformance.on_gpu(gpu))]
+            for recording in (built_in, fp8)
+        )
     except ImportError:
         return []
     except (AssertionError, RuntimeError) as error:  # a torch without CUDA, a driver too old, a GPU in use by others
         return [Finding("arithmetic", None, "other", f"could not be checked: {one_line(str(error))}")]
     if wrong:
         return [Finding("arithmetic", f"GPU {', '.join(map(str, wrong))} adds in another way", "other", ARITHMETIC)]
-    return [Finding("arithmetic", f"as an H200 ({len(built_in.cases)} cases)", "ok", "")]
+    found = f"as an H200 ({len(built_in.cases) + len(fp8.cases)} cases)"
+    if other_fp8:
+        found = f"as an H200 ({len(built_in.cases)} cases), but GPU {', '.join(map(str, other_fp8))} adds FP8 otherwise"
+    return [Finding("arithmetic", found, "ok", "")]
 
 
 def _compiler() -> Finding:

@@ -27,11 +27,15 @@ class Tree:
             mode.EXPERTS,
             mode.HYBRID,
             mode.LATENT,
+            mode.MTP,
+            mode.PACKED,
             mode.LORA,
             mode.FINETUNING,
             mode.TOKEN_LOSS,
             mode.CONTEXT_SHARDS,
             mode.OVERLAP,
+            mode.FP8,
+            mode.GUARD,
         }
     )
     graphs: frozenset[str] = mode.ALL_GRAPHS
@@ -44,7 +48,7 @@ class Tree:
         """Named on a GPU only."""
         return ON_GPU if device == "gpu" else None
 
-    def require_machine(self, gpu: int | None) -> None:
+    def require_machine(self, gpu: int | None, *, fp8: bool = False) -> None:
         """Any machine will do whose fixed tiles walk k in order: the products are defined on the one at hand."""
         if gpu is not None:
             from tp_invariant_recipes.numerics.products.order import require_order

@@ -24,7 +24,8 @@ TRIALS = 2  # of operands that cancel; one shows every other order of additions 
 LAYOUT_NOT_TAKEN = ("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE")
 
 # a, b, out, add: out = a @ b, or out += a @ b, with fp32 accumulation, rounded once to out's dtype.
-Product = Callable[[Tensor, Tensor, Tensor, bool], object]
+# FP8 operands are `Quantized`.
+Product = Callable[[Any, Any, Tensor, bool], object]
 
 
 def launch(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
@@ -58,12 +59,13 @@ def tried(
     found: dict[tuple[Any, ...], bool], kind: tuple[Any, ...], operand: Tensor, trial: Callable[[], bool]
 ) -> bool:
     """What a trial of this kind has found, once a process. While a CUDA graph is captured nothing is tried: False."""
-    if kind not in found:
+    right = found.get(kind)  # looked up once: kinds are compared number by number
+    if right is None:
         if capturing(operand):
             return False
         with CLOCK.counted(KERNELS):
-            found[kind] = trial()
-    return found[kind]
+            found[kind] = right = trial()
+    return right
 
 
 @cache
@@ -81,7 +83,8 @@ def settings() -> tuple[Any, ...]:
     return (
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
         torch._C._get_fp32_precision_getter("cuda", "matmul"),
-        torch._C._get_blas_preferred_backend(),
+        # Of the enum itself, a comparison takes longer than the rest of a lookup.
+        int(torch._C._get_blas_preferred_backend()),  # type: ignore[call-overload]
     )
 
 
@@ -118,7 +121,7 @@ def agree(
     return True
 
 
-def checked(first: Product, defined: Product, a: Tensor, b: Tensor, out: Tensor, add: bool, what: str) -> Tensor:
+def checked(first: Product, defined: Product, a: Any, b: Any, out: Tensor, add: bool, what: str) -> Tensor:
     """Both products on these operands; `out` gets the result of `first`. Raises RunError where their bits differ.
 
     what: which product it is, what has computed it, and where the trial is that did not see it; in words.

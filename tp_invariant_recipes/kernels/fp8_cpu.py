@@ -1,0 +1,214 @@
+"""The products of kernels/fp8_sum.py on a CPU, compiled with numba as kernels/tensor_core_cpu.py is.
+
+WIDE columns of a row are done together. An FP8 product is exact in fp32, and so is it times 2 ** (KEPT - top), which
+the conversion to an integer cuts toward zero. A step's 33 terms fit 32 bits. Their sum is exact in fp32 again, and its
+bits are masked to KEPT bits after the leading one. Exponents are small: 8 bits hold the sum of two.
+
+The loops go through a panel of b block by block, and through all rows for each, so that a block stays in the cache.
+
+A block with infinities or NaN is added a second time, in fp32 and in any order: where that sum is not finite, it is the
+accumulator (an infinity times a finite number is an infinity, or NaN if that is zero; finite sums cannot overflow).
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tp_invariant_recipes.kernels.fp8_sum import KEPT, LEAST, PROMOTED, STEP, kind
+from tp_invariant_recipes.kernels.numba_fma import fma
+from tp_invariant_recipes.kernels.numba_loop import cpu_loop
+from tp_invariant_recipes.kernels.quantized import Quantized
+from tp_invariant_recipes.kernels.tensor_core_cpu import WIDE, by_rows
+from tp_invariant_recipes.kernels.tensor_core_sum import NAN
+
+UNROLLED = 8  # terms of an inner loop
+NO_EXPONENT = -64  # of a zero: with any other below LEAST_TOP, and the sum of two fits 8 bits
+LEAST_TOP = -40  # below every accumulator's exponent: a multiple of 2 ** (-20 - KEPT)
+LOST = np.int32(-(1 << (23 - KEPT)))  # mask of an fp32 number's bits: KEPT after the leading one
+
+
+class Fp8Rows(NamedTuple):
+    """Left operand: values and exponents [m, k]; whether a block has a number that is not finite, [m, k / PROMOTED]."""
+
+    values: NDArray[np.float32]
+    exponents: NDArray[np.int8]
+    special: NDArray[np.bool_]
+    scales: NDArray[np.float32]
+
+
+class Fp8Panels(NamedTuple):
+    """Right operand in panels of WIDE rows, as columns: values, exponents [n / WIDE, k, WIDE]; special [n / WIDE,
+    k / PROMOTED]; scales [n / WIDE, k / PROMOTED, WIDE]."""
+
+    values: NDArray[np.float32]
+    exponents: NDArray[np.int8]
+    special: NDArray[np.bool_]
+    scales: NDArray[np.float32]
+
+
+def product(a: Quantized, b: Quantized) -> Tensor:
+    """a @ b^T, the fp32 output, on as many threads as torch has.
+
+    a, b:    [m, k] and [n, k] on the CPU.
+    returns: [m, n] fp32.
+    raises TypeError, ValueError: as `fp8_sum.kind`.
+    """
+    blocks = kind(a, b)
+    n, k = b.data.shape
+    rows, panels = _rows(a), _panels(b)
+    main = np.zeros((len(rows.values), len(panels.values) * WIDE), np.float32)
+
+    def add(main: Any, *rows: Any) -> None:
+        _add_blocks(main, *rows, *panels, blocks == "1x128")
+
+    by_rows(add, len(main) * n * k, main, *rows)
+    total = torch.from_numpy(main)[:, :n]
+    if blocks == "tensor":
+        total = total * (a.scale.reshape(()) * b.scale.reshape(()))
+    nothing = total.isnan()
+    if nothing.any():
+        total.view(torch.int32).masked_fill_(nothing, NAN)
+    return total
+
+
+def _rows(a: Quantized) -> Fp8Rows:
+    values, exponents, special = _split_rows(_bytes(a.data), *_tables(a.data.dtype))
+    scales = a.scale if a.blocks == "1x128" else torch.ones(special.shape)
+    return Fp8Rows(values, exponents, special, scales.contiguous().numpy())
+
+
+def _panels(b: Quantized) -> Fp8Panels:
+    values, exponents, special = _split_panels(_bytes(b.data), *_tables(b.data.dtype))
+    count, blocks = special.shape
+    scales = torch.ones(count * WIDE, blocks)
+    if b.blocks == "1x128":
+        scales[: len(b.data)] = b.scale
+    if b.blocks == "128x128":
+        scales = b.scale.repeat_interleave(WIDE, 0)
+    panels = scales.view(count, WIDE, blocks).transpose(1, 2)
+    return Fp8Panels(values, exponents, special, panels.contiguous().numpy())
+
+
+def _bytes(data: Tensor) -> NDArray[np.uint8]:
+    return data.detach().contiguous().view(torch.uint8).numpy()
+
+
+def _tables(dtype: torch.dtype) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
+    """Value and exponent of every FP8 number."""
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    exponents = np.maximum(np.frexp(np.where(np.isfinite(values), values, 1))[1] - 1, LEAST[dtype])
+    return values, np.where(values == 0, NO_EXPONENT, exponents).astype(np.int8)
+
+
+@cpu_loop
+def _split_rows(numbers: Any, value: Any, exponent: Any) -> Any:
+    """[m, k] bytes → `Fp8Rows` without scales, with k padded to a multiple of STEP by zeros."""
+    m, k = numbers.shape
+    padded = (k + STEP - 1) // STEP * STEP
+    values = np.zeros((m, padded), np.float32)
+    exponents = np.full((m, padded), NO_EXPONENT, np.int8)
+    special = np.zeros((m, (k + PROMOTED - 1) // PROMOTED), np.bool_)
+    for i in range(m):
+        for t in range(k):
+            values[i, t] = value[numbers[i, t]]
+            exponents[i, t] = exponent[numbers[i, t]]
+            special[i, t // PROMOTED] |= not np.isfinite(values[i, t])
+    return values, exponents, special
+
+
+@cpu_loop
+def _split_panels(numbers: Any, value: Any, exponent: Any) -> Any:
+    """[n, k] bytes → `Fp8Panels` without scales, with k and n padded to multiples of STEP and WIDE by zeros."""
+    n, k = numbers.shape
+    padded, panels = (k + STEP - 1) // STEP * STEP, (n + WIDE - 1) // WIDE
+    values = np.zeros((panels, padded, WIDE), np.float32)
+    exponents = np.full((panels, padded, WIDE), NO_EXPONENT, np.int8)
+    special = np.zeros((panels, (k + PROMOTED - 1) // PROMOTED), np.bool_)
+    for j in range(n):
+        panel, column = j // WIDE, j % WIDE
+        for t in range(k):
+            values[panel, t, column] = value[numbers[j, t]]
+            exponents[panel, t, column] = exponent[numbers[j, t]]
+            special[panel, t // PROMOTED] |= not np.isfinite(value[numbers[j, t]])
+    return values, exponents, special
+
+
+@cpu_loop
+def _add_blocks(
+    main: Any, a: Any, ea: Any, special_a: Any, sa: Any, b: Any, eb: Any, special_b: Any, sb: Any, rows_first: Any
+) -> None:
+    """Add all blocks of all rows. main: [m, panels · WIDE] fp32; then `Fp8Rows` and `Fp8Panels`.
+
+    rows_first: fma(p * sa, sb, main), and else fma(p, sa * sb, main), which with scales of 1 is main + p.
+    """
+    total, scale, back, again = np.empty((4, WIDE), np.float32)
+    work = scale, back, total.view(np.int32), scale.view(np.int32), back.view(np.int32)
+    integers = np.empty(WIDE, np.int32), np.empty(WIDE, np.int8)
+    for panel in range(b.shape[0]):
+        for start in range(0, a.shape[1], PROMOTED):
+            q, stop = start // PROMOTED, min(start + PROMOTED, a.shape[1])
+            for i in range(a.shape[0]):
+                out = main[i, panel * WIDE : (panel + 1) * WIDE]
+                for j in range(WIDE):
+                    total[j] = 0
+                for k in range(start, stop, STEP):
+                    _add_step(a[i], ea[i], b[panel], eb[panel], k, total, work, integers)
+                if special_a[i, q] or special_b[panel, q]:
+                    _add_specials(a[i], b[panel], start, stop, total, again)
+                s = sa[i, q]
+                if rows_first:
+                    for j in range(WIDE):
+                        out[j] = fma(total[j] * s, sb[panel, q, j], out[j])  # type: ignore[call-arg]
+                else:
+                    for j in range(WIDE):
+                        out[j] = fma(total[j], s * sb[panel, q, j], out[j])  # type: ignore[call-arg]
+
+
+@njit(inline="always")
+def _add_step(a: Any, ea: Any, b: Any, eb: Any, k: Any, total: Any, work: Any, integers: Any) -> None:
+    """One step of one row and one panel. total: [WIDE] accumulators; work, integers: memory of `_add_blocks`."""
+    (scale, back, bits, scale_bits, back_bits), (sums, top) = work, integers
+    for j in range(WIDE):
+        top[j] = np.int8(-128 if total[j] == 0 else ((bits[j] >> 23) & 255) - 127)
+    for first in range(k, k + STEP, UNROLLED):
+        for j in range(WIDE):
+            highest = top[j]
+            for t in range(UNROLLED):
+                one = np.int8(ea[first + t] + eb[first + t, j])
+                highest = one if one > highest else highest
+            top[j] = highest
+    for j in range(WIDE):
+        high = max(np.int32(top[j]), np.int32(LEAST_TOP))
+        scale_bits[j] = np.int32((np.int32(127 + KEPT) - high) << 23)
+        back_bits[j] = np.int32((np.int32(127 - KEPT) + high) << 23)
+    for j in range(WIDE):
+        sums[j] = np.int32(total[j] * scale[j])
+    for first in range(k, k + STEP, UNROLLED):
+        for j in range(WIDE):
+            unit = scale[j]
+            term = sums[j]
+            for t in range(UNROLLED):
+                term += np.int32(a[first + t] * b[first + t, j] * unit)
+            sums[j] = term
+    for j in range(WIDE):
+        total[j] = np.float32(sums[j])
+    for j in range(WIDE):
+        bits[j] = bits[j] & LOST
+    for j in range(WIDE):
+        total[j] = total[j] * back[j]
+
+
+@njit(inline="always")
+def _add_specials(a: Any, b: Any, start: Any, stop: Any, total: Any, again: Any) -> None:
+    for j in range(WIDE):
+        again[j] = 0
+    for k in range(start, stop):
+        for j in range(WIDE):
+            again[j] += a[k] * b[k, j]
+    for j in range(WIDE):
+        if not np.isfinite(again[j]):
+            total[j] = again[j]

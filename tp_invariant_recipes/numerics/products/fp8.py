@@ -1,0 +1,181 @@
+"""Products of FP8 matrices, `fp8 tiles 1` (kernels/fp8_sum.py), by whatever computes them on a device.
+
+A row's and a column's bits do not depend on how many lie beside it, so shards of rows and columns may share a call. A
+shard of k is a product of its own, and a multiple of 128: `along_k` cuts it, `partials` and `nodes` add in tree order.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.errors import ConfigError
+from tp_invariant_recipes.kernels.fp8_sum import kind
+from tp_invariant_recipes.kernels.grouped_product import Groups
+from tp_invariant_recipes.kernels.quantized import BLOCK, Quantized
+from tp_invariant_recipes.numerics.products import cublas, fp8_cublas
+from tp_invariant_recipes.numerics.products.contraction import Segments
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+
+# Multiplications of a sum of two products from which two launches of cuBLAS are faster than one of fixed tiles, which
+# take twice a product's time on a GPU, and the host a third of the time of a launch through Transformer Engine.
+WORTH = 2**32
+
+__all__ = ["Quantized", "grouped_product", "grouped_weight_gradient", "nodes", "partials", "product"]
+
+
+def product(a: Quantized, b: Quantized, out: Tensor, *, add: bool = False) -> Tensor:
+    """out = a @ b^T, the fp32 output of the definition rounded once to out's dtype; or out += it, one IEEE addition.
+
+    a, b:    [m, k] and [n, k]: tensor by tensor, 1x128 by 1x128 or 1x128 by 128x128; at most one of them e5m2.
+    out:     [m, n] fp32 or bf16, with any strides; fp32 where `add`.
+    returns: out.
+    raises TypeError: other blocks or dtypes; ValueError: other shapes; ConfigError: a device without a backend;
+    RunError: TPI_CHECK_PRODUCTS=1, and cuBLAS has other bits.
+    """
+    kind(a, b)
+    _check(a, b, out, add)
+    device = out.device.type
+    if device not in CHOICES:
+        raise ConfigError(f"nothing computes an FP8 product on {device}; device=cpu, or gpu")
+    CHOICES[device](a, b, out, add)
+    return out
+
+
+def _on_cpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
+    from tp_invariant_recipes.kernels import fp8_cpu, tensor_core_cpu  # load numba
+
+    total = fp8_cpu.product(a, b)
+    if add:
+        out.add_(total)
+    else:
+        out.copy_(tensor_core_cpu.rounded(total) if out.dtype == torch.bfloat16 else total)
+
+
+def _on_gpu(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
+    from tp_invariant_recipes.kernels import fp8_tiles
+
+    if not fp8_cublas.right(a, b, out, add, fp8_tiles.product):
+        fp8_tiles.product(a, b, out, add)
+    elif cublas.checking():
+        what = (
+            f"an FP8 product {[*a.data.shape]} @ {[*b.data.shape]}^T by cuBLAS has other bits than by fixed tiles "
+            f"({b.blocks} to {out.dtype}, add={add}): the trial of products/fp8_cublas.py did not see it"
+        )
+        cublas.checked(fp8_cublas.launch, fp8_tiles.product, a, b, out, add, what)
+    else:
+        fp8_cublas.launch(a, b, out, add)
+
+
+CHOICES = {"cpu": _on_cpu, "cuda": _on_gpu}  # what torch calls a device -> what computes a product there
+
+
+def partials(a: Quantized, b: Quantized, shards: int, segments: Segments) -> Tensor:
+    """a @ b^T for each shard of k.
+
+    a, b:     [m, k] and [n, k]; k consists of segments, each of `shards` shards; with blocks a shard is a multiple of
+              128, so that blocks stay where they are whatever the number of ranks.
+    segments: the size of each in k.
+    returns:  [shards, m, n] fp32: the sum over segments, in order, of the segment's product.
+    """
+    return _added(a, b, _pieces(shards, segments), None, small=False)
+
+
+def nodes(a: Quantized, b: Quantized, mesh: VirtualMesh, segments: Segments, only: Tensor | None = None) -> Tensor:
+    """As numerics/products/contraction.py's `nodes`: a @ b^T for this rank's part of k, as nodes of the tree.
+
+    a, b:     [tokens, k/t] and [features, k/t].
+    only:     where the node lies if n is 1: [tokens, features] fp32 without gaps.
+    returns:  [n, tokens, features] fp32, n a power of two that divides V/t: each the sum of (V/t)/n shards in tree
+              order, where a shard's term is the sum over segments, in order.
+    """
+    # A term of several segments is a sum itself and needs a place of its own.
+    width = 1 if len(segments) > 1 else min(2, mesh.local)
+    shards = _pieces(mesh.local, segments)
+    together = [[*chain(*shards[first : first + width])] for first in range(0, mesh.local, width)]
+    small = not mesh.graphs and a.data.shape[0] * b.data.shape[0] * a.data.shape[1] < WORTH
+    return _added(a, b, together, only, small)
+
+
+def _pieces(shards: int, segments: Segments) -> list[list[tuple[int, int]]]:
+    """Of every shard: where its part of each segment begins in k, and its size."""
+    starts = list(accumulate(segments, initial=0))
+    sizes = [segment // shards for segment in segments]
+    return [[(start + n * size, size) for start, size in zip(starts, sizes, strict=False)] for n in range(shards)]
+
+
+def _added(
+    a: Quantized, b: Quantized, sums: list[list[tuple[int, int]]], only: Tensor | None, small: bool
+) -> Tensor:  # fmt: skip
+    """[sums, m, n]: of each, the products of its pieces of k, added in order. small: launches limit their speed."""
+    if len(sums) == 1 and only is not None:
+        total = only.unsqueeze(0)
+    else:
+        total = torch.empty(len(sums), a.data.shape[0], b.data.shape[0], device=a.data.device)
+    for pieces, out in zip(sums, total, strict=True):
+        (first, size), (second, other) = pieces[0], pieces[-1]
+        if small and a.data.is_cuda and len(pieces) == 2 and size == other:
+            from tp_invariant_recipes.kernels import fp8_tiles
+
+            fp8_tiles.pair_of_pieces(a, b, out, False, first, size, second)
+        else:
+            for number, piece in enumerate(pieces):
+                product(a.along_k(*piece), b.along_k(*piece), out, add=number > 0)
+    return total
+
+
+def grouped_product(x: Quantized, weights: Sequence[Quantized], out: Tensor, groups: Groups) -> None:
+    """out[rows of g] = x[rows of g] @ weights[g]^T, each a `product`; forward and input gradients of experts.
+
+    x:       [rows, k], rows of group after group; "tensor" or "1x128". For "tensor" its scale is [] or [groups].
+    weights: [n, k] a group; of an input gradient the transposed weight. "tensor", or for "1x128" blocks of 128x128.
+    out:     [rows, n] bf16 or fp32, contiguous.
+    """
+    if out.is_cuda:
+        from tp_invariant_recipes.kernels import fp8_tiles
+
+        return fp8_tiles.grouped_product(x, weights, out, groups)
+    start = 0
+    for g, (size, weight) in enumerate(zip(groups.sizes, weights, strict=True)):
+        if size:
+            rows = _of_group(x, g).of_rows(start, size)
+            product(rows, weight, out[start : start + size])
+        start += size
+
+
+def grouped_weight_gradient(dy: Quantized, x: Quantized, outs: Sequence[Tensor], groups: Groups) -> None:
+    """outs[g] += dy[:, rows of g] @ x[:, rows of g]^T, each a `product` with add: one partial a group.
+
+    A group is the tokens of one expert from one source, so `outs` has an output for every expert and chunk of tokens.
+
+    dy, x: [n, rows] and [k, rows]: transposed, so that rows, which are summed, are contiguous. "tensor" with a scale []
+           or [groups]; or "1x128", where every group's rows are a multiple of 128 (zeros change nothing).
+    outs:  one [n, k] fp32 per group, contiguous.
+    raises ValueError: "1x128", and a group whose rows are no multiple of 128.
+    """
+    if dy.blocks != "tensor" and any(size % BLOCK for size in groups.sizes):
+        raise ValueError(f"groups of {[*groups.sizes]} rows cut blocks of {BLOCK}; pad each with zeros")
+    if dy.data.is_cuda:
+        from tp_invariant_recipes.kernels import fp8_tiles
+
+        return fp8_tiles.grouped_weight_gradient(dy, x, outs, groups)
+    start = 0
+    for g, (size, out) in enumerate(zip(groups.sizes, outs, strict=True)):
+        if size:
+            left, right = (_of_group(one, g).along_k(start, size) for one in (dy, x))
+            product(left, right, out, add=True)
+        start += size
+
+
+def _of_group(x: Quantized, group: int) -> Quantized:
+    if x.blocks == "tensor" and x.scale.numel() > 1:
+        return Quantized(x.data, x.scale[group], x.blocks)
+    return x
+
+
+def _check(a: Quantized, b: Quantized, out: Tensor, add: bool) -> None:
+    if out.shape != (a.data.shape[0], b.data.shape[0]):
+        raise ValueError(f"a product of {[*a.data.shape]} and {[*b.data.shape]}^T is not {[*out.shape]}")
+    if out.dtype != torch.float32 and (add or out.dtype != torch.bfloat16):
+        raise TypeError(f"an FP8 product in {out.dtype} (add={add}); fp32, or bf16 without add")
