@@ -37,6 +37,16 @@ def test_a_layer_is_computed_again_with_the_same_bits(shared, run, module):
 
 
 @pytest.mark.release
+@pytest.mark.parametrize("precision", ("fp8_tensorwise", "fp8_blockwise"))
+def test_a_layer_in_fp8_is_computed_again_with_the_same_bits(shared, precision):
+    fp8 = (f"precision={precision}", "seq=128", "model.kv_channels=32", "numerics.virtual_shards=2")
+    shared("train", *SMALL, *fp8, "tp=2", *dump(*MODULES), f"run.dir={precision}", status=0)
+    for module in MODULES:
+        done = shared("check", precision, "--step", "2", "--module", module, status=0)
+        assert done.stdout.splitlines()[3] == f"identical: step 2 of {module}, computed again on this CPU"
+
+
+@pytest.mark.release
 @pytest.mark.parametrize("layout", ("dp=2 gbs=4", "tp=4 sp=false", "pp=2"))
 def test_any_layout_will_do(shared, layout):
     name = layout.replace(" ", "-")

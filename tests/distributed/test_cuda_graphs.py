@@ -174,18 +174,18 @@ def test_all_that_is_wrong_is_one_message():
     assert len(refused("qwen3_toy", "cuda_graph=te", "seq=0.5", *overrides)) == 5
 
 
-def test_a_cpu_has_neither_graphs_nor_fp8():
-    assert refused("qwen3_toy", "cuda_graph=te", "precision=fp8_tensorwise", device="cpu") == [
+def test_a_cpu_has_neither_graphs_nor_stock_fp8():
+    stock = ("numerics=stock", "cuda_graph=te", "precision=fp8_tensorwise")
+    assert refused("qwen3_toy", *stock, device="cpu") == [
         "cuda_graph=te: CUDA graphs need a GPU; device=gpu, or cuda_graph=off",
         "FP8 and FP4 products need Transformer Engine on a GPU; precision=bf16, or device=gpu",
     ]
 
 
-@pytest.mark.parametrize("mode", ("tree", "gather"))
-def test_invariant_numerics_have_no_fp8(mode):
-    fp8, way_out = refused("qwen3_toy", f"numerics={mode}", "precision=fp8_tensorwise")
-    assert fp8.startswith(f"numerics={mode}: FP8 and FP4 scales depend on how a tensor is cut; precision=bf16")
-    named = refused("qwen3_toy", f"numerics={mode}", "mixed_precision=bf16_with_fp8_current_scaling_mixed")
+def test_gather_has_no_fp8():
+    fp8, way_out = refused("qwen3_toy", "numerics=gather", "precision=fp8_tensorwise")
+    assert fp8 == "numerics=gather: FP8 is covered by numerics=tree and numerics=portable only"
+    named = refused("qwen3_toy", "numerics=gather", "mixed_precision=bf16_with_fp8_current_scaling_mixed")
     assert named == [fp8, way_out]
     assert way_out == "or numerics=stock"
 
@@ -207,7 +207,7 @@ def test_fp8_is_a_whole_class_of_which_fields_can_be_set():
     ),
 )
 def test_fp8_products_have_sides_that_can_be_multiplied(model, fields, says):
-    tree = composed(model, "precision=fp8_tensorwise")
+    tree = composed(model, "precision=fp8_tensorwise", "numerics=stock")
     assert low_precision.problems(RunConfig(tree)) == []
     (problem,) = low_precision.problems(RunConfig(changed(tree, fields)))
     assert says in problem

@@ -13,7 +13,7 @@ import pytest
 from tp_invariant_recipes.config import hydra_tree
 from tp_invariant_recipes.config.compose import compose
 from tp_invariant_recipes.config.overrides import parse
-from tp_invariant_recipes.coverage import experts, invariance, latent
+from tp_invariant_recipes.coverage import experts, invariance, latent, multi_token
 from tp_invariant_recipes.coverage import lora as lora_coverage
 from tp_invariant_recipes.coverage.invariance import OR_STOCK
 from tp_invariant_recipes.errors import ConfigError
@@ -230,10 +230,8 @@ INVARIANCE = Family(
             symmetric_ar_type="two_shot",
         ),
         "model.attention_backend=flash": "of attention only auto, fused, unfused and local are covered",
-        "model.softmax_type=learnable": "only the plain softmax",
-        "model.fp8=hybrid": "FP8 and FP4 scales",
+        "model.softmax_type=off-by-one": "of attention sinks only those of each head",
         "mixed_precision=fp16_mixed": "…only bf16_mixed is covered",
-        "mixed_precision=bf16_with_fp8_hybrid": "…FP8 and FP4 scales",
         "model.tp_comm_overlap=true": "overlapped collectives",
         "model.delay_wgrad_compute=true": "delayed weight gradients",
         "model.cross_entropy_loss_fusion=true": "the fused cross entropy",
@@ -242,14 +240,11 @@ INVARIANCE = Family(
         "model.attention_dropout=0.1": "dropout",
         "model.cp_comm_type=p2p": "of context parallelism only the exchange of heads keeps attention whole",
         "dataset.dataloader_type=cyclic": "which sequences a rank computes depends on dp",
-        "model.mtp_num_layers=1": "multi-token prediction",
     },
     begins=TREE,
     taken=("tp=8", "tp=4 sp=false", "tp=2 pp=2 dp=2 gbs=4", "model.num_layers=3"),
     beside={
         "model.gtp_weight_remat_size=2": "digests: weights spread over more ranks",
-        "model.fp8=hybrid": "FP8 and FP4 products need Transformer Engine on a GPU",
-        "mixed_precision=bf16_with_fp8_hybrid": "FP8 and FP4 products need Transformer Engine on a GPU",
     },
     takes=("stock",),
 )
@@ -272,7 +267,7 @@ SECTIONS = Family(
         "dataset.reset_position_ids=true": "dataset.reset_position_ids=true: rotary positions",
         "dataset.inter_document_masking=true": "dataset.inter_document_masking=true: packed sequences",
         "checkpoint.ckpt_format=torch": "checkpoint.ckpt_format=torch: a run could not be resumed",
-        "checkpoint.async_save=true": "checkpoint.async_save=true: its worker waits for ever in the ranks that tpi",
+        "checkpoint.async_save=true": "checkpoint.async_save=true: its worker takes a GPU by number and dies where",
         "checkpoint.save_optim=false": "checkpoint.save_optim=false: a run could not be resumed",
         "checkpoint.dist_ckpt_strictness=ignore_all": "checkpoint.dist_ckpt_strictness=ignore_all: a run could",
         "validation.full_validation=true": "validation.full_validation=true: one set of sequences",
@@ -318,7 +313,6 @@ EXPERTS = Family(
         "model.moe_router_load_balancing_type=[aux_loss]": "other sums stand in the router",
         "model.moe_router_dtype=fp64": "only model.moe_router_dtype=fp32 or null",
         "model.moe_token_dispatcher_type=flex": "the flex dispatcher",
-        "model.add_bias_linear=true": "experts with biases",
         **each(paths_in("model", experts.OFF), "1", "{} is not covered", moe_input_jitter_eps="0.5"),
     },
     begins=TREE,
@@ -331,6 +325,25 @@ EXPERTS = Family(
     takes=("stock",),
 )
 
+AHEAD = Family(
+    "qwen3_toy numerics=tree model.mtp_num_layers=1 model.share_embeddings_and_output_weights=false",
+    {
+        "numerics.context_shards=2": "multi-token prediction has no version with context shards",
+        "pp=2 gbs=4 model.share_embeddings_and_output_weights=true": "Megatron-Core cannot save a tied embedding",
+        "model.pipeline_model_parallel_layout=Et*2|mL pp=2 gbs=4": "the layers of multi-token prediction are on the",
+        **each(paths_in("model", multi_token.OFF), "true", "{} is not covered"),
+    },
+    begins=TREE,
+    taken=("tp=2 pp=2 gbs=4", "model.mtp_num_layers=2"),
+)
+
+SINKS = Family(
+    "gpt_oss_toy numerics=tree",
+    {"model.attention_backend=fused": "…no deterministic fused attention with sinks; model.attention_backend=auto"},
+    begins=TREE,
+    taken=("tp=2", "model.num_layers=4"),
+)
+
 LATENT = Family(
     "deepseek_v3_toy numerics=tree",
     {
@@ -341,7 +354,6 @@ LATENT = Family(
         "model.add_qkv_bias=true": "multi-latent attention with biases",
         "model.apply_rope_fusion=true": "the fused rotation of multi-latent attention",
         "model.recompute_granularity=selective": "recomputation of multi-latent attention was not shown",
-        "model.mtp_num_layers=1": "multi-token prediction is not covered",
         "model.moe_shared_expert_overlap=true": "model.moe_shared_expert_overlap is not covered",
         "model.moe_shared_expert_gate=true": "model.moe_shared_expert_gate is not covered",
         **each(paths_in("model", latent.OFF), "true", "{} is not covered"),
@@ -545,11 +557,13 @@ PORTABLE_RUN = Family(
     "qwen3_toy numerics=portable",
     {
         "model.transformer_impl=transformer_engine": "…model.transformer_impl=local",
-        "precision=fp32": "…precision=bf16",
-        "precision=fp8_tensorwise": "…stated for bf16 only; precision=bf16",
+        "precision=fp32": "…stated for bf16 and FP8 only; precision=bf16",
         "cp=2": "…cp has no portable version; cp=1",
         "model.hidden_dropout=0.1": "…dropout draws other numbers in every layout",
         "model.add_bias_linear=true": "…biases of projections have no portable version",
+        "model.softmax_type=learnable": "…attention sinks have no portable version",
+        "model.activation_func_clamp_value=7.0": "…activations with model.activation_func_clamp_value",
+        "model.glu_linear_offset=1.0": "…activations with model.glu_linear_offset",
         "model.rotary_interleaved=true": "…of positions only rotary ones in halves",
         "optimizer.optimizer=sgd": "…of optimizers only Adam has a portable version",
         "optimizer.use_precision_aware_optimizer=true": "…Adam's moments are fp32",
@@ -558,10 +572,6 @@ PORTABLE_RUN = Family(
     },
     begins=PORTABLE,
     beside={
-        "precision=fp8_tensorwise": (
-            "FP8 and FP4 products need Transformer Engine on",
-            f"{PORTABLE}FP8 and FP4 scales",
-        ),
         f"{PRECISION_AWARE}=true": f"{PRECISION_AWARE}=true: it is Transformer Engine's Adam",
     },
     taken=("tp=1", "tp=4 sp=false", "tp=2 pp=2 dp=2 gbs=4"),
@@ -605,6 +615,45 @@ PORTABLE_EXPERTS = Family(
     taken=("tp=1", "tp=2", "tp=2 ep=2", "pp=2"),
 )
 
+BY_128 = "numerics.virtual_shards=2 cuts sums between multiples of 128"
+IN_FP8 = Family(
+    "qwen3_toy numerics=tree precision=fp8_tensorwise",
+    {
+        "mixed_precision=bf16_with_mxfp8_mixed": f"{TREE}MXFP8 has scales of 32 numbers",
+        "mixed_precision.fp8_recipe=mxfp8": f"{TREE}MXFP8 has scales of 32 numbers",
+        "mixed_precision=bf16_with_nvfp4_mixed": f"{TREE}FP4 products have no definition here",
+        "mixed_precision=bf16_with_fp8_delayed_scaling_mixed": f"{TREE}delayed scaling takes scales from what a rank",
+        "mixed_precision.fp8_recipe=delayed": f"{TREE}delayed scaling takes scales from what a rank",
+        "mixed_precision.fp8_recipe=custom": f"{TREE}of FP8 only the recipes bf16_with_fp8_current_scaling_mixed",
+        "mixed_precision=fp16_with_fp8_subchannel_scaling_mixed": f"{TREE}of FP8 only the recipes",
+        "mixed_precision=nemotron_h_bf16_with_fp8_current_scaling_mixed": f"{TREE}of FP8 only the recipes",
+        "precision=bf16 model.fp8=hybrid": f"{TREE}the precision decides what is in FP8; model.fp8=null",
+        "mixed_precision.fp8_param_gather=true": "…mixed_precision.fp8_param_gather=false",
+        "mixed_precision.fp8_dot_product_attention=true": "…mixed_precision.fp8_dot_product_attention=false",
+        "mixed_precision.fp8_multi_head_attention=true": "…mixed_precision.fp8_multi_head_attention=false",
+        "mixed_precision.fp8_wgrad=false": "…mixed_precision.fp8_wgrad=true",
+        "mixed_precision.bf16=false": "…mixed_precision.bf16=true",
+        "numerics.overlap_exchange=true device=gpu": "…numerics.overlap_exchange=false",
+        "numerics=gather": "numerics=gather: FP8 is covered by numerics=tree and numerics=portable only",
+        "numerics.virtual_shards=2": f"{BY_128}, which FP8 products add at a time (the heads' width",
+        "numerics.virtual_shards=2 model.kv_channels=32 model.ffn_hidden_size=384 device=gpu": f"{BY_128}",
+        "model.hidden_size=192": "model.hidden_size is 192: FP8 products add 128 numbers at a time; the next is 256",
+        "seq=64": "seq=64: weight gradients in FP8 add 128 tokens at a time; the next is seq=128",
+        "numerics.context_shards=2": "seq=128: weight gradients in FP8 add 128 tokens at a time in each of 2 context",
+    },
+    taken=(
+        "numerics=portable",
+        "precision=fp8_blockwise",
+        "mixed_precision.fp8=e4m3",
+        "mixed_precision=bf16_with_fp8_current_scaling_mixed",
+        "mixed_precision=bf16-with-fp8-current-scaling-mixed",
+        "mixed_precision=bf16_with_fp8_subchannel_scaling_mixed",
+        "numerics.virtual_shards=2 model.kv_channels=32 tp=2",
+        "seq=256 numerics.context_shards=2",
+    ),
+    typed=True,
+)
+
 RECORDING = Family(
     "qwen3_toy numerics=stock",
     {
@@ -638,4 +687,38 @@ RECORDING = Family(
             )
         ),
     ),
+)
+
+GUARD = Family(
+    "qwen3_toy gbs=4 dp=2 guard=shadow",
+    {
+        "dp=1": "guard=shadow: dp=1 has no other replica to repeat a data shard; guard=products, or dp=2",
+        "ledger.trace='1:1'": "guard=shadow: a trace would see a data shard twice; leave ledger.trace out",
+        "ddp.overlap_grad_reduce=true": "guard=shadow: gradients are on their way before a rank's only data shard",
+        "guard.exclude=true cluster.shared_files=false": "guard=shadow: the first node must read another's evidence",
+        "numerics=stock": "guard=shadow: one wrong bit proves a fault only where all bits are promised; a guard is "
+        "covered by numerics=tree and numerics=portable only; guard=off",
+        "numerics=gather": "guard=shadow: one wrong bit proves",
+        "guard=off guard.every=5": "guard.every=5: guard=off computes nothing again; guard=products",
+        "guard=off guard.exclude=true": "guard.exclude=True: guard=off computes nothing again",
+        "guard.every=0": "guard.every=0: must be at least 1",
+        "guard.products=0": "guard.products=0: must be at least 1",
+        "optimizer.optimizer=sgd numerics=tree": "…of optimizers only Adam is computed again",
+    },
+    taken=(
+        "guard=products dp=1",
+        "guard=products ledger.trace='1:1'",
+        "guard=off",
+        "ddp.overlap_grad_reduce=true numerics.data_shards=4",
+        "guard.exclude=true",
+        "numerics=portable",
+    ),
+    typed=True,
+)
+
+GUARDED_EXPERTS = Family(
+    "qwen3_moe_toy gbs=4 guard=shadow dp=2",
+    {"ep=2": "guard=shadow: the experts are spread over all replicas, so that no other rank holds the same; raise dp"},
+    taken=("tp=2 ep=2", "dp=4 ep=2"),
+    typed=True,
 )

@@ -123,7 +123,7 @@ def test_compositions_do_not_touch_each_other(hydra_itself):
 
 
 GPU_ONLY = ("cuda_graph", "precision")  # some of their options
-PRECISIONS = {"bf16": "bf16_mixed", "fp32": None, "fp8_tensorwise": "tensorwise"}
+PRECISIONS = {"bf16": "bf16_mixed", "fp32": None, "fp8_tensorwise": "tensorwise", "fp8_blockwise": "blockwise"}
 GRAPHS = {"auto": "full_iteration", "off": "none", "te": "transformer_engine", "full": "full_iteration"}
 GROUPS = [(group, option) for group, options in conf_files.groups().items() for option in options if group != "model"]
 
@@ -137,6 +137,8 @@ def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
         if (group, option) == ("peft", "lora")
         else ["device=gpu", "numerics=stock"]
         if group in GPU_ONLY
+        else ["dp=2", "gbs=2"]
+        if (group, option) == ("guard", "shadow")
         else []
     )
     tree = compose("qwen3_toy", [f"{group}={option}", *needs]).config.sections
@@ -151,12 +153,22 @@ def test_every_option_of_every_group_can_be_chosen_and_says_so(group, option):
         assert tree[group][{"numerics": "mode", "cluster": "name"}.get(group, "kind")] == option
 
 
+# Of these a CPU's vectors divide fewer shards than a GPU's default: 10944 = 2 * 32 * 171 and 2880 = 2 * 32 * 45.
+FEWER_ON_A_CPU = {model: ("numerics.virtual_shards=2",) for model in ("glm45_air", "gpt_oss_20b", "gpt_oss_120b")}
+
+
 @pytest.mark.parametrize("model", sparing(MODELS))
 def test_every_model_composes_for_both_devices(model):
     for device in ("cpu", "gpu"):
-        tree = compose(model, device=device).config.sections
+        tree = compose(model, FEWER_ON_A_CPU.get(model, ()) if device == "cpu" else (), device=device).config.sections
         assert tree["device"]["kind"] == device
     assert set(OWN_SECTIONS) - {"recipe"} == set(OWN_SECTIONS) & set(tree)  # a section of recipes alone
+
+
+@pytest.mark.parametrize("model", FEWER_ON_A_CPU)
+def test_the_default_shards_of_these_models_are_refused_on_a_cpu(model):
+    first, *_ = listed_problems(model=model)
+    assert "on a CPU it must be a multiple of 256" in first
 
 
 def test_the_device_is_the_one_asked_for_else_the_one_found():
@@ -231,7 +243,7 @@ def test_fields_that_follow_others(override, path, value):
 
 @pytest.mark.parametrize("model", sparing(MODELS))
 def test_the_tokenizer_has_the_models_vocabulary_and_the_decay_its_weight(model):
-    tree = compose(model).config.sections
+    tree = compose(model, FEWER_ON_A_CPU.get(model, ())).config.sections
     assert tree["tokenizer"]["vocab_size"] == tree["model"]["vocab_size"]
     weight = tree["optimizer"]["weight_decay"]
     assert tree["scheduler"]["start_weight_decay"] == tree["scheduler"]["end_weight_decay"] == weight
@@ -272,7 +284,7 @@ MISTAKES = (
     (["hydra.run.dir=x"], "hydra.run.dir=x: unknown key 'hydra.run.dir'"),
     (["data=texxt"], "data=texxt: unknown data 'texxt'; did you mean 'text'?"),
     (["numerics=magic"], "numerics=magic: unknown numerics 'magic'; there are: "),
-    (["cluster=null"], "cluster=null: unknown cluster 'null'; there are: b300, h100, h200, local"),
+    (["cluster=null"], "cluster=null: unknown cluster 'null'; there are: b300, gb300, gh200, h100, h200, local"),
     (["model=qwen3_8b"], "model=qwen3_8b: the model is the first argument: tpi train qwen3_8b …"),
     (["train=3"], "train=3: 'train' is a section; set one of its fields, as in train.FIELD=VALUE"),
     (["tp"], "'tp' is not KEY=VALUE"),

@@ -67,7 +67,7 @@ def refused(*overrides: str, model: str = "qwen3_toy") -> str:
 
 
 @pytest.mark.parametrize("model", ("qwen3_toy", "qwen3_moe_toy", "nemotron3_nano_toy"))
-@pytest.mark.parametrize("override", ("precision=fp8_tensorwise", "model.mtp_num_layers=1"))
+@pytest.mark.parametrize("override", ("mixed_precision=bf16_with_mxfp8_mixed", "model.delay_wgrad_compute=true"))
 def test_what_is_not_covered_is_one_message_that_ends_with_stock(model, override):
     said = refused(override, model=model)
     assert said.startswith("numerics=tree: ") or said.splitlines()[1].startswith("  - numerics=tree: ")
@@ -76,11 +76,11 @@ def test_what_is_not_covered_is_one_message_that_ends_with_stock(model, override
 
 
 def test_several_limits_are_listed_and_the_way_out_is_said_once():
-    assert refused("cuda_graph=full", "pp=2", "model.mtp_num_layers=1").splitlines() == [
+    assert refused("cuda_graph=full", "pp=2", "model.delay_wgrad_compute=true").splitlines() == [
         "2 problems in this configuration:",
         "  - numerics=tree: stages wait for each other where a captured step cannot; pp=1, or with numerics=tree "
         "cuda_graph=te",
-        "  - numerics=tree: multi-token prediction is not covered yet; model.mtp_num_layers=null",
+        "  - numerics=tree: delayed weight gradients are not covered; model.delay_wgrad_compute=false",
         "for the invariant numerics: change these, or numerics=stock",
     ]
 

@@ -222,6 +222,7 @@ def _train_on_nodes(request: "Request", console: "Console", *, verbose: bool) ->
 
 def _start_text(planned: "Plan") -> str:
     from tp_invariant_recipes.launch import resume
+    from tp_invariant_recipes.settings import low_precision
 
     if planned.completed:
         return escape(resume.completed_text(planned))
@@ -230,12 +231,16 @@ def _start_text(planned: "Plan") -> str:
     every = "step" if save == 1 else f"{save} steps"
     kept = f"every {every} and on SIGTERM" if save else "on SIGTERM only (save=N: every N steps)"
     resumed = f", from step {planned.start}" if planned.start else ""
+    lines = planned.config.recipe.adjusted
+    adjusted = f"adjusted, numerics.adjust=false refuses it:\n{'\n'.join(f'  {line}' for line in lines)}\n"
     chosen = planned.composed.graphs if planned.device == "gpu" else None
     graphs = f"CUDA graphs {escape(chosen)} (cuda_graph=auto)\n" if chosen else ""
+    other = low_precision.remark(planned.config)
+    fp8 = f"{escape(other)}\n" if other else ""
     return (
         f"[bold]{planned.composed.model}[/] on {ranks}, "
         f"{counted(planned.steps, 'step')}{resumed}, numerics={planned.config.numerics.mode}\n"
-        f"{graphs}"
+        f"{graphs}{fp8}{escape(adjusted) if lines else ''}"
         f"run directory {escape(str(planned.run_dir.path))}; checkpoints {kept}"
         + (f"\n{escape(planned.remark)}" if planned.remark else "")
     )

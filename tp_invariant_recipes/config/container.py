@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from tp_invariant_recipes.config.null_tokenizer import megatron_vocab_size
-from tp_invariant_recipes.coverage import allowed_fields
+from tp_invariant_recipes.coverage import allowed_fields, experts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, listed
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.replacement import Replacement, applied
-from tp_invariant_recipes.settings import environment, peft, schema
+from tp_invariant_recipes.settings import environment, low_precision, peft, schema, sft
 from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.sources import recipe_layer
 
@@ -27,6 +27,7 @@ SPEC_FIELDS = {
     "HybridModelProvider": "hybrid_stack_spec",
     "MLAModelProvider": "transformer_layer_spec",
 }
+_SPEC = "tp_invariant_recipes.numerics.megatron.spec"
 _LATENT = "tp_invariant_recipes.numerics.megatron.latent_spec"
 # What stands there under stock numerics, where it is not the provider's own: Bridge's default has no latent attention.
 STOCK_SPECS = {"MLAModelProvider": f"{_LATENT}.latent_block_spec"}
@@ -38,7 +39,7 @@ LOCAL_SPECS = {
 }
 # What stands there under any numerics but stock.
 INVARIANT_SPECS = {
-    "GPTModelProvider": "tp_invariant_recipes.numerics.megatron.spec.invariant_layer_spec",
+    "GPTModelProvider": f"{_SPEC}.invariant_layer_spec",
     "HybridModelProvider": "tp_invariant_recipes.numerics.megatron.hybrid_spec.invariant_hybrid_spec",
     "MLAModelProvider": f"{_LATENT}.invariant_latent_block_spec",
 }
@@ -76,7 +77,10 @@ def build(config: RunConfig) -> ConfigContainer:
         if name in schema.BRIDGE_SECTIONS or name == "mixed_precision"
     }
     parts.setdefault("mixed_precision", config.mixed_precision)
+    if low_precision.fp8_layers(config) is not None:
+        parts["mixed_precision"] = _for_invariant_layers(parts["mixed_precision"])
     _numerics(parts["model"], config)
+    _packed(parts, config)
     if peft.adapts(config) and config.weights.folder is not None:  # Bridge asks where the base weights are
         parts["checkpoint"].pretrained_checkpoint = config.weights.folder
     if config.numerics.invariant:
@@ -145,6 +149,8 @@ def _layers(config: RunConfig, model: dict[str, Any]) -> None:
     provider = config.model["_target_"].rpartition(".")[2]
     stock = LOCAL_SPECS if model["transformer_impl"] == "local" else STOCK_SPECS
     specs = INVARIANT_SPECS if config.numerics.invariant else stock
+    if provider == "GPTModelProvider" and experts.mixed(config) and not config.numerics.invariant:
+        specs = {provider: f"{_SPEC}.block_of_both"}
     if provider in specs:
         model.setdefault(SPEC_FIELDS[provider], get_method(specs[provider]))
 
@@ -156,10 +162,38 @@ def _numerics(provider: Any, config: RunConfig) -> None:
         provider.invariant_mode, provider.virtual_shards = numerics.mode, numerics.virtual_shards
         provider.context_shards = numerics.context_shards or provider.context_parallel_size
         provider.overlap_exchange = numerics.overlap_exchange
+        provider.fp8_layers = low_precision.fp8_layers(config)
     if numerics.initial_weights == "invariant" and config.weights.folder is None:
         from tp_invariant_recipes.numerics.megatron import init
 
         provider.register_pre_wrap_hook(partial(init.initialise, seed=config.section("rng")["seed"]))
+
+
+def _for_invariant_layers(precision: Any) -> Any:
+    """A precision with FP8 as Megatron gets it: bf16. The invariant layers do what is in FP8 themselves (spec.py).
+
+    Megatron would need Transformer Engine, which no CPU has, and open its contexts around layers that do not read them.
+    """
+    from megatron.bridge.training.mixed_precision import bf16_mixed
+
+    plain = bf16_mixed()
+    if isinstance(precision, str):
+        return plain
+    for name in low_precision.OF_FP8:
+        setattr(precision, name, getattr(plain, name))
+    return precision
+
+
+def _packed(parts: dict[str, Any], config: RunConfig) -> None:
+    """Examples are packed in the run's own folder, since Bridge would take another run's rows of other examples."""
+    specs, folder = getattr(parts["dataset"], "offline_packing_specs", None), sft.index_folder(config)
+    parts["model"].packed_sequences = specs is not None
+    if specs is not None and folder is not None:
+        specs.packed_train_data_path = folder / "training.idx.parquet"
+        specs.packed_val_data_path = folder / "validation.idx.parquet"
+        specs.packed_metadata_path = folder / "packing.json"
+    if specs is not None and not config.section("validation").get("eval_iters"):
+        parts["dataset"].do_validation = False  # Bridge would pack a file that nobody needs
 
 
 def _null_tokenizer(tokenizer: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException, UnsupportedInterpolationType
 
 from tp_invariant_recipes.config.overrides import Override, given
-from tp_invariant_recipes.coverage import invariance
+from tp_invariant_recipes.coverage import fp8, invariance
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.reading import MIB, parse_yaml, read_limited
@@ -139,6 +139,11 @@ def unresolved(group: str, field: str, overrides: Sequence[Override]) -> Any:
         return None
 
 
+def written(group: str, option: str) -> dict[str, Any]:
+    """What the file of an option sets, as written, without what it builds on. Raises ConfigError."""
+    return read(_option(group, option))
+
+
 def _written(group: str, field: str, file: Path) -> Any:
     """The field in a file, or in the last of those it builds on that has it."""
     text = read(file)
@@ -183,7 +188,9 @@ def _graphed_modules(*, _parent_: Any, _root_: Any) -> list[str]:
 
 
 def _shards(*, _root_: Any) -> int:
-    return invariance.default_shards({name: OmegaConf.select(_root_, f"model.{name}") for name in invariance.SHARDED})
+    sizes = (*invariance.SHARDED, *fp8.SIZES)
+    precision = OmegaConf.select(_root_, "mixed_precision")
+    return invariance.default_shards({name: OmegaConf.select(_root_, f"model.{name}") for name in sizes}, precision)
 
 
 def _fused_rotation(*, _root_: Any) -> bool:

@@ -7,10 +7,13 @@ from tp_invariant_recipes.coverage import (
     allowed_fields,
     experts,
     finetuning,
+    fp8,
     graphs,
     latent,
     lora,
     model_fields,
+    multi_token,
+    packed,
     portable,
 )
 from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set
@@ -58,6 +61,8 @@ OFF = (
     "defer_embedding_wgrad_compute",
     "inference_fuse_tp_communication",
     "cpu_offloading",
+    "fine_grained_activation_offloading",
+    "fused_single_qkv_rope",
     "fp16",
     "qk_clip",
     "log_max_attention_logit",
@@ -82,8 +87,11 @@ LIMITS = (
     *experts.LIMITS,
     *graphs.LIMITS,
     *latent.LIMITS,
+    *multi_token.LIMITS,
+    *packed.LIMITS,
     *portable.LIMITS,
     *finetuning.LIMITS,
+    *fp8.LIMITS,
     *lora.LIMITS,
     Limit(
         lambda t: "hybrid_layer_pattern" in t.model and not t.numerics.covers(mode.HYBRID),
@@ -144,10 +152,6 @@ LIMITS = (
         "which sequences a rank computes depends on dp; dataset.dataloader_type=single",
     ),
     Limit(
-        lambda t: bool(t.model.get("mtp_num_layers")),
-        "multi-token prediction is not covered yet; model.mtp_num_layers=null",
-    ),
-    Limit(
         lambda t: t.model.get("position_embedding_type", "rope") not in ("rope", "yarn", "none"),
         "only rotary positions are covered; model.position_embedding_type=rope or yarn",
     ),
@@ -169,15 +173,22 @@ LIMITS = (
         f"model.attention_backend=auto",
     ),
     Limit(
-        lambda t: t.model.get("softmax_type", "vanilla") != "vanilla",
-        "only the plain softmax of attention is covered, without attention sinks; model.softmax_type=vanilla",
+        lambda t: t.model.get("softmax_type", "vanilla") not in ("vanilla", "learnable"),
+        "of attention sinks only those of each head are covered; model.softmax_type=learnable or vanilla",
+    ),
+    Limit(
+        lambda t: t.model.get("softmax_type", "vanilla") != "vanilla" and cuts_sequences(t),
+        "attention sinks have no version with context shards; cp=1, and leave numerics.context_shards out",
+    ),
+    Limit(  # as seen on an H100: TE 2.20 and cuDNN 9.19 have none that is deterministic
+        lambda t: t.model.get("softmax_type") == "learnable" and _name(t.model.get("attention_backend")) == "fused",
+        "Transformer Engine has no deterministic fused attention with sinks; model.attention_backend=auto",
+    ),
+    Limit(
+        lambda t: t.model.get("softmax_type", "vanilla") != "vanilla" and bool(t.model.get("multi_latent_attention")),
+        "multi-latent attention with sinks has no invariant version; model.softmax_type=vanilla",
     ),
     *(Limit(is_set(field), f"model.{field} is not covered; leave it unset") for field in OFF),
-    Limit(
-        low_precision.enabled,
-        "FP8 and FP4 scales depend on how a tensor is cut; precision=bf16 or precision=fp32, model.fp8=null, "
-        "model.fp4=null",
-    ),
     Limit(
         lambda t: bool(t.model.get("tp_comm_overlap")),
         "overlapped collectives add in an order of their own; model.tp_comm_overlap=false",
@@ -202,10 +213,15 @@ def _name(value: Any) -> str:
     return getattr(value, "name", value)
 
 
-def default_shards(model: dict[str, Any]) -> int:
-    """The default V in every layout: 8, or the largest smaller power of two that divides the model's sizes."""
+def default_shards(model: dict[str, Any], precision: Any) -> int:
+    """The default V in every layout: 8, or the largest smaller power of two that divides the model's sizes.
+
+    precision: the section mixed_precision; in FP8 shards are multiples of 128.
+    """
     sizes = [model.get(name) for name in SHARDED]
-    return math.gcd(DEFAULT_SHARDS, *(size for size in sizes if isinstance(size, int)))
+    shards = math.gcd(DEFAULT_SHARDS, *(size for size in sizes if isinstance(size, int)))
+    in_fp8 = "fp8" in precision if isinstance(precision, str) else bool((precision or {}).get("fp8"))
+    return math.gcd(shards, fp8.most_shards(model)) if in_fp8 else shards
 
 
 def problems(config: RunConfig) -> list[str]:
@@ -227,7 +243,7 @@ def limits(config: RunConfig) -> list[str]:
     if not config.numerics.invariant:
         return []
     beyond = [limit.why for limit in LIMITS if limit.wrong(config)]
-    beyond += model_fields.unknown(config.model, (*OFF, *experts.OFF, *latent.OFF))
+    beyond += model_fields.unknown(config.model, (*OFF, *experts.OFF, *latent.OFF, *multi_token.OFF))
     for section in allowed_fields.SECTIONS:
         beyond += allowed_fields.refused(section, config.section(section))
     return [
@@ -235,6 +251,7 @@ def limits(config: RunConfig) -> list[str]:
         *(_shards(config) or _ranks(config) or _ragged(config)),
         *_data_shards(config),
         *_context_shards(config),
+        *fp8.borders(config),
     ]
 
 
@@ -242,6 +259,8 @@ def _unread(config: RunConfig) -> list[str]:
     """What stock numerics would ignore."""
     of_data, of_context = config.numerics.data_shards, config.numerics.context_shards
     found = []
+    if not config.numerics.adjust:
+        found.append("numerics.adjust=false: numerics=stock adjusts nothing; leave it out")
     if of_data not in (None, config.parallel.data_parallel_size):
         found.append(f"numerics.data_shards={of_data}: numerics=stock has no data shards; leave it out")
     if of_context not in (None, config.model["context_parallel_size"]):

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tp_invariant_recipes.coverage.limit import Limit, cuts_sequences, is_set
+from tp_invariant_recipes.numerics.megatron.spec import layers_alike
+from tp_invariant_recipes.settings import low_precision
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -48,6 +50,10 @@ EXPERTS = (
         lambda t: t.model.get("moe_router_load_balancing_type", "aux_loss") not in ("aux_loss", "none"),
         "of balancing losses only aux_loss has a portable version; model.moe_router_load_balancing_type=aux_loss",
     ),
+    _experts(
+        lambda t: not layers_alike(t.model.get("moe_layer_freq")),
+        "dense layers beside layers of experts have no portable version; leave model.moe_layer_freq unset",
+    ),
     *(_row(is_set(field), f"experts with model.{field} have no portable version; leave it unset") for field in ABSENT),
 )
 
@@ -57,14 +63,22 @@ LIMITS = (
         "Transformer Engine's layers have a library's arithmetic; model.transformer_impl=local",
     ),
     _row(
-        lambda t: t.mixed_precision != "bf16_mixed",
-        "attention and products are stated for bf16 only; precision=bf16",
+        lambda t: t.mixed_precision != "bf16_mixed" and not low_precision.enabled(t),
+        "attention and products are stated for bf16 and FP8 only; precision=bf16",
     ),
     _row(
         lambda t: "hybrid_layer_pattern" in t.model,
         "Mamba layers have no portable version; numerics=tree",
     ),
     *EXPERTS,
+    _row(
+        lambda t: t.model.get("softmax_type", "vanilla") != "vanilla",
+        "attention sinks have no portable version; model.softmax_type=vanilla",
+    ),
+    *(
+        _row(is_set(field), f"activations with model.{field} have no portable version; leave it unset")
+        for field in ("activation_func_clamp_value", "glu_linear_offset")
+    ),
     _row(is_set("window_size"), "windows of attention have no portable version; leave model.window_size unset"),
     _row(
         lambda t: t.model.get("position_embedding_type") == "yarn",

@@ -7,12 +7,11 @@ Routes, the exchange between ranks and the order in which a token's copies are a
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
-from tp_invariant_recipes.numerics.layers.experts import Arithmetic, activation_kind, expert_mlp, mark_separate
-from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.layers.experts import Arithmetic
+from tp_invariant_recipes.numerics.megatron.moe_layer import InvariantSequentialMLP
 from tp_invariant_recipes.numerics.megatron.router import InvariantTopKRouter
 from tp_invariant_recipes.numerics.products.defined import product
 from tp_invariant_recipes.portable.ieee_expert import weighted_swiglu, weighted_swiglu_backward
@@ -69,15 +68,7 @@ class _Routing(torch.autograd.Function):
         return route_tokens_backward(dprobs, dscores, logits, chosen), None
 
 
-class PortableSequentialMLP(SequentialMLP):
+class PortableSequentialMLP(InvariantSequentialMLP):
     """Experts that are separate modules, by defined products."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        mark_separate(self)
-
-    def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
-        """[r, h] → [r, h], and None as bias."""
-        fc1 = [expert.linear_fc1.weight for expert in self.local_experts]
-        fc2 = [expert.linear_fc2.weight for expert in self.local_experts]
-        return expert_mlp(rows, probs, batches, fc1, fc2, activation_kind(self.config), STATED), None
+    arithmetic = STATED

@@ -1,9 +1,36 @@
-"""Requirements of products in FP8 or FP4 on the configuration."""
+"""Products in FP8 or FP4: what a configuration asks for, and what such products require of it."""
 
+from typing import Any
+
+from tp_invariant_recipes.numerics.precision import Fp8Layers
 from tp_invariant_recipes.settings.run_config import RunConfig
 
 MULTIPLE = 16  # cuBLAS needs FP8 matrices with sides that are multiples of it; Transformer Engine refuses others
 WORDS = ("fp8", "fp4")  # parts of the names of Bridge's recipes for them, also of mxfp8 and nvfp4
+KEPT = ("fp8_param", "fp8_param_gather")  # whether weights stay in FP8 between steps
+
+# Bridge's recipes that the invariant numerics have -> their fields of FP8, but for `fp8_param_gather` (`remark`).
+NAMED: dict[str, dict[str, Any]] = {
+    "bf16_with_fp8_current_scaling_mixed": {
+        "fp8": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 1,
+    },
+    "bf16_with_fp8_subchannel_scaling_mixed": {"fp8": "hybrid", "fp8_recipe": "blockwise"},
+}
+# Fields of Bridge's MixedPrecisionConfig about FP8 alone.
+OF_FP8 = (
+    "fp8",
+    "fp8_recipe",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    *KEPT,
+)
+KEEPING = ("bf16_with_fp8_current_scaling_mixed",)  # those of them that set fp8_param_gather
+RECIPES = ("tensorwise", "blockwise")
 
 
 def enabled(config: RunConfig) -> bool:
@@ -14,9 +41,36 @@ def enabled(config: RunConfig) -> bool:
     return any((precision or {}).get(word) or model.get(word) for word in WORDS)
 
 
+def fields(config: RunConfig) -> dict[str, Any]:
+    """The fields of Bridge's MixedPrecisionConfig that the run sets; of a named recipe those of FP8, if it is known."""
+    precision = config.mixed_precision
+    if isinstance(precision, str):
+        return NAMED.get(precision.replace("-", "_"), {})
+    return precision or {}
+
+
+def fp8_layers(config: RunConfig) -> Fp8Layers | None:
+    """The FP8 products of a run with invariant numerics; None: it has none, or others than these have."""
+    found = fields(config)
+    recipe, kind = found.get("fp8_recipe", "tensorwise"), found.get("fp8")
+    if not config.numerics.invariant or recipe not in RECIPES or kind not in ("hybrid", "e4m3"):
+        return None
+    ends = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    first, last = (found.get(name) or 0 if found.get("first_last_layers_bf16") else 0 for name in ends)
+    return Fp8Layers(recipe, "e5m2" if kind == "hybrid" else "e4m3", first, last)
+
+
+def remark(config: RunConfig) -> str | None:
+    """What a run with invariant numerics does otherwise than the recipe of Bridge's that it names; None: nothing."""
+    name = config.mixed_precision
+    if not isinstance(name, str) or fp8_layers(config) is None or name.replace("-", "_") not in KEEPING:
+        return None
+    return f"mixed_precision={name}: weights are kept in bf16 and quantized once a step, as with fp8_param_gather=false"
+
+
 def problems(config: RunConfig) -> list[str]:
-    """All reasons why such products cannot be computed; empty if there are none."""
-    if not enabled(config):
+    """All reasons why stock numerics cannot compute such products. Of invariant numerics: coverage/fp8.py."""
+    if not enabled(config) or config.numerics.invariant:
         return []
     if config.device.kind != "gpu":
         return ["FP8 and FP4 products need Transformer Engine on a GPU; precision=bf16, or device=gpu"]

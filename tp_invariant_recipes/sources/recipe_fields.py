@@ -7,11 +7,14 @@ as a lambda, is none of these.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
-from tp_invariant_recipes.settings import schema
+from tp_invariant_recipes.settings import low_precision, schema
+from tp_invariant_recipes.settings.nearest import nearest
 from tp_invariant_recipes.settings.values import WrongType, convert, named
 from tp_invariant_recipes.sources import recipe_source
 
@@ -51,6 +54,36 @@ def values(part: Any) -> Iterator[tuple[str, Any]]:
     }
     names |= {name: None for name in vars(part) if name[0] != "_" or (name in _HOOKS and getattr(part, name))}
     return ((name, getattr(part, name)) for name in names)
+
+
+def unknown(part: Any, prefix: str = "", seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, str]]:
+    """The attributes of settings that are no field, and that no method of their class knows: path -> what is wrong.
+
+    prefix: of the paths. Settings in settings count, too.
+    """
+    cls = type(part)
+    known = {field.name for field in dataclasses.fields(cls)}
+    for name, value in vars(part).items():
+        if name[0] == "_":
+            continue
+        if name not in known and not hasattr(cls, name) and name not in _used_by_methods(cls):  # type: ignore[arg-type]
+            yield f"{prefix}{name}", f"no such field of {cls.__name__}{nearest(name, known)}"
+        elif _is_settings(value) and id(value) not in seen:
+            yield from unknown(value, f"{prefix}{name}.", seen | {id(part)})
+
+
+def _is_settings(value: Any) -> bool:
+    """Whether a value is an object of Bridge's or of the recipe's own: transformers' have attributes of their own."""
+    return (
+        dataclasses.is_dataclass(value) and not isinstance(value, type) and "transformers" not in type(value).__module__
+    )
+
+
+@functools.cache
+def _used_by_methods(cls: type) -> frozenset[str]:
+    """Names of attributes in the code of a class and its bases: what they set themselves is no mistake."""
+    functions = [value for base in cls.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
+    return frozenset(name for function in functions for name in function.__code__.co_names)
 
 
 def default(field: dataclasses.Field) -> Any:
@@ -124,8 +157,27 @@ def precision(value: Any) -> Any:
         return value
     from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
-    if value == get_mixed_precision_config(NAMED_PRECISION):
-        return NAMED_PRECISION
+    found = (name for name in _presets() if value == get_mixed_precision_config(name))
+    return next(found, None) or _precision_fields(value)
+
+
+def preset(said: Any) -> str | None:
+    """The name of a precision, as `precision` has it, once its gradients are added in fp32; None: it has none then."""
+    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+    if not isinstance(said, dict):
+        return None
+    wanted = {**said, "grad_reduce_in_fp32": True}
+    named = ((name, _precision_fields(get_mixed_precision_config(name))) for name in _presets())
+    return next((name for name, fields in named if fields == wanted), None)
+
+
+def _presets() -> tuple[str, ...]:
+    """The names of Bridge's that a configuration holds as names."""
+    return (NAMED_PRECISION, *low_precision.NAMED)
+
+
+def _precision_fields(value: Any) -> dict[str, Any]:
     hints = schema.fields(schema.bridge_class(schema.MIXED_PRECISION))
     fields = {name: plain(getattr(value, name), hint) for name, hint in hints.items()}
     return {name: plain for name, plain in fields.items() if plain is not MISSING}

@@ -15,6 +15,8 @@ from tp_invariant_recipes.ledger.dumps import Distance, Dumped
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.run_dir import RunDir
+from tp_invariant_recipes.settings import low_precision
+from tp_invariant_recipes.settings.run_config import RunConfig
 from tp_invariant_recipes.settings.sections import NumericsSettings
 
 # Last parts of a module's name -> Megatron's name of how its weight is split, and the segments of its output features.
@@ -80,26 +82,42 @@ def check(run: Path, step: int, module: str) -> list[Checked]:
     raises RunError: the run is not of numerics=portable, or the module is not covered. LedgerError: a tensor was not
     dumped.
     """
-    kind, segments = _kind(module)
-    numerics = RunDir(run).read_run_config().numerics
+    kind, segments = require_linear(module, step)
+    config = RunDir(run).read_run_config()
+    numerics = config.numerics
     named, arithmetic = numerics.mode, numerics.arithmetic
     if arithmetic is None or not arithmetic.any_machine:
         stated = " or ".join(mode.named(lambda one: one.any_machine))
         raise RunError(f"{run} is a run of numerics={named}, whose bits no CPU can compute; {stated} states them")
-    if step < 2:
-        raise RunError("--step must be 2 or more: the weight is the one that the step before has left")
     names = Names(module)
     found = _dumped(run, step, names)
-    results = _computed(found, names, kind, segments, numerics, arithmetic.linear())
+    results = _computed(found, names, kind, segments, numerics, _linear(config, module))
     return [
         Checked(name, dumps.distance(found[name], _as_dumped(result, found[name])))
         for name, result in zip(names.results, results, strict=True)
     ]
 
 
+def _linear(config: RunConfig, module: str) -> mode.Linear:
+    """What computes a layer: in FP8, or as the run's mode has it."""
+    layers = low_precision.fp8_layers(config)
+    if layers is not None and layers.contains(int(module.split(".")[2]), config.model["num_layers"]):
+        from tp_invariant_recipes.numerics.layers.fp8_linear import Fp8Linear, Scaling
+
+        return Fp8Linear(Scaling.of(layers, None))
+    return mode.named_mode(config.numerics.mode).linear()
+
+
 def exit_status(found: list[Checked]) -> int:
     """Of a comparison."""
     return EXIT_STATUS[Verdict.IDENTICAL if all(one.identical for one in found) else Verdict.DIFFERENT]
+
+
+def require_linear(module: str, step: int) -> tuple[str, int]:
+    """How a module's weight is split, and the segments of its output features. RunError: it is not covered."""
+    if step < 2:
+        raise RunError("--step must be 2 or more: the weight is the one that the step before has left")
+    return _kind(module)
 
 
 def _kind(module: str) -> tuple[str, int]:

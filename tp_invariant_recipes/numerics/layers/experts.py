@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.kernels.folding_sum import folding_sum
 from tp_invariant_recipes.kernels.grouped_product import Groups, grouped_product, grouped_weight_gradient
-from tp_invariant_recipes.kernels.weighted_activation import weighted_activation, weighted_activation_backward
+from tp_invariant_recipes.kernels.token_sum import token_sum
+from tp_invariant_recipes.kernels.tree_add import tree_add
+from tp_invariant_recipes.kernels.weighted_activation import (
+    Clamped,
+    Kind,
+    weighted_activation,
+    weighted_activation_backward,
+)
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.products import sampling
 from tp_invariant_recipes.numerics.products.product import product
 from tp_invariant_recipes.numerics.sums.tree import tree_sum
 from tp_invariant_recipes.numerics.sums.weight_gradient import added_to_main_grad, gradients_of
@@ -33,6 +42,8 @@ def mark_separate(experts: torch.nn.Module) -> None:
     """
     for weight in experts.parameters():
         weight.allreduce = False  # type: ignore[attr-defined]
+        # Of a bias Megatron would add the tensor-parallel ranks' gradients twice: they are data-parallel ranks here.
+        weight.sequence_parallel = False  # type: ignore[attr-defined]
 
 
 class Arithmetic(NamedTuple):
@@ -40,8 +51,8 @@ class Arithmetic(NamedTuple):
     kernels/weighted_activation.py, on every device."""
 
     product: Callable[..., Tensor]
-    activation: Callable[[Tensor, Tensor, str], Tensor]
-    activation_backward: Callable[[Tensor, Tensor, Tensor, str], tuple[Tensor, Tensor]]
+    activation: Callable[[Tensor, Tensor, Any], Tensor]
+    activation_backward: Callable[[Tensor, Tensor, Tensor, Any], tuple[Tensor, Tensor]]
 
 
 OF_TREE = Arithmetic(product, weighted_activation, weighted_activation_backward)
@@ -49,13 +60,20 @@ OF_TREE = Arithmetic(product, weighted_activation, weighted_activation_backward)
 LATER = "later_sources"  # attribute of a weight: gradients of the sources after the first data-parallel rank's
 
 
-def activation_kind(config: Any) -> str | None:
-    """The name of the experts' activation in kernels/weighted_activation.py; None: that module lacks it."""
-    from megatron.core.activations import squared_relu
+SIGMOID = {"silu": 1.0, "quick_gelu": 1.702}  # gated activations -> the factor in their sigmoid
 
-    plain = config.activation_func_clamp_value is None and not config.glu_linear_offset
-    kinds = {(torch.nn.functional.silu, True): "swiglu", (squared_relu, False): "squared_relu"}
-    return kinds.get((config.activation_func, config.gated_linear_unit)) if plain else None
+
+def activation_kind(config: Any) -> Kind | None:
+    """The experts' activation in kernels/weighted_activation.py; None: that module lacks it."""
+    limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    name, plain = config.activation_func.__name__, limit is None and not offset
+    if name == "squared_relu" and plain and not config.gated_linear_unit:
+        return "squared_relu"
+    if name not in SIGMOID or not config.gated_linear_unit:
+        return None
+    if name == "silu" and plain:
+        return "swiglu"
+    return Clamped(SIGMOID[name], float("inf") if limit is None else float(limit), float(offset))
 
 
 def expert_mlp(
@@ -64,24 +82,82 @@ def expert_mlp(
     batches: Batches,
     fc1: Weights,
     fc2: Weights,
-    kind: str | None,
+    kind: Kind | None,
     arithmetic: Arithmetic = OF_TREE,
+    linear: Callable[[Tensor, Batches, Weights], Tensor] | None = None,
+    biases: tuple[Weights, Weights] | None = None,
 ) -> Tensor:
     """fc2(activation(fc1(x)) · probs), each row with its expert's weights.
 
     x: [r, h], in order of batches; probs: [r]. fc1: [f or 2f, h] per local expert; fc2: [h, f] per local expert.
+    linear: what multiplies; None: the products of the arithmetic.
+    biases: [f or 2f] and [h] per local expert; the second is added times the row's probability.
     returns: [r, h].
     """
     if kind is None:
         raise NotImplementedError("of activations only SwiGLU and squared ReLU have an invariant version for experts")
-    inner = _GroupedLinear.apply(x, batches, arithmetic, *fc1)
-    return _GroupedLinear.apply(_WeightedActivation.apply(inner, probs, kind, arithmetic), batches, arithmetic, *fc2)
+    if linear is None:
+
+        def linear(x: Tensor, batches: Batches, weights: Weights) -> Tensor:
+            return _GroupedLinear.apply(x, batches, arithmetic, *weights)
+
+    inner = linear(x, batches, fc1)
+    if biases is not None:
+        inner = _GroupedBias.apply(inner, None, batches, *biases[0])
+    y = linear(_WeightedActivation.apply(inner, probs, kind, arithmetic), batches, fc2)
+    return y if biases is None else _GroupedBias.apply(y, probs, batches, *biases[1])
+
+
+class _GroupedBias(torch.autograd.Function):
+    """y + bias · probs in fp32, rounded once; probs: None for 1. A bias' gradient is a tree over a batch's rows."""
+
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, y: Tensor, probs: Tensor | None, batches: Batches, *biases: Tensor) -> Tensor:
+        ctx.save_for_backward(*((probs,) if probs is not None else ()), *biases)
+        ctx.weighted, ctx.batches = probs is not None, batches
+        return (y.float() + _of_rows(batches, biases, probs)).to(y.dtype)
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        probs, biases = (ctx.saved_tensors[0], ctx.saved_tensors[1:]) if ctx.weighted else (None, ctx.saved_tensors)
+        batches, dy, dp = ctx.batches, gradients[0].contiguous(), None
+        if probs is not None:
+            dp = folding_sum(dy.float() * _of_rows(batches, biases, None), -1).to(probs.dtype)
+        found: list[Tensor | None] = [None] * len(biases)
+        if all(ctx.needs_input_grad[3:]):
+            weighted = dy.float() if probs is None else dy.float() * probs.float().unsqueeze(1)
+            found = [*_bias_gradients(weighted, biases, batches)]
+        return dy, dp, None, *found
+
+
+def _of_rows(batches: Batches, biases: Weights, probs: Tensor | None) -> Tensor:
+    """[r, n] fp32: the bias of each row's expert, times its probability."""
+    sizes = torch.tensor(batches.groups.sizes, device=biases[0].device)
+    each = torch.stack([bias.float() for bias in of_batches(batches, biases)]).repeat_interleave(sizes, 0)
+    return each if probs is None else each * probs.float().unsqueeze(1)
+
+
+def _bias_gradients(dy: Tensor, biases: Weights, batches: Batches) -> list[Tensor]:
+    """dy: [r, n] fp32. As `_weight_gradients`."""
+    plain = None
+    if all(getattr(bias, "main_grad", None) is None for bias in biases):
+        plain = torch.zeros(batches.sources, len(biases), *biases[0].shape, dtype=torch.float32, device=dy.device)
+    for batch, rows in enumerate(dy.split(batches.groups.sizes)):
+        expert, source = batches.expert(batch), batches.source(batch)
+        if len(rows):
+            total = tree_add(token_sum(rows, 1), dy.new_empty(1, dy.shape[1]), 1)[0]
+            (_place(biases[expert], source) if plain is None else plain[source, expert]).add_(total)
+    if plain is not None:
+        return list(tree_sum(plain, biases[0].dtype))
+    return [added_to_main_grad(bias) for bias in biases]
 
 
 class _WeightedActivation(torch.autograd.Function):
     @staticmethod
     @outside_modes
-    def forward(ctx: Any, x: Tensor, probs: Tensor, kind: str, arithmetic: Arithmetic) -> Tensor:
+    def forward(ctx: Any, x: Tensor, probs: Tensor, kind: Kind, arithmetic: Arithmetic) -> Tensor:
         ctx.save_for_backward(x, probs)
         ctx.kind, ctx.arithmetic = kind, arithmetic
         return arithmetic.activation(x, probs, kind)
@@ -101,7 +177,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.batches, ctx.arithmetic = batches, arithmetic
         out = x.new_empty(len(x), weights[0].shape[0])
-        return _rows(x, _of(batches, weights), out, batches.groups, arithmetic, transposed=True)
+        return _rows(x, of_batches(batches, weights), out, batches.groups, arithmetic, transposed=True)
 
     @staticmethod
     @outside_modes
@@ -111,19 +187,26 @@ class _GroupedLinear(torch.autograd.Function):
         dy = gradients[0].contiguous()
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _rows(dy, _of(batches, weights), torch.empty_like(x), batches.groups, ctx.arithmetic, transposed=False)
+            dx = _rows(
+                dy, of_batches(batches, weights), torch.empty_like(x), batches.groups, ctx.arithmetic, transposed=False
+            )
         wanted = [w for w, needed in zip(weights, ctx.needs_input_grad[3:], strict=True) if needed]
         if wanted and len(wanted) < len(weights):
             raise NotImplementedError("either all of a layer's experts are trained or none")
+
+        def add(outs: list[Tensor]) -> None:
+            _add(dy, x, outs, batches.groups, ctx.arithmetic)
+
         return (
             dx,
             None,
             None,
-            *(_weight_gradients(dy, x, weights, batches, ctx.arithmetic) if wanted else [None] * len(weights)),
+            *(weight_gradients(add, weights, batches, x.device) if wanted else [None] * len(weights)),
         )
 
 
-def _of(batches: Batches, tensors: Weights) -> list[Tensor]:
+def of_batches[T](batches: Batches, tensors: Sequence[T]) -> list[T]:
+    """Of each batch what its expert has."""
     return [tensors[batches.expert(batch)] for batch in range(len(batches.groups.sizes))]
 
 
@@ -131,7 +214,12 @@ def _rows(
     x: Tensor, weights: Weights, out: Tensor, groups: Groups, arithmetic: Arithmetic, *, transposed: bool
 ) -> Tensor:
     if x.is_cuda:
+        started = sampling.begin_one(
+            groups.sizes, lambda n, rows: (x[rows], _across(weights[n], transposed), out[rows])
+        )
         grouped_product(x, weights, out, groups, transposed=transposed)
+        if started is not None:
+            started.end()
         return out
     for rows, weight, part in zip(x.split(groups.sizes), weights, out.split(groups.sizes), strict=True):
         if len(rows):
@@ -139,28 +227,32 @@ def _rows(
     return out
 
 
-def _weight_gradients(
-    dy: Tensor, x: Tensor, weights: Weights, batches: Batches, arithmetic: Arithmetic
+def _across(weight: Tensor, transposed: bool) -> Tensor:
+    return weight.t() if transposed else weight
+
+
+def weight_gradients(
+    add: Callable[[list[Tensor]], None], weights: Weights, batches: Batches, device: torch.device
 ) -> list[Tensor]:
-    """The gradient that autograd gets for every local expert; zeros for experts that other ranks compute."""
-    groups = batches.groups
+    """The gradient that autograd gets for every local expert; zeros for experts that other ranks compute.
+
+    add: adds each batch's gradient to one of these fp32 tensors.
+    """
+    count = range(len(batches.groups.sizes))
     if all(getattr(weight, "main_grad", None) is None for weight in weights):
-        plain = torch.zeros(batches.sources, len(weights), *weights[0].shape, dtype=torch.float32, device=x.device)
-        _add(dy, x, [plain[batches.source(b), batches.expert(b)] for b in range(len(groups.sizes))], groups, arithmetic)
+        plain = torch.zeros(batches.sources, len(weights), *weights[0].shape, dtype=torch.float32, device=device)
+        add([plain[batches.source(b), batches.expert(b)] for b in count])
         return list(tree_sum(plain, weights[0].dtype))
-    _add(
-        dy,
-        x,
-        [_place(weights[batches.expert(b)], batches.source(b)) for b in range(len(groups.sizes))],
-        groups,
-        arithmetic,
-    )
+    add([_place(weights[batches.expert(b)], batches.source(b)) for b in count])
     return [added_to_main_grad(weight) for weight in weights]
 
 
 def _add(dy: Tensor, x: Tensor, outs: list[Tensor], groups: Groups, arithmetic: Arithmetic) -> None:
     if x.is_cuda:
+        started = sampling.begin_one(groups.sizes, lambda n, rows: (dy[rows].t(), x[rows], outs[n]), add=True)
         grouped_weight_gradient(dy, x, outs, groups)
+        if started is not None:
+            started.end()
         return
     for grad, rows, out in zip(dy.split(groups.sizes), x.split(groups.sizes), outs, strict=True):
         if len(rows):

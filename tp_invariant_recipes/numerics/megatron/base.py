@@ -4,14 +4,19 @@ A layer keeps the parameters, names and checkpoints of the class it replaces; on
 `config.virtual_shards`; `config.invariant_mode` names the mode (numerics/mode.py) that computes.
 """
 
+from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import Any
 
 from torch import Tensor
 
 from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.numerics.layers import linear as tree_linear
 from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
-from tp_invariant_recipes.numerics.layers.norm import NormKernels, NormShards, rms_norm
+from tp_invariant_recipes.numerics.layers.experts import OF_TREE, Arithmetic, activation_kind, expert_mlp
+from tp_invariant_recipes.numerics.layers.norm import Norm, NormKernels, NormShards, rms_norm
+from tp_invariant_recipes.numerics.layers.norm_linear import norm_column_parallel
+from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.sums.context_shards import of_a_rank
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -71,6 +76,15 @@ class ColumnForward(OnMesh):
         y = linear.column_parallel(x, weight, self.mesh, self.segments, self.config.sequence_parallel)
         return y if bias is None else column_bias(y, bias, self.mesh.contexts)
 
+    def norm_column(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`column` of x's RMSNorm. Of products that are the tree's, one function of autograd computes both."""
+        rows = sequence_shards(self.config)
+        if _linear(self.config.invariant_mode) is not tree_linear:
+            return self.column(rms_norm(x, norm_weight, eps, self.mesh, rows), weight, bias)
+        layer = tree_linear.Column(self.mesh, self.segments, self.config.sequence_parallel)
+        y = norm_column_parallel(x, norm_weight, weight, eps, Norm(self.mesh, rows), layer)
+        return y if bias is None else column_bias(y, bias, self.mesh.contexts)
+
 
 class RowForward(OnMesh):
     """Forward of a row-parallel layer, which has config, weight, bias and a group."""
@@ -80,6 +94,25 @@ class RowForward(OnMesh):
         linear = _linear(self.config.invariant_mode)
         y = linear.row_parallel(x, weight, self.mesh, self.config.sequence_parallel)
         return y if bias is None else row_bias(y, bias, self.mesh, self.config.sequence_parallel)
+
+
+class ExpertsForward:
+    """Forward of experts, which has config. arithmetic: what computes."""
+
+    config: Any
+    arithmetic: Arithmetic = OF_TREE
+
+    def experts(
+        self,
+        rows: Tensor,
+        probs: Tensor,
+        batches: Batches,
+        fc1: Sequence[Tensor],
+        fc2: Sequence[Tensor],
+        biases: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+    ) -> Tensor:
+        """[r, h] → [r, h]."""
+        return expert_mlp(rows, probs, batches, fc1, fc2, activation_kind(self.config), self.arithmetic, biases=biases)
 
 
 class NormForward(OnMesh):

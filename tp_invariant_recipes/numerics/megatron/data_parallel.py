@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.layers import experts
+from tp_invariant_recipes.numerics.layers import embedding, experts, fp8_weights
 from tp_invariant_recipes.numerics.sums import bucket_reduction, data_shards, partial_gradient
 from tp_invariant_recipes.numerics.sums.data_shards import ShardCounter
 from tp_invariant_recipes.numerics.sums.weight_gradient import CONTEXTS, LEAF
@@ -28,6 +28,8 @@ from tp_invariant_recipes.numerics.sums.weight_gradient import CONTEXTS, LEAF
 READ_BELOW = ("SequentialMLP", "TEGroupedMLP", "MambaMixer", "ParallelLinearAdapter")
 
 _touched: dict[int, Any] = {}  # models that a backward pass has gradients for
+# Called with a model when its micro-batch's backward pass has ended, before its gradients are put away.
+micro_batch_listener: Callable[[Any], None] | None = None
 _streams: dict[Any, Any] = {}  # device -> the stream of its reductions
 
 
@@ -47,7 +49,8 @@ def prepared(original: Callable[..., None], shards: int | None, contexts: int | 
             for bucket in (bucket for buffer in _buffers(self) for bucket in buffer.buckets):
                 bucket.gradient_scaling_factor = 1.0
             if shards > ranks:
-                counter = ShardCounter(shards // ranks, _micro_batches() // (shards // ranks), lambda: _gradients(self))
+                each = _micro_batches() // (shards // ranks)
+                counter = ShardCounter(shards // ranks, each, lambda: gradients(self), once=_adds_once(self.config))
                 self.shard_counter = counter
         for weight in self.params_with_grad:
             setattr(weight, LEAF, counter.pairs)
@@ -79,6 +82,11 @@ def _separate_contexts(buffer: Any, contexts: int) -> None:
         bucket.buffers = (buffer.grad_data, *buffer.context_data)
 
 
+def _adds_once(config: Any) -> bool:
+    """Whether a backward pass adds to each number of a gradient once: one sequence, one use of each weight."""
+    return not (getattr(config, "mtp_num_layers", None) or getattr(config, "packed_sequences", False))
+
+
 def _micro_batches() -> int:
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -89,13 +97,12 @@ def _buffers(model: Any) -> list[Any]:
     return model.buffers + model.expert_parallel_buffers
 
 
-def _gradients(model: Any) -> list[Tensor]:
+def gradients(model: Any) -> list[Tensor]:
     """All that backward passes add to."""
     found = [data for buffer in _buffers(model) for data in (buffer.grad_data, *buffer.context_data)]
     for weight in model.params_with_grad:
         found += getattr(weight, experts.LATER, ())
-        if getattr(weight, "lookup_gradient", None) is not None:
-            found.append(weight.lookup_gradient)
+        found += embedding.sums_of_their_own(weight)
     return found
 
 
@@ -123,6 +130,8 @@ def ending_a_micro_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(*args, **kwargs)
             for model in _touched.values():
+                if micro_batch_listener is not None:
+                    micro_batch_listener(model)
                 if model.shard_counter.shards > 1:
                     model.shard_counter.end_micro_batch()
             return result
@@ -272,8 +281,8 @@ def restarting(original: Callable[..., Any]) -> Callable[..., Any]:
     def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         for weight in self.module.parameters():
-            if getattr(weight, "lookup_gradient", None) is not None:
-                _add_lookups(self, weight)
+            for kept in embedding.sums_of_their_own(weight):
+                _add_lookups(self, weight, kept)
         self.shard_counter.restart()
         return result
 
@@ -285,6 +294,7 @@ def zeroing_contexts(original: Callable[..., None]) -> Callable[..., None]:
 
     def zero_grad_buffer(self: Any) -> None:
         original(self)
+        fp8_weights.changed()
         for data in (data for buffer in _buffers(self) for data in buffer.context_data):
             data.zero_()
 
@@ -292,9 +302,8 @@ def zeroing_contexts(original: Callable[..., None]) -> Callable[..., None]:
 
 
 @torch.no_grad()
-def _add_lookups(model: Any, weight: Any) -> None:
-    """Add the sum of a tied embedding's lookups, complete, to the output layer's sum, complete."""
-    lookups = weight.lookup_gradient
+def _add_lookups(model: Any, weight: Any, lookups: Tensor) -> None:
+    """Add the sum of an embedding's lookups, complete, to what main_grad has, complete."""
     if model.shard_counter.shards > 1:
         model.shard_counter.finish(lookups)
     factor = model.buffers[0].buckets[0].gradient_scaling_factor

@@ -7,8 +7,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.layers.experts import activation_kind, expert_mlp, mark_separate
+from tp_invariant_recipes.numerics.layers.experts import mark_separate
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches, InvariantTokenDispatcher
+from tp_invariant_recipes.numerics.megatron.base import ExpertsForward
 
 
 class InvariantMoELayer(MoELayer):
@@ -20,7 +21,7 @@ class InvariantMoELayer(MoELayer):
         self.token_dispatcher = InvariantTokenDispatcher(self.config, pg_collection)
 
 
-class InvariantSequentialMLP(SequentialMLP):
+class InvariantSequentialMLP(ExpertsForward, SequentialMLP):
     """Experts that are separate modules, as in Megatron without Transformer Engine."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -31,4 +32,8 @@ class InvariantSequentialMLP(SequentialMLP):
         """[r, h] → [r, h], and None as bias."""
         fc1 = [expert.linear_fc1.weight for expert in self.local_experts]
         fc2 = [expert.linear_fc2.weight for expert in self.local_experts]
-        return expert_mlp(rows, probs, batches, fc1, fc2, activation_kind(self.config)), None
+        biases = (self._biases("linear_fc1"), self._biases("linear_fc2")) if self.config.add_bias_linear else None
+        return self.experts(rows, probs, batches, fc1, fc2, biases), None
+
+    def _biases(self, name: str) -> list[Tensor]:
+        return [getattr(expert, name).bias for expert in self.local_experts]

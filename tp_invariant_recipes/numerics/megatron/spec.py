@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -31,11 +31,22 @@ SUBSTITUTES = {
     "LatentDotProductAttention": "numerics.megatron.latent_attention:InvariantLatentDotProductAttention",
     "DuplicatedLinear": "numerics.megatron.latent_attention:InvariantDuplicatedLinear",
     "TELinear": "numerics.megatron.te:InvariantTEDuplicatedLinear",
+    "MultiTokenPredictionLayer": "numerics.megatron.multi_token:InvariantMultiTokenPredictionLayer",
 }
 # Norms of queries or keys, which the specification's field tells from other norms.
 HEAD_NORMS = {
     "WrappedTorchNorm": "numerics.megatron.local:InvariantHeadNorm",
     "TENorm": "numerics.megatron.te:InvariantTEHeadNorm",
+}
+# Class in a stock specification -> what its invariant class derives from first where products are in FP8.
+FP8 = {
+    "ColumnParallelLinear": "numerics.megatron.fp8:Fp8ColumnForward",
+    "RowParallelLinear": "numerics.megatron.fp8:Fp8RowForward",
+    "TEColumnParallelLinear": "numerics.megatron.fp8:Fp8ColumnForward",
+    "TELayerNormColumnParallelLinear": "numerics.megatron.fp8:Fp8ColumnForward",
+    "TERowParallelLinear": "numerics.megatron.fp8:Fp8RowForward",
+    "SequentialMLP": "numerics.megatron.fp8:Fp8ExpertsForward",
+    "TEGroupedMLP": "numerics.megatron.fp8:Fp8ExpertsForward",
 }
 HEAD_NORM_FIELDS = ("q_layernorm", "k_layernorm")
 # Classes that sum nothing across ranks themselves.
@@ -55,40 +66,79 @@ AS_THEY_ARE = (
 )
 
 
+def layers_alike(frequency: Any) -> bool:
+    """Whether `model.moe_layer_freq` makes every layer one of experts."""
+    return all(frequency) if isinstance(frequency, list | tuple) else (frequency or 1) == 1
+
+
+def block_of_both(config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's block of dense layers and layers of experts (`model.moe_layer_freq`), as GLM-4.5 has them.
+
+    For `model.transformer_layer_spec`: what Bridge puts there by default makes all layers alike.
+    """
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    local = config.transformer_impl == "local"
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=not local, normalization=config.normalization, vp_stage=vp_stage
+    )
+    return replace(block, layer_norm=WrappedTorchNorm) if local else block
+
+
 def invariant_layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Bridge's transformer block with invariant layers. For `model.transformer_layer_spec`."""
     from megatron.bridge.models import gpt_provider
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    local = config.transformer_impl == "local"
-    stock = gpt_provider.local_layer_spec if local else gpt_provider.transformer_engine_layer_spec
-    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    final_norm = ours(SUBSTITUTES["WrappedTorchNorm" if local else "TENorm"])
     own = mode.of(config).layers
-    return TransformerBlockSubmodules(layer_specs=[invariant(stock(config), own=own)] * layers, layer_norm=final_norm)
+    local = config.transformer_impl == "local"
+    if config.num_moe_experts and not layers_alike(config.moe_layer_freq):
+        specs = block_of_both(config, vp_stage).layer_specs
+    else:
+        stock = gpt_provider.local_layer_spec if local else gpt_provider.transformer_engine_layer_spec
+        specs = [stock(config)] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    final_norm = ours(SUBSTITUTES["WrappedTorchNorm" if local else "TENorm"])
+    fp8 = getattr(config, "fp8_layers", None)
+    start = get_transformer_layer_offset(config, vp_stage)
+    specs = [
+        invariant(spec, own=own, fp8=fp8 is not None and fp8.contains(start + n, config.num_layers))
+        for n, spec in enumerate(specs)
+    ]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=final_norm)
 
 
-def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyType({})) -> Any:
+def invariant(part: Any, field: str = "", own: Mapping[str, str] = MappingProxyType({}), *, fp8: bool = False) -> Any:
     """A part of a specification with every layer replaced by its invariant class.
 
     part:  a ModuleSpec, a dataclass of submodules, a partial that takes submodules, a list of these, a class, a
            function or None.
     field: the field of the specification that holds the part.
     own:   substitutes that stand before those of the tables.
+    fp8:   whether its products are in FP8.
     Raises ConfigError for a class in none of the tables, since it may sum across ranks.
     """
     if isinstance(part, type):
         table = {**(HEAD_NORMS if field in HEAD_NORM_FIELDS else SUBSTITUTES), **own}
         if part.__name__ in table:
-            return ours(table[part.__name__])
+            found = ours(table[part.__name__])
+            return _in_fp8(found, FP8[part.__name__]) if fp8 and part.__name__ in FP8 else found
         if part.__name__ in AS_THEY_ARE:
             return part
         raise ConfigError(f"{field or 'model'}: {part.__name__} has no invariant version; use numerics=stock")
     if isinstance(part, partial):
-        built = invariant(part.func, field, own)
-        return partial(built, *part.args, **{k: invariant(v, k, own) for k, v in part.keywords.items()})
+        built = invariant(part.func, field, own, fp8=fp8)
+        return partial(built, *part.args, **{k: invariant(v, k, own, fp8=fp8) for k, v in part.keywords.items()})
     if isinstance(part, list):
-        return [invariant(p, field, own) for p in part]
+        return [invariant(p, field, own, fp8=fp8) for p in part]
     if is_dataclass(part) and not isinstance(part, type):
-        return replace(part, **{f.name: invariant(getattr(part, f.name), f.name, own) for f in fields(part) if f.init})
+        names = [f.name for f in fields(part) if f.init]
+        return replace(part, **{name: invariant(getattr(part, name), name, own, fp8=fp8) for name in names})
     return part
+
+
+@cache
+def _in_fp8(layer: type, forward: str) -> type:
+    """A class of layers with another forward."""
+    return type(f"Fp8{layer.__name__}", (ours(forward), layer), {"__module__": layer.__module__})

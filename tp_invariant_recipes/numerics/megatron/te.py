@@ -21,11 +21,12 @@ from transformer_engine.pytorch.attention.dot_product_attention import dot_produ
 from transformer_engine.pytorch.utils import get_cudnn_version
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.layers.experts import activation_kind, expert_mlp, mark_separate
+from tp_invariant_recipes.numerics.layers.experts import mark_separate
 from tp_invariant_recipes.numerics.layers.norm import rms_norm
 from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
 from tp_invariant_recipes.numerics.megatron.base import (
     ColumnForward,
+    ExpertsForward,
     HeadNormForward,
     NormForward,
     RowForward,
@@ -48,9 +49,11 @@ class InvariantTELayerNormColumnParallelLinear(ColumnForward, TELayerNormColumnP
 
         An adapter reads the norm's result too, as Bridge has asked of the layer: then that comes beside the first.
         """
+        bias = self.bias if self.use_bias else None
+        if not self.return_layernorm_output:
+            return self.norm_column(x, self.layer_norm_weight, self.eps, self.weight, bias), None
         normal = rms_norm(x, self.layer_norm_weight, self.eps, self.mesh, sequence_shards(self.config))
-        y = self.column(normal, self.weight, self.bias if self.use_bias else None)
-        return (y, normal) if self.return_layernorm_output else y, None
+        return (self.column(normal, self.weight, bias), normal), None
 
 
 class InvariantTEColumnParallelLinear(ColumnForward, TEColumnParallelLinear):
@@ -99,7 +102,7 @@ class InvariantTEHeadNorm(HeadNormForward, InvariantTERMSNorm):
     """RMSNorm of queries or keys."""
 
 
-class InvariantTEGroupedMLP(TEGroupedMLP):
+class InvariantTEGroupedMLP(ExpertsForward, TEGroupedMLP):
     """Experts whose weights are in two Transformer Engine modules and whose products are our own."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,11 +111,15 @@ class InvariantTEGroupedMLP(TEGroupedMLP):
 
     def forward(self, rows: Tensor, batches: Batches, probs: Tensor) -> tuple[Tensor, None]:
         """[r, h] → [r, h], and None as bias."""
-        fc1, fc2 = (
-            [getattr(linear, f"weight{expert}") for expert in range(self.num_local_experts)]
+        (fc1, fc2), biases = self._both("weight"), self._both("bias") if self.config.add_bias_linear else None
+        return self.experts(rows, probs, batches, fc1, fc2, biases), None
+
+    def _both(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
+        first, second = (
+            [getattr(linear, f"{name}{expert}") for expert in range(self.num_local_experts)]
             for linear in (self.linear_fc1, self.linear_fc2)
         )
-        return expert_mlp(rows, probs, batches, fc1, fc2, activation_kind(self.config)), None
+        return first, second
 
 
 def without_flash[**P, R](original: Callable[P, R]) -> Callable[P, R]:
@@ -134,10 +141,11 @@ class InvariantTEDotProductAttention(CoreAttention, TEDotProductAttention):
         # It keeps its latest selection for the process, in which a stock model may have run before.
         dot_product_attention._attention_backends["backend_selection_requires_update"] = True
 
-    def launch(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    def launch(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sinks: Tensor | None = None) -> Tensor:
         """Megatron-Core's forward, for the heads given. Transformer Engine compares the groups with its attribute."""
         self.num_gqa_groups_per_partition = key.shape[2]
-        return TEDotProductAttention.forward(self, query, key, value, *mask)
+        with self.with_sinks(sinks):
+            return TEDotProductAttention.forward(self, query, key, value, *mask)
 
     def backend(self) -> str:
         """What the latest launch in this process ran, as Transformer Engine has noted it."""

@@ -1,0 +1,225 @@
+"""Linear layers in FP8: one result for every tensor-parallel degree, and another one without any of the ingredients."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.distributed.ranks import joined, on_ranks, sliced
+from tests.operands import same_bits
+from tp_invariant_recipes.kernels.fp8_sum import fp8_product
+from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
+from tp_invariant_recipes.numerics.layers import fp8_linear, fp8_weights
+from tp_invariant_recipes.numerics.layers.fp8_linear import Scaling
+from tp_invariant_recipes.numerics.megatron.data_parallel import zeroing_contexts
+from tp_invariant_recipes.numerics.products import fp8, quantize
+from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
+from tp_invariant_recipes.numerics.sums.tree import tree_sum
+
+SHARDS = 4
+DEGREES = (1, 2, 4)
+S, K, N = 128, 128, 4 * 128
+
+
+def _tensors(segments=1):
+    """Shards of unlike magnitudes: every rank alone would choose another scale."""
+    generator = torch.Generator().manual_seed(3)
+    grow = torch.exp2(torch.arange(SHARDS).repeat_interleave(N // SHARDS).float()).repeat(segments)
+    x = torch.randn(S, 1, K, generator=generator) * torch.exp2(torch.arange(S) // 32)[:, None, None]
+    weight = torch.randn(segments * N, K, generator=generator) * grow[:, None]
+    dy = torch.randn(S, 1, segments * N, generator=generator) * grow
+    return x.bfloat16(), weight.bfloat16(), dy.bfloat16()
+
+
+def _column(mesh, scaling, segments, sequence_parallel):
+    x, weight, dy = _tensors(segments)
+    local = sliced(weight, 0, mesh, segments).requires_grad_()
+    local.main_grad = torch.ones(local.shape)
+    inputs = (x.chunk(mesh.size)[mesh.rank] if sequence_parallel else x).clone().requires_grad_()
+    y = fp8_linear.column_parallel(inputs, local, mesh, segments, sequence_parallel, scaling)
+    y.backward(sliced(dy, 2, mesh, segments))
+    return y.detach(), inputs.grad, local.main_grad
+
+
+def _row(mesh, scaling, sequence_parallel):
+    dy, weight, x = _tensors()
+    local = sliced(weight.t().contiguous(), 1, mesh).requires_grad_()
+    local.main_grad = torch.ones(local.shape)
+    inputs = sliced(x, 2, mesh).requires_grad_()
+    y = fp8_linear.row_parallel(inputs, local, mesh, sequence_parallel, scaling)
+    y.backward(dy.chunk(mesh.size)[mesh.rank] if sequence_parallel else dy)
+    return y.detach(), inputs.grad, local.main_grad
+
+
+CASES = [(blockwise, segments, sp) for blockwise in (False, True) for segments in (1, 2) for sp in (False, True)]
+ROWS = [(blockwise, sp) for blockwise in (False, True) for sp in (False, True)]
+
+
+def _everything(mesh):
+    scalings = [Scaling(blockwise, E5M2, mesh.group) for blockwise in (False, True)]
+    alone = Scaling(False, E5M2, None)
+    found = {
+        "column": {case: _column(mesh, scalings[case[0]], *case[1:]) for case in CASES},
+        "row": {case: _row(mesh, scalings[case[0]], case[1]) for case in ROWS},
+        "scale by rank": _row(mesh, alone, True),
+    }
+    quantized = fp8_weights.quantized
+    fp8_weights.quantized = lambda weight, blockwise, group: quantized(weight, blockwise, None)
+    found["weight scale by rank"] = _column(mesh, scalings[0], 1, True)
+    fp8_weights.quantized = quantized
+    return found
+
+
+@pytest.fixture(scope="module")
+def results():
+    """Degree -> what each of its ranks computed."""
+    fp8_product_is_compiled()
+    return {t: on_ranks(t, SHARDS, _everything) for t in DEGREES}
+
+
+def fp8_product_is_compiled():
+    """Here, once, and not in every fork."""
+    _row(VirtualMesh(SHARDS, 1, 0), Scaling(False, E5M2), False)
+    _row(VirtualMesh(SHARDS, 1, 0), Scaling(True, E5M2), False)
+
+
+def _column_whole(ranks, segments, sequence_parallel):
+    ys, dxs, dws = zip(*ranks, strict=True)
+    dx = torch.cat(dxs) if sequence_parallel else dxs[0]
+    assert sequence_parallel or all(same_bits(dx, other) for other in dxs)
+    return joined(ys, 2, segments), dx, joined(dws, 0, segments)
+
+
+def _row_whole(ranks, sequence_parallel):
+    ys, dxs, dws = zip(*ranks, strict=True)
+    return torch.cat(ys) if sequence_parallel else ys[0], torch.cat(dxs, 2), torch.cat(dws, 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_column_parallel_has_one_result(results, case):
+    one, *others = (_column_whole([r["column"][case] for r in results[t]], *case[1:]) for t in DEGREES)
+    reference = _column_whole([r["column"][(case[0], case[1], True)] for r in results[1]], *case[1:2], True)
+    for other in (*others, reference):
+        assert all(map(same_bits, one, other))
+
+
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_row_parallel_has_one_result(results, case):
+    one, *others = (_row_whole([r["row"][case] for r in results[t]], case[1]) for t in DEGREES)
+    for other in others:
+        assert all(map(same_bits, one, other))
+
+
+@pytest.mark.parametrize("t", DEGREES[1:])
+def test_a_scale_of_a_rank_is_another_result(results, t):
+    for left_out, expected in (
+        (
+            _row_whole([r["scale by rank"] for r in results[t]], True),
+            _row_whole([r["row"][False, True] for r in results[t]], True),
+        ),
+        (
+            _column_whole([r["weight scale by rank"] for r in results[t]], 1, True),
+            _column_whole([r["column"][False, 1, True] for r in results[t]], 1, True),
+        ),
+    ):
+        assert not same_bits(left_out[0], expected[0])
+        assert not same_bits(left_out[1], expected[1])
+
+
+def _whole(mesh=None, scaling=None):
+    return _row(mesh or VirtualMesh(SHARDS, 1, 0), scaling or Scaling(False, E5M2), False)
+
+
+def test_sums_that_restart_elsewhere_are_another_result():
+    """Promotion moved: one product over all of k in place of one for each shard. bf16 would hide most of it."""
+    _, weight, x = _tensors()
+    a, b = (quantize.of_tensor(one, E4M3, None) for one in (x.flatten(0, 1), weight.t()))
+    shards, whole = (tree_sum(fp8.nodes(a, b, VirtualMesh(v, 1, 0), (N,))) for v in (SHARDS, 1))
+    assert not same_bits(shards, whole)
+    torch.testing.assert_close(shards, whole, rtol=1e-5, atol=1e-3)  # not another sum
+
+
+@pytest.mark.parametrize("promoted", (64, 10**6), ids=("earlier", "never, as fast accumulation"))
+def test_accumulators_that_are_promoted_elsewhere_are_another_result(monkeypatch, promoted):
+    mesh = VirtualMesh(1, 1, 0)  # a sum of 512 in the forward pass, of 128 in the gradients
+    expected = _whole(mesh)
+
+    def other(a, b, out, add):
+        total = torch.from_numpy(fp8_product(a, b, promoted=promoted))
+        out.add_(total) if add else out.copy_(total)
+
+    monkeypatch.setitem(fp8.CHOICES, "cpu", other)
+    found = _whole(mesh)
+    assert not same_bits(expected[0], found[0])
+    assert same_bits(expected[2], found[2]) is (promoted > S)
+
+
+def test_gradients_have_the_type_of_the_recipe():
+    assert not same_bits(_whole()[1], _whole(scaling=Scaling(False, E4M3))[1])
+
+
+def test_two_sequences_at_once_would_share_a_scale():
+    x, weight, _ = _tensors()
+    both = torch.cat((x, x * 16), 1)
+    with pytest.raises(NotImplementedError, match="2 sequences at once"):
+        fp8_linear.column_parallel(both, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Scaling(False, E5M2))
+    alone, shared = (quantize.of_tensor(one.flatten(0, 1), E4M3, None) for one in (x, both))
+    assert alone.scale != shared.scale
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The weights that are quantized."""
+    found, real = [], quantize.of_tensor_both_ways
+    monkeypatch.setattr(quantize, "of_tensor_both_ways", lambda x, *rest: found.append(x.shape) or real(x, *rest))
+    return found
+
+
+def test_a_weight_is_quantized_once_a_step(made):
+    weight = torch.randn(N, K).bfloat16().requires_grad_()
+
+    def forward():
+        return fp8_weights.quantized(weight, False, None)
+
+    first = forward()
+    before = first.rows.data.float()
+    with torch.no_grad():
+        weight.mul_(-1)  # without a new step: the products of the step are those of the weight as it was
+    assert forward() is first
+    assert len(made) == 1
+    fp8_weights.changed()
+    assert torch.equal(forward().rows.data.float(), -before)
+    assert torch.equal(forward().columns.data.float(), -before.t())
+    assert torch.equal(first.rows.data.float(), before)  # a backward pass that is still to come reads it
+    with torch.no_grad():
+        weight.mul_(-1)
+        assert torch.equal(forward().rows.data.float(), before)  # an evaluation knows no steps
+
+
+def test_a_step_begins_where_megatron_zeroes_its_gradients(made):
+    zero = zeroing_contexts(lambda model: None)
+    weight = torch.randn(N, K).bfloat16().requires_grad_()
+    for _ in range(2):
+        zero(SimpleNamespace(buffers=[], expert_parallel_buffers=[]))
+        for _ in range(2):
+            fp8_weights.quantized(weight, False, None)
+    assert len(made) == 2
+
+
+def test_layers_quantize_a_weight_once_a_step(made):
+    x, weight, dy = _tensors()
+    weight.requires_grad_()
+    for _ in range(3):
+        y = fp8_linear.column_parallel(x, weight, VirtualMesh(SHARDS, 1, 0), 1, False, Scaling(False, E5M2))
+        y.backward(dy)
+    assert made.count(weight.shape) == 1
+
+
+def test_every_replay_of_a_graph_quantizes_and_nothing_else_reads_that(monkeypatch, made):
+    weight = torch.randn(N, K).bfloat16().requires_grad_()
+    fp8_weights.quantized(weight, False, None)
+    monkeypatch.setattr(fp8_weights, "_capturing", lambda weight: True)
+    captured = [fp8_weights.quantized(weight, False, None) for _ in range(2)]
+    monkeypatch.setattr(fp8_weights, "_capturing", lambda weight: False)
+    assert fp8_weights.quantized(weight, False, None) not in captured
+    assert len(made) == 4

@@ -1,0 +1,139 @@
+"""Training in FP8 on a CPU: one ledger for every layout, another one for whatever is left out.
+
+Stock FP8 needs Transformer Engine, so its control is tests/gpu/test_fp8_gpu.py. Here the control of a row is a run from
+equal weights without one ingredient.
+"""
+
+import pytest
+
+from tests.distributed.scenario import agree, unequal
+from tp_invariant_recipes.numerics.precision import DEFINITION
+
+# Two shards whose parts of every sum are multiples of 128.
+SMALL = "qwen3_toy seq=128 gbs=2 iters=2 model.kv_channels=32 numerics.virtual_shards=2"
+ONE = f"{SMALL} gbs=1 model.num_layers=1"
+CONTEXT = f"{SMALL} seq=256 numerics.context_shards=2"
+EXPERTS = (
+    "qwen3_moe_toy seq=128 gbs=1 iters=2 numerics.virtual_shards=2 model.num_layers=2 model.hidden_size=128 "
+    "model.moe_ffn_hidden_size=128 model.num_attention_heads=8 model.num_query_groups=4 model.kv_channels=32 "
+    "model.vocab_size=512 model.ffn_hidden_size=256"
+)
+FOUR_SHARDS = "numerics.virtual_shards=4 model.kv_channels=64 model.ffn_hidden_size=512"  # two of each rank of tp=2
+RECOMPUTE = "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1"
+TENSORWISE, BLOCKWISE = "precision=fp8_tensorwise", "precision=fp8_blockwise"
+NAMED = "mixed_precision=bf16_with_fp8_current_scaling_mixed"
+
+ROWS = {
+    f"{ONE} {TENSORWISE}": ("tp=1", "tp=2"),
+}
+LONGER = {
+    f"{SMALL} {TENSORWISE}": ("tp=1", "tp=2 sp=false", "tp=2 pp=2", "mbs=2", f"tp=2 {RECOMPUTE}"),
+    f"{SMALL} {TENSORWISE} gbs=4 numerics.data_shards=2": ("dp=1", "dp=2", "dp=2 tp=2", "mbs=2"),
+    f"{SMALL} {BLOCKWISE}": ("tp=1", "tp=2", "tp=2 sp=false", "tp=2 pp=2"),
+    f"{SMALL} {BLOCKWISE} gbs=4 numerics.data_shards=2": ("dp=1", "dp=2"),
+    f"{CONTEXT} {TENSORWISE}": ("cp=1", "cp=2", "tp=2"),
+    f"{CONTEXT} {BLOCKWISE}": ("cp=1", "cp=2"),
+    f"{EXPERTS} {TENSORWISE}": ("tp=1", "tp=2 ep=2"),
+    f"{EXPERTS} {BLOCKWISE}": ("tp=1", "tp=2 ep=2"),
+    f"{ONE} {TENSORWISE} numerics=portable": ("tp=1", "tp=2"),
+    f"{ONE} {BLOCKWISE} numerics=portable": ("tp=1", "tp=2"),
+    f"{SMALL} {NAMED} model.num_layers=4": ("tp=1", "tp=2", "pp=2"),
+    f"{ONE} mixed_precision=bf16_with_fp8_subchannel_scaling_mixed": ("tp=1", "tp=2"),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "fixed, layouts", (*ROWS.items(), *(pytest.param(*row, marks=pytest.mark.release) for row in LONGER.items()))
+)
+def test_one_ledger_for_all_layouts(scenario, fixed, layouts):
+    agree(scenario(fixed), layouts)
+    assert scenario(fixed, layouts[0]).header().device["fp8"] == DEFINITION
+
+
+def _scales_by_rank() -> None:
+    from tp_invariant_recipes.numerics.products import quantize
+
+    for name in ("of_tensor", "of_tensor_both_ways"):
+        real = getattr(quantize, name)
+        setattr(quantize, name, lambda x, dtype, group, real=real: real(x, dtype, None))
+
+
+def _one_product_a_rank() -> None:
+    """Promotion moved: a rank's shards are one sum, which starts again at every rank's first number."""
+    from dataclasses import replace
+
+    from tp_invariant_recipes.numerics.products import fp8
+
+    nodes = fp8.nodes
+    fp8.nodes = lambda a, b, mesh, segments: nodes(a, b, replace(mesh, shards=mesh.size), segments)
+
+
+def _fast_accumulation() -> None:
+    import torch
+
+    from tp_invariant_recipes.kernels.fp8_sum import fp8_product
+    from tp_invariant_recipes.numerics.products import fp8
+
+    def product(a, b, out, add):
+        total = torch.from_numpy(fp8_product(a, b, promoted=a.data.shape[1]))
+        out.copy_(total.add_(out) if add else total)
+
+    fp8.CHOICES["cpu"] = product
+
+
+WITHOUT = {"scales by rank": _scales_by_rank, "one product a rank": _one_product_a_rank}
+
+
+@pytest.mark.parametrize("name", ("scales by rank", pytest.param("one product a rank", marks=pytest.mark.release)))
+def test_without_an_ingredient_layouts_differ(scenario, name):
+    fixed = scenario(f"{ONE} {TENSORWISE}", "" if name == "scales by rank" else FOUR_SHARDS)
+    alone, two = fixed("tp=1"), fixed("tp=2").planted(WITHOUT[name])
+    assert alone.header().initial == two.header().initial
+    assert [step.gradients for step in alone.ledger()] != [step.gradients for step in two.ledger()]
+
+
+@pytest.mark.release
+def test_fast_accumulation_is_another_arithmetic(scenario):
+    fixed = scenario(f"{SMALL} {TENSORWISE} model.num_layers=1 seq=256 gbs=1 tp=1")
+    one, other = fixed.ledger(), fixed.planted(_fast_accumulation).ledger()
+    assert one[0].gradients != other[0].gradients
+
+
+@pytest.mark.release
+def test_precisions_have_other_bits(scenario):
+    """Also: the first and last layers of a recipe that keeps them in bf16 are in bf16, which is all of two."""
+    ledgers = [scenario(ONE, p, "tp=1").ledger() for p in (TENSORWISE, BLOCKWISE, "precision=bf16")]
+    assert len({str(one[0].gradients) for one in ledgers}) == 3
+    named = scenario(f"{SMALL} {NAMED} iters=1 gbs=1").ledger()
+    assert unequal(named, scenario(f"{SMALL} precision=bf16 iters=1 gbs=1").ledger()) == []
+
+
+@pytest.mark.release
+def test_a_run_goes_on_in_another_layout(shared, scenario):
+    more = "iters=4 ledger.state_digests=1 optimizer.use_distributed_optimizer=true"
+    words = f"{SMALL} {TENSORWISE} {more}".split()
+    saved = shared("train", *words, "tp=2", "save=2", "train.exit_interval=2", "run.dir=resumed-fp8")
+    assert saved.status == 0, saved.stderr
+    shared("train", "--resume", "resumed-fp8", "tp=1", "pp=2", "train.exit_interval=null", status=0)
+    assert unequal(shared.ledger("resumed-fp8"), scenario(SMALL, TENSORWISE, more).ledger()) == []
+
+
+def test_a_recipe_whose_precision_is_one_of_bridges_has_its_name(bridge):
+    """What tpi then takes by name (settings/low_precision.py), with the fields of FP8 that Bridge gives it."""
+    from megatron.bridge.training.mixed_precision import bf16_mixed, get_mixed_precision_config
+
+    from tp_invariant_recipes.settings import low_precision
+    from tp_invariant_recipes.sources import recipe_fields
+
+    plain = bf16_mixed()
+    for name, fields in low_precision.NAMED.items():
+        precision = get_mixed_precision_config(name)
+        assert recipe_fields.precision(precision) == name
+        assert {key: getattr(precision, key) for key in fields} == fields
+        changed = {key for key, value in vars(precision).items() if value != getattr(plain, key)}
+        kept = set(low_precision.KEPT) if name in low_precision.KEEPING else set()
+        assert changed <= fields.keys() | kept  # nothing else that a run with invariant numerics would lose
+        assert bool(changed & kept) == bool(kept)
+        precision.grad_reduce_in_fp32 = False
+        assert recipe_fields.precision(precision)["fp8_recipe"] == fields["fp8_recipe"]

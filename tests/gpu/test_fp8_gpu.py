@@ -1,0 +1,112 @@
+"""FP8 on one GPU and more: one ledger for all layouts and graphs, stock FP8 has several.
+
+Two ranks share a GPU, by Gloo, where there is one (side_by_side.py).
+"""
+
+import re
+
+import pytest
+import torch
+
+from tests.distributed.scenario import unequal
+from tests.gpu.side_by_side import Run, gpus_for, train
+from tp_invariant_recipes.ledger.open import read
+from tp_invariant_recipes.numerics.precision import DEFINITION
+
+GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 1, reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(900),
+]
+
+TOY = "qwen3_toy seq=128 gbs=2 iters=8 model.kv_channels=32 numerics.virtual_shards=2"
+EXPERTS = (
+    "qwen3_moe_toy iters=4 gbs=2 seq=128 model.num_layers=2 model.hidden_size=256 model.num_attention_heads=8 "
+    "model.num_query_groups=8 model.kv_channels=32 model.ffn_hidden_size=256 model.moe_ffn_hidden_size=128 "
+    "model.vocab_size=512 numerics.virtual_shards=2"
+)
+STOCK = "numerics=stock numerics.initial_weights=invariant numerics.virtual_shards=null"
+# What is held fixed -> layouts that must agree.
+GROUPS = {
+    "tensorwise": (
+        f"{TOY} precision=fp8_tensorwise",
+        ("tp=1", "tp=2", "tp=2 sp=false", "dp=2", "tp=1 cuda_graph=full", "tp=1 cuda_graph=te", "pp=2"),
+    ),
+    "blockwise": (
+        f"{TOY} precision=fp8_blockwise",
+        ("tp=1", "tp=2", "tp=2 sp=false", "tp=1 cuda_graph=full", "tp=1 cuda_graph=te"),
+    ),
+    "context": (
+        f"{TOY} seq=256 numerics.context_shards=2 precision=fp8_tensorwise",
+        ("cp=1", "cp=2", "cp=1 cuda_graph=full"),
+    ),
+    "context-blockwise": (f"{TOY} seq=256 numerics.context_shards=2 precision=fp8_blockwise", ("cp=1", "cp=2")),
+    "experts": (f"{EXPERTS} precision=fp8_tensorwise", ("tp=1", "tp=2 ep=2")),
+    "experts-blockwise": (f"{EXPERTS} precision=fp8_blockwise", ("tp=1", "tp=2 ep=2")),
+    "portable": (f"{TOY} numerics=portable precision=fp8_tensorwise", ("tp=1", "tp=2")),
+    "named": (
+        f"{TOY} model.num_layers=4 mixed_precision=bf16_with_fp8_current_scaling_mixed",
+        ("tp=1", "tp=2"),
+    ),
+}
+CONTROLS = ("tensorwise", "blockwise")
+# Transformer Engine's scales of several ranks need NCCL, so two GPUs; on one, a micro-batch of two shares its scales.
+STOCK_LAYOUTS = ("tp=1", "tp=2" if GPUS > 1 else "mbs=2")
+
+
+def _folder(name):
+    return name.replace(" ", "-").replace("=", "")
+
+
+def all_runs():
+    """Every run of this file."""
+    words = {f"{group} {layout}": f"{fixed} {layout}" for group, (fixed, of) in GROUPS.items() for layout in of}
+    words |= {
+        f"stock {group} {tp}": f"{TOY.partition(' numerics.')[0]} precision=fp8_{group} {STOCK} {tp}"
+        for group in CONTROLS
+        for tp in STOCK_LAYOUTS
+    }
+    words["bf16 tp=1"] = f"{TOY} precision=bf16 tp=1"
+    return [Run(_folder(name), text, gpus_for(text)) for name, text in words.items()]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Name -> what went wrong with a run; the folder of the runs."""
+    folder = tmp_path_factory.mktemp("fp8")
+    return folder, train(folder, [one for one in all_runs() if one.fits(GPUS)])
+
+
+def _ledger(trained, name):
+    folder, errors = trained
+    if _folder(name) not in errors:
+        pytest.skip(f"needs more than {GPUS} GPUs")
+    assert errors[_folder(name)] is None, errors[_folder(name)]
+    ledger = read(folder / _folder(name))
+    return ledger.header, list(ledger.steps)
+
+
+@pytest.mark.parametrize(
+    "group, layout", [(group, layout) for group, (_, layouts) in GROUPS.items() for layout in layouts[1:]]
+)
+def test_one_ledger_for_all_layouts(trained, group, layout):
+    (header, steps), (other, its) = (_ledger(trained, f"{group} {of}") for of in (GROUPS[group][1][0], layout))
+    assert header.initial
+    assert header.initial == other.initial
+    assert header.device["fp8"] == other.device["fp8"] == DEFINITION
+    assert len(steps) == int(re.search(r"iters=(\d+)", GROUPS[group][0])[1])
+    assert unequal(steps, its) == []
+
+
+@pytest.mark.parametrize("group", CONTROLS)
+def test_stock_fp8_has_several(trained, group):
+    (header, steps), (other, its) = (_ledger(trained, f"stock {group} {of}") for of in STOCK_LAYOUTS)
+    assert header.initial
+    assert header.initial == other.initial
+    assert steps[0].gradients != its[0].gradients
+
+
+def test_precisions_differ(trained):
+    found = [_ledger(trained, name)[1][0].gradients for name in ("bf16 tp=1", "tensorwise tp=1", "blockwise tp=1")]
+    assert found[0] != found[1] != found[2] != found[0]

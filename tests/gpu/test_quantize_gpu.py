@@ -1,0 +1,121 @@
+"""Operands of FP8 products by Transformer Engine's kernels: all bits of the definition in kernels/quantize.py."""
+
+import pytest
+import torch
+
+from tp_invariant_recipes.kernels import quantize as definition
+from tp_invariant_recipes.kernels.quantized import E4M3, E5M2
+from tp_invariant_recipes.numerics.products import quantize
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+ROWS, K = 384, 512
+DTYPES = (E4M3, E5M2)
+
+
+def _normal(generator):
+    return torch.randn(ROWS, K, generator=generator)
+
+
+def _wide(generator):
+    """Every block and row has a magnitude of its own, from 2**-100 to 2**100."""
+    exponents = torch.randint(-100, 100, (ROWS, K // 128), generator=generator).float()
+    return _normal(generator) * torch.exp2(exponents).repeat_interleave(128, 1)
+
+
+def _subnormal(generator):
+    """Scales overflow fp32, or are near it."""
+    return _normal(generator) * 2.0**-126
+
+
+def _sparse(generator):
+    """Blocks of zeros, of both signs."""
+    return _wide(generator) * (torch.rand(ROWS, K // 128, generator=generator) < 0.3).repeat_interleave(128, 1)
+
+
+def _ties(generator):
+    """Every bf16 number of a few exponents: many lie half-way between two of FP8."""
+    bits = torch.arange(0x3A00, 0x3A00 + ROWS * K // 64, dtype=torch.int32).repeat(64)[torch.randperm(ROWS * K)]
+    return bits.to(torch.int16).view(torch.bfloat16).view(ROWS, K).float()
+
+
+KINDS = (_normal, _wide, _subnormal, _sparse, _ties)
+
+
+def _operand(kind):
+    return kind(torch.Generator().manual_seed(0)).bfloat16().cuda()
+
+
+def _unequal(found, expected):
+    """How many numbers and scales differ."""
+    data = found.data.view(torch.uint8) != expected.data.view(torch.uint8)
+    scales = found.scale.reshape(-1).view(torch.int32) != expected.scale.reshape(-1).view(torch.int32)
+    return int(data.sum()), int(scales.sum())
+
+
+@pytest.fixture(autouse=True)
+def _library():
+    assert quantize._has_library()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_one_scale_a_tensor(kind, dtype):
+    x = _operand(kind)
+    found = quantize.of_tensor(x, dtype, None)
+    expected = definition.of_tensor(x, definition.largest_magnitude(x), dtype)
+    assert _unequal(found, expected) == (0, 0)
+    assert _unequal(quantize.transposed(found), definition.transposed(expected)) == (0, 0)
+    rows, columns = quantize.of_tensor_both_ways(x, dtype, None)
+    assert _unequal(rows, expected) == _unequal(columns, definition.transposed(expected)) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_blocks_of_128_along_rows_and_columns(kind, dtype):
+    x = _operand(kind)
+    assert _unequal(quantize.along_rows(x, dtype), definition.along_rows(x, dtype)) == (0, 0)
+    assert _unequal(quantize.along_columns(x, dtype), definition.along_rows(x.t(), dtype)) == (0, 0)
+    rows, columns = quantize.along_both(x, dtype)
+    assert _unequal(rows, definition.along_rows(x, dtype)) == (0, 0)
+    assert _unequal(columns, definition.along_rows(x.t(), dtype)) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_blocks_of_128_by_128(kind):
+    x = _operand(kind)
+    (rows, columns), expected = quantize.of_blocks_both_ways(x), definition.of_blocks(x, E4M3)
+    assert _unequal(rows, expected) == (0, 0)
+    assert _unequal(columns, definition.transposed(expected)) == (0, 0)
+
+
+def test_a_cast_that_cuts_is_seen():
+    """The control: the comparison tells rounding from cutting, and a scale of one unit more."""
+    x = _operand(_ties)
+    expected = definition.along_rows(x, E4M3)
+    other = definition.along_rows(x * 1.01, E4M3)
+    assert _unequal(other, expected)[0] > 0
+
+
+def test_a_definition_on_a_gpu_is_that_on_a_cpu():
+    for kind in KINDS:
+        x = _operand(kind)
+        for form in (definition.along_rows, definition.of_blocks):
+            here, there = form(x, E4M3), form(x.cpu(), E4M3)
+            assert torch.equal(here.data.cpu().view(torch.uint8), there.data.view(torch.uint8))
+            assert torch.equal(here.scale.cpu(), there.scale)
+
+
+def test_nothing_waits_for_the_gpu():
+    x = _operand(_normal)
+    quantize.of_tensor(x, E4M3, None)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        quantize.transposed(quantize.of_tensor(x, E4M3, None))
+        quantize.along_rows(x, E4M3)
+        quantize.along_columns(x, E5M2)
+        quantize.along_both(x, E4M3)
+        quantize.of_tensor_both_ways(x, E5M2, None)
+        quantize.of_blocks_both_ways(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,171 @@
+"""The limits of FP8 products under invariant numerics: which recipes, which models, and borders of shards at 128.
+
+A product in FP8 adds 128 numbers at a time (kernels/fp8_sum.py), and a block of numbers that share a scale has 128. So
+every part of a sum that a layout may cut is a multiple of 128.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tp_invariant_recipes.coverage.limit import Limit
+from tp_invariant_recipes.numerics import mode
+from tp_invariant_recipes.settings import low_precision, peft, sft
+from tp_invariant_recipes.settings.run_config import RunConfig
+
+_INSTEAD = "precision=fp8_tensorwise or precision=fp8_blockwise"
+# Fields that `summed` reads.
+SIZES = (
+    "hidden_size",
+    "ffn_hidden_size",
+    "kv_channels",
+    "num_attention_heads",
+    "num_query_groups",
+    "num_moe_experts",
+    "moe_layer_freq",
+    "moe_shared_expert_intermediate_size",
+)
+BLOCK = 128  # as of kernels/quantized.py, which imports torch
+
+
+def _row(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
+    return Limit(lambda t: low_precision.enabled(t) and wrong(t), why)
+
+
+def _fp8(wrong: Callable[[RunConfig], bool], why: str) -> Limit:
+    """A row about recipes that there are."""
+    return Limit(lambda t: low_precision.fp8_layers(t) is not None and wrong(t), why)
+
+
+def _named(config: RunConfig, *words: str) -> bool:
+    """Whether a recipe of Bridge's, or the recipe of FP8 that the fields name, has one of these words in its name."""
+    precision = config.mixed_precision
+    name = precision if isinstance(precision, str) else str((precision or {}).get("fp8_recipe") or "")
+    return any(word in name for word in words)
+
+
+def _sets(*names: str) -> Callable[[RunConfig], bool]:
+    return lambda t: any(low_precision.fields(t).get(name) or t.model.get(name) for name in names)
+
+
+LIMITS = (
+    _row(
+        lambda t: _named(t, "fp4") or _sets("fp4")(t),
+        f"FP4 products have no definition here; {_INSTEAD}",
+    ),
+    _row(
+        lambda t: _named(t, "mxfp8"),
+        f"MXFP8 has scales of 32 numbers that Blackwell multiplies, whose sums have no definition here; {_INSTEAD}",
+    ),
+    _row(
+        lambda t: _named(t, "delayed"),
+        f"delayed scaling takes scales from what a rank held in the steps before; {_INSTEAD}",
+    ),
+    _row(
+        lambda t: (
+            low_precision.fp8_layers(t) is None
+            and not (_named(t, "fp4", "mxfp8", "delayed") or _sets("fp4")(t))
+            and bool(t.mixed_precision)
+            and not t.model.get("fp8")
+        ),
+        f"of FP8 only the recipes {', '.join(low_precision.NAMED)} and fields like theirs are covered; {_INSTEAD}",
+    ),
+    _row(
+        lambda t: bool(t.model.get("fp8")),
+        f"the precision decides what is in FP8; model.fp8=null, {_INSTEAD}",
+    ),
+    _fp8(
+        lambda t: not t.numerics.covers(mode.FP8),
+        mode.only(mode.FP8),
+    ),
+    _fp8(
+        _sets(*low_precision.KEPT),
+        "weights kept in FP8 between steps have scales of Megatron's; mixed_precision.fp8_param_gather=false",
+    ),
+    _fp8(
+        _sets("fp8_dot_product_attention", "fp8_multi_head_attention"),
+        "attention in FP8 has no invariant version; mixed_precision.fp8_dot_product_attention=false, "
+        "mixed_precision.fp8_multi_head_attention=false",
+    ),
+    _fp8(
+        lambda t: low_precision.fields(t).get("fp8_wgrad") is False,
+        "weight gradients are in FP8, too; mixed_precision.fp8_wgrad=true",
+    ),
+    _fp8(
+        lambda t: bool(low_precision.fields(t).get("fp16")) or not low_precision.fields(t).get("bf16", True),
+        "what is not in FP8 is in bf16; mixed_precision.bf16=true",
+    ),
+    _fp8(peft.adapts, "adapters of layers in FP8 have no invariant version; peft=none, or precision=bf16"),
+    _fp8(
+        lambda t: sft.is_sft(t.section("dataset")),
+        "examples have any length, and FP8 sums are of 128 tokens; data=text, or precision=bf16",
+    ),
+    _fp8(
+        lambda t: "hybrid_layer_pattern" in t.model,
+        "hybrid models have no invariant layers in FP8; precision=bf16",
+    ),
+    _fp8(
+        lambda t: bool(t.model.get("multi_latent_attention")),
+        "multi-latent attention has no invariant layers in FP8; precision=bf16",
+    ),
+    _fp8(
+        lambda t: t.numerics.overlap_exchange,
+        "layers in FP8 exchange their sums in one piece; numerics.overlap_exchange=false",
+    ),
+)  # fmt: skip
+
+
+def summed(model: dict[str, Any]) -> dict[str, int]:
+    """What V shards divide in sums of FP8 products: how a message names it -> its size."""
+    heads = model.get("num_attention_heads") or 1
+    groups = model.get("num_query_groups") or heads
+    width = model.get("kv_channels") or (model.get("hidden_size") or 0) // heads
+    found = {
+        "the heads' width (model.num_attention_heads * model.kv_channels)": heads * width,
+        "the width of queries, keys and values": (heads + 2 * groups) * width,
+    }
+    if not model.get("num_moe_experts") or (model.get("moe_layer_freq") or 1) != 1:
+        found["model.ffn_hidden_size"] = model.get("ffn_hidden_size") or 0
+    if shared := model.get("moe_shared_expert_intermediate_size"):
+        found["model.moe_shared_expert_intermediate_size"] = shared
+    return found
+
+
+def most_shards(model: dict[str, Any]) -> int:
+    """The largest V whose shards are multiples of 128, a power of two; at least 1."""
+    common = math.gcd(*summed(model).values()) // BLOCK
+    return max(1, common & -common)
+
+
+def borders(config: RunConfig) -> list[str]:
+    """What ends between two multiples of 128."""
+    if low_precision.fp8_layers(config) is None:
+        return []
+    model, shards = config.model, config.numerics.virtual_shards or 1
+    found = []
+    alone = {"model.hidden_size": model["hidden_size"]}
+    if model.get("num_moe_experts"):
+        alone["model.moe_ffn_hidden_size"] = model.get("moe_ffn_hidden_size") or model["ffn_hidden_size"]
+    for name, size in {**alone, **summed(model)}.items():
+        if size % BLOCK:
+            found.append(
+                f"{name} is {size}: FP8 products add {BLOCK} numbers at a time; the next is {_next(size, BLOCK)}"
+            )
+    cut = [f"{name} is {size}" for name, size in summed(model).items() if size % (BLOCK * shards)]
+    if cut and not found:
+        found.append(
+            f"numerics.virtual_shards={shards} cuts sums between multiples of {BLOCK}, which FP8 products add at a "
+            f"time ({', '.join(cut)}); the largest that fits is numerics.virtual_shards={most_shards(model)}"
+        )
+    contexts = config.numerics.context_shards or model["context_parallel_size"]
+    if model["seq_length"] % (BLOCK * contexts):
+        each = f" in each of {contexts} context shards" if contexts > 1 else ""
+        found.append(
+            f"seq={model['seq_length']}: weight gradients in FP8 add {BLOCK} tokens at a time{each}; the next is "
+            f"seq={_next(model['seq_length'], BLOCK * contexts)}"
+        )
+    return found
+
+
+def _next(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

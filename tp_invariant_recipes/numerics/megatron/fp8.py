@@ -1,0 +1,83 @@
+"""Forward passes of invariant layers with products in FP8 (numerics/layers/fp8_linear.py).
+
+`config.fp8_layers` says how (numerics/precision.py). numerics/megatron/spec.py puts them before the layers' classes, in
+the layers of the model that are in FP8.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from tp_invariant_recipes.numerics.layers import fp8_linear
+from tp_invariant_recipes.numerics.layers.bias import column_bias, row_bias
+from tp_invariant_recipes.numerics.layers.experts import activation_kind, expert_mlp
+from tp_invariant_recipes.numerics.layers.fp8_experts import grouped_linear
+from tp_invariant_recipes.numerics.layers.fp8_linear import Scaling
+from tp_invariant_recipes.numerics.layers.norm import rms_norm
+from tp_invariant_recipes.numerics.layers.token_dispatcher import Batches
+from tp_invariant_recipes.numerics.megatron.base import ColumnForward, ExpertsForward, RowForward, sequence_shards
+
+
+def scaling_of(config: Any) -> Scaling:
+    """How the operands of a layer get their scales."""
+    from megatron.core.parallel_state import get_tensor_and_context_parallel_group
+
+    group = get_tensor_and_context_parallel_group()
+    return Scaling.of(config.fp8_layers, group if group.size() > 1 else None)
+
+
+class InFp8:
+    """A layer whose products are in FP8."""
+
+    config: Any
+
+    @cached_property
+    def scaling(self) -> Scaling:
+        """Looked up once, when the layer first runs."""
+        return scaling_of(self.config)
+
+
+class Fp8ColumnForward(InFp8, ColumnForward):
+    """Forward of a column-parallel layer."""
+
+    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[s/t or s, 1, k] → [s, 1, n/t]."""
+        sequence_parallel = self.config.sequence_parallel
+        y = fp8_linear.column_parallel(x, weight, self.mesh, self.segments, sequence_parallel, self.scaling)
+        return y if bias is None else column_bias(y, bias, self.mesh.contexts)
+
+    def norm_column(self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`column` of x's RMSNorm, two functions of autograd."""
+        return self.column(rms_norm(x, norm_weight, eps, self.mesh, sequence_shards(self.config)), weight, bias)
+
+
+class Fp8RowForward(InFp8, RowForward):
+    """Forward of a row-parallel layer."""
+
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[s, 1, k/t] → [s/t or s, 1, n]."""
+        y = fp8_linear.row_parallel(x, weight, self.mesh, self.config.sequence_parallel, self.scaling)
+        return y if bias is None else row_bias(y, bias, self.mesh, self.config.sequence_parallel)
+
+
+class Fp8ExpertsForward(InFp8, ExpertsForward):
+    """Forward of experts."""
+
+    def experts(
+        self,
+        rows: Tensor,
+        probs: Tensor,
+        batches: Batches,
+        fc1: Sequence[Tensor],
+        fc2: Sequence[Tensor],
+        biases: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None,
+    ) -> Tensor:
+        """[r, h] → [r, h]."""
+
+        def linear(x: Tensor, batches: Batches, weights: Sequence[Tensor]) -> Tensor:
+            return grouped_linear(x, batches, self.scaling, weights)
+
+        kind = activation_kind(self.config)
+        return expert_mlp(rows, probs, batches, fc1, fc2, kind, self.arithmetic, linear, biases)
