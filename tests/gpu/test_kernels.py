@@ -28,6 +28,31 @@ def test_tree_add_has_the_bits_of_its_twin(width, dtype):
         assert same_bits(on_gpu.cpu(), tree_add.tree_add(partials.cpu(), out, groups=3))
 
 
+def test_a_later_launch_has_the_bits_of_the_first():
+    """Through the C function of Triton's launcher: again, on another stream, in a CUDA graph, and where 16 bytes do not
+    begin, which Triton compiles anew."""
+    memory, out = normal_on_gpu(8 * 4096 + 1), torch.empty(4096, device="cuda")
+    partials = memory[:-1].view(8, 4096)
+    expected = tree_add.tree_add(partials.cpu(), torch.empty(4096))
+    for _ in range(2):
+        assert same_bits(tree_add.tree_add(partials, out.zero_()).cpu(), expected)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        tree_add.tree_add(partials, out.zero_())
+    stream.synchronize()
+    assert same_bits(out.cpu(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tree_add.tree_add(partials, out)
+    out.zero_()
+    assert not same_bits(out.cpu(), expected)  # nothing ran while it was captured
+    graph.replay()
+    assert same_bits(out.cpu(), expected)
+    shifted = memory[1:].view(8, 4096)
+    assert same_bits(tree_add.tree_add(shifted, out).cpu(), tree_add.tree_add(shifted.cpu(), torch.empty(4096)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens, heads, width", ((256, 1, 1024), (2048, 1, 4096), (512, 32, 128), (96, 8, 24)))
 @pytest.mark.parametrize("by_heads", (False, True))

@@ -1,4 +1,4 @@
-"""Torch calls that no function mode sees.
+"""Torch calls that no function mode sees, and functions of autograd that no transform of functorch sees.
 
 On the CPU host every torch call, even `x.shape`, passes through Python (host/cpu.py: CudaMeansCpu), which takes longer
 than a small operation itself. Code that asks for no CUDA device has no need of that.
@@ -6,6 +6,7 @@ than a small operation itself. Code that asks for no CUDA device has no need of 
 
 from collections.abc import Callable
 from functools import wraps
+from typing import Any
 
 import torch
 
@@ -21,3 +22,17 @@ def outside_modes[**P, R](function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return called
+
+
+class LayerFunction(torch.autograd.Function):
+    """torch.autograd.Function for layers, whose `apply` takes the host a third less time outside functorch.
+
+    torch's looks at every argument for tensors that a transform of functorch has left behind. A training has none.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """As torch.autograd.Function.apply."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]

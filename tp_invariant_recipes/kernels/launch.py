@@ -1,9 +1,11 @@
 """Launch a Triton kernel with little host time: the host, not the GPU, limits small models and short sequences.
 
 Triton's own `kernel[grid](…)` binds and specialises the arguments at every call. `Kernel` looks up the compiled kernel
-by a short key of all that the specialisation depends on, and calls its launcher directly.
+by a short key of all that the specialisation depends on, and calls the C function of its launcher with addresses. Of a
+tensor that function would call `data_ptr`, and ask CUDA whether a GPU can read it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 from tp_invariant_recipes.errors import RunError
 
 _FITS = 2**31
+C_ENTRY = ("3.6.",)  # versions of Triton whose launcher's C function is known; others are called as Triton does
 ALONG_Y = 65535  # CUDA starts as many programs along y; along x 2^31 - 1, so what grows with tokens is counted there
 
 
@@ -24,7 +27,7 @@ class Kernel:
 
     def __init__(self, kernel: Any, **options: Any) -> None:
         self.kernel, self.options = kernel, options
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Callable[..., object], tuple[Any, ...]]] = {}
 
     def launch(
         self,
@@ -46,19 +49,17 @@ class Kernel:
             )
         device = tensors[0].get_device()
         key = (constants, num_warps, num_stages, device, *[tensor.dtype for tensor in tensors])
-        compiled = self._compiled.get(key)
-        aligned = 0
-        for tensor in tensors:
-            aligned |= tensor.data_ptr()
-        if compiled is None or aligned % 16 or max(numbers, default=0) >= _FITS:
+        found = self._compiled.get(key)
+        aligned, addresses = 0, [tensor.data_ptr() for tensor in tensors]
+        for address in addresses:
+            aligned |= address
+        if found is None or aligned % 16 or max(numbers, default=0) >= _FITS:
             options = self.options | {"num_warps": num_warps, "num_stages": num_stages}
             self._as_triton_does(grid, (*tensors, *numbers, *constants), options, None if aligned % 16 else key)
             return
+        entry, fixed = found
         stream = torch._C._cuda_getCurrentRawStream(device)
-        compiled.run(
-            grid[0], grid[1], 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *tensors, *numbers, *constants,
-        )  # fmt: skip
+        entry(*grid, 1, stream, *fixed, *addresses, *numbers, *constants)
 
     def _as_triton_does(
         self, grid: tuple[int, int], arguments: tuple[Any, ...], options: dict[str, Any], key: tuple[Any, ...] | None
@@ -68,4 +69,18 @@ class Kernel:
             return
         compiled = self.kernel[grid](*arguments, **options)
         if key is not None and all(n < _FITS for n in arguments if isinstance(n, int)):
-            self._compiled[key] = compiled
+            self._compiled[key] = _entry(compiled)
+
+
+def _entry(compiled: Any) -> tuple[Callable[..., object], tuple[Any, ...]]:
+    """What launches a compiled kernel, and what stands between the stream and the arguments.
+
+    That is the kernel, whether its programs cooperate, whether a launch may begin before the one ahead ends, two
+    addresses of scratch memory, metadata, and none of Triton's hooks (CudaLauncher of triton.backends.nvidia.driver).
+    """
+    launcher, metadata = compiled.run, (compiled.packed_metadata, None, None, None)
+    scratch = launcher.global_scratch_size or launcher.profile_scratch_size
+    if scratch or not triton.__version__.startswith(C_ENTRY):
+        return launcher, (compiled.function, *metadata)
+    how = launcher.launch_cooperative_grid, launcher.launch_pdl
+    return launcher.launch, (compiled.function, *how, None, None, *metadata)

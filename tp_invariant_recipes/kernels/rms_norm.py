@@ -48,8 +48,8 @@ def _forward_triton(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tens
     if not _is_aligned(x.shape, x.stride()):
         x = x.contiguous()
     tokens, heads, _ = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    scale = torch.empty((tokens, heads, 1), dtype=torch.float32, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    scale = torch.empty(tokens, heads, 1, dtype=torch.float32, device=x.device)
     grid, numbers, constants, warps = _forward_plan(x.shape, x.stride())
     FORWARD.launch(grid, (x, weight, y, scale), (*numbers, eps), constants, warps)
     return y, scale
@@ -76,8 +76,8 @@ def _backward_triton(
     if not _is_aligned(dy.shape, dy.stride()):
         dy = dy.contiguous()
     grid, numbers, constants, warps = _backward_plan(x.shape, dy.stride(), x.stride(), shards, by_heads)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    leaves = torch.empty((shards, grid[0], x.shape[2]), dtype=torch.float32, device=x.device)
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    leaves = torch.empty(shards, grid[0], x.shape[2], dtype=torch.float32, device=x.device)
     BACKWARD.launch(grid, (dy, x, weight, scale, dx, leaves), numbers, constants, warps)
     return dx, leaves
 

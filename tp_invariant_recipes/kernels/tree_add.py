@@ -29,8 +29,8 @@ def tree_add(partials: Tensor, out: Tensor, groups: int = 1) -> Tensor:
     """
     if not (partials.is_contiguous() and out.is_contiguous()):
         raise ValueError("a tree adds partials that lie one after the other")
-    width = partials.numel() // out.numel()
-    if width & (width - 1) or width * out.numel() != partials.numel():
+    width, rest = divmod(partials.numel(), out.numel())
+    if rest or width & (width - 1):
         raise ValueError(f"a tree adds a power of two of partials, not {partials.numel() / out.numel():g}")
     if not partials.is_cuda:
         return _tree_add_torch(partials, out, groups)
@@ -47,7 +47,7 @@ def _tree_add_triton(partials: Tensor, out: Tensor, groups: int, width: int) -> 
     size = out.numel() // groups
     block = BLOCK if width <= 8 else BLOCK // 8
     narrow = size <= block  # there may be more groups than programs along y
-    grid = (groups, 1) if narrow else (triton.cdiv(size, block), groups)
+    grid = (groups, 1) if narrow else (-(-size // block), groups)
     KERNEL.launch(grid, (partials, out), (size,), (width, size % 16 == 0, narrow, block))
 
 

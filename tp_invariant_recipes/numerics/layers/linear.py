@@ -22,12 +22,12 @@ product of the next. That is for GPUs, where the rows of a product do not depend
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.host.function_modes import LayerFunction, outside_modes
 from tp_invariant_recipes.numerics.products import contraction, cpu
 from tp_invariant_recipes.numerics.products.operands import Parts
 from tp_invariant_recipes.numerics.products.product import product
@@ -87,7 +87,43 @@ def unsplit(x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts) -> Te
     return _Unsplit.apply(x, weight, mesh, segments)
 
 
-class _ColumnParallel(torch.autograd.Function):
+class Column(NamedTuple):
+    """The two passes of a column-parallel product, for functions of autograd. Fields: as of `column_parallel`."""
+
+    mesh: VirtualMesh
+    segments: Parts
+    sequence_parallel: bool
+    products: Products = LIBRARY
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight^T, as `column_parallel`."""
+        mesh = self.mesh
+        whole = all_gather(x, mesh) if self.sequence_parallel else x
+        tokens = _tokens(whole)
+        # Not a view: the logits are this layer's output, and some losses change them in place.
+        y = tokens.new_empty(*whole.shape[:-1], weight.shape[0])
+        for some, out in each_context(mesh, tokens, _tokens(y)):
+            self.products.product(some, weight.t(), out, columns=_shards(self.segments, mesh))
+        return y
+
+    def backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, wants_dx: bool, wants_dw: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and weight that are wanted. dy: of the output."""
+        mesh, segments, sequence_parallel, products = self
+        grad = _tokens(dy)
+        gathering = start_all_gather(x, mesh) if wants_dw and sequence_parallel else None
+        reducing = _start_contraction(grad, weight, mesh, segments, products) if wants_dx else None
+        dx = dw = None
+        if wants_dw:  # while the nodes of dx are on their way
+            tokens = _tokens(gathering.arrived() if gathering else x)
+            dw = _weight_gradient(weight, grad, tokens, mesh, products.product, rows=_shards(segments, mesh))
+        if reducing is not None:
+            dx = _finished(reducing, x.dtype, mesh, sequence_parallel).view_as(x)
+        return dx, dw
+
+
+class _ColumnParallel(LayerFunction):
     @staticmethod
     @outside_modes
     def forward(
@@ -100,46 +136,31 @@ class _ColumnParallel(torch.autograd.Function):
         products: Products,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.mesh, ctx.segments, ctx.sequence_parallel, ctx.products = mesh, segments, sequence_parallel, products
-        whole = all_gather(x, mesh) if sequence_parallel else x
-        tokens = _tokens(whole)
-        # Not a view: the logits are this layer's output, and some losses change them in place.
-        y = tokens.new_empty(*whole.shape[:-1], weight.shape[0])
-        for some, out in each_context(mesh, tokens, _tokens(y)):
-            products.product(some, weight.t(), out, columns=_shards(segments, mesh))
-        return y
+        ctx.layer = layer = Column(mesh, segments, sequence_parallel, products)
+        return layer.forward(x, weight)
 
     @staticmethod
     @outside_modes
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        mesh, segments, sequence_parallel, products = ctx.mesh, ctx.segments, ctx.sequence_parallel, ctx.products
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        grad = _tokens(dy)
-        gathering = start_all_gather(x, mesh) if wants_dw and sequence_parallel else None
-        reducing = _start_contraction(grad, weight, mesh, segments, products) if wants_dx else None
-        dx = dw = None
-        if wants_dw:  # while the nodes of dx are on their way
-            tokens = _tokens(gathering.arrived() if gathering else x)
-            dw = _weight_gradient(weight, grad, tokens, mesh, products.product, rows=_shards(segments, mesh))
-        if reducing is not None:
-            dx = _finished(reducing, x.dtype, mesh, sequence_parallel).view(x.shape)
-        return dx, dw, None, None, None, None
+        return *ctx.layer.backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None, None, None, None
 
 
-class _Unsplit(torch.autograd.Function):
-    backward = staticmethod(_ColumnParallel.backward)
-
+class _Unsplit(LayerFunction):
     @staticmethod
     @outside_modes
     def forward(ctx: Any, x: Tensor, weight: Tensor, mesh: VirtualMesh, segments: Parts) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.mesh, ctx.segments, ctx.sequence_parallel, ctx.products = mesh, segments, False, LIBRARY
+        ctx.layer = Column(mesh, segments, False)
         summed = _start_contraction(_tokens(x), weight.t(), mesh, 1, LIBRARY)
         return _finished(summed, x.dtype, mesh, False).view(*x.shape[:-1], weight.shape[0])
 
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.layer.backward(dy, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None, None
 
-class _RowParallel(torch.autograd.Function):
+
+class _RowParallel(LayerFunction):
     @staticmethod
     @outside_modes
     def forward(
@@ -167,7 +188,7 @@ class _RowParallel(torch.autograd.Function):
             dx = torch.empty_like(tokens, memory_format=torch.contiguous_format)
             for some, out in each_context(mesh, grad, dx):
                 product(some, weight, out, columns=mesh.local)
-            dx = dx.view(x.shape)
+            dx = dx.view_as(x)
         if wants_dw:
             dw = _weight_gradient(weight, grad, tokens, mesh, product, columns=mesh.local)
         return dx, dw, None, None, None

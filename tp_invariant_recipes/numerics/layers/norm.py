@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tp_invariant_recipes.host.function_modes import outside_modes
+from tp_invariant_recipes.host.function_modes import LayerFunction, outside_modes
 from tp_invariant_recipes.kernels.centred_rows import centred_rows
 from tp_invariant_recipes.kernels.rms_norm import rms_norm_backward, rms_norm_forward
 from tp_invariant_recipes.numerics.layers.bias import row_bias
@@ -50,9 +50,8 @@ def rms_norm(
     The weight gradient is the sum over the rows of all ranks, the same bits for every t dividing V;
     `partial_gradient.reduce_weight_gradient` returns it or adds it to `main_grad`.
     """
-    if weight.requires_grad and torch.is_grad_enabled():
-        _check(x, mesh, shards_of)
-    return _RMSNorm.apply(x, weight, eps, mesh, shards_of, kernels)
+    check_rows(x, weight, mesh, shards_of)
+    return _RMSNorm.apply(x, weight, eps, Norm(mesh, shards_of, kernels))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, mesh: VirtualMesh, sliced: bool) -> Tensor:
@@ -68,7 +67,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, mesh: Virtua
     return row_bias(normal, bias, mesh, sliced).to(x.dtype)
 
 
-class _CentredRows(torch.autograd.Function):
+class _CentredRows(LayerFunction):
     """[…, h] → fp32 of the same shape."""
 
     @staticmethod
@@ -84,7 +83,10 @@ class _CentredRows(torch.autograd.Function):
         return centred_rows(dc.reshape(-1, dc.shape[-1]), ctx.dtype).view(dc.shape)
 
 
-def _check(x: Tensor, mesh: VirtualMesh, shards_of: NormShards) -> None:
+def check_rows(x: Tensor, weight: Tensor, mesh: VirtualMesh, shards_of: NormShards) -> None:
+    """Raise ValueError where the gradient of the weight needs shards into which the rows are not divided."""
+    if not (weight.requires_grad and torch.is_grad_enabled()):
+        return
     dim, what = (-2, "heads") if shards_of is NormShards.HEADS else (0, "positions")
     whole = x.shape[dim] if shards_of is NormShards.SEQUENCE_WHOLE else x.shape[dim] * mesh.size
     if whole % (mesh.shards if shards_of is NormShards.HEADS else mesh.chunks):
@@ -97,30 +99,46 @@ def _rows(x: Tensor, shards_of: NormShards) -> Tensor:
     return x.reshape(-1, heads, x.shape[-1])
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    @outside_modes
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, mesh: VirtualMesh, shards_of: NormShards, kernels: NormKernels
-    ) -> Tensor:
-        y, scale = kernels.forward(_rows(x, shards_of), weight, eps)
-        ctx.save_for_backward(x, weight, scale)
-        ctx.mesh, ctx.shards_of, ctx.kernels = mesh, shards_of, kernels
-        return y.view(x.shape)
+class Norm(NamedTuple):
+    """The two passes of an RMSNorm, for functions of autograd. Fields: as of `rms_norm`."""
 
-    @staticmethod
-    @outside_modes
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        x, weight, scale = ctx.saved_tensors
-        mesh, shards_of = ctx.mesh, ctx.shards_of
+    mesh: VirtualMesh
+    shards_of: NormShards
+    kernels: NormKernels = LIBRARY
+
+    def forward(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The norm of x's shape, and the scale of each row that `backward` reads."""
+        y, scale = self.kernels.forward(_rows(x, self.shards_of), weight, eps)
+        return y.view_as(x), scale
+
+    def backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, wants_dx: bool, wants_dw: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and weight that are wanted. dy: of the norm."""
+        mesh, shards_of, kernels = self
         everywhere, by_heads = shards_of is NormShards.SEQUENCE_WHOLE, shards_of is NormShards.HEADS
-        dy, rows = _rows(gradients[0], shards_of), _rows(x, shards_of)
+        dy, rows = _rows(dy, shards_of), _rows(x, shards_of)
         if by_heads:
             parts = each_context(mesh, dy, rows, scale)
-            found = [ctx.kernels.backward(d, r, weight, s, mesh.local, True) for d, r, s in parts]
+            found = [kernels.backward(d, r, weight, s, mesh.local, True) for d, r, s in parts]
             dx, leaves = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
         else:
             chunks = mesh.chunks if everywhere else mesh.local_chunks
-            dx, leaves = ctx.kernels.backward(dy, rows, weight, scale, chunks, False)
-        dw = reduce_weight_gradient(weight, leaves, mesh, everywhere, by_heads) if ctx.needs_input_grad[1] else None
-        return dx.view(x.shape) if ctx.needs_input_grad[0] else None, dw, None, None, None, None
+            dx, leaves = kernels.backward(dy, rows, weight, scale, chunks, False)
+        dw = reduce_weight_gradient(weight, leaves, mesh, everywhere, by_heads) if wants_dw else None
+        return dx.view_as(x) if wants_dx else None, dw
+
+
+class _RMSNorm(LayerFunction):
+    @staticmethod
+    @outside_modes
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, norm: Norm) -> Tensor:
+        y, scale = norm.forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.norm = norm
+        return y
+
+    @staticmethod
+    @outside_modes
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        return *ctx.norm.backward(*gradients, *ctx.saved_tensors, *ctx.needs_input_grad[:2]), None, None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.kernels.tree_add import tree_add
-from tp_invariant_recipes.numerics.products import cublas
+from tp_invariant_recipes.numerics.products import cublas, sampling
 from tp_invariant_recipes.numerics.products.defined import FIXED_TILES
 from tp_invariant_recipes.numerics.sums.context_shards import each_context
 from tp_invariant_recipes.numerics.sums.mesh import VirtualMesh
@@ -79,6 +79,8 @@ def nodes(
     pays = mesh.graphs or a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
     how = _at_once if pays else _as_a_batch
     found = how(a, b, mesh.local, segments, only)
+    if found is not None and (taking := sampling.begin(a, b, found[0], False, segments)) is not None:
+        taking.end(found, mesh.local)
     return found if found is not None else _one_by_one(a, b, mesh, segments, product, only)
 
 
@@ -214,4 +216,4 @@ def _compiles() -> bool:
 def _empty(count: int, a: Tensor, b: Tensor, only: Tensor | None) -> Tensor:
     if count == 1 and only is not None:
         return only.unsqueeze(0)
-    return torch.empty((count, a.shape[0], b.shape[1]), dtype=torch.float32, device=a.device)
+    return torch.empty(count, a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)

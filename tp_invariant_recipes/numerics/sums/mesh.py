@@ -1,6 +1,7 @@
 """The virtual mesh: V shards in a fixed order, spread over t ranks. Each rank owns consecutive shards."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 
@@ -40,17 +41,17 @@ class VirtualMesh:
         size = group.size()
         return cls(shards, size, group.rank(), group if size > 1 else None, contexts, graphs, in_blocks)
 
-    @property
+    @cached_property
     def local(self) -> int:
         """The number of shards of one rank, V/t."""
         return self.shards // self.size
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Chunks of the tokens that the ranks hold together: V of each context shard."""
         return self.shards * self.contexts
 
-    @property
+    @cached_property
     def local_chunks(self) -> int:
         """Those of one rank's slice of the tokens."""
         return self.local * self.contexts

@@ -54,7 +54,7 @@ def tree_sum(partials: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """
     if partials.shape[0] == 1 and dtype == partials.dtype:
         return partials[0]
-    return tree_add(partials, torch.empty(partials.shape[1:], dtype=dtype, device=partials.device))
+    return tree_add(partials, torch.empty(*partials.shape[1:], dtype=dtype, device=partials.device))
 
 
 def tree_all_reduce(partials: Tensor, mesh: VirtualMesh, dtype: torch.dtype) -> Tensor:
@@ -142,4 +142,6 @@ def start_all_gather(slices: Tensor, mesh: VirtualMesh) -> Moving:
 
 def all_gather(slices: Tensor, mesh: VirtualMesh) -> Tensor:
     """[n/t, …] on every rank → [n, …]."""
+    if mesh.size == 1:
+        return slices
     return start_all_gather(slices, mesh).arrived()
