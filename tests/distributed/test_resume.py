@@ -18,10 +18,23 @@ TOY = ("qwen3_toy", "model.num_layers=1", "tp=2", "seq=32", "gbs=1", "numerics=s
 RUN = ("train", *TOY, "iters=12", "save=4")
 
 
+def _reads_no_shard_back() -> None:
+    """Have a rank fail where it reads a shard to hash it: it hashes them as it writes them."""
+    digest = checkpoints._digest
+
+    def of_small_files(file: Path) -> str:
+        assert file.suffix != ".distcp"
+        return digest(file)
+
+    checkpoints._digest = of_small_files
+
+
 @pytest.fixture(scope="module")
 def whole(shared):
     """The uninterrupted run."""
-    shared(*RUN, "run.dir=whole", status=0)
+    shared(*RUN, "run.dir=whole", before=_reads_no_shard_back, status=0)
+    for checkpoint in checkpoints.finished(shared.folder / "whole" / "checkpoints"):
+        checkpoint.verify()
     return shared
 
 

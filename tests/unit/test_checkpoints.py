@@ -13,6 +13,7 @@ from tp_invariant_recipes.errors import CheckpointError
 from tp_invariant_recipes.runs.checkpoints import (
     ASIDE,
     MANIFEST,
+    CheckpointFile,
     RunCheckpoint,
     finished,
     iteration_dir,
@@ -109,6 +110,38 @@ def test_each_damaged_file_is_named(tmp_path):
         "__1_0.distcp has 15 bytes instead of 17",
         "run_config/run.yaml has changed since it was written",
     ]
+
+
+def test_nodes_read_all_files_between_them_and_each_its_part(tmp_path):
+    path = save(tmp_path, 5, {str(n): bytes(n + 1) for n in range(7)})
+    for n in range(7):
+        (path / str(n)).write_bytes(b"\1" * (n + 1))
+    found = []
+    for node in range(3):
+        with pytest.raises(CheckpointError) as error:
+            RunCheckpoint(path, 5).verify(node=node, nodes=3)
+        found.append({line.split()[1] for line in str(error.value).splitlines() if "has changed" in line})
+    assert [len(names) for names in found] == [3, 2, 2]
+    assert set.union(*found) == set(map(str, range(7)))
+
+
+def test_sizes_alone_find_a_short_file_and_no_flipped_byte(tmp_path):
+    path = save(tmp_path, 5)
+    (path / "__0_0.distcp").write_bytes(b"Weights of rank 0")
+    assert select(tmp_path, hashes=False) == RunCheckpoint(path, 5)
+    (path / "__0_0.distcp").write_bytes(b"weights of rank")
+    with pytest.raises(CheckpointError, match="has 15 bytes instead of 17"):
+        select(tmp_path, hashes=False)
+
+
+def test_a_file_that_was_hashed_as_it_was_written_is_not_read_back(tmp_path):
+    path = save(tmp_path, 5, manifest=False)
+    known = {"__0_0.distcp": CheckpointFile(17, "0" * 32), "gone": CheckpointFile(1, "1" * 32)}
+    write_manifest(path, 5, "hash", LAYOUT, "distributed", known=known)
+    files = RunCheckpoint(path, 5).read_manifest().files
+    assert files["__0_0.distcp"] == known["__0_0.distcp"]
+    assert set(files) == set(FILES)
+    assert selection_problems(tmp_path) == ["__0_0.distcp has changed since it was written"]
 
 
 def test_only_the_one_to_be_used_has_to_be_whole(tmp_path):

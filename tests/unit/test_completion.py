@@ -25,8 +25,9 @@ def words_completed(incomplete: str, *, several: bool = False) -> list[str]:
 
 def test_models_with_what_they_are():
     assert [name for name, _ in completion.models("")] == ["recipe=", *conf_files.groups()["model"]]
+    assert all(summary for name, summary in completion.models("") if name != "recipe=")
     assert completion.models("qwen3_8") == [("qwen3_8b", "Qwen3-8B: 36 layers, untied embeddings.")]
-    assert completion.models("gpt") == []
+    assert completion.models("gpt2") == []
 
 
 def test_keys_are_short_ones_groups_and_sections():
@@ -45,7 +46,7 @@ OFFERED = (
     ("numerics=t", ["numerics=tree"]),
     ("numerics.g", ["numerics.grad_norm="]),
     ("numerics.grad_norm=", ["numerics.grad_norm=exact", "numerics.grad_norm=fp64"]),
-    ("run.", ["run.dir=", "run.hang_timeout="]),
+    ("run.", ["run.dir=", "run.hang_timeout=", "run.verify="]),
     ("run.hang_timeout=", ["run.hang_timeout=auto", "run.hang_timeout=off"]),
     ("slurm.ex", ["slurm.exclusive="]),
     ("slurm.exclusive=", ["slurm.exclusive=true", "slurm.exclusive=false"]),

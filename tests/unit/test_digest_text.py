@@ -5,11 +5,15 @@ import itertools
 import pytest
 
 from tp_invariant_recipes.ledger.digests import (
+    Parameter,
     check_digest,
     digest_texts,
     group_digests,
     group_of,
     in_order,
+    stack_digest,
+    stacked,
+    stacks,
     start_lanes,
     tensor_digest,
     whole_digest,
@@ -94,3 +98,29 @@ def test_parameters_are_sorted_as_a_forward_pass_meets_them():
         "output_layer.weight",
     ]
     assert in_order(sorted(names)) == names
+
+
+NAMES = ("layers.0.mlp.experts.10.fc", "layers.0.mlp.experts.2.fc", "layers.0.mlp.router", "exp_avg/l.experts.0.fc.a")
+
+
+def test_experts_of_a_layer_are_a_stack_in_the_order_of_their_numbers():
+    assert stacks(NAMES) == {
+        "layers.0.mlp.experts.*.fc": [1, 0],
+        "layers.0.mlp.router": [2],
+        "exp_avg/l.experts.*.fc.a": [3],
+    }
+
+
+def test_two_experts_exchanged_have_another_digest():
+    one, other = b"a" * 16, b"b" * 16
+    assert stack_digest(one + other) != stack_digest(other + one)
+
+
+def test_a_stack_has_its_experts_as_first_dimension_and_they_must_be_alike():
+    found = stacked([Parameter(name, (4, 2), "float32", "bfloat16", "float32") for name in NAMES[:3]])
+    assert [(one.name, one.shape) for one in found] == [
+        ("layers.0.mlp.experts.*.fc", (2, 4, 2)),
+        ("layers.0.mlp.router", (4, 2)),
+    ]
+    with pytest.raises(ValueError, match=r"experts\.\*\.fc: its experts have other shapes or dtypes: ledger.experts=e"):
+        stacked([Parameter(name, (n,), "float32", "bfloat16") for n, name in enumerate(NAMES[:2])])

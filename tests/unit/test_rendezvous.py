@@ -2,6 +2,8 @@
 
 import json
 import socket
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,8 +11,9 @@ from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.host.network import address_towards, interface
 from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.ledger.run_files import Attempt
-from tp_invariant_recipes.multinode import rendezvous
+from tp_invariant_recipes.multinode import heartbeat, rendezvous
 from tp_invariant_recipes.multinode.forwarding import Receiver, Sender
+from tp_invariant_recipes.multinode.rendezvous import NodeInfo
 from tp_invariant_recipes.runs.attempts import consecutive_failures
 from tp_invariant_recipes.runs.run_dir import RunDir
 
@@ -165,3 +168,47 @@ def test_the_interface_of_an_address():
     assert interface("127.0.0.1") == "lo"
     assert interface("192.0.2.77") is None
     assert address_towards("127.0.0.1") == "127.0.0.1"
+
+
+@pytest.fixture
+def first():
+    """The rendezvous of three nodes, as the first of them has joined it."""
+    from torch.distributed import DistError, TCPStore
+
+    joined = object.__new__(rendezvous.Rendezvous)
+    joined.node = NodeInfo("1", 0, 0, 3, "n0", "n[0-2]", "127.0.0.1")
+    joined.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    joined._lost = DistError
+    return joined
+
+
+def test_values_are_read_together_once_all_are_there(first):
+    keys = ["alive/1", "alive/2"]
+    first.set("alive/2", rendezvous.Alive(7))
+    assert first.get_all(keys) is None
+    first.set("alive/1", rendezvous.Alive(3))
+    assert first.get_all(keys) == [rendezvous.Alive(3), rendezvous.Alive(7)]
+    assert first.get_all([]) == []
+    first.send("alive/1", b"{}")
+    with pytest.raises(RunError, match="sets alive/1 to what no node of it sets"):
+        first.get_all(keys)
+
+
+@pytest.mark.parametrize("beating", (True, False))
+def test_a_node_that_falls_silent_is_named_and_one_that_beats_is_not(first, monkeypatch, beating):
+    monkeypatch.setattr(heartbeat, "LOST", 0.05)
+    look = heartbeat.Heartbeat(first, SimpleNamespace(run_dir=None), None).look
+    first.set("arrived/2", rendezvous.Arrived("n2", (), "127.0.0.1"))
+
+    def looks() -> None:
+        for n in range(4):
+            first.set("alive/1", rendezvous.Alive(n))
+            first.set("alive/2", rendezvous.Alive(n if beating else 0))
+            look()
+            time.sleep(0.04)
+
+    if beating:
+        looks()
+        return
+    with pytest.raises(RunError, match=r"^n2 of n\[0-2\] has given no sign of life for 0 s"):
+        looks()

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -132,12 +133,12 @@ class Registered:
 
     lines: tuple[tuple[str, Path], ...]
 
-    @property
+    @cached_property
     def owners(self) -> dict[str, Path]:
         """The directory of every id; the later one if an id occurs twice."""
         return dict(self.lines)
 
-    @property
+    @cached_property
     def directories(self) -> list[Path]:
         """The directories of all submissions, oldest first."""
         return list(dict.fromkeys(directory for _, directory in self.lines))

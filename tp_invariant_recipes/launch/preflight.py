@@ -8,6 +8,7 @@ from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.host import gpus
 from tp_invariant_recipes.host.versions import installed
 from tp_invariant_recipes.launch import experiments, inputs, memory
+from tp_invariant_recipes.ledger.digests import MANY
 from tp_invariant_recipes.patches import registry
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs.run_dir import RunDir, free_bytes
@@ -87,7 +88,11 @@ def _ledger_bytes(config: RunConfig) -> int:
     """The approximate size of the digests of all steps."""
     every, state, model = config.ledger.digests, config.ledger.state_digests, config.model
     layers = model.get("num_layers") or len(model.get("hybrid_layer_pattern") or "")
-    tensors = layers * (TENSORS_OF_LAYER + TENSORS_OF_EXPERT * (model.get("num_moe_experts") or 0))
+    experts = layers * TENSORS_OF_EXPERT * (model.get("num_moe_experts") or 0)
+    chosen = config.ledger.experts
+    if experts and (chosen == "together" or (chosen == "auto" and experts >= MANY)):
+        experts = layers * TENSORS_OF_EXPERT
+    tensors = layers * TENSORS_OF_LAYER + experts
     if not every:
         return 0
     steps = config.train["train_iters"]

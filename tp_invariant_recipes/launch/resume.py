@@ -19,7 +19,7 @@ from tp_invariant_recipes.ledger.open import read, streamed
 from tp_invariant_recipes.ledger.run_files import RunFile
 from tp_invariant_recipes.ledger.tail import last_step
 from tp_invariant_recipes.numerics import mode
-from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
 from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.run_dir import RunDir, choose
 from tp_invariant_recipes.settings import peft
@@ -29,7 +29,7 @@ from tp_invariant_recipes.settings.values import value_text
 OF_AN_ATTEMPT = ("checkpoint.ckpt_step", "launcher.kind", *relations.REPLACED)
 LR_DECAY = "scheduler.lr_decay_iters"
 # A repetition also has another directory.
-NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir")
+NOT_REPEATED = (*OF_AN_ATTEMPT, "run.dir", "guard.kind", "guard.every", "guard.products", "guard.exclude")
 
 
 def resume_run(
@@ -173,7 +173,10 @@ def _resume(
         return replace(plan, start=done, completed=True)
     if start is not None:
         return _starting_at(plan, RunCheckpoint(iteration_dir(run_dir.checkpoints, start), start)) if start else plan
-    found = checkpoints.select(run_dir.checkpoints, step, within=_steps_in_ledger(run_dir))
+    untrusted, within = guard_files.unsettled(run_dir), _steps_in_ledger(run_dir)
+    if untrusted is not None:  # whoever noted it was killed before the checkpoints were moved
+        within = min(within, untrusted.trusted)
+    found = checkpoints.select(run_dir.checkpoints, step, within=within, hashes=False)
     if found and found.read_manifest().identity_hash != plan.identity_hash:
         raise CheckpointError(f"{found.path} belongs to another run: its identity is not the one of {run_dir.path}")
     if found is None:

@@ -17,7 +17,8 @@ from tp_invariant_recipes.launch.ranks import Stop
 from tp_invariant_recipes.launch.request import Request
 from tp_invariant_recipes.ledger.bits import bits_float
 from tp_invariant_recipes.ledger.open import read
-from tp_invariant_recipes.runs import attempts, checkpoints, places
+from tp_invariant_recipes.runs import attempts, checkpoints, guard_files, places
+from tp_invariant_recipes.runs.checkpoints import RunCheckpoint, iteration_dir
 from tp_invariant_recipes.runs.lock import Lock, LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.sizing.memory import estimate
@@ -47,6 +48,23 @@ def _is_completed(run_dir: RunDir, composed: Composed) -> bool:
 
 
 def check(planned: Plan) -> None:
+    """What can be checked before anything is written. Raises ConfigError, CheckpointError."""
+    check_checkpoint(planned)
+    validate(planned)
+
+
+def check_checkpoint(planned: Plan, node: int = 0, nodes: int = 1) -> None:
+    """Read the checkpoint that the run goes on from, whose sizes its plan has checked. Raises CheckpointError.
+
+    node, nodes: this one's number, and how many read it at once, each a part of its files.
+    """
+    config = planned.config
+    if planned.here and planned.start and config.run.verify == "hashes":
+        path = iteration_dir(Path(config.section("checkpoint")["load"]), planned.start)
+        RunCheckpoint(path, planned.start).verify(node=node, nodes=nodes)
+
+
+def validate(planned: Plan) -> None:
     """Build the run's ConfigContainer and let Bridge validate it. Raises ConfigError.
 
     Imports Bridge, 10 to 20 s, unless the same recipe has passed before.
@@ -102,6 +120,7 @@ def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) 
         record.check_current(planned)
         if planned.run_dir.checkpoints.exists():
             checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
+        guard_files.settle(planned.run_dir)
         record.write(planned)
         try:
             outcome = check_completed(planned, local.run(planned, watch, stop=stop))
@@ -109,6 +128,7 @@ def execute(planned: Plan, watch: Callable[[], None], stop: Stop | None = None) 
             raise
         except TpiError as error:
             with suppress(TpiError):  # a full disk, mostly: then the run's own error says so
+                guard_files.settle(planned.run_dir)
                 attempts.end(planned.run_dir, "failed", str(error))
             raise
         except KeyboardInterrupt:

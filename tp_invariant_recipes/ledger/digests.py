@@ -8,7 +8,7 @@ A digest depends only on bits, positions, dtype and shape, and not on the name, 
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import xxhash
@@ -19,6 +19,8 @@ LANES = 2
 _MASK = (1 << 64) - 1
 _TEXT = re.compile(r"[0-9a-f]{32}")
 _TEXTS = re.compile(r"[0-9a-f]*")
+_EXPERT = re.compile(r"(?P<before>.*\.experts)\.(?P<number>\d+)\.(?P<after>.+)")
+MANY = 4096  # tensors of experts, from which on those of one matrix of a layer have one digest together
 _LAYER = re.compile(r"(?:.+\.)?layers\.\d+(?=\.)")
 
 
@@ -91,6 +93,40 @@ def start_lanes(dtype: str, shape: Sequence[int]) -> tuple[int, int]:
     """The initial lanes of a whole tensor's digest."""
     start = xxhash.xxh3_128_intdigest(f"{dtype}[{','.join(map(str, shape))}]".encode())
     return start >> 64, start & _MASK
+
+
+def stacked_name(name: str) -> str:
+    """The name of the stack that a tensor of an expert is a slice of: "….experts.*.linear_fc2.weight"; others' own."""
+    return _EXPERT.sub(r"\g<before>.*.\g<after>", name)
+
+
+def stacks(names: Sequence[str]) -> dict[str, list[int]]:
+    """Name of a stack → the places in `names` of its tensors, by number of expert; of another tensor, its place."""
+    found: dict[str, list[int]] = {}
+    for at, name in enumerate(names):
+        found.setdefault(stacked_name(name), []).append(at)
+    return {name: sorted(places, key=lambda at: _numbers_by_value(names[at])) for name, places in found.items()}
+
+
+def stack_digest(sums: bytes) -> str:
+    """The digest of a stack. sums: of its tensors, one after the other, as for `digest_texts`."""
+    return xxhash.xxh3_128_hexdigest(sums)
+
+
+def stacked(parameters: Sequence["Parameter"]) -> tuple["Parameter", ...]:
+    """The parameters with those of all experts as one: a shape with the number of experts before it.
+
+    ValueError: experts of one layer are not alike.
+    """
+    found = []
+    for name, places in stacks([parameter.name for parameter in parameters]).items():
+        of = [parameters[at] for at in places]
+        if name != of[0].name:
+            if len({(one.shape, one.gradient, one.weight, one.master) for one in of}) > 1:
+                raise ValueError(f"{name}: its experts have other shapes or dtypes: ledger.experts=each")
+            of = [replace(of[0], name=name, shape=(len(of), *of[0].shape))]
+        found += of
+    return tuple(found)
 
 
 def whole_digest(digests: Mapping[str, str]) -> str:
@@ -178,6 +214,7 @@ _PARTS = (
 )
 
 
+@functools.lru_cache(maxsize=1 << 17)  # the same names for every kind of digest
 def _place(name: str) -> tuple:
     stage = next((n for n, prefix in enumerate(_STAGES) if name.startswith(prefix)), len(_STAGES))
     part = next((n for n, text in enumerate(_PARTS) if text in name), len(_PARTS))

@@ -132,7 +132,8 @@ def resume(path: str | os.PathLike, header: Header, step: int) -> LedgerWriter:
     if step and ledger.header.parameters != header.parameters:
         raise LedgerError(
             f"{file} has digests of {len(ledger.header.parameters)} parameters, and this run would record "
-            f"{len(header.parameters)}, or others: continue with the ledger.digests and the layers that it began with"
+            f"{len(header.parameters)}, or others: continue with the ledger.digests, ledger.experts and layers that it "
+            f"began with"
         )
     if not 0 <= step <= len(ledger.steps):
         raise LedgerError(f"{file} ends at step {len(ledger.steps)} and cannot go on after step {step}")

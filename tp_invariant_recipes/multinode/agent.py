@@ -46,7 +46,7 @@ from tp_invariant_recipes.multinode.rendezvous import (
     Rendezvous,
     Stopped,
 )
-from tp_invariant_recipes.runs import attempts, checkpoints
+from tp_invariant_recipes.runs import attempts, checkpoints, guard_files
 from tp_invariant_recipes.runs.lock import LockLost, locked
 from tp_invariant_recipes.runs.run_dir import RunDir
 from tp_invariant_recipes.settings import allocation, sft
@@ -191,22 +191,36 @@ def _attempt(rendezvous: Rendezvous, task: NodeTask, planned: Plan, number: int)
             f"{task.tries} tries in a row began at step {planned.start}, and none reached another checkpoint; no more "
             f"(slurm.tries={task.tries})"
         )
-    train.check(planned)
-    if planned.run_dir.checkpoints.exists():
-        checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
+    train.validate(planned)
     try:
         with _orders_given(rendezvous, planned):
+            train.check_checkpoint(planned, rendezvous.node.number, rendezvous.node.count)  # while the others do
             reached = _wait_for_arrivals(rendezvous, task.rendezvous_timeout)
+        if planned.run_dir.checkpoints.exists():
+            checkpoints.set_aside(planned.run_dir.checkpoints, after=planned.start)
+        guard_files.settle(planned.run_dir)
         outcome = _train(rendezvous, task, planned, reached)
     except Stopped:
         outcome = Outcome.STOPPED
     except (RunError, PeerFailed) as error:
         cause = _first_cause(rendezvous, planned.run_dir, error)
         # A rank may fail because of the signal that stops it; then the run must not restart by itself.
-        again = number < task.tries and not cause.ours and not rendezvous.stop.requests
+        again = number < task.tries and not rendezvous.stop.requests
+        again &= _excluded(planned, cause) or not cause.ours
         more = "it is queued again" if again else "no more"
         return Ended(None, again, f"{cause}\n(try {number} of {task.tries} from step {planned.start}; {more})")
     return Ended(outcome, outcome is Outcome.STOPPED and rendezvous.stop.resumable)
+
+
+def _excluded(planned: Plan, cause: RankFailed) -> bool:
+    """Whether the job goes on without the nodes that have computed wrong bits: its script then excludes them."""
+    noted = guard_files.settle(planned.run_dir)
+    if not (cause.hardware and noted and planned.config.guard.exclude):
+        return False
+    file = planned.run_dir.excluded
+    before = file.read_text(encoding="utf-8").split() if file.exists() else []
+    planned.run_dir.write_text(file, "".join(f"{host}\n" for host in dict.fromkeys([*before, *noted.hosts])))
+    return True
 
 
 @contextmanager
@@ -269,7 +283,7 @@ def _first_cause(rendezvous: Rendezvous, run_dir: RunDir, error: Exception) -> R
     if first is None:
         return RankFailed(str(error), time.time())
     where = f"\n(on {first.name})" if rendezvous.node.count > 1 else ""
-    return RankFailed(f"{first.why}{where}", first.cause, ours=first.ours)
+    return RankFailed(f"{first.why}{where}", first.cause, ours=first.ours, hardware=first.hardware)
 
 
 # The other nodes
@@ -318,7 +332,8 @@ def _plan_as_ordered(rendezvous: Rendezvous, task: NodeTask, locks: ExitStack) -
         elif not shared:
             locks.enter_context(locked(planned.run_dir))
         problems += _differences(orders.agreed, _must_agree(planned), node)
-        train.check(planned)
+        train.validate(planned)
+        train.check_checkpoint(planned, node.number, node.count)
     except TpiError as error:
         problems.append(f"{node.name}: {error}")
     rendezvous.set(f"arrived/{node.number}", Arrived(node.name, tuple(problems), node.address))
@@ -400,7 +415,7 @@ def _run_ranks(
         )
     except RankFailed as error:
         rank_states = tuple(replace(one, node=node.name) for one in error.rank_states)
-        failed = Failed(node.name, error.cause, str(error), error.ours, rank_states)
+        failed = Failed(node.name, error.cause, str(error), error.ours, error.hardware, rank_states)
         rendezvous.set(f"failed/{node.number}", failed)
         _set_failing(rendezvous, hang=bool(rank_states))
         raise
@@ -450,9 +465,10 @@ def _wait_for_others(
         numbers = [number for number in numbers if rendezvous.has(f"joined/{number}")]
     keys = [f"{key}/{number}" for number in numbers]
     while True:
-        found = [value for one in keys if (value := rendezvous.get(one)) is not None]
-        if len(found) == len(keys) or (deadline is not None and time.monotonic() > deadline):
+        if (found := rendezvous.get_all(keys)) is not None:
             return found
+        if deadline is not None and time.monotonic() > deadline:
+            return [value for one in keys if (value := rendezvous.get(one)) is not None]
         if stoppable and rendezvous.stop.signals:
             raise Stopped
         if tick:

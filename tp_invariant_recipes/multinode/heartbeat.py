@@ -55,11 +55,13 @@ class Heartbeat:
             raise PeerHangs if failing.hang else PeerFailed
         lock.check()
         if node.first:
-            for number in range(1, node.count):
-                self._look_for(number)
+            others = range(1, node.count)
+            keys = [f"alive/{number}" for number in others]
+            signs = self.rendezvous.get_all(keys) or map(self.rendezvous.get, keys)  # until all have given one
+            for number, sign in zip(others, signs, strict=True):
+                self._note(number, sign)
 
-    def _look_for(self, number: int) -> None:
-        sign = self.rendezvous.get(f"alive/{number}")
+    def _note(self, number: int, sign: Any) -> None:
         last, seen = self.signs.get(number, (None, time.monotonic()))
         self.signs[number] = (sign, seen if sign == last and number in self.signs else time.monotonic())
         if time.monotonic() - self.signs[number][1] > LOST:

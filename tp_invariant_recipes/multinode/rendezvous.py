@@ -66,6 +66,7 @@ class Failed(Record):
     cause: Seconds
     why: str
     ours: bool
+    hardware: bool
     rank_states: Listed[RankState]
 
 
@@ -235,6 +236,11 @@ class Rendezvous:
         """The value of a key; None: it is not set. RunError: no node sets such a value."""
         data = self._ask(lambda: self.store.get(key) if self.store.check([key]) else None)
         return None if data is None else parse(key, data)
+
+    def get_all(self, keys: list[str]) -> list[Any] | None:
+        """The values of keys, in one request however many they are; None: not all are set. RunError: as `get`."""
+        there = self._ask(lambda: self.store.multi_get(keys) if self.store.check(keys) else None) if keys else []
+        return None if there is None else [parse(key, data) for key, data in zip(keys, there, strict=True)]
 
     def wait(self, key: str, patience: float) -> Any:
         """The value of a key, after one blocking wait without polling; RunError after `patience` seconds."""

@@ -5,7 +5,10 @@ usable. So a manifest is written last: a checkpoint without one is unfinished, o
 """
 
 import json
+import os
 import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +23,7 @@ from tp_invariant_recipes.reading import Count, Layout, Record, checked, parse_j
 MANIFEST = "tpi-manifest.json"
 ASIDE = "set-aside"
 _ITERATION = re.compile(r"iter_(\d{7})")
+_THREADS = 16  # at most, that read at once; reading and hashing hold no GIL
 
 
 @dataclass(frozen=True)
@@ -66,21 +70,30 @@ class RunCheckpoint:
             raise CheckpointError(f"{self.path}: its manifest cannot be read: {error}") from error
         raise CheckpointError(f"{self.path}: its manifest lists no files")
 
-    def verify(self) -> None:
-        """Re-read every file. Raises CheckpointError naming each that is missing, short or altered."""
-        wrong = []
-        for name, expected in self.read_manifest().files.items():
-            file = self.path / name
-            if not file.is_file():
-                wrong.append(f"{name} is missing")
-            elif file.stat().st_size != expected.bytes:
-                wrong.append(f"{name} has {file.stat().st_size} bytes instead of {expected.bytes}")
-            elif _digest(file) != expected.xxh3_128:
-                wrong.append(f"{name} has changed since it was written")
+    def verify(self, *, hashes: bool = True, node: int = 0, nodes: int = 1) -> None:
+        """Look at every file. Raises CheckpointError naming each that is missing, short or altered.
+
+        hashes: also read the files and compare their hashes: all of them or, where several nodes read at once, every
+                `nodes`th in order of size, from number `node` on.
+        """
+        files = self.read_manifest().files
+        wrong = {name: text for name, file in files.items() if (text := _size_problem(self.path / name, file))}
+        ordered = sorted(files, key=lambda name: (-files[name].bytes, name))
+        read = [name for name in ordered[node::nodes] if hashes and name not in wrong]
+        for name, digest in zip(read, _digests([self.path / name for name in read]), strict=True):
+            if digest != files[name].xxh3_128:
+                wrong[name] = "has changed since it was written"
         if wrong:
-            listed = "\n".join(f"  - {w}" for w in wrong)
+            listed = "\n".join(f"  - {name} {wrong[name]}" for name in files if name in wrong)
             hint = "resume from an earlier one with checkpoint.ckpt_step=STEP"
             raise CheckpointError(f"checkpoint {self.path} is damaged:\n{listed}\n{hint}")
+
+
+def _size_problem(file: Path, expected: CheckpointFile) -> str | None:
+    if not file.is_file():
+        return "is missing"
+    size = file.stat().st_size
+    return None if size == expected.bytes else f"has {size} bytes instead of {expected.bytes}"
 
 
 def iteration_dir(checkpoints: Path, step: int) -> Path:
@@ -93,10 +106,12 @@ def finished(checkpoints: Path) -> list[RunCheckpoint]:
     return [RunCheckpoint(p, step) for p, step in _iterations(checkpoints) if (p / MANIFEST).is_file()]
 
 
-def select(checkpoints: Path, step: int | None = None, *, within: int | None = None) -> RunCheckpoint | None:
+def select(
+    checkpoints: Path, step: int | None = None, *, within: int | None = None, hashes: bool = True
+) -> RunCheckpoint | None:
     """The newest finished checkpoint, or the one of `step`, verified. None when there is none at all.
 
-    within: of no later step than this one.
+    within: of no later step than this one. hashes: as for `RunCheckpoint.verify`.
 
     Raises CheckpointError when it is damaged or when `step` was never saved.
     """
@@ -111,7 +126,7 @@ def select(checkpoints: Path, step: int | None = None, *, within: int | None = N
     else:
         chosen = max((c for c in found if within is None or c.step <= within), key=lambda c: c.step, default=None)
     if chosen is not None:
-        chosen.verify()
+        chosen.verify(hashes=hashes)
     return chosen
 
 
@@ -146,19 +161,26 @@ def write_manifest(
     optimizer_state: str,
     *,
     experts_apart: bool = False,
+    known: Mapping[str, CheckpointFile] | None = None,
 ) -> None:
     """Describe every file of a checkpoint that has just been written, and mark it finished.
 
-    The arguments are as `CheckpointManifest` has them.
+    known: path in the checkpoint → file, of those whose bytes were hashed as they were written. The others are read.
+    The other arguments are as `CheckpointManifest` has them.
     """
-    manifest = CheckpointManifest(step, identity_hash, layout, optimizer_state, experts_apart, described(path))
+    files = described(path, known)
+    manifest = CheckpointManifest(step, identity_hash, layout, optimizer_state, experts_apart, files)
     write_atomically(path / MANIFEST, json.dumps(manifest.as_json(), indent=1))
 
 
-def described(folder: Path) -> dict[str, CheckpointFile]:
-    """Path in the folder → the file, of all files below it but its manifest."""
-    files = sorted(f for f in folder.rglob("*") if f.is_file() and f.name != MANIFEST)
-    return {str(f.relative_to(folder)): CheckpointFile(f.stat().st_size, _digest(f)) for f in files}
+def described(folder: Path, known: Mapping[str, CheckpointFile] | None = None) -> dict[str, CheckpointFile]:
+    """Path in the folder → the file, of all files below it but its manifest. known: as for `write_manifest`."""
+    found = {str(f.relative_to(folder)): f for f in sorted(folder.rglob("*")) if f.is_file() and f.name != MANIFEST}
+    files = {name: file for name, file in (known or {}).items() if name in found}
+    unknown = [name for name in found if name not in files]
+    digests = _digests([found[name] for name in unknown])
+    files |= {n: CheckpointFile(found[n].stat().st_size, text) for n, text in zip(unknown, digests, strict=True)}
+    return {name: files[name] for name in found}
 
 
 def _iterations(checkpoints: Path) -> list[tuple[Path, int]]:
@@ -168,9 +190,14 @@ def _iterations(checkpoints: Path) -> list[tuple[Path, int]]:
     return [(p, int(m[1])) for p, m in matches if m and p.is_dir()]
 
 
+def _digests(files: Sequence[Path]) -> list[str]:
+    with ThreadPoolExecutor(max(1, min(_THREADS, len(os.sched_getaffinity(0)), len(files)))) as pool:
+        return list(pool.map(_digest, files))
+
+
 def _digest(file: Path) -> str:
-    state = xxhash.xxh3_128()
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 24):
-            state.update(block)
+    state, block = xxhash.xxh3_128(), memoryview(bytearray(1 << 22))
+    with file.open("rb", buffering=0) as stream:
+        while size := stream.readinto(block):
+            state.update(block[:size])
     return state.hexdigest()

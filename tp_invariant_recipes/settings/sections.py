@@ -12,10 +12,13 @@ class RunSettings:
 
     hang_timeout: seconds that a rank may take for a step; auto: it follows the run's own steps
                   (config/hang_timeout.py); off: for ever.
+    verify:       what of the checkpoint that a run goes on from is compared with its manifest: sizes alone, or hashes
+                  too, for which every file is read.
     """
 
     dir: str | None = None
     hang_timeout: int | Literal["auto", "off"] = "auto"
+    verify: Literal["hashes", "sizes"] = "hashes"
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,33 @@ class LedgerSettings:
              never, and none of moments.
     state_digests: every so many steps, digests of the optimizer's moments and of the gradients that it has read; 0:
              only at checkpoints and the last step, which have them in any case.
+    experts: whether each expert's matrices have digests, or those of all experts of a layer together; auto: together
+             from 4,096 matrices on.
     trace:   "FIRST:LAST" or "STEP", the steps of which every module's inputs and outputs have digests; None: none.
     dump:    tensors to write out at the traced steps, such as "gradients/output_layer.weight" or "weights/*".
     """
 
     digests: int = 1
     state_digests: int = 10
+    experts: Literal["auto", "each", "together"] = "auto"
     trace: str | None = None
     dump: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    """What notices broken hardware while a run trains (docs/guard.md). It changes no bit.
+
+    kind:     products: samples of every step are computed again; shadow: beside them, data shards on another replica.
+    every:    steps between two shadow steps; without them, the steps before a fault whose checkpoints are not trusted.
+    products: how many products of a step each rank samples.
+    exclude:  whether a job is queued again without the node that has computed wrong bits.
+    """
+
+    kind: Literal["off", "products", "shadow"] = "off"
+    every: int = 100
+    products: int = 4
+    exclude: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +116,7 @@ class ClusterSettings:
 
     gpus_per_node:      None: whatever this machine has; 0: none.
     ranks_per_node:     None: one a GPU.
+    architecture:       of the nodes' processors, as `uname -m` prints it; None: unknown.
     compute_capability: of the GPUs, such as (9, 0).
     gpu_memory:         GiB of a GPU, for checks where no GPU can be asked; None: unknown.
     gpu_type:           the word between "gpu" and the count, where SLURM wants one: --gres=gpu:h100:8.
@@ -112,6 +135,7 @@ class ClusterSettings:
     name: str = "local"
     gpus_per_node: int | None = None
     ranks_per_node: int | None = None
+    architecture: Literal["x86_64", "aarch64"] | None = None
     compute_capability: tuple[int, int] | None = None
     gpu_memory: float | None = None
     gpu_type: str | None = None
@@ -179,14 +203,16 @@ class RecipeSettings:
 
     hf_folder: a folder with the config.json that stands for the Hugging Face model of the recipe; None: the cache of
                Hugging Face has it.
-    name, source, kept: tpi fills them in: what follows `recipe=`, the SHA-256 of the file that defines it, and the
-               fields with objects that are no text, for which each rank calls the recipe again.
+    name, source, kept, adjusted: tpi fills them in: what follows `recipe=`, the SHA-256 of the file that defines it,
+               the fields with objects that are no text, for which each rank calls the recipe again, and a line for each
+               field that `numerics.adjust` has set otherwise.
     """
 
     hf_folder: str | None = None
     name: str | None = None
     source: str | None = None
     kept: list[str] = field(default_factory=list)
+    adjusted: list[str] = field(default_factory=list)
 
 
 OWN_SECTIONS: dict[str, type] = {
@@ -197,6 +223,7 @@ OWN_SECTIONS: dict[str, type] = {
     "weights": WeightsSettings,
     "device": DeviceSettings,
     "ledger": LedgerSettings,
+    "guard": GuardSettings,
     "patches": PatchesSettings,
     "cluster": ClusterSettings,
     "slurm": SlurmSettings,

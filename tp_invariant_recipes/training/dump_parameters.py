@@ -8,12 +8,12 @@ from megatron.bridge.training.callbacks import CallbackContext
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.training.digests.sums import dtype_name
-from tp_invariant_recipes.training.gathering import gathered
 from tp_invariant_recipes.training.module_hooks import tensor_names
 from tp_invariant_recipes.training.optimizer_state import OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.training.shards import Shards, gather_weights, unwrapped
 from tp_invariant_recipes.training.trace import Tracing, unmatched
+from tp_invariant_recipes.training.union import union
 
 
 class DumpParameters(AroundOptimizerStep):
@@ -34,7 +34,8 @@ class DumpParameters(AroundOptimizerStep):
         self._held = {"gradients": shards.gradients(context.optimizer), "masters": masters, "weights": shards.weights()}
         here = {f"{kind}/{part.name}" for kind, held in self._held.items() for part in held}
         modules: set[str] = set().union(*(tensor_names(unwrapped(chunk)) for chunk in context.model))
-        parameters, traced = (set[str]().union(*names) for names in zip(*gathered((here, modules)), strict=True))
+        device = next(context.model[0].parameters()).device
+        parameters, traced = ({name for _, name in union(sorted(names), device)} for names in (here, modules))
         patterns = self.tracing.patterns
         if missing := unmatched(patterns, parameters | traced):
             raise RunError(f"ledger.dump: the model has no such tensor:{missing}")

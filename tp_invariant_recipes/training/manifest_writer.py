@@ -7,26 +7,32 @@ from megatron.bridge.training.callbacks import Callback
 
 from tp_invariant_recipes.runs import index_cache
 from tp_invariant_recipes.runs.checkpoints import iteration_dir, write_manifest
+from tp_invariant_recipes.training import written_hashes
 
 
 class ManifestWriter(Callback):
-    """Writes the manifest of each checkpoint as it is finished. For the first rank."""
+    """Writes the manifest of each checkpoint as it is finished. For every rank.
+
+    Each has hashed the files that it has written; the first rank collects the hashes and writes.
+    """
 
     def __init__(
-        self, identity_hash: str, layout: dict[str, Any], optimizer_state: str, *, experts_apart: bool
+        self, identity_hash: str, layout: dict[str, Any], optimizer_state: str, *, experts_apart: bool, first: bool
     ) -> None:
         self.identity_hash = identity_hash
         self.layout = layout
         self.optimizer_state = optimizer_state
         self.experts_apart = experts_apart
+        self.first = first
 
     def on_checkpoint_save(self, context: Any) -> None:
         """Bridge calls this on every rank once all have written."""
         step = context.state.train_state.step
         path = iteration_dir(Path(context.state.cfg.checkpoint.save), step)
-        write_manifest(
-            path, step, self.identity_hash, self.layout, self.optimizer_state, experts_apart=self.experts_apart
-        )
+        known = written_hashes.of_all_ranks(path)
+        if self.first:
+            parts = self.identity_hash, self.layout, self.optimizer_state
+            write_manifest(path, step, *parts, experts_apart=self.experts_apart, known=known)
 
 
 class IndexRecorder(Callback):

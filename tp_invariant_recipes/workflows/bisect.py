@@ -30,6 +30,7 @@ from tp_invariant_recipes.runs import checkpoints
 from tp_invariant_recipes.runs.lock import locked_empty
 from tp_invariant_recipes.runs.run_dir import RunDir, choose_for_several
 from tp_invariant_recipes.settings import environment
+from tp_invariant_recipes.workflows import referee
 from tp_invariant_recipes.workflows.first_divergence import distances, module_of, operation, worth_dumping
 
 SCHEMA = 1
@@ -60,10 +61,13 @@ class Bisection:
     directory: RunDir
     step: int
     remarks: tuple[str, ...]
+    referee: bool = False
 
 
-def new(a: Path, b: Path, directory: Path | None) -> Bisection | Comparison:
+def new(a: Path, b: Path, directory: Path | None, *, referee: bool = False) -> Bisection | Comparison:
     """Compare two run directories. Returns the comparison if there is nothing to train again.
+
+    referee: whether to say which run is right.
 
     Raises LedgerError or RunError: one is not a run directory, the experiments differ, or `directory` is not empty.
     """
@@ -78,12 +82,16 @@ def new(a: Path, b: Path, directory: Path | None) -> Bisection | Comparison:
     if first is None or first.step == 0 or first.phase in ("data", "evaluation"):  # no step shows these
         return comparison
     where = RunDir(choose_for_several(directory, "bisect"))
-    return Bisection(comparison, where, first.step, (*_other_versions(comparison), *_other_layouts(ledgers)))
+    remarks = (*_other_versions(comparison), *_other_layouts(ledgers))
+    return Bisection(comparison, where, first.step, remarks, referee)
 
 
-def plans(found: Bisection, name: str, step: int, equal_until: int, dump: tuple[str, ...] = ()) -> list[Rerun]:
+def plans(
+    found: Bisection, name: str, step: int, equal_until: int, dump: tuple[str, ...] = (), since: int | None = None
+) -> list[Rerun]:
     """Both runs again up to `step`, in `DIRECTORY/name-a` and `-b`. Raises RunError that lists why they cannot run.
 
+    since: the first step that is traced; None: `step`.
     equal_until: the last step after which both are known to be in the same state; they start at it or before.
     """
     problems: list[str] = []
@@ -91,7 +99,7 @@ def plans(found: Bisection, name: str, step: int, equal_until: int, dump: tuple[
     for side, ledger in zip(SIDES, (found.first.a, found.first.b), strict=True):
         run_dir = RunDir(found.directory.path / f"{name}-{side}")
         try:
-            made.append(_rerun(ledger, run_dir, step, equal_until, dump))
+            made.append(_rerun(ledger, run_dir, (since or step, step), equal_until, dump))
         except TpiError as error:
             wrong = error.problems if isinstance(error, ConfigError) else (str(error),)
             problems += (problem for problem in wrong if problem not in problems)
@@ -109,6 +117,8 @@ def execute(found: Bisection, watch: Watch) -> dict[str, Any]:
         equal_until, both = _planned(found)
         with locked_empty(found.directory):
             result = _bisected(found, watch, equal_until, both)
+            if found.referee:
+                result["referee"] = _refereed(found, watch, equal_until, result)
             found.directory.write(found.directory.path / "bisect.json", result)
     except KeyboardInterrupt:
         raise Interrupted(_stopped(found.directory.path)) from None
@@ -150,18 +160,30 @@ def _bisected(found: Bisection, watch: Watch, equal_until: int, both: list[Rerun
     return _result(found, step, both, repeats, placed, dumped, dump, remarks)
 
 
-def _rerun(ledger: Ledger, run_dir: RunDir, step: int, equal_until: int, dump: tuple[str, ...]) -> Rerun:
+def _refereed(found: Bisection, watch: Watch, equal_until: int, result: dict[str, Any]) -> dict[str, Any]:
+    """What the referee says. It may train both runs once more, with dumps of a module's operands and results."""
+    step, before = result["step"], min(equal_until, result["step"] - 2)
+
+    def train_dumped(names: tuple[str, ...], since: int) -> list[Path]:
+        both = plans(found, "refereed", step, before, names, since)
+        return [_train(again, step, watch, result["remarks"]).path.parent for again in both]
+
+    repeats, module, operation = (result[name] for name in ("repeats", "module", "operation"))
+    return referee.judge(result["runs"], repeats, module, operation, step, train_dumped)
+
+
+def _rerun(ledger: Ledger, run_dir: RunDir, steps: tuple[int, int], equal_until: int, dump: tuple[str, ...]) -> Rerun:
     original = RunDir(ledger.path.parent)
     variables = original.read_environment()
     start = _start(original, ledger, equal_until)
     record = [
         "ledger.digests=1",
         "ledger.state_digests=1",
-        f"ledger.trace={step}:{step}",
+        f"ledger.trace={steps[0]}:{steps[1]}",
         f"ledger.dump=[{','.join(dump)}]",
     ]
     with _environment(variables):
-        planned = resume.rerun(original.path, run_dir, start, last_step=step, record=record)
+        planned = resume.rerun(original.path, run_dir, start, last_step=steps[1], record=record)
     return Rerun(ledger, planned, _lines(ledger, planned.start), variables)
 
 
@@ -212,7 +234,7 @@ def _start(original: RunDir, ledger: Ledger, last: int) -> checkpoints.RunCheckp
     own = ledger.header.identity_hash
     for checkpoint in reversed(checkpoints.finished(original.checkpoints)):
         if checkpoint.step <= last and checkpoint.read_manifest().identity_hash == own:
-            checkpoint.verify()
+            checkpoint.verify(hashes=False)  # `train.check` reads the files
             return checkpoint
     return None
 

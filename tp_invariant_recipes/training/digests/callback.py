@@ -1,7 +1,7 @@
 """The callback that takes digests of all gradients, weights and moments, whatever the layout.
 
 Once, before the first step, the ranks tell each other what they hold; parts with one place are replicas. Then a step
-costs a kernel for each kind of tensor and one all-reduce of a few numbers for every part.
+costs a kernel for each kind of tensor and one all-reduce of a few numbers for every tensor (parts.py).
 
     kind               digests at                                            its kernel starts
     gradients          every `every`th step                                  before clipping
@@ -24,7 +24,7 @@ A weight in bf16 is its master weight rounded. The kernel of the master weights 
 no digest. Where a rank has only a range of a master weight, the ranks' copies of the whole weight are compared as well.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -35,35 +35,37 @@ from megatron.bridge.training.callbacks import CallbackContext
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import COPIED, WITH_MAGNITUDE
+from tp_invariant_recipes.ledger import digests
 from tp_invariant_recipes.ledger.digests import Parameter
 from tp_invariant_recipes.numerics.sums import grad_norm
 from tp_invariant_recipes.training.digests.merge import Merge, Merging, Recorded, read_digests
 from tp_invariant_recipes.training.digests.sums import MovingSums, StartedSums, Sums
-from tp_invariant_recipes.training.gathering import gathered
 from tp_invariant_recipes.training.optimizer_state import STEP, OptimizerState
 from tp_invariant_recipes.training.optimizer_step import AroundOptimizerStep
 from tp_invariant_recipes.training.shards import GlobalSlice, Held, Shards, gather_weights
+from tp_invariant_recipes.training.union import union
 
 
 class Digests(AroundOptimizerStep):
     """Takes the digests of every `every`th step, and of the optimizer's state at every `state_every`th. For every rank.
 
+    experts:    "each", "together" or "auto", as ledger.experts.
     at_once:    steps whose digests are reported before the next one begins, which may fail: `tpi bisect` trains such.
     parameters: what they are of, known once training has started.
     initial:    of the weights before the first step, parameter → digest; None: training begins at a later one.
     check:      called with the step and the digests of what a run goes on from (all weights, master weights, moments)
-                before its first step; what it finds wrong ends the training on all ranks.
+                before its first step; what it finds wrong ends the training on all ranks. None: nobody checks here.
     listener:   called with the digests of every step, once the GPU has them: after the next update, since waiting for
                 them would cost more than taking them. The host has then waited for the gradient norm, which comes after
                 them. No checkpoint counts, and no training ends, before that.
     """
 
-    def __init__(self, every: int, state_every: int = 0, at_once: Collection[int] = ()) -> None:
-        self.every, self.state_every, self.at_once = every, state_every, at_once
+    def __init__(self, every: int, state_every: int = 0, at_once: Collection[int] = (), experts: str = "auto") -> None:
+        self.every, self.state_every, self.at_once, self._experts = every, state_every, at_once, experts
         self.parameters: tuple[Parameter, ...] = ()
         self.initial: Mapping[str, str] | None = None
-        self.check: Callable[[int, Recorded], str | None] = lambda step, recorded: None
-        self.listener: Callable[[Recorded], None] = lambda recorded: None
+        self.check: Callable[[int, Recorded], str | None] | None = None
+        self.listener: Callable[[Recorded], None] | None = None
         self._running = 0  # the step
         self._ended: int | None = None  # the step of which the listener has not been told
         self._taken: list[StartedSums] = []  # gradients of the running step, then of the one that has ended
@@ -86,22 +88,23 @@ class Digests(AroundOptimizerStep):
         masters, weights = self._optimizer.masters(), self._shards.weights()
         self._device = weights[0].values.device
         every_weight = Sums("weights", weights, self._device)
-        self._gradients = Sums("gradients", gradients, self._device, magnitude=magnitude)
+        every_weight.stacked = stacked = self._stacked(every_weight.names)
+        self._gradients = Sums("gradients", gradients, self._device, magnitude=magnitude, stacked=stacked)
         self._read = MovingSums(
             lambda: self._shards.held(self._optimizer.gradients(stored)),
             self._optimizer.addresses_of_gradients,
-            lambda held: Sums("clipped", held, self._device),
+            lambda held: Sums("clipped", held, self._device, stacked=stacked),
         )
         self._moments = MovingSums(
             self._held_moments,
             self._optimizer.addresses_of_moments,
-            lambda held: Sums("moments", held, self._device),
+            lambda held: Sums("moments", held, self._device, stacked=stacked),
         )
         rounded = {owner: one for owner, one in masters.items() if (one.values.dtype, owner.dtype) == COPIED}
         others = {owner: one for owner, one in masters.items() if owner not in rounded}
         held = [*self._shards.held(rounded, copies=True), *self._shards.held(others)]
-        self._masters = Sums("masters", held, self._device)
-        self.parameters = tuple(
+        self._masters = Sums("masters", held, self._device, stacked=stacked)
+        parameters = tuple(
             Parameter(
                 name,
                 every_weight.shapes[name],
@@ -111,10 +114,14 @@ class Digests(AroundOptimizerStep):
             )
             for name in every_weight.names
         )
-        recorded = {parameter.name for parameter in self.parameters if not parameter.follows}
-        compared = recorded.union(*gathered(self._shards.partly(rounded)))
+        try:
+            self.parameters = digests.stacked(parameters) if stacked else parameters
+        except ValueError as error:
+            raise RunError(str(error)) from error
+        recorded = {parameter.name for parameter in parameters if not parameter.follows}
+        compared = recorded.union(name for _, name in union(sorted(self._shards.partly(rounded)), self._device))
         held = [part for part in weights if part.name in compared]
-        self._weights = Sums("weights", held, self._device, recorded=recorded)
+        self._weights = Sums("weights", held, self._device, recorded=recorded, stacked=stacked)
         self._memory = self._addresses()
         if context.state.train_state.step == 0:
             self.initial = self._now([every_weight]).weights
@@ -126,7 +133,7 @@ class Digests(AroundOptimizerStep):
         step = self._ended
         if step is not None and not self._taken and not self._is_state_due(step):
             self._ended = None
-            self.listener(Recorded())
+            self._tell(Recorded())
         elif step in self.at_once:
             self._start()
             self._merge()
@@ -167,7 +174,7 @@ class Digests(AroundOptimizerStep):
         if self._merging and self._merging.done.query():
             self._report(alone=True)
         if self._merging is None and (self._ended is not None or self._left):
-            self.listener(Recorded())
+            self._tell(Recorded())
 
     @contextmanager
     def around_optimizer_step(self) -> Iterator[None]:
@@ -191,6 +198,11 @@ class Digests(AroundOptimizerStep):
         if torch.cuda.current_stream() == self._stream and not capturing:
             self._start()
 
+    def _stacked(self, names: Sequence[str]) -> bool:
+        """Whether the experts of a layer have one digest a matrix. It follows from the model and ledger.experts."""
+        experts = sum(digests.stacked_name(name) != name for name in names)
+        return self._experts == "together" or (self._experts == "auto" and experts >= digests.MANY)
+
     def _is_due(self, step: int) -> bool:
         return step % self.every == 0
 
@@ -213,13 +225,13 @@ class Digests(AroundOptimizerStep):
 
     def _check_loaded(self, step: int, weights: Sums) -> None:
         loaded = self._now([self._masters, weights, self._moments_now()])
-        problems = [problem for problem in gathered(self.check(step, loaded)) if problem is not None]
-        if problems:
-            raise RunError(problems[0])
+        problem = self.check(step, loaded) if self.check else None
+        for _, text in union([problem] if problem else [], self._device):
+            raise RunError(text)
 
     def _now(self, sums: Sequence[Sums]) -> Recorded:
         """The digests of what is in memory, before training."""
-        return read_digests(self._merged([one.started() for one in sums]))
+        return read_digests(self._merged([one.started() for one in sums]), texts=self._told)
 
     def _moments_now(self) -> Sums:
         self._optimizer.count()
@@ -253,23 +265,31 @@ class Digests(AroundOptimizerStep):
             merge = self._merges[key] = Merge(sums, self._device)
         unlike = torch.cat([one.unlike for one in taken])
         together = torch.cat([one.lanes for one in taken])
-        return Merging(merge.sums, merge.own, together, unlike, *merge(together, unlike))
+        return Merging(merge.sums, merge.tensor, together, unlike, *merge(together, unlike))
+
+    @property
+    def _told(self) -> bool:
+        """Whether somebody reads digests here: on the other ranks only replicas are compared."""
+        return self.listener is not None or self.check is not None
+
+    def _tell(self, recorded: Recorded) -> None:
+        if self.listener is not None:
+            self.listener(recorded)
 
     def _report(self, *, alone: bool = False) -> None:
         merging, self._merging = self._merging, None
         if merging is not None:
-            self.listener(read_digests(merging, alone=alone))
+            self._tell(read_digests(merging, texts=self._told, alone=alone))
 
 
-def _shards(model: Iterable[Any]) -> Shards:
+def _shards(model: Sequence[Any]) -> Shards:
     """Raises RunError on every rank if any rank cannot place its tensors."""
     shards, problem = None, None
     try:
         shards = Shards(model)
     except RunError as error:
         problem = str(error)
-    problems = [text for text in gathered(problem) if text is not None]
-    if problems:
-        raise RunError(problems[0])
+    for _, text in union([problem] if problem else [], next(model[0].parameters()).device):
+        raise RunError(text)
     assert shards is not None
     return shards

@@ -13,9 +13,10 @@ from tp_invariant_recipes.kernels.digest import LANES
 from tp_invariant_recipes.ledger.schema import COPIES
 from tp_invariant_recipes.training.digests.sums import Sums
 from tp_invariant_recipes.training.gathering import Diverged, by_value, gathered
+from tp_invariant_recipes.training.shards import GlobalSlice
+from tp_invariant_recipes.training.union import summed
 
-NOTHING = -(2**63)  # what a rank without a part says of it: no more than any number
-WIDTH = 2 * LANES + 1  # of a part, for all ranks together: lanes, their complements, elements whose copy is unlike
+CHECKS = LANES + 1  # of a tensor: the sums that compare replicas, and elements whose copy is unlike; mostly 0
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,13 @@ class Recorded:
 class Merging(NamedTuple):
     """Digests on their way to the host.
 
-    sums:   what they are of. own: the numbers of this rank's parts among all parts.
+    sums:   what they are of. tensor: of each of this rank's parts, its tensor's number among all of `sums`.
     lanes:  of this rank's parts, int64 [own parts, LANES]. unlike: likewise, elements whose copy is unlike.
-    merged: of all parts, on the host, once `done`.
+    merged: of all tensors, on the host, once `done`: lanes, then checks.
     """
 
     sums: tuple[Sums, ...]
-    own: list[int]
+    tensor: list[int]
     lanes: Tensor
     unlike: Tensor
     merged: Tensor
@@ -49,73 +50,82 @@ class Merging(NamedTuple):
 class Merge:
     """What all ranks have, from what each has: one all-reduce for several kinds of tensor together.
 
-    own: the numbers of this rank's parts among all parts, in the order of `sums`.
+    tensor: of each of this rank's parts, its tensor's number among all, in the order of `sums`.
     """
 
     def __init__(self, sums: Sequence[Sums], device: torch.device) -> None:
         self.sums = tuple(sums)
-        self.own: list[int] = []
-        parts = 0
+        self.tensor: list[int] = []
+        tensors = 0
         for one in sums:
-            self.own += [n + parts for n in one.own]
-            parts += len(one.parts)
-        # Of each part its row in this rank's list; of those it does not hold, the row after the list.
-        row = torch.full((parts,), len(self.own), dtype=torch.int64)
-        row[self.own] = torch.arange(len(self.own))
-        self._row = row.to(device)
-        self._nothing = torch.full((1, WIDTH), NOTHING, dtype=torch.int64, device=device)
-        self._host = torch.empty((parts, WIDTH), dtype=torch.int64, pin_memory=device.type == "cuda")
+            self.tensor += [n + tensors for n in one.tensor]
+            tensors += len(one.names)
+        self._tensor = torch.tensor(self.tensor, dtype=torch.int64, device=device)
+        first = np.concatenate([one.first for one in sums]).astype(np.int64)
+        factors = [np.repeat(first[:, None], LANES, 1), np.concatenate([one.factors for one in sums])]
+        self._factors = torch.from_numpy(np.concatenate(factors, 1)).to(device)
+        self._sums = torch.empty(tensors * (LANES + CHECKS), dtype=torch.int64, device=device)
+        self._host = torch.empty(len(self._sums), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     def __call__(self, lanes: Tensor, unlike: Tensor) -> tuple[Tensor, Any]:
-        """Of every part, the largest lanes of any rank and the largest of their complements, and when they are there.
+        """Of every tensor, the sums over all ranks, and when they are there.
 
         lanes:   int64 [own parts, LANES]. unlike: int64 [own parts].
-        returns: int64 [parts, WIDTH] on the host, overwritten by the next call, and an event. The lanes of replicas
-                 that agree are the complements of the complements.
+        returns: int64 [tensors · LANES + tensors · CHECKS] on the host, overwritten by the next call, and an event.
         """
-        rows = torch.cat([torch.cat([lanes, ~lanes, unlike.view(-1, 1)], 1), self._nothing])
-        merged = rows.index_select(0, self._row)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(merged, op=dist.ReduceOp.MAX)
-        self._host.copy_(merged, non_blocking=True)
+        of_lanes, of_checks = split(self._sums.zero_())
+        of_lanes.index_add_(0, self._tensor, lanes * self._factors[:, :LANES])
+        of_checks.index_add_(0, self._tensor, torch.cat([lanes * self._factors[:, LANES:], unlike.view(-1, 1)], 1))
+        summed(self._sums)
+        self._host.copy_(self._sums, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         return self._host, done
 
 
-def read_digests(merging: Merging, *, alone: bool = False) -> Recorded:
-    """The digests, once the GPU has them. alone: do not ask the other ranks which of them disagree."""
-    merging.done.synchronize()
-    merged = merging.merged.numpy()
-    texts: dict[str, dict[str, str] | None] = {}
-    at = 0
-    for one in merging.sums:
-        texts[one.kind] = one.texts(merged[at : at + len(one.parts), :LANES]) or None
-        at += len(one.parts)
-    return Recorded(**texts, diverged=_diverged(merging, merged, alone))
+def split(merged: Any) -> tuple[Any, Any]:
+    """[tensors, LANES] and [tensors, CHECKS] of what `Merge` returns, or of its sums, as views."""
+    lanes = len(merged) // (LANES + CHECKS) * LANES
+    return merged[:lanes].reshape(-1, LANES), merged[lanes:].reshape(-1, CHECKS)
 
 
-def _diverged(merging: Merging, merged: np.ndarray, alone: bool) -> Diverged:
-    """The parts of which replicas disagree, or that do not follow from master weights, and which ranks hold what.
+def read_digests(merging: Merging, *, texts: bool = True, alone: bool = False) -> Recorded:
+    """The digests, once the GPU has them. texts: make them; replicas are compared without.
 
-    merged: of every part what all ranks have, int64 [parts, WIDTH]. alone: do not ask the others.
+    alone: do not ask the other ranks which of them disagree.
     """
-    parts = merged[:, : 2 * LANES].reshape(-1, 2, LANES)
-    unequal = np.flatnonzero((parts[:, 0] != ~parts[:, 1]).any(1)).tolist()
-    unlike = np.flatnonzero(merged[:, -1] > 0).tolist()
-    if not unequal and not unlike:
+    merging.done.synchronize()
+    lanes, checks = split(merging.merged.numpy())
+    found: dict[str, dict[str, str] | None] = {}
+    at = 0
+    for one in merging.sums if texts else ():
+        found[one.kind] = one.texts(lanes[at : at + len(one.names)]) or None
+        at += len(one.names)
+    return Recorded(**found, diverged=_diverged(merging, checks, alone))
+
+
+def _diverged(merging: Merging, checks: np.ndarray, alone: bool) -> Diverged:
+    """The tensors of which replicas disagree, or that do not follow from master weights, and which ranks hold what.
+
+    checks: of every tensor, int64 [tensors, CHECKS]. alone: do not ask the others.
+    """
+    if not checks.any():
         return ()
-    lanes = dict(zip(merging.own, merging.lanes.tolist(), strict=True))
-    counts = dict(zip(merging.own, merging.unlike.tolist(), strict=True))
-    requested = {n: (lanes[n], counts[n]) for n in {*unequal, *unlike} if n in lanes}
-    everyone = [] if alone else gathered(requested)
-    named = [(one.kind, name) for one in merging.sums for name, _ in one.parts]
-    replicas = [
-        (*named[n], by_value({rank: held[n][0] for rank, held in enumerate(everyone) if n in held})) for n in unequal
-    ]
+    unequal, unlike = (checks[:, :LANES] != 0).any(axis=1), checks[:, LANES] > 0
+    named = [(one.kind, name) for one in merging.sums for name in one.names]
+    if alone:
+        ours = ((dist.get_rank(),),)
+        return tuple((*named[n], ours) for n in np.flatnonzero(unequal))
+    places = [place for one in merging.sums for place in one.places]
+    parts = zip(merging.tensor, places, merging.lanes.tolist(), merging.unlike.tolist(), strict=True)
+    requested = [part for part in parts if unequal[part[0]] or unlike[part[0]]]
+    held: dict[tuple[int, GlobalSlice], dict[int, list[int]]] = {}
     copies: dict[str, set[int]] = {}
-    for n in unlike:
-        copies.setdefault(named[n][1], set()).update(
-            rank for rank, held in enumerate(everyone) if n in held and held[n][1]
-        )
+    for rank, theirs in enumerate(gathered(requested)):
+        for n, place, lanes, count in theirs:
+            held.setdefault((n, place), {})[rank] = lanes
+            if count:
+                copies.setdefault(named[n][1], set()).add(rank)
+    groups = [(named[n], by_value(held[n, place])) for n, place in sorted(held)]
+    replicas = [(*name, ranks) for name, ranks in groups if len(ranks) > 1]
     return (*replicas, *((COPIES, name, (tuple(sorted(ranks)),)) for name, ranks in copies.items()))

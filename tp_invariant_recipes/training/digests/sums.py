@@ -1,17 +1,31 @@
 """Digests of one kind of tensor: which parts the ranks hold, and the sums of the lanes of this rank's parts."""
 
+import functools
+import json
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
 from tp_invariant_recipes.kernels.digest import LANES, Lanes
-from tp_invariant_recipes.ledger.digests import digest_texts, in_order, start_lanes
-from tp_invariant_recipes.training.gathering import gathered
-from tp_invariant_recipes.training.shards import GlobalSlice, Held, covers
+from tp_invariant_recipes.ledger.digests import (
+    digest_texts,
+    in_order,
+    stack_digest,
+    stacked_name,
+    stacks,
+    start_lanes,
+)
+from tp_invariant_recipes.training.digests.parts import EXTENT, coefficients, columns_of, extent, fits, is_whole
+from tp_invariant_recipes.training.shards import Held
+from tp_invariant_recipes.training.union import holders, keys_of, keys_of_all, summed, union
 
 
 class StartedSums(NamedTuple):
@@ -26,10 +40,13 @@ class StartedSums(NamedTuple):
 
 
 class Sums:
-    """The digests of one kind of tensor: this rank's parts, all ranks' parts, and whose they are.
+    """The digests of one kind of tensor: this rank's parts, and what the ranks need to know of each other's.
 
-    parts: (name, place) of every part, on all ranks in one order; own: which of them this rank holds.
+    names:    of all tensors, on all ranks in one order. tensor: of each of this rank's parts, its tensor's number.
+    places:   of this rank's parts. first: whether it is the first rank that holds them, bool [own parts].
+    factors:  of its lanes in the sums that compare replicas, int64 [own parts, LANES] (parts.py).
     recorded: the tensors whose digests the ledger has, while replicas of all are compared; None: all of them.
+    stacked:  whether tensors of experts have one digest together (`stacks`).
     Raises RunError, on every rank alike, if the parts of a tensor are not the whole of it.
     """
 
@@ -41,34 +58,43 @@ class Sums:
         *,
         magnitude: bool = False,
         recorded: set[str] | None = None,
+        stacked: bool = False,
     ) -> None:
-        self.kind = kind
+        self.kind, self.stacked = kind, stacked
         self._recorded, self._device, self._magnitude = recorded, device, magnitude
         self.look_at(held)
-        everyone = gathered([(part.name, part.place, part.shape, dtype_name(part.values)) for part in held])
-        self.shapes = {name: shape for rank in everyone for name, _, shape, _ in rank}
-        self.dtypes = {name: dtype for rank in everyone for name, _, _, dtype in rank}
+        self.shapes, self.dtypes, problems = _tensors(held, device)
         self.names = in_order(self.shapes)
-        self.parts = sorted({(name, place) for rank in everyone for name, place, _, _ in rank})
-        problems = _conflicts(everyone, self.shapes, self.dtypes)
-        places: dict[str, list[GlobalSlice]] = {}
-        for name, place in self.parts:
-            places.setdefault(name, []).append(place)
-        problems += [
-            f"{name}: the ranks' parts do not cover its shape {shape} exactly"
-            for name, shape in self.shapes.items()
-            if not covers(places[name], shape)
+        number = {name: n for n, name in enumerate(self.names)}
+        self.tensor = [number[part.name] for part in held]
+        self.places = [part.place for part in held]
+        keys = keys_of([repr((part.name, *astuple(part.place))) for part in held])
+        count, before = holders(keys_of_all(keys, device), keys, dist.get_rank())
+        self.first, self.factors = before == 0, coefficients(keys, count, before)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        partial = [
+            f"{name}: the ranks' parts do not cover its shape {self.shapes[name]} exactly"
+            for name, extents in zip(self.names[rank::ranks], self._extents(device)[rank::ranks].tolist(), strict=True)
+            if not is_whole(extents, math.prod(self.shapes[name]))
         ]
+        problems += [text for _, text in union(partial, device)]
         if problems:
             raise RunError(
                 f"digests of {kind} are not possible:\n  " + "\n  ".join(problems) + "\nrecord none: ledger.digests=0"
             )
-        index = {part: n for n, part in enumerate(self.parts)}
-        self.own = [index[part.name, part.place] for part in held]
-        order = {name: n for n, name in enumerate(self.names)}
-        self._parameter = np.array([order[name] for name, _ in self.parts], dtype=np.int64)
         starts = [start_lanes(self.dtypes[name], self.shapes[name]) for name in self.names]
         self._starts = np.array(starts, dtype=np.uint64).reshape(-1, LANES)
+
+    def _extents(self, device: torch.device) -> Tensor:
+        """Of every tensor, the sums that tell whether the ranks have all of it: int64 [tensors, EXTENT].
+
+        A collective of the whole world.
+        """
+        sums = torch.zeros((len(self.names), EXTENT), dtype=torch.int64)
+        for tensor, place, first in zip(self.tensor, self.places, self.first, strict=True):
+            if first:
+                sums[tensor] += torch.tensor(extent(place, columns_of(self.shapes[self.names[tensor]])))
+        return summed(sums.to(device)).cpu()
 
     def look_at(self, held: Sequence[Held]) -> None:
         """Take lanes of these parts from now on, which are the same elsewhere in memory."""
@@ -79,12 +105,26 @@ class Sums:
         lanes = self.lanes()
         return StartedSums(self, lanes, self.lanes.unlike)
 
-    def texts(self, parts: np.ndarray) -> dict[str, str]:
-        """Parameter → digest. parts: int64 [parts, LANES]."""
-        sums = self._starts.copy()
-        np.add.at(sums, self._parameter, parts.astype(np.uint64))
-        found = dict(zip(self.names, digest_texts(sums.astype(">u8").tobytes()), strict=True))
-        return found if self._recorded is None else {n: text for n, text in found.items() if n in self._recorded}
+    def texts(self, lanes: np.ndarray) -> dict[str, str]:
+        """Parameter → digest. lanes: int64 [tensors, LANES], of all ranks together."""
+        sums = (self._starts + lanes.astype(np.uint64)).astype(">u8")
+        single, stacks = self._stacks
+        found = dict(zip(single, digest_texts(sums[list(single.values())].tobytes()), strict=True))
+        found |= {name: stack_digest(sums[at].tobytes()) for name, at in stacks.items()}
+        return {name: found[name] for name in self._written}
+
+    @functools.cached_property
+    def _stacks(self) -> tuple[dict[str, int], dict[str, list[int]]]:
+        """Name → number of the tensor, or the numbers of those of a stack."""
+        found = stacks(self.names) if self.stacked else {name: [n] for n, name in enumerate(self.names)}
+        numbers = {name: at for name, at in found.items() if name == self.names[at[0]]}
+        return {name: at[0] for name, at in numbers.items()}, {n: at for n, at in found.items() if n not in numbers}
+
+    @functools.cached_property
+    def _written(self) -> list[str]:
+        """The names of the digests that the ledger has, in order."""
+        names = self.names if self._recorded is None else [name for name in self.names if name in self._recorded]
+        return list(dict.fromkeys(map(stacked_name, names))) if self.stacked else names
 
 
 class MovingSums:
@@ -119,18 +159,29 @@ class MovingSums:
         return self._sums
 
 
-def _conflicts(everyone: list[list[tuple]], shapes: dict, dtypes: dict) -> list[str]:
-    """Ranks that see one tensor differently, and a rank that holds a part twice."""
+def _tensors(held: Sequence[Held], device: torch.device) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list]:
+    """Shapes and dtypes of all tensors by name, and what is wrong with them. A collective of the whole world."""
+    seen = Counter((part.name, part.place) for part in held)
+    wrong = [f"{name}: rank {dist.get_rank()} holds a part of it twice" for (name, _), n in seen.items() if n > 1]
+    wrong += [
+        f"{part.name}: rank {dist.get_rank()} holds a part that is not within its shape {part.shape}"
+        for part in held
+        if not fits(part.place, part.shape)
+    ]
+    described = [json.dumps([part.name, dtype_name(part.values), part.shape]) for part in held]
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, str] = {}
     problems = []
-    for rank, held in enumerate(everyone):
-        seen = set()
-        for name, place, shape, dtype in held:
-            if (shape, dtype) != (shapes[name], dtypes[name]):
-                problems.append(f"{name}: {dtype} {shape} on rank {rank}, elsewhere {dtypes[name]} {shapes[name]}")
-            if (name, place) in seen:
-                problems.append(f"{name}: rank {rank} holds a part of it twice")
-            seen.add((name, place))
-    return problems
+    told = union([*described, *map(json.dumps, wrong)], device)
+    everything = json.loads(f"[{','.join(text for _, text in told)}]")  # at once: a call for each would take longer
+    for (rank, _), found in zip(told, everything, strict=True):
+        if isinstance(found, str):
+            problems.append(found)
+            continue
+        name, dtype, shape = found[0], found[1], tuple(found[2])
+        if (shapes.setdefault(name, shape), dtypes.setdefault(name, dtype)) != (shape, dtype):
+            problems.append(f"{name}: {dtype} {shape} on rank {rank}, elsewhere {dtypes[name]} {shapes[name]}")
+    return shapes, dtypes, problems
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -1,0 +1,56 @@
+"""A stream that hashes what it passes on: the hash is that of the file, or there is none."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tp_invariant_recipes.runs.checkpoints import described
+from tp_invariant_recipes.training import written_hashes
+from tp_invariant_recipes.training.written_hashes import _Hashed, _hashing_writes
+
+
+@settings(max_examples=20)
+@given(st.lists(st.binary(max_size=40)), st.integers(1, 30))
+def test_the_hash_is_that_of_the_bytes_however_they_were_cut(tmp_path_factory, blocks, at_once):
+    file = tmp_path_factory.mktemp("written") / "file"
+    with pytest.MonkeyPatch.context() as patched, file.open("wb") as stream:
+        patched.setattr(written_hashes, "AT_ONCE", at_once)  # small writes and large ones
+        hashed = _Hashed(stream)
+        assert [hashed.write(block) for block in blocks] == list(map(len, blocks))
+    assert described(file.parent) == {"file": hashed.file}
+
+
+def test_a_tensor_that_torch_saves_is_hashed(tmp_path):
+    with (tmp_path / "file").open("wb") as stream:
+        hashed = _Hashed(stream)
+        torch.save(torch.arange(1 << 19), hashed)
+    assert described(tmp_path) == {"file": hashed.file}
+    assert hashed.file.bytes > 1 << 22
+
+
+def test_a_file_that_is_not_only_appended_to_has_no_hash(tmp_path):
+    with (tmp_path / "file").open("wb") as stream:
+        hashed = _Hashed(stream)
+        hashed.write(b"first")
+        stream.seek(0)
+        hashed.write(b"other")
+        hashed.write(b"more")
+    assert hashed.ended == -1
+    assert (tmp_path / "file").read_bytes() == b"othermore"
+
+
+def test_items_of_one_file_share_a_hash_and_a_file_written_again_has_a_new_one(tmp_path):
+    def write_item(stream: io.IOBase, data: bytes) -> None:
+        stream.write(data)
+
+    write, path = _hashing_writes(write_item), tmp_path / "file"
+    for contents in ((b"old",), (b"new", b"er")):
+        with path.open("wb") as stream:
+            for data in contents:
+                write(stream, data)
+    written = {Path(name).name: one.file for name, one in written_hashes._written.items() if name == str(path)}
+    assert written == described(tmp_path)

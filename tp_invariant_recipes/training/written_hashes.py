@@ -1,0 +1,86 @@
+"""Hashes of the checkpoint files that this rank writes, made of the bytes in memory, so that nothing is read back."""
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import xxhash
+
+from tp_invariant_recipes.replacement import Replacement
+from tp_invariant_recipes.runs.checkpoints import CheckpointFile
+
+AT_ONCE = 1 << 20  # bytes: from here on a second thread hashes while this one writes; neither holds the GIL
+
+_written: dict[str, "_Hashed"] = {}  # by the path of a file that this process has written
+
+
+class _Hashed:
+    """A stream that is only appended to. It hashes what it passes on.
+
+    ended: where its last write has ended; -1: something was written past it, and the file has no hash.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._hash, self.ended = stream, xxhash.xxh3_128(), 0
+        self._thread = ThreadPoolExecutor(max_workers=1)  # it starts with the first large write
+
+    def write(self, data: Any) -> int:
+        """Write all of the bytes."""
+        view = memoryview(data).cast("B")
+        if self._stream.tell() != self.ended:
+            self.ended = -1
+            return self._stream.write(view)
+        if view.nbytes < AT_ONCE:
+            self._hash.update(view)
+            count = self._stream.write(view)
+        else:
+            hashed = self._thread.submit(self._hash.update, view)
+            count = self._stream.write(view)
+            hashed.result()
+        self.ended += view.nbytes
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def file(self) -> CheckpointFile:
+        """Size and hash."""
+        return CheckpointFile(self.ended, self._hash.hexdigest())
+
+
+def _hashing_writes(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)  # Megatron asks for the names of its arguments
+    def write_item(*arguments: Any, **options: Any) -> Any:
+        # (transforms, stream, …), or (stream, …) of a torch without transforms
+        at = next(n for n, one in enumerate(arguments) if hasattr(one, "fileno"))
+        stream = arguments[at]
+        if stream.tell() == 0:
+            _written[stream.name] = _Hashed(stream)
+        return original(*arguments[:at], _written.get(stream.name, stream), *arguments[at + 1 :], **options)
+
+    return write_item
+
+
+WRITES = Replacement(
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:_write_item",
+    _hashing_writes,
+    "the first rank alone would read every file of a checkpoint back, while all others wait",
+)
+
+
+def of_all_ranks(folder: Path) -> dict[str, CheckpointFile]:
+    """On the first rank, path in the folder → file, of what all ranks have written below it; elsewhere nothing.
+
+    A collective of the whole world. What a rank has told it forgets.
+    """
+    mine = [path for path in _written if Path(path).is_relative_to(folder)]
+    found = {path: _written.pop(path) for path in mine}
+    ours = {str(Path(path).relative_to(folder)): one.file.as_json() for path, one in found.items() if one.ended >= 0}
+    first = dist.get_rank() == 0
+    everyone: list[Any] | None = [None] * dist.get_world_size() if first else None
+    dist.gather_object(ours, everyone)
+    return {name: CheckpointFile(**file) for files in everyone or () for name, file in files.items()}
