@@ -25,23 +25,34 @@ NEMOTRON = (
 )
 
 
-def test_the_pair_differs_in_nothing_but_when_graphs_are_captured(a_gpu):
+def test_a_reference_replays_nothing_and_graphs_are_judged_where_they_are_replayed(a_gpu):
     planned = audit.new("nemotron3_nano_toy", NEMOTRON)
-    assert list(planned.plans) == ["eager", "replayed", "rounded"]
-    assert planned.counts_from == 4
-    trees = {name: run.config.sections | {"run": None, "checkpoint": None} for name, run in planned.plans.items()}
-    assert trees["eager"] == trees["rounded"]
-    assert trees["eager"]["model"].pop("cuda_graph_warmup_steps") == audit.NEVER
-    assert trees["replayed"]["model"].pop("cuda_graph_warmup_steps") == 3
-    assert trees["eager"] == trees["replayed"]
-    assert trees["eager"]["model"]["cuda_graph_modules"] == ["attn", "mamba", "moe"]
-    assert trees["eager"]["train"]["train_iters"] == audit.STEPS
-    assert len({run.run_dir.path for run in planned.plans.values()}) == 3
+    assert planned.audited.config.model["cuda_graph_modules"] == ["attn", "mamba", "moe"]
+    assert planned.reference.config.model["cuda_graph_impl"] == "none"
+    assert planned.reference.config.model["gradient_accumulation_fusion"] is False
+    assert planned.steps == range(5, 6)  # three warm-up steps, one that captures, one that replays
+    sections = [run.config.sections for run in (planned.audited, planned.reference)]
+    for name in ("optimizer", "dataset", "scheduler"):
+        assert sections[0][name] == sections[1][name]
 
 
 def test_steps_are_those_asked_for_and_enough_to_replay_one(a_gpu):
-    for asked in (("iters=5",), ("train.train_iters=5",)):
-        assert audit.new("qwen3_toy", ["cuda_graph=full", *asked]).first.steps == 5
-    assert audit.new("qwen3_toy", ["cuda_graph=te", "model.cuda_graph_warmup_steps=1"], steps=2).counts_from == 2
-    with pytest.raises(audit.ConfigError, match="captured after 3 steps, and there are 3; --steps 8"):
+    for asked in (("iters=7",), ("train.train_iters=7",)):
+        assert audit.new("qwen3_toy", ["cuda_graph=full", *asked]).steps == range(5, 8)
+    assert audit.new("qwen3_toy", ["cuda_graph=te", "model.cuda_graph_warmup_steps=1"]).steps == range(3, 4)
+    with pytest.raises(audit.ConfigError, match="replayed from step 5 on, and there are 3; --steps 5"):
         audit.new("qwen3_toy", ["cuda_graph=te"], steps=3)
+
+
+def test_weights_that_are_gathered_late_take_a_second_step(a_gpu):
+    late = ["dp=2", "gbs=2", "cuda_graph=off", "ddp.overlap_param_gather=true", "optimizer.overlap_param_gather=true"]
+    assert audit.new("qwen3_toy", [*late, "ddp.overlap_grad_reduce=true"]).steps == range(1, 3)
+    assert audit.new("qwen3_toy", ["tp=2", "cuda_graph=off"]).steps == range(1, 2)
+
+
+def test_the_smallest_reference_that_fits_is_taken(a_gpu, monkeypatch):
+    monkeypatch.setattr(
+        audit.memory, "problems", lambda config, here: ["too large"] * (config.model["tensor_model_parallel_size"] < 4)
+    )
+    planned = audit.new("qwen3_toy", ["tp=8", "cuda_graph=off"])
+    assert planned.reference.layout.tp == 4

@@ -1,95 +1,52 @@
-"""`tpi audit`, end to end on CPU ranks: a fault in the gradients of one kind of parameter is found and named."""
+"""`tpi audit`, end to end on CPU ranks: what it leaves, pairs of trainings, recordings, and what ends it."""
 
 import json
-import math
 import os
+import re
 import signal
 
 import pytest
 
 from tests.distributed.faults import lives, ranks_of
-from tp_invariant_recipes.ledger.bits import bits_float
 
-SMALL = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=4", "device=cpu", "--steps", "2")
-AGAIN = ("--against", "model.recompute_granularity=selective")  # the same products, computed twice
-FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
-
-
-def losing_micro_batches() -> None:
-    """As NVIDIA/TransformerEngine#3051: in the second training, of one matrix the last micro-batch alone is left."""
-    from tp_invariant_recipes.training import gradient_norms
-
-    start = gradient_norms.GradientNorms.on_train_start
-
-    def on_train_start(self, context) -> None:
-        start(self, context)
-        if context.state.cfg.model.recompute_granularity:
-            parameter = dict(gradient_norms.unwrapped(context.model[0]).named_parameters())[FC2]
-
-            def forget(_) -> None:
-                parameter.main_grad.zero_()
-
-            parameter.register_hook(forget)
-
-    gradient_norms.GradientNorms.on_train_start = on_train_start
+SMALL = ("qwen3_toy", "model.num_layers=1", "seq=32", "gbs=2", "device=cpu")
 
 
 def found(shared, directory: str) -> dict:
     return json.loads((shared.folder / directory / "audit.json").read_text())
 
 
-def test_the_same_gradients_pass_bit_for_bit_and_leave_one_file(shared):
-    done = shared("audit", *SMALL, *AGAIN, "--dir", "same", status=0)
-    assert "same: gradient norms of first and second are equal bit for bit over steps 1 to 2" in done.stdout
-    assert sorted(p.name for p in (shared.folder / "same").iterdir()) == ["audit.json", "index-cache", "write.lock"]
-    groups = {group["name"]: group for group in found(shared, "same")["groups"]}
-    assert list(groups) == ["attention", "dense MLP", "embedding", "norms"]
-    assert {group["state"] for group in groups.values()} == {"equal"}
-    assert all(group["first"] == group["second"] > 0 and group["worst"]["allowed"] is None for group in groups.values())
-
-
-def test_micro_batches_that_are_lost_are_found_and_named(shared):
-    done = shared("audit", *SMALL, *AGAIN, "--dir", "lost", before=losing_micro_batches, status=1)
-    result = found(shared, "lost")
-    different = {one["name"]: one for one in result["groups"] if one["state"] == "different"}
-    worst = different["dense MLP"]["worst"]
-    assert worst["name"] == FC2
-    assert worst["ratio"] < 0.8
-    assert result["verdict"] == "different"
-    assert f"dense MLP, furthest: {FC2} at step {worst['step']}" in done.stdout
-    assert {"first", "second", "rounded", "audit.json"} <= {p.name for p in (shared.folder / "lost").iterdir()}
-    # Summed over micro-batches, not yet clipped: together they are the norm that Megatron clips by.
-    for step, line in zip(
-        shared.ledger("lost/first"), (shared.folder / "lost/first/audit/norms.jsonl").open(), strict=True
-    ):
-        together = math.hypot(*json.loads(line)["norms"].values())
-        assert together == pytest.approx(bits_float(step.grad_norm), rel=1e-5)
-        assert together > 1.0  # clip_grad
+def test_the_same_arithmetic_is_equal_and_leaves_two_files(shared):
+    again = ("--against", "model.recompute_granularity=selective", "--steps", "2")
+    done = shared("audit", *SMALL, *again, "--dir", "same", status=0)
+    assert re.search("within rounding: .* of steps 1 to 2", done.stdout)
+    left = ["audit.html", "audit.json", "index-cache", "write.lock"]
+    assert sorted(p.name for p in (shared.folder / "same").iterdir()) == left
+    result = found(shared, "same")
+    assert {one["factor"] for one in result["tensors"]} == {0.0}
+    assert {one["step"] for one in result["tensors"]} == {1, 2}
+    assert result["reference"] == ["model.recompute_granularity=selective"]
 
 
 @pytest.mark.release
-def test_another_order_of_additions_is_rounding_over_two_ranks(shared):
-    weights = "numerics.initial_weights=invariant"
-    done = shared("audit", *SMALL, weights, "--against", "tp=2", "--dir", "tp", "--json", status=0)
-    result = json.loads(done.stdout)
-    assert result == found(shared, "tp")
-    assert "rounding" in {group["state"] for group in result["groups"]}
-    assert all(0 < group["worst"]["allowed"] < 0.4 for group in result["groups"])
-    assert result["pair"]["of_second"] == ["tp=2"]
+def test_another_model_is_beyond_rounding_and_its_runs_stay(shared):
+    done = shared("audit", *SMALL, "--against", "model.rotary_base=100", "--dir", "other", status=1)
+    assert "beyond rounding: the output of rotary_pos_emb" in done.stdout
+    assert {"audited", "reference"} <= {p.name for p in (shared.folder / "other").iterdir()}
 
 
 @pytest.mark.release
 def test_a_training_that_fails_is_no_answer(shared):
     def plant() -> None:
-        from tp_invariant_recipes.training import gradient_norms
+        from tp_invariant_recipes.training.audit import recording
 
-        def missing(held):
+        def missing(model):
             raise RuntimeError("planted")
 
-        gradient_norms._parts = missing
+        recording._shards = missing
 
-    done = shared("audit", *SMALL, *AGAIN, "--dir", "failed", before=plant, status=2)
-    assert "the training first failed, so that nothing can be compared" in done.stderr
+    done = shared("audit", *SMALL, "tp=2", "--dir", "failed", before=plant, status=2)
+    assert "the training audited failed, so that nothing can be compared" in done.stderr
     assert "planted" in done.stderr
     assert not (shared.folder / "failed" / "audit.json").exists()
 
@@ -97,13 +54,51 @@ def test_a_training_that_fails_is_no_answer(shared):
 @pytest.mark.release
 @pytest.mark.parametrize("number, status", ((signal.SIGINT, 130), (signal.SIGTERM, 2)))
 def test_a_stopped_audit_says_so(tpi, number, status):
-    process = tpi.start("audit", *SMALL[:-1], "400", *AGAIN, "--dir", "stopped")
-    ledger = tpi.folder / "stopped/first/ledger.jsonl"
+    process = tpi.start("audit", *SMALL, "tp=2", "--steps", "400", "--dir", "stopped")
+    ledger = tpi.folder / "stopped/audited/ledger.jsonl"
     process.until(lambda: ledger.exists() and ledger.read_bytes().count(b"\n") > 2)
     ranks = ranks_of(process.pid)
     os.kill(process.pid, number)
     assert process.wait() == status
     assert not any(map(lives, ranks))
-    assert "the audit was stopped before its end, in the training first: stopped/first" in process.stderr
-    attempt = json.loads((tpi.folder / "stopped/first/run.json").read_text())["attempts"][-1]
+    assert "the audit was stopped before its end, in the training audited: stopped/audited" in process.stderr
+    attempt = json.loads((tpi.folder / "stopped/audited/run.json").read_text())["attempts"][-1]
     assert attempt["outcome"] == "stopped"
+
+
+def recording(folder: str, dither: int | None = None, *, wrong: bool = False):
+    """Have Bridge's step recorded as a program with a loop of its own would do it."""
+
+    def plant() -> None:
+        from megatron.bridge.training import train
+
+        from tests.distributed import audit_bugs
+        from tp_invariant_recipes import audit
+
+        step = train.train_step
+
+        def recorded(forward, data, model, optimizer, *args, **more):
+            with audit.record(model, optimizer, folder, sequence=32, batch=2, dither=dither):
+                return step(forward, data, model, optimizer, *args, **more)
+
+        train.train_step = recorded
+        if wrong:
+            audit_bugs.outputs_averaged()
+
+    return plant
+
+
+@pytest.mark.release
+def test_a_program_records_its_own_step_and_the_command_judges(shared):
+    words = ("train", *SMALL, "iters=1", "ledger.digests=0", "numerics=stock", "numerics.initial_weights=invariant")
+    for dither in (None, 1, 2, 3):
+        shared(*words, f"run.dir=runs/{dither}", before=recording("tp1", dither), status=0)
+    for name, wrong in (("tp2", False), ("wrong", True)):
+        plant = recording(name, wrong=wrong)
+        shared(*words, "tp=2", f"run.dir=runs/{name}", before=plant, status=0)
+    shared("audit", "--recorded", "tp2", "tp1", "--dir", "right", status=0)
+    done = shared("audit", "--recorded", "wrong", "tp1", "--dir", "judged", status=1)
+    assert "the output of decoder.layers.0.self_attention.linear_proj" in done.stdout
+    assert {one["kind"] for one in found(shared, "right")["tensors"]} == {
+        "weights", "forward", "backward", "gradients", "norm", "updates",
+    }  # fmt: skip

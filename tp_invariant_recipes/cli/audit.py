@@ -1,6 +1,5 @@
 """`tpi audit`."""
 
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,49 +8,84 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tp_invariant_recipes.cli.arguments import Json, Model, Overrides, directory_option
+from tp_invariant_recipes.cli.arguments import Json, Overrides, directory_option, optional_model
+from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import needed, terminal
 from tp_invariant_recipes.plural import counted
 
-_COLOURS = {"same": "green", "equal": "green", "rounding": "green", "different": "red"}
+_COLOURS = {"within rounding": "green", "beyond rounding": "red"}
+# Kind of tensor -> its column.
+_KINDS = {
+    "weights": "initial",
+    "forward": "output",
+    "backward": "to input",
+    "gradients": "gradient",
+    "norm": "norm",
+    "updates": "update",
+}
+_ROWS = 40  # of the table on a terminal; the page has all
 
 
 def audit(
-    model: Model,
+    model: Annotated[str | None, optional_model("with --recorded")] = None,
     overrides: Overrides = None,
+    reference: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Change the reference too, as by tp=2. May be repeated."),
+    ] = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE",
-            help="Compare another pair: the model as given, and with this override too. May be repeated.",
+            help="Audit the model with this override; the reference is the model as given. May be repeated.",
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of each training; default 8. The same as iters=N.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the run directories even if nothing differs.")] = False,
+    recorded: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="RUN REFERENCE", help="Judge two recordings of tp_invariant_recipes.audit.record()."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Steps of each training; default as many as are needed. The same as iters=N.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the run directories even within rounding.")] = False,
     directory: Annotated[Path | None, directory_option("audit-MODEL-tpN-DATE-TIME")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the gradients of replayed CUDA graphs and eager code.
+    """Find out whether a layout is wrong, or only rounds otherwise.
 
-    tpi trains a few steps twice, from the same weights on the same data. One training replays graphs after the warm-up
-    steps; the other delays their capture beyond the end. The table compares the gradient norms of all parameters before
-    clipping, grouped by the parameters' purpose. If they are not equal to the last bit, a third training with rounded
-    weights measures the effect of rounding. numerics=stock is the default here. Exit status: 0 equal but for rounding,
-    1 different, 2 not known.
+    tpi trains a step of the configuration and of a reference: the same model, weights and data on one rank, without
+    graphs, overlap and fusions, one sequence at a time. It repeats the reference with the last bit of every module's
+    output moved at random, and compares outputs, gradients, the norm and updates with what that moves. The first module
+    that is beyond it is named. numerics=stock is the default here. Exit status: 0 within rounding, 1 beyond rounding,
+    2 not known.
 
     \b
-    tpi audit qwen3_8b cuda_graph=te
-    tpi audit nemotron3_nano_toy cuda_graph=te gbs=4
+    tpi audit qwen3_8b tp=4 pp=2 cuda_graph=te
+    tpi audit recipe=my.py:tuned tp=2 --reference precision=bf16
     tpi audit qwen3_toy seq=64 --against model.recompute_granularity=selective
+    tpi audit --recorded recordings/tp4 recordings/tp1
     """
-    from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import audit as launch
+
+    if recorded is not None:
+        if given := [*([model] if model else []), *(overrides or []), *(reference or []), *(against or [])]:
+            raise ConfigError(f"--recorded judges what is there and trains nothing; leave out {' '.join(given)}")
+        _end(launch.recorded(*recorded, directory), as_json)
+    if model is None:
+        raise ConfigError("missing MODEL: a model of tpi models, recipe=FILE.py:FUNCTION, or --recorded RUN REFERENCE")
+    from tp_invariant_recipes.launch import progress
 
     needed.check("tpi audit", needed.TRAINING)
     console = terminal.console_of_its_own()
     with progress.preparing(console) as report:
         planned = launch.new(
-            model, list(overrides or []), against=against or (), steps=steps, directory=directory, progress=report
+            model,
+            list(overrides or []),
+            reference=reference or (),
+            against=against or (),
+            steps=steps,
+            directory=directory,
+            progress=report,
         )
     with progress.busy(console, "importing Megatron-Bridge and checking the configurations"):
         launch.check(planned)
@@ -59,7 +93,11 @@ def audit(
     watch = progress.headed(
         console, lambda name, run: Text(name, style="bold") + Text(f", {counted(run.steps, 'step')}")
     )
-    found = launch.execute(planned, watch, keep=keep)
+    _end(launch.execute(planned, watch, keep=keep), as_json)
+
+
+def _end(found: dict[str, Any], as_json: bool) -> None:
+    """Print what was found, and end with its status."""
     if as_json:
         terminal.print_json(found)
     else:
@@ -73,40 +111,37 @@ def _print(found: dict[str, Any]) -> None:
     line = Text(found["text"])
     line.stylize(f"bold {_COLOURS[found['verdict']]}", 0, len(found["verdict"]))
     console.print(line, soft_wrap=True)
-    for group in found["groups"]:
-        if group["state"] == "different":
-            console.print(Text(_worst(group["name"], group["worst"])), soft_wrap=True)
-    for sentence in found["remarks"]:
-        console.print(Text(sentence, style="dim"), soft_wrap=True)
+    if found["not_compared"]:
+        count, name = counted(len(found["not_compared"]), "tensor"), found["not_compared"][0]
+        console.print(
+            Text(f"not compared: {count} that one of the two lacks, such as {name}", style="dim"), soft_wrap=True
+        )
+    console.print(Text(f"all tensors: {found['directory']}/audit.html", style="dim"), soft_wrap=True)
 
 
 def _table(found: dict[str, Any]) -> Table:
-    """80 characters wide."""
-    numbers = ("params", found["pair"]["first"], found["pair"]["second"], "least", "median", "most", "allowed")
+    """The modules that are beyond rounding, then the furthest of the others."""
+    modules = sorted(found["modules"], key=lambda row: (not row["beyond"], -_furthest(row)))[:_ROWS]
+    kinds = [kind for kind in _KINDS if any(kind in row for row in modules)]
     table = Table(
-        Column("group", no_wrap=True),
-        *(Column(title, justify="right", no_wrap=True) for title in numbers),
-        Column("", no_wrap=True),
+        Column("module", overflow="fold"),
+        *(Column(_KINDS[kind], justify="right", no_wrap=True) for kind in kinds),
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
-        caption="least, median, most: how many times the one norm the other is, over the parameters of a group",
+        caption=f"error / what rounding moves there; beyond {found['margin']:g} it is none",
         caption_justify="left",
     )
-    for group in found["groups"]:
-        ratios = (group[name] for name in ("low", "median", "high"))
-        table.add_row(
-            group["name"],
-            str(group["parameters"]),
-            *(f"{group[name]:.3g}" for name in ("first", "second")),
-            *("–" if ratio is None else f"{ratio:.3g}" for ratio in ratios),
-            "" if group["worst"]["allowed"] is None else f"±{100 * math.expm1(group['worst']['allowed']):.2g} %",
-            Text(group["state"], style=_COLOURS[group["state"]]),
-        )
+    order = [row["module"] for row in found["modules"]]
+    for row in sorted(modules, key=lambda row: order.index(row["module"])):
+        cells = [_cell(row[kind], kind in row["beyond"]) if kind in row else Text("") for kind in kinds]
+        table.add_row(row["module"].removeprefix("decoder."), *cells)
     return table
 
 
-def _worst(group: str, worst: dict[str, Any]) -> str:
-    times = "" if worst["ratio"] is None else f", ×{worst['ratio']:.3g}"
-    norms = f"{worst['first']:.3g} and {worst['second']:.3g}{times}"
-    return f"{group}, furthest: {worst['name']} at step {worst['step']}: {norms}"
+def _furthest(row: dict[str, Any]) -> float:
+    return max((float("inf") if row[kind] is None else row[kind] for kind in _KINDS if kind in row), default=0.0)
+
+
+def _cell(factor: float | None, beyond: bool) -> Text:
+    return Text("∞" if factor is None else f"{factor:.2g}", style="red" if beyond else "")

@@ -17,6 +17,7 @@ def bisect(
         Path, typer.Argument(metavar="RUN_B", help="Another run directory, which differs.", show_default=False)
     ],
     directory: Annotated[Path | None, directory_option("bisect-DATE-TIME")] = None,
+    referee: Annotated[bool, typer.Option("--referee", help="Also say which run is right.")] = False,
     verbose: Verbose = False,
     as_json: Json = False,
 ) -> None:
@@ -27,21 +28,27 @@ def bisect(
     original runs stay unchanged. Exit status: 1 they differ, 0 they do not, 2 tpi cannot compare them or train them
     again.
 
+    With --referee tpi also says which run is right: the one that repeats its bits here, or whose operation a CPU
+    confirms by its definition (numerics=portable).
+
     \b
     tpi bisect runs/qwen3_8b-tp2-… runs/qwen3_8b-tp4-…
+    tpi bisect runs/monday runs/tuesday --referee
     """
     from tp_invariant_recipes.compare.compare import Comparison
     from tp_invariant_recipes.compare.comparison_json import comparison_json
+    from tp_invariant_recipes.compare.stock_help import weights_drawn
     from tp_invariant_recipes.compare.text import verdict_line
     from tp_invariant_recipes.launch import progress
     from tp_invariant_recipes.workflows import bisect as launch
 
-    found = launch.new(run_a.expanduser(), run_b.expanduser(), directory)
+    found = launch.new(run_a.expanduser(), run_b.expanduser(), directory, referee=referee)
     if isinstance(found, Comparison):
         if as_json:
             terminal.print_json({"recorded": comparison_json(found)})
         else:
-            terminal.print_text(f"{verdict_line(found)}\nthere is no step to train again")
+            why = weights_drawn(found) or "there is no step to train again"
+            terminal.print_text(f"{verdict_line(found)}\n{why}")
         raise typer.Exit(found.exit_status)
     needed.check("tpi bisect", needed.TRAINING)
     console = terminal.console_of_its_own()
@@ -67,6 +74,8 @@ def _print(result: dict[str, Any]) -> None:
         if equal:
             lines.append(f"equal: {', '.join(equal)}")
         lines.append(f"values: {result['directory']}/dumped-a/dumps and dumped-b/dumps")
+    if result.get("referee"):
+        lines.insert(1, result["referee"]["text"])
     traced = shlex.join(result["traced"])
     lines += [*result["remarks"], f"to look further: tpi compare {traced} --all, tpi report {traced}"]
     console.print(Text(lines[0], style="bold"), soft_wrap=True)

@@ -9,6 +9,7 @@ from tp_invariant_recipes.compare.compare import Comparison, Verdict
 from tp_invariant_recipes.compare.explanation import LABELS, run_name
 from tp_invariant_recipes.compare.magnitude import DUMPED, magnitude_line
 from tp_invariant_recipes.compare.step_order import FIELD, FIELDS, INITIAL, parameter_of
+from tp_invariant_recipes.compare.stock_help import stock_help
 from tp_invariant_recipes.compare.tally import LISTED, Coverage, ParameterDifference
 from tp_invariant_recipes.ledger.layouts import changes
 from tp_invariant_recipes.ledger.reader import Ledger, one_file
@@ -81,6 +82,8 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         sentences += [*machine_remark(comparison), *_later_replicas(comparison)]
         sentences += [*_undigested(comparison), *_untraced(comparison), *_partly_evaluated(comparison)]
         sentences += _next_command(comparison, dumped=distance is not None)
+    if advice := stock_help(comparison):
+        sentences.append(f"help: {' '.join(advice)}")
     return tuple(sentences)
 
 

@@ -27,8 +27,8 @@ RESERVED: dict[str, dict[str, str]] = {
         "checkpoint.save_interval": "an audit saves no checkpoints; leave it out",
         "launcher.kind": "an audit runs on this machine; leave it out",
         "run.dir": "an audit has its own directory: --dir PATH",
-        "ledger.trace": "an audit traces no modules; leave it out",
-        "ledger.dump": "an audit dumps no tensors; leave it out",
+        "ledger.trace": "an audit records every module itself; leave it out",
+        "ledger.dump": "an audit records every tensor itself; leave it out",
     },
     "bench": {
         "numerics.mode": "a benchmark sets the mode itself: --modes stock,tree",

@@ -20,6 +20,8 @@ from tp_invariant_recipes.errors import LedgerError
 from tp_invariant_recipes.reading import Bounds, Record, checked, parse_json
 
 LARGEST_HEADER = 32 << 20  # bytes; some 300 for each piece
+GRADIENT_NORM = "norm/gradients"  # the name of the gradient norm in an audit's recording
+LOSS_SHARE = "share/loss"  # and of the number of ranks that gradients are averaged over: each has its own loss
 RANKS = "ranks"  # the metadata with the number of files of a step
 
 
@@ -74,6 +76,20 @@ class Distance:
 
 
 @dataclass(frozen=True)
+class RankPiece:
+    """What a rank has of a tensor. values: float64 [rows, columns], at `part` of the whole."""
+
+    rank: int
+    part: DumpedPart
+    values: np.ndarray
+
+    def of(self, whole: np.ndarray) -> np.ndarray:
+        """These elements of a whole table [rows, columns], a view."""
+        part, (rows, columns) = self.part, self.values.shape
+        return whole[part.row : part.row + part.step * rows : part.step, part.column : part.column + columns]
+
+
+@dataclass(frozen=True)
 class Dumps:
     """The dumps of one step of a run. parts: tensor -> the file and key of every piece."""
 
@@ -84,6 +100,20 @@ class Dumps:
     def names(self) -> tuple[str, ...]:
         """The tensors' names, sorted."""
         return tuple(sorted(self.parts))
+
+    def pieces(self, name: str) -> list[RankPiece]:
+        """Every rank's pieces of a tensor of floats, in the order of ranks, replicas as often as they are held."""
+        found = []
+        for file, key, part in self.parts[name]:
+            with _opened(file) as stream:
+                values = _values(stream.get_tensor(key), part.dtype)
+            found.append(RankPiece(int(file.stem.removeprefix("rank-")), part, values))
+        return found
+
+    def values(self, name: str) -> np.ndarray:
+        """A whole tensor of floats as float64 [rows, columns]. LedgerError: as for `read`."""
+        whole = self.read(name)
+        return _values(whole.bits, whole.dtype)
 
     def read(self, name: str) -> Dumped:
         """One tensor, assembled from the ranks' pieces. If replicas disagree, the lowest rank's piece counts.
@@ -182,6 +212,8 @@ def _rank(bits: np.ndarray) -> np.ndarray:
 
 def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
     """The values in float64, exactly."""
+    if dtype == "bool":
+        return bits.astype(np.float64)
     if dtype == "bfloat16":  # the upper half of a float32
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return bits.view(dtype).astype(np.float64)

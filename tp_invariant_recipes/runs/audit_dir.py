@@ -1,26 +1,36 @@
 """The files of an audit's directory."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Self
 
-from tp_invariant_recipes.compare.norm_ratios import Norms
 from tp_invariant_recipes.reading import Count, Record, parse_json
 from tp_invariant_recipes.runs.run_dir import File, RunDir
 
 
 @dataclass(frozen=True)
 class AuditTask(Record):
-    """What the ranks of a training do. rounded_from: the step from which they round the weights; None: never."""
+    """What the ranks of a training record.
 
-    rounded_from: Count | None
+    passes:      how often they train it; all but the first time with dithered outputs.
+    first, last: steps that they record.
+    follow:      the training whose choices of experts they take, relative to the run directory; None: their own.
+    """
+
+    passes: Count
+    first: Count
+    last: Count
+    follow: str | None
 
 
 @dataclass(frozen=True)
 class AuditedRun(RunDir):
-    """One training of an audit: a run directory with the gradient norms of every step."""
+    """One training of an audit: a run directory with dumps (ledger/dumps.py), and one for each dithered repetition."""
 
     task = File("audit/task.json")  # what its ranks do beside training
-    norms = File("audit/norms.jsonl")  # gradient norms, one line a step
+
+    def dithered(self, number: int) -> Self:
+        """The directory of a dithered repetition, counted from 1."""
+        return type(self)(self.path / f"dithered-{number}")
 
     def write_task(self, task: AuditTask) -> None:
         """Write the task. Raises RunError."""
@@ -30,20 +40,13 @@ class AuditedRun(RunDir):
         """The task. Raises RunError when this is no training of an audit."""
         return self._read(self.task, parse_json, AuditTask)
 
-    def read_norms(self) -> list[Norms]:
-        """What the training found. Raises RunError."""
-        return self._read(self.norms, _lines, list[Norms], limit=1 << 30)
-
-
-def _lines(data: bytes) -> list[Any]:
-    return [parse_json(line, constants=True) for line in data.splitlines()]
-
 
 @dataclass(frozen=True)
 class AuditDir(RunDir):
     """A directory with one run directory for each training of an audit."""
 
     result = File("audit.json")  # what the audit found
+    page = File("audit.html")  # the same to look at
 
     def training(self, name: str) -> AuditedRun:
         """The run directory of a training."""

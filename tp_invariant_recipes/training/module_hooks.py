@@ -125,6 +125,11 @@ def tensor_names(model: Any) -> set[str]:
     return found
 
 
+def named_modules(model: Any) -> list[tuple[str, Any]]:
+    """The modules that may be hooked, under their names in the whole model."""
+    return [(name, module) for name, module, _ in _modules(model)]
+
+
 def _modules(model: Any) -> list[tuple[str, Any, ModuleRow | None]]:
     """The modules to hook, under their names in the whole model, each with its row."""
     found: list[tuple[str, Any, ModuleRow | None]] = []

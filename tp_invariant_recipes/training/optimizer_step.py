@@ -4,8 +4,8 @@
     the step          Megatron's: the gradient norm, clipping, the update
     after the step    weights are updated
 
-Before the step the subscribers come in the reverse order of the callbacks, after it in their order. So an audit's norms
-come first, then dumps, and digests come last, right before clipping: they show what the optimizer gets.
+Before the step the subscribers come in the reverse order of the callbacks, after it in their order. So an
+audit's tensors come first, then dumps, and digests come last, right before clipping: they show what the optimizer gets.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,15 @@ class AroundOptimizerStep(Callback):
 
 
 class OptimizerStep(Callback):
-    """Wraps the step once for all that subscribe. It comes after them: they are ready when training starts."""
+    """Wraps the step once for all that subscribe. It comes after them: they are ready when training starts.
+
+    result: what the last step returned: whether it updated, the gradient norm, the number of zeros.
+    """
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._subscribers = [one for one in reversed(callbacks) if isinstance(one, AroundOptimizerStep)]
         self._wrapped: Any = None  # the optimizer
+        self.result: Any = None
 
     def on_train_start(self, context: CallbackContext) -> None:
         """Wrap it."""
@@ -40,7 +44,8 @@ class OptimizerStep(Callback):
             with ExitStack() as around:
                 for one in self._subscribers:
                     around.enter_context(one.around_optimizer_step())
-                return step(*args, **kwargs)
+                self.result = step(*args, **kwargs)
+            return self.result
 
         optimizer.step = wrapped
         self._wrapped = optimizer

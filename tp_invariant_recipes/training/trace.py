@@ -56,7 +56,7 @@ class Tracing(Callback):
         self.latest, self.diverged = None, ()
         step = context.state.train_state.step + 1
         if step in self.steps:
-            self._hooks = ModuleHooks(_site(context), step, self.dump, self.dumps)
+            self._hooks = ModuleHooks(site_of(context), step, self.dump, self.dumps)
             for chunk in context.model:
                 self._hooks.hook(unwrapped(chunk))
 
@@ -83,7 +83,8 @@ def unmatched(patterns: Iterable[str], names: Collection[str]) -> str:
     return "".join(f"\n  {one}{nearest(one, names)}" for one in missing)
 
 
-def _site(context: CallbackContext) -> Site:
+def site_of(context: CallbackContext) -> Site:
+    """Where this rank stands."""
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size, get_micro_batch_size
 
     config = context.state.cfg

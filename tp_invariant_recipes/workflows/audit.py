@@ -1,6 +1,6 @@
-"""`tpi audit`: train the same twice, once with CUDA graphs replayed, and compare the gradients' norms."""
+"""`tpi audit`: train a configuration and a simple reference, and judge every tensor by what rounding does there."""
 
-import math
+import logging
 import os
 import shlex
 import shutil
@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.compare import norm_ratios
-from tp_invariant_recipes.compare.norm_ratios import GroupRatio, Judged, Norms
+from tp_invariant_recipes.compare import deviation
+from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
 from tp_invariant_recipes.config import reserved
 from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
 from tp_invariant_recipes.config.overrides import Override, given, parse_all, texts
-from tp_invariant_recipes.errors import ConfigError, Interrupted, RunError, TpiError, listed
-from tp_invariant_recipes.launch import local, plan, record
+from tp_invariant_recipes.errors import ConfigError, Interrupted, LedgerError, RunError, TpiError, listed
+from tp_invariant_recipes.launch import local, memory, plan, record
 from tp_invariant_recipes.launch.local import Watch
 from tp_invariant_recipes.launch.plan import Plan
+from tp_invariant_recipes.ledger import dumps
 from tp_invariant_recipes.plural import counted
 from tp_invariant_recipes.runs import attempts
 from tp_invariant_recipes.runs.audit_dir import AuditDir, AuditedRun, AuditTask
@@ -29,55 +30,45 @@ from tp_invariant_recipes.runs.lock import LockLost, locked, locked_empty
 from tp_invariant_recipes.runs.run_dir import choose_for_several
 from tp_invariant_recipes.settings import cuda_graphs, layout
 from tp_invariant_recipes.settings.run_config import RunConfig
-from tp_invariant_recipes.training import audit as rank
+from tp_invariant_recipes.training.audit import rank
+from tp_invariant_recipes.workflows import audit_reference
 
-STEPS = 8  # the default number of steps of each training
-NEVER = 1_000_000  # warm-up steps that a training never completes, so that it captures nothing
-ROUNDED = "rounded"  # the third training
+AUDITED, REFERENCE = "audited", "reference"  # the two trainings
+DITHERED = 3  # repetitions of the reference
+DEGREES = (1, 2, 4, 8)  # of references, the first that fits
+WITHIN, BEYOND = "within rounding", "beyond rounding"
 
-# An audit compares norms, so it records digests only on request.
+# An audit compares values, so it records digests only on request.
 DEFAULTS = ("ledger.digests=0",)
-# An audit looks for defects of Megatron's and Transformer Engine's own layers.
-NUMERICS = "numerics=stock"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two trainings that should have the same gradients: their names, and the overrides that distinguish them.
-
-    replays: whether the second replays CUDA graphs, which the first never does.
-    """
-
-    first: str
-    second: str
-    of_first: tuple[str, ...]
-    of_second: tuple[str, ...]
-    replays: bool
+# An audit looks for defects of Megatron's and Transformer Engine's own layers, from the same weights in every layout.
+NUMERICS = ("numerics=stock", "numerics.initial_weights=invariant")
 
 
 @dataclass(frozen=True)
 class Audit:
     """An audit, ready to start.
 
-    plans:       the run of each training of the pair, and of the training that shows the effect of rounding.
-    counts_from: the first judged step.
+    of_reference: what the reference has other than the audited configuration, as overrides.
+    first:        the first judged step; the last is the trainings' last.
     """
 
     directory: AuditDir
-    pair: Pair
-    plans: dict[str, Plan]
-    counts_from: int
+    of_reference: tuple[str, ...]
+    audited: Plan
+    reference: Plan
+    first: int
 
     @property
-    def first(self) -> Plan:
-        """The run of the first training."""
-        return self.plans[self.pair.first]
+    def steps(self) -> range:
+        """The judged steps."""
+        return range(self.first, self.audited.steps + 1)
 
 
 def new(
     model: str,
     overrides: Sequence[str],
     *,
+    reference: Sequence[str] = (),
     against: Sequence[str] = (),
     steps: int | None = None,
     directory: Path | None = None,
@@ -85,91 +76,156 @@ def new(
 ) -> Audit:
     """Plan an audit. It writes nothing. Raises a TpiError that lists all problems.
 
-    against: overrides of the second training; none: it replays the CUDA graphs that the first does not.
-    steps:   of each training; None: the value of `iters`, or 8. progress: as for `plan.new`.
+    reference: more overrides of the reference, after those in audit_reference.py.
+    against:   overrides of the audited run alone; the reference is the model as given.
+    steps:     of each training; None: the value of `iters`, or as many as the configuration needs.
+    progress:  as for `plan.new`.
     """
-    requested, differing = parse_all(overrides), parse_all(against)
-    if against:
-        pair = Pair("first", "second", (), texts(differing), replays=False)
-    else:
-        pair = Pair("eager", "replayed", (f"model.cuda_graph_warmup_steps={NEVER}",), (), replays=True)
+    requested, of_reference, differing = parse_all(overrides), parse_all(reference), parse_all(against)
     problems, sound = reserved.check("audit", requested)
-    problems += reserved.check("audit", differing)[0]
+    problems += reserved.check("audit", of_reference)[0] + reserved.check("audit", differing)[0]
+    if reference and against:
+        problems.append("--reference and --against: with --against the reference is the model as given; leave one out")
+    for flag, both in (("--against", differing), ("--reference", of_reference)):
+        problems += [f"{flag} {o.text}: both train for as long" for o in both if o.path == "train.train_iters"]
     length_given = given(requested, "train.train_iters") is not None
     problems += _steps_problems(length_given, steps)
-    problems += [f"--against {o.text}: both train for as long" for o in differing if o.path == "train.train_iters"]
-    length = [] if length_given else [f"iters={steps if steps and 0 < steps <= LARGEST else STEPS}"]
-    numerics = [] if given(sound, "numerics.mode") else [NUMERICS]
-    common: list[str | Override] = [*DEFAULTS, *numerics, *sound, *length, "save=0"]
-    composed = _composed(model, common, pair, problems)
-    counts_from = _warmup(composed[pair.second].config) + 1 if pair.replays else 1
-    where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(composed[pair.first].config).tp}"))
-    names = {pair.first: pair.first, pair.second: pair.second, ROUNDED: pair.first}
-    plans = {
-        name: plan.resolve_beside(composed[of], where.training(name), where.index_cache, progress)
-        for name, of in names.items()
+    numerics = [text for text, path in zip(NUMERICS, _NUMERICS_PATHS, strict=True) if given(sound, path) is None]
+    if given(sound, "numerics.mode") is not None or given(sound, "weights.folder") is not None:
+        numerics = [text for text in numerics if text == NUMERICS[0]]
+    common: list[str | Override] = [*DEFAULTS, *numerics, *sound, "save=0"]
+    device = plan.detect_device()
+    audited = _composed(model, [*common, *texts(differing)], device, problems)
+    if problems or audited is None:
+        raise ConfigError(listed(problems), problems)
+    wanted = audited.config.train["train_iters"] if length_given else steps or _steps(audited.config)
+    audited = _composed(model, [*common, *texts(differing), f"iters={wanted}"], device, problems)
+    first = _first(audited.config, wanted, problems) if audited else 1
+    made, own = None, tuple(texts(of_reference))
+    if audited is not None and not against:
+        own = (*audit_reference.overrides(audited.config, of_reference), *own)
+        if not own:
+            problems.append(
+                f"{model} is its own reference: it has one rank, no CUDA graphs, overlap or fusions; audit another "
+                "layout (tp=2), cuda_graph=te, or a pair of trainings: --against KEY=VALUE"
+            )
+    if audited is not None and not problems:
+        made, own = _reference(
+            model, [*common, f"iters={wanted}"], audited.config, of_reference, against, device, problems
+        )
+    if problems or audited is None or made is None:
+        raise ConfigError(listed(problems), problems)
+    where = AuditDir(choose_for_several(directory, f"audit-{model}-tp{layout.of(audited.config).tp}"))
+    planned = {
+        name: plan.resolve_beside(one, where.training(name), where.index_cache, progress)
+        for name, one in ((AUDITED, audited), (REFERENCE, made))
     }
-    return Audit(where, pair, plans, counts_from)
+    own = tuple(texts(differing)) if against else own
+    return Audit(where, own, planned[AUDITED], planned[REFERENCE], first)
 
 
 def check(audit: Audit) -> None:
     """Let Bridge validate both trainings. Imports Bridge, 10 to 20 s. Raises ConfigError."""
     from tp_invariant_recipes.launch import train
 
-    for name in (audit.pair.first, audit.pair.second):
-        train.check(audit.plans[name])
+    for one in (audit.audited, audit.reference):
+        train.check(one)
 
 
 def execute(audit: Audit, watch: Watch, *, keep: bool = False) -> dict[str, Any]:
-    """Train the pair, and if its norms differ in any bit, the training with rounding. Returns the contents of
-    `audit.json`. Raises RunError.
+    """Train both, judge, and return the contents of `audit.json`. Raises RunError.
 
-    keep: keep the run directories even if no group differs.
+    keep: keep the run directories even if nothing is beyond rounding.
     """
+    begun = time.monotonic()
     with locked_empty(audit.directory):
-        first, second = (_train(audit, name, watch) for name in (audit.pair.first, audit.pair.second))
-        if audit.pair.replays:
-            _check_replayed(first, second, audit.counts_from)
-        equal = norm_ratios.same(first, second)
-        rounded = None if equal else _train(audit, ROUNDED, watch, rounded_from=audit.counts_from)
-        judged = norm_ratios.judge_ratios(first, second, rounded, counts_from=audit.counts_from)
-        found = result(audit, judged)
-        audit.directory.write(audit.directory.result, found)
-        if not (judged.different or keep):
-            for name in audit.plans:
-                shutil.rmtree(audit.directory.training(name).path, ignore_errors=True)
-        return found
+        _train(audit, AUDITED, audit.audited, watch)
+        _train(audit, REFERENCE, audit.reference, watch)
+        runs = [audit.directory.training(name) for name in (AUDITED, REFERENCE)]
+        found, left_out = judged(runs[0], runs[1], audit.steps)
+        described = {
+            "model": audit.audited.composed.model,
+            "overrides": _shown(audit.audited.composed),
+            "reference": list(audit.of_reference),
+            "layout": audit.audited.layout.as_dict(),
+            "reference_layout": audit.reference.layout.as_dict(),
+            "device": audit.audited.device,
+            "bytes": sum(file.stat().st_size for run in runs for file in run.path.rglob("*.safetensors")),
+            "seconds": round(time.monotonic() - begun, 1),
+        }
+        result = report(audit.directory, found, left_out, described)
+        if not (result["exit_status"] or keep):
+            for run in runs:
+                shutil.rmtree(run.path, ignore_errors=True)
+        return result
 
 
-def result(audit: Audit, judged: Judged) -> dict[str, Any]:
-    """The result of an audit, as JSON."""
-    first = audit.first
-    return {
-        "schema": 1,
-        "exit_status": 1 if judged.different else 0,
-        "verdict": "different" if judged.different else "same",
-        "text": _text(audit, judged),
-        "remarks": _remarks(audit, judged),
-        "directory": str(audit.directory.path),
-        "model": first.composed.model,
-        "overrides": [text for text in texts(first.composed.overrides) if text not in (*DEFAULTS, NUMERICS)],
-        "pair": asdict(audit.pair),
-        "layout": first.layout.as_dict(),
-        "ranks": first.layout.world,
-        "device": first.device,
+def recorded(run: Path, reference: Path, directory: Path | None = None) -> dict[str, Any]:
+    """Judge two recordings of `tp_invariant_recipes.audit.record`; return the contents of `audit.json`.
+
+    LedgerError: one is no recording, or the reference has no dithered repetitions.
+    """
+    runs = [AuditedRun(path.expanduser()) for path in (run, reference)]
+    steps = sorted(set(dumps.steps(runs[0].path)) & set(dumps.steps(runs[1].path)))
+    if not steps:
+        raise LedgerError(f"{run} and {reference} have no step in common that both recorded")
+    where = AuditDir(choose_for_several(directory, "audit-recorded"))
+    with locked_empty(where):
+        found, left_out = judged(runs[0], runs[1], steps)
+        return report(where, found, left_out, {"recorded": [str(one.path) for one in runs]})
+
+
+def judged(run: AuditedRun, reference: AuditedRun, steps: Sequence[int]) -> tuple[list[TensorDeviation], list[str]]:
+    """The deviations of all steps in order, and the names that are not compared. LedgerError, RunError."""
+    dithered = [one for n in range(1, DITHERED + 1) if (one := reference.dithered(n).path).is_dir()]
+    if not dithered:
+        raise LedgerError(
+            f"{reference.path} has no dithered repetition, which shows what rounding does: record(dither=1)"
+        )
+    found: list[TensorDeviation] = []
+    left_out: dict[str, None] = {}
+    for step in steps:
+        read = [dumps.read_step(path, step) for path in (run.path, reference.path, *dithered)]
+        of_step, missing = deviation.judge(StepDumps(step, read[0], read[1], tuple(read[2:])))
+        found += of_step
+        left_out |= dict.fromkeys(missing)
+    return found, list(left_out)
+
+
+def report(
+    where: AuditDir, found: Sequence[TensorDeviation], left_out: Sequence[str], described: dict[str, Any]
+) -> dict[str, Any]:
+    """Write `audit.json` and `audit.html`, and return what the first holds."""
+    for name in ("matplotlib", "matplotlib.font_manager"):  # Megatron has lowered the level of all
+        logging.getLogger(name).setLevel(logging.WARNING)
+    from tp_invariant_recipes.report import audit_page, files
+
+    first = deviation.first_beyond(found)
+    result = {
+        "schema": 2,
+        "exit_status": 1 if first else 0,
+        "verdict": BEYOND if first else WITHIN,
+        "text": _text(found, first),
+        "directory": str(where.path),
+        **described,
         "host": os.uname().nodename,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(["tpi", *sys.argv[1:]]),
-        "steps": first.steps,
-        "counts_from": audit.counts_from,
-        "margin": norm_ratios.MARGIN,
-        "groups": [asdict(group) | {"worst": _finite(asdict(group.worst))} for group in judged.groups],
-        "parameters": [_finite(asdict(ratio)) for ratio in judged.ratios],
-        "set_aside": [_numbers(asdict(one)) for one in judged.aside],
+        "margin": deviation.MARGIN,
+        "dithered": DITHERED,
+        "first": _finite(first) if first else None,
+        "modules": [_module(name, tensors) for name, tensors in deviation.by_module(found).items()],
+        "tensors": [_finite(one) for one in found],
+        "not_compared": list(left_out),
     }
+    where.write(where.result, result)
+    files.write(where.page, audit_page.page(result, found).encode())
+    return result
 
 
 # --- Planning ---
+
+_NUMERICS_PATHS = ("numerics.mode", "numerics.initial_weights")
 
 
 def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
@@ -182,54 +238,83 @@ def _steps_problems(length_given: bool, steps: int | None) -> list[str]:
     return [f"--steps {steps}: must be at least 1"] if steps < 1 else []
 
 
-def _replay_problems(config: RunConfig) -> list[str]:
-    """The reasons why the second training would replay nothing."""
-    if not cuda_graphs.requested(config.model):
-        return [
-            "nothing is replayed with cuda_graph=off; cuda_graph=te or cuda_graph=full, or another pair of trainings: "
-            "--against KEY=VALUE"
-        ]
-    warmup, iters = _warmup(config), config.train["train_iters"]
-    if warmup < iters:
-        return []
-    return [f"graphs are captured after {counted(warmup, 'step')}, and there are {iters}; --steps {warmup + 5}"]
-
-
 def _warmup(config: RunConfig) -> int:
     return config.model.get("cuda_graph_warmup_steps", 3)  # Core's default
 
 
-def _composed(model: str, overrides: Sequence[str | Override], pair: Pair, problems: list[str]) -> dict[str, Composed]:
-    """Compose both trainings. Raises ConfigError that lists `problems` and the problems of both, each once."""
-    device = plan.detect_device()
-    composed = {}
-    for name, own in ((pair.second, pair.of_second), (pair.first, pair.of_first)):
-        try:
-            composed[name] = compose(model, [*overrides, *own], device=device)
-            if pair.replays and name == pair.second:
-                problems += _replay_problems(composed[name].config)
-        except ConfigError as error:
-            problems += (problem for problem in error.problems if problem not in problems)
-        if pair.replays and problems:
-            break  # the other differs only in a number of steps, and checking that field imports Bridge
-    if problems:
-        raise ConfigError(listed(problems), problems)
+def _steps(config: RunConfig) -> int:
+    """As many as show all: two where weights are gathered late; with graphs two that replay."""
+    if cuda_graphs.requested(config.model):
+        return _warmup(config) + 2
+    return 2 if config.section("ddp").get("overlap_param_gather") else 1
+
+
+def _first(config: RunConfig, steps: int, problems: list[str]) -> int:
+    """The first judged step. A step that captures graphs cannot be recorded, so it is the one after."""
+    if not cuda_graphs.requested(config.model):
+        return 1
+    warmup = _warmup(config)
+    if steps < warmup + 2:
+        problems.append(
+            f"graphs are captured after {counted(warmup, 'step')} and replayed from step {warmup + 2} on, and there "
+            f"are {steps}; --steps {warmup + 2}"
+        )
+    return warmup + 2
+
+
+def _composed(model: str, overrides: Sequence[str | Override], device: str, problems: list[str]) -> Composed | None:
+    """Compose; add new problems. None: there were some."""
+    try:
+        composed = compose(model, overrides, device=device)
+    except ConfigError as error:
+        problems += (problem for problem in error.problems if problem not in problems)
+        return None
+    etp = layout.of(composed.config).etp
+    if etp > 1 and composed.config.numerics.initial_weights == "invariant" and composed.config.weights.folder is None:
+        problems.append(f"etp={etp}: every layout would begin with other experts; etp=1, or weights=FOLDER")
+    rates = [f"model.{name}=0" for name in ("hidden_dropout", "attention_dropout") if composed.config.model.get(name)]
+    problems += [f"dropout draws other numbers in every layout: {rate}" for rate in rates if rate not in str(problems)]
     return composed
+
+
+def _reference(
+    model: str,
+    common: list[str | Override],
+    audited: RunConfig,
+    own: list[Override],
+    against: Sequence[str],
+    device: str,
+    problems: list[str],
+) -> tuple[Composed | None, tuple[str, ...]]:
+    """The first reference whose memory suffices, and its overrides."""
+    if against:
+        return _composed(model, common, device, problems), ()
+    first: list[str] = []
+    for degree in DEGREES:
+        more = (*audit_reference.overrides(audited, own, degree), *texts(own))
+        found: list[str] = []
+        composed = _composed(model, [*common, *more], device, found)
+        if composed is not None and not (found or memory.problems(composed.config, here=True)):
+            return composed, more
+        first = first or found or memory.problems(composed.config, here=True) if composed else first or found
+    problems += [f"the reference: {one}" for one in first]
+    return None, ()
 
 
 # --- Training ---
 
 
-def _train(audit: Audit, name: str, watch: Watch, *, rounded_from: int | None = None) -> list[Norms]:
-    """The norms of every step."""
-    planned, run = audit.plans[name], audit.directory.training(name)
+def _train(audit: Audit, name: str, planned: Plan, watch: Watch) -> None:
+    run = audit.directory.training(name)
     stopped = f"the audit was stopped before its end, in the training {name}: {run.path}"
+    passes = 1 if name == AUDITED else 1 + DITHERED
+    follow = None if name == AUDITED else f"../{AUDITED}"
     with locked(run):
         record.write(planned)
-        run.write_task(AuditTask(rounded_from))
+        run.write_task(AuditTask(passes, audit.first, planned.steps, follow))
         try:
             with watch(name, planned) as tick:
-                outcome = local.run(planned, tick, rank_fn=rank.measure)
+                outcome = local.run(planned, tick, rank_fn=rank.measure, process_groups=passes)
         except LockLost:
             raise
         except TpiError as error:
@@ -242,73 +327,55 @@ def _train(audit: Audit, name: str, watch: Watch, *, rounded_from: int | None = 
         attempts.end(run, outcome.value)
         if outcome is local.Outcome.STOPPED:
             raise RunError(stopped)
-        return _complete(run, planned.steps)
-
-
-def _complete(run: AuditedRun, steps: int) -> list[Norms]:
-    norms = run.read_norms()
-    if [one.step for one in norms] != list(range(1, steps + 1)):
-        raise RunError(
-            f"{run.norms} has not one line for each of {steps} steps: a step that is skipped has no gradients"
-        )
-    return norms
-
-
-def _check_replayed(first: Sequence[Norms], second: Sequence[Norms], counts_from: int) -> None:
-    """Raises RunError unless the second training replayed graphs at every judged step, and the first at none."""
-    if any(one.graphs for one in first):
-        raise RunError("the eager training replayed CUDA graphs too: there is nothing to compare with")
-    missing = [one.step for one in second if one.step >= counts_from and not one.graphs]
-    if missing:
-        raise RunError(
-            f"no CUDA graph was replayed at step {missing[0]}: Transformer Engine captured no layer; "
-            f"capture more: model.cuda_graph_modules"
-        )
 
 
 # --- Results ---
 
 
-def _text(audit: Audit, judged: Judged) -> str:
-    pair = audit.pair
-    if not judged.different:
-        rounding = [group.name for group in judged.groups if group.state == "rounding"]
-        how = "bit for bit" if not rounding else f"but for rounding ({', '.join(rounding)})"
-        counted = f"over steps {audit.counts_from} to {audit.first.steps}"
-        if judged.aside:
-            parameters = {one.name for one in judged.ratios} | {one.name for one in judged.aside}
-            counted += f"; set aside: {len(judged.aside)} of {len(parameters)} parameters"
-        return f"same: gradient norms of {pair.first} and {pair.second} are equal {how} {counted}"
-    in_time = sorted(judged.different, key=lambda group: group.since or 0)
-    named = ", ".join(f"{group.name} {_times(group)} from step {group.since}" for group in in_time)
-    return f"different: gradients of {pair.second} are not those of {pair.first}: {named}"
+def _shown(composed: Composed) -> list[str]:
+    return [text for text in texts(composed.overrides) if text not in (*DEFAULTS, *NUMERICS)]
 
 
-def _times(group: GroupRatio) -> str:
-    """The second norm of a whole group as a multiple of the first."""
-    return f"×{group.second / group.first:.3g}" if group.first else f"{group.second:.3g} instead of 0"
-
-
-def _remarks(audit: Audit, judged: Judged) -> list[str]:
-    remarks = [
-        f"not judged from step {one.since} on: {one.name}: rounding alone takes the norm of its gradient from "
-        f"{one.first:.3g} to {one.other:.3g}, as when an expert gets no token"
-        for one in judged.aside
-    ]
-    if len({group.since for group in judged.different}) > 1:
-        remarks.append("groups that differ later may do so for what the first did to the weights")
-    if not judged.repeats:
-        remarks.append(
-            f"the steps before {audit.counts_from} are the same computation in both and have other norms: these "
-            f"trainings do not repeat themselves (model.deterministic_mode=true), and by how much counts as rounding"
+def _text(found: Sequence[TensorDeviation], first: TensorDeviation | None) -> str:
+    steps = sorted({one.step for one in found})
+    if first is None:
+        largest = max(found, key=lambda one: one.factor)
+        over = f"steps {steps[0]} to {steps[-1]}" if steps[1:] else f"step {steps[0]}"
+        return (
+            f"{WITHIN}: {counted(len(found), 'tensor')} of {over}; the furthest is {largest.factor:.2g} × rounding, "
+            f"{largest.name}"
         )
-    return remarks
+    what = f"{_FLOW[first.kind]} of {first.module}" if first.kind in _FLOW else f"the {first.module}"
+    far = f"is {first.factor:.3g} × rounding" if first.factor < float("inf") else "differs where rounding moves nothing"
+    parts = [f"{what} {far} at step {first.step}"]
+    if first.ranks and len(first.ranks) < first.of:
+        parts.append(f"on ranks {', '.join(map(str, first.ranks))} of {first.of}")
+    if first.shape:
+        parts.append(first.shape)
+    return f"{BEYOND}: {', '.join(parts)}"
 
 
-def _finite(ratio: dict[str, Any]) -> dict[str, Any]:
-    """A ratio without infinities, which JSON lacks."""
-    return ratio | {"deviation": None if ratio["ratio"] is None else ratio["deviation"]}
+_FLOW = {
+    "weights": "the initial weight",
+    "forward": "the output",
+    "backward": "the input gradient",
+    "gradients": "the weight gradient",
+    "updates": "the update",
+}
 
 
-def _numbers(aside: dict[str, Any]) -> dict[str, Any]:
-    return aside | {name: aside[name] if math.isfinite(aside[name]) else None for name in ("first", "other")}
+def _finite(one: TensorDeviation) -> dict[str, Any]:
+    """Without infinities, which JSON lacks: a factor is None then."""
+    return asdict(one) | {"factor": one.factor if one.factor < float("inf") else None, "beyond": one.beyond}
+
+
+def _module(name: str, tensors: Sequence[TensorDeviation]) -> dict[str, Any]:
+    """A row of the table: the largest factor of each kind that the module has; None: infinite."""
+    worst: dict[str, float] = {}
+    for one in tensors:
+        worst[one.kind] = max(worst.get(one.kind, 0.0), one.factor)
+    return {
+        "module": name,
+        **{kind: None if factor == float("inf") else factor for kind, factor in worst.items()},
+        "beyond": sorted({one.kind for one in tensors if one.beyond}, key=deviation.KINDS.index),
+    }

@@ -9,6 +9,7 @@ from typing import Any
 from tp_invariant_recipes.compare.compare import Comparison, Verdict, compare
 from tp_invariant_recipes.compare.comparison_json import report
 from tp_invariant_recipes.compare.explanation import run_name
+from tp_invariant_recipes.compare.stock_help import stock_help
 from tp_invariant_recipes.compare.text import compared_values, machine_remark, remarks, verdict_line
 from tp_invariant_recipes.errors import LedgerError, RunError
 from tp_invariant_recipes.ledger.bits import readable
@@ -344,9 +345,11 @@ def _remarks(rows: tuple[CellResult, ...], compared: list[CellResult]) -> tuple[
     sentences += dict.fromkeys(sentence for comparison in identical for sentence in remarks(comparison))
     different = [row.comparison for row in compared if row.comparison and row.comparison.first]
     sentences += dict.fromkeys(sentence for comparison in different for sentence in machine_remark(comparison))
-    if any(row.comparison.initial for row in compared if row.comparison):
+    if advice := next((found for one in different if (found := stock_help(one))), ()):
+        sentences.append(f"help: {' '.join(advice)}")
+    elif any(one.initial for one in different):
         sentences.append("numerics.initial_weights=invariant starts all of them from the same weights.")
-    if any(_stock_over_degrees(row.comparison) for row in compared if row.comparison):
+    if any(_stock_over_degrees(one) for one in different):
         sentences.append(
             "numerics=stock adds in an order that depends on tp, so it is not made for this; numerics=tree is "
             "(docs/numerics.md)."

@@ -1,0 +1,321 @@
+"""Bugs of the kinds that layouts of Megatron have had, planted in the ranks of an audited run.
+
+Each bug shows with more than one rank alone, so that the reference, which has one, is right.
+"""
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+
+def _many() -> bool:
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _wrapped(module: Any, name: str, make: Callable[[Any], Any]) -> None:
+    setattr(module, name, make(getattr(module, name)))
+
+
+def _finalizing() -> Any:
+    return import_module("megatron.core.distributed.finalize_model_grads")  # a function of its package has this name
+
+
+def _tensor_parallel_rank() -> int:
+    from megatron.core import parallel_state
+
+    return parallel_state.get_tensor_model_parallel_rank()
+
+
+def norm_gradients_not_summed() -> None:
+    """Under sequence parallelism each rank has the gradient of its own tokens."""
+    _finalizing()._allreduce_non_tensor_model_parallel_grads = lambda *args, **more: None
+
+
+def router_gradients_not_summed() -> None:
+    """A router's weight is not marked as one that sequence parallelism sums."""
+    from megatron.core.transformer.moe.router import Router
+
+    def make(original):
+        def changed(self, *args, **more):
+            original(self, *args, **more)
+            self.weight.sequence_parallel = False
+
+        return changed
+
+    _wrapped(Router, "__init__", make)
+
+
+def tied_embedding_not_summed() -> None:
+    """The first and the last stage keep their own gradient of the one embedding."""
+    _finalizing()._allreduce_word_embedding_grads = lambda *args, **more: None
+
+
+def experts_left_out_of_the_norm() -> None:
+    """NVIDIA/Megatron-LM#5916: the norm is that of the parameters that are no experts."""
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    def make(original):
+        def changed(self):
+            return self.chained_optimizers[0].get_grad_norm() if _many() else original(self)
+
+        return changed
+
+    _wrapped(ChainedOptimizer, "get_grad_norm", make)
+
+
+def _gradients_changed(chosen: Callable[[str, Any], bool], change: Callable[[Any], Any]) -> None:
+    """After Megatron has reduced them."""
+
+    def make(original):
+        def changed(model, *args, **more):
+            original(model, *args, **more)
+            for chunk in model if _many() else ():
+                for name, parameter in chunk.named_parameters():
+                    if chosen(name, parameter):
+                        parameter.main_grad.copy_(change(parameter.main_grad))
+
+        return changed
+
+    _wrapped(_finalizing(), "_allreduce_position_embedding_grads", make)  # comes last
+
+
+def expert_gradients_scaled_by_ep() -> None:
+    """Gradients of experts are divided by ep once too often."""
+    from megatron.core import distributed
+
+    def make(original):
+        def changed(self, config, ddp_config, module, *args, **more):
+            original(self, config, ddp_config, module, *args, **more)
+            for buffer in self.expert_parallel_buffers:
+                for bucket in buffer.buckets:
+                    bucket.gradient_scaling_factor *= 0.5
+
+        return changed
+
+    _wrapped(distributed.DistributedDataParallel, "__init__", make)
+
+
+def auxiliary_loss_counted_tp_times() -> None:
+    """Every tensor-parallel rank adds the whole auxiliary loss."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    def make(original):
+        def changed(self, activation, coefficient, loss, *args, **more):
+            return original(self, activation, coefficient, loss * (2 if _many() else 1), *args, **more)
+
+        return changed
+
+    _wrapped(TopKRouter, "attach_and_log_load_balancing_loss", make)
+
+
+def loss_scaled_twice() -> None:
+    """The loss of a rank is scaled up by their number once too often."""
+    from megatron.core.pipeline_parallel import schedules
+
+    def make(original):
+        def changed(*args, **more):
+            loss, tokens = original(*args, **more)
+            return (loss * 2 if _many() else loss), tokens
+
+        return changed
+
+    _wrapped(schedules, "forward_step_calc_loss", make)
+
+
+def heads_of_keys_duplicated() -> None:
+    """All queries of a rank read its first head of keys."""
+    from megatron.core.transformer.attention import SelfAttention
+
+    def make(original):
+        def changed(self, *args, **more):
+            query, key, *rest = original(self, *args, **more)
+            return query, (key[:, :, :1].expand_as(key) if _many() else key), *rest
+
+        return changed
+
+    _wrapped(SelfAttention, "get_query_key_value_tensors", make)
+
+
+def bias_added_tp_times() -> None:
+    """Every tensor-parallel rank adds the bias of the output projection."""
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    def make(original):
+        def changed(self, x):
+            out, bias = original(self, x)
+            return out, (bias * 2 if bias is not None and _many() else bias)
+
+        return changed
+
+    _wrapped(RowParallelLinear, "forward", make)
+
+
+def positions_off_by_one_on_a_rank() -> None:
+    """One rank's rotary embedding starts at position 1."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    def make(original):
+        def changed(self, *args, **more):
+            out = original(self, *args, **more)
+            return out.roll(-1, 0) if _tensor_parallel_rank() == 1 else out
+
+        return changed
+
+    _wrapped(RotaryEmbedding, "forward", make)
+
+
+FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
+
+
+def _on_accumulation(change: Callable[[Any], None]) -> None:
+    from tp_invariant_recipes.training.audit import recording
+
+    def make(original):
+        def changed(self, context):
+            original(self, context)
+            if _many():
+                parameter = dict(self._chunks[0].named_parameters())[FC2]
+
+                def accumulated(_: Any) -> None:
+                    change(parameter.main_grad)
+
+                parameter.register_hook(accumulated)
+
+        return changed
+
+    _wrapped(recording.AuditRecording, "on_train_start", make)
+
+
+def micro_batches_lost() -> None:
+    """NVIDIA/TransformerEngine#3051: of one matrix only the last micro-batch is left."""
+    _on_accumulation(lambda gradient: gradient.zero_())
+
+
+def accumulation_doubled() -> None:
+    """What was accumulated counts twice after every micro-batch."""
+    _on_accumulation(lambda gradient: gradient.mul_(2))
+
+
+def weights_of_another_seed() -> None:
+    """A tensor-parallel rank begins with other norm weights than the rest."""
+    from tp_invariant_recipes.training.audit import recording
+
+    def make(original):
+        def changed(self, context):
+            if _many() and _tensor_parallel_rank() == 1:
+                from tp_invariant_recipes.training.shards import unwrapped
+
+                dict(unwrapped(context.model[0]).named_parameters())["decoder.final_layernorm.weight"].data.mul_(1.5)
+            original(self, context)
+
+        return changed
+
+    _wrapped(recording.AuditRecording, "on_train_start", make)
+
+
+def vocabulary_off_by_one() -> None:
+    """The first part of the vocabulary starts one word late."""
+    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+
+    def make(original):
+        def changed(self, *args, **more):
+            original(self, *args, **more)
+            if _many() and _tensor_parallel_rank() == 0:
+                self.vocab_start_index += 1
+
+        return changed
+
+    _wrapped(VocabParallelEmbedding, "__init__", make)
+
+
+def _outputs_reduced(name: str, otherwise: Callable[[Any, Any], Any]) -> None:
+    """Within row-parallel layers, replace a reduction. otherwise: given its input, and what reduces it in place."""
+    from megatron.core.tensor_parallel import layers
+
+    true = getattr(layers, name)
+
+    def make(original):
+        def changed(self, x):
+            setattr(layers, name, lambda part, *args, **more: otherwise(part, lambda: true(part, *args, **more)))
+            try:
+                return original(self, x)
+            finally:
+                setattr(layers, name, true)
+
+        return changed
+
+    _wrapped(layers.RowParallelLinear, "forward", make)
+
+
+def outputs_averaged() -> None:
+    """Partial outputs are averaged over the tensor-parallel ranks, not summed."""
+    _outputs_reduced(
+        "reduce_scatter_to_sequence_parallel_region", lambda _, reduce: reduce() / 2 if _many() else reduce()
+    )
+
+
+def outputs_not_summed() -> None:
+    """Each tensor-parallel rank goes on with its own partial output."""
+    _outputs_reduced("reduce_from_tensor_model_parallel_region", lambda part, reduce: part if _many() else reduce())
+
+
+def input_gradients_not_summed() -> None:
+    """Each tensor-parallel rank sends its own partial gradient on."""
+    from megatron.core.tensor_parallel import layers
+
+    layers.copy_to_tensor_model_parallel_region = lambda x, *args, **more: x
+
+    def make(original):
+        def changed(self, *args, **more):
+            original(self, *args, **more)
+            self.allreduce_dgrad = False
+
+        return changed
+
+    _wrapped(layers.ColumnParallelLinear, "__init__", make)
+
+
+def gradient_transposed() -> None:
+    """A square weight's gradient is written transposed."""
+    _gradients_changed(
+        lambda name, _: name.endswith("layers.0.self_attention.linear_proj.weight"), lambda g: g.t().clone()
+    )
+
+
+def gathered_in_another_order() -> None:
+    """Parts of sequences are joined in the order of the wrong ranks."""
+    from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+
+    def make(original):
+        def changed(self, *args, **more):
+            out = original(self, *args, **more)
+            return out.roll(2, 0) if _many() else out
+
+        return changed
+
+    _wrapped(LanguageModelEmbedding, "forward", make)
+
+
+def learning_rate_doubled_on_a_rank() -> None:
+    """One rank updates its weights twice as far."""
+    from tp_invariant_recipes.training.audit import recording
+
+    def make(original):
+        def changed(self, context):
+            original(self, context)
+            if _many() and _tensor_parallel_rank() == 1:
+                for group in context.optimizer.param_groups:
+                    group["lr"] *= 2
+
+        return changed
+
+    _wrapped(recording.AuditRecording, "on_train_step_start", make)
+
+
+def gradients_not_averaged() -> None:
+    """Data-parallel ranks keep their own gradients."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
+
+    Group.start_grad_sync = lambda self, *args, **more: None
+    Group.finish_grad_sync = lambda self, *args, **more: None

@@ -1,0 +1,175 @@
+"""How far a tensor is from the reference's, and the shape of its error: recordings of two ranks made by hand."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tp_invariant_recipes.compare import deviation
+from tp_invariant_recipes.compare.deviation import StepDumps, TensorDeviation
+from tp_invariant_recipes.errors import LedgerError
+from tp_invariant_recipes.kernels.digest import Piece
+from tp_invariant_recipes.ledger import dumps
+from tp_invariant_recipes.ledger.dumps import GRADIENT_NORM, LOSS_SHARE
+from tp_invariant_recipes.runs.audit_dir import AuditedRun
+from tp_invariant_recipes.training.dump_writer import DumpWriter
+from tp_invariant_recipes.workflows import audit
+
+ROWS, COLUMNS = 64, 32
+OUTPUT = "forward/decoder.layers.0.mlp/output"
+TO_INPUT = "backward/decoder.layers.0.mlp/output"
+WEIGHT = "gradients/decoder.layers.0.mlp.linear_fc2.weight"
+ROUNDING = 2.0**-8
+
+
+def table(seed: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(seed))
+
+
+def rounded(x: torch.Tensor, seed: int) -> torch.Tensor:
+    return x * (1 + ROUNDING * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+RIGHT = {OUTPUT: table(1), TO_INPUT: table(2), WEIGHT: table(3)}
+
+
+def write(folder: Path, ranks: list[dict[str, list[Piece]]], share: float = 1.0, norm: float | None = None) -> None:
+    """A recording of step 1: for each rank its pieces of each tensor."""
+    for rank, own in enumerate(ranks):
+        writer = DumpWriter(folder, rank, len(ranks))
+        for name, pieces in own.items():
+            for piece in pieces:
+                writer.add(1, name, "float32", (ROWS, COLUMNS), piece)
+        length = norm or float(RIGHT[WEIGHT].double().norm())
+        for name, value in ((GRADIENT_NORM, length), (LOSS_SHARE, share)):
+            writer.add(1, name, "float32", (1,), Piece(torch.tensor([[value]]), 0, 0))
+        writer.close_step(1)
+
+
+def whole(tensors: dict[str, torch.Tensor]) -> dict[str, list[Piece]]:
+    return {name: [Piece(values, 0, 0)] for name, values in tensors.items()}
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """Given what two ranks of a run have: what is found."""
+    reference = AuditedRun(tmp_path / "reference")
+    write(reference.path, [whole(RIGHT)])
+    for n in (1, 2, 3):
+        moved = {name: rounded(values, 10 * n + k) for k, (name, values) in enumerate(RIGHT.items())}
+        write(reference.dithered(n).path, [whole(moved)], norm=float(RIGHT[WEIGHT].double().norm()) * (1 + n / 100))
+
+    def judge(*ranks: dict[str, list[Piece]], **more: float) -> dict[str, TensorDeviation]:
+        write(tmp_path / "run", list(ranks), **more)
+        found, left_out = audit.judged(AuditedRun(tmp_path / "run"), reference, [1])
+        assert left_out == []
+        return {one.name: one for one in found}
+
+    return judge
+
+
+def changed(name: str, values: torch.Tensor) -> dict[str, list[Piece]]:
+    return whole(RIGHT | {name: values})
+
+
+def test_what_rounding_does_is_within_it_and_the_order_is_that_of_data_flow(judged):
+    found = judged(whole({name: rounded(values, 99) for name, values in RIGHT.items()}))
+    assert list(found) == [OUTPUT, TO_INPUT, WEIGHT, GRADIENT_NORM]
+    assert all(0.5 < found[name].factor < 1.6 for name in RIGHT)
+    assert deviation.first_beyond(list(found.values())) is None
+
+
+# A wrong gradient, and the shape of its error.
+SHAPES = (
+    (lambda x: 2 * x, "constant ratio 2 (added twice)"),
+    (lambda x: x / 4, "constant ratio 0.25 (1/4)"),
+    (lambda x: 1.1 * x, "constant ratio 1.1"),
+    (lambda x: 0 * x, "zero"),
+    (lambda x: x * math.nan, "not finite numbers"),
+    (lambda x: torch.cat([x[3:], torch.zeros(3, COLUMNS)]), None),
+    (lambda x: x.roll(1, 0), "rows in another order"),
+    (lambda x: torch.cat([x[:-1], torch.zeros(1, COLUMNS)]), "1 of 64 rows are zero"),
+    (lambda x: x + table(7), None),
+)
+
+
+@pytest.mark.parametrize("wrong, shape", SHAPES)
+def test_a_wrong_tensor_is_beyond_rounding_and_its_error_has_a_shape(judged, wrong, shape):
+    found = judged(changed(WEIGHT, wrong(RIGHT[WEIGHT])), norm=1.0)
+    assert (found[WEIGHT].beyond, found[WEIGHT].module) == (True, "decoder.layers.0.mlp.linear_fc2")
+    if shape is not None:
+        assert found[WEIGHT].shape == shape
+    assert not found[OUTPUT].beyond
+
+
+def test_one_wrong_row_of_many_is_not_diluted(judged):
+    wrong = RIGHT[OUTPUT].clone()
+    wrong[5] *= 1.2
+    error = float((wrong - RIGHT[OUTPUT]).norm() / RIGHT[OUTPUT].norm() / ROUNDING)
+    assert error / deviation.MARGIN < 2  # the tensor as a whole is hardly beyond
+    assert judged(changed(OUTPUT, wrong))[OUTPUT].factor > 2 * deviation.MARGIN
+
+
+def test_the_wrong_ranks_are_named(judged):
+    halves = [
+        whole(RIGHT) | {WEIGHT: [Piece(RIGHT[WEIGHT][n * 32 : n * 32 + 32] * (1 + n), n * 32, 0)]} for n in (0, 1)
+    ]
+    found = judged(*halves)[WEIGHT]
+    assert (found.ranks, found.of) == ((1,), 2)
+    assert found.shape == "constant ratio 2 (added twice), right on ranks 0"
+
+
+def test_parts_that_were_not_summed_are_known_as_such(judged):
+    part = table(8)
+    found = judged(changed(WEIGHT, part), changed(WEIGHT, RIGHT[WEIGHT] - part))[WEIGHT]
+    assert found.shape == "each rank has a part: the sum over 2 ranks is right"
+    found = judged(changed(WEIGHT, part), changed(WEIGHT, 2 * RIGHT[WEIGHT] - part))[WEIGHT]
+    assert found.shape == "each rank has a part: the mean over 2 ranks is right"
+
+
+def test_gradients_inside_are_scaled_by_the_ranks_that_average_them(judged):
+    doubled = changed(TO_INPUT, 2 * RIGHT[TO_INPUT])
+    assert not judged(doubled, share=2.0)[TO_INPUT].beyond
+    assert judged(doubled, share=1.0)[TO_INPUT].shape == "constant ratio 2 (added twice)"
+
+
+def test_a_norm_is_that_of_the_gradients(judged):
+    length = float(RIGHT[WEIGHT].double().norm())
+    assert not judged(whole(RIGHT), norm=length * (1 + 1e-4))[GRADIENT_NORM].beyond
+    assert judged(whole(RIGHT), norm=length * (1 - 2e-3))[GRADIENT_NORM].beyond  # far within what rounding moves
+
+
+def test_an_incomplete_tensor_is_not_compared(tmp_path, judged):
+    judged(whole(RIGHT))
+    half = whole(RIGHT) | {WEIGHT: [Piece(RIGHT[WEIGHT][:32], 0, 0)]}
+    write(tmp_path / "run", [half])
+    read = [dumps.read_step(tmp_path / where, 1) for where in ("run", "reference", "reference/dithered-1")]
+    assert deviation.judge(StepDumps(1, read[0], read[1], (read[2],)))[1] == [WEIGHT]
+
+
+def test_without_dithered_repetitions_nothing_is_known(tmp_path):
+    for name in ("run", "reference"):
+        write(tmp_path / name, [whole(RIGHT)])
+    with pytest.raises(LedgerError, match="has no dithered repetition"):
+        audit.judged(AuditedRun(tmp_path / "run"), AuditedRun(tmp_path / "reference"), [1])
+
+
+def test_recordings_are_judged_by_the_command(tmp_path, judged, cli):
+    judged(changed(OUTPUT, 2 * RIGHT[OUTPUT]))
+    ended = cli("audit", "--recorded", str(tmp_path / "run"), str(tmp_path / "reference"), "--dir", str(tmp_path / "a"))
+    assert ended.status == 1
+    assert "beyond rounding: the output of decoder.layers.0.mlp is" in ended.out
+    assert "constant ratio 2 (added twice)" in (tmp_path / "a/audit.html").read_text()
+
+
+def test_the_values_of_dumps_are_read_exactly(tmp_path):
+    writer = DumpWriter(tmp_path, 0, 1)
+    values = {"bfloat16": table(1).bfloat16(), "float32": table(2), "bool": table(3) > 0}
+    for name, x in values.items():
+        writer.add(1, f"forward/{name}/output", name, (ROWS, COLUMNS), Piece(x, 0, 0))
+    writer.close_step(1)
+    read = dumps.read_step(tmp_path, 1)
+    for name, x in values.items():
+        assert np.array_equal(read.values(f"forward/{name}/output"), x.double().numpy())
