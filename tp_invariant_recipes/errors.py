@@ -44,6 +44,10 @@ class RunError(TpiError):
     """A run could not start, or one of its ranks died."""
 
 
+class HardwareFault(RunError):
+    """A processor has computed or kept wrong bits (docs/guard.md)."""
+
+
 class CheckpointError(TpiError):
     """A checkpoint is damaged, incomplete or belongs to another run."""
 

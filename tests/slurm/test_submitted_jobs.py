@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
+from tests.distributed.guard_faults import Planted
 from tests.ledgers import agree, steps
+from tests.slurm import server
 from tp_invariant_recipes.runs import checkpoints
 
 # Long enough to be caught at work, short enough to be waited for.
@@ -85,6 +88,34 @@ def test_a_run_that_is_queued_again_and_loses_a_node_has_the_ledger_of_one_that_
     assert "step   100/100" in follower.stdout
     listed = json.loads(tpi("jobs", "run", "--json").stdout)
     assert "completed" in json.dumps(listed).lower()
+
+
+@pytest.mark.release  # in `make test`: tests/distributed/test_guard.py, without a cluster
+def test_a_job_goes_on_without_the_node_that_computes_wrong_bits(tpi, cluster, tmp_path, whole) -> None:
+    """From step 25 on every product of n2 has a wrong bit."""
+
+    def main() -> None:
+        if os.environ.get("SLURMD_NODENAME") == "n2":
+            Planted("product", always=True, step=25, rank=1).plant()
+        forks.main()
+
+    run = tpi.folder / "run"
+    (tmp_path / "python").mkdir()
+    with server.serving(tmp_path / "python", main) as python:
+        site = cluster_file(tmp_path, python)
+        words = (*RUN, "run.dir=run", "cluster.ranks_per_node=1", "guard=products", "guard.products=8")
+        job = tpi("submit", *words, "guard.every=5", "guard.exclude=true", site, status=0).stdout.strip()
+        cluster.until(lambda: cluster.job(job)["Restarts"] == "1", within=400)
+        cluster.until(lambda: cluster.job(job)["ExcNodeList"] == "n2", within=30)
+        first = attempts(run)[0]
+        assert (first["outcome"], first["requeued"]) == ("failed", True)
+        assert "rank 1 on n2" in first["why"]
+        cluster.release(job)
+        tpi("wait", job, status=0)
+    second = attempts(run)[1]
+    assert second["job"]["nodes"] == "n[1,3]"
+    assert 10 <= second["from_step"] <= int(re.search(r"wrong bits at step (\d+)", first["why"])[1]) - 5
+    assert agree(steps(run), whole)
 
 
 @pytest.mark.release

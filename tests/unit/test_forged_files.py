@@ -292,7 +292,7 @@ MESSAGES: dict[str, Any] = {
     "orders": {"start": 0, "token": "x", "agreed": {"identity": {"a": 1}, "environment": {"A": "1"}, "versions": {}}},
     "arrived/1": {"name": "n1", "problems": ["p"], "reached": "10.0.0.1"},
     "next": {"port": 1},
-    "failed/1": {"name": "n1", "cause": 1.5, "why": "w", "ours": False, "rank_states": [STAND]},
+    "failed/1": {"name": "n1", "cause": 1.5, "why": "w", "ours": False, "hardware": False, "rank_states": [STAND]},
     "failing": {"hang": True},
     "over": {"outcome": "completed", "requeued": False, "why": None},
     "alive/1": {"round": 1},

@@ -21,7 +21,7 @@ def bench(
         str,
         typer.Option(
             help="Numerics modes, separated by commas; tpi compares the others with the first. MODE+digests adds "
-            "digests of all gradients and master weights."
+            "digests of all gradients and master weights, MODE+guard guard=products."
         ),
     ] = "stock,tree",
     rounds: Annotated[int, typer.Option(help="Rounds; every mode has one turn per round.")] = 2,
@@ -43,7 +43,7 @@ def bench(
 
     \b
     tpi bench qwen3_8b tp=4
-    tpi bench qwen3_8b tp=4 --modes tree,tree+digests
+    tpi bench qwen3_8b tp=4 --modes tree,tree+digests,tree+guard
     tpi bench qwen3_toy tp=2 seq=64 --rounds 3 --profile
     """
     from tp_invariant_recipes.launch import progress

@@ -7,28 +7,50 @@ from typing import Annotated
 import typer
 
 from tp_invariant_recipes.cli.arguments import Json
+from tp_invariant_recipes.errors import ConfigError
 from tp_invariant_recipes.host import needed, terminal
 
 
 def check(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory with dumps.", show_default=False)],
-    step: Annotated[int, typer.Option(metavar="N", help="The step, counted from 1; 2 or later.", show_default=False)],
-    module: Annotated[str, typer.Option(metavar="MODULE", help="A linear layer.", show_default=False)],
+    what: Annotated[
+        Path,
+        typer.Argument(metavar="EVIDENCE|RUN", help="A guard's evidence, or a run with dumps.", show_default=False),
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of a run: the step, counted from 1; 2 or later.", show_default=False),
+    ] = None,
+    module: Annotated[
+        str | None, typer.Option(metavar="MODULE", help="Of a run: a linear layer.", show_default=False)
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compute a layer of a dumped step again on this CPU.
+    """Judge a guard's evidence, or compute a dumped layer again.
 
-    The run has numerics=portable and has dumped the module's input, output, gradients and weight; a message says how.
+    EVIDENCE is a file that a run with guard= has written. tpi computes again what it holds.
+
+    RUN has numerics=portable and has dumped the module's input, output, gradients and weight; a message says how.
     tpi computes the output and the gradients of input and weight, and compares every bit. So the bits of a GPU run can
     be checked without a GPU. Exit status: 0 identical, 1 different, 2 a mistake.
 
     \b
+    tpi check runs/big/guard/step-12-rank-1.evidence
     tpi check runs/big --step 2 --module decoder.layers.3.mlp.linear_fc2
     """
     needed.check("tpi check", ("torch",))
+    what = what.expanduser()
+    options = [f"--step {step}"] * (step is not None) + [f"--module {module}"] * (module is not None)
+    if what.is_file() and options:
+        raise ConfigError(f"{what} is a file, of which a guard's evidence says what to compute: leave out {options[0]}")
+    if what.is_file():
+        _check_evidence(what, as_json=as_json)
+    if step is None or module is None:
+        raise ConfigError(
+            f"{what}: which layer? --step N --module MODULE; without them tpi check takes a guard's evidence"
+        )
     from tp_invariant_recipes.workflows import check as again
 
-    found = again.check(run.expanduser(), step, module)
+    found = again.check(what, step, module)
     status = again.exit_status(found)
     if as_json:
         tensors = [{"name": one.name, "identical": one.identical, **asdict(one.distance)} for one in found]
@@ -39,3 +61,15 @@ def check(
         verdict = "different" if status else "identical"
         terminal.print_text(f"{verdict}: step {step} of {module}, computed again on this CPU")
     raise typer.Exit(status)
+
+
+def _check_evidence(file: Path, *, as_json: bool) -> None:
+    from tp_invariant_recipes.workflows import evidence
+
+    found = evidence.judge(file)
+    if as_json:
+        described = found.evidence.as_json() | {"tensors": [asdict(one) for one in found.evidence.tensors]}
+        terminal.print_json({"exit_status": found.exit_status, "how": found.how, "evidence": described})
+    else:
+        terminal.print_text(found.text())
+    raise typer.Exit(found.exit_status)

@@ -50,7 +50,9 @@ RANGES: dict[Range, dict[str, str]] = {
         "scheduler": "lr_decay_iters lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples max_steps",
         "optimizer": "hysteresis muon_num_ns_steps soap_precondition_frequency",
         "ddp": "num_distributed_optimizer_instances bucket_size num_buckets suggested_communication_unit_size",
-        "dataset": "num_dataset_builder_threads data_parallel_size context_parallel_size",
+        "dataset": "num_dataset_builder_threads data_parallel_size context_parallel_size "
+        "offline_packing_specs.packed_sequence_size offline_packing_specs.max_single_sequence_length "
+        "offline_packing_specs.pad_seq_to_mult",
         "tokenizer": "vocab_size padded_vocab_size make_vocab_size_divisible_by tensor_model_parallel_size",
         "checkpoint": "save_retain_interval save_params_interval save_activations_interval save_wgrads_interval "
         "save_dgrads_interval save_tokens_per_expert_interval non_persistent_save_interval replication_jump "
@@ -64,6 +66,7 @@ RANGES: dict[Range, dict[str, str]] = {
         "peft": "dim",
         "cluster": "ranks_per_node",
         "slurm": "save_before tries rendezvous_timeout",
+        "guard": "every products",
     },
     POSITIVE: {
         "model": "layernorm_epsilon softmax_scale init_method_std embedding_init_method_std rope_scaling_factor "
@@ -95,6 +98,7 @@ RANGES: dict[Range, dict[str, str]] = {
         # -1 stands for "none" or "all", or the number may well be negative.
         "checkpoint": "most_recent_k",
         "tokenizer": "null_tokenizer_pad_id",
+        "dataset": "offline_packing_specs.num_tokenizer_workers",
         "model": "window_size glu_linear_offset moe_router_force_biased mup_attn_scale_power fp8_margin "
         "delta_offload_bytes_across_pp_ranks yarn_mscale yarn_mscale_all_dim "
         "cuda_graph_warmup_steps",  # has a rule of its own, as have the next two

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tp_invariant_recipes.config import bounds, graph_choice, hang_timeout, hydra_tree, recording, relations
+from tp_invariant_recipes.config import bounds, graph_choice, hang_timeout, hydra_tree, lookup, recording, relations
 from tp_invariant_recipes.config import (
     overrides as read,
 )
 from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all
-from tp_invariant_recipes.coverage import invariance
+from tp_invariant_recipes.coverage import adjusted, guard, invariance
 from tp_invariant_recipes.errors import ConfigError, listed
 from tp_invariant_recipes.settings import (
     conf_files,
@@ -118,7 +118,7 @@ def _compose(
     if known:
         sections = _checked(model, sound, problems)
         with _guarded(model, problems):
-            config = RunConfig(sections)
+            config = _adjusted(model, sound, RunConfig(sections))
             problems += _broken_rules(config)
             problems += also(config) if also else []
     if problems:
@@ -137,6 +137,7 @@ def _broken_rules(config: RunConfig) -> list[str]:
         cuda_graphs,
         low_precision,
         recording,
+        guard,
         hang_timeout,
         environment,
         recipe_layer,
@@ -155,12 +156,28 @@ def _with_graphs(model: str, sound: Sequence[Override], eager: RunConfig) -> tup
         for option in graph_choice.OPTIONS:
             wrong: list[str] = []
             with suppress(ConfigError):  # which has its problems in `wrong` already
-                config = RunConfig(_checked(model, [*others, parse(f"{graph_choice.GROUP}={option}")], wrong))
+                chosen = [*others, parse(f"{graph_choice.GROUP}={option}")]
+                config = _adjusted(model, chosen, RunConfig(_checked(model, chosen, wrong)))
                 wrong += [*_broken_rules(config), *graph_choice.beyond(config, option)]
                 if not wrong:
                     return config, option
             why = next(iter(wrong), f"cuda_graph={option} cannot be composed")
     return eager, f"{graph_choice.OFF}: {why}"
+
+
+def _adjusted(model: str, sound: Sequence[Override], config: RunConfig) -> RunConfig:
+    """The run of a recipe with what the invariant numerics set otherwise (coverage/adjusted.py)."""
+    if not (recipe_source.is_recipe(model) and config.numerics.invariant and config.numerics.adjust):
+        return config
+    said = _said(model, sound)
+    typed = {path for one in sound for path in ((one.path, *_option_sets(one)) if one.group else (one.path,))}
+    config, lines = adjusted.adjust(config, typed, said.variables, said.preset)
+    return RunConfig({**config.sections, "recipe": {**config.section("recipe"), "adjusted": lines}})
+
+
+def _option_sets(chosen: Override) -> list[str]:
+    """The paths that a typed option of a group sets."""
+    return [*lookup.flat(hydra_tree.written(chosen.path, chosen.value))] if chosen.path in RECIPES_OWN else []
 
 
 @contextmanager
@@ -213,13 +230,13 @@ def _hf_folder(overrides: Sequence[Override]) -> str | None:
 
 def _of_recipes(model: str, overrides: Sequence[Override]) -> list[str]:
     """What is wrong with overrides that only a recipe has, or that tpi fills in."""
-    requested = [one for one in overrides if one.path.startswith("recipe.")]
+    requested = [one for one in overrides if one.path.startswith("recipe.") or one.path == adjusted.KEY]
     kinds = [one for one in overrides if one.path == "data.kind" and one.value == "recipe"]
     if kinds:
         return [f"{one.text}: a recipe with data of its own decides it; data=mock or data=text" for one in kinds]
     if not recipe_source.is_recipe(model):
         return [f"{one.text}: {model} is no recipe; recipe=NAME replaces the name of a model" for one in requested]
-    filled = [one for one in requested if one.path != "recipe.hf_folder"]
+    filled = [one for one in requested if one.path not in ("recipe.hf_folder", adjusted.KEY)]
     return [f"{one.text}: tpi fills {one.path} in; leave it out" for one in filled]
 
 

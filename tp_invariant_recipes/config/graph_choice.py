@@ -6,7 +6,7 @@ Graphs take the launches from the host, whose speed decides the time of a small 
 from collections.abc import Callable, Sequence
 
 from tp_invariant_recipes.config.overrides import Override, given
-from tp_invariant_recipes.coverage import graphs
+from tp_invariant_recipes.coverage import graphs, guard
 from tp_invariant_recipes.numerics import mode
 from tp_invariant_recipes.settings import low_precision, peft
 from tp_invariant_recipes.settings.cuda_graphs import FULL
@@ -23,6 +23,7 @@ EAGER: tuple[tuple[Callable[[RunConfig], bool], str], ...] = (
     (lambda config: config.device.kind != "gpu", "graphs need a GPU"),
     (low_precision.enabled, "tpi captures products in FP8 or FP4 when asked; tpi audit compares them with eager ones"),
     (peft.adapts, "tpi captures adapters when asked"),
+    (lambda config: config.guard.kind == guard.SHADOW, "a captured step takes no other replica's data"),
     (lambda config: config.model.get("recompute_granularity") is not None, "tpi captures recomputation when asked"),
 )
 

@@ -24,6 +24,7 @@ DECIDED_BY = {
     "data": "kind",
     "logging": "kind",
     "launcher": "kind",
+    "guard": "kind",
 }
 
 

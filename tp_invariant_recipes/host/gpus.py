@@ -53,3 +53,15 @@ def _describe(pynvml: ModuleType, handle: Any) -> Gpu:
         capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
         memory=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
     )
+
+
+def serial(uuid: str | None) -> str | None:
+    """The serial number of a GPU; None: the driver does not tell."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        number = pynvml.nvmlDeviceGetSerial(pynvml.nvmlDeviceGetHandleByUUID(str(uuid).encode()))
+        return number.decode() if isinstance(number, bytes) else str(number)
+    except Exception:  # no driver library, no permission, or a board without a number
+        return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_invariant_recipes.config.hang_timeout import Limits
-from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.errors import HardwareFault, RunError
 from tp_invariant_recipes.files import DISK_FULL
 from tp_invariant_recipes.host import bridge
 from tp_invariant_recipes.host.forking import can_fork
@@ -56,15 +56,23 @@ class RankFailed(RunError):
 
     cause:  seconds since 1970 of the failure that began it; 0 where nothing but a signal ended the rank.
     ours:   it said itself what is wrong with the configuration, and would say so again.
+    hardware: it said that a processor has computed wrong bits; on others it would not.
     rank_states: of the ranks that hang, and of those that wait for them.
     """
 
     def __init__(
-        self, message: str, cause: float, *, ours: bool = False, rank_states: Sequence[RankState] = ()
+        self,
+        message: str,
+        cause: float,
+        *,
+        ours: bool = False,
+        hardware: bool = False,
+        rank_states: Sequence[RankState] = (),
     ) -> None:
         super().__init__(message)
         self.cause = cause
         self.ours = ours
+        self.hardware = hardware
         self.rank_states = tuple(rank_states)
 
 
@@ -279,6 +287,8 @@ def _failure(run_dir: RunDir, dead: dict[int, int]) -> RankFailed:
         return RankFailed(message, cause)
     log = run_dir.rank_log(first)
     if first in reasons and reasons[first].ours:
+        if reasons[first].kind == HardwareFault.__name__:  # which names the ranks itself
+            return RankFailed(reasons[first].message, cause, ours=True, hardware=True)
         return RankFailed(f"{reasons[first].message}\n(rank {first}; its log: {log})", cause, ours=True)
     how = _exit_text(dead[first]) if first in silent else f"failed: {reasons[first].kind}: {reasons[first].message}"
     lines = [f"rank {first} {how}", f"its log: {log}", *_tail(log, shown=first in silent)]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tp_invariant_recipes.host.function_modes import outside_modes
 from tp_invariant_recipes.numerics.megatron.local import InvariantDotProductAttention
+from tp_invariant_recipes.numerics.products import sampling
 from tp_invariant_recipes.portable import ieee_rotary, ieee_swiglu
 from tp_invariant_recipes.portable.definition import DEFINITION
 from tp_invariant_recipes.portable.ieee_attention import Attended, attention_backward, attention_forward
@@ -38,7 +39,15 @@ class PortableDotProductAttention(InvariantDotProductAttention):
             raise NotImplementedError("attention with a mask of its own has no portable version")
         if self.scale_mask_softmax.scale is not None:
             raise NotImplementedError("scores that are scaled twice have no portable version")
-        return _Attention.apply(query, key, value, self.softmax_scale)
+        out = _Attention.apply(query, key, value, self.softmax_scale)
+        groups = key.shape[2]
+
+        def again(number: int) -> Tensor:
+            q, k, v = (one.detach().chunk(groups, 2)[number] for one in (query, key, value))
+            return attention_forward(q, k, v, self.softmax_scale).out.flatten(2)
+
+        sampling.repeat(out, again, groups, self.layer_number)
+        return out
 
     def backend(self) -> str:
         """The definition, with its version."""

@@ -40,6 +40,7 @@ class RunDir:
     versions = File("versions.json")  # versions of everything that computes
     ledger = File("ledger.jsonl")  # exact bits, step by step
     progress = File("progress.jsonl")  # step, loss and seconds for a progress bar; comparisons do not read them
+    guard = File("guard")  # evidence of wrong bits, and what it says of checkpoints (runs/guard_files.py)
     logs = File("logs")  # one log a rank, and Bridge's
     bridge_log = File("logs/bridge.log")  # what Bridge prints, of all ranks that print
     checkpoints = File("checkpoints")  # Megatron's distributed checkpoints
@@ -53,6 +54,7 @@ class RunDir:
     submission = File("submission.json")  # command, time and job ids of `tpi submit`
     # Nodes of a job read it to find out whether they share this directory; removed once all have arrived.
     token = File(".job.token")
+    excluded = File("job.excluded")  # for the job's script: nodes that it is queued again without, one a line
     ended = File("job.ended")  # for the job's script: how the last attempt ended (`Ended.word` in multinode/agent.py)
 
     def is_empty(self) -> bool:

@@ -9,6 +9,7 @@ from tp_invariant_recipes.settings.sections import (
     ClusterSettings,
     DataSettings,
     DeviceSettings,
+    GuardSettings,
     LauncherSettings,
     LedgerSettings,
     LoggingSettings,
@@ -38,6 +39,7 @@ class RunConfig:
     weights: WeightsSettings = field(init=False)
     device: DeviceSettings = field(init=False)
     ledger: LedgerSettings = field(init=False)
+    guard: GuardSettings = field(init=False)
     patches: PatchesSettings = field(init=False)
     cluster: ClusterSettings = field(init=False)
     slurm: SlurmSettings = field(init=False)

@@ -31,7 +31,8 @@ def _callbacks(bench_dir: BenchDir, rank_info: rank.RankInfo, number: int, one: 
     run_dir.path.mkdir(parents=True, exist_ok=True)
     start = Start()
     recording = rank.recording(run_dir, rank_info, bench_dir.mode(one.mode).read_run(RunFile), config.ledger)
-    callbacks = [start, *recording, Stopwatch(start, bench_dir.figures(rank_info.rank), number, one)]
+    guard = rank.guarding(run_dir, rank_info, config)
+    callbacks = [start, *recording, *guard, Stopwatch(start, bench_dir.figures(rank_info.rank), number, one)]
     if one.profile and rank_info.rank == 0:
         callbacks.append(Tracer(bench_dir.trace(one.mode), one, gpu=config.device.kind == "gpu"))
     return callbacks

@@ -12,7 +12,7 @@ from typing import Any
 from tp_invariant_recipes.config import graph_choice, reserved
 from tp_invariant_recipes.config.bounds import LARGEST
 from tp_invariant_recipes.config.compose import Composed, compose
-from tp_invariant_recipes.config.overrides import Override, parse, parse_all, texts
+from tp_invariant_recipes.config.overrides import Override, given, parse, parse_all, texts
 from tp_invariant_recipes.errors import OR_STOCK, ConfigError, Interrupted, RunError, listed
 from tp_invariant_recipes.host import gpus, python_speed
 from tp_invariant_recipes.host.versions import versions
@@ -29,7 +29,8 @@ from tp_invariant_recipes.training.profile import Trace
 from tp_invariant_recipes.workflows.timings import Spread, ratio, slowest, spread
 
 MOST_ROUNDS = 10_000
-DIGESTS = "+digests"  # after a mode's name: with digests of all gradients and weights at every step
+# After a mode's name: with digests of all gradients and weights at every step; with a guard.
+DIGESTS, GUARD = "+digests", "+guard"
 # Fields without a meaning for numerics=stock.
 INVARIANT = (
     "numerics.virtual_shards",
@@ -184,15 +185,28 @@ def _composed(
     composed: dict[str, Composed] = {}
     for mode in modes:
         try:
-            numerics = mode.removesuffix(DIGESTS)
-            recorded = f"ledger.digests={int(mode.endswith(DIGESTS))}"
+            numerics, extras = _named(mode)
+            recorded = [f"ledger.digests={int(DIGESTS in extras)}"]
             read = [one for one in parse_all(overrides) if numerics != STOCK or one.path not in INVARIANT]
-            composed[mode] = compose(model, [*read, f"numerics={numerics}", recorded], device=device)
+            if GUARD not in extras:
+                read = [one for one in read if not one.field.startswith("guard.")]
+            elif not given(read, "guard.kind"):
+                recorded.append("guard=products")
+            composed[mode] = compose(model, [*read, f"numerics={numerics}", *recorded], device=device)
         except ConfigError as error:
             problems += (problem for problem in error.problems if problem not in (*problems, OR_STOCK))
     if problems:
         raise ConfigError(listed(problems), problems)
     return composed
+
+
+def _named(mode: str) -> tuple[str, set[str]]:
+    """The numerics that a mode of --modes has, and what is added to it."""
+    extras: set[str] = set()
+    while extra := next((one for one in (DIGESTS, GUARD) if mode.endswith(one)), None):
+        mode = mode.removesuffix(extra)
+        extras.add(extra)
+    return mode, extras
 
 
 def _device(first: Plan) -> dict[str, Any]:

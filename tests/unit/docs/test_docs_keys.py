@@ -16,7 +16,7 @@ NAMED = re.compile(rf"(?<![\w./@-])({'|'.join(OWN_SECTIONS)})\.([a-z_]+(?:[.-][\
 FILES = re.compile(r"\.(?:md|py|ya?ml|jsonl?|png|html|gz|log|conf|sbatch)$|^(?:conf|py|md|jsonl?|ya?ml|html)$")
 ALTERNATIVES = re.compile(r"(\w+)=(\w+(?:\|\w+)+)")  # data=mock|text
 # A field that its group chooses, so that the documents say `device=cpu`.
-CHOSEN = {"device.kind", "launcher.kind", "logging.kind", "data.kind", "numerics.mode", "cluster.name"}
+CHOSEN = {"device.kind", "launcher.kind", "logging.kind", "data.kind", "numerics.mode", "cluster.name", "guard.kind"}
 KEYS = [f"{section}.{field.name}" for section, cls in OWN_SECTIONS.items() for field in dataclasses.fields(cls)]
 GROUPS = {group: options for group, options in conf_files.groups().items() if group != "model"}
 

@@ -9,18 +9,21 @@ all three gradients. The trial's operands cancel (numerics/products/probe.py).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.numerics.products import sampling
 from tp_invariant_recipes.numerics.products.cublas import CHECK, checking, settings, tried
 from tp_invariant_recipes.numerics.products.operands import dense, same_bits
 from tp_invariant_recipes.numerics.products.probe import cancelling_attention
 
 Form = Callable[..., Tensor]  # `_together` or `_defined`
 TENSORS = ("output", "dQ", "dK", "dV")
+GRADIENTS = (*TENSORS[1:], "dSinks")
 TRIALS = 2  # of operands that cancel; one more has normal numbers
 REFUSED = ("flash",)  # by source, its dQ depends on the number of heads of a launch
 
@@ -44,8 +47,11 @@ class Core(ABC):
     """A backend of attention with its settings."""
 
     @abstractmethod
-    def launch(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-        """Attention of the heads given, however many: [s, b, h, d], [s, b, g, d], [s, b, g, v] → [s, b, h · v]."""
+    def launch(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, sinks: Tensor | None = None) -> Tensor:
+        """Attention of the heads given, however many: [s, b, h, d], [s, b, g, d], [s, b, g, v] → [s, b, h · v].
+
+        sinks: [h], a score of each head that has no value (GPT-OSS); None: a softmax without it.
+        """
 
     @abstractmethod
     def backend(self) -> str:
@@ -56,22 +62,36 @@ class Core(ABC):
         """All that tells its launches on operands of one shape and dtype apart."""
 
 
-def attention(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int) -> Tensor:
+def attention(
+    core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, sinks: Tensor | None = None
+) -> Tensor:
     """softmax(query · key^T) · value with the bits of one launch for each shard.
 
     query:      [s, b, h, d], the heads of this rank's shards in order.
     key, value: [s, b, g, d] and [s, b, g, v], their query groups; `shards` divides g, and g divides h.
     mask:       as the backend takes it, the same for all heads.
     shards:     V/t.
+    sinks:      [h], as of `Core.launch`.
     returns:    [s, b, h · v].
     Raises RunError where the backend is refused, or does not repeat its own bits.
     """
     query, key, value = dense(query), dense(key), dense(value)
+    more = () if sinks is None else (sinks,)
     case = (shards, query.shape, key.shape, value.shape, query.dtype, core.kind(mask), settings())
-    together = tried(_together_is_right, case, query, lambda: trial_passes(core, query, key, value, mask, shards))
+    trial = partial(trial_passes, core, query, key, value, mask, shards, *more)
+    together = tried(_together_is_right, case, query, trial)
     if together and shards > 1 and checking():
-        return _Checked.apply(core, mask, shards, query, key, value)
-    return (_together if together else _defined)(core, query, key, value, mask, shards)
+        return _Checked.apply(core, mask, shards, query, key, value, *more)
+    out = (_together if together else _defined)(core, query, key, value, mask, shards, *more)
+
+    def again(number: int) -> Tensor:
+        q, k, v = (dense(one.chunk(shards, 2)[number]).detach().requires_grad_() for one in (query, key, value))
+        part = (one.chunk(shards)[number].detach() for one in more)
+        # With its backward pass, for which a backend may launch another kernel.
+        return core.launch(q, k, v, mask, *part)
+
+    sampling.repeat(out, again, shards, getattr(core, "layer_number", None))
+    return out
 
 
 def shown() -> dict[tuple[Any, ...], bool]:
@@ -79,14 +99,15 @@ def shown() -> dict[tuple[Any, ...], bool]:
     return dict(_together_is_right)
 
 
-def _together(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int) -> Tensor:
-    return _with_dense_gradient(core.launch(query, key, value, mask))
+def _together(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> Tensor:
+    return _with_dense_gradient(core.launch(query, key, value, mask, *sinks))
 
 
-def _defined(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int) -> Tensor:
+def _defined(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> Tensor:
     # split, not narrow: its gradient is put together, and not added to zeros, which loses the sign of -0.0.
-    parts = zip(*(tensor.split(tensor.shape[2] // shards, 2) for tensor in (query, key, value)), strict=True)
-    return torch.cat([_together(core, dense(q), dense(k), dense(v), mask, 1) for q, k, v in parts], -1)
+    heads = (tensor.split(tensor.shape[2] // shards, 2) for tensor in (query, key, value))
+    parts = zip(*heads, *(some.split(len(some) // shards) for some in sinks), strict=True)
+    return torch.cat([_together(core, dense(q), dense(k), dense(v), mask, 1, *s) for q, k, v, *s in parts], -1)
 
 
 def _with_dense_gradient(out: Tensor) -> Tensor:
@@ -96,22 +117,23 @@ def _with_dense_gradient(out: Tensor) -> Tensor:
     return out
 
 
-def trial_passes(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int) -> bool:
+def trial_passes(core: Core, query: Tensor, key: Tensor, value: Tensor, mask: Any, shards: int, *sinks: Tensor) -> bool:
     """Try both forms on operands of these shapes."""
     generator = torch.Generator(query.device).manual_seed(0)
     for trial in range(TRIALS + 1):
         gradient = query.new_empty(*query.shape[:-1], value.shape[-1])
         operands = Operands(*(torch.empty_like(tensor) for tensor in (query, key, value, gradient)))
+        scores = [torch.empty_like(some).normal_(generator=generator) for some in sinks]
         if trial < TRIALS:
             cancelling_attention(*operands, generator=generator)
         else:
             for tensor in operands:
                 tensor.normal_(generator=generator)
-        expected = outcome(_defined, core, operands, mask, shards)
+        expected = outcome(_defined, core, operands, mask, shards, *scores)
         _admitted(core.backend())
-        if not same(expected, outcome(_defined, core, operands, mask, shards)):
+        if not same(expected, outcome(_defined, core, operands, mask, shards, *scores)):
             raise RunError(f"attention by {core.backend()} does not repeat its own bits")
-        if shards > 1 and not same(expected, outcome(_together, core, operands, mask, shards)):
+        if shards > 1 and not same(expected, outcome(_together, core, operands, mask, shards, *scores)):
             return False
     return True
 
@@ -124,9 +146,11 @@ def _admitted(backend: str) -> None:
         )
 
 
-def outcome(form: Callable[..., Tensor], core: Core, operands: Operands, mask: Any, shards: int) -> tuple[Tensor, ...]:
-    """Output and gradients (TENSORS) of `_together` or `_defined`."""
-    leaves, out = _recorded(form, core, operands[:3], mask, shards)
+def outcome(
+    form: Callable[..., Tensor], core: Core, operands: Operands, mask: Any, shards: int, *sinks: Tensor
+) -> tuple[Tensor, ...]:
+    """Output and gradients (TENSORS, and of sinks) of `_together` or `_defined`."""
+    leaves, out = _recorded(form, core, (*operands[:3], *sinks), mask, shards)
     return out.detach(), *torch.autograd.grad(out, leaves, operands.gradient.reshape(out.shape))
 
 
@@ -134,9 +158,9 @@ def _recorded(
     form: Form, core: Core, inputs: Sequence[Tensor], mask: Any, shards: int
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """A form's output with its graph, which begins at copies of the inputs. returns: the copies, output."""
-    query, key, value = leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
+    query, key, value, *sinks = leaves = tuple(tensor.detach().requires_grad_() for tensor in inputs)
     with torch.enable_grad():
-        return leaves, form(core, query, key, value, mask, shards)
+        return leaves, form(core, query, key, value, mask, shards, *sinks)
 
 
 def same(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
@@ -158,7 +182,7 @@ class _Checked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         first, second = (torch.autograd.grad(out, leaves, gradient) for leaves, out in ctx.recorded)
-        _compare(ctx.core, ctx.recorded[0][0], ctx.shards, first, second, TENSORS[1:])
+        _compare(ctx.core, ctx.recorded[0][0], ctx.shards, first, second, GRADIENTS[: len(first)])
         return None, None, None, *first
 
 

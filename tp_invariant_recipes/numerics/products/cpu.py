@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tp_invariant_recipes.numerics.products import sampling
 from tp_invariant_recipes.numerics.products.operands import Parts, like, parts_of, same_bits, without_gaps
 
 LEAST = 256  # numbers of a result; trials of a smaller one would say little about how it is summed
@@ -53,12 +54,15 @@ def partials(a: Tensor, b: Tensor, shards: int, segments: tuple[int, ...]) -> Te
     segments: the size of each in k.
     returns:  [shards, m, n] fp32: the sum over segments, in order, of the segment's product.
     """
+    left, right = a, b
     a, b = _wide(a), _wide(b)
     total = None
     for x, y in zip(a.split(segments, 1), b.split(segments), strict=True):
         part = _batch(x.unflatten(1, (shards, -1)).transpose(0, 1), y.unflatten(0, (shards, -1)))
         total = part if total is None else total.add_(part)
-    return total.float()  # type: ignore[union-attr]
+    summed = total.float()  # type: ignore[union-attr]
+    sampling.take_partials(left, right, summed, segments)
+    return summed
 
 
 def shown() -> dict[tuple[Any, ...], bool]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tp_invariant_recipes.errors import ConfigError
-from tp_invariant_recipes.numerics.products import cublas
+from tp_invariant_recipes.numerics.products import cublas, sampling
 from tp_invariant_recipes.numerics.products.cublas import Product
 from tp_invariant_recipes.numerics.products.operands import Parts
 
@@ -136,7 +136,10 @@ def compute(a: Tensor, b: Tensor, out: Tensor, add: bool) -> Tensor:
     way = CHOICES[a.device.type](a, b, out, add)
     if way is CUBLAS and cublas.checking():
         return _checked(a, b, out, add)
+    taking = sampling.begin(a, b, out, add)
     way.compute(a, b, out, add)
+    if taking is not None:
+        taking.end()
     return out
 
 

@@ -7,7 +7,7 @@ product of its own by definition, on shapes that no t changes (numerics/products
 
 from torch import Tensor
 
-from tp_invariant_recipes.numerics.products import cpu, defined
+from tp_invariant_recipes.numerics.products import cpu, defined, sampling
 from tp_invariant_recipes.numerics.products.operands import Parts
 
 
@@ -23,5 +23,9 @@ def product(a: Tensor, b: Tensor, out: Tensor, *, rows: Parts = 1, columns: Part
     """
     if a.is_cuda:
         return defined.compute(a, b, out, add)
+    taking = sampling.begin_library(a, b, out, rows, columns, add)
     result = cpu.product(a, b, rows, columns)
-    return out.add_(result.to(out.dtype)) if add else out.copy_(result)
+    out = out.add_(result.to(out.dtype)) if add else out.copy_(result)
+    if taking is not None:
+        taking.end()
+    return out

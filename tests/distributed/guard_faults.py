@@ -1,0 +1,189 @@
+"""Faults of hardware: one bit of what one rank computes or keeps, once or whenever it does so from a step on."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def flip(tensor: torch.Tensor, at: int, bit: int, width: int = 1) -> None:
+    """One bit of an element or of several adjacent ones, in place."""
+    flat = tensor.data.view(-1) if tensor.is_contiguous() else tensor.data.reshape(-1)
+    words = flat.view(WORDS[flat.element_size()])
+    words[at % len(words) :][:width] ^= 1 << bit % (8 * flat.element_size() - 1)
+    if not tensor.is_contiguous():
+        tensor.data.copy_(flat.view(tensor.shape))
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What is wrong. kernel: a key of KERNELS. always: at every launch from `step` on; else at the `launch`-th of it.
+
+    element, bit: what is flipped, of the result. width: of how many elements.
+    """
+
+    kernel: str
+    always: bool = False
+    step: int = 2
+    rank: int = 1
+    launch: int = 0
+    element: int = 5
+    bit: int = 20  # survives the rounding to bf16
+    width: int = 1
+
+    def plant(self) -> None:
+        """To be run before the command."""
+        now = _Now(self)
+        _count_steps(now)
+        KERNELS[self.kernel](now)
+
+
+class _Now:
+    """Whether a launch is wrong."""
+
+    def __init__(self, fault: Planted) -> None:
+        self.fault, self.step, self.launches = fault, 0, 0
+
+    def spoil(self, result: Any) -> Any:
+        fault = self.fault
+        if os.environ.get("RANK") != str(fault.rank) or self.step < fault.step:
+            return result
+        self.launches += 1
+        if fault.always or (self.launches - 1 == fault.launch):
+            with torch.no_grad():
+                flip(result[0] if isinstance(result, tuple) else result, fault.element, fault.bit, fault.width)
+        return result
+
+
+def _count_steps(now: _Now) -> None:
+    from tp_invariant_recipes.training.optimizer_step import OptimizerStep
+
+    original = getattr(OptimizerStep, "on_train_step_start", lambda self, context: None)
+
+    def on_train_step_start(self, context):
+        now.step = context.state.train_state.step + 1
+        return original(self, context)
+
+    OptimizerStep.on_train_step_start = on_train_step_start
+
+
+def _function(module: str, path: str) -> Callable[[_Now], None]:
+    """Spoil what a function returns."""
+
+    def plant(now: _Now) -> None:
+        *parents, name = path.split(".")
+        holder = import_module(module)
+        for parent in parents:
+            holder = getattr(holder, parent)
+        original = getattr(holder, name)
+        setattr(holder, name, lambda *args, **kwargs: now.spoil(original(*args, **kwargs)))
+
+    return plant
+
+
+def _norm(now: _Now) -> None:
+    from tp_invariant_recipes.numerics.layers import norm
+
+    library = norm.LIBRARY
+    norm.LIBRARY = library._replace(forward=lambda *args: now.spoil(library.forward(*args)))
+
+
+def _activation(now: _Now) -> None:
+    from megatron.core.transformer.mlp import MLP
+
+    original = MLP.forward
+
+    def forward(self, *args, **kwargs):
+        activation = self.config.activation_func
+        self.config.activation_func = lambda x: now.spoil(activation(x))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.config.activation_func = activation
+
+    MLP.forward = forward
+
+
+def _after_the_update(kind: str, when: str) -> Callable[[_Now], None]:
+    """Spoil what a rank keeps of the first parameter: within the optimizer's step, or as the step ends."""
+
+    def spoil(now: _Now, optimizer: Any) -> None:
+        from tp_invariant_recipes.training.optimizer_state import OptimizerState
+
+        slot = OptimizerState(optimizer).slots[0]
+        tensor = {"master": slot.updated, "weight": slot.owner}.get(kind)
+        now.spoil(slot.state[kind] if tensor is None else tensor)
+
+    def plant(now: _Now) -> None:
+        from tp_invariant_recipes.training.optimizer_step import OptimizerStep
+
+        start = OptimizerStep.on_train_start
+
+        def on_train_start(self, context):
+            step = context.optimizer.step
+
+            def wrapped(*args, **kwargs):
+                result = step(*args, **kwargs)
+                if when == "within":
+                    spoil(now, context.optimizer)
+                return result
+
+            context.optimizer.step = wrapped
+            start(self, context)
+
+        def on_train_step_end(self, context):
+            if when == "after":
+                spoil(now, context.optimizer)
+
+        OptimizerStep.on_train_start, OptimizerStep.on_train_step_end = on_train_start, on_train_step_end
+        OptimizerStep.restore = lambda self: None
+
+    return plant
+
+
+def _defined(now: _Now) -> None:
+    """Spoil what the backend of numerics=portable computes, before a sample is taken of it."""
+    import dataclasses
+
+    from tp_invariant_recipes.numerics.products import defined
+
+    choose = defined.CHOICES["cpu"]
+
+    def chosen(a, b, out, add):
+        backend = choose(a, b, out, add)
+
+        def compute(a, b, out, add):
+            backend.compute(a, b, out, add)
+            whole = out.contiguous()
+            out.copy_(now.spoil(whole))
+
+        return dataclasses.replace(backend, compute=compute)
+
+    defined.CHOICES["cpu"] = chosen
+
+
+KERNELS: dict[str, Callable[[_Now], None]] = {
+    "product": _function("tp_invariant_recipes.numerics.products.cpu", "product"),
+    "contraction": _function("tp_invariant_recipes.numerics.products.cpu", "_batch"),
+    "attention": _function("tp_invariant_recipes.numerics.layers.attention", "_together"),
+    "norm": _norm,
+    "activation": _activation,
+    "experts": _function("tp_invariant_recipes.numerics.layers.experts", "_rows"),
+    "adam": _after_the_update("master", "within"),
+    "moment": _after_the_update("exp_avg", "within"),
+    "all-gather": _after_the_update("weight", "within"),
+    "memory": _after_the_update("master", "after"),
+    "defined": _defined,
+    # The same of stock numerics.
+    "stock product": _function(
+        "megatron.core.tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication.apply"
+    ),
+    "stock attention": _function("megatron.core.transformer.dot_product_attention", "DotProductAttention.forward"),
+    "stock norm": _function("torch.nn", "RMSNorm.forward"),
+    "stock activation": _activation,
+}

@@ -1,0 +1,39 @@
+"""`python -m tests.gpu.guard_planted ARGUMENTS`: `tpi ARGUMENTS` on a GPU one tile of whose products has a wrong bit.
+
+Ranks are forked from this process and inherit the fault (host/forking.py).
+"""
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+
+TILE = 128
+
+
+def plant() -> None:
+    """The lowest bit of every output of the first tile of each product, at every launch; graphs capture it."""
+    from tp_invariant_recipes.numerics.products import defined
+
+    choose = defined.CHOICES["cuda"]
+
+    def chosen(a: Any, b: Any, out: Any, add: bool) -> Any:
+        backend = choose(a, b, out, add)
+
+        def compute(a: Any, b: Any, out: Any, add: bool) -> None:
+            backend.compute(a, b, out, add)
+            word = {2: torch.int16, 4: torch.int32}[out.element_size()]
+            out[:TILE, :TILE].view(word).bitwise_xor_(1)
+
+        return dataclasses.replace(backend, compute=compute)
+
+    defined.CHOICES["cuda"] = chosen
+
+
+if __name__ == "__main__":
+    plant()
+    from tp_invariant_recipes.cli.main import main
+
+    sys.argv = ["tpi", *sys.argv[1:]]
+    main()

@@ -1,0 +1,111 @@
+"""The files of a guard: evidence, read whole or refused; what is not trusted, settled once; the exclusion of nodes."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from tp_invariant_recipes.errors import CheckpointError, LedgerError
+from tp_invariant_recipes.launch.ranks import RankFailed
+from tp_invariant_recipes.ledger import evidence
+from tp_invariant_recipes.ledger.evidence import Evidence, StoredTensor, Suspect
+from tp_invariant_recipes.multinode import agent
+from tp_invariant_recipes.runs import checkpoints, guard_files
+from tp_invariant_recipes.runs.guard_files import Untrusted
+from tp_invariant_recipes.runs.run_dir import RunDir
+
+FOUND = Evidence(
+    found_by=evidence.PRODUCT,
+    step=12,
+    where="forward pass of decoder.layers.0.mlp.linear_fc2",
+    suspects=(Suspect(1, "n2", "a GPU", "GPU-5", "1654"),),
+    judge="the product's definition",
+    outputs=2,
+    of=256,
+    bits=3,
+    trusted=10,
+    numerics="tree",
+    tensors=(StoredTensor("a", "bfloat16", (2, 3)), StoredTensor("out", "float32", (2,))),
+)
+DATA = [bytes(range(12)), bytes(8)]
+
+
+def saved(run_dir, *steps):
+    for step in steps:
+        folder = checkpoints.iteration_dir(run_dir.checkpoints, step)
+        folder.mkdir(parents=True)
+        checkpoints.write_manifest(folder, step, "0" * 64, {}, "distributed")
+
+
+def test_evidence_is_read_as_written(tmp_path):
+    file = tmp_path / "guard" / "x.evidence"
+    evidence.write(file, FOUND, DATA)
+    found, tensors = evidence.read(file)
+    assert found == FOUND
+    assert [data for _, data in tensors.values()] == DATA
+    assert found.text().splitlines() == [
+        "wrong bits at step 12: forward pass of decoder.layers.0.mlp.linear_fc2: 3 bits of 2 of 256 outputs wrong",
+        "rank 1 on n2, a GPU, UUID GPU-5, serial number 1654",
+        "judged by the product's definition",
+    ]
+
+
+@pytest.mark.parametrize(
+    "damage", (lambda b: b[:-1], lambda b: b + b"x", lambda b: b[5:], lambda b: b"", lambda b: b"{}\n")
+)
+def test_damaged_evidence_is_refused(tmp_path, damage):
+    file = tmp_path / "x.evidence"
+    evidence.write(file, FOUND, DATA)
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(LedgerError, match="is no evidence of a guard"):
+        evidence.read(file)
+
+
+@pytest.mark.parametrize("change", ({"dtype": "int4"}, {"shape": [-1]}, {"shape": "x"}, {"name": None}))
+def test_forged_tensors_are_refused(tmp_path, change):
+    file = tmp_path / "x.evidence"
+    evidence.write(file, FOUND, DATA)
+    line, _, rest = file.read_bytes().partition(b"\n")
+    described = json.loads(line)
+    described["tensors"][0] |= change
+    file.write_bytes(json.dumps(described).encode() + b"\n" + rest)
+    with pytest.raises(LedgerError, match="is no evidence of a guard"):
+        evidence.read(file)
+
+
+def test_checkpoints_after_the_earliest_trusted_step_are_set_aside_once(tmp_path):
+    run_dir = RunDir(tmp_path)
+    saved(run_dir, 5, 10, 15, 20)
+    assert guard_files.settle(run_dir) is None
+    guard_files.distrust(run_dir, 0, Untrusted(15, ("n1",)))
+    guard_files.distrust(run_dir, 3, Untrusted(10, ("n2",)))
+    assert guard_files.settle(run_dir) == Untrusted(10, ("n1", "n2"))
+    assert [one.step for one in checkpoints.finished(run_dir.checkpoints)] == [5, 10]
+    saved(run_dir, 15)
+    assert guard_files.settle(run_dir) is None
+    assert [one.step for one in checkpoints.finished(run_dir.checkpoints)] == [5, 10, 15]
+
+
+def test_a_note_that_cannot_be_read_is_no_trust(tmp_path):
+    run_dir = RunDir(tmp_path)
+    guard_files.distrust(run_dir, 0, Untrusted(15))
+    (tmp_path / "guard" / "untrusted-rank-0.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        guard_files.settle(run_dir)
+
+
+def test_the_last_good_step_is_of_this_run_so_far(tmp_path):
+    run_dir = RunDir(tmp_path)
+    assert guard_files.read_good(run_dir, 100) == 0
+    guard_files.write_good(run_dir, 60)
+    assert [guard_files.read_good(run_dir, start) for start in (59, 60, 100)] == [0, 60, 60]
+
+
+@pytest.mark.parametrize("exclude, hardware, again", ((True, True, True), (False, True, False), (True, False, False)))
+def test_a_job_goes_on_without_the_nodes_only_where_asked(tmp_path, exclude, hardware, again):
+    run_dir = RunDir(tmp_path)
+    run_dir.excluded.write_text("n7\n")
+    guard_files.distrust(run_dir, 1, Untrusted(0, ("n2",)))
+    planned = SimpleNamespace(run_dir=run_dir, config=SimpleNamespace(guard=SimpleNamespace(exclude=exclude)))
+    assert agent._excluded(planned, RankFailed("x", 0.0, ours=True, hardware=hardware)) is again
+    assert run_dir.excluded.read_text() == ("n7\nn2\n" if again else "n7\n")

@@ -1,0 +1,88 @@
+"""Computes a sampled product again, on a CPU, and counts the bits that differ (docs/guard.md)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.errors import RunError
+from tp_invariant_recipes.numerics.products.defined import FIXED_TILES
+from tp_invariant_recipes.numerics.products.operands import without_gaps
+from tp_invariant_recipes.numerics.products.probe import cancelling
+from tp_invariant_recipes.numerics.products.sampling import DEFINED, REPEATED, Sample, every_part
+
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class UnlikeBits:
+    """How two results of one operation differ. outputs, of: unlike elements, and all; bits: unlike bits of them."""
+
+    outputs: int
+    of: int
+    bits: int
+
+
+def expected(sample: Sample) -> Tensor:
+    """What the sample's result must be: [nodes, n, m] of its dtype, on the CPU where the sample is.
+
+    kernels/tensor_core_sum.py defines a product of DEFINED; one of LIBRARY is the same call on the same shape.
+    """
+    if sample.kind == REPEATED:
+        return sample.a[None]
+    assert sample.b is not None
+    product = _defined if sample.kind == DEFINED else _library
+    terms: list[Tensor] = []
+    for parts in every_part(sample.segments, sample.shards):
+        term = None
+        for part in parts:
+            one = product(sample.a[:, part], sample.b[part])
+            term = one if term is None else term + one
+        assert term is not None
+        terms.append(term)
+    while len(terms) > len(sample.out):
+        terms = [left + right for left, right in zip(terms[::2], terms[1::2], strict=True)]
+    total = torch.stack(terms)
+    if sample.before is not None:
+        total = total.to(sample.before.dtype) + sample.before
+    return total.to(sample.out.dtype)
+
+
+def require_definition(device: torch.device) -> None:
+    """Raises RunError: products of this device, if it is a GPU, are not those that a CPU computes by the definition."""
+    if device.type != "cuda":
+        return
+    for dtype in (torch.bfloat16, torch.float32):
+        generator = torch.Generator(device).manual_seed(0)
+        a, b = (torch.empty(shape, dtype=dtype, device=device) for shape in ((16, 512), (512, 16)))
+        cancelling(a, b, generator)
+        out = torch.empty(16, 16, device=device)
+        FIXED_TILES.compute(a, b, out, False)
+        if difference(out.cpu(), _defined(a.cpu(), b.cpu())) is not None:
+            raise RunError(
+                f"guard: fixed tiles of {dtype} on this GPU have other bits than the definition of docs/arithmetic.md, "
+                "by which the host judges samples: it adds otherwise than a Hopper does, or it is broken; guard=off"
+            )
+
+
+def difference(one: Tensor, other: Tensor) -> UnlikeBits | None:
+    """How two tensors of one shape and dtype differ; None: in no bit. A NaN is like any other."""
+    word = WORDS[one.element_size()]
+    unlike = one.contiguous().view(word) ^ other.contiguous().view(word)
+    unlike = torch.where(one.isnan() & other.isnan(), torch.zeros_like(unlike), unlike)
+    wrong = unlike[unlike != 0]
+    if not len(wrong):
+        return None
+    bits = sum(byte.bit_count() for byte in wrong.view(torch.uint8).tolist())
+    return UnlikeBits(len(wrong), one.numel(), bits)
+
+
+def _defined(a: Tensor, b: Tensor) -> Tensor:
+    from tp_invariant_recipes.kernels import tensor_core_cpu  # loads numba
+
+    return tensor_core_cpu.product(a, b)
+
+
+def _library(a: Tensor, b: Tensor) -> Tensor:
+    wide = a.dtype if a.dtype in (torch.float32, torch.float64) else torch.float32
+    return torch.mm(without_gaps(a.to(wide)), without_gaps(b.to(wide)))

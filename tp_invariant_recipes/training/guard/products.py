@@ -1,0 +1,125 @@
+"""Sampled products on their way from a device to the judge, and the names of their modules."""
+
+import bisect
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tp_invariant_recipes.ledger import evidence
+from tp_invariant_recipes.numerics.products import sampling
+from tp_invariant_recipes.numerics.products.judge import difference, expected
+from tp_invariant_recipes.numerics.products.sampling import DEFINED, REPEATED, Sample, Sampler
+from tp_invariant_recipes.training.guard.fault import WrongBits
+from tp_invariant_recipes.training.guard.judge import Judge
+from tp_invariant_recipes.training.shards import Shards
+
+JUDGES = {
+    DEFINED: "the product's definition, computed by the host's CPU",
+    sampling.LIBRARY: "the same product of the library, computed again by another thread",
+    REPEATED: "the same attention of one shard, launched again",
+}
+
+
+class WeightNames:
+    """Finds the weight whose memory an operand or a result lies in."""
+
+    def __init__(self, shards: Shards) -> None:
+        found: dict[tuple[int, int], tuple[str, bool]] = {}
+        for part in shards.parts:
+            name = part.name.removesuffix(".weight")
+            found[_range(part.owner)] = name, False
+            if getattr(part.owner, "main_grad", None) is not None:
+                found[_range(part.owner.main_grad)] = name, True  # type: ignore[attr-defined]
+        self._ranges = sorted((start, end, *names) for (start, end), names in found.items())
+
+    def of(self, sample: Sample) -> str:
+        """The operation in words."""
+        where = sample.where
+        if where.layer is not None:
+            return f"forward pass of decoder.layers.{where.layer - 1}.self_attention.core_attention"
+        if (found := self._find(where.out)) and found[1]:
+            return f"weight gradient of {found[0]}"
+        if found := self._find(where.b):
+            return f"{'forward pass' if where.transposed else 'input gradient'} of {found[0]}"
+        return f"a product {[*sample.a.shape]} @ {[*sample.b.shape] if sample.b is not None else ''}"
+
+    def _find(self, address: int) -> tuple[str, bool] | None:
+        at = bisect.bisect_right(self._ranges, (address, float("inf"), "", False)) - 1
+        if at < 0 or address >= self._ranges[at][1]:
+            return None
+        return self._ranges[at][2:]
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+class SampledProducts:
+    """Hands samples of a step to the judge."""
+
+    def __init__(self, sampler: Sampler, names: WeightNames, judge: Judge, rank: int) -> None:
+        self.sampler, self.names, self.judge, self.rank = sampler, names, judge, rank
+        self._stream: Any = None
+        self._copied: Any = None  # the event after which graphs may fill the memory of their samples again
+
+    def restart(self, step: int) -> None:
+        """Begin a step."""
+        self.sampler.restart(step)
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def hand_over(self, step: int) -> None:
+        """Copy what was sampled and have it judged; the host does not wait."""
+        samples, self.sampler.samples = [*self.sampler.samples, *self.sampler.fixed], []
+        on_host, copied = self._on_host(samples)
+        for sample, held in zip(on_host, samples, strict=True):
+            self.judge.submit(partial(self._judged, sample, step, copied, held))
+
+    def _judged(self, sample: Sample, step: int, copied: Any, held: Sample) -> WrongBits | None:
+        """held: on the device: nobody may have its memory before it is copied."""
+        if copied is not None:
+            copied.synchronize()
+        again = expected(sample)
+        found = difference(sample.out, again)
+        if found is None:
+            return None
+        tensors = {name: one for name in ("a", "b", "before", "out") if (one := getattr(sample, name)) is not None}
+        return WrongBits(
+            evidence.ATTENTION if sample.kind == REPEATED else evidence.PRODUCT,
+            step,
+            self.names.of(sample),
+            (self.rank,),
+            found,
+            JUDGES[sample.kind],
+            tensors,
+            {"kind": sample.kind, "shards": sample.shards, "segments": list(sample.segments)},
+            portable=sample.kind == DEFINED,
+        )
+
+    def _on_host(self, samples: list[Sample]) -> tuple[list[Sample], Any]:
+        if not any(sample.out.is_cuda for sample in samples):
+            return samples, None
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            moved = [
+                replace(
+                    one,
+                    a=_pinned(one.a),
+                    b=None if one.b is None else _pinned(one.b),
+                    before=None if one.before is None else _pinned(one.before),
+                    out=_pinned(one.out),
+                )
+                for one in samples
+            ]
+            self._copied = self._stream.record_event()
+        return moved, self._copied
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host
